@@ -1,0 +1,50 @@
+# Everything a fresh clone needs: Python 3.11 or newer, and make.
+#   make quickstart   train a small GPT on 8 virtual devices (two minutes)
+#   make test         the whole suite
+PYTHON ?= python3.11
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+# The interpreter must be able to make a virtual environment; fall back to python3 where 3.11 has no name of its own.
+PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
+PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
+
+.PHONY: help quickstart test test-core lint types format clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+# Two environments in one folder: the library alone for quickstart, with the test tools for everything else.
+$(VENV)/.base: pyproject.toml $(wildcard scripts/constraints-*.txt)
+	@$(PYTHON) -c 'import sys; sys.exit("fsdp_jax needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,notebooks]'
+	@touch $@
+
+quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtual devices
+	$(BIN)/fsdp-jax train configs/quickstart.yaml
+
+test: $(VENV)/.test ## the whole suite
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-core: $(VENV)/.test ## rooms 0 to 3 only
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m core
+
+lint: $(VENV)/.test ## ruff, format and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.test ## mypy
+	$(BIN)/mypy
+
+format: $(VENV)/.test ## apply ruff
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove the environments and what runs left
+	rm -rf $(VENV) .venv312 output

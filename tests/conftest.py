@@ -1,0 +1,21 @@
+"""Every test runs on 8 virtual CPU devices: forced here before jax starts, asserted, never skipped."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_force_host_platform_device_count=8",
+        # a busy machine may keep one of the eight threads waiting for long; the default aborts the process after 40 s
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    ]
+)
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_sessionstart(session):
+    assert jax.device_count() == 8, f"the suite needs 8 virtual devices, found {jax.device_count()}"
