@@ -27,6 +27,12 @@ def human_bytes(count: float) -> str:
     """Binary units, three significant digits: `1.25 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"
+            return (
+                f"{count:.0f} {unit}"
+                if unit == "B"
+                else f"{count:.3g} {unit}"
+                if count < 999.5
+                else f"{count:.0f} {unit}"
+            )
         count /= 1024
     raise AssertionError("unreachable")

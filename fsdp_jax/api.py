@@ -1,0 +1,278 @@
+"""The one sentence people write: `fully_shard(model, optimizer, mesh, strategy, units)`."""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from fsdp_jax.compiled import Step
+from fsdp_jax.errors import did_you_mean, human_bytes, message
+from fsdp_jax.layout import Layout, make_layout
+from fsdp_jax.linen import LinenModel
+from fsdp_jax.mesh import check_mesh, replicated
+from fsdp_jax.model import Boundary, LossFn, Model
+from fsdp_jax.nnx import NnxModel
+from fsdp_jax.precision import Precision
+from fsdp_jax.rules import MIN_SIZE, Axis, Rule, Rules, stacked_dims
+from fsdp_jax.state import TrainState, abstract_rest, abstract_state, init_state, state_shardings
+from fsdp_jax.step import StepPlan, forward, sum_and_count, train_step
+from fsdp_jax.strategy import Strategy, get_strategy
+from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.units import ROOT, Mode, Remat, Route, Units, choose_units
+
+
+def fully_shard(
+    model: Callable[[nnx.Rngs], nnx.Module] | nn.Module,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    strategy: str | Strategy = "full_shard",
+    units: Units = "model",
+    *,
+    inputs: tuple[Any, ...] | None = None,
+    precision: Precision | None = None,
+    remat: Remat = "none",
+    rules: Sequence[Rule] = (),
+    logical_axes: Mapping[str, Axis] | None = None,
+    min_size: int = MIN_SIZE,
+    strict: bool = False,
+    stacked: Sequence[str] | None = None,
+    frozen: Sequence[str] = (),
+) -> "Sharded":
+    """Lays out a model's training state over a mesh. Nothing is allocated.
+
+    Args:
+        model: `make_model(rngs) -> nnx.Module`, or a `linen.Module` together with `inputs`.
+        tx: any optax transformation.
+        mesh: from `make_mesh`.
+        strategy: `no_shard`, `zero1`, `shard_grad_op`, `full_shard`, `hybrid_shard`, `hybrid_shard_zero2`, or an alias.
+        units: what is gathered together: module classes, a least number of parameters, `scan` (the body of a layer
+            scan) or `model`.
+        inputs: example inputs of a Linen model, arrays or shapes.
+        precision: dtypes; float32 throughout where absent.
+        remat: `none` saves a unit's activations, `full` recomputes the unit in the backward.
+        rules: ordered (pattern, spec); see `fsdp_jax.rules`.
+        logical_axes: logical name -> mesh axis, for rules and for Flax's annotations.
+        min_size: elements below which a parameter stays replicated.
+        strict: every parameter must be matched by a rule or an annotation.
+        stacked: path patterns of parameters whose first dim stacks layers; found by their shapes where absent.
+        frozen: path patterns of parameters that are not trained: no gradient, no optimizer state, still sharded.
+
+    Raises:
+        ValueError: what does not fit, with the path, what was expected, what was found, and the fix.
+
+    """
+    adapter, mesh, strategy = _adapt(model, inputs), check_mesh(mesh), get_strategy(strategy)
+    precision = precision or Precision()
+    if remat not in ("none", "full"):
+        raise ValueError(message(f"unknown remat '{remat}'", where="remat", fix=did_you_mean(remat, ("none", "full"))))
+    settings = Rules(tuple(rules), dict(logical_axes or {}), min_size, strict, strategy.shard_axes(mesh))
+    _check_hybrid(strategy, settings)
+    made = flatten(adapter.params)
+    shapes = {path: tuple(leaf.shape) for path, leaf in made.items()}
+    depth = stacked_dims(shapes) if stacked is None else _matching(stacked, shapes, "stacked")
+    held = _matching(frozen, shapes, "frozen")
+    placements = settings.place(adapter.params, mesh, stacked=depth)
+    resting = {path: jax.ShapeDtypeStruct(leaf.shape, precision.at_rest(leaf.dtype)) for path, leaf in made.items()}
+    layout = make_layout(
+        unflatten(resting), placements, abstract_rest(adapter), tx, mesh, strategy, settings,
+        stacked=depth, trainable=lambda path: path not in held,
+    )  # fmt: skip
+    sizes = {path: prod(shape[depth.get(path, 0) :]) for path, shape in shapes.items()}
+    owners = choose_units(adapter.modules, units, sizes, depth)
+    return Sharded(adapter, tx, layout, precision, remat, owners)
+
+
+def _adapt(model: Any, inputs: tuple[Any, ...] | None) -> Model:
+    if isinstance(model, nn.Module):
+        if inputs is None:
+            fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
+            raise ValueError(message("a Linen model needs example inputs", where="fully_shard", fix=fix))
+        return LinenModel(model, inputs)
+    if isinstance(model, nnx.Module):
+        fix = "pass the function that makes it, lambda rngs: Model(..., rngs=rngs), so that it is born sharded"
+        raise ValueError(
+            message("the model is already in memory, unsharded", where="fully_shard", got=type(model), fix=fix)
+        )
+    return NnxModel(model)
+
+
+def _matching(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> dict[str, int]:
+    """{path: 1} for what any pattern matches; every pattern must match something."""
+    for pattern in patterns:
+        if not any(re.search(pattern, path) for path in paths):
+            fix = did_you_mean(pattern, paths)
+            raise ValueError(message(f"pattern '{pattern}' matches no parameter", where=where, fix=fix))
+    return {path: 1 for path in paths if any(re.search(pattern, path) for pattern in patterns)}
+
+
+def _check_hybrid(strategy: Strategy, rules: Rules) -> None:
+    """Hybrid strategies repeat state along `replica`; a rule may not shard along it."""
+    for pattern, spec in rules.rules:
+        if strategy.hybrid and "replica" in str(spec):
+            fix = "use 'fsdp' or 'data' in the rule, or strategy full_shard"
+            raise ValueError(
+                message(f"{strategy.name} replicates along 'replica'", where=f"rule '{pattern}'", got=spec, fix=fix)
+            )
+
+
+class SlowerWarning(UserWarning):
+    """Something asked for is not done, and this is what it costs."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model laid out over a mesh: what `fully_shard` returns.
+
+    Attributes:
+        layout: where every array lies, and why.
+        units: parameter path -> path of the unit that gathers it; None on entering the model.
+
+    """
+
+    _model: Model = field(repr=False)
+    _tx: optax.GradientTransformation = field(repr=False)
+    layout: Layout
+    precision: Precision
+    remat: Remat
+    units: dict[str, str | None] = field(repr=False)
+
+    def init(self, seed: int = 0) -> TrainState:
+        """A fresh state, every array made on the devices that hold it."""
+        return init_state(self._model, self._tx, self.layout, self.precision, seed)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state: the target of a restore."""
+        return abstract_state(self.layout)
+
+    def train_step(
+        self,
+        loss_fn: LossFn,
+        *,
+        accumulation: int = 1,
+        deferred_reduction: bool = False,
+        clip: float | None = None,
+        abort_after: int | None = 10,
+    ) -> Step:
+        """The training step: `state, metrics = step(state, batch)`.
+
+        Args:
+            loss_fn: `(model, batch) -> (summed loss, count)`; microbatches are weighed by their counts.
+            accumulation: microbatches per optimizer step; the batch is cut into that many.
+            deferred_reduction: reduce gradients once, after the last microbatch (PyTorch's `no_sync`): less on the
+                wire, gradients of full size on every device until then.
+            clip: largest global norm of the gradient.
+            abort_after: raise after so many steps in a row whose gradients were not finite; None never does.
+
+        Warns:
+            SlowerWarning: the model keeps batch statistics, so what needs each device to see its own batch alone is
+                not done.
+
+        """
+        if accumulation < 1:
+            raise ValueError(message("accumulation is at least 1", where="accumulation", got=accumulation))
+        deferred = deferred_reduction and accumulation > 1 and self.layout.mesh.size > 1
+        deferred, mode = self._mode(deferred, accumulation)
+        plan = StepPlan(
+            self._model, self.layout, self._tx, self._routes(mode), self._boundaries(), loss_fn,
+            remat=self.remat, accumulation=accumulation, deferred=deferred, clip=clip,
+        )  # fmt: skip
+        whole = replicated(self.layout.mesh)
+        return Step(
+            lambda state, batch: train_step(plan, state, batch), self.layout.mesh, self.abstract_state(),
+            (state_shardings(self.layout), whole), accumulation=accumulation, donate=True, abort_after=abort_after,
+        )  # fmt: skip
+
+    def eval_step(self, loss_fn: LossFn) -> Step:
+        """`step(state, batch) -> (sum, count)` with the model in inference mode; the state is kept."""
+        fn = self._forward(lambda model, batch: sum_and_count(loss_fn(model, batch)))
+        return Step(
+            lambda state, batch: fn(state, jax.tree.map(lambda x: x[0], batch)), self.layout.mesh, self.abstract_state(),
+            replicated(self.layout.mesh), accumulation=1, donate=False, abort_after=None,
+        )  # fmt: skip
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`apply(fn)(state, *args)` runs `fn(model, *args)` compiled, in inference mode; results are replicated."""
+        whole = replicated(self.layout.mesh)
+        run = self._forward(lambda model, args: fn(model, *args))
+        return jax.jit(lambda state, *args: run(state, args), out_shardings=whole)
+
+    def model(self, state: TrainState) -> Any:
+        """The user's own kind of model (NNX module, bound Linen module) around the sharded arrays."""
+        return self._model.build(state.params, state.model_state)
+
+    def _forward(self, fn: LossFn) -> Callable[[TrainState, Any], Any]:
+        plan = StepPlan(
+            self._model, self.layout, self._tx, self._routes("annotate"), self._boundaries(), fn, remat=self.remat
+        )
+        return lambda state, batch: forward(plan, state, batch)
+
+    def _mode(self, deferred: bool, accumulation: int) -> tuple[bool, Mode]:
+        """Whether to defer, and which of the two ways of saying it serves; see the note in units."""
+        routes = self._routes("manual").values()
+        recast = any(route.reduce != route.compute for route in routes) and self.layout.mesh.size > 1
+        if not (deferred or recast):
+            return False, "annotate"
+        if not self._model.batch_statistics:
+            return deferred, "manual"
+        whole = sum(prod(leaf.shape) * self._routes("annotate")[path].compute.itemsize
+                    for path, leaf in self.layout.by_path.items() if leaf.trainable)  # fmt: skip
+        first = self._model.batch_statistics[0]
+        cost = (
+            f"gradients are reduced after each of {accumulation} microbatches, up to {human_bytes(2 * whole)} each"
+            if deferred
+            else f"gradients are reduced in {self.precision.compute}, not {self.precision.reduce}"
+        )
+        warnings.warn(
+            f"the model keeps batch statistics ('{first}'), which need the whole batch: {cost}",
+            SlowerWarning,
+            stacklevel=3,
+        )
+        return False, "annotate"
+
+    def _kept(self) -> set[str]:
+        """Paths of parameters that are gathered in float32."""
+        by_class = {
+            path for m in self._model.modules for path in m.direct
+            if self.precision.kept(kind.__name__ for kind in m.kind.__mro__)
+        }  # fmt: skip
+        return by_class | {path for path in self.units if self.precision.kept((path,))}
+
+    def _routes(self, mode: Mode) -> dict[str, Route]:
+        kept = self._kept()
+        routes = {}
+        for path, leaf in self.layout.by_path.items():
+            compute, reduced = self.precision.travel(path in kept, leaf.dtype)
+            routes[path] = Route(
+                path, self.units[path], len(leaf.shape), leaf.mesh, leaf.spec, leaf.work, compute, reduced, leaf.dtype, mode,
+                leaf.stacked,
+            )  # fmt: skip
+        return routes
+
+    def _boundaries(self) -> dict[str, Boundary]:
+        """What happens at which module: units gather; where compute is mixed, inputs are cast and float32 islands end."""
+        compute = self.precision.compute_dtype if self.precision.mixed else None
+        output = jnp.dtype(self.precision.output) if self.precision.output else None
+        units = {unit for unit in self.units.values() if unit}
+        kept = self._kept() if compute is not None else set()
+        found = {}
+        for module in self._model.modules:
+            unit = module.path if module.path in units else None
+            island = bool(module.direct & kept)
+            root = module.path == ROOT
+            boundary = Boundary(
+                unit, self.remat if unit else "none",
+                cast_in=compute if unit is not None or root else None,
+                cast_out=output if root else compute if island else None,
+            )  # fmt: skip
+            if boundary != Boundary():
+                found[module.path] = boundary
+        return found

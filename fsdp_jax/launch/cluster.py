@@ -1,0 +1,102 @@
+"""What must happen before jax starts its backends: virtual devices, and several processes joined into one run."""
+
+import os
+
+import jax
+from jax.experimental import multihost_utils
+
+from fsdp_jax.errors import ConfigError, message
+
+
+def use_virtual_devices(count: int) -> None:
+    """Gives this process `count` virtual CPU devices. An accelerator, where there is one, stays the default backend.
+
+    Raises ConfigError if `count` is not positive, and ValueError if jax has already started with another count.
+    """
+    if count < 1:
+        raise ConfigError(message("no such number of devices", where="train.devices", expected="1 or more", got=count))
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # the backends run already; all is well if they need no change
+        if jax.default_backend() != "cpu" or jax.local_device_count() == count:
+            return
+        raise ValueError(
+            message(
+                "jax has started already: the number of virtual devices is fixed",
+                where="train.devices",
+                expected=count,
+                got=jax.local_device_count(),
+                fix="call use_virtual_devices before anything that touches a device",
+            )
+        ) from None
+    _set_xla_flags(
+        {
+            # jax's own setting above decides; this one agrees with it, and processes started from here inherit it
+            "--xla_force_host_platform_device_count": count,
+            # a busy machine may keep one device's thread waiting for long; the default aborts the process after 40 s
+            "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
+            "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
+        }
+    )
+
+
+def _set_xla_flags(flags: dict[str, int]) -> None:
+    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([*kept, *(f"{name}={value}" for name, value in flags.items())])
+
+
+def join_cluster(coordinator: str | None, processes: int | None, process: int | None) -> None:
+    """Joins this process into a run of several: all three arguments, or none for a run of one process.
+
+    `coordinator` is the HOST:PORT where process 0 listens, `processes` how many there are, `process` which one this is,
+    from 0. Waits until all have come. Raises ConfigError if the arguments do not make sense.
+    """
+    if coordinator is None and processes is None and process is None:
+        return
+    if coordinator is None or processes is None or process is None:
+        raise ConfigError(
+            message(
+                "an incomplete cluster",
+                where="cluster",
+                expected="coordinator, processes and process, or none of them",
+                got=f"coordinator={coordinator}, processes={processes}, process={process}",
+            )
+        )
+    _check_address(coordinator)
+    if processes < 1:
+        raise ConfigError(message("an empty cluster", where="cluster.processes", expected="1 or more", got=processes))
+    if not 0 <= process < processes:
+        expected = f"0 to {processes - 1} for {processes} processes"
+        raise ConfigError(message("no such process", where="cluster.process", expected=expected, got=process))
+    jax.distributed.initialize(coordinator, processes, process)
+
+
+def _check_address(coordinator: str) -> None:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            message(
+                "not an address",
+                where="cluster.coordinator",
+                expected="HOST:PORT, the same for every process",
+                got=coordinator,
+                fix="for example 10.0.0.1:1234, with the host where process 0 runs and a free port there",
+            )
+        )
+
+
+def leave_cluster() -> None:
+    """Leaves the cluster, waiting for the others to do so too; does nothing if this process never joined one."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+
+
+def is_lead() -> bool:
+    """Whether this is the process that logs, and writes what is written once. Starts jax's backends."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+    """Waits until every process has come here; `name` must be the same in all of them. From the main thread only."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

@@ -1,0 +1,219 @@
+"""GPT-2 in plain Flax NNX: pre-norm blocks, learned positions, biases, and a head tied to the embedding.
+
+Shapes: B batch, T sequence, D width, H heads, K head dim, V vocab, L layers.
+
+GPT-2 also drops attention weights; here dropout acts on the embedding and on what each block adds to the residual
+stream, so that any fused attention can be used.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fsdp_jax.models import layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT. Raises ValueError where the numbers do not fit together."""
+
+    vocab_size: int
+    sequence_length: int
+    """The longest sequence, in tokens: the number of learned positions."""
+    layers: int
+    width: int
+    heads: int
+    dropout: float = 0.0
+    """The probability that a value is dropped; above 0 the model needs a `dropout` random stream."""
+    scan_layers: bool = True
+    """Stack the blocks' parameters and compile one block; False keeps a list of blocks."""
+    tie_head: bool = True
+    """Use the embedding table as the output head, as GPT-2 does."""
+    dtype: str | None = None
+    """Compute dtype by name; None follows the parameters and inputs."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "sequence_length", "layers", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GPTConfig.{name} must be at least 1, got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ValueError(f"GPTConfig.width must be a multiple of heads, got width {self.width}, heads {self.heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"GPTConfig.dropout must be at least 0 and below 1, got {self.dropout}")
+
+
+def _gpt2(depth: int, width: int, heads: int) -> GPTConfig:
+    return GPTConfig(vocab_size=50257, sequence_length=1024, layers=depth, width=width, heads=heads)
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "tiny": GPTConfig(vocab_size=256, sequence_length=128, layers=4, width=128, heads=4),  # 0.8M, bytes
+    "small": GPTConfig(vocab_size=256, sequence_length=256, layers=6, width=384, heads=6),  # 10.8M, bytes
+    "gpt2": _gpt2(12, 768, 12),  # 124M
+    "gpt2-medium": _gpt2(24, 1024, 16),  # 355M
+    "gpt2-large": _gpt2(36, 1280, 20),  # 774M
+    "gpt2-xl": _gpt2(48, 1600, 25),  # 1.56B
+}
+
+
+def preset(name: str, **overrides: Any) -> GPTConfig:
+    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was probably meant."""
+    _check_known("preset", name, PRESETS)
+    for field in overrides:
+        _check_known("GPTConfig field", field, GPTConfig.__dataclass_fields__)
+    return dataclasses.replace(PRESETS[name], **overrides)
+
+
+def _check_known(kind: str, word: str, known: Mapping[str, Any]) -> None:
+    if word not in known:
+        close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+        hint = f"did you mean '{close[0]}'?" if close else "one of: " + ", ".join(known)
+        raise ValueError(f"unknown {kind} '{word}'; {hint}")
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer block: attention, then an MLP four times as wide, each added to the residual stream."""
+
+    def __init__(self, config: GPTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
+        D, dtype = config.width, config.dtype
+        # Each block adds twice to the residual stream; GPT-2 scales what it adds so that the sum stays of order one.
+        out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
+        self.ln_1 = layers.layer_norm(D, dtype=dtype, rngs=rngs)
+        self.attn = layers.SelfAttention(D, config.heads, out_std=out_std, attention=attention, dtype=dtype, rngs=rngs)
+        self.ln_2 = layers.layer_norm(D, dtype=dtype, rngs=rngs)
+        self.mlp = layers.MLP(D, 4 * D, out_std=out_std, dtype=dtype, rngs=rngs)
+        self.dropout = layers.dropout(config.dropout, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """[B, T, D] to [B, T, D] in the dtype of the input, also where a norm kept in float32 widens a branch."""
+
+        def branch(y_BTD: jax.Array) -> jax.Array:
+            return self.dropout(y_BTD, deterministic=deterministic).astype(x_BTD.dtype)
+
+        x_BTD = x_BTD + branch(self.attn(self.ln_1(x_BTD)))
+        return x_BTD + branch(self.mlp(self.ln_2(x_BTD)))
+
+
+class GPT(nnx.Module):
+    """A decoder-only language model.
+
+    `blocks` is one Block whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L Blocks. `rngs` needs a
+    `params` stream, and a `dropout` stream where dropout is above 0. `attention` replaces the attention of every block.
+    """
+
+    def __init__(
+        self, config: GPTConfig, *, rngs: nnx.Rngs, attention: layers.Attention = jax.nn.dot_product_attention
+    ):
+        V, T, D, dtype = config.vocab_size, config.sequence_length, config.width, config.dtype
+        self.config = config
+        self.embed = layers.embedding(V, D, dtype=dtype, rngs=rngs)
+        self.positions = layers.embedding(T, D, dtype=dtype, rngs=rngs)
+        self.dropout = layers.dropout(config.dropout, rngs=rngs)
+
+        def make(rngs: nnx.Rngs) -> Block:
+            return Block(config, attention=attention, rngs=rngs)
+
+        self.blocks: Block | nnx.List[Block]
+        if config.scan_layers:
+            self.blocks = layers.stack(make, config.layers, rngs=rngs)
+        else:
+            self.blocks = nnx.List([make(rngs) for _ in range(config.layers)])
+        self.ln_f = layers.layer_norm(D, dtype=dtype, rngs=rngs)
+        if not config.tie_head:
+            init = nnx.initializers.normal(layers.INIT_STD)
+            self.head = nnx.Linear(D, V, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
+
+        `deterministic=False` applies dropout and advances its random state.
+        """
+        T = tokens_BT.shape[1]
+        if self.config.sequence_length < T:
+            raise ValueError(f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}")
+        x_BTD = self.embed(tokens_BT) + self.positions(jnp.arange(T)[None])
+        x_BTD = self.dropout(x_BTD, deterministic=deterministic)
+        if isinstance(self.blocks, nnx.List):
+            for block in self.blocks:
+                x_BTD = block(x_BTD, deterministic=deterministic)
+        else:
+            x_BTD = layers.run_stacked(self.blocks, x_BTD, deterministic=deterministic)
+        x_BTD = self.ln_f(x_BTD)
+        return self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
+
+
+def next_token_loss(
+    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array], *, train: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of the cross-entropy in nats and the number of targets it is over, both float32 scalars.
+
+    `batch` has `tokens`, int32 [B, T+1], and may have `mask`, [B, T], the weight of each target (absent: all 1). They
+    are returned apart so that sums over microbatches and devices can be divided once. `train=True` applies dropout.
+    """
+    tokens = batch["tokens"]
+    logits_BTV = model(tokens[:, :-1], deterministic=not train)
+    loss_BT = layers.cross_entropy(logits_BTV, tokens[:, 1:])
+    mask_BT = batch["mask"].astype(jnp.float32) if "mask" in batch else jnp.ones_like(loss_BT)
+    return (loss_BT * mask_BT).sum(), mask_BT.sum()
+
+
+def parameter_count(config: GPTConfig) -> int:
+    """The number of parameters; a tied head counts once."""
+    V, T, D = config.vocab_size, config.sequence_length, config.width
+    block = 12 * D * D + 13 * D  # qkv, out, up, down: 3 + 1 + 4 + 4 squares and 9 bias rows; two norms: 4 rows
+    return (V + T) * D + config.layers * block + 2 * D + (0 if config.tie_head else V * D)
+
+
+def flops_per_token(config: GPTConfig) -> float:
+    """Model FLOPs per token of a training step, forward and backward, at the full sequence length.
+
+    The convention is 6 N + 12 L D T (PaLM, appendix B). N leaves out the tables that are looked up, not multiplied: the
+    positions and, where the head is its own matrix, the embedding. Attention is counted in full, not halved for
+    causality, and nothing is added for recomputation.
+    """
+    V, T, D = config.vocab_size, config.sequence_length, config.width
+    multiplied = parameter_count(config) - T * D - (0 if config.tie_head else V * D)
+    return 6.0 * multiplied + 12.0 * config.layers * D * T
+
+
+def sample(
+    model: Callable[[jax.Array], jax.Array],
+    prompt_tokens: jax.Array,
+    length: int,
+    *,
+    temperature: float,
+    key: jax.Array,
+    window: int | None = None,
+) -> jax.Array:
+    """Continues `prompt_tokens`, int32 [P] with P at least 1, by `length` tokens; returns int32 [P + length].
+
+    `model` maps int32 [1, T] to causal logits [1, T, V]. It sees the last `window` tokens (None: all of them), so give
+    the model's sequence length where P + length exceeds it. `temperature` is a Python number; 0 takes the likeliest
+    token. Every token costs a full forward pass: this is for looking at a model, not for serving one.
+    """
+    prompt = jnp.asarray(prompt_tokens, jnp.int32)
+    if prompt.ndim != 1 or not prompt.size:
+        raise ValueError(f"expected prompt_tokens of shape [P] with P at least 1, got {prompt.shape}")
+    if length < 0 or temperature < 0:
+        raise ValueError(f"expected length and temperature of at least 0, got {length} and {temperature}")
+    total = prompt.size + length
+    T = min(window or total, total)
+
+    def step(known: jax.Array, tokens: jax.Array) -> jax.Array:
+        start = jnp.maximum(known - T, 0)
+        view_T = jax.lax.dynamic_slice(tokens, (start,), (T,))
+        # what follows the last known token is padding, which a causal model does not see
+        logits_V = model(view_T[None])[0, known - start - 1].astype(jnp.float32)
+        if temperature == 0:
+            token = jnp.argmax(logits_V)
+        else:
+            token = jax.random.categorical(jax.random.fold_in(key, known), logits_V / temperature)
+        return tokens.at[known].set(token.astype(jnp.int32))
+
+    return jax.lax.fori_loop(prompt.size, total, step, jnp.pad(prompt, (0, length)))

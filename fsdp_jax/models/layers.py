@@ -1,0 +1,111 @@
+"""Layers that the model families share, in plain Flax NNX.
+
+Shapes: B batch, T sequence, D width, H heads, K head dim, F hidden width of the MLP, V vocab, L layers.
+
+Dtypes: with `dtype=None` a layer computes in the dtype that its inputs and parameters promote to, so whoever casts the
+parameters chooses the compute dtype. Parameters are created in float32.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+INIT_STD = 0.02
+LAYER_NORM_EPSILON = 1e-5
+
+
+class Attention(Protocol):
+    """`jax.nn.dot_product_attention`, or anything called like it."""
+
+    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
+        """Three [B, T, H, K] arrays to one [B, T, H, K]."""
+
+
+def linear(inputs: int, outputs: int, *, std: float = INIT_STD, dtype: str | None, rngs: nnx.Rngs) -> nnx.Linear:
+    """A Linear with bias: kernel [inputs, outputs] drawn from normal(0, std), bias zero."""
+    return nnx.Linear(inputs, outputs, kernel_init=nnx.initializers.normal(std), dtype=dtype, rngs=rngs)
+
+
+def layer_norm(width: int, *, dtype: str | None, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """A LayerNorm over D with scale and bias; its statistics are float32 whatever the dtype."""
+    return nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, dtype=dtype, rngs=rngs)
+
+
+def embedding(count: int, width: int, *, dtype: str | None, rngs: nnx.Rngs) -> nnx.Embed:
+    """A table [count, width] drawn from normal(0, 0.02); with dtype None its output has the table's dtype."""
+    table = nnx.Embed(count, width, embedding_init=nnx.initializers.normal(INIT_STD), rngs=rngs)
+    # nnx.Embed pins the dtype its table is created with; a table cast to bfloat16 later would be promoted back.
+    table.dtype = dtype
+    return table
+
+
+class SelfAttention(nnx.Module):
+    """Causal multi-head self-attention with one fused projection to queries, keys and values, in that order."""
+
+    def __init__(
+        self, width: int, heads: int, *, out_std: float, attention: Attention, dtype: str | None, rngs: nnx.Rngs
+    ):
+        self.heads = heads
+        self.attention = attention
+        self.qkv = linear(width, 3 * width, dtype=dtype, rngs=rngs)
+        self.out = linear(width, width, std=out_std, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] to [B, T, D]; position t sees positions 0 to t."""
+        B, T, D = x_BTD.shape
+        parts = jnp.split(self.qkv(x_BTD), 3, axis=-1)
+        q_BTHK, k_BTHK, v_BTHK = (part.reshape(B, T, self.heads, D // self.heads) for part in parts)
+        return self.out(self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True).reshape(B, T, D))
+
+
+class MLP(nnx.Module):
+    """Two Linears, D to F and back, with the tanh approximation of gelu between them."""
+
+    def __init__(self, width: int, hidden: int, *, out_std: float, dtype: str | None, rngs: nnx.Rngs):
+        self.up = linear(width, hidden, dtype=dtype, rngs=rngs)
+        self.down = linear(hidden, width, std=out_std, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] to [B, T, D]."""
+        return self.down(jax.nn.gelu(self.up(x_BTD), approximate=True))
+
+
+def dropout(rate: float, *, rngs: nnx.Rngs) -> nnx.Dropout:
+    """A Dropout with a `dropout` stream of its own; at rate 0 it has no stream, so the model has no random state."""
+    return nnx.Dropout(rate, rngs=rngs if rate > 0 else None)
+
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def stack(make: Callable[[nnx.Rngs], M], layers: int, *, rngs: nnx.Rngs) -> M:
+    """`layers` modules as one, each leaf with a leading dim L; every layer draws from random streams of its own."""
+
+    @nnx.split_rngs(splits=layers)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make_all(rngs: nnx.Rngs) -> M:
+        return make(rngs)
+
+    return make_all(rngs)
+
+
+def run_stacked(blocks: nnx.Module, x: jax.Array, *, deterministic: bool) -> jax.Array:
+    """Passes `x` through a stack's layers in order; every layer must keep the shape and dtype of `x`."""
+
+    # Layers change their state (dropout counters), never their structure. Saying so also lets a model that is closed
+    # over be called inside other transformations, such as the loop of a sampler.
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, graph_updates=False)
+    def run(block: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        return block(x, deterministic=deterministic)
+
+    return run(blocks, x)
+
+
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Negative log likelihood in nats, float32 [B, T], computed in float32 whatever the dtype of the logits."""
+    logits_BTV = logits_BTV.astype(jnp.float32)
+    picked_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits_BTV, axis=-1) - picked_BT

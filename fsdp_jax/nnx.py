@@ -1,0 +1,162 @@
+"""A Flax NNX model as the core wants it: parameters by path, a loss to differentiate, units to gather.
+
+The model is not modified and need not know. Inside a step it is rebuilt around Shards, and the modules that act as
+units, the norms that stay in float32 and the model itself get, for that trace alone, a subclass of their class whose
+methods gather and cast around the original ones.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from fsdp_jax.model import Boundary, LossFn, cast_floats, split_arrays
+from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.units import ModuleInfo, run_unit
+
+
+class NnxModel:
+    """Adapter for `make_model(rngs) -> nnx.Module`."""
+
+    def __init__(self, make_model: Callable[[nnx.Rngs], nnx.Module]) -> None:
+        self._make = make_model
+        with nnx.use_eager_sharding(False):
+            model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
+        self._graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        self._params = _Skeleton(params)
+        self._rest = _Skeleton(rest)
+        self.params: PyTree = unflatten(_variables(params))
+        self.rest: PyTree = self._rest.to_tree(rest)
+        self.modules = list(_modules(model))
+        self.batch_statistics = [path for path, var in _variables(rest).items() if isinstance(var, nnx.BatchStat)]
+        self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
+
+    def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """(params, rest), concrete; called inside jit."""
+        with nnx.use_eager_sharding(False):
+            _, params, rest = nnx.split(self._make(nnx.Rngs(key)), nnx.Param, ...)
+        return self._params.to_tree(params), self._rest.to_tree(rest)
+
+    def build(self, params: PyTree, rest: PyTree) -> nnx.Module:
+        """The model around these parameters, arrays or Shards."""
+        return nnx.merge(self._graphdef, self._params.to_state(params), self._rest.to_state(rest), copy=True)
+
+    def run(
+        self, fn: LossFn, params: PyTree, rest: PyTree, batch: PyTree, key: jax.Array, boundaries: dict[str, Boundary],
+        *, training: bool, device: jax.Array | None,
+    ) -> tuple[Any, PyTree]:  # fmt: skip
+        """(`fn(model, batch)`, the rest afterwards). `device` numbers the device where each sees its own batch."""
+        del key  # NNX keeps its random streams in the model
+        local = rest if device is None else self._fold(rest, device)
+        model = self.build(params, local)
+        if not training:
+            model.eval()
+        for path, module in list(_walk(model)):
+            if path in boundaries and not hasattr(module, "_fsdp"):
+                module._fsdp = boundaries[path]
+                module.__class__ = _bounded(type(module))
+        out = fn(model, batch)
+        after = self._rest.to_tree(nnx.state(model, nnx.Not(nnx.Param)))
+        return out, after if device is None else self._unfold(after, rest)
+
+    def _fold(self, rest: PyTree, device: jax.Array) -> PyTree:
+        """Random streams of each device's own."""
+        flat = flatten(rest)
+        return unflatten({p: jax.random.fold_in(v, device) if p in self._keys else v for p, v in flat.items()})
+
+    def _unfold(self, after: PyTree, before: PyTree) -> PyTree:
+        keys = flatten(before)
+        return unflatten({p: keys[p] if p in self._keys else v for p, v in flatten(after).items()})
+
+
+class _Skeleton:
+    """The structure of an `nnx.State`, to go between it and nested dicts with string keys."""
+
+    def __init__(self, state: nnx.State) -> None:
+        self._paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+        self._treedef = jax.tree.structure(state)
+
+    def to_tree(self, state: nnx.State) -> PyTree:
+        variables = _variables(state)
+        return unflatten({path: variables[path].get_value() if path in variables else None for path in self._paths})
+
+    def to_state(self, tree: PyTree) -> nnx.State:
+        flat = flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "route"))
+        return jax.tree.unflatten(self._treedef, [flat[path] for path in self._paths])
+
+
+def _variables(state: nnx.State) -> dict[str, nnx.Variable]:
+    return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def _walk(node: Any, path: tuple[str, ...] = (), above: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """(path, node) for modules and containers, parents first; one that is used in two places comes twice."""
+    yield "/".join(path), node
+    for name, child in _attributes(node):
+        if isinstance(child, nnx.Pytree | dict | list | tuple) and id(child) not in above:
+            yield from _walk(child, (*path, str(name)), above | {id(node)})
+
+
+def _attributes(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, nnx.Pytree):
+        return [(name, child) for name, child in vars(node).items() if not name.startswith("_pytree__")]
+    return list(node.items()) if isinstance(node, dict) else list(enumerate(node))
+
+
+def _modules(model: nnx.Module) -> Iterator[ModuleInfo]:
+    owned = {id(variable): path for path, variable in _variables(nnx.state(model, nnx.Param)).items()}
+    for path, node in _walk(model):
+        direct = frozenset(owned[id(child)] for _, child in _attributes(node) if id(child) in owned)
+        yield ModuleInfo(path, type(node), direct, isinstance(node, nnx.Module) and callable(node))
+
+
+@functools.cache
+def _bounded(cls: type) -> type:
+    """A subclass whose public methods run inside the module's boundary."""
+    own = [c for c in cls.__mro__ if issubclass(c, nnx.Module) and c is not nnx.Module]
+    names = {name for c in own for name in vars(c) if name == "__call__" or not name.startswith("_")}
+    methods = {name: getattr(cls, name) for name in names if inspect.isfunction(inspect.getattr_static(cls, name))}
+
+    def inside(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _call(cls, original, self, args, kwargs)
+
+        return method
+
+    return type(cls.__name__, (cls,), {name: inside(original) for name, original in methods.items()})
+
+
+def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+    boundary: Boundary = module._fsdp
+    args, kwargs = cast_floats((args, kwargs), boundary.cast_in)
+    if boundary.unit is None:
+        bounded, module.__class__ = module.__class__, cls  # calls among its own methods are already inside
+        try:
+            out = original(module, *args, **kwargs)
+        finally:
+            module.__class__ = bounded
+    else:
+        out = _call_unit(cls, original, module, args, kwargs, boundary)
+    return cast_floats(out, boundary.cast_out)
+
+
+def _call_unit(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any, boundary: Boundary) -> Any:
+    """Splits the module (and what modules it is handed), runs it as a pure function, and takes over its new state."""
+    assert boundary.unit is not None
+    arrays, nodes, rebuild = split_arrays((args, kwargs), lambda x: isinstance(x, nnx.Pytree | nnx.Variable))
+    graphdef, state = nnx.split((module, nodes))
+
+    def pure(state: nnx.State, arrays: list[Any]) -> tuple[Any, nnx.State]:
+        inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
+        inner.__class__ = cls
+        inner_args, inner_kwargs = rebuild(arrays, inner_nodes)
+        out = original(inner, *inner_args, **inner_kwargs)
+        return out, nnx.state((inner, inner_nodes), nnx.Not(nnx.Param))
+
+    out, after = run_unit(pure, state, arrays, unit=boundary.unit, remat=boundary.remat)
+    nnx.update((module, nodes), after)
+    return out

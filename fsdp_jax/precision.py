@@ -1,0 +1,76 @@
+"""Which dtype a number has where: at rest, in compute, while gradients are reduced, and in the model's output."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from fsdp_jax.errors import did_you_mean, message
+
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A mixed-precision policy; PyTorch's `MixedPrecision` with a parameter dtype of its own.
+
+    Attributes:
+        param: parameters at rest; gradients come back in it, and the optimizer works in it.
+        compute: gathered parameters and the model's float inputs.
+        reduce: gradients while they travel; the compute dtype where absent.
+        output: float outputs of the whole model; left as the model made them where absent.
+        keep_float32: regular expressions searched in parameter paths and in the class names of modules. What matches
+            is gathered in float32, and its outputs return to the compute dtype. Norms by default.
+
+    """
+
+    param: str = "float32"
+    compute: str = "float32"
+    reduce: str | None = None
+    output: str | None = None
+    keep_float32: tuple[str, ...] = ("[Nn]orm",)
+
+    def __post_init__(self) -> None:
+        for field in ("param", "compute", "reduce", "output"):
+            name = getattr(self, field)
+            if name is not None and name not in _FLOATS:
+                fix = did_you_mean(str(name), _FLOATS)
+                raise ValueError(
+                    message(f"unknown dtype '{name}'", where=f"precision.{field}", expected=_FLOATS, fix=fix)
+                )
+
+    @property
+    def param_dtype(self) -> np.dtype:
+        """At rest."""
+        return jnp.dtype(self.param)
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        """In the model."""
+        return jnp.dtype(self.compute)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether compute differs from rest."""
+        return self.compute != self.param
+
+    def kept(self, names: Iterable[str]) -> bool:
+        """Whether any of these names (a path, or a module's class names) asks for float32."""
+        return any(re.search(pattern, name) for pattern in self.keep_float32 for name in names)
+
+    def travel(self, kept: bool, stored: DTypeLike) -> tuple[np.dtype, np.dtype]:
+        """(compute, reduce) dtypes of a parameter; what is not a float keeps the dtype it is stored in."""
+        stored = jnp.dtype(stored)
+        if not jnp.issubdtype(stored, jnp.floating):
+            return stored, stored
+        compute = jnp.dtype("float32") if kept else self.compute_dtype
+        return compute, jnp.promote_types(jnp.dtype(self.reduce), compute) if kept and self.reduce else (
+            jnp.dtype(self.reduce or compute)
+        )
+
+    def at_rest(self, dtype: DTypeLike) -> np.dtype:
+        """The dtype that a parameter made in `dtype` is stored in."""
+        return self.param_dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype)

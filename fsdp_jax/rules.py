@@ -1,0 +1,291 @@
+"""Path rules and the size heuristic: a PartitionSpec for every parameter, and the reason for it.
+
+Usable alone: `partition_specs(abstract_params, rules, mesh)` needs no trainer and no Layout.
+
+A rule is `(pattern, spec)`. The pattern is a regular expression searched in the slash-joined path
+(`blocks/3/attn/qkv/kernel`); the first rule that matches wins. The spec is a PartitionSpec, or a tuple of logical
+axis names that `logical_axes` maps to mesh axes. The name `fsdp` always stands for the axes that the strategy shards
+along. Behind the rules stand Flax's own logical-axis annotations, and behind those the heuristic: the largest
+dim that divides, never a stacked layer dim, nothing below `min_size` elements.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from fsdp_jax.errors import did_you_mean, human_bytes
+from fsdp_jax.mesh import DATA, axes_of, shards_of
+from fsdp_jax.tree import PyTree, flatten, map_with_path
+
+FSDP = "fsdp"
+MIN_SIZE = 2**14
+HEURISTIC = "heuristic"
+Spec = PartitionSpec | tuple[str | None, ...]
+Rule = tuple[str, Spec]
+Axis = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one parameter lies, which rule said so, and why; `wasted`: bytes per device replicated for want of a dim."""
+
+    spec: PartitionSpec
+    rule: str
+    reason: str
+    wasted: int = 0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a set of rules."""
+
+    kind: str
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.where}: {self.text}"
+
+
+class ReplicationWarning(UserWarning):
+    """A large array stays whole on every device though the strategy would shard it."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A set of rules and the settings of what stands behind them.
+
+    Attributes:
+        rules: ordered (pattern, spec) pairs.
+        logical_axes: logical name -> mesh axis, several axes, or None.
+        min_size: parameters with fewer elements (of one layer) stay replicated unless a rule names them.
+        strict: a parameter that no rule and no annotation matches is an error.
+        axes: the mesh axes that `fsdp` and the heuristic shard along.
+
+    """
+
+    rules: Sequence[Rule] = ()
+    logical_axes: Mapping[str, Axis] = field(default_factory=dict)
+    min_size: int = MIN_SIZE
+    strict: bool = False
+    axes: tuple[str, ...] = (DATA,)
+
+    def place(self, params: PyTree, mesh: Mesh, *, stacked: Mapping[str, int] | None = None) -> dict[str, Placement]:
+        """{path: Placement} for every leaf of `params` (anything with shape and dtype).
+
+        Args:
+            params: abstract parameters; Flax's partitioning boxes and Variables are read for their logical axes.
+            mesh: its axis names and sizes are all that is used.
+            stacked: path -> number of leading dims that stack layers; found by `stacked_dims` where absent.
+
+        Raises:
+            ValueError: all that `lint` finds, at once.
+
+        """
+        findings = self.lint(params, mesh, stacked=stacked)
+        if findings:
+            text = "\n".join(f"  {finding}" for finding in findings)
+            raise ValueError(f"the sharding rules do not fit this model ({len(findings)}):\n{text}")
+        leaves = _leaves(params, stacked)
+        return {path: self._place(path, leaf, mesh) for path, leaf in leaves.items()}
+
+    def _place(self, path: str, leaf: "_Leaf", mesh: Mesh) -> Placement:
+        for pattern, spec in self.rules:
+            if re.search(pattern, path):
+                return Placement(self._resolve(spec), pattern, "first rule that matches")
+        names = leaf.names
+        if names is not None and self._known(names, mesh):
+            return Placement(self._resolve(names), "annotation", f"logical axes {names}")
+        placement = self._by_size(leaf, mesh)
+        if names is None or not any(names):
+            return placement
+        unmapped = sorted({name for name in names if name and not self._known((name,), mesh)})
+        reason = f"{placement.reason}; annotation {names} has no mapping for {unmapped}"
+        return Placement(placement.spec, placement.rule, reason, placement.wasted)
+
+    def _by_size(self, leaf: "_Leaf", mesh: Mesh) -> Placement:
+        """The largest dim that divides; stacked leading dims are left alone."""
+        shape, stacked = leaf.shape, leaf.stacked
+        parts = prod(mesh.shape[axis] for axis in self.axes)
+        size = prod(shape[stacked:])
+        if size < self.min_size:
+            return Placement(PartitionSpec(), HEURISTIC, f"{size} elements, below min_size {self.min_size}")
+        fitting = [dim for dim in range(stacked, len(shape)) if shape[dim] % parts == 0 and shape[dim] > 0]
+        if not fitting:
+            wasted = leaf.nbytes - leaf.nbytes // parts
+            reason = f"no dim of {shape} divides by {parts}: replicated, {human_bytes(wasted)} more on every device"
+            return Placement(PartitionSpec(), HEURISTIC, reason, wasted)
+        dim = max(fitting, key=lambda d: (shape[d], -d))
+        skipped = f", {stacked} stacked layer dim left whole" if stacked else ""
+        spec = PartitionSpec(*[None] * dim, self.axes if len(self.axes) > 1 else self.axes[0])
+        return Placement(spec, HEURISTIC, f"largest dim that divides by {parts} is dim {dim}{skipped}")
+
+    def lint(self, params: PyTree, mesh: Mesh, *, stacked: Mapping[str, int] | None = None) -> list[Finding]:
+        """Unused and shadowed rules, unknown and repeated axes, wrong ranks, indivisible dims, unmatched leaves."""
+        leaves = _leaves(params, stacked)
+        winners = {
+            path: next((i for i, (p, _) in enumerate(self.rules) if re.search(p, path)), None) for path in leaves
+        }
+        findings: list[Finding] = []
+        for index, (pattern, spec) in enumerate(self.rules):
+            unknown = self._unknown_axes(spec, mesh)
+            findings += [Finding("unknown axis", f"rule '{pattern}'", text) for text in unknown]
+            won = [path for path, winner in winners.items() if winner == index]
+            if not won:
+                findings.append(self._never_wins(index, leaves))
+            if not unknown:
+                findings += [
+                    f for path in won for f in self._misfit(f"rule '{pattern}'", path, spec, leaves[path], mesh)
+                ]
+        for path, winner in winners.items():
+            names = leaves[path].names
+            annotated = names is not None and self._known(names, mesh)
+            if winner is None and annotated:
+                findings += self._misfit("annotation", path, names or (), leaves[path], mesh)
+            if winner is None and not annotated and self.strict:
+                findings.append(Finding("unmatched leaf", path, "no rule matches (strict); add one, or strict=False"))
+        return findings
+
+    def _never_wins(self, index: int, paths: Iterable[str]) -> Finding:
+        pattern = self.rules[index][0]
+        matched = [path for path in paths if re.search(pattern, path)]
+        if not matched:
+            return Finding("unused rule", f"rule '{pattern}'", f"matches no parameter; {did_you_mean(pattern, paths)}")
+        earlier = next(p for p, _ in self.rules if re.search(p, matched[0]))
+        text = f"all it matches ('{matched[0]}', …) is taken by '{earlier}'; put it before"
+        return Finding("shadowed rule", f"rule '{pattern}'", text)
+
+    def _unknown_axes(self, spec: Spec, mesh: Mesh) -> list[str]:
+        known = [*mesh.axis_names, *self.logical_axes, FSDP]
+        names = [name for entry in spec for name in axes_of(entry)]
+        return [
+            f"'{name}' is no mesh or logical axis; {did_you_mean(name, known)}" for name in names if name not in known
+        ]
+
+    def _misfit(self, source: str, path: str, spec: Spec, leaf: "_Leaf", mesh: Mesh) -> list[Finding]:
+        """What is wrong with laying this leaf out so."""
+        resolved, shape = self._resolve(spec), leaf.shape
+        if len(resolved) > len(shape):
+            text = f"{source} has {len(resolved)} entries for shape {shape}: shorten the spec or narrow the pattern"
+            return [Finding("rank mismatch", path, text)]
+        repeated = [a for a, n in Counter(a for entry in resolved for a in axes_of(entry)).items() if n > 1]
+        found = [Finding("repeated axis", path, f"{source} uses '{axis}' for two dims") for axis in repeated]
+        for dim, entry in enumerate(resolved):
+            parts = shards_of(mesh, entry)
+            if shape[dim] % parts:
+                others = [d for d, size in enumerate(shape) if size % parts == 0]
+                fix = (
+                    f"did you mean dim {others[0]}?" if others else "no dim divides: leave it to the heuristic, or pad"
+                )
+                text = f"{source} splits dim {dim} of {shape} in {parts}, which does not divide; {fix}"
+                found.append(Finding("indivisible dim", path, text))
+        return found
+
+    def _known(self, names: Iterable[str | tuple[str, ...] | None], mesh: Mesh) -> bool:
+        known = {*mesh.axis_names, *self.logical_axes, FSDP}
+        return all(name in known for entry in names for name in axes_of(entry))
+
+    def _resolve(self, spec: Iterable[Axis]) -> PartitionSpec:
+        """Logical names to mesh axes; `fsdp` to the strategy's axes."""
+        table = {FSDP: self.axes, **self.logical_axes}
+        entries = []
+        for entry in spec:
+            axes = tuple(axis for name in axes_of(entry) for axis in axes_of(table.get(name, name)))
+            entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+
+def partition_specs(
+    params: PyTree,
+    rules: Sequence[Rule],
+    mesh: Mesh,
+    *,
+    logical_axes: Mapping[str, Axis] | None = None,
+    min_size: int = MIN_SIZE,
+    strict: bool = False,
+) -> PyTree:
+    """A PartitionSpec for every leaf of `params`, in the same tree.
+
+    Works on Flax NNX states, Linen variables (boxed or not) and any other tree of things with shape and dtype.
+
+    Raises:
+        ValueError: the rules do not fit; every finding of the lint is in the message.
+
+    """
+    placements = Rules(rules, logical_axes or {}, min_size, strict).place(params, mesh)
+    return map_with_path(lambda path, _: placements[path].spec, params, is_leaf=_is_box)
+
+
+def lint(params: PyTree, rules: Sequence[Rule], mesh: Mesh, **settings: Any) -> list[Finding]:
+    """What `partition_specs` would refuse, as a list; empty where the rules fit."""
+    return Rules(rules, **settings).lint(params, mesh)
+
+
+def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """{path: 1} for parameters that look like layers stacked along dim 0, as a layer scan wants them.
+
+    A subtree is a stack where every leaf has the same leading dim, though leaves differ in rank, or all have three dims
+    or more. What it takes for a stack by mistake is sharded along another dim, nothing worse.
+    """
+    found: dict[str, int] = {}
+
+    def visit(prefix: tuple[str, ...], inside: dict[tuple[str, ...], tuple[int, ...]]) -> None:
+        leading = {shape[0] if shape else None for shape in inside.values()}
+        ranks = {len(shape) for shape in inside.values()}
+        if len(inside) > 1 and len(leading) == 1 and None not in leading and max(ranks) >= 3:
+            found.update({"/".join(parts): 1 for parts in inside})
+            return
+        children: dict[str, dict[tuple[str, ...], tuple[int, ...]]] = {}
+        for parts, shape in inside.items():
+            if len(parts) > len(prefix) + 1:
+                children.setdefault(parts[len(prefix)], {})[parts] = shape
+        for name, child in children.items():
+            visit((*prefix, name), child)
+
+    visit((), {tuple(path.split("/")): tuple(shape) for path, shape in shapes.items()})
+    return found
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """What the rules look at in one parameter."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+    names: tuple[Any, ...] | None
+    stacked: int
+
+
+def _leaves(params: PyTree, stacked: Mapping[str, int] | None) -> dict[str, _Leaf]:
+    boxes = flatten(params, is_leaf=_is_box)
+    arrays = {path: getattr(box, "value", box) if hasattr(box, "names") else box for path, box in boxes.items()}
+    shapes = {path: tuple(array.shape) for path, array in arrays.items()}
+    stacked = stacked_dims(shapes) if stacked is None else stacked
+    leaves = {}
+    for path, array in arrays.items():
+        names, extra = logical_names(boxes[path]), stacked.get(path, 0)
+        if names is not None and len(names) == len(shapes[path]) - extra:
+            names = (None,) * extra + names  # annotated before the layers were stacked
+        leaves[path] = _Leaf(shapes[path], prod(shapes[path]) * array.dtype.itemsize, names, extra)
+    return leaves
+
+
+def logical_names(leaf: Any) -> tuple[Any, ...] | None:
+    """The names that `nnx.with_partitioning` or `nn.with_partitioning` put on a parameter."""
+    if hasattr(leaf, "get_metadata"):  # nnx.Variable
+        metadata = leaf.get_metadata()
+        names = next((metadata[k] for k in ("out_sharding", "sharding_names", "sharding") if metadata.get(k)), None)
+    else:
+        names = getattr(leaf, "names", None)  # linen.Partitioned
+    return tuple(names) if isinstance(names, tuple | list | PartitionSpec) else None
+
+
+def _is_box(leaf: Any) -> bool:
+    return hasattr(leaf, "get_metadata") or hasattr(leaf, "names")

@@ -1,0 +1,95 @@
+"""What a step carries from one call to the next, abstract and born sharded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fsdp_jax.layout import Layout
+from fsdp_jax.model import Model
+from fsdp_jax.precision import Precision
+from fsdp_jax.tree import PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """The state of a training run; a pytree.
+
+    Attributes:
+        step: int32, optimizer steps taken or skipped.
+        params: nested dicts in the model's own paths.
+        opt_state: of the optax transformation, for the trained parameters.
+        model_state: the model's other state: batch statistics, random streams.
+        rng: key that each step's randomness is folded from.
+        skipped: int32, steps whose gradients were not finite.
+        skipped_in_a_row: int32, the last of them without a good one between.
+
+    """
+
+    step: Any
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    rng: Any
+    skipped: Any
+    skipped_in_a_row: Any
+
+
+def abstract_rest(model: Model) -> PyTree:
+    """Shapes of all that is neither parameter nor optimizer state."""
+    counter = jax.ShapeDtypeStruct((), jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return {
+        "step": counter,
+        "skipped": counter,
+        "skipped_in_a_row": counter,
+        "rng": key,
+        "model_state": model.rest,
+    }
+
+
+def state_like(layout: Layout, leaf_to: Any) -> TrainState:
+    """A TrainState with `leaf_to(Leaf)` in place of every array."""
+    params, opt_state, other = (jax.tree.map(leaf_to, part) for part in (layout.params, layout.optimizer, layout.other))
+    return TrainState(params=params, opt_state=opt_state, **other)
+
+
+def state_shardings(layout: Layout) -> TrainState:
+    """A NamedSharding for every array of the state."""
+    return state_like(layout, lambda leaf: leaf.sharding)
+
+
+def abstract_state(layout: Layout) -> TrainState:
+    """Shape, dtype and sharding of every array of the state."""
+    return state_like(layout, lambda leaf: leaf.abstract)
+
+
+def init_state(
+    model: Model, tx: optax.GradientTransformation, layout: Layout, precision: Precision, seed: int
+) -> TrainState:
+    """A state whose every array is made on the devices that hold it; no whole copy is ever made.
+
+    Parameters come first and the optimizer after, so that what the random generator needs is gone when the optimizer's
+    arrays are made.
+    """
+    shardings = state_shardings(layout)
+
+    def params_and_rest(key: jax.Array) -> tuple[PyTree, PyTree]:
+        params, rest = model.init(key)
+        return jax.tree.map(lambda x: x.astype(precision.at_rest(x.dtype)), params), rest
+
+    key, run = jax.random.split(jax.random.key(seed))
+    params, rest = jax.jit(params_and_rest, out_shardings=(shardings.params, shardings.model_state))(key)
+    opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(layout.trainable(params))
+
+    def counters(run: jax.Array) -> dict[str, jax.Array]:
+        return {"rng": run} | {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "skipped_in_a_row")}
+
+    # Made inside jit: each has a buffer of its own, as donation wants.
+    placed = {name: getattr(shardings, name) for name in ("rng", "step", "skipped", "skipped_in_a_row")}
+    return TrainState(
+        params=params, opt_state=opt_state, model_state=rest, **jax.jit(counters, out_shardings=placed)(run)
+    )

@@ -1,0 +1,231 @@
+"""The pure training step: accumulate, reduce, clip, update or skip; compiled once with pinned shardings and donation.
+
+[Note: what is differentiated]
+Four ways to get the same sum of gradients differ in when parameters are gathered and when gradients are reduced:
+
+| gathered | reduced | differentiated | after each microbatch | at the end |
+|---|---|---|---|---|
+| per unit | each microbatch | the shards; the units' custom VJP reduces | | |
+| per unit | deferred | `pending` zeros, full size and local | | reduce |
+| once | each microbatch | the gathered copies | reduce | |
+| once | deferred | the gathered copies, local | cast to the reduce dtype | reduce |
+
+Deferred reduction is what PyTorch calls `no_sync`: one reduction per optimizer step, for gradients of full size on every
+device.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fsdp_jax.errors import message
+from fsdp_jax.layout import Layout
+from fsdp_jax.mesh import batch_axes
+from fsdp_jax.model import Boundary, LossFn, Model
+from fsdp_jax.state import TrainState
+from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
+from fsdp_jax.units import ROOT, Remat, Route, Shard, gather, reduce, run_unit
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All that a step is made from.
+
+    Attributes:
+        routes: path -> how that parameter travels.
+        boundaries: module path -> what happens there.
+        loss_fn: `(model, batch) -> (sum, count)`.
+        remat: of the whole model, where that is the unit.
+        accumulation: microbatches per step.
+        deferred: reduce once, after the last of them.
+        clip: largest global norm of the gradient; None leaves it.
+
+    """
+
+    model: Model
+    layout: Layout
+    tx: optax.GradientTransformation
+    routes: dict[str, Route]
+    boundaries: dict[str, Boundary]
+    loss_fn: LossFn
+    remat: Remat = "none"
+    accumulation: int = 1
+    deferred: bool = False
+    clip: float | None = None
+
+    @property
+    def manual(self) -> bool:
+        """Whether each device sees its own part of the batch, inside `shard_map`."""
+        return any(route.mode == "manual" for route in self.routes.values())
+
+    @property
+    def per_unit(self) -> bool:
+        """Whether parameters are gathered unit by unit, and not once for the step."""
+        return self.layout.strategy.gather == "unit"
+
+
+def train_step(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer step. `batch`: leaves [accumulation, microbatch, ...], the second dim over all mesh axes.
+
+    Metrics, all float32 or int32 scalars: loss (sum / count), grad_norm (before clipping), count, skipped,
+    skipped_in_a_row. Where the loss or a gradient is not finite nothing but the counters changes.
+    """
+    gradients, (total, count), model_state = _gradients(plan, state, batch)
+    gradients = jax.tree.map(lambda g: g / count.astype(g.dtype), gradients)
+    loss, norm = total / count, optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    if plan.clip is not None:
+        scale = jnp.minimum(1.0, plan.clip / jnp.maximum(norm, 1e-12))
+        gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
+    params, opt_state = _update(plan, state, gradients, loss)
+    kept = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (params, opt_state, model_state),
+        (state.params, state.opt_state, state.model_state),
+    )
+    skipped = state.skipped + jnp.where(finite, 0, 1)
+    in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
+    new = TrainState(state.step + 1, *kept, state.rng, skipped, in_a_row)
+    metrics = {"loss": loss, "grad_norm": norm, "count": count, "skipped": skipped, "skipped_in_a_row": in_a_row}
+    return new, metrics
+
+
+def _update(plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+    """The optimizer on its own shards; under zero1 these are slices of replicated parameters."""
+    mesh, by_path = plan.layout.mesh, plan.layout.by_path
+
+    def pinned(path: str, x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, by_path[path].work))
+
+    params = map_with_path(pinned, plan.layout.trainable(state.params))
+    tx = optax.with_extra_args_support(plan.tx)
+    updates, opt_state = tx.update(gradients, state.opt_state, params, value=loss, grad=gradients)
+    updated = flatten(map_with_path(pinned, optax.apply_updates(params, updates)))
+    return unflatten({path: updated.get(path, old) for path, old in flatten(state.params).items()}), opt_state
+
+
+def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree, Any, PyTree]:
+    """(gradients of the summed loss, (sum, count), model state), reduced over the whole mesh."""
+    if not plan.manual:
+        return _accumulate(plan, state.params, state.model_state, state.rng, state.step, batch, None)
+    mesh, by_path = plan.layout.mesh, plan.layout.by_path
+    axes = batch_axes(mesh)
+
+    def local(params: PyTree, rest: PyTree, rng: jax.Array, step: jax.Array, batch: PyTree) -> Any:
+        grads, sums, rest = _accumulate(plan, params, rest, rng, step, batch, lax.axis_index(axes))
+        return grads, lax.psum(sums, axes), rest
+
+    whole = PartitionSpec()
+    specs = map_with_path(lambda path, _: by_path[path].spec, plan.layout.params)
+    work = map_with_path(lambda path, _: by_path[path].work, plan.layout.trainable(plan.layout.params))
+    return jax.shard_map(
+        local, mesh=mesh, check_vma=False,
+        in_specs=(specs, whole, whole, whole, PartitionSpec(None, axes)), out_specs=(work, whole, whole),
+    )(state.params, state.model_state, state.rng, state.step, batch)  # fmt: skip
+
+
+def _accumulate(
+    plan: StepPlan, params: PyTree, rest: PyTree, rng: jax.Array, step: jax.Array, batch: PyTree, device: Any
+) -> tuple[PyTree, Any, PyTree]:
+    """Sums over microbatches; see the note on what is differentiated."""
+    flat = flatten(params)
+    trained = [path for path, leaf in plan.layout.by_path.items() if leaf.trainable]
+    held = flat if plan.per_unit else {path: gather(plan.routes[path], value) for path, value in flat.items()}
+    if plan.per_unit and plan.deferred:
+        leaves = plan.layout.by_path
+        variables = {path: jnp.zeros(leaves[path].shape, plan.routes[path].reduce) for path in trained}
+    else:
+        variables = {path: held[path] for path in trained}
+
+    def loss(variables: dict[str, jax.Array], rest: PyTree, batch: PyTree, key: jax.Array) -> Any:
+        out, after = _run(plan, _weights(plan, held, variables), rest, batch, key, training=True, device=device)
+        total, count = sum_and_count(out)
+        return total, (total, count, after)
+
+    def microbatch(rest: PyTree, batch: PyTree, index: Any) -> tuple[dict[str, jax.Array], Any, PyTree]:
+        key = jax.random.fold_in(rng, step * plan.accumulation + index)
+        found, (total, count, after) = jax.grad(loss, has_aux=True)(variables, rest, batch, key)
+        return {path: _landed(plan, path, found[path]) for path in trained}, (total, count), after
+
+    def add(carry: Any, batch_and_index: Any) -> Any:
+        gradients, sums, rest = carry
+        found, more, rest = microbatch(rest, *batch_and_index)
+        return (jax.tree.map(jnp.add, (gradients, sums), (found, more)) + (rest,)), None
+
+    first = jax.tree.map(lambda x: x[0], batch)
+    gradients, sums, rest = microbatch(rest, first, 0)
+    if plan.accumulation > 1:
+        others = jax.tree.map(lambda x: x[1:], batch), jnp.arange(1, plan.accumulation)
+        (gradients, sums, rest), _ = lax.scan(add, (gradients, sums, rest), others)
+    ends = {path: reduce(plan.routes[path], g) if plan.deferred else g for path, g in gradients.items()}
+    return unflatten({path: g.astype(plan.routes[path].param) for path, g in ends.items()}), sums, rest
+
+
+def forward(plan: StepPlan, state: TrainState, batch: PyTree) -> Any:
+    """`loss_fn(model, batch)` in inference mode; nothing is differentiated and no state is kept."""
+    flat = flatten(state.params)
+    held = flat if plan.per_unit else {path: gather(plan.routes[path], value) for path, value in flat.items()}
+    weights = _weights(plan, held, {})
+    return _run(plan, weights, state.model_state, batch, state.rng, training=False, device=None)[0]
+
+
+def _run(
+    plan: StepPlan, weights: PyTree, rest: PyTree, batch: PyTree, key: jax.Array, *, training: bool, device: Any
+) -> tuple[Any, PyTree]:
+    """The user's function on the model; the whole of it is a unit where the model is one."""
+
+    def call(weights: PyTree, args: Any) -> tuple[Any, PyTree]:
+        rest, batch, key = args
+        return plan.model.run(
+            plan.loss_fn, weights, rest, batch, key, plan.boundaries, training=training, device=device
+        )
+
+    return run_unit(call, weights, (rest, batch, key), unit=ROOT, remat=plan.remat if _is_unit(plan) else "none")
+
+
+def _is_unit(plan: StepPlan) -> bool:
+    return any(route.unit == ROOT for route in plan.routes.values())
+
+
+def _landed(plan: StepPlan, path: str, gradient: jax.Array) -> jax.Array:
+    """A microbatch's gradient as it is added up: scattered in float32, or local in the reduce dtype."""
+    route = plan.routes[path]
+    if plan.deferred:
+        return gradient.astype(route.reduce)
+    if not plan.per_unit:
+        gradient = reduce(route, gradient)
+    return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)) if plan.accumulation > 1 else gradient
+
+
+def sum_and_count(out: Any) -> tuple[jax.Array, jax.Array]:
+    """What a loss function returned, as float32 scalars.
+
+    Raises:
+        ValueError: anything else than a pair of scalars.
+
+    """
+    if isinstance(out, tuple) and len(out) == 2 and all(jnp.ndim(x) == 0 for x in out):
+        return jnp.asarray(out[0], jnp.float32), jnp.asarray(out[1], jnp.float32)
+    fix = "return the summed loss and the number of tokens (or examples) in it; the step divides, over all microbatches"
+    raise ValueError(
+        message("loss_fn returned something else", where="loss_fn", expected="(sum, count)", got=type(out), fix=fix)
+    )
+
+
+def _weights(plan: StepPlan, held: dict[str, jax.Array], variables: dict[str, jax.Array]) -> PyTree:
+    """What the model is built around: Shards where a unit gathers, arrays elsewhere."""
+
+    def weight(path: str, value: jax.Array) -> Any:
+        route = plan.routes[path] if plan.per_unit else replace(plan.routes[path], arrived=True)
+        if plan.per_unit and plan.deferred:
+            shard = Shard(value, route, variables.get(path))
+        else:
+            shard = Shard(variables.get(path, value), route)
+        return shard if route.unit is not None else shard.gather()
+
+    return unflatten({path: weight(path, value) for path, value in held.items()})

@@ -1,0 +1,357 @@
+"""The FSDP unit: cast, fence, gather, run, drop, gather again.
+
+[Note: how a parameter travels]
+At rest a parameter is sharded and in its own dtype. On its way into a model it is
+
+1. cast to the compute dtype *on the shard* (pinned by a sharding constraint),
+2. fenced by an optimization barrier: without the fence XLA moves the cast past the gather and the weights travel in
+   float32, at twice the bytes,
+3. gathered, by a constraint to replicated; XLA inserts the all-gather.
+
+The gradient comes back over the same road through a custom VJP: reduced in the reduce dtype, scattered, cast to the
+parameter's dtype. `Route` holds what the road needs to know; a model that is about to run holds a `Shard` (value and
+Route) in place of each parameter of a unit, and the unit's call turns its own Shards into arrays. A Shard is a pytree
+node, so it passes through `scan`, `vmap` and `jit` of the model's own; it is no array, so reading it outside its unit
+is an error that names the path, never a silent float32 gather.
+
+[Note: dropping the gathered copy]
+A unit runs under `jax.checkpoint`. With `remat='none'` its policy saves everything except what the gather made: the
+barrier, the constraints, and any mere rearrangement (cast, reshape, transpose, slice) of an array as large as one of the
+unit's parameters. So the backward gathers again, whether or not activations are recomputed.
+
+[Note: two ways to say it]
+`annotate` says it with sharding constraints; the model sees the global batch, and batch statistics mean what they mean
+on one device. `manual` says it inside `shard_map` with explicit collectives; the model sees its local batch. Only the
+second can leave a gradient unreduced (`no_sync`) or reduce it in another dtype than the one it was computed in.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_policies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.mesh import axes_of, batch_axes, shards_of
+from fsdp_jax.tree import PyTree
+
+Mode = Literal["annotate", "manual"]
+Remat = Literal["none", "full"]
+ROOT = ""  # the unit of what belongs to no other: gathered as the model is entered
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one parameter travels between rest and compute, and its gradient back.
+
+    Attributes:
+        path: of the parameter.
+        unit: path of the module that gathers it; None where it is gathered on entering the model.
+        ndim: of the stored array; inside a layer scan the leading dims are gone.
+        rest: how it is sharded at rest.
+        work: how its gradient is sharded.
+        compute: dtype that it is gathered in.
+        reduce: dtype that its gradient is reduced in.
+        param: dtype at rest, and of the gradient that arrives.
+        stacked: how many leading dims of the stored array stack layers.
+        arrived: already gathered, once for the whole step; the unit finds it as it needs it.
+
+    """
+
+    path: str
+    unit: str | None
+    ndim: int
+    mesh: Mesh
+    rest: PartitionSpec
+    work: PartitionSpec
+    compute: np.dtype
+    reduce: np.dtype
+    param: np.dtype
+    mode: Mode
+    stacked: int = 0
+    arrived: bool = False
+
+    def sliced(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
+        """The spec of an array that a layer scan took its leading dims from."""
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        dropped, kept = entries[: self.ndim - ndim], entries[self.ndim - ndim :]
+        if any(dropped):
+            fix = "name the stack, stacked=('path',), or give the parameter a rule that shards another dim"
+            raise ValueError(
+                message(
+                    "a layer scan slices a sharded dim",
+                    where=self.path,
+                    expected="its layer dim whole",
+                    got=spec,
+                    fix=fix,
+                )
+            )
+        return PartitionSpec(*kept)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Shard:
+    """A parameter at rest, in the place where its unit will look for it.
+
+    `pending` is there where reduction is deferred: zeros of the gathered shape, whose cotangent is the local gradient.
+    """
+
+    def __init__(self, value: Any, route: Route, pending: Any = None) -> None:
+        self.value, self.route, self.pending = value, route, pending
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Route]:
+        key = jax.tree_util.GetAttrKey
+        return ((key("value"), self.value), (key("pending"), self.pending)), self.route
+
+    @classmethod
+    def tree_unflatten(cls, route: Route, children: Sequence[Any]) -> "Shard":
+        return cls(children[0], route, children[1])
+
+    def gather(self) -> jax.Array:
+        """The whole parameter in the compute dtype."""
+        return self.value if self.route.arrived else gather(self.route, self.value, self.pending)
+
+    def __jax_array__(self) -> jax.Array:
+        route = self.route
+        fix = "make the module that reads it the unit, or leave this one out of units"
+        raise ValueError(
+            message("a parameter was read outside its unit", where=route.path, expected=f"unit '{route.unit}'", fix=fix)
+        )
+
+
+def gather(route: Route, value: jax.Array, pending: jax.Array | None = None) -> jax.Array:
+    """The whole parameter in the compute dtype; its gradient is reduced and scattered on the way back.
+
+    With `pending` the gradient is not reduced: it becomes the cotangent of `pending`, local to the device.
+    """
+
+    @jax.custom_vjp
+    def there(value: jax.Array, pending: jax.Array | None) -> jax.Array:
+        return _gather(route, value)
+
+    def forward(value: jax.Array, pending: jax.Array | None) -> tuple[jax.Array, None]:
+        return _gather(route, value), None
+
+    def back(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        if pending is None:
+            return reduce(route, cotangent), None
+        return jnp.zeros(value.shape, value.dtype), cotangent.astype(pending.dtype)
+
+    there.defvjp(forward, back)
+    return there(value, pending)
+
+
+def _gather(route: Route, value: jax.Array) -> jax.Array:
+    spec = route.sliced(route.rest, value.ndim)
+    value = value.astype(route.compute)
+    if not any(spec):
+        return value
+    if route.mode == "manual":
+        for dim, entry in enumerate(spec):
+            if axes_of(entry):
+                value = lax.all_gather(value, axes_of(entry), axis=dim, tiled=True)
+        return value
+    value = lax.with_sharding_constraint(value, NamedSharding(route.mesh, spec))
+    value = lax.optimization_barrier(value)
+    return lax.with_sharding_constraint(value, NamedSharding(route.mesh, PartitionSpec()))
+
+
+def reduce(route: Route, gradient: jax.Array) -> jax.Array:
+    """A gradient of the gathered shape, summed over the batch axes, scattered, in the parameter's dtype."""
+    spec = route.sliced(route.work, gradient.ndim)
+    gradient = gradient.astype(route.reduce)
+    if route.mode == "manual":
+        scattered: set[str] = set()
+        for dim, entry in enumerate(spec):
+            if axes_of(entry):
+                gradient = lax.psum_scatter(gradient, axes_of(entry), scatter_dimension=dim, tiled=True)
+                scattered.update(axes_of(entry))
+        rest = tuple(axis for axis in batch_axes(route.mesh) if axis not in scattered)
+        gradient = lax.psum(gradient, rest) if rest else gradient
+    else:
+        gradient = lax.with_sharding_constraint(gradient, NamedSharding(route.mesh, spec))
+    return gradient.astype(route.param)
+
+
+def local_shape(mesh: Mesh, shape: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
+    """The shape of one device's shard."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    return tuple(size // shards_of(mesh, entry) for size, entry in zip(shape, entries, strict=True))
+
+
+def is_shard(leaf: Any) -> bool:
+    """Whether a leaf waits for its unit."""
+    return isinstance(leaf, Shard)
+
+
+def shards_in(tree: PyTree, unit: str) -> list[Shard]:
+    """The parameters in a tree that this unit gathers."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_shard)
+    return [leaf for leaf in leaves if is_shard(leaf) and leaf.route.unit == unit]
+
+
+def gathered(tree: PyTree, unit: str) -> PyTree:
+    """The tree with this unit's Shards turned into arrays; those of units inside it are left."""
+    return jax.tree.map(
+        lambda leaf: leaf.gather() if is_shard(leaf) and leaf.route.unit == unit else leaf, tree, is_leaf=is_shard
+    )
+
+
+def run_unit(fn: Callable[..., Any], tree: PyTree, args: Any, *, unit: str, remat: Remat) -> Any:
+    """`fn(tree, args)` with the unit's parameters gathered for its duration, in forward and again in backward.
+
+    Args:
+        fn: pure function of its two arguments.
+        tree: holds the unit's Shards, and whatever else lives in the module.
+        args: pytree of arrays.
+        unit: its path.
+        remat: `none` saves activations, `full` recomputes the unit in the backward.
+
+    """
+    settings = checkpoint_settings(shards_in(tree, unit), remat)
+    if settings is None:
+        return fn(gathered(tree, unit), args)
+    return jax.checkpoint(lambda tree, args: fn(gathered(tree, unit), args), **settings)(tree, args)
+
+
+def checkpoint_settings(shards: Sequence[Shard], remat: Remat) -> dict[str, Any] | None:
+    """Arguments of `jax.checkpoint` for a unit with these parameters; None where there is nothing to drop."""
+    travelling = [shard for shard in shards if not shard.route.arrived]
+    if not travelling and remat == "none":
+        return None
+    # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging them is not needed.
+    in_scan = any(shard.value.ndim < shard.route.ndim for shard in shards)
+    policy = checkpoint_policies.nothing_saveable if remat == "full" else _all_but_gathered(travelling)
+    return {"policy": policy, "prevent_cse": not in_scan}
+
+
+_GATHERING = {"sharding_constraint", "optimization_barrier", "all_gather"}
+_REARRANGING = {"convert_element_type", "reshape", "transpose", "squeeze", "slice", "split", "copy", "copy_p"}
+
+
+def _all_but_gathered(shards: Iterable[Shard]) -> Callable[..., bool]:
+    """A checkpoint policy; see the note on dropping the gathered copy."""
+    sizes = set()
+    for shard in shards:
+        spec = shard.route.sliced(shard.route.rest, shard.value.ndim)
+        parts = prod(shards_of(shard.route.mesh, entry) for entry in spec) if shard.route.mode == "manual" else 1
+        sizes |= {shard.value.size, shard.value.size * parts}
+
+    def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
+        if primitive.name in _GATHERING:
+            return False
+        return not (primitive.name in _REARRANGING and avals[0].size in sizes)
+
+    return policy
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """What choosing units needs to know of a module.
+
+    Attributes:
+        path: slash-joined; empty for the whole model. A module that is used in two places is listed twice.
+        kind: its class.
+        direct: paths of the parameters that are its own attributes; a tied one is listed by each module that has it.
+        callable: whether it can be run at all; mere containers cannot.
+
+    """
+
+    path: str
+    kind: type
+    direct: frozenset[str]
+    callable: bool
+
+    def inside(self, unit: str) -> bool:
+        """Whether this is the unit or lies in it."""
+        return unit == ROOT or self.path == unit or self.path.startswith(unit + "/")
+
+
+Units = Sequence[type | str] | int | Literal["scan", "model"]
+
+
+def choose_units(
+    modules: Sequence[ModuleInfo], units: Units, sizes: dict[str, int], stacked: dict[str, int]
+) -> dict[str, str | None]:
+    """{parameter path: unit path, or None for what is gathered on entering the model}.
+
+    Args:
+        modules: of the model, parents before children.
+        units: module classes (or their names); a number of parameters; `scan` for stacked layers; `model` for the whole.
+        sizes: path -> elements of one layer.
+        stacked: path -> leading dims that stack layers.
+
+    A parameter belongs to the innermost unit around it. One that several units share, such as a tied embedding, is
+    gathered once, on entering the model.
+
+    Raises:
+        ValueError: units that fit nothing.
+
+    """
+    if units == "model":
+        return dict.fromkeys(sizes, ROOT)
+    inner = [module for module in modules if module.path and module.callable]
+    if isinstance(units, int):
+        chosen = _by_size(inner, modules, units, sizes)
+    elif units == "scan":
+        chosen = _stacks(inner, modules, stacked)
+    else:
+        chosen = _by_class(inner, modules, units)
+    owners: dict[str, set[str | None]] = {path: set() for path in sizes}
+    for module in modules:
+        around = [unit for unit in chosen if module.inside(unit)]
+        for path in module.direct:
+            owners[path].add(max(around, key=len) if around else None)
+    return {path: next(iter(units)) if len(units) == 1 else None for path, units in owners.items()}
+
+
+def _by_class(inner: Sequence[ModuleInfo], modules: Sequence[ModuleInfo], units: Any) -> set[str]:
+    """PyTorch's transformer_auto_wrap_policy."""
+    chosen: set[str] = set()
+    if isinstance(units, str):
+        units = (units,)
+    for unit in units:
+        found = {m.path for m in inner if unit in m.kind.__mro__ or unit in (k.__name__ for k in m.kind.__mro__)}
+        if not found:
+            name = unit if isinstance(unit, str) else unit.__name__
+            present = {module.kind.__name__ for module in inner if _subtree(module, modules)}
+            raise ValueError(
+                message(f"no module of class '{name}' in the model", where="units", fix=did_you_mean(name, present))
+            )
+        chosen |= found
+    return chosen
+
+
+def _by_size(inner: Sequence[ModuleInfo], modules: Sequence[ModuleInfo], least: int, sizes: dict[str, int]) -> set[str]:
+    """PyTorch's size_based_auto_wrap_policy: from the leaves up, what is not yet wrapped and is large enough."""
+    chosen: set[str] = set()
+    taken: set[str] = set()
+    for module in reversed(inner):
+        free = _subtree(module, modules) - taken
+        if sum(sizes[path] for path in free) >= least:
+            chosen.add(module.path)
+            taken |= free
+    if not chosen:
+        whole = max((sum(sizes[p] for p in _subtree(m, modules)) for m in inner), default=0)
+        fix = f"at most {whole}, the largest module's, or units='model'"
+        raise ValueError(message("no module has that many parameters", where="units.min_params", got=least, fix=fix))
+    return chosen
+
+
+def _stacks(inner: Sequence[ModuleInfo], modules: Sequence[ModuleInfo], stacked: dict[str, int]) -> set[str]:
+    """The outermost modules all of whose parameters are stacked: the body of a layer scan."""
+    whole = {m.path for m in inner if (paths := _subtree(m, modules)) and all(stacked.get(path) for path in paths)}
+    outermost = {path for path in whole if not any(path.startswith(other + "/") for other in whole)}
+    if not outermost:
+        raise ValueError(message("no stacked layers in the model", where="units='scan'", fix="units=[YourBlock]"))
+    return outermost
+
+
+def _subtree(module: ModuleInfo, modules: Sequence[ModuleInfo]) -> set[str]:
+    return {path for other in modules if other.inside(module.path) for path in other.direct}

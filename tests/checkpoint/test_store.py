@@ -1,0 +1,356 @@
+"""What is saved comes back, on whatever mesh; what cannot be saved or read says so."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
+from fsdp_jax.errors import ConfigError
+
+pytestmark = pytest.mark.core
+
+DATA = {"position": 640, "epochs": [1, {"shard": None}]}
+METADATA = {"mesh": {"data": 8}, "note": "ü"}
+
+
+class Scale(NamedTuple):
+    value: jax.Array
+    hits: jax.Array
+
+
+def sharding(devices, *spec):
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def make_state(devices=8):
+    """Everything that a training state is made of; the parameters are sharded, the rest is replicated."""
+    rows, whole = sharding(devices, "data"), sharding(devices)
+    numbers = np.random.default_rng(0)
+    params = {
+        "embed": jnp.asarray(numbers.normal(size=(16, 24)), jnp.float32),
+        "blocks": [{"kernel": jnp.asarray(numbers.normal(size=(8, 4)), jnp.bfloat16)}, {}],
+    }
+    # a chain with EmptyState, a mask with MaskedNode, injected numbers: each has its own empty or odd places
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.masked(optax.adam(1e-3), {"embed": True, "blocks": False}),
+        optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9),
+    )
+    state = {
+        "params": params,
+        "optimizer": optimizer.init(params),
+        "scale": Scale(jnp.float32(2.0**15), jnp.int32(3)),
+        "key": jax.random.key(7),
+        "dropout": jax.random.split(jax.random.key(8, impl="rbg"), 8),
+        "nothing": {"empty": jnp.zeros((0, 4), jnp.bfloat16), "keys": jax.random.split(jax.random.key(0), 0)},
+    }
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, rows if leaf.ndim and leaf.shape[0] else whole), state)
+
+
+def target_of(state):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+
+
+def small(value=1.0):
+    return {"w": jax.device_put(jnp.full((16, 4), value), sharding(8, "data"))}
+
+
+def host(leaf):
+    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        assert host(one).tobytes() == host(other).tobytes()
+
+
+def save(store, step, state, data=DATA, metadata=METADATA):
+    return store.save(step, state, data=data, metadata=metadata)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_everything_comes_back(tmp_path, asynchronous):
+    state = make_state()
+    with CheckpointStore(tmp_path / "new" / "checkpoints", asynchronous=asynchronous) as store:
+        assert (store.steps(), store.latest()) == ([], None)
+        assert save(store, 5, state) > 0
+        if not asynchronous:
+            assert store.steps() == [5]
+        restored, data, metadata = store.restore(5, target_of(state))
+    assert (data, metadata) == (DATA, METADATA)
+    assert_same(restored, state)
+    # typed keys that go on where they were
+    assert (jax.random.bits(restored["key"]) == jax.random.bits(state["key"])).all()
+    assert str(jax.random.key_impl(restored["dropout"])) == "rbg"
+
+
+def test_resharding_is_bitwise(tmp_path):
+    """8 → 4 → 1 → 8 devices, saved anew each time."""
+    before = make_state(8)
+    with CheckpointStore(tmp_path, keep=9) as store:
+        save(store, 0, before)
+        for step, devices in enumerate([4, 1, 8]):
+            wanted = make_state(devices)
+            restored, *_ = store.restore(step, target_of(wanted))
+            assert_same(restored, wanted)
+            assert len(restored["params"]["embed"].sharding.device_set) == devices
+            save(store, step + 1, restored)
+
+
+def test_state_may_be_donated_right_after_save(tmp_path):
+    """The step that follows overwrites the buffers that are still being written."""
+    state = {str(i): jax.device_put(jnp.full((512, 512), float(i)), sharding(8, "data")) for i in range(8)}
+    target = target_of(state)
+    spoil = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 - 1, tree), donate_argnums=0)
+    data = {"position": [1]}
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, state, data=data)
+        data["position"].append(2)
+        for _ in range(3):
+            state = spoil(state)
+        restored, found, _ = store.restore(1, target)
+    assert found == {"position": [1]}
+    for name, leaf in restored.items():
+        assert (np.asarray(leaf) == float(name)).all()
+
+
+def test_newest_steps_are_kept(tmp_path):
+    with CheckpointStore(tmp_path, keep=2) as store:
+        for step in (1, 5, 10, 9):  # 9: taken up again from 5; step 10 is not ours to delete, and 9 is not the oldest
+            save(store, step, small(float(step)))
+            store.wait()
+        assert store.steps() == [5, 9, 10]
+        assert store.latest() == 10
+        assert (np.asarray(store.restore(9, target_of(small()))[0]["w"]) == 9).all()
+    assert sorted(os.listdir(tmp_path)) == ["10", "5", "9"], "nothing else is left lying about"
+
+
+def test_only_committed_steps_count(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        save(store, 3, small())
+        store.wait()
+        (tmp_path / "7").mkdir()
+        (tmp_path / "8.orbax-checkpoint-tmp").mkdir()
+        (tmp_path / "9").write_text("")
+        for name in ("best", "04", "\u0665"):
+            shutil.copytree(tmp_path / "3", tmp_path / name)
+        assert store.steps() == [3]
+        with pytest.raises(ValueError, match=r"no such step[^$]*one of \[3\][^$]*got: +7"):
+            store.restore(7, target_of(small()))
+        with pytest.raises(ValueError, match="there already"):
+            save(store, 3, small())
+        with pytest.raises(ValueError, match="there already"):
+            save(store, 7, small())
+
+
+def test_reader_changes_nothing(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, small())
+    (tmp_path / "2.orbax-checkpoint-tmp").mkdir()  # someone else is writing
+    with CheckpointStore(tmp_path) as store:
+        store.restore(1, target_of(small()))
+    assert sorted(os.listdir(tmp_path)) == ["1", "2.orbax-checkpoint-tmp"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected", "got"),
+    [
+        ({"w": ((16, 4), jnp.bfloat16)}, r"w: expected bfloat16\[16,4\], got float32\[16,4\]", None),
+        ({"w": ((16, 8), jnp.float32)}, r"w: expected float32\[16,8\], got float32\[16,4\]", None),
+        (
+            {"v": ((16, 4), jnp.float32)},
+            r"v: expected float32\[16,4\], got nothing",
+            "w: expected nothing, got float32",
+        ),
+        ({"w": {"0": ((16, 4), jnp.float32)}}, r"w/0: expected float32\[16,4\], got nothing", "w: expected nothing"),
+    ],
+)
+def test_differences_are_listed_path_by_path(tmp_path, monkeypatch, wanted, expected, got):
+    from orbax.checkpoint import v1
+
+    is_entry = lambda node: isinstance(node, tuple)  # noqa: E731
+    target = jax.tree.map(
+        lambda entry: jax.ShapeDtypeStruct(*entry, sharding=sharding(8, "data")), wanted, is_leaf=is_entry
+    )
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, small())
+        store.wait()
+        monkeypatch.setattr(v1, "load", lambda *_: pytest.fail("arrays were read"))
+        with pytest.raises(ValueError, match=expected) as refused:
+            store.restore(1, target)
+    assert "does not fit" in str(refused.value)
+    assert got is None or re.search(got, str(refused.value))
+
+
+def test_key_of_another_kind_is_refused(tmp_path):
+    whole = sharding(8)
+    state = {"key": jax.device_put(jax.random.key(0), whole)}
+    target = target_of({"key": jax.device_put(jax.random.key(0, impl="rbg"), whole)})
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, state)
+        with pytest.raises(ValueError, match=r"key: expected key<rbg>\[\], got key<fry>\[\]"):
+            store.restore(1, target)
+
+
+def test_target_without_sharding_is_refused(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, small())
+        with pytest.raises(ValueError, match=r"without shardings[^$]*w"):
+            store.restore(1, {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)})
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        with pytest.raises(ValueError, match=r"only jax.Arrays[^$]*a: float; b: ndarray"):
+            save(store, 1, {"a": 1.0, "b": np.zeros(3), "c": jnp.zeros(3)})
+        with pytest.raises(ValueError, match=r"share a path[^$]*a/b"):
+            save(store, 1, {"a/b": jnp.zeros(3), "a": {"b": jnp.zeros(3)}})
+        with pytest.raises(ValueError, match="`data` cannot be saved as JSON"):
+            save(store, 1, small(), data={"position": np.int64(3)})
+        with pytest.raises(ValueError, match="nothing to save"):
+            save(store, 1, {"a": jnp.zeros((0,))})
+        save(store, 1, small())
+    assert store.steps() == [1]
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+def test_directory_that_cannot_be_made(tmp_path):
+    directory = tmp_path / "checkpoints"
+    directory.write_text("in the way")
+    with CheckpointStore(directory) as store:
+        with pytest.raises(CheckpointError, match=rf"could not be written[^$]*{directory}/2[^$]*NotADirectoryError"):
+            save(store, 2, small())
+        directory.unlink()
+        save(store, 2, small())  # the same step again: nothing was left in its way
+        store.wait()
+        assert store.steps() == [2]
+
+
+DISK_FULL = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+import conftest, jax, jax.numpy as jnp
+from resource import RLIM_INFINITY, RLIMIT_FSIZE, setrlimit
+from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
+small, large = {"w": jnp.zeros(8)}, {"w": jax.random.normal(jax.random.key(0), (1 << 18,))}
+
+def caught(call, *arguments):
+    try:
+        call(*arguments)
+    except CheckpointError as error:
+        print(error)
+    else:
+        print("no error")
+
+with CheckpointStore(sys.argv[1]) as store:
+    save = lambda step, state: store.save(step, state, data={}, metadata={})
+    save(1, small)
+    store.wait()
+    setrlimit(RLIMIT_FSIZE, (1 << 16, RLIM_INFINITY))
+    save(2, large)
+    caught(save, 3, large)  # the earlier save's error, and no save
+    save(3, large)
+    caught(store.wait)
+    print("latest", store.latest())
+    setrlimit(RLIMIT_FSIZE, (RLIM_INFINITY, RLIM_INFINITY))
+    save(3, large)  # neither skipped nor hindered by what the failure left
+    store.wait()
+    print("latest", store.latest(), sorted(os.listdir(sys.argv[1])))
+    setrlimit(RLIMIT_FSIZE, (1 << 16, RLIM_INFINITY))
+    save(4, large)
+    caught(store.close)
+"""
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+import conftest, jax.numpy as jnp
+from orbax.checkpoint import v1
+from fsdp_jax.checkpoint import CheckpointStore
+store = CheckpointStore(sys.argv[1])
+store.save(1, {"w": jnp.zeros(8)}, data={}, metadata={})
+store.wait()
+store.save(2, {f"w{i}": jnp.zeros(1 << 18) for i in range(32)}, data={}, metadata={})
+while not any(name.startswith("2.") for name in os.listdir(sys.argv[1])):
+    pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def run(program, directory):
+    tests = os.path.dirname(os.path.dirname(__file__))
+    return subprocess.run(
+        [sys.executable, "-c", program, str(directory), tests], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_full_disk(tmp_path):
+    """A limit on the size of files stands for it. The error comes with the next call, whichever that is, and once."""
+    done = run(DISK_FULL, tmp_path)
+    assert done.returncode == 0, done.stderr
+    failed = r"a checkpoint could not be written\n  where: +{}/{}\n  got: [^\n]*File too large[^\n]*\n"
+    lines = [
+        failed.format(tmp_path, 2),
+        failed.format(tmp_path, 3),
+        r"latest 1\nlatest 3 \['1', '3'\]\n",
+        failed.format(tmp_path, 4),
+    ]
+    assert re.fullmatch("".join(lines), done.stdout), done.stdout
+
+
+def test_killed_while_saving(tmp_path):
+    assert run(KILLED, tmp_path).returncode == -signal.SIGKILL
+    (tmp_path / "0.deleting").mkdir()
+    with CheckpointStore(tmp_path) as store:
+        assert store.steps() == [1], sorted(os.listdir(tmp_path))
+        save(store, 2, small())
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_damage_is_named_in_one_line(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, small())
+        store.wait()
+        for kept in ("whole", "cut"):
+            shutil.copytree(tmp_path / "1", tmp_path / kept)
+        files = [path for path in (tmp_path / "1" / "state").rglob("*") if path.is_file() and path.parent.name == "d"]
+        for file in files:
+            file.unlink()
+        with pytest.raises(CheckpointError, match="could not be read") as missing:
+            store.restore(1, target_of(small()))
+        assert "incompatible handler" not in str(missing.value)
+        assert re.search(rf"NOT_FOUND: .*{tmp_path}/1/state/d/\w+\"$", str(missing.value)), missing.value
+        assert len(str(missing.value).splitlines()) == 3
+
+        shutil.rmtree(tmp_path / "1" / "state")
+        with pytest.raises(CheckpointError, match=r"could not be read[^$]*does not exist"):
+            store.restore(1, target_of(small()))
+
+        (tmp_path / "cut" / "_CHECKPOINT_METADATA").write_text("{")
+        (tmp_path / "cut").rename(tmp_path / "2")
+        with pytest.raises(CheckpointError, match="could not be read"):
+            store.restore(2, target_of(small()))
+
+        record = json.loads((tmp_path / "whole" / "_CHECKPOINT_METADATA").read_text())
+        record["custom_metadata"] = {}
+        (tmp_path / "whole" / "_CHECKPOINT_METADATA").write_text(json.dumps(record))
+        (tmp_path / "whole").rename(tmp_path / "3")
+        with pytest.raises(CheckpointError, match="lacks what belongs"):
+            store.restore(3, target_of(small()))

@@ -1,0 +1,243 @@
+"""GPT by what it does: causality, layouts that agree, counts, the loss, dropout, dtypes and sampling."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fsdp_jax.models.gpt import (
+    GPT,
+    PRESETS,
+    Block,
+    GPTConfig,
+    flops_per_token,
+    next_token_loss,
+    parameter_count,
+    preset,
+    sample,
+)
+
+pytestmark = pytest.mark.core
+
+CONFIG = GPTConfig(vocab_size=19, sequence_length=8, layers=3, width=16, heads=2)
+BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
+
+
+def make(seed: int = 0, **overrides) -> GPT:
+    return GPT(dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed, dropout=seed + 1))
+
+
+def some_tokens(rows: int = 2, length: int = 8) -> jax.Array:
+    return jax.random.randint(jax.random.key(7), (rows, length), 0, CONFIG.vocab_size, jnp.int32)
+
+
+def layer(model: GPT, i: int) -> Block:
+    blocks = model.blocks
+    return blocks[i] if isinstance(blocks, nnx.List) else jax.tree.map(lambda leaf: leaf[i], blocks)
+
+
+def copy_weights(scanned: GPT, unrolled: GPT) -> None:
+    """Gives `unrolled` every weight of `scanned`."""
+    for name in ("embed", "positions", "ln_f"):
+        nnx.update(getattr(unrolled, name), nnx.state(getattr(scanned, name)))
+    for i, block in enumerate(unrolled.blocks):
+        nnx.update(block, nnx.state(layer(scanned, i)))
+
+
+def cast_params(model: GPT, dtype, *, keep_norms: bool = False) -> None:
+    def cast(path, leaf):
+        return leaf if keep_norms and any("ln_" in str(key) for key in path) else leaf.astype(dtype)
+
+    nnx.update(model, jax.tree_util.tree_map_with_path(cast, nnx.state(model, nnx.Param)))
+
+
+@BOTH
+def test_a_future_token_does_not_change_past_logits(scan_layers):
+    model, tokens = make(scan_layers=scan_layers), some_tokens()
+    changed = tokens.at[:, 5].set((tokens[:, 5] + 1) % CONFIG.vocab_size)
+    before, after = model(tokens), model(changed)
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert np.all(np.any(before[:, 5:] != after[:, 5:], axis=-1))
+
+
+def test_scanned_equals_unrolled_given_the_same_weights():
+    scanned, unrolled = make(scan_layers=True), make(seed=5, scan_layers=False)
+    copy_weights(scanned, unrolled)
+    np.testing.assert_allclose(scanned(some_tokens()), unrolled(some_tokens()), rtol=1e-5, atol=1e-6)
+
+
+def test_scanned_layers_start_from_different_weights_of_the_stated_scale():
+    model = make(width=64, heads=4)
+    qkv, out = model.blocks.attn.qkv.kernel[...], model.blocks.attn.out.kernel[...]
+    assert qkv.shape == (3, 64, 192)
+    assert not np.array_equal(qkv[0], qkv[1])
+    assert np.std(qkv) == pytest.approx(0.02, rel=0.05)
+    assert np.std(out) == pytest.approx(0.02 / np.sqrt(2 * 3), rel=0.05)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("overrides", [{}, {"tie_head": False}], ids=["tied", "untied"])
+def test_parameter_count_is_the_real_count(name, overrides):
+    config = preset(name, **overrides)
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    real = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert parameter_count(config) == real
+
+
+def test_parameter_counts_are_the_published_ones():
+    published = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
+    assert {name: parameter_count(PRESETS[name]) for name in published} == published
+    assert parameter_count(PRESETS["tiny"]) == pytest.approx(0.84e6, rel=0.01)
+    assert parameter_count(PRESETS["small"]) == pytest.approx(10.8e6, rel=0.05)
+
+
+@pytest.mark.parametrize("tie_head", [True, False])
+def test_flops_per_token_is_three_times_what_the_forward_pass_does(tie_head):
+    config = preset("tiny", scan_layers=False, tie_head=tie_head)
+    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    tokens = jax.ShapeDtypeStruct((1, config.sequence_length), jnp.int32)
+    cost = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens)).lower(state, tokens).cost_analysis()
+    # the compiler also counts softmax, gelu and norms, a few per cent at this width
+    assert cost["flops"] / config.sequence_length == pytest.approx(flops_per_token(config) / 3, rel=0.1)
+
+
+def numpy_loss(logits, targets) -> np.ndarray:
+    logits = np.asarray(logits, np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return -np.take_along_axis(logp, np.asarray(targets)[..., None], -1)[..., 0]
+
+
+def test_loss_is_the_sum_computed_by_hand_and_the_count():
+    model, tokens = make(), some_tokens(length=9)
+    total, count = next_token_loss(model, {"tokens": tokens})
+    by_hand = numpy_loss(model(tokens[:, :-1]), tokens[:, 1:])
+    np.testing.assert_allclose(total, by_hand.sum(), rtol=1e-5)
+    assert (total.dtype, count.dtype, float(count)) == (jnp.float32, jnp.float32, 16.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.bool_])
+def test_the_mask_weighs_the_loss(dtype):
+    model, tokens = make(), some_tokens(length=9)
+    mask = np.zeros((2, 8))
+    mask[0, 2], mask[1, 7] = 1, 1
+    total, count = next_token_loss(model, {"tokens": tokens, "mask": jnp.asarray(mask, dtype)})
+    by_hand = numpy_loss(model(tokens[:, :-1]), tokens[:, 1:])
+    np.testing.assert_allclose(total, (by_hand * mask).sum(), rtol=1e-5)
+    assert float(count) == 2.0
+
+
+@BOTH
+def test_dropout_differs_across_calls_and_deterministic_repeats(scan_layers):
+    model, tokens = make(scan_layers=scan_layers, dropout=0.5), some_tokens()
+    first, second = model(tokens, deterministic=False), model(tokens, deterministic=False)
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(model(tokens), model(tokens))
+    again = make(scan_layers=scan_layers, dropout=0.5)
+    np.testing.assert_array_equal(first, again(tokens, deterministic=False))
+
+
+@BOTH
+def test_dropout_differs_across_layers(scan_layers):
+    model = make(scan_layers=scan_layers, dropout=0.5)
+    dropouts = [layer(model, i).dropout for i in range(CONFIG.layers)] + [model.dropout]
+    masks = [dropout(jnp.ones((4, 16)), deterministic=False) for dropout in dropouts]
+    assert len({np.asarray(mask).tobytes() for mask in masks}) == CONFIG.layers + 1
+
+
+def test_training_loss_applies_dropout_and_leaves_a_model_without_dropout_alone():
+    batch = {"tokens": some_tokens(length=9)}
+    model = make(dropout=0.5)
+    assert next_token_loss(model, batch, train=True)[0] != next_token_loss(model, batch)[0]
+    plain = GPT(CONFIG, rngs=nnx.Rngs(params=0))  # no dropout stream
+    assert next_token_loss(plain, batch, train=True)[0] == next_token_loss(plain, batch)[0]
+    assert not jax.tree.leaves(nnx.state(plain, nnx.RngState))
+
+
+def test_dropout_advances_inside_jit():
+    graph, state = nnx.split(make(dropout=0.5))
+
+    @jax.jit
+    def step(state, tokens):
+        model = nnx.merge(graph, state)
+        return model(tokens, deterministic=False), nnx.state(model)
+
+    first, state = step(state, some_tokens())
+    second, _ = step(state, some_tokens())
+    assert not np.array_equal(first, second)
+
+
+@BOTH
+@pytest.mark.parametrize("tie_head", [True, False])
+def test_bfloat16_weights_give_a_bfloat16_stream(scan_layers, tie_head):
+    model = make(scan_layers=scan_layers, tie_head=tie_head)
+    expected = model(some_tokens())
+    cast_params(model, jnp.bfloat16)
+    logits = model(some_tokens())
+    assert logits.dtype == jnp.bfloat16
+    np.testing.assert_allclose(logits.astype(jnp.float32), expected, atol=0.05)
+
+
+@BOTH
+def test_float32_norms_do_not_widen_the_stream(scan_layers):
+    model = make(scan_layers=scan_layers, dropout=0.1)
+    cast_params(model, jnp.bfloat16, keep_norms=True)
+    block = layer(model, 0)
+    assert block.ln_1.scale[...].dtype == jnp.float32
+    x = jnp.ones((2, 8, 16), jnp.bfloat16)
+    assert block(x).dtype == jnp.bfloat16
+    assert model(some_tokens(), deterministic=False).shape == (2, 8, 19)  # the scan's carry is stable
+
+
+def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
+    model = make(dtype="bfloat16")
+    assert model(some_tokens()).dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float32)}
+
+
+def test_gradients_reach_every_parameter():
+    graph, params = nnx.split(make())
+    batch = {"tokens": some_tokens(length=9)}
+    grads = jax.grad(lambda params: next_token_loss(nnx.merge(graph, params), batch)[0])(params)
+    assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(grads))
+
+
+@BOTH
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_sampling_agrees_with_calling_the_model_token_by_token(scan_layers, temperature):
+    model, key = make(scan_layers=scan_layers), jax.random.key(3)
+    tokens = sample(model, jnp.asarray([1, 2]), 9, temperature=temperature, key=key, window=8)
+    assert (tokens.shape, tokens.dtype) == ((11,), jnp.int32)
+    expected = [1, 2]
+    while len(expected) < 11:
+        seen = expected[-8:]
+        logits = model(jnp.asarray([seen + [0] * (8 - len(seen))]))[0, len(seen) - 1]
+        drawn = jax.random.categorical(jax.random.fold_in(key, len(expected)), logits)
+        expected.append(int(drawn if temperature else jnp.argmax(logits)))
+    assert tokens.tolist() == expected
+
+
+def test_sampling_under_jit():
+    graph, state = nnx.split(make())
+    draw = jax.jit(lambda state, key: sample(nnx.merge(graph, state), jnp.asarray([1]), 5, temperature=0.8, key=key))
+    assert draw(state, jax.random.key(0)).shape == (6,)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: preset("gpt2-x1"), "did you mean 'gpt2-xl'"),
+        (lambda: preset("??"), "one of: tiny, small, gpt2"),
+        (lambda: preset("tiny", layer=3), "did you mean 'layers'"),
+        (lambda: preset("tiny", heads=5), "width 128, heads 5"),
+        (lambda: preset("tiny", dropout=1.0), "below 1, got 1.0"),
+        (lambda: preset("tiny", layers=0), "layers must be at least 1, got 0"),
+        (lambda: make()(some_tokens(length=9)), "at most 8 tokens .sequence_length., got 9"),
+        (lambda: sample(make(), jnp.zeros((0,)), 1, temperature=0, key=None), "P at least 1"),
+    ],
+)
+def test_mistakes_are_explained(call, says):
+    with pytest.raises(ValueError, match=says.replace("?", r"\?")):
+        call()
