@@ -1,8 +1,8 @@
-"""The waist: where every array of the training state lies, and why. Everything above takes a Layout, no ambient mesh."""
+"""The waist: where every array of the training state lies, and why. What is above takes a Layout, no ambient mesh."""
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -112,7 +112,7 @@ class Layout:
         return unflatten({path: leaf for path, leaf in flatten(tree).items() if self.by_path[path].trainable})
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A row per leaf, the largest replicated first within each part, then by bytes."""
+        """A row per leaf; within each part, what takes most of a device first."""
         order = {"params": 0, "optimizer": 1, "other": 2}
         leaves = sorted(self, key=lambda leaf: (order[leaf.part], -leaf.bytes_per_device, leaf.path))
         return [
@@ -174,47 +174,45 @@ def make_layout(
         ReplicationWarning: large leaves that stay whole because no dim divides, with the bytes it costs.
 
     """
+    whole = {p: replace(at, spec=PartitionSpec(), reason=f"{strategy.name} replicates it", wasted=0)
+             for p, at in placements.items()}  # fmt: skip
+    rest = placements if strategy.shards_params else whole
+    work = placements if strategy.shards_optimizer else whole
 
     def param(path: str, leaf: Any) -> Leaf:
-        placement = placements[path]
-        work = placement.spec if strategy.shards_optimizer else PartitionSpec()
-        spec = placement.spec if strategy.shards_params else PartitionSpec()
-        reason = placement.reason if strategy.shards_params else f"{strategy.name} replicates parameters"
-        return _leaf("params", path, leaf, mesh, placement, spec, work, reason, trainable(path), stacked.get(path, 0))
+        return _leaf(
+            "params", path, leaf, mesh, rest[path], work[path].spec, trainable(path), stacked.get(path, 0)
+        )  # fmt: skip
 
     laid = map_with_path(param, params)
-    trained = {path: leaf for path, leaf in flatten(laid).items() if leaf.trainable}
-    abstract, placed = optimizer_placements(
-        tx, unflatten({p: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for p, leaf in trained.items()}),
-        {path: leaf.work for path, leaf in trained.items()}, rules, mesh,
-    )  # fmt: skip
+    trained = {p: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for p, leaf in flatten(laid).items() if leaf.trainable}
+    abstract, placed = optimizer_placements(tx, unflatten(trained), {p: work[p] for p in trained}, rules, mesh)
 
     def plain(part: Part) -> Callable[..., Leaf]:
-        return lambda path, leaf, at: _leaf(part, path, leaf, mesh, at, at.spec, at.spec, at.reason)
+        return lambda path, leaf, at: _leaf(part, path, leaf, mesh, at, at.spec)
 
-    whole = jax.tree.map(lambda _: Placement(PartitionSpec(), "state", "small state is replicated"), other)
+    small = jax.tree.map(lambda _: Placement(PartitionSpec(), "state", "small state is replicated"), other)
     layout = Layout(
         mesh,
         strategy,
         laid,
         map_with_path(plain("optimizer"), abstract, placed),
-        map_with_path(plain("other"), other, whole),
+        map_with_path(plain("other"), other, small),
     )
     _warn_of_waste(layout)
     return layout
 
 
 def _leaf(
-    part: Part, path: str, leaf: Any, mesh: Mesh, at: Placement, spec: PartitionSpec, work: PartitionSpec, reason: str,
-    trainable: bool = True, stacked: int = 0,
+    part: Part, path: str, leaf: Any, mesh: Mesh, at: Placement, work: PartitionSpec, trainable: bool = True,
+    stacked: int = 0,
 ) -> Leaf:  # fmt: skip
-    return Leaf(
-        path, part, tuple(leaf.shape), leaf.dtype, spec, work, at.rule, reason, mesh, trainable, stacked, at.wasted
-    )
+    shape = tuple(leaf.shape)
+    return Leaf(path, part, shape, leaf.dtype, at.spec, work, at.rule, at.reason, mesh, trainable, stacked, at.wasted)
 
 
 def _warn_of_waste(layout: Layout) -> None:
-    wasted = [leaf for leaf in layout if leaf.wasted and layout.strategy.shards_optimizer]
+    wasted = [leaf for leaf in layout if leaf.wasted]
     if wasted:
         largest = max(wasted, key=lambda leaf: leaf.wasted)
         total = human_bytes(sum(leaf.wasted for leaf in wasted))
@@ -222,5 +220,5 @@ def _warn_of_waste(layout: Layout) -> None:
             f"{len(wasted)} arrays stay replicated, {total} more on every device than if they were sharded; "
             f"the largest is {largest.part} '{largest.path}' {largest.shape}: {largest.reason}",
             ReplicationWarning,
-            stacklevel=3,
+            stacklevel=4,  # the caller of fully_shard
         )

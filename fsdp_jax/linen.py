@@ -65,7 +65,8 @@ class LinenModel:
 
         def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             boundary = boundaries.get("/".join(context.module.path))
-            if boundary is None or context.method_name in ("setup", "__post_init__"):
+            # Lifted transforms pass through here too, under the names of the functions that they lift.
+            if boundary is None or context.method_name == "setup" or not hasattr(type(context.module), context.method_name):
                 return next_fun(*args, **kwargs)
             return _call(next_fun, args, kwargs, context, boundary)
 

@@ -78,7 +78,8 @@ def _resolve(replica: int, data: int, available: int, allow_fewer: bool) -> tupl
 def _ordered(devices: list[jax.Device], shape: tuple[int, int]) -> np.ndarray:
     """[replica, data] devices: neighbours along `data` share a slice first, then a host.
 
-    A TPU slice is a torus, so its order along `data` follows the physical links.
+    A TPU slice is a torus, so its order along `data` follows the physical links. Where the sizes do not fall on whole
+    axes of the torus, or devices are left out of it, the order is the best that is left.
     """
     by_slice: dict[int, list[jax.Device]] = {}
     for device in sorted(devices, key=lambda d: (_slice(d), d.process_index, d.id)):
@@ -86,14 +87,23 @@ def _ordered(devices: list[jax.Device], shape: tuple[int, int]) -> np.ndarray:
     if devices[0].platform == "tpu":
         size = len(next(iter(by_slice.values())))
         inner = (max(1, size // shape[1]), min(size, shape[1]))
-        if all(len(part) == size for part in by_slice.values()) and prod(inner) == size:
-            parts = [mesh_utils.create_device_mesh(inner, devices=part) for part in by_slice.values()]
+        if prod(inner) == size and all(len(part) == size and _fills_a_box(part) for part in by_slice.values()):
+            parts = [
+                mesh_utils.create_device_mesh(inner, devices=part, allow_split_physical_axes=True)
+                for part in by_slice.values()
+            ]
             return np.concatenate([part.ravel() for part in parts]).reshape(shape)
     return np.array([device for part in by_slice.values() for device in part]).reshape(shape)
 
 
 def _slice(device: jax.Device) -> int:
     return getattr(device, "slice_index", None) or 0
+
+
+def _fills_a_box(devices: list[jax.Device]) -> bool:
+    """Whether TPU devices are a cuboid of the torus without holes."""
+    places = [(*device.coords, device.core_on_chip) for device in devices]
+    return prod(max(along) - min(along) + 1 for along in zip(*places, strict=True)) == len(devices)
 
 
 def check_mesh(mesh: Mesh) -> Mesh:

@@ -6,46 +6,53 @@ leaf of the result says how it is sharded. What comes back whole (histories, acc
 takes the spec of the parameter it belongs to, by path and shape, and failing that the size heuristic.
 """
 
+from math import prod
+
 import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from fsdp_jax.mesh import axes_of
 from fsdp_jax.rules import Placement, Rules
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
 
 
 def optimizer_placements(
-    tx: optax.GradientTransformation, params: PyTree, specs: dict[str, PartitionSpec], rules: Rules, mesh: Mesh
+    tx: optax.GradientTransformation, params: PyTree, placements: dict[str, Placement], rules: Rules, mesh: Mesh
 ) -> tuple[PyTree, PyTree]:
     """(abstract optimizer state, the same tree of Placements).
 
     Args:
         tx: any optax transformation.
         params: abstract parameters that are trained, nested dicts.
-        specs: path -> how the optimizer works on that parameter: sharded also where the parameter itself is not.
+        placements: path -> how the optimizer works on that parameter: sharded also where the parameter itself is not.
         rules: the heuristic's settings, for leaves that belong to no parameter.
         mesh: the run's mesh.
 
     """
     abstract = jax.eval_shape(tx.init, params)
-    if not any(specs.values()):
-        return abstract, jax.tree.map(
-            lambda _: Placement(PartitionSpec(), "strategy", "optimizer replicated"), abstract
-        )
-    traced = _trace(tx, params, specs, mesh)
+    if not any(at.spec or at.wasted for at in placements.values()):
+        whole = Placement(PartitionSpec(), "optimizer", "whole, as every parameter is to the optimizer")
+        return abstract, jax.tree.map(lambda _: whole, abstract)
+    traced = _trace(tx, params, placements, mesh)
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params).items()}
+    sizes = {path: _bytes(leaf) for path, leaf in flatten(params).items()}
 
-    def place(path: str, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec | None) -> Placement:
-        if spec is not None and any(axes_of(entry) for entry in spec):
-            return Placement(spec, "optimizer", "follows its parameter through tx.init")
+    def place(path: str, leaf: jax.ShapeDtypeStruct) -> Placement:
+        if traced.get(path):
+            return Placement(traced[path], "optimizer", "follows its parameter through tx.init")
         owner, extra = _owner(path, tuple(leaf.shape), shapes)
-        if owner is not None:
-            inherited = PartitionSpec(*[None] * extra, *specs[owner]) if specs[owner] else PartitionSpec()
-            return Placement(inherited, "optimizer", f"as parameter {owner}, by path and shape")
-        return _heuristic(rules, leaf, mesh)
+        if owner is None:
+            return _heuristic(rules, leaf, mesh)
+        at = placements[owner]
+        spec = PartitionSpec(*[None] * extra, *at.spec) if at.spec else PartitionSpec()
+        wasted = at.wasted * _bytes(leaf) // max(sizes[owner], 1)
+        return Placement(spec, "optimizer", f"as parameter {owner}, by path and shape", wasted)
 
-    return abstract, map_with_path(place, abstract, traced)
+    return abstract, map_with_path(place, abstract)
+
+
+def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def _heuristic(rules: Rules, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Placement:
@@ -54,18 +61,23 @@ def _heuristic(rules: Rules, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Placemen
     return alone.place({"leaf": leaf}, mesh, stacked={})["leaf"]
 
 
-def _trace(tx: optax.GradientTransformation, params: PyTree, specs: dict[str, PartitionSpec], mesh: Mesh) -> PyTree:
-    """Tree of specs as `tx.init` gives them on sharded parameters; None where it gives none."""
+def _trace(
+    tx: optax.GradientTransformation, params: PyTree, placements: dict[str, Placement], mesh: Mesh
+) -> dict[str, PartitionSpec]:
+    """{path: spec} as `tx.init` gives them on sharded parameters; empty where it gives none."""
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
-    typed = map_with_path(
-        lambda path, leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(explicit, _full_rank(specs[path], len(leaf.shape)))
-        ),
-        params,
-    )
-    with use_abstract_mesh(explicit):
-        state = jax.eval_shape(tx.init, typed)
-    return jax.tree.map(lambda leaf: _trimmed(getattr(leaf.sharding, "spec", None)), state)
+
+    def typed(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = _full_rank(placements[path].spec, len(leaf.shape))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(explicit, spec))
+
+    try:
+        with use_abstract_mesh(explicit):
+            state = jax.eval_shape(tx.init, map_with_path(typed, params))
+    except Exception:
+        # It ran a moment ago without shardings: it does what no sharding survives, as the reshapes of `optax.flatten`.
+        return {}
+    return {path: _trimmed(getattr(leaf.sharding, "spec", None)) for path, leaf in flatten(state).items()}
 
 
 def _full_rank(spec: PartitionSpec, ndim: int) -> PartitionSpec:

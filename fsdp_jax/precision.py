@@ -41,6 +41,9 @@ class Precision:
                 raise ValueError(
                     message(f"unknown dtype '{name}'", where=f"precision.{field}", expected=_FLOATS, fix=fix)
                 )
+        if isinstance(self.keep_float32, str):  # its letters would each be a pattern
+            fix = f"({self.keep_float32!r},)"
+            raise ValueError(message("not a sequence of patterns", where="precision.keep_float32", fix=fix))
 
     @property
     def param_dtype(self) -> np.dtype:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from fsdp_jax.errors import did_you_mean, human_bytes
+from fsdp_jax.errors import did_you_mean, human_bytes, message
 from fsdp_jax.mesh import DATA, axes_of, shards_of
 from fsdp_jax.tree import PyTree, flatten, map_with_path
 
@@ -32,7 +32,7 @@ Axis = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter lies, which rule said so, and why; `wasted`: bytes per device replicated for want of a dim."""
+    """Where one array lies, which rule said so, and why; `wasted`: bytes per device replicated for want of a dim."""
 
     spec: PartitionSpec
     rule: str
@@ -75,6 +75,16 @@ class Rules:
     strict: bool = False
     axes: tuple[str, ...] = (DATA,)
 
+    def __post_init__(self) -> None:
+        for pattern, spec in self.rules:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(message(f"not a regular expression: {error}", where=f"rule '{pattern}'")) from None
+            if isinstance(spec, str) or not isinstance(spec, Iterable):
+                fix = f"a PartitionSpec or a tuple: ({spec!r},)"
+                raise ValueError(message("a spec has one entry per dim", where=f"rule '{pattern}'", got=spec, fix=fix))
+
     def place(self, params: PyTree, mesh: Mesh, *, stacked: Mapping[str, int] | None = None) -> dict[str, Placement]:
         """{path: Placement} for every leaf of `params` (anything with shape and dtype).
 
@@ -84,7 +94,7 @@ class Rules:
             stacked: path -> number of leading dims that stack layers; found by `stacked_dims` where absent.
 
         Raises:
-            ValueError: all that `lint` finds, at once.
+            ValueError: the mesh lacks an axis to shard along; all that `lint` finds, at once.
 
         """
         findings = self.lint(params, mesh, stacked=stacked)
@@ -111,8 +121,10 @@ class Rules:
     def _by_size(self, leaf: "_Leaf", mesh: Mesh) -> Placement:
         """The largest dim that divides; stacked leading dims are left alone."""
         shape, stacked = leaf.shape, leaf.stacked
-        parts = prod(mesh.shape[axis] for axis in self.axes)
+        parts = shards_of(mesh, self.axes)
         size = prod(shape[stacked:])
+        if len(shape) <= stacked:
+            return Placement(PartitionSpec(), HEURISTIC, "a scalar stays whole")
         if size < self.min_size:
             return Placement(PartitionSpec(), HEURISTIC, f"{size} elements, below min_size {self.min_size}")
         fitting = [dim for dim in range(stacked, len(shape)) if shape[dim] % parts == 0 and shape[dim] > 0]
@@ -127,6 +139,7 @@ class Rules:
 
     def lint(self, params: PyTree, mesh: Mesh, *, stacked: Mapping[str, int] | None = None) -> list[Finding]:
         """Unused and shadowed rules, unknown and repeated axes, wrong ranks, indivisible dims, unmatched leaves."""
+        self._check_axes(mesh)
         leaves = _leaves(params, stacked)
         winners = {
             path: next((i for i, (p, _) in enumerate(self.rules) if re.search(p, path)), None) for path in leaves
@@ -160,6 +173,18 @@ class Rules:
         text = f"all it matches ('{matched[0]}', …) is taken by '{earlier}'; put it before"
         return Finding("shadowed rule", f"rule '{pattern}'", text)
 
+    def _check_axes(self, mesh: Mesh) -> None:
+        """The settings themselves may only speak of axes that the mesh has."""
+        known = (*mesh.axis_names, FSDP)
+        mapped = {f"logical_axes['{name}']": axes_of(entry) for name, entry in self.logical_axes.items()}
+        for where, axes in {"axes": self.axes, **mapped}.items():
+            for axis in axes:
+                if axis not in known:
+                    fix = did_you_mean(axis, known)
+                    raise ValueError(
+                        message(f"the mesh has no axis '{axis}'", where=where, expected=mesh.axis_names, fix=fix)
+                    )
+
     def _unknown_axes(self, spec: Spec, mesh: Mesh) -> list[str]:
         known = [*mesh.axis_names, *self.logical_axes, FSDP]
         names = [name for entry in spec for name in axes_of(entry)]
@@ -192,10 +217,10 @@ class Rules:
 
     def _resolve(self, spec: Iterable[Axis]) -> PartitionSpec:
         """Logical names to mesh axes; `fsdp` to the strategy's axes."""
-        table = {FSDP: self.axes, **self.logical_axes}
         entries = []
         for entry in spec:
-            axes = tuple(axis for name in axes_of(entry) for axis in axes_of(table.get(name, name)))
+            named = (axis for name in axes_of(entry) for axis in axes_of(self.logical_axes.get(name, name)))
+            axes = tuple(axis for name in named for axis in (self.axes if name == FSDP else (name,)))
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
         while entries and entries[-1] is None:
             entries.pop()
@@ -210,16 +235,18 @@ def partition_specs(
     logical_axes: Mapping[str, Axis] | None = None,
     min_size: int = MIN_SIZE,
     strict: bool = False,
+    axes: tuple[str, ...] = (DATA,),
 ) -> PyTree:
     """A PartitionSpec for every leaf of `params`, in the same tree.
 
-    Works on Flax NNX states, Linen variables (boxed or not) and any other tree of things with shape and dtype.
+    Works on Flax NNX states, Linen variables (boxed or not) and any other tree of things with shape and dtype. On a
+    mesh of your own, `axes` names those that `fsdp` and the heuristic shard along; see `Rules` for the rest.
 
     Raises:
         ValueError: the rules do not fit; every finding of the lint is in the message.
 
     """
-    placements = Rules(rules, logical_axes or {}, min_size, strict).place(params, mesh)
+    placements = Rules(rules, logical_axes or {}, min_size, strict, axes).place(params, mesh)
     return map_with_path(lambda path, _: placements[path].spec, params, is_leaf=_is_box)
 
 
@@ -231,15 +258,17 @@ def lint(params: PyTree, rules: Sequence[Rule], mesh: Mesh, **settings: Any) -> 
 def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """{path: 1} for parameters that look like layers stacked along dim 0, as a layer scan wants them.
 
-    A subtree is a stack where every leaf has the same leading dim, though leaves differ in rank, or all have three dims
-    or more. What it takes for a stack by mistake is sharded along another dim, nothing worse.
+    A subtree is a stack where every leaf has the same leading dim, some leaf has three dims or more, and some dim is as
+    large as the leading one: layers are fewer than features. What it takes for a stack by mistake is sharded along
+    another dim, or stays whole where it is small without the leading one.
     """
     found: dict[str, int] = {}
 
     def visit(prefix: tuple[str, ...], inside: dict[tuple[str, ...], tuple[int, ...]]) -> None:
-        leading = {shape[0] if shape else None for shape in inside.values()}
+        leading = {shape[0] if shape else 0 for shape in inside.values()}
         ranks = {len(shape) for shape in inside.values()}
-        if len(inside) > 1 and len(leading) == 1 and None not in leading and max(ranks) >= 3:
+        features = max((size for shape in inside.values() for size in shape[1:]), default=0)
+        if len(inside) > 1 and max(ranks) >= 3 and len(leading) == 1 and features >= max(leading):
             found.update({"/".join(parts): 1 for parts in inside})
             return
         children: dict[str, dict[tuple[str, ...], tuple[int, ...]]] = {}

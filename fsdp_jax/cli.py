@@ -1,0 +1,146 @@
+"""The command line: `fsdp-jax COMMAND CONFIG [--dotted.key VALUE ...]`.
+
+Arguments are read before anything heavy is imported. Every error is one block on stderr; see the exit codes.
+"""
+
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from fsdp_jax.errors import ConfigError, did_you_mean, message
+
+OK, FAILED, UNUSABLE, BROKEN, STOPPED = 0, 1, 2, 3, 75
+"""Exit codes: done; a failure while running; unusable arguments or configuration; a contract that does not hold;
+stopped by a signal after saving (run the same command again to go on)."""
+
+INTERRUPTED = 130  # as shells have it
+
+SYNTAX = "a YAML file, then dotted overrides such as `--train.steps 20`"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = _flag(words, "--debug")
+    try:
+        if not words or words[0] in ("-h", "--help"):
+            print(_usage())
+            return OK if words else UNUSABLE
+        name, *arguments = words
+        if name not in COMMANDS:
+            raise ConfigError(
+                message(f"unknown command '{name}'", where="command line", fix=did_you_mean(name, COMMANDS))
+            )
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return COMMANDS[name](arguments)
+    except SystemExit as leaving:  # of the parser: help, or a malformed value that it has reported
+        return leaving.code if isinstance(leaving.code, int) else UNUSABLE
+    except KeyboardInterrupt:  # before the run listens to signals
+        print("interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(_block(error), file=sys.stderr)
+        return UNUSABLE if isinstance(error, ConfigError) else FAILED
+
+
+def train(arguments: list[str]) -> int:
+    """Trains; starts, or resumes from the newest good checkpoint in the output directory."""
+    from fsdp_jax.train.config import load, parse_help
+
+    if parse_help("train", arguments, train.__doc__):
+        return OK
+    config = load(*_file_and_overrides("train", arguments))
+    from fsdp_jax.train.start import train as run
+
+    return run(config)
+
+
+def inspect(arguments: list[str]) -> int:
+    """Shows where every array of the training state lies, and why.
+
+    --json prints it for programs; --html FILE writes it as a page.
+    """
+    from fsdp_jax.train.config import load, parse_help
+
+    if parse_help("inspect", arguments, inspect.__doc__):
+        return OK
+    as_json, page = _flag(arguments, "--json"), _option(arguments, "--html")
+    config = load(*_file_and_overrides("inspect", arguments), prog="fsdp-jax inspect CONFIG")
+    from fsdp_jax.inspect import layout_html, layout_json, layout_report
+    from fsdp_jax.train.run import build
+
+    layout = build(config).sharded.layout
+    if page is not None:
+        Path(page).write_text(layout_html(layout))
+    print(json.dumps(layout_json(layout), indent=1) if as_json else layout_report(layout))
+    return OK
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train, "inspect": inspect}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<9}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: fsdp-jax COMMAND CONFIG [--dotted.key VALUE ...] [--debug]",
+            "",
+            "Fully Sharded Data Parallel for JAX.",
+            "",
+            *lines,
+            "",
+            f"CONFIG is {SYNTAX}.",
+            "`fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks.",
+        ]
+    )
+
+
+def _file_and_overrides(command: str, words: list[str]) -> tuple[str, list[str]]:
+    if not words or words[0].startswith("-"):
+        got = words[0] if words else "nothing"
+        fix = f"fsdp-jax {command} configs/quickstart.yaml"
+        raise ConfigError(message("no configuration", where="command line", expected=SYNTAX, got=got, fix=fix))
+    return words[0], words[1:]
+
+
+def _flag(words: list[str], name: str) -> bool:
+    """Whether the flag is there; it is taken out."""
+    found = name in words
+    words[:] = [word for word in words if word != name]
+    return found
+
+
+def _option(words: list[str], name: str) -> str | None:
+    """The value after an option; both are taken out."""
+    if name not in words:
+        return None
+    at = words.index(name)
+    if at + 1 == len(words) or words[at + 1].startswith("--"):
+        raise ConfigError(message(f"{name} needs a file", where="command line", expected=f"{name} FILE"))
+    value = words[at + 1]
+    del words[at : at + 2]
+    return value
+
+
+def _block(error: Exception) -> str:
+    from fsdp_jax.checkpoint import CheckpointError
+    from fsdp_jax.compiled import NonFiniteError
+
+    if isinstance(error, ConfigError | CheckpointError | NonFiniteError):
+        return f"error: {error}"
+    first = str(error).strip() or "no message"
+    return message(f"error: {type(error).__name__}: {first}", fix="run again with --debug for the traceback")
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+    line: str | None = None,
+) -> None:  # fmt: skip
+    print(f"warning: {message}", file=sys.stderr)

@@ -1,0 +1,328 @@
+"""The training loop: resume, step, measure, evaluate, save, stop.
+
+The host runs one step ahead of the devices: metrics of a step are read after the next one is dispatched.
+"""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
+from fsdp_jax.data import decode
+from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.launch import barrier
+from fsdp_jax.mesh import batch_axes, replicated
+from fsdp_jax.models import sample
+from fsdp_jax.state import TrainState
+from fsdp_jax.train.metrics import JsonLines, device_memory, now
+from fsdp_jax.train.run import Data, Run
+from fsdp_jax.train.screen import Screen, banner, last_screen
+
+DONE, STOPPED = 0, 75  # exit codes
+PROMPT, SAMPLE = 32, 160  # bytes
+
+
+class StopSignal:
+    """SIGINT and SIGTERM ask the run to stop after the current step; a second SIGINT ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGINT:
+            os._exit(128 + number)  # threads that still write would keep an ordinary exit waiting
+        self.asked = True
+
+
+class Agreement:
+    """Whether any process was asked to stop: the same answer for all of them, or they would wait for each other.
+
+    Among several processes the answer is that of the call before, so that no step waits for it.
+    """
+
+    def __init__(self, stop: StopSignal, mesh: jax.sharding.Mesh):
+        self._stop, self._mesh = stop, mesh
+        self._sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
+        self._any = jax.jit(jnp.max, out_shardings=replicated(mesh))
+        self._last: jax.Array | None = None
+
+    def __call__(self) -> bool:
+        """To be called by every process, equally often."""
+        if jax.process_count() == 1:
+            return self._stop.asked
+        mine = np.full(self._mesh.local_mesh.size, self._stop.asked, np.int32)
+        last, self._last = self._last, self._any(jax.make_array_from_process_local_data(self._sharding, mine))
+        return last is not None and bool(last)
+
+
+def anywhere(flag: bool) -> bool:
+    """Whether it is so in any process; waits for all of them."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.int32(flag)).max())
+
+
+@dataclass
+class Pending:
+    """A dispatched step whose metrics have not been read."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    data_wait: float
+
+
+class Training:
+    """One run, from resuming to the last screen. Every process makes the same calls; `lead` writes the files.
+
+    `save_every`, `eval_every`: steps; None is at the end only.
+    """
+
+    def __init__(
+        self, run: Run, data: Data, store: CheckpointStore, stop: StopSignal, screen: Screen, *,
+        output: Path, lead: bool, steps: int, seed: int, log_every: int, eval_every: int | None,
+        save_every: int | None, config_hash: str,
+    ) -> None:  # fmt: skip
+        self.run, self.data, self.store, self.screen = run, data, store, screen
+        self.output, self.lead, self.steps, self.seed = output, lead, steps, seed
+        self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
+        self.layout = run.sharded.layout
+        rows, columns = run.batch["tokens"].shape
+        self.batch_size, self.tokens_per_step = rows, rows * (columns - 1)
+        self.metadata = {
+            "config": config_hash,
+            "strategy": self.layout.strategy.name,
+            "mesh": {str(axis): size for axis, size in self.layout.mesh.shape.items()},
+            "corpus": data.corpus.digest,
+        }
+        # Read on the host: asking the schedule in the loop would queue behind the step.
+        self.learning_rates = np.asarray(jax.vmap(run.schedule)(jnp.arange(steps)))
+        self.should_stop = Agreement(stop, self.layout.mesh)
+        self.state: TrainState
+        self.at = 0
+        self.resumed: int | None = None
+        self.saved: int | None = None
+        self.valley: int | None = None
+        self.skipped = 0
+        self.clock = 0.0
+        self.held_out: float | None = None
+        self.metrics: JsonLines | None = None
+        self.evals: JsonLines | None = None
+
+    def resume(self) -> None:
+        """The newest checkpoint that can be read, or a fresh state.
+
+        Raises:
+            ConfigError: the checkpoint belongs to another corpus or another state.
+
+        """
+        for step in reversed(self.store.steps()):
+            if self._restored(step):
+                self.at = self.resumed = self.saved = step
+                self.skipped = int(self.state.skipped)
+                return
+        self.state = self.run.sharded.init(self.seed)
+
+    def _restored(self, step: int) -> bool:
+        """Whether this step could be read; one that could not is put aside, under another name."""
+        error = None
+        try:
+            self.state, position, metadata = self.store.restore(step, self.run.sharded.abstract_state())
+        except CheckpointError as failure:
+            error = failure
+        except ValueError as refusal:
+            raise ConfigError(str(refusal)) from refusal
+        if anywhere(error is not None):
+            self.screen.say(f"step {step} is damaged, trying the one before\n{error or 'in another process'}")
+            if self.lead:
+                path = self.store.directory / str(step)
+                path.rename(path.with_name(f"{step}.damaged"))
+            barrier("damaged")
+            return False
+        self._check_metadata(step, metadata)
+        self.data.loader.set_state(position)
+        return True
+
+    def _check_metadata(self, step: int, saved: dict[str, Any]) -> None:
+        where = str(self.store.directory / str(step))
+        if saved.get("corpus") != self.metadata["corpus"]:
+            fix = "restore the text it was trained on, or choose another `output`"
+            was, now_is = f"digest {saved.get('corpus')}", f"digest {self.metadata['corpus']}"
+            raise ConfigError(
+                message("the corpus has changed since the checkpoint", where=where, expected=was, got=now_is, fix=fix)
+            )
+        changed = [name for name in ("config", "strategy", "mesh") if saved.get(name) != self.metadata[name]]
+        if changed:
+            self.screen.say(f"note: {', '.join(changed)} changed since the checkpoint at step {step}")
+
+    def train(self) -> int:
+        """Trains to the last step, or until asked to stop; returns the exit code."""
+        self.screen.say(self._banner())
+        if self.at >= self.steps:
+            self.screen.say(f"this run is complete: {self.at} of {self.steps} steps are done")
+            return self._finish(save=False)
+        if self.lead:
+            self.metrics = JsonLines(self.output / "metrics.jsonl", after=self.at)
+            self.evals = JsonLines(self.output / "evals.jsonl", after=self.at)
+        try:
+            stopped = self._steps()
+            return self._stop() if stopped else self._finish(save=True)
+        finally:
+            for file in (self.metrics, self.evals):
+                if file is not None:
+                    file.close()
+
+    def _steps(self) -> bool:
+        """Steps until the last; True if asked to stop before."""
+        pending: Pending | None = None
+        self.valley = device_memory()[0]
+        self.screen.start_bar(self.at)
+        while self.at < self.steps:
+            started = time.perf_counter()
+            batch = self.run.step.put(next(self.data.loader))
+            wait = time.perf_counter() - started
+            first = self.clock == 0.0
+            self.state, metrics = self.run.step(self.state, batch)
+            if first:
+                self.clock = time.perf_counter()
+                self.screen.say(f"compiled in {self.clock - started - wait:.1f} s")
+            self.at += 1
+            if pending is not None:
+                self._record(pending)
+            pending = Pending(self.at, metrics, wait)
+            stopped = self.should_stop()
+            save, evaluate = (
+                every is not None and self.at % every == 0 for every in (self.save_every, self.eval_every)
+            )
+            if stopped or save or evaluate or self.at == self.steps:
+                self._settle(pending)
+                pending = None
+                if self.at < self.steps and save:
+                    self._save()
+                if self.at < self.steps and evaluate and not stopped:
+                    stopped = self._evaluate()
+                self.clock = time.perf_counter()
+            if stopped and self.at < self.steps:
+                return True
+        return False
+
+    def _settle(self, pending: Pending) -> None:
+        """Waits until nothing is in flight, so that what follows is not charged to a step."""
+        self._record(pending)
+        self.run.step.finish()
+        self.valley = device_memory()[0]
+
+    def _record(self, pending: Pending) -> None:
+        """Waits for a step and writes what it measured."""
+        found = {name: float(value) for name, value in pending.metrics.items()}
+        finished, before = time.perf_counter(), self.clock
+        self.clock, seconds = finished, finished - before
+        rate = self.tokens_per_step / seconds
+        tflops = rate * self.run.flops_per_token / self.layout.mesh.size / 1e12
+        # the optimizer counts the updates that were applied, and so does its schedule
+        update = pending.step - 1 - self.skipped
+        self.skipped = int(found["skipped"])
+        record = {
+            "step": pending.step,
+            "loss": found["loss"],
+            "grad_norm": found["grad_norm"],
+            "learning_rate": float(self.learning_rates[update]),
+            "tokens": pending.step * self.tokens_per_step,
+            "step_time_s": seconds,
+            "data_wait_s": pending.data_wait,
+            "tokens_per_s": rate,
+            "tflops_per_device": tflops,
+            "mfu": None,  # no table of peaks yet
+            "memory_valley_bytes": self.valley,
+            "memory_peak_bytes": device_memory()[1],
+            "skipped_steps": self.skipped,
+            "time": now(),
+        }
+        if self.metrics is not None:
+            self.metrics.write(record)
+        self.screen.step(record, log=pending.step % self.log_every == 0 or pending.step == self.steps)
+
+    def _evaluate(self) -> bool:
+        """Held-out loss in nats per token, each token counting once; True if asked to stop meanwhile."""
+        if self.data.evaluation is None:
+            self.screen.say("no evaluation: the held-out text is shorter than one sequence")
+            return False
+        sums = []
+        for batch in self.data.evaluation():
+            sums.append(self.run.eval_step(self.state, batch))
+            if self.should_stop():
+                return True
+        total, count = np.sum([[float(x) for x in pair] for pair in sums], axis=0)
+        self.held_out = float(total / count)
+        self.screen.say(f"step {self.at}: held-out loss {self.held_out:.4f} over {count:,.0f} tokens")
+        if self.evals is not None:
+            self.evals.write({"step": self.at, "held_out_loss": self.held_out, "tokens": int(count), "time": now()})
+        return False
+
+    def _save(self) -> None:
+        if self.at != self.saved:
+            self.store.save(self.at, self.state, data=self.data.loader.get_state(), metadata=self.metadata)
+            self.saved = self.at
+
+    def _stop(self) -> int:
+        self.screen.end_bar()
+        self._save()
+        self.store.wait()
+        self.screen.say(f"stopped by a signal; saved at step {self.at}. Run the same command again to go on.")
+        return STOPPED
+
+    def _finish(self, *, save: bool) -> int:
+        """The last checkpoint, held-out loss, memory and a sample."""
+        self.screen.end_bar()
+        if save:
+            self._save()
+        stopped = self._evaluate()
+        self.store.wait()
+        if stopped:
+            return self._stop()
+        self.screen.say(last_screen(self.layout, self.held_out, self._sample()))
+        return DONE
+
+    def _sample(self) -> str:
+        """Text that goes on from the beginning of the held-out part."""
+        length = self.run.batch["tokens"].shape[1] - 1
+        corpus = self.data.corpus
+        prompt = (corpus.held_out if len(corpus.held_out) else corpus.train)[:PROMPT].astype(np.int32)
+
+        def write(model: Any, prompt: jax.Array) -> jax.Array:
+            key = jax.random.key(self.seed)
+            return sample(model, prompt, SAMPLE, temperature=0.7, key=key, window=length)
+
+        return decode(np.asarray(self.run.sharded.apply(write)(self.state, prompt)))
+
+    def _banner(self) -> str:
+        corpus = self.data.corpus
+        text = f"{corpus.name}: {len(corpus.train):,} bytes in {corpus.files} files, {len(corpus.held_out):,} held out"
+        return banner(
+            self.layout,
+            corpus=text,
+            batch=self.batch_size,
+            tokens=self.tokens_per_step,
+            checkpoints=str(self.store.directory),
+            resumed=self.resumed,
+        )

@@ -1,0 +1,67 @@
+"""Starts a run: joins the cluster, takes the lease on the output directory, and hands plain objects to the loop."""
+
+import json
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+from fsdp_jax.checkpoint import CheckpointStore, Lease
+from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.inspect import layout_json
+from fsdp_jax.launch import is_lead, join_cluster, leave_cluster
+from fsdp_jax.train.config import Config, digest, dump
+from fsdp_jax.train.loop import StopSignal, Training, anywhere
+from fsdp_jax.train.run import build, open_data, start_devices
+from fsdp_jax.train.screen import Screen
+
+
+def train(config: Config) -> int:
+    """Trains; returns the exit code: 0 when all steps are done, 75 when a signal stopped it after saving."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns of its own defaults at every save
+    start_devices(config.train.devices)
+    join_cluster(config.cluster.coordinator, config.cluster.processes, config.cluster.process)
+    try:
+        return _train(config)
+    finally:
+        leave_cluster()
+
+
+def _train(config: Config) -> int:
+    settings, checkpoint, output = config.train, config.checkpoint, Path(config.output)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignal())
+        run = build(config)
+        data = open_data(
+            config.data,
+            global_batch_size=settings.global_batch_size,
+            seed=settings.seed,
+            eval_limit=settings.eval_batches,
+        )
+        _take(output, stack)
+        store = stack.enter_context(
+            CheckpointStore(output / "checkpoints", keep=checkpoint.keep, asynchronous=checkpoint.asynchronous)
+        )
+        training = Training(
+            run, data, store, stop, stack.enter_context(Screen(settings.steps, quiet=not is_lead())),
+            output=output, lead=is_lead(), steps=settings.steps, seed=settings.seed, log_every=settings.log_every,
+            eval_every=settings.eval_every, save_every=checkpoint.every, config_hash=digest(config),
+        )  # fmt: skip
+        training.resume()
+        if is_lead():  # after resuming: a directory that is refused stays as it was
+            (output / "config.yaml").write_text(dump(config))
+            (output / "layout.json").write_text(json.dumps(layout_json(run.sharded.layout), indent=1) + "\n")
+        return training.train()
+
+
+def _take(output: Path, stack: ExitStack) -> None:
+    """Process 0 takes the lease; if it cannot, every process says so and ends, none waits."""
+    refusal = None
+    if is_lead():
+        try:
+            stack.enter_context(Lease(output))
+        except ConfigError as error:
+            refusal = error
+        except OSError as error:
+            refusal = ConfigError(message("the output directory cannot be used", where="output", got=error))
+    if anywhere(refusal is not None):
+        raise refusal or ConfigError(message("process 0 could not take the output directory", where="output"))

@@ -1,0 +1,109 @@
+"""Keys from YAML and from the command line: the same names, one readable error for each mistake."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.train.config import Config, digest, dump, flat, load
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text):
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_an_empty_file_is_the_defaults(written):
+    assert load(written("")) == Config()
+
+
+def test_overrides_win_over_the_file(written):
+    path = written("train: {steps: 5, seed: 3}\nunits: {classes: [Block]}\n")
+    words = ["--train.steps", "20", "--mesh.replica=2", "--mesh.data", "-1", "--units.classes", "Block", "MLP"]
+    words += ["--optimizer.clip", "None", "--model.scan-layers", "False", "--train.global_batch_size", "8"]
+    config = load(path, words)
+    assert (config.train.steps, config.train.seed, config.train.global_batch_size) == (20, 3, 8)
+    assert (config.mesh.replica, config.mesh.data) == (2, -1)
+    assert config.units.classes == ("Block", "MLP")
+    assert config.optimizer.clip is None
+    assert config.model.scan_layers is False
+
+
+def test_numbers_without_a_point(written):
+    config = load(written("optimizer: {learning_rate: 1e-3, clip: 1}"))
+    assert (config.optimizer.learning_rate, config.optimizer.clip) == (1e-3, 1.0)
+
+
+def test_dump_reads_back(written):
+    config = load(QUICKSTART, ["--units.classes", "Block", "MLP", "--optimizer.learning_rate", "1e-05"])
+    assert load(written(dump(config))) == config
+    assert digest(load(written(dump(config)))) == digest(config)
+
+
+def test_quickstart_comments_every_key():
+    lines = [line for line in QUICKSTART.read_text().splitlines() if line.startswith(" ") and ":" in line]
+    assert lines
+    assert all("#" in line for line in lines)
+    assert load(QUICKSTART).train.steps >= 200
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "train: {step: 5}",
+            r"unknown key 'train\.step'\n  where: +\S+run\.yaml\n  fix: +did you mean 'train\.steps'\?",
+        ),
+        ("trian: {steps: 5}", r"unknown key 'trian'[^$]*did you mean 'train'\?"),
+        ("offload: {params: true}", r"unknown key 'offload'"),
+        ("train: 5", r"run\.yaml: train\n"),
+        ("- a", "keys were expected"),
+        ("a: [", "not YAML"),
+        ("remat: ful", r"unknown value 'ful'[^$]*remat[^$]*did you mean 'full'\?"),
+        ("train: {steps: many}", r"where: +\S+: train\.steps\n  expected: a whole number\n  got: +'many'"),
+        ("train: {steps: true}", r"expected: a whole number\n  got: +True"),
+        ("optimizer: {clip: x}", r"optimizer\.clip\n  expected: a number"),
+        ("model: {scan_layers: 1}", r"expected: true or false"),
+        ("output: 2024", r"expected: text"),
+        ("units: {classes: 3}", r"expected: a list of names"),
+        ("train: {steps: 0}", r"train\.steps\n  expected: 1 or more\n  got: +0"),
+        ("optimizer: {learning_rate: .nan}", r"optimizer\.learning_rate"),
+        ("units: {classes: [Block], scan: true}", r"units are chosen in one way"),
+    ],
+)
+def test_mistakes_in_the_file(written, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load(written(text))
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be read\n  where: +\S+none\.yaml"):
+        load(tmp_path / "none.yaml")
+
+
+def test_unknown_override(written):
+    with pytest.raises(ConfigError, match=r"unknown key 'train\.step'\n  where: +command line\n[^$]*'train\.steps'\?"):
+        load(written(""), ["--train.step", "3"])
+
+
+def test_malformed_override(written, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        load(written(""), ["--train.steps", "many"])
+    assert leaving.value.code == 2
+    assert "--train.steps" in capsys.readouterr().err
+
+
+def test_help_shows_every_key(written, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        load(written("train: {steps: 77}"), ["--help"])
+    assert leaving.value.code == 0
+    shown = capsys.readouterr().out
+    assert [key for key, _ in flat(Config()) if f"--{key}" not in shown] == []
+    assert "default: 77" in shown
