@@ -18,15 +18,15 @@ from fsdp_jax.compiled import Step
 from fsdp_jax.errors import did_you_mean, human_bytes, message
 from fsdp_jax.layout import Layout, make_layout
 from fsdp_jax.linen import LinenModel
-from fsdp_jax.mesh import check_mesh, replicated
+from fsdp_jax.mesh import REPLICA, axes_of, check_mesh, replicated
 from fsdp_jax.model import Boundary, LossFn, Model
 from fsdp_jax.nnx import NnxModel
 from fsdp_jax.precision import Precision
-from fsdp_jax.rules import MIN_SIZE, Axis, Rule, Rules, stacked_dims
+from fsdp_jax.rules import MIN_SIZE, Axis, Placement, Rule, Rules, stacked_dims
 from fsdp_jax.state import TrainState, abstract_rest, abstract_state, init_state, state_shardings
 from fsdp_jax.step import StepPlan, forward, sum_and_count, train_step
 from fsdp_jax.strategy import Strategy, get_strategy
-from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.tree import flatten, unflatten
 from fsdp_jax.units import ROOT, Mode, Remat, Route, Units, choose_units
 
 
@@ -75,12 +75,12 @@ def fully_shard(
     if remat not in ("none", "full"):
         raise ValueError(message(f"unknown remat '{remat}'", where="remat", fix=did_you_mean(remat, ("none", "full"))))
     settings = Rules(tuple(rules), dict(logical_axes or {}), min_size, strict, strategy.shard_axes(mesh))
-    _check_hybrid(strategy, settings)
     made = flatten(adapter.params)
     shapes = {path: tuple(leaf.shape) for path, leaf in made.items()}
     depth = stacked_dims(shapes) if stacked is None else _matching(stacked, shapes, "stacked")
     held = _matching(frozen, shapes, "frozen")
     placements = settings.place(adapter.params, mesh, stacked=depth)
+    _check_hybrid(strategy, placements)
     resting = {path: jax.ShapeDtypeStruct(leaf.shape, precision.at_rest(leaf.dtype)) for path, leaf in made.items()}
     layout = make_layout(
         unflatten(resting), placements, abstract_rest(adapter), tx, mesh, strategy, settings,
@@ -107,6 +107,8 @@ def _adapt(model: Any, inputs: tuple[Any, ...] | None) -> Model:
 
 def _matching(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> dict[str, int]:
     """{path: 1} for what any pattern matches; every pattern must match something."""
+    if isinstance(patterns, str):  # its letters would each be a pattern
+        raise ValueError(message("not a sequence of patterns", where=where, fix=f"({patterns!r},)"))
     for pattern in patterns:
         if not any(re.search(pattern, path) for path in paths):
             fix = did_you_mean(pattern, paths)
@@ -114,14 +116,13 @@ def _matching(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> 
     return {path: 1 for path in paths if any(re.search(pattern, path) for pattern in patterns)}
 
 
-def _check_hybrid(strategy: Strategy, rules: Rules) -> None:
-    """Hybrid strategies repeat state along `replica`; a rule may not shard along it."""
-    for pattern, spec in rules.rules:
-        if strategy.hybrid and "replica" in str(spec):
-            fix = "use 'fsdp' or 'data' in the rule, or strategy full_shard"
-            raise ValueError(
-                message(f"{strategy.name} replicates along 'replica'", where=f"rule '{pattern}'", got=spec, fix=fix)
-            )
+def _check_hybrid(strategy: Strategy, placements: Mapping[str, Placement]) -> None:
+    """Hybrid strategies repeat state along `replica`; neither a rule nor an annotation may shard along it."""
+    for path, at in placements.items():
+        if strategy.hybrid and REPLICA in [axis for entry in at.spec for axis in axes_of(entry)]:
+            fix = "use 'fsdp' or 'data', or strategy full_shard"
+            what = f"{strategy.name} replicates along 'replica'"
+            raise ValueError(message(what, where=f"{path}, by {at.rule}", got=at.spec, fix=fix))
 
 
 class SlowerWarning(UserWarning):
@@ -195,8 +196,8 @@ class Sharded:
         """`step(state, batch) -> (sum, count)` with the model in inference mode; the state is kept."""
         fn = self._forward(lambda model, batch: sum_and_count(loss_fn(model, batch)))
         return Step(
-            lambda state, batch: fn(state, jax.tree.map(lambda x: x[0], batch)), self.layout.mesh, self.abstract_state(),
-            replicated(self.layout.mesh), accumulation=1, donate=False, abort_after=None,
+            lambda state, batch: fn(state, jax.tree.map(lambda x: x[0], batch)), self.layout.mesh,
+            self.abstract_state(), replicated(self.layout.mesh), accumulation=1, donate=False, abort_after=None,
         )  # fmt: skip
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,13 +253,13 @@ class Sharded:
         for path, leaf in self.layout.by_path.items():
             compute, reduced = self.precision.travel(path in kept, leaf.dtype)
             routes[path] = Route(
-                path, self.units[path], len(leaf.shape), leaf.mesh, leaf.spec, leaf.work, compute, reduced, leaf.dtype, mode,
-                leaf.stacked,
+                path, self.units[path], len(leaf.shape), leaf.mesh, leaf.spec, leaf.work,
+                compute, reduced, leaf.dtype, mode, leaf.stacked,
             )  # fmt: skip
         return routes
 
     def _boundaries(self) -> dict[str, Boundary]:
-        """What happens at which module: units gather; where compute is mixed, inputs are cast and float32 islands end."""
+        """What happens at which module: units gather; where dtypes mix, inputs are cast and float32 islands end."""
         compute = self.precision.compute_dtype if self.precision.mixed else None
         output = jnp.dtype(self.precision.output) if self.precision.output else None
         units = {unit for unit in self.units.values() if unit}
@@ -266,7 +267,7 @@ class Sharded:
         found = {}
         for module in self._model.modules:
             unit = module.path if module.path in units else None
-            island = bool(module.direct & kept)
+            island = bool(module.direct & kept) or module.pinned
             root = module.path == ROOT
             boundary = Boundary(
                 unit, self.remat if unit else "none",

@@ -133,9 +133,14 @@ class Step:
             if expected.get(path) != got.get(path):
                 fix = "pad to one shape, drop the last partial batch, or make a second step for the other shape"
                 raise ValueError(
-                    message("the step was compiled for another signature", where=path, expected=_show(expected.get(path)),
-                            got=_show(got.get(path)), fix=fix)
-                )  # fmt: skip
+                    message(
+                        "the step was compiled for another signature",
+                        where=path,
+                        expected=_show(expected.get(path)),
+                        got=_show(got.get(path)),
+                        fix=fix,
+                    )
+                )
 
     def _watch(self, metrics: dict[str, jax.Array]) -> None:
         """Reads the counter of some steps ago: every process reads the same one, and none waits for the device."""
@@ -151,7 +156,9 @@ class Step:
     def _abort_if(self, in_a_row: int) -> None:
         if self._abort_after is not None and in_a_row >= self._abort_after:
             self._in_flight.clear()
-            fix = "lower the learning rate, look at the data, or clip; parameters are as they were before the first of them"
+            fix = (
+                "lower the learning rate, look at the data, or clip; the parameters are those before the first of them"
+            )
             raise NonFiniteError(
                 message(f"{in_a_row} steps in a row were not finite and not applied", where="step", fix=fix)
             )

@@ -31,7 +31,7 @@ class Leaf:
     Attributes:
         spec: at rest.
         work: for a parameter, how its gradient is reduced and the optimizer works on it; sharded under `zero1` too.
-        wasted: bytes per device replicated because no dim divides.
+        undivided: the parts it would have if a dim divided; 1 where it is as the strategy wants it.
 
     """
 
@@ -46,7 +46,7 @@ class Leaf:
     mesh: Mesh
     trainable: bool = True
     stacked: int = 0
-    wasted: int = 0
+    undivided: int = 1
 
     @property
     def sharding(self) -> NamedSharding:
@@ -67,6 +67,11 @@ class Leaf:
     def bytes_per_device(self) -> int:
         """At rest, on each device."""
         return self.bytes // prod(shards_of(self.mesh, entry) for entry in self.spec)
+
+    @property
+    def wasted(self) -> int:
+        """Bytes on each device that are there because no dim divides."""
+        return self.bytes - self.bytes // self.undivided
 
     @property
     def replicated(self) -> bool:
@@ -124,7 +129,7 @@ class Layout:
                 str(leaf.spec).replace("PartitionSpec", "P"),
                 human_bytes(leaf.bytes_per_device),
                 leaf.rule,
-                leaf.reason,
+                f"{leaf.reason}, {human_bytes(leaf.wasted)} more on every device" if leaf.wasted else leaf.reason,
             )
             for leaf in leaves
         ]
@@ -174,7 +179,7 @@ def make_layout(
         ReplicationWarning: large leaves that stay whole because no dim divides, with the bytes it costs.
 
     """
-    whole = {p: replace(at, spec=PartitionSpec(), reason=f"{strategy.name} replicates it", wasted=0)
+    whole = {p: replace(at, spec=PartitionSpec(), reason=f"{strategy.name} replicates it", undivided=1)
              for p, at in placements.items()}  # fmt: skip
     rest = placements if strategy.shards_params else whole
     work = placements if strategy.shards_optimizer else whole
@@ -208,7 +213,9 @@ def _leaf(
     stacked: int = 0,
 ) -> Leaf:  # fmt: skip
     shape = tuple(leaf.shape)
-    return Leaf(path, part, shape, leaf.dtype, at.spec, work, at.rule, at.reason, mesh, trainable, stacked, at.wasted)
+    return Leaf(
+        path, part, shape, leaf.dtype, at.spec, work, at.rule, at.reason, mesh, trainable, stacked, at.undivided
+    )
 
 
 def _warn_of_waste(layout: Layout) -> None:

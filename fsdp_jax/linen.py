@@ -1,10 +1,10 @@
 """A Flax Linen model as the core wants it: parameters by path, a loss to differentiate, units to gather.
 
-The model is not modified and need not know: Linen lets us intercept its method calls, and its lifted transforms gather a
-unit's parameters around the original method.
+The model is not modified and need not know: Linen lets us intercept its method calls, and its lifted transforms
+gather a unit's parameters around the original method.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -38,8 +38,8 @@ class LinenModel:
         self.rest: PyTree = meta.unbox({name: tree for name, tree in boxed.items() if name != _PARAMS})
         self._collections = list(self.rest)
         paths = list(flatten(meta.unbox(self.params)))
-        self.modules = _modules(seen, paths)
-        self.batch_statistics = [path for path in flatten(self.rest) if path.startswith("batch_stats/")]
+        self.modules: Sequence[ModuleInfo] = _modules(seen, paths)
+        self.batch_statistics: Sequence[str] = [path for path in flatten(self.rest) if path.startswith("batch_stats/")]
 
     def _variables(self, key: jax.Array) -> Any:
         zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x, self._inputs)
@@ -66,7 +66,11 @@ class LinenModel:
         def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             boundary = boundaries.get("/".join(context.module.path))
             # Lifted transforms pass through here too, under the names of the functions that they lift.
-            if boundary is None or context.method_name == "setup" or not hasattr(type(context.module), context.method_name):
+            if (
+                boundary is None
+                or context.method_name == "setup"
+                or not hasattr(type(context.module), context.method_name)
+            ):
                 return next_fun(*args, **kwargs)
             return _call(next_fun, args, kwargs, context, boundary)
 

@@ -7,7 +7,7 @@ methods gather and cast around the original ones.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,19 +25,23 @@ class NnxModel:
         self._make = make_model
         with nnx.use_eager_sharding(False):
             model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
-        self._graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        self._graphdef, *states = nnx.split(model, nnx.Param, ...)
+        params, rest = states
         self._params = _Skeleton(params)
         self._rest = _Skeleton(rest)
         self.params: PyTree = unflatten(_variables(params))
         self.rest: PyTree = self._rest.to_tree(rest)
-        self.modules = list(_modules(model))
-        self.batch_statistics = [path for path, var in _variables(rest).items() if isinstance(var, nnx.BatchStat)]
+        self.modules: Sequence[ModuleInfo] = list(_modules(model))
+        self.batch_statistics: Sequence[str] = [
+            path for path, var in _variables(rest).items() if isinstance(var, nnx.BatchStat)
+        ]
         self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """(params, rest), concrete; called inside jit."""
         with nnx.use_eager_sharding(False):
-            _, params, rest = nnx.split(self._make(nnx.Rngs(key)), nnx.Param, ...)
+            _, *states = nnx.split(self._make(nnx.Rngs(key)), nnx.Param, ...)
+        params, rest = states
         return self._params.to_tree(params), self._rest.to_tree(rest)
 
     def build(self, params: PyTree, rest: PyTree) -> nnx.Module:
@@ -57,7 +61,7 @@ class NnxModel:
         for path, module in list(_walk(model)):
             if path in boundaries and not hasattr(module, "_fsdp"):
                 module._fsdp = boundaries[path]
-                module.__class__ = _bounded(type(module))
+                module.__class__ = _bounded(type(module))  # type: ignore[arg-type]
         out = fn(model, batch)
         after = self._rest.to_tree(nnx.state(model, nnx.Not(nnx.Param)))
         return out, after if device is None else self._unfold(after, rest)
@@ -110,12 +114,16 @@ def _modules(model: nnx.Module) -> Iterator[ModuleInfo]:
     owned = {id(variable): path for path, variable in _variables(nnx.state(model, nnx.Param)).items()}
     for path, node in _walk(model):
         direct = frozenset(owned[id(child)] for _, child in _attributes(node) if id(child) in owned)
-        yield ModuleInfo(path, type(node), direct, isinstance(node, nnx.Module) and callable(node))
+        # nnx.Embed keeps the dtype that its table was made in, and would return to it from a table cast since.
+        yield ModuleInfo(
+            path, type(node), direct, isinstance(node, nnx.Module) and callable(node), isinstance(node, nnx.Embed)
+        )
 
 
 @functools.cache
-def _bounded(cls: type) -> type:
+def _bounded(cls: Hashable) -> type:
     """A subclass whose public methods run inside the module's boundary."""
+    assert isinstance(cls, type)
     own = [c for c in cls.__mro__ if issubclass(c, nnx.Module) and c is not nnx.Module]
     names = {name for c in own for name in vars(c) if name == "__call__" or not name.startswith("_")}
     methods = {name: getattr(cls, name) for name in names if inspect.isfunction(inspect.getattr_static(cls, name))}

@@ -6,8 +6,6 @@ leaf of the result says how it is sharded. What comes back whole (histories, acc
 takes the spec of the parameter it belongs to, by path and shape, and failing that the size heuristic.
 """
 
-from math import prod
-
 import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
@@ -30,12 +28,11 @@ def optimizer_placements(
 
     """
     abstract = jax.eval_shape(tx.init, params)
-    if not any(at.spec or at.wasted for at in placements.values()):
+    if not any(at.spec or at.undivided > 1 for at in placements.values()):
         whole = Placement(PartitionSpec(), "optimizer", "whole, as every parameter is to the optimizer")
         return abstract, jax.tree.map(lambda _: whole, abstract)
     traced = _trace(tx, params, placements, mesh)
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params).items()}
-    sizes = {path: _bytes(leaf) for path, leaf in flatten(params).items()}
 
     def place(path: str, leaf: jax.ShapeDtypeStruct) -> Placement:
         if traced.get(path):
@@ -45,14 +42,9 @@ def optimizer_placements(
             return _heuristic(rules, leaf, mesh)
         at = placements[owner]
         spec = PartitionSpec(*[None] * extra, *at.spec) if at.spec else PartitionSpec()
-        wasted = at.wasted * _bytes(leaf) // max(sizes[owner], 1)
-        return Placement(spec, "optimizer", f"as parameter {owner}, by path and shape", wasted)
+        return Placement(spec, "optimizer", f"as parameter {owner}, by path and shape", at.undivided)
 
     return abstract, map_with_path(place, abstract)
-
-
-def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def _heuristic(rules: Rules, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Placement:

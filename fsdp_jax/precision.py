@@ -10,7 +10,12 @@ from jax.typing import DTypeLike
 
 from fsdp_jax.errors import did_you_mean, message
 
-_FLOATS = ("float32", "bfloat16", "float16")
+_FLOATS = ("float32", "bfloat16")  # float16 needs loss scaling
+
+
+def _name(dtype: str | DTypeLike | None) -> str | None:
+    """`jnp.bfloat16` as `bfloat16`."""
+    return dtype if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         for field in ("param", "compute", "reduce", "output"):
-            name = getattr(self, field)
+            name = _name(getattr(self, field))
+            object.__setattr__(self, field, name)
             if name is not None and name not in _FLOATS:
                 fix = did_you_mean(str(name), _FLOATS)
                 raise ValueError(
@@ -57,8 +63,8 @@ class Precision:
 
     @property
     def mixed(self) -> bool:
-        """Whether compute differs from rest."""
-        return self.compute != self.param
+        """Whether a model can meet two dtypes, so that float inputs and float32 islands are cast."""
+        return {self.param, self.compute} != {"float32"}
 
     def kept(self, names: Iterable[str]) -> bool:
         """Whether any of these names (a path, or a module's class names) asks for float32."""
@@ -69,10 +75,9 @@ class Precision:
         stored = jnp.dtype(stored)
         if not jnp.issubdtype(stored, jnp.floating):
             return stored, stored
-        compute = jnp.dtype("float32") if kept else self.compute_dtype
-        return compute, jnp.promote_types(jnp.dtype(self.reduce), compute) if kept and self.reduce else (
-            jnp.dtype(self.reduce or compute)
-        )
+        if kept:
+            return jnp.dtype("float32"), jnp.dtype("float32")
+        return self.compute_dtype, jnp.dtype(self.reduce or self.compute)
 
     def at_rest(self, dtype: DTypeLike) -> np.dtype:
         """The dtype that a parameter made in `dtype` is stored in."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from fsdp_jax.errors import did_you_mean, human_bytes, message
+from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.mesh import DATA, axes_of, shards_of
 from fsdp_jax.tree import PyTree, flatten, map_with_path
 
@@ -32,12 +32,12 @@ Axis = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one array lies, which rule said so, and why; `wasted`: bytes per device replicated for want of a dim."""
+    """Where one array lies, which rule said so, and why; `undivided`: the parts it would have if a dim divided."""
 
     spec: PartitionSpec
     rule: str
     reason: str
-    wasted: int = 0
+    undivided: int = 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Rules:
             return placement
         unmapped = sorted({name for name in names if name and not self._known((name,), mesh)})
         reason = f"{placement.reason}; annotation {names} has no mapping for {unmapped}"
-        return Placement(placement.spec, placement.rule, reason, placement.wasted)
+        return Placement(placement.spec, placement.rule, reason, placement.undivided)
 
     def _by_size(self, leaf: "_Leaf", mesh: Mesh) -> Placement:
         """The largest dim that divides; stacked leading dims are left alone."""
@@ -129,9 +129,7 @@ class Rules:
             return Placement(PartitionSpec(), HEURISTIC, f"{size} elements, below min_size {self.min_size}")
         fitting = [dim for dim in range(stacked, len(shape)) if shape[dim] % parts == 0 and shape[dim] > 0]
         if not fitting:
-            wasted = leaf.nbytes - leaf.nbytes // parts
-            reason = f"no dim of {shape} divides by {parts}: replicated, {human_bytes(wasted)} more on every device"
-            return Placement(PartitionSpec(), HEURISTIC, reason, wasted)
+            return Placement(PartitionSpec(), HEURISTIC, f"no dim of {shape} divides by {parts}: replicated", parts)
         dim = max(fitting, key=lambda d: (shape[d], -d))
         skipped = f", {stacked} stacked layer dim left whole" if stacked else ""
         spec = PartitionSpec(*[None] * dim, self.axes if len(self.axes) > 1 else self.axes[0])
@@ -287,7 +285,6 @@ class _Leaf:
     """What the rules look at in one parameter."""
 
     shape: tuple[int, ...]
-    nbytes: int
     names: tuple[Any, ...] | None
     stacked: int
 
@@ -298,11 +295,11 @@ def _leaves(params: PyTree, stacked: Mapping[str, int] | None) -> dict[str, _Lea
     shapes = {path: tuple(array.shape) for path, array in arrays.items()}
     stacked = stacked_dims(shapes) if stacked is None else stacked
     leaves = {}
-    for path, array in arrays.items():
+    for path in arrays:
         names, extra = logical_names(boxes[path]), stacked.get(path, 0)
         if names is not None and len(names) == len(shapes[path]) - extra:
             names = (None,) * extra + names  # annotated before the layers were stacked
-        leaves[path] = _Leaf(shapes[path], prod(shapes[path]) * array.dtype.itemsize, names, extra)
+        leaves[path] = _Leaf(shapes[path], names, extra)
     return leaves
 
 

@@ -10,8 +10,8 @@ Four ways to get the same sum of gradients differ in when parameters are gathere
 | once | each microbatch | the gathered copies | reduce | |
 | once | deferred | the gathered copies, local | cast to the reduce dtype | reduce |
 
-Deferred reduction is what PyTorch calls `no_sync`: one reduction per optimizer step, for gradients of full size on every
-device.
+Deferred reduction is what PyTorch calls `no_sync`: one reduction per optimizer step, for gradients of full size on
+every device.
 """
 
 from dataclasses import dataclass, replace
@@ -90,7 +90,8 @@ def train_step(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[TrainS
     )
     skipped = state.skipped + jnp.where(finite, 0, 1)
     in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
-    new = TrainState(state.step + 1, *kept, state.rng, skipped, in_a_row)
+    params, opt_state, model_state = kept
+    new = TrainState(state.step + 1, params, opt_state, model_state, state.rng, skipped, in_a_row)
     metrics = {"loss": loss, "grad_norm": norm, "count": count, "skipped": skipped, "skipped_in_a_row": in_a_row}
     return new, metrics
 
@@ -155,7 +156,8 @@ def _accumulate(
     def add(carry: Any, batch_and_index: Any) -> Any:
         gradients, sums, rest = carry
         found, more, rest = microbatch(rest, *batch_and_index)
-        return (jax.tree.map(jnp.add, (gradients, sums), (found, more)) + (rest,)), None
+        gradients, sums = jax.tree.map(jnp.add, (gradients, sums), (found, more))
+        return (gradients, sums, rest), None
 
     first = jax.tree.map(lambda x: x[0], batch)
     gradients, sums, rest = microbatch(rest, first, 0)

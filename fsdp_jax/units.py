@@ -16,8 +16,8 @@ is an error that names the path, never a silent float32 gather.
 
 [Note: dropping the gathered copy]
 A unit runs under `jax.checkpoint`. With `remat='none'` its policy saves everything except what the gather made: the
-barrier, the constraints, and any mere rearrangement (cast, reshape, transpose, slice) of an array as large as one of the
-unit's parameters. So the backward gathers again, whether or not activations are recomputed.
+barrier, the constraints, and any mere rearrangement (cast, reshape, transpose, slice) of an array as large as one of
+the unit's parameters. So the backward gathers again, whether or not activations are recomputed.
 
 [Note: two ways to say it]
 `annotate` says it with sharding constraints; the model sees the global batch, and batch statistics mean what they mean
@@ -106,11 +106,13 @@ class Shard:
         self.value, self.route, self.pending = value, route, pending
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Route]:
+        """Arrays under their names; the Route is static."""
         key = jax.tree_util.GetAttrKey
         return ((key("value"), self.value), (key("pending"), self.pending)), self.route
 
     @classmethod
     def tree_unflatten(cls, route: Route, children: Sequence[Any]) -> "Shard":
+        """The inverse, around whatever a transformation made of the arrays."""
         return cls(children[0], route, children[1])
 
     def gather(self) -> jax.Array:
@@ -260,6 +262,7 @@ class ModuleInfo:
         kind: its class.
         direct: paths of the parameters that are its own attributes; a tied one is listed by each module that has it.
         callable: whether it can be run at all; mere containers cannot.
+        pinned: whether it computes in a dtype of its own, fixed when it was made.
 
     """
 
@@ -267,6 +270,7 @@ class ModuleInfo:
     kind: type
     direct: frozenset[str]
     callable: bool
+    pinned: bool = False
 
     def inside(self, unit: str) -> bool:
         """Whether this is the unit or lies in it."""
@@ -283,7 +287,7 @@ def choose_units(
 
     Args:
         modules: of the model, parents before children.
-        units: module classes (or their names); a number of parameters; `scan` for stacked layers; `model` for the whole.
+        units: module classes or their names; a number of parameters; `scan` for stacked layers; `model` for all.
         sizes: path -> elements of one layer.
         stacked: path -> leading dims that stack layers.
 

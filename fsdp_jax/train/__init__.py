@@ -1,1 +1,1 @@
-"""Training from a configuration: config, run (configuration to objects), start, loop, metrics, screen."""
+"""Training from a configuration: config, run (configuration to objects), start, loop, metrics, screen, stop."""

@@ -3,84 +3,30 @@
 The host runs one step ahead of the devices: metrics of a step are read after the next one is dispatched.
 """
 
-import os
-import signal
-import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from flax import nnx
 
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
 from fsdp_jax.data import decode
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import barrier
-from fsdp_jax.mesh import batch_axes, replicated
 from fsdp_jax.models import sample
 from fsdp_jax.state import TrainState
 from fsdp_jax.train.metrics import JsonLines, device_memory, now
 from fsdp_jax.train.run import Data, Run
 from fsdp_jax.train.screen import Screen, banner, last_screen
+from fsdp_jax.train.stop import Agreement, StopSignal, anywhere
 
 DONE, STOPPED = 0, 75  # exit codes
 PROMPT, SAMPLE = 32, 160  # bytes
-
-
-class StopSignal:
-    """SIGINT and SIGTERM ask the run to stop after the current step; a second SIGINT ends the process at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
-            os._exit(128 + number)  # threads that still write would keep an ordinary exit waiting
-        self.asked = True
-
-
-class Agreement:
-    """Whether any process was asked to stop: the same answer for all of them, or they would wait for each other.
-
-    Among several processes the answer is that of the call before, so that no step waits for it.
-    """
-
-    def __init__(self, stop: StopSignal, mesh: jax.sharding.Mesh):
-        self._stop, self._mesh = stop, mesh
-        self._sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
-        self._any = jax.jit(jnp.max, out_shardings=replicated(mesh))
-        self._last: jax.Array | None = None
-
-    def __call__(self) -> bool:
-        """To be called by every process, equally often."""
-        if jax.process_count() == 1:
-            return self._stop.asked
-        mine = np.full(self._mesh.local_mesh.size, self._stop.asked, np.int32)
-        last, self._last = self._last, self._any(jax.make_array_from_process_local_data(self._sharding, mine))
-        return last is not None and bool(last)
-
-
-def anywhere(flag: bool) -> bool:
-    """Whether it is so in any process; waits for all of them."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.process_allgather(np.int32(flag)).max())
 
 
 @dataclass
@@ -310,8 +256,10 @@ class Training:
         prompt = (corpus.held_out if len(corpus.held_out) else corpus.train)[:PROMPT].astype(np.int32)
 
         def write(model: Any, prompt: jax.Array) -> jax.Array:
-            key = jax.random.key(self.seed)
-            return sample(model, prompt, SAMPLE, temperature=0.7, key=key, window=length)
+            # The sampler's loop has a trace of its own, where NNX lets only a model made inside it change.
+            graphdef, parts = nnx.split(model)
+            inner = partial(_rebuilt, graphdef, parts)
+            return sample(inner, prompt, SAMPLE, temperature=0.7, key=jax.random.key(self.seed), window=length)
 
         return decode(np.asarray(self.run.sharded.apply(write)(self.state, prompt)))
 
@@ -326,3 +274,7 @@ class Training:
             checkpoints=str(self.store.directory),
             resumed=self.resumed,
         )
+
+
+def _rebuilt(graphdef: Any, parts: Any, tokens: jax.Array) -> jax.Array:
+    return nnx.merge(graphdef, parts, copy=True)(tokens)

@@ -10,9 +10,10 @@ from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.inspect import layout_json
 from fsdp_jax.launch import is_lead, join_cluster, leave_cluster
 from fsdp_jax.train.config import Config, digest, dump
-from fsdp_jax.train.loop import StopSignal, Training, anywhere
+from fsdp_jax.train.loop import Training
 from fsdp_jax.train.run import build, open_data, start_devices
 from fsdp_jax.train.screen import Screen
+from fsdp_jax.train.stop import StopSignal, anywhere
 
 
 def train(config: Config) -> int:

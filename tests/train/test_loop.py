@@ -109,6 +109,12 @@ def test_a_whole_run(run, tmp_path, capsys, monkeypatch):
     assert len(records(output)) == 6
 
 
+def test_a_sample_in_mixed_precision(run, capsys, monkeypatch):
+    monkeypatch.setattr(Training, "_sample", SAMPLE)
+    assert run("mixed", "--train.steps", "1", "--precision.compute", "bfloat16", "--model.dropout", "0.1") == 0
+    assert "a sample" in capsys.readouterr().out
+
+
 def test_metrics(run, tmp_path):
     assert run("measured", "--train.steps", "3") == 0
     found = records(tmp_path / "measured")

@@ -1,0 +1,304 @@
+"""What fsdp_jax costs over a train step written by hand: collectives, losses and step time, side by side.
+
+    python scripts/bench_overhead.py [--strategy full_shard|shard_grad_op|no_shard] [--pairs 40] [--compute float32]
+
+Both sides train the same GPT (scanned) with AdamW on the same mesh of 8 virtual CPU devices, from the same parameters,
+on the same batches. The side written by hand is plain JAX and optax: it uses the model for the shapes of its parameters
+and for its initialisation, and nothing else of fsdp_jax.
+
+Conventions
+- Collectives are counted in the text of the compiled programs, each once: how often a loop runs its body is ignored.
+  Bytes are those of a collective's result on one device.
+- A step is timed from the NumPy batch on the host to the last array of the new state, `block_until_ready`.
+- Runs are interleaved in rounds of three: ours, by hand, and by hand once more as a control, in rotating order. The ratio
+  is the median of ours over the median by hand; its interval is a 95 % bootstrap over rounds. The control's ratio, of a
+  program to itself, is the noise: on a busy machine nothing smaller than its distance from 1 can be seen.
+- CPU seconds are those of the whole process during a step, all threads; they feel other programs less than the clock.
+- Exit code 1 if collectives or losses differ. The ratio is reported, with its target, and does not fail the run.
+"""
+
+import argparse
+import collections
+import functools
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fsdp_jax
+from fsdp_jax.launch import use_virtual_devices
+from fsdp_jax.models import GPT, GPTConfig, next_token_loss, parameter_count
+
+DEVICES = 8
+TARGET = 1.02
+Tree = Any
+
+
+# --- by hand ---
+
+
+def by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, strategy: str, compute: Any) -> Any:
+    """(init, step, shardings of the state): what one writes for this one model, without a library.
+
+    B batch, T sequence, D width, H heads.
+    """
+    devices, small = mesh.shape["data"], 2**14
+    whole, batch = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+
+    def make(key: jax.Array) -> Tree:
+        return nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(key)), nnx.Param))
+
+    def spec(path: Any, leaf: Any) -> P:
+        """The largest dim that divides, never the layers' own."""
+        first = 1 if path[0].key == "blocks" else 0
+        dims = [i for i in range(first, leaf.ndim) if leaf.shape[i] % devices == 0]
+        if strategy == "no_shard" or not dims or np.prod(leaf.shape[first:]) < small:
+            return P()
+        best = max(dims, key=lambda i: leaf.shape[i])
+        return P(*[None] * best, "data")
+
+    abstract = jax.eval_shape(make, jax.random.key(0))
+    specs = jax.tree.map_with_path(spec, abstract)
+    param_shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
+    layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs["blocks"])
+    like_params = jax.tree.structure(abstract)
+    opt_shardings = jax.tree.map(
+        lambda part: param_shardings if jax.tree.structure(part) == like_params else whole,
+        jax.eval_shape(tx.init, abstract),
+        is_leaf=lambda part: jax.tree.structure(part) == like_params,
+    )
+    shardings = {"params": param_shardings, "opt": opt_shardings, "step": whole, "skipped": whole}
+
+    def put(x: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def gather(tree: Tree, specs: Tree) -> Tree:
+        def one(path: Any, x: jax.Array, spec: P) -> jax.Array:
+            norm = any(str(entry.key).startswith("ln_") for entry in path)
+            x = x.astype(jnp.float32 if norm else compute)
+            return put(lax.optimization_barrier(put(x, spec)), P()) if any(spec) else x
+
+        return jax.tree.map_with_path(one, tree, specs)
+
+    def norm(p: Tree, x_BTD: jax.Array) -> jax.Array:
+        y = x_BTD.astype(jnp.float32)
+        mean = y.mean(-1, keepdims=True)
+        var = jnp.maximum(0.0, (y * y).mean(-1, keepdims=True) - mean * mean)
+        return ((y - mean) * (lax.rsqrt(var + 1e-5) * p["scale"]) + p["bias"]).astype(compute)
+
+    def linear(p: Tree, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD @ p["kernel"] + p["bias"]
+
+    def block(p: Tree, x_BTD: jax.Array) -> jax.Array:
+        B, T, D = x_BTD.shape
+        qkv = jnp.split(linear(p["attn"]["qkv"], norm(p["ln_1"], x_BTD)), 3, axis=-1)
+        q, k, v = (part.reshape(B, T, config.heads, D // config.heads) for part in qkv)
+        x_BTD += linear(p["attn"]["out"], jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(B, T, D))
+        hidden = jax.nn.gelu(linear(p["mlp"]["up"], norm(p["ln_2"], x_BTD)), approximate=True)
+        return x_BTD + linear(p["mlp"]["down"], hidden)
+
+    def keep(primitive: Any, *_: Any, **__: Any) -> bool:
+        """Saves activations, not what gathering made: the backward gathers again."""
+        return primitive.name not in ("convert_element_type", "sharding_constraint", "optimization_barrier")
+
+    def layer(x_BTD: jax.Array, p: Tree) -> tuple[jax.Array, None]:
+        return block(gather(p, layer_specs), x_BTD), None
+
+    if strategy == "full_shard":
+        layer = jax.checkpoint(layer, policy=keep, prevent_cse=False)
+
+    def loss_sum(params: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if strategy == "full_shard":
+            top = {name: gather({name: params[name]}, {name: specs[name]})[name] for name in params if name != "blocks"}
+        else:  # gathered already, or never apart
+            top = params
+        x_BTD = jnp.take(top["embed"]["embedding"], inputs, axis=0)
+        x_BTD += jnp.take(top["positions"]["embedding"], jnp.arange(inputs.shape[1])[None], axis=0)
+        if strategy == "full_shard":
+            x_BTD, _ = lax.scan(layer, x_BTD, params["blocks"])
+        else:
+            x_BTD, _ = lax.scan(lambda x, p: (block(p, x), None), x_BTD, params["blocks"])
+        logits = (norm(top["ln_f"], x_BTD) @ top["embed"]["embedding"].T).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return (jax.nn.logsumexp(logits, axis=-1) - picked).sum(), jnp.float32(targets.size)
+
+    def step(state: Tree, tokens: jax.Array) -> tuple[Tree, Tree]:
+        params = state["params"]
+        held = params if strategy == "full_shard" else gather(params, specs)
+        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(held, tokens)
+        grads = jax.tree.map(lambda g, p, s: put(g, s).astype(p.dtype) / count, grads, params, specs)
+        loss, size = total / count, optax.tree.norm(grads)
+        fine = jnp.isfinite(loss) & jnp.isfinite(size)
+        updates, opt = tx.update(grads, state["opt"], params)
+        new = {"params": optax.apply_updates(params, updates), "opt": opt}
+        new = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, {name: state[name] for name in new})
+        new |= {"step": state["step"] + 1, "skipped": state["skipped"] + jnp.where(fine, 0, 1)}
+        return new, {"loss": loss, "grad_norm": size, "skipped": new["skipped"]}
+
+    def init(seed: int) -> Tree:
+        key = jax.random.split(jax.random.key(seed))[0]  # as fsdp_jax does, for the same parameters
+        params = jax.jit(make, out_shardings=param_shardings)(key)
+        opt = jax.jit(tx.init, out_shardings=opt_shardings)(params)
+        counters = jax.jit(lambda: (jnp.int32(0), jnp.int32(0)), out_shardings=(whole, whole))()
+        return {"params": params, "opt": opt, "step": counters[0], "skipped": counters[1]}
+
+    compiled = jax.jit(step, in_shardings=(shardings, batch), out_shardings=(shardings, whole), donate_argnums=0)
+    return init, compiled, batch
+
+
+# --- comparison ---
+
+_OPS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_COLLECTIVE = re.compile(rf"= (.*?) ({_OPS})(-start)?\(")
+_ARRAY = re.compile(r"\b([a-z]+\d+)\[([\d,]*)\]")
+
+
+def collectives(text: str) -> collections.Counter[tuple[str, str]]:
+    """{(op, array): how often}; a collective that carries several arrays counts once for each."""
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for arrays, op, _ in _COLLECTIVE.findall(text):
+        found.update((op, f"{dtype}[{dims}]") for dtype, dims in _ARRAY.findall(arrays))
+    return found
+
+
+def array_bytes(array: str) -> int:
+    dtype, dims = array.rstrip("]").split("[")
+    bits = int("".join(c for c in dtype if c.isdigit()))
+    return int(np.prod([int(d) for d in dims.split(",") if d], dtype=np.int64)) * bits // 8
+
+
+def totals(found: collections.Counter[tuple[str, str]]) -> dict[str, tuple[int, int]]:
+    """{op: (arrays, bytes)}."""
+    ops = sorted({op for op, _ in found})
+    return {
+        op: (
+            sum(n for (o, _), n in found.items() if o == op),
+            sum(n * array_bytes(a) for (o, a), n in found.items() if o == op),
+        )
+        for op in ops
+    }
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, float]:
+    """(seconds by the clock, CPU seconds of this process)."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    jax.block_until_ready(run())
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def ratio_of(above: np.ndarray, below: np.ndarray) -> tuple[float, float, float]:
+    """(ratio of medians, and the ends of its 95 % bootstrap interval)."""
+    picks = np.random.default_rng(0).integers(0, len(above), (2000, len(above)))
+    spread = np.median(above[picks], axis=1) / np.median(below[picks], axis=1)
+    low, high = np.quantile(spread, (0.025, 0.975))
+    return float(np.median(above) / np.median(below)), float(low), float(high)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", default="full_shard", choices=("full_shard", "shard_grad_op", "no_shard"))
+    parser.add_argument("--compute", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--pairs", type=int, default=40, help="timed rounds, after warm-up")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--dump", help="write both compiled programs to DUMP.ours.txt and DUMP.hand.txt")
+    args = parser.parse_args()
+
+    use_virtual_devices(DEVICES)
+    config = GPTConfig(
+        vocab_size=256, sequence_length=args.sequence, layers=args.layers, width=args.width, heads=args.width // 32
+    )
+    mesh = fsdp_jax.make_mesh(devices=jax.devices("cpu"))
+    flat = Mesh(mesh.devices.reshape(-1), ("data",))
+    tx = optax.adamw(1e-3)
+
+    sharded = fsdp_jax.fully_shard(
+        lambda rngs: GPT(config, rngs=rngs), tx, mesh, args.strategy, "scan",
+        precision=fsdp_jax.Precision(compute=args.compute),
+    )  # fmt: skip
+    ours = sharded.train_step(next_token_loss)
+    init, hand, hand_batch = by_hand(config, flat, tx, args.strategy, jnp.dtype(args.compute))
+    states = {"ours": sharded.init(0), "hand": init(0)}
+    rows = np.random.default_rng(0).integers(0, 256, (5, args.batch, args.sequence + 1), dtype=np.int32)
+    hand_compiled = hand.lower(states["hand"], jax.device_put(rows[0], hand_batch)).compile()
+    texts = {"ours": ours.lower({"tokens": rows[0]}).compile().as_text(), "hand": hand_compiled.as_text()}
+    if args.dump:
+        for side, text in texts.items():
+            with open(f"{args.dump}.{side}.txt", "w") as file:
+                file.write(text)
+
+    def step_ours(tokens: np.ndarray) -> Any:
+        states["ours"], metrics = ours(states["ours"], {"tokens": tokens})
+        return states["ours"], metrics
+
+    def step_hand(tokens: np.ndarray) -> Any:
+        states["hand"], metrics = hand_compiled(states["hand"], jax.device_put(tokens, hand_batch))
+        return states["hand"], metrics
+
+    sides = {"ours": step_ours, "hand": step_hand, "control": step_hand}
+    losses = {side: [float(sides[side](r)[1]["loss"]) for r in rows] for side in ("ours", "hand")}
+    times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+    names = list(sides)
+    for number in range(args.pairs):
+        tokens = rows[number % len(rows)]
+        turn = number % len(names)
+        for side in names[turn:] + names[:turn]:
+            times[side].append(timed(functools.partial(sides[side], tokens)))
+
+    found = {side: collectives(text) for side, text in texts.items()}
+    same = found["ours"] == found["hand"]
+    apart = max(abs(a - b) for a, b in zip(losses["ours"], losses["hand"], strict=True))
+    tolerance = 1e-5 if args.compute == "float32" else 2e-2
+    measured = {side: np.array(values) for side, values in times.items()}
+    medians = {side: [float(x) for x in np.median(values, axis=0)] for side, values in measured.items()}
+    ratios = {
+        f"{name}_{clock}": ratio_of(measured[above][:, i], measured["hand"][:, i])
+        for name, above in (("ours", "ours"), ("control", "control"))
+        for i, clock in enumerate(("wall", "cpu"))
+    }
+
+    print(f"GPT {parameter_count(config):,} parameters, {args.layers} layers x {args.width}, batch {args.batch} x "
+          f"{args.sequence}, {args.strategy}, compute {args.compute}, {DEVICES} virtual CPU devices\n")  # fmt: skip
+    print(f"{'':<34}{'ours':>20}{'by hand':>20}")
+    by_op = {side: totals(counted) for side, counted in found.items()}
+    for op in sorted({*by_op["ours"], *by_op["hand"]}):
+        cells = [f"{n} ({size:,} B)" for n, size in (by_op[side].get(op, (0, 0)) for side in ("ours", "hand"))]
+        print(f"{op + ', arrays (bytes)':<34}{cells[0]:>20}{cells[1]:>20}")
+    for i in range(len(rows)):
+        print(f"{f'loss, step {i + 1}':<34}{losses['ours'][i]:>20.7f}{losses['hand'][i]:>20.7f}")
+    for i, clock in enumerate(("step, median (ms)", "step, median (CPU ms)")):
+        print(f"{clock:<34}{medians['ours'][i] * 1e3:>20.2f}{medians['hand'][i] * 1e3:>20.2f}")
+    print(f"\ncollectives the same: {same}; losses at most {apart:.1e} apart")
+    for label, key in (("ours / by hand, clock", "ours_wall"), ("ours / by hand, CPU", "ours_cpu"),
+                       ("control, clock", "control_wall"), ("control, CPU", "control_cpu")):  # fmt: skip
+        middle, low, high = ratios[key]
+        print(f"{label:<34}{middle:>8.3f}  [{low:.3f}, {high:.3f}]  {args.pairs} rounds")
+    print(f"target: ours / by hand at most {TARGET}")
+    for side, other in (("ours", "hand"), ("hand", "ours")):
+        for (op, array), n in sorted((found[side] - found[other]).items()):
+            print(f"only {side}: {n} x {op} {array}")
+    record = {
+        "bench": "overhead", "strategy": args.strategy, "compute": args.compute, "pairs": args.pairs,
+        "collectives": by_op, "collectives_same": same, "loss_difference": apart,
+        "step_wall_and_cpu_seconds": medians, "ratios_with_95_percent_interval": ratios, "target": TARGET, "jax": jax.__version__,
+    }  # fmt: skip
+    print(json.dumps(record))
+    return 0 if same and apart <= tolerance else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
