@@ -17,7 +17,8 @@ from fsdp_jax.mesh import batch_axes
 from fsdp_jax.state import TrainState
 from fsdp_jax.tree import PyTree, flatten
 
-_LAG = 2  # steps that may be in flight before a counter is read
+# Steps that may be in flight before a counter is read: every process reads the same one, and none waits for the device.
+_LAG = 2
 
 
 @jax.tree_util.register_dataclass
@@ -104,21 +105,28 @@ class Step:
         ) if isinstance(batch, GlobalBatch) else jax.tree.map(abstract, batch)  # fmt: skip
         return self._jitted.lower(self._state, GlobalBatch(leaves))
 
+    def compile(self, batch: PyTree) -> Any:
+        """The compiled program for a batch of arrays or shapes [global rows, ...], for whoever wants to read it."""
+        return self.lower(batch).compile()
+
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         """Runs the step; compiles it at the first call.
 
         Raises:
             ValueError: a batch or state of another signature than the first call's; the leaf that changed is named.
-            NonFiniteError: `abort_after` steps in a row were skipped.
+            NonFiniteError: `abort_after` steps in a row were skipped; the state that was passed is still good.
 
         """
         placed = self.put(batch)
         self._check_signature(state, placed)
         if self._compiled is None:
-            self._compiled = self.lower(placed).compile()
+            self._compiled = self.compile(placed)
+        # Before the step takes the state over: whoever catches the error still has it.
+        while len(self._in_flight) >= _LAG:
+            self._abort_if(int(self._in_flight.popleft()))
         out = self._compiled(state, placed)
         if self._abort_after is not None:
-            self._watch(out[1])
+            self._in_flight.append(out[1]["skipped_in_a_row"])
         return out
 
     def _check_signature(self, state: TrainState, batch: GlobalBatch) -> None:
@@ -141,12 +149,6 @@ class Step:
                         fix=fix,
                     )
                 )
-
-    def _watch(self, metrics: dict[str, jax.Array]) -> None:
-        """Reads the counter of some steps ago: every process reads the same one, and none waits for the device."""
-        self._in_flight.append(metrics["skipped_in_a_row"])
-        if len(self._in_flight) > _LAG:
-            self._abort_if(int(self._in_flight.popleft()))
 
     def finish(self) -> None:
         """Reads the counters still in flight; call it after the last step."""

@@ -61,7 +61,7 @@ class NnxModel:
         for path, module in list(_walk(model)):
             if path in boundaries and not hasattr(module, "_fsdp"):
                 module._fsdp = boundaries[path]
-                module.__class__ = _bounded(type(module))  # type: ignore[arg-type]
+                _become(module, _bounded(type(module)))  # type: ignore[arg-type]
         out = fn(model, batch)
         after = self._rest.to_tree(nnx.state(model, nnx.Not(nnx.Param)))
         return out, after if device is None else self._unfold(after, rest)
@@ -69,11 +69,16 @@ class NnxModel:
     def _fold(self, rest: PyTree, device: jax.Array) -> PyTree:
         """Random streams of each device's own."""
         flat = flatten(rest)
-        return unflatten({p: jax.random.fold_in(v, device) if p in self._keys else v for p, v in flat.items()})
+        return unflatten({p: _fold_in(v, device) if p in self._keys else v for p, v in flat.items()})
 
     def _unfold(self, after: PyTree, before: PyTree) -> PyTree:
         keys = flatten(before)
         return unflatten({p: keys[p] if p in self._keys else v for p, v in flatten(after).items()})
+
+
+def _fold_in(keys: jax.Array, number: jax.Array) -> jax.Array:
+    """Into one key, or into each of a stack of them."""
+    return jax.vmap(_fold_in, (0, None))(keys, number) if keys.ndim else jax.random.fold_in(keys, number)
 
 
 class _Skeleton:
@@ -142,14 +147,20 @@ def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwarg
     boundary: Boundary = module._fsdp
     args, kwargs = cast_floats((args, kwargs), boundary.cast_in)
     if boundary.unit is None:
-        bounded, module.__class__ = module.__class__, cls  # calls among its own methods are already inside
+        bounded = type(module)
+        _become(module, cls)  # calls among its own methods are already inside
         try:
             out = original(module, *args, **kwargs)
         finally:
-            module.__class__ = bounded
+            _become(module, bounded)
     else:
         out = _call_unit(cls, original, module, args, kwargs, boundary)
     return cast_floats(out, boundary.cast_out)
+
+
+def _become(module: Any, cls: type) -> None:
+    """Past NNX's own check: a class is no state, and may change inside a loop of the caller's."""
+    object.__setattr__(module, "__class__", cls)
 
 
 def _call_unit(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any, boundary: Boundary) -> Any:
@@ -160,7 +171,7 @@ def _call_unit(cls: type, original: Callable[..., Any], module: Any, args: Any, 
 
     def pure(state: nnx.State, arrays: list[Any]) -> tuple[Any, nnx.State]:
         inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
-        inner.__class__ = cls
+        _become(inner, cls)
         inner_args, inner_kwargs = rebuild(arrays, inner_nodes)
         out = original(inner, *inner_args, **inner_kwargs)
         return out, nnx.state((inner, inner_nodes), nnx.Not(nnx.Param))

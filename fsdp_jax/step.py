@@ -105,7 +105,15 @@ def _update(plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Arra
 
     params = map_with_path(pinned, plan.layout.trainable(state.params))
     tx = optax.with_extra_args_support(plan.tx)
-    updates, opt_state = tx.update(gradients, state.opt_state, params, value=loss, grad=gradients)
+    try:
+        updates, opt_state = tx.update(gradients, state.opt_state, params, value=loss, grad=gradients)
+    except TypeError as error:
+        if "value_fn" not in str(error):
+            raise
+        fix = "turn its line search off, as in optax.lbfgs(learning_rate, linesearch=None)"
+        raise ValueError(
+            message("the optimizer wants to evaluate the loss again", where="optimizer", fix=fix)
+        ) from error
     updated = flatten(map_with_path(pinned, optax.apply_updates(params, updates)))
     return unflatten({path: updated.get(path, old) for path, old in flatten(state.params).items()}), opt_state
 

@@ -2,8 +2,8 @@
 
     python scripts/bench_init_memory.py [--layers 28] [--width 1024] [--strategy full_shard]
 
-A GPT of about 400M parameters (GPT-2 medium with four more layers) with AdamW, float32, 12 bytes a parameter, is made by
-`fully_shard(...).init()` over 8 virtual CPU devices.
+`fully_shard(...).init()` makes a GPT of about 400M parameters (GPT-2 medium with four more layers) and its AdamW state,
+float32, 12 bytes a parameter, over 8 virtual CPU devices.
 
 Conventions
 - It runs in a child process of its own. Peak is the child's largest resident set (`ru_maxrss`) when the state is ready,
@@ -61,7 +61,7 @@ def measure(layers: int, width: int, vocab: int, strategy: str) -> dict[str, Any
     placed = sum(
         s.data.nbytes
         for leaf in jax.tree.leaves(state)
-        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         for s in leaf.addressable_shards
     )
     return {

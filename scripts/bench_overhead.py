@@ -10,9 +10,9 @@ Conventions
 - Collectives are counted in the text of the compiled programs, each once: how often a loop runs its body is ignored.
   Bytes are those of a collective's result on one device.
 - A step is timed from the NumPy batch on the host to the last array of the new state, `block_until_ready`.
-- Runs are interleaved in rounds of three: ours, by hand, and by hand once more as a control, in rotating order. The ratio
-  is the median of ours over the median by hand; its interval is a 95 % bootstrap over rounds. The control's ratio, of a
-  program to itself, is the noise: on a busy machine nothing smaller than its distance from 1 can be seen.
+- Runs are interleaved in rounds of three: ours, by hand, and by hand once more as a control, in rotating order. The
+  ratio is the median of ours over the median by hand; its interval is a 95 % bootstrap over rounds. The control's, of
+  a program to itself, is the noise: on a busy machine nothing smaller than its interval can be seen.
 - CPU seconds are those of the whole process during a step, all threads; they feel other programs less than the clock.
 - Exit code 1 if collectives or losses differ. The ratio is reported, with its target, and does not fail the run.
 """
@@ -72,11 +72,10 @@ def by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, str
     specs = jax.tree.map_with_path(spec, abstract)
     param_shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs["blocks"])
-    like_params = jax.tree.structure(abstract)
     opt_shardings = jax.tree.map(
-        lambda part: param_shardings if jax.tree.structure(part) == like_params else whole,
+        lambda part: param_shardings if isinstance(part, dict) else whole,  # moments are trees like the parameters
         jax.eval_shape(tx.init, abstract),
-        is_leaf=lambda part: jax.tree.structure(part) == like_params,
+        is_leaf=lambda part: isinstance(part, dict),
     )
     shardings = {"params": param_shardings, "opt": opt_shardings, "step": whole, "skipped": whole}
 
@@ -294,7 +293,8 @@ def main() -> int:
     record = {
         "bench": "overhead", "strategy": args.strategy, "compute": args.compute, "pairs": args.pairs,
         "collectives": by_op, "collectives_same": same, "loss_difference": apart,
-        "step_wall_and_cpu_seconds": medians, "ratios_with_95_percent_interval": ratios, "target": TARGET, "jax": jax.__version__,
+        "step_wall_and_cpu_seconds": medians, "ratios_with_95_percent_interval": ratios, "target": TARGET,
+        "jax": jax.__version__,
     }  # fmt: skip
     print(json.dumps(record))
     return 0 if same and apart <= tolerance else 1

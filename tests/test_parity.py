@@ -81,7 +81,7 @@ def train_quietly(model, mesh, strategy, count, deferred):
 @pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize("reduce", [None, "float32"])
 def test_bfloat16_compute_stays_near(model, reduce):
-    """bfloat16 has 8 bits of mantissa: losses within 2%, parameters within 2 learning rates a step of the float32 run."""
+    """bfloat16 has 8 bits of mantissa: losses within 2%, parameters within 2 learning rates a step of float32's."""
     precision = fsdp.Precision(compute="bfloat16", reduce=reduce, output="float32")
     if reduce and "batchnorm" in model:
         with pytest.warns(fsdp.SlowerWarning, match="reduced in bfloat16, not float32"):
