@@ -1,4 +1,4 @@
-"""The step and its state: born sharded, fixed shardings, skipped when not finite, refused when its signature changes."""
+"""The step and its state: born sharded, shardings fixed, skipped when not finite, refused when signatures change."""
 
 import jax
 import jax.numpy as jnp
