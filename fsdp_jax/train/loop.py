@@ -26,7 +26,7 @@ from fsdp_jax.train.screen import Screen, banner, last_screen
 from fsdp_jax.train.stop import Agreement, StopSignal, anywhere
 
 DONE, STOPPED = 0, 75  # exit codes
-PROMPT, SAMPLE = 32, 160  # bytes
+PROMPT, SAMPLE = 64, 400  # bytes
 
 
 @dataclass
