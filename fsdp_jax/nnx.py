@@ -172,10 +172,17 @@ def _call_unit(cls: type, original: Callable[..., Any], module: Any, args: Any, 
     def pure(state: nnx.State, arrays: list[Any]) -> tuple[Any, nnx.State]:
         inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
         _become(inner, cls)
+        before = _values((inner, inner_nodes))
         inner_args, inner_kwargs = rebuild(arrays, inner_nodes)
         out = original(inner, *inner_args, **inner_kwargs)
-        return out, nnx.state((inner, inner_nodes), nnx.Not(nnx.Param))
+        after = nnx.to_flat_state(nnx.state((inner, inner_nodes), nnx.Not(nnx.Param)))
+        return out, nnx.from_flat_state([(p, v) for p, v in after if v.get_value() is not before.get(p)])
 
-    out, after = run_unit(pure, state, arrays, unit=boundary.unit, remat=boundary.remat)
-    nnx.update((module, nodes), after)
+    out, changed = run_unit(pure, state, arrays, unit=boundary.unit, remat=boundary.remat)
+    if changed:  # inside a loop of the caller's the module may be read, not written
+        nnx.update((module, nodes), changed)
     return out
+
+
+def _values(node: Any) -> dict[Any, Any]:
+    return {path: var.get_value() for path, var in nnx.to_flat_state(nnx.state(node, nnx.Not(nnx.Param)))}

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from reference import CASES, CNN, make_model
+from reference import CASES, CNN, gpt, make_model
 
 import fsdp_jax as fsdp
 
@@ -167,10 +167,12 @@ def test_apply_runs_any_function_of_the_model(sharded):
     np.testing.assert_allclose(logits, sharded.model(state)(tokens), rtol=1e-4, atol=1e-5)
 
 
-def test_apply_inside_a_loop_in_mixed_precision():
-    mesh = fsdp.make_mesh(data=8)
-    precision = fsdp.Precision(compute="bfloat16")
-    sharded = fsdp.fully_shard(GPT_CASE.model, optax.adam(1e-3), mesh, units=GPT_CASE.units, precision=precision)
+@pytest.mark.parametrize("scan", [True, False])
+def test_apply_inside_a_loop_of_ones_own(scan):
+    """In mixed precision and with dropout, whose streams the loop may not write."""
+    mesh, precision = fsdp.make_mesh(data=8), fsdp.Precision(compute="bfloat16")
+    model = gpt(scan, dropout=0.5)
+    sharded = fsdp.fully_shard(model, optax.adam(1e-3), mesh, units=GPT_CASE.units, precision=precision)
 
     def twice(model, tokens):
         return jax.lax.fori_loop(0, 2, lambda _, t: jnp.argmax(model(t), -1).astype(t.dtype), tokens)

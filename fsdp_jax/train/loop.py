@@ -5,14 +5,12 @@ The host runs one step ahead of the devices: metrics of a step are read after th
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
 from fsdp_jax.data import decode
@@ -131,7 +129,8 @@ class Training:
             self.metrics = JsonLines(self.output / "metrics.jsonl", after=self.at)
             self.evals = JsonLines(self.output / "evals.jsonl", after=self.at)
         try:
-            stopped = self._steps()
+            stopped = self.resumed is None and self._evaluate()  # where it starts from
+            stopped = stopped or self._steps()
             return self._stop() if stopped else self._finish(save=True)
         finally:
             for file in (self.metrics, self.evals):
@@ -256,10 +255,7 @@ class Training:
         prompt = (corpus.held_out if len(corpus.held_out) else corpus.train)[:PROMPT].astype(np.int32)
 
         def write(model: Any, prompt: jax.Array) -> jax.Array:
-            # The sampler's loop has a trace of its own, where NNX lets only a model made inside it change.
-            graphdef, parts = nnx.split(model)
-            inner = partial(_rebuilt, graphdef, parts)
-            return sample(inner, prompt, SAMPLE, temperature=0.7, key=jax.random.key(self.seed), window=length)
+            return sample(model, prompt, SAMPLE, temperature=0.7, key=jax.random.key(self.seed), window=length)
 
         return decode(np.asarray(self.run.sharded.apply(write)(self.state, prompt)))
 
@@ -274,7 +270,3 @@ class Training:
             checkpoints=str(self.store.directory),
             resumed=self.resumed,
         )
-
-
-def _rebuilt(graphdef: Any, parts: Any, tokens: jax.Array) -> jax.Array:
-    return nnx.merge(graphdef, parts, copy=True)(tokens)

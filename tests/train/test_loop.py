@@ -100,7 +100,7 @@ def test_a_whole_run(run, tmp_path, capsys, monkeypatch):
     assert found == {"config.yaml", "metrics.jsonl", "evals.jsonl", "layout.json", "checkpoints"}
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["4", "6"]
     assert json.loads((output / "layout.json").read_text())["strategy"] == "full_shard"
-    assert [record["step"] for record in records(output, "evals.jsonl")] == [4, 6]
+    assert [record["step"] for record in records(output, "evals.jsonl")] == [0, 4, 6]
 
     assert run("whole") == 0  # again: nothing is left to do
     shown = capsys.readouterr().out
@@ -156,16 +156,18 @@ def test_stopping_at_any_time(run, tmp_path, monkeypatch, step, saved):
     assert [record["step"] for record in records(tmp_path / "stopped")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_stopped_while_it_evaluates(run, monkeypatch, capsys):
+@pytest.mark.parametrize("step", [0, 4])
+def test_stopped_while_it_evaluates(run, monkeypatch, capsys, step):
     evaluate = Training._evaluate
 
     def interrupted(self):
-        signal.raise_signal(signal.SIGTERM)
+        if self.at == step:
+            signal.raise_signal(signal.SIGTERM)
         return evaluate(self)
 
     monkeypatch.setattr(Training, "_evaluate", interrupted)
     assert run("stopped") == 75
-    assert "saved at step 4" in capsys.readouterr().out
+    assert f"saved at step {step}" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_put_aside(run, tmp_path, capsys):
