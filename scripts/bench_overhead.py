@@ -308,7 +308,8 @@ def main() -> int:
         "bench": "overhead", "strategy": args.strategy, "compute": args.compute, "pairs": args.pairs,
         "hold_memory": args.hold_memory,
         "collectives": by_op, "collectives_same": same, "loss_difference": apart,
-        "step_wall_and_cpu_seconds_and_page_faults": medians, "ratios_with_95_percent_interval": ratios, "target": TARGET,
+        "step_wall_and_cpu_seconds_and_page_faults": medians, "ratios_with_95_percent_interval": ratios,
+        "target": TARGET,
         "jax": jax.__version__,
     }  # fmt: skip
     print(json.dumps(record))

@@ -223,3 +223,15 @@ def test_dropout_differs_between_devices_where_each_sees_its_own_batch():
     _, second = step(state, same)
     assert np.isfinite(float(first["loss"]))
     assert float(first["loss"]) != float(second["loss"])
+
+
+def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mesh):
+    """In the program that XLA is given: every weight crosses the barrier in bfloat16."""
+    precision = fsdp.Precision(compute="bfloat16")
+    config = preset("tiny", vocab_size=40, sequence_length=8, layers=2, width=16, heads=2)
+    sharded = shard(mesh, lambda rngs: GPT(config, rngs=rngs), precision=precision)
+    text = sharded.train_step(next_token_loss).lower(TOKENS).as_text()
+    fenced = re.findall(r"stablehlo.optimization_barrier %\S+ : tensor<(\S+)x(bf16|f32)>", text)
+    kernels = [dtype for shape, dtype in fenced if shape in ("16x48", "16x64", "64x16", "40x16")]
+    assert kernels
+    assert set(kernels) == {"bf16"}
