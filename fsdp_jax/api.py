@@ -160,6 +160,7 @@ class Sharded:
         *,
         accumulation: int = 1,
         deferred_reduction: bool = False,
+        local_batch: bool = False,
         clip: float | None = None,
         abort_after: int | None = 10,
     ) -> Step:
@@ -169,19 +170,22 @@ class Sharded:
             loss_fn: `(model, batch) -> (summed loss, count)`; microbatches are weighed by their counts.
             accumulation: microbatches per optimizer step; the batch is cut into that many.
             deferred_reduction: reduce gradients once, after the last microbatch (PyTorch's `no_sync`): less on the
-                wire, gradients of full size on every device until then.
+                wire, gradients of full size on every device until then. Implies `local_batch`.
+            local_batch: `loss_fn` may see one device's part of the batch. A promise of yours that it is a sum over
+                examples: no statistic over the batch (contrastive or load-balancing terms), no penalty that reads
+                parameters. What `precision.reduce` needs where it differs from `precision.compute`.
             clip: largest global norm of the gradient.
             abort_after: raise after so many steps in a row whose gradients were not finite; None never does.
 
         Warns:
-            SlowerWarning: the model keeps batch statistics, so what needs each device to see its own batch alone is
-                not done.
+            SlowerWarning: something needs `local_batch`, which was not promised or which the model's own state (batch
+                statistics) rules out; so it is not done, at the cost that is stated.
 
         """
         if accumulation < 1:
             raise ValueError(message("accumulation is at least 1", where="accumulation", got=accumulation))
         deferred = deferred_reduction and accumulation > 1 and self.layout.mesh.size > 1
-        deferred, mode = self._mode(deferred, accumulation)
+        deferred, mode = self._mode(deferred, local_batch, accumulation)
         plan = StepPlan(
             self._model, self.layout, self._tx, self._routes(mode), self._boundaries(), loss_fn,
             remat=self.remat, accumulation=accumulation, deferred=deferred, clip=clip,
@@ -216,27 +220,28 @@ class Sharded:
         )
         return lambda state, batch: forward(plan, state, batch)
 
-    def _mode(self, deferred: bool, accumulation: int) -> tuple[bool, Mode]:
+    def _mode(self, deferred: bool, local_batch: bool, accumulation: int) -> tuple[bool, Mode]:
         """Whether to defer, and which of the two ways of saying it serves; see the note in units."""
         routes = self._routes("manual").values()
         recast = any(route.reduce != route.compute for route in routes) and self.layout.mesh.size > 1
         if not (deferred or recast):
             return False, "annotate"
-        if not self._model.batch_statistics:
+        state = next(iter(self._model.batch_statistics), None)
+        if (deferred or local_batch) and state is None:
             return deferred, "manual"
         whole = sum(prod(leaf.shape) * self._routes("annotate")[path].compute.itemsize
                     for path, leaf in self.layout.by_path.items() if leaf.trainable)  # fmt: skip
-        first = self._model.batch_statistics[0]
         cost = (
             f"gradients are reduced after each of {accumulation} microbatches, up to {human_bytes(2 * whole)} each"
             if deferred
             else f"gradients are reduced in {self.precision.compute}, not {self.precision.reduce}"
         )
-        warnings.warn(
-            f"the model keeps batch statistics ('{first}'), which need the whole batch: {cost}",
-            SlowerWarning,
-            stacklevel=3,
+        why = (
+            f"the model keeps state ('{state}') that may need the whole batch"
+            if state
+            else ("without local_batch=True (loss_fn is a sum over examples and reads no parameters)")
         )
+        warnings.warn(f"{why}: {cost}", SlowerWarning, stacklevel=3)
         return False, "annotate"
 
     def _kept(self) -> set[str]:
@@ -271,7 +276,7 @@ class Sharded:
             root = module.path == ROOT
             boundary = Boundary(
                 unit, self.remat if unit else "none",
-                cast_in=compute if unit is not None or root else None,
+                cast_in=compute if self.precision.cast_inputs and (unit is not None or root) else None,
                 cast_out=output if root else compute if island else None,
             )  # fmt: skip
             if boundary != Boundary():

@@ -5,7 +5,7 @@ The same `lower` serves training, inspection and planning, so what is shown is w
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ class GlobalBatch:
     """A batch on the devices, cut into microbatches: leaves [accumulation, microbatch, ...]."""
 
     leaves: PyTree
+    accumulation: int = field(metadata={"static": True})
 
 
 class NonFiniteError(FloatingPointError):
@@ -64,10 +65,14 @@ class Step:
             ValueError: rows that do not divide by devices and accumulation, or that differ between leaves.
 
         """
-        if isinstance(batch, GlobalBatch):
-            return batch
-        self._check_rows(batch)
-        return GlobalBatch(jax.tree.map(self._put_leaf, batch))
+        if not isinstance(batch, GlobalBatch):
+            self._check_rows(batch)
+            return GlobalBatch(jax.tree.map(self._put_leaf, batch), self._accumulation)
+        if batch.accumulation != self._accumulation:
+            what, expected = "the batch was cut for another step", f"{self._accumulation} microbatches"
+            fix = "put the batch with the step that takes it"
+            raise ValueError(message(what, where="batch", expected=expected, got=batch.accumulation, fix=fix))
+        return batch
 
     def _put_leaf(self, leaf: Any) -> jax.Array:
         rows = np.asarray(leaf)
@@ -98,12 +103,13 @@ class Step:
 
         def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
             shape = (k, leaf.shape[0] // k, *leaf.shape[1:])
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self.batch_sharding)
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # NumPy's float64 arrives as float32
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
 
         leaves = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding), batch.leaves
         ) if isinstance(batch, GlobalBatch) else jax.tree.map(abstract, batch)  # fmt: skip
-        return self._jitted.lower(self._state, GlobalBatch(leaves))
+        return self._jitted.lower(self._state, GlobalBatch(leaves, k))
 
     def compile(self, batch: PyTree) -> Any:
         """The compiled program for a batch of arrays or shapes [global rows, ...], for whoever wants to read it."""

@@ -146,6 +146,9 @@ class Layout:
     def __str__(self) -> str:
         return f"{self.summary()}\n{text_table(COLUMNS, self.rows())}"
 
+    def __repr__(self) -> str:
+        return f"<Layout: {self.summary()}>"
+
     def _repr_html_(self) -> str:
         return html_table(COLUMNS, self.rows(), caption=self.summary())
 

@@ -14,7 +14,7 @@ from flax.core import meta
 from fsdp_jax.errors import message
 from fsdp_jax.model import Boundary, LossFn, cast_floats, split_arrays
 from fsdp_jax.tree import PyTree, flatten
-from fsdp_jax.units import ModuleInfo, checkpoint_settings, gathered, shards_in
+from fsdp_jax.units import ModuleInfo, all_shards, checkpoint_settings, gathered, shards_in
 
 _PARAMS = "params"
 
@@ -39,7 +39,7 @@ class LinenModel:
         self._collections = list(self.rest)
         paths = list(flatten(meta.unbox(self.params)))
         self.modules: Sequence[ModuleInfo] = _modules(seen, paths)
-        self.batch_statistics: Sequence[str] = [path for path in flatten(self.rest) if path.startswith("batch_stats/")]
+        self.batch_statistics: Sequence[str] = list(flatten(self.rest))
 
     def _variables(self, key: jax.Array) -> Any:
         zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x, self._inputs)
@@ -93,17 +93,16 @@ def _modules(seen: dict[str, type], paths: list[str]) -> list[ModuleInfo]:
 def _call(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, boundary: Boundary) -> Any:
     args, kwargs = cast_floats((args, kwargs), boundary.cast_in)
     module = context.module
-    if boundary.unit is None or not _complete(module, boundary.unit):
+    if boundary.unit is None or not _waiting(module, boundary.unit):
         out = next_fun(*args, **kwargs)
     else:
         out = _call_unit(module, context.method_name, args, kwargs, boundary)
     return cast_floats(out, boundary.cast_out)
 
 
-def _complete(module: nn.Module, unit: str) -> bool:
-    """Whether this call is the unit's own: not one already inside it, nor the scan around its stacked layers."""
-    shards = shards_in(module.variables.get(_PARAMS, {}), unit)
-    return bool(shards) and not any(s.value.ndim == s.route.ndim and s.route.stacked for s in shards)
+def _waiting(module: nn.Module, unit: str) -> bool:
+    """Whether this call is the unit's own, not one already inside it."""
+    return bool(shards_in(module.variables.get(_PARAMS, {}), unit))
 
 
 def _call_unit(module: nn.Module, name: str, args: Any, kwargs: Any, boundary: Boundary) -> Any:
@@ -120,5 +119,5 @@ def _call_unit(module: nn.Module, name: str, args: Any, kwargs: Any, boundary: B
 
         return nn.map_variables(call, _PARAMS, trans_in_fn=lambda tree: gathered(tree, unit))(module)
 
-    settings = checkpoint_settings(shards_in(module.variables.get(_PARAMS, {}), unit), boundary.remat)
+    settings = checkpoint_settings(all_shards(module.variables.get(_PARAMS, {})), boundary.remat)
     return (lifted if settings is None else nn.remat(lifted, **settings))(module, *arrays)

@@ -39,7 +39,7 @@ class Model(Protocol):
         params: abstract parameters, nested dicts with string keys; leaves may carry partitioning metadata.
         rest: abstract other state of the model: batch statistics, random streams.
         modules: what it is made of, parents before children.
-        batch_statistics: paths in `rest` whose update depends on the whole batch.
+        batch_statistics: paths in `rest` whose update may depend on the whole batch: all but random streams.
 
     """
 

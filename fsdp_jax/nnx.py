@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from fsdp_jax.errors import message
 from fsdp_jax.model import Boundary, LossFn, cast_floats, split_arrays
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units import ModuleInfo, run_unit
@@ -24,16 +25,17 @@ class NnxModel:
     def __init__(self, make_model: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self._make = make_model
         with nnx.use_eager_sharding(False):
-            model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
-        self._graphdef, *states = nnx.split(model, nnx.Param, ...)
+            self._graphdef, *states = jax.eval_shape(lambda: nnx.split(make_model(nnx.Rngs(0)), nnx.Param, ...))
         params, rest = states
+        model = nnx.merge(self._graphdef, params, rest)
+        _refuse_plain_arrays(model)
         self._params = _Skeleton(params)
         self._rest = _Skeleton(rest)
         self.params: PyTree = unflatten(_variables(params))
         self.rest: PyTree = self._rest.to_tree(rest)
         self.modules: Sequence[ModuleInfo] = list(_modules(model))
         self.batch_statistics: Sequence[str] = [
-            path for path, var in _variables(rest).items() if isinstance(var, nnx.BatchStat)
+            path for path, var in _variables(rest).items() if not isinstance(var, nnx.RngState)
         ]
         self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
 
@@ -90,7 +92,7 @@ class _Skeleton:
 
     def to_tree(self, state: nnx.State) -> PyTree:
         variables = _variables(state)
-        return unflatten({path: variables[path].get_value() if path in variables else None for path in self._paths})
+        return unflatten({path: _value(variables[path]) if path in variables else None for path in self._paths})
 
     def to_state(self, tree: PyTree) -> nnx.State:
         flat = flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "route"))
@@ -123,6 +125,16 @@ def _modules(model: nnx.Module) -> Iterator[ModuleInfo]:
         yield ModuleInfo(
             path, type(node), direct, isinstance(node, nnx.Module) and callable(node), isinstance(node, nnx.Embed)
         )
+
+
+def _refuse_plain_arrays(model: nnx.Module) -> None:
+    """A JAX array that NNX does not know as state would be baked into one trace and missing in the next."""
+    for path, node in _walk(model):
+        for name, child in _attributes(node):
+            if isinstance(child, jax.Array):
+                where = "/".join(filter(None, (path, str(name))))
+                fix = "make it a NumPy array, or nnx.Variable(array)"
+                raise ValueError(message("a plain JAX array is an attribute of the model", where=where, fix=fix))
 
 
 @functools.cache
@@ -176,13 +188,21 @@ def _call_unit(cls: type, original: Callable[..., Any], module: Any, args: Any, 
         inner_args, inner_kwargs = rebuild(arrays, inner_nodes)
         out = original(inner, *inner_args, **inner_kwargs)
         after = nnx.to_flat_state(nnx.state((inner, inner_nodes), nnx.Not(nnx.Param)))
-        return out, nnx.from_flat_state([(p, v) for p, v in after if v.get_value() is not before.get(p)])
+        changed = nnx.from_flat_state([(p, v) for p, v in after if _value(v) is not before.get(p)])
+        out_arrays, _, rebuilds["out"] = split_arrays(out)
+        return out_arrays, changed
 
-    out, changed = run_unit(pure, state, arrays, unit=boundary.unit, remat=boundary.remat)
+    rebuilds: dict[str, Callable[..., Any]] = {}
+    out_arrays, changed = run_unit(pure, state, arrays, unit=boundary.unit, remat=boundary.remat)
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
-    return out
+    return rebuilds["out"](out_arrays, ())
 
 
 def _values(node: Any) -> dict[Any, Any]:
-    return {path: var.get_value() for path, var in nnx.to_flat_state(nnx.state(node, nnx.Not(nnx.Param)))}
+    return {path: _value(leaf) for path, leaf in nnx.to_flat_state(nnx.state(node, nnx.Not(nnx.Param)))}
+
+
+def _value(leaf: Any) -> Any:
+    """Of a Variable, or of an array that is a plain attribute."""
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

@@ -29,6 +29,8 @@ class Precision:
         output: float outputs of the whole model; left as the model made them where absent.
         keep_float32: regular expressions searched in parameter paths and in the class names of modules. What matches
             is gathered in float32, and its outputs return to the compute dtype. Norms by default.
+        cast_inputs: float inputs of the model and of its units take the compute dtype. Turn it off where they carry
+            what bfloat16 cannot, such as positions or time steps.
 
     """
 
@@ -37,6 +39,7 @@ class Precision:
     reduce: str | None = None
     output: str | None = None
     keep_float32: tuple[str, ...] = ("[Nn]orm",)
+    cast_inputs: bool = True
 
     def __post_init__(self) -> None:
         for field in ("param", "compute", "reduce", "output"):

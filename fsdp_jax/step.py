@@ -76,12 +76,11 @@ def train_step(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[TrainS
     skipped_in_a_row. Where the loss or a gradient is not finite nothing but the counters changes.
     """
     gradients, (total, count), model_state = _gradients(plan, state, batch)
-    gradients = jax.tree.map(lambda g: g / count.astype(g.dtype), gradients)
-    loss, norm = total / count, optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+    loss = total / count
+    norm = optax.tree.norm(jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), gradients)) / count
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    if plan.clip is not None:
-        scale = jnp.minimum(1.0, plan.clip / jnp.maximum(norm, 1e-12))
-        gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
+    clip = 1.0 if plan.clip is None else jnp.minimum(1.0, plan.clip / jnp.maximum(norm, 1e-12))
+    gradients = jax.tree.map(lambda g: (g * (clip / count)).astype(g.dtype), gradients)  # scaled in float32
     params, opt_state = _update(plan, state, gradients, loss)
     kept = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),

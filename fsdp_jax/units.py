@@ -16,8 +16,10 @@ is an error that names the path, never a silent float32 gather.
 
 [Note: dropping the gathered copy]
 A unit runs under `jax.checkpoint`. With `remat='none'` its policy saves everything except what the gather made: the
-barrier, the constraints, and any mere rearrangement (cast, reshape, transpose, slice) of an array as large as one of
-the unit's parameters. So the backward gathers again, whether or not activations are recomputed.
+barrier, the constraints, any mere rearrangement (reshape, transpose, slice, concatenate: nearly free to do again), and
+casts of an array as large as a parameter (an activation's cast is worth keeping: it is smaller than what it is made
+from). So the backward gathers again, whether or not activations are recomputed. What a model computes from a weight by
+arithmetic, such as `w * scale`, is an activation like any other and is saved.
 
 [Note: two ways to say it]
 `annotate` says it with sharding constraints; the model sees the global batch, and batch statistics mean what they mean
@@ -95,6 +97,10 @@ class Route:
         return PartitionSpec(*kept)
 
 
+class UnitError(ValueError, AttributeError):
+    """A parameter was read where it is not gathered."""
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class Shard:
     """A parameter at rest, in the place where its unit will look for it.
@@ -119,12 +125,21 @@ class Shard:
         """The whole parameter in the compute dtype."""
         return self.value if self.route.arrived else gather(self.route, self.value, self.pending)
 
-    def __jax_array__(self) -> jax.Array:
+    def _outside(self) -> "UnitError":
         route = self.route
         fix = "make the module that reads it the unit, or leave this one out of units"
-        raise ValueError(
-            message("a parameter was read outside its unit", where=route.path, expected=f"unit '{route.unit}'", fix=fix)
-        )
+        what = "a parameter was read outside its unit"
+        return UnitError(message(what, where=route.path, expected=f"unit '{route.unit}'", fix=fix))
+
+    def __jax_array__(self) -> jax.Array:
+        raise self._outside()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._outside()
+
+    def __getattr__(self, name: str) -> Any:
+        # What an array would have: shape, dtype, T, astype. Protocols that JAX and NNX look for are simply not there.
+        raise AttributeError(name) if name.startswith("_") else self._outside()
 
 
 def gather(route: Route, value: jax.Array, pending: jax.Array | None = None) -> jax.Array:
@@ -192,10 +207,14 @@ def is_shard(leaf: Any) -> bool:
     return isinstance(leaf, Shard)
 
 
+def all_shards(tree: PyTree) -> list[Shard]:
+    """The parameters in a tree that wait for a unit, this one or one inside it."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_shard) if is_shard(leaf)]
+
+
 def shards_in(tree: PyTree, unit: str) -> list[Shard]:
     """The parameters in a tree that this unit gathers."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_shard)
-    return [leaf for leaf in leaves if is_shard(leaf) and leaf.route.unit == unit]
+    return [shard for shard in all_shards(tree) if shard.route.unit == unit]
 
 
 def gathered(tree: PyTree, unit: str) -> PyTree:
@@ -216,7 +235,7 @@ def run_unit(fn: Callable[..., Any], tree: PyTree, args: Any, *, unit: str, rema
         remat: `none` saves activations, `full` recomputes the unit in the backward.
 
     """
-    settings = checkpoint_settings(shards_in(tree, unit), remat)
+    settings = checkpoint_settings(all_shards(tree), remat)
     if settings is None:
         return fn(gathered(tree, unit), args)
     return jax.checkpoint(lambda tree, args: fn(gathered(tree, unit), args), **settings)(tree, args)
@@ -234,7 +253,10 @@ def checkpoint_settings(shards: Sequence[Shard], remat: Remat) -> dict[str, Any]
 
 
 _GATHERING = {"sharding_constraint", "optimization_barrier", "all_gather"}
-_REARRANGING = {"convert_element_type", "reshape", "transpose", "squeeze", "slice", "split", "copy", "copy_p"}
+_REARRANGING = {
+    "reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate", "broadcast_in_dim",
+    "copy", "copy_p",
+}  # fmt: skip
 
 
 def _all_but_gathered(shards: Iterable[Shard]) -> Callable[..., bool]:
@@ -246,9 +268,9 @@ def _all_but_gathered(shards: Iterable[Shard]) -> Callable[..., bool]:
         sizes |= {shard.value.size, shard.value.size * parts}
 
     def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
-        if primitive.name in _GATHERING:
+        if primitive.name in _GATHERING or primitive.name in _REARRANGING:
             return False
-        return not (primitive.name in _REARRANGING and avals[0].size in sizes)
+        return not (primitive.name == "convert_element_type" and avals[0].size in sizes)
 
     return policy
 

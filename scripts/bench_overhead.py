@@ -12,7 +12,8 @@ Conventions
 - A step is timed from the NumPy batch on the host to the last array of the new state, `block_until_ready`.
 - Runs are interleaved in rounds of three: ours, by hand, and by hand once more as a control, in rotating order. The
   ratio is the median of ours over the median by hand; its interval is a 95 % bootstrap over rounds. The control's, of
-  a program to itself, is the noise: on a busy machine nothing smaller than its interval can be seen.
+  a program to itself, is the noise within this process. From one process to the next the ratio of the same two programs
+  moves by several percent more, which no interval here shows: run it several times before believing a small difference.
 - Page faults are the process's minor ones: temporary buffers that the allocator gave back and takes anew.
   `--hold-memory` starts again with glibc told never to give memory back, for both sides alike.
 - CPU seconds are those of the whole process during a step, all threads; they feel other programs less than the clock.

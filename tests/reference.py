@@ -92,10 +92,8 @@ class Case:
         random = np.random.default_rng(step)
         if self.image:
             labels = random.integers(0, 8, rows).astype(np.int32)
-            return {
-                "x": random.normal(size=(rows, 6, 6, 3)).astype(np.float32) + labels[:, None, None, None],
-                "y": labels,
-            }
+            images = random.normal(size=(rows, 6, 6, 3)) + labels[:, None, None, None]
+            return {"x": images.astype(np.float32), "y": labels}
         tokens = random.integers(0, 32, (rows, 9)).astype(np.int32)
         # Uneven masks: a mean of means would show.
         mask = (np.arange(8)[None] < random.integers(1, 9, (rows, 1))).astype(np.float32)

@@ -46,7 +46,9 @@ def train(name, mesh, strategy, *, accumulation=1, deferred=False, clip=None, **
     sharded = fsdp.fully_shard(
         make_model(case), optimizer(), mesh, strategy, case.units, min_size=8, **case.inputs, **settings
     )
-    step = sharded.train_step(case.loss, accumulation=accumulation, deferred_reduction=deferred, clip=clip)
+    step = sharded.train_step(
+        case.loss, accumulation=accumulation, deferred_reduction=deferred, local_batch=True, clip=clip
+    )
     state, losses = sharded.init(seed=0), []
     for i in range(STEPS):
         state, metrics = step(state, case.batch(i))

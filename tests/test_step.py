@@ -209,3 +209,72 @@ def test_a_model_in_memory_and_a_linen_model_without_inputs_are_refused():
         fsdp.fully_shard(CNN(rngs=nnx.Rngs(0)), optax.adam(1e-3), mesh)
     with pytest.raises(ValueError, match=r"needs example inputs\n.*\n.*inputs="):
         fsdp.fully_shard(CASES["linen-transformer"].model, optax.adam(1e-3), mesh)
+
+
+def test_a_batch_put_for_another_step_is_refused(sharded):
+    four = sharded.train_step(GPT_CASE.loss, accumulation=4).put(GPT_CASE.batch(0))
+    with pytest.raises(ValueError, match=r"cut for another step\n.*batch\n.*1 microbatches\n.*4"):
+        sharded.eval_step(GPT_CASE.loss)(sharded.init(0), four)
+
+
+def test_reducing_in_another_dtype_wants_a_promise():
+    precision = fsdp.Precision(compute="bfloat16", reduce="float32")
+    mesh = fsdp.make_mesh(data=8)
+    sharded = fsdp.fully_shard(GPT_CASE.model, optax.adam(1e-3), mesh, units=GPT_CASE.units, precision=precision)
+    with pytest.warns(fsdp.SlowerWarning, match="without local_batch=True.*reduced in bfloat16, not float32"):
+        sharded.train_step(GPT_CASE.loss)
+    sharded.train_step(GPT_CASE.loss, local_batch=True)
+
+
+def test_state_that_is_no_batch_statistic_keeps_the_global_batch_too():
+    class Ema(nnx.Variable):
+        pass
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.ema = nnx.Linear(4, 4, rngs=rngs), Ema(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.ema[...] = 0.9 * self.ema[...] + 0.1 * x.mean()
+            return self.linear(x)
+
+    def loss(model, batch):
+        return (model(batch["x"]) ** 2).sum(), batch["x"].shape[0]
+
+    sharded = fsdp.fully_shard(lambda rngs: Model(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8))
+    with pytest.warns(fsdp.SlowerWarning, match="'ema'"):
+        step = sharded.train_step(loss, accumulation=2, deferred_reduction=True)
+    state, _ = step(sharded.init(0), {"x": np.arange(64, dtype=np.float32).reshape(16, 4)})
+    copies = {float(np.asarray(shard.data)) for shard in state.model_state["ema"].addressable_shards}
+    assert len(copies) == 1
+
+
+@pytest.mark.parametrize("table", [np.arange, jnp.arange])
+def test_tables_that_are_plain_attributes(table):
+    """NumPy arrays are constants of the model; JAX arrays are refused, as they belong to the trace that made them."""
+
+    class Rotary(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.table = nnx.Linear(4, 4, rngs=rngs), table(4.0)[None]
+
+        def __call__(self, x):
+            return {"y": self.linear(x * self.table), "name": "a unit may return what is no array"}
+
+    def loss(model, batch):
+        return (model(batch["x"])["y"] ** 2).sum(), batch["x"].shape[0]
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = Rotary(rngs)
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    arguments = (lambda rngs: Model(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8))
+    if table is jnp.arange:
+        with pytest.raises(ValueError, match=r"a plain JAX array is an attribute of the model\n.*inner/table\n.*NumPy"):
+            fsdp.fully_shard(*arguments, units=[Rotary])
+        return
+    sharded = fsdp.fully_shard(*arguments, units=[Rotary])
+    _, metrics = sharded.train_step(loss)(sharded.init(0), {"x": np.ones((8, 4), np.float32)})
+    assert np.isfinite(float(metrics["loss"]))

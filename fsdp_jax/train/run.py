@@ -95,6 +95,7 @@ def _build(config: Config) -> Run:
     step = sharded.train_step(
         partial(next_token_loss, train=True),
         accumulation=train.accumulation,
+        local_batch=True,
         deferred_reduction=train.deferred_reduction,
         clip=config.optimizer.clip,
         abort_after=train.abort_after,
