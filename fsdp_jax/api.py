@@ -70,10 +70,9 @@ def fully_shard(
         ValueError: what does not fit, with the path, what was expected, what was found, and the fix.
 
     """
+    _check_arguments(tx, mesh, units, precision, remat)
     adapter, mesh, strategy = _adapt(model, inputs), check_mesh(mesh), get_strategy(strategy)
     precision = precision or Precision()
-    if remat not in ("none", "full"):
-        raise ValueError(message(f"unknown remat '{remat}'", where="remat", fix=did_you_mean(remat, ("none", "full"))))
     settings = Rules(tuple(rules), dict(logical_axes or {}), min_size, strict, strategy.shard_axes(mesh))
     made = flatten(adapter.params)
     shapes = {path: tuple(leaf.shape) for path, leaf in made.items()}
@@ -91,7 +90,28 @@ def fully_shard(
     return Sharded(adapter, tx, layout, precision, remat, owners)
 
 
+def _check_arguments(tx: Any, mesh: Any, units: Any, precision: Any, remat: Any) -> None:
+    """What a newcomer most often passes in place of what is meant."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(message("not a mesh", where="mesh", got=type(mesh), fix="fsdp_jax.make_mesh(data=8)"))
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise ValueError(message("not an optax transformation", where="tx", got=tx, fix="optax.adamw(3e-4)"))
+    if precision is not None and not isinstance(precision, Precision):
+        fix = 'Precision(compute="bfloat16")'
+        raise ValueError(message("not a Precision", where="precision", got=precision, fix=fix))
+    if isinstance(units, type) or units is None or units == [] or units == ():
+        raise ValueError(
+            message("no units", where="units", got=units, fix="units=[Block], or units='model' for one unit")
+        )
+    if remat not in ("none", "full"):
+        fix = did_you_mean(str(remat), ("none", "full"))
+        raise ValueError(message(f"unknown remat '{remat}'", where="remat", fix=fix))
+
+
 def _adapt(model: Any, inputs: tuple[Any, ...] | None) -> Model:
+    if isinstance(model, type) and issubclass(model, nn.Module | nnx.Module):
+        fix = "lambda rngs: Model(..., rngs=rngs)" if issubclass(model, nnx.Module) else "Model(...), and inputs=(...)"
+        raise ValueError(message("a class, not a model", where="fully_shard", got=model.__name__, fix=fix))
     if isinstance(model, nn.Module):
         if inputs is None:
             fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
@@ -182,8 +202,12 @@ class Sharded:
                 statistics) rules out; so it is not done, at the cost that is stated.
 
         """
-        if accumulation < 1:
-            raise ValueError(message("accumulation is at least 1", where="accumulation", got=accumulation))
+        if not isinstance(accumulation, int) or accumulation < 1:
+            raise ValueError(
+                message("accumulation is a whole number, at least 1", where="accumulation", got=accumulation)
+            )
+        if clip is not None and not clip > 0:
+            raise ValueError(message("clip is above 0, or None", where="clip", got=clip))
         deferred = deferred_reduction and accumulation > 1 and self.layout.mesh.size > 1
         deferred, mode = self._mode(deferred, local_batch, accumulation)
         plan = StepPlan(

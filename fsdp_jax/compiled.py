@@ -125,6 +125,11 @@ class Step:
         """
         placed = self.put(batch)
         self._check_signature(state, placed)
+        if state.step.is_deleted():
+            fix = "go on with the state that the step returned: state, metrics = step(state, batch)"
+            raise ValueError(
+                message("this state was given to a step before, which took it over", where="state", fix=fix)
+            )
         if self._compiled is None:
             self._compiled = self.compile(placed)
         # Before the step takes the state over: whoever catches the error still has it.
@@ -146,6 +151,8 @@ class Step:
         for path in sorted({*expected, *got}):
             if expected.get(path) != got.get(path):
                 fix = "pad to one shape, drop the last partial batch, or make a second step for the other shape"
+                if not path.startswith("batch/"):
+                    fix = "pass a state of the same model and optimizer"
                 raise ValueError(
                     message(
                         "the step was compiled for another signature",

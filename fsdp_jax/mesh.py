@@ -59,7 +59,7 @@ def _resolve(replica: int, data: int, available: int, allow_fewer: bool) -> tupl
         sizes = {name: available // known if size == -1 else size for name, size in sizes.items()}
     needed = prod(sizes.values())
     if needed > available:
-        fix = "ask for fewer, or for virtual CPU devices with train.devices"
+        fix = "ask for fewer; or, before jax starts, fsdp_jax.launch.use_virtual_devices(n) (train.devices in a config)"
         raise ValueError(
             message(
                 "the mesh has more devices than there are", where="mesh", expected=f"{needed} devices", got=got, fix=fix

@@ -231,10 +231,13 @@ def _weights(plan: StepPlan, held: dict[str, jax.Array], variables: dict[str, ja
 
     def weight(path: str, value: jax.Array) -> Any:
         route = plan.routes[path] if plan.per_unit else replace(plan.routes[path], arrived=True)
-        if plan.per_unit and plan.deferred:
-            shard = Shard(value, route, variables.get(path))
-        else:
-            shard = Shard(variables.get(path, value), route)
-        return shard if route.unit is not None else shard.gather()
+        deferred = plan.per_unit and plan.deferred
+        shard = Shard(value, route, variables.get(path)) if deferred else Shard(variables.get(path, value), route)
+        if route.unit is None:
+            return shard.gather()
+        if plan.per_unit and plan.manual and value.ndim and jnp.issubdtype(value.dtype, jnp.floating):
+            # as long as the value along the dim that a layer scan would slice
+            shard.guard = jnp.full((value.shape[0], *[1] * (value.ndim - 1)), jnp.nan, value.dtype)
+        return shard
 
     return unflatten({path: weight(path, value) for path, value in held.items()})

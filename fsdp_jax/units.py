@@ -105,21 +105,24 @@ class UnitError(ValueError, AttributeError):
 class Shard:
     """A parameter at rest, in the place where its unit will look for it.
 
-    `pending` is there where reduction is deferred: zeros of the gathered shape, whose cotangent is the local gradient.
+    `pending` is there where reduction is deferred: zeros of the gathered shape; their cotangent is the local gradient.
+    `guard` is there where `value` is one device's part: NaN, never gathered, so that a loss that reads the tree's
+    leaves behind the unit's back (a penalty on all parameters, say) is not finite instead of wrong.
     """
 
-    def __init__(self, value: Any, route: Route, pending: Any = None) -> None:
-        self.value, self.route, self.pending = value, route, pending
+    def __init__(self, value: Any, route: Route, pending: Any = None, guard: Any = None) -> None:
+        self.value, self.route, self.pending, self.guard = value, route, pending, guard
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Route]:
         """Arrays under their names; the Route is static."""
         key = jax.tree_util.GetAttrKey
-        return ((key("value"), self.value), (key("pending"), self.pending)), self.route
+        children = (key("value"), self.value), (key("pending"), self.pending), (key("guard"), self.guard)
+        return children, self.route
 
     @classmethod
     def tree_unflatten(cls, route: Route, children: Sequence[Any]) -> "Shard":
         """The inverse, around whatever a transformation made of the arrays."""
-        return cls(children[0], route, children[1])
+        return cls(children[0], route, children[1], children[2])
 
     def gather(self) -> jax.Array:
         """The whole parameter in the compute dtype."""

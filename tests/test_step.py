@@ -192,15 +192,20 @@ def test_a_line_search_is_refused_with_the_fix():
     [
         ({"strategy": "ful_shard"}, "unknown strategy 'ful_shard'\n(.*\n)*.*did you mean 'full_shard'"),
         ({"remat": "ful"}, "unknown remat 'ful'\n.*\n.*did you mean 'full'"),
+        ({"units": []}, "no units\n.*units"),
+        ({"precision": "bfloat16"}, "not a Precision\n"),
+        ({"tx": 1e-3}, "not an optax transformation\n.*tx"),
+        ({"mesh": 8}, "not a mesh\n"),
+        ({"model": GPT_CASE.model(nnx.Rngs(0)).__class__}, "a class, not a model\n(.*\n)*.*lambda rngs"),
         ({"frozen": ["embod"]}, "matches no parameter\n.*frozen"),
         ({"frozen": "embed"}, "not a sequence of patterns"),
         ({"rules": [("emb", ("replica",))], "strategy": "hybrid_shard"}, "hybrid_shard replicates along 'replica'"),
     ],
 )
 def test_settings_that_do_not_fit(settings, said):
-    mesh = fsdp.make_mesh(data=4, replica=2)
+    arguments = {"model": GPT_CASE.model, "tx": optax.adam(1e-3), "mesh": fsdp.make_mesh(data=4, replica=2)} | settings
     with pytest.raises(ValueError, match=said):
-        fsdp.fully_shard(GPT_CASE.model, optax.adam(1e-3), mesh, **settings)
+        fsdp.fully_shard(**arguments)
 
 
 def test_a_model_in_memory_and_a_linen_model_without_inputs_are_refused():
@@ -278,3 +283,33 @@ def test_tables_that_are_plain_attributes(table):
     sharded = fsdp.fully_shard(*arguments, units=[Rotary])
     _, metrics = sharded.train_step(loss)(sharded.init(0), {"x": np.ones((8, 4), np.float32)})
     assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip", 0.0), ("clip", -1.0), ("accumulation", 0), ("accumulation", 2.0)])
+def test_numbers_out_of_range(sharded, name, value):
+    with pytest.raises(ValueError, match=name):
+        sharded.train_step(GPT_CASE.loss, **{name: value})
+
+
+def test_a_state_that_a_step_took_over_is_refused(sharded):
+    step, state = sharded.train_step(GPT_CASE.loss), sharded.init(0)
+    step(state, GPT_CASE.batch(0))
+    with pytest.raises(ValueError, match=r"took it over\n.*state\n.*state, metrics = step"):
+        step(state, GPT_CASE.batch(0))
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_a_penalty_behind_the_units_back_is_never_a_wrong_number(sharded, deferred):
+    """On the global batch it is right; on local batches, where it would see shards, the step is not finite."""
+
+    def loss(model, batch):
+        total, count = GPT_CASE.loss(model, batch)
+        return total + count * sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param))), count
+
+    _, whole = sharded.train_step(loss, accumulation=2)(sharded.init(0), GPT_CASE.batch(0))
+    params = jax.device_get(sharded.init(0).params)
+    assert float(whole["loss"]) > sum(float((p**2).sum()) for p in jax.tree.leaves(params))
+    if deferred:
+        step = sharded.train_step(loss, accumulation=2, deferred_reduction=True)
+        _, local = step(sharded.init(0), GPT_CASE.batch(0))
+        assert int(local["skipped"]) == 1
