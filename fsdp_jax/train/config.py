@@ -62,7 +62,7 @@ class UnitsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes: float32, bfloat16 or float16."""
+    """Dtypes: float32 or bfloat16."""
 
     param: str = "float32"
     """Parameters at rest, and the optimizer."""
