@@ -1,5 +1,6 @@
 """What is saved comes back, on whatever mesh; what cannot be saved or read says so."""
 
+import gc
 import json
 import os
 import re
@@ -324,6 +325,8 @@ def test_killed_while_saving(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
+# Where a file is missing, orbax gives up on the first array and leaves the coroutines of the others unawaited.
+@pytest.mark.filterwarnings("ignore:coroutine '.*_get_array_metadatas' was never awaited:RuntimeWarning")
 def test_damage_is_named_in_one_line(tmp_path):
     with CheckpointStore(tmp_path) as store:
         save(store, 1, small())
@@ -354,3 +357,4 @@ def test_damage_is_named_in_one_line(tmp_path):
         (tmp_path / "whole").rename(tmp_path / "3")
         with pytest.raises(CheckpointError, match="lacks what belongs"):
             store.restore(3, target_of(small()))
+    gc.collect()  # those coroutines warn as they are collected: here, not in a later test
