@@ -15,7 +15,8 @@ PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-# Two environments in one folder: the library alone for quickstart, with the test tools for everything else.
+# Two environments in one folder: the library alone for quickstart; for everything else the test tools too, and the
+# compilers for TPUs and GPUs where they exist (Linux on x86-64).
 $(VENV)/.base: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit("fsdp_jax needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
@@ -23,7 +24,7 @@ $(VENV)/.base: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,notebooks]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,notebooks,tpu-aot,cuda-aot]'
 	@touch $@
 
 quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtual devices

@@ -1,0 +1,105 @@
+"""The table is complete, agrees with itself, and is what the CUDA compiler takes."""
+
+import re
+from itertools import pairwise
+
+import jax.numpy as jnp
+import pytest
+
+from fsdp_jax.planner import HARDWARE, hardware_of, peak_flops
+from fsdp_jax.planner.hardware import target_config
+
+REAL = [chip for chip in HARDWARE.values() if chip.platform != "cpu"]
+GPUS = [chip for chip in REAL if chip.platform == "cuda"]
+TPUS = [chip for chip in REAL if chip.platform == "tpu"]
+PARSED = re.compile(r"(\w+): ([\d.]+)")
+
+
+def test_every_name_of_the_command_line_is_there():
+    names = "h100 h200 b200 a100-40gb a100-80gb v100 v4 v5e v5p v6e cpu"
+    assert set(HARDWARE) == set(names.split())
+
+
+@pytest.mark.parametrize("chip", REAL, ids=lambda chip: chip.name)
+def test_an_entry_is_complete(chip):
+    assert chip.source
+    assert chip.device_kinds
+    assert 16 * 10**9 < chip.memory_bytes < 200 * 10**9
+    # each step away from the chip is slower, by 2 at least and (off the compute) by 100 at most
+    steps = [max(chip.peak_flops.values()), chip.memory_bandwidth, chip.link_bandwidth, chip.network_bandwidth]
+    assert all(near / far > 2 for near, far in pairwise(steps))
+    assert all(near / far < 100 for near, far in pairwise(steps[1:]))
+    assert {"bfloat16", "float16"} & set(chip.peak_flops)
+    assert all(10**13 < rate < 10**16 for rate in chip.peak_flops.values())
+    assert chip.host_devices in (4, 8, 16)
+
+
+@pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
+def test_a_gpu_is_behind_a_switch_and_has_a_target(chip):
+    assert (chip.torus_dims, chip.axis_bandwidth, chip.slice_devices) == (0, None, None)
+    # The compiler's own figures give the vendor's float32 rate outside the matrix units, within a percent. Ampere and
+    # later are rated in TF32 here, whose ratio to it is the vendor's: 8 (A100), 7.4 (Hopper), 14.4 to 15 (Blackwell).
+    gpu = chip.cuda
+    plain = gpu.core_count * gpu.fpus_per_core * 2 * gpu.clock_rate_ghz * 1e9
+    assert 0.99 < chip.peak_flops["float32"] / plain / {7: 1, 8: 8, 9: 7.4, 10: 14.8}[gpu.capability[0]] < 1.01
+
+
+@pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
+def test_a_tpu_is_in_a_torus(chip):
+    assert chip.cuda is None
+    assert chip.axis_bandwidth * chip.torus_dims == chip.link_bandwidth
+    assert chip.axis_bandwidth / 2 in (50e9, 100e9)  # of a link
+    assert chip.slice_devices in (256, 4096, 8960)
+
+
+def test_no_two_chips_share_a_device_kind():
+    kinds = [kind for chip in HARDWARE.values() for kind in chip.device_kinds]
+    assert len(kinds) == len(set(kinds))
+    assert all(hardware_of(kind) is chip for chip in HARDWARE.values() for kind in chip.device_kinds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "float32", 494.7e12),
+        ("NVIDIA H100 80GB HBM3", jnp.float8_e4m3fn, 1978.9e12),
+        ("NVIDIA H200", "bfloat16", 989.4e12),
+        ("NVIDIA B200", "float8_e5m2", 4.5e15),
+        ("NVIDIA A100-SXM4-40GB", "float16", 312e12),
+        ("Tesla V100-SXM2-32GB", "float16", 125e12),
+        ("Tesla V100-SXM2-32GB", "bfloat16", None),
+        ("TPU v4", "bfloat16", 275e12),
+        ("TPU v5 lite", "int8", 393e12),
+        ("TPU v5", "bfloat16", 459e12),
+        ("TPU v5p", "bfloat16", 459e12),
+        ("TPU v6 lite", "bfloat16", 918e12),
+        ("TPU v5", "float16", None),
+        ("NVIDIA H100 PCIe", "bfloat16", None),
+        ("cpu", "float32", None),
+        ("", "float32", None),
+    ],
+)
+def test_the_peak_of_a_live_device(kind, dtype, peak):
+    assert peak_flops(kind, dtype) == peak
+
+
+@pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
+def test_the_target_config_has_the_figures(chip):
+    text = target_config(chip)
+    assert text.count("{") == text.count("}") == 3
+    assert f'device_description_str: "{chip.device_kinds[0]}"' in text
+    figures = {name: float(value) for name, value in PARSED.findall(text)}
+    assert figures["device_memory_size"] == chip.memory_bytes
+    assert figures["memory_bandwidth"] == chip.memory_bandwidth
+    assert figures["core_count"] == chip.cuda.core_count
+    assert figures["clock_rate_ghz"] == chip.cuda.clock_rate_ghz
+    assert figures["shared_memory_per_block"] < figures["shared_memory_per_block_optin"]
+    assert figures["shared_memory_per_block_optin"] <= figures["shared_memory_per_core"]
+    assert "major: {} minor: {}".format(*chip.cuda.capability) in text
+    assert ("ACCELERATED" in text) == (chip.name in ("h100", "h200", "b200"))
+
+
+def test_only_a_gpu_has_a_target_config():
+    with pytest.raises(AssertionError, match="v5e is no GPU"):
+        target_config(HARDWARE["v5e"])
