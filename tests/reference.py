@@ -15,7 +15,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from fsdp_jax.models.gpt import GPT, Block, next_token_loss, preset
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import GPT, Block, preset
 
 STEPS = 10
 

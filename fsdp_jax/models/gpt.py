@@ -7,9 +7,7 @@ stream, so that any fused attention can be used.
 """
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +27,8 @@ class GPTConfig:
     layers: int
     width: int
     heads: int
+    pad_vocab_to: int = 128
+    """The embedding table and the head have as many rows as the next multiple of this, so that they can be sharded."""
     dropout: float = 0.0
     """The probability that a value is dropped; above 0 the model needs a `dropout` random stream."""
     scan_layers: bool = True
@@ -39,13 +39,18 @@ class GPTConfig:
     """Compute dtype by name; None follows the parameters and inputs."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "sequence_length", "layers", "width", "heads"):
+        for name in ("vocab_size", "sequence_length", "layers", "width", "heads", "pad_vocab_to"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GPTConfig.{name} must be at least 1, got {getattr(self, name)}")
         if self.width % self.heads:
             raise ValueError(f"GPTConfig.width must be a multiple of heads, got width {self.width}, heads {self.heads}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"GPTConfig.dropout must be at least 0 and below 1, got {self.dropout}")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table. Those from vocab_size on belong to no token: no logit, no gradient."""
+        return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
 
 
 def _gpt2(depth: int, width: int, heads: int) -> GPTConfig:
@@ -64,17 +69,7 @@ PRESETS: dict[str, GPTConfig] = {
 
 def preset(name: str, **overrides: Any) -> GPTConfig:
     """The preset `name` with fields replaced; ValueError for an unknown name or field says what was probably meant."""
-    _check_known("preset", name, PRESETS)
-    for field in overrides:
-        _check_known("GPTConfig field", field, GPTConfig.__dataclass_fields__)
-    return dataclasses.replace(PRESETS[name], **overrides)
-
-
-def _check_known(kind: str, word: str, known: Mapping[str, Any]) -> None:
-    if word not in known:
-        close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
-        hint = f"did you mean '{close[0]}'?" if close else "one of: " + ", ".join(known)
-        raise ValueError(f"unknown {kind} '{word}'; {hint}")
+    return layers.from_preset(PRESETS, name, overrides)
 
 
 class Block(nnx.Module):
@@ -110,7 +105,7 @@ class GPT(nnx.Module):
     def __init__(
         self, config: GPTConfig, *, rngs: nnx.Rngs, attention: layers.Attention = jax.nn.dot_product_attention
     ):
-        V, T, D, dtype = config.vocab_size, config.sequence_length, config.width, config.dtype
+        V, T, D, dtype = config.padded_vocab_size, config.sequence_length, config.width, config.dtype
         self.config = config
         self.embed = layers.embedding(V, D, dtype=dtype, rngs=rngs)
         self.positions = layers.embedding(T, D, dtype=dtype, rngs=rngs)
@@ -126,8 +121,7 @@ class GPT(nnx.Module):
             self.blocks = nnx.List([make(rngs) for _ in range(config.layers)])
         self.ln_f = layers.layer_norm(D, dtype=dtype, rngs=rngs)
         if not config.tie_head:
-            init = nnx.initializers.normal(layers.INIT_STD)
-            self.head = nnx.Linear(D, V, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs)
+            self.head = layers.linear(D, V, bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
@@ -145,27 +139,16 @@ class GPT(nnx.Module):
         else:
             x_BTD = layers.run_stacked(self.blocks, x_BTD, deterministic=deterministic)
         x_BTD = self.ln_f(x_BTD)
-        return self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
-
-
-def next_token_loss(
-    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array], *, train: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """The sum of the cross-entropy in nats and the number of targets it is over, both float32 scalars.
-
-    `batch` has `tokens`, int32 [B, T+1], and may have `mask`, [B, T], the weight of each target (absent: all 1). They
-    are returned apart so that sums over microbatches and devices can be divided once. `train=True` applies dropout.
-    """
-    tokens = batch["tokens"]
-    logits_BTV = model(tokens[:, :-1], deterministic=not train)
-    loss_BT = layers.cross_entropy(logits_BTV, tokens[:, 1:])
-    mask_BT = batch["mask"].astype(jnp.float32) if "mask" in batch else jnp.ones_like(loss_BT)
-    return (loss_BT * mask_BT).sum(), mask_BT.sum()
+        logits = self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
+        return logits[..., : self.config.vocab_size]
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """The number of parameters; a tied head counts once."""
-    V, T, D = config.vocab_size, config.sequence_length, config.width
+    """The number of parameters that are stored; a tied head counts once.
+
+    With `pad_vocab_to=1` it is the published count: 124,439,808 for gpt2, which stores 47 rows of 768 more.
+    """
+    V, T, D = config.padded_vocab_size, config.sequence_length, config.width
     block = 12 * D * D + 13 * D  # qkv, out, up, down: 3 + 1 + 4 + 4 squares and 9 bias rows; two norms: 4 rows
     return (V + T) * D + config.layers * block + 2 * D + (0 if config.tie_head else V * D)
 
@@ -174,46 +157,10 @@ def flops_per_token(config: GPTConfig) -> float:
     """Model FLOPs per token of a training step, forward and backward, at the full sequence length.
 
     The convention is 6 N + 12 L D T (PaLM, appendix B). N leaves out the tables that are looked up, not multiplied: the
-    positions and, where the head is its own matrix, the embedding. Attention is counted in full, not halved for
-    causality, and nothing is added for recomputation.
+    positions and, where the head is its own matrix, the embedding. It leaves out the rows that pad the vocabulary.
+    Attention is counted in full, not halved for causality, and nothing is added for recomputation.
     """
     V, T, D = config.vocab_size, config.sequence_length, config.width
-    multiplied = parameter_count(config) - T * D - (0 if config.tie_head else V * D)
+    published = parameter_count(dataclasses.replace(config, pad_vocab_to=1))
+    multiplied = published - T * D - (0 if config.tie_head else V * D)
     return 6.0 * multiplied + 12.0 * config.layers * D * T
-
-
-def sample(
-    model: Callable[[jax.Array], jax.Array],
-    prompt_tokens: jax.Array,
-    length: int,
-    *,
-    temperature: float,
-    key: jax.Array,
-    window: int | None = None,
-) -> jax.Array:
-    """Continues `prompt_tokens`, int32 [P] with P at least 1, by `length` tokens; returns int32 [P + length].
-
-    `model` maps int32 [1, T] to causal logits [1, T, V]. It sees the last `window` tokens (None: all of them), so give
-    the model's sequence length where P + length exceeds it. `temperature` is a Python number; 0 takes the likeliest
-    token. Every token costs a full forward pass: this is for looking at a model, not for serving one.
-    """
-    prompt = jnp.asarray(prompt_tokens, jnp.int32)
-    if prompt.ndim != 1 or not prompt.size:
-        raise ValueError(f"expected prompt_tokens of shape [P] with P at least 1, got {prompt.shape}")
-    if length < 0 or temperature < 0:
-        raise ValueError(f"expected length and temperature of at least 0, got {length} and {temperature}")
-    total = prompt.size + length
-    T = min(window or total, total)
-
-    def step(known: jax.Array, tokens: jax.Array) -> jax.Array:
-        start = jnp.maximum(known - T, 0)
-        view_T = jax.lax.dynamic_slice(tokens, (start,), (T,))
-        # what follows the last known token is padding, which a causal model does not see
-        logits_V = model(view_T[None])[0, known - start - 1].astype(jnp.float32)
-        if temperature == 0:
-            token = jnp.argmax(logits_V)
-        else:
-            token = jax.random.categorical(jax.random.fold_in(key, known), logits_V / temperature)
-        return tokens.at[known].set(token.astype(jnp.int32))
-
-    return jax.lax.fori_loop(prompt.size, total, step, jnp.pad(prompt, (0, length)))

@@ -1,4 +1,4 @@
-"""Layers that the model families share, in plain Flax NNX.
+"""What the model families share, in plain Flax NNX: layers, the stack of them, the loss, presets by name.
 
 Shapes: B batch, T sequence, D width, H heads, K head dim, F hidden width of the MLP, V vocab, L layers.
 
@@ -6,8 +6,10 @@ Dtypes: with `dtype=None` a layer computes in the dtype that its inputs and para
 parameters chooses the compute dtype. Parameters are created in float32.
 """
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +23,15 @@ class Attention(Protocol):
     """`jax.nn.dot_product_attention`, or anything called like it."""
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
-        """Three [B, T, H, K] arrays to one [B, T, H, K]."""
+        """Queries [B, T, H, K], keys and values [B, S, G, K], H a multiple of G, to [B, T, H, K]."""
 
 
-def linear(inputs: int, outputs: int, *, std: float = INIT_STD, dtype: str | None, rngs: nnx.Rngs) -> nnx.Linear:
-    """A Linear with bias: kernel [inputs, outputs] drawn from normal(0, std), bias zero."""
-    return nnx.Linear(inputs, outputs, kernel_init=nnx.initializers.normal(std), dtype=dtype, rngs=rngs)
+def linear(
+    inputs: int, outputs: int, *, std: float = INIT_STD, bias: bool = True, dtype: str | None, rngs: nnx.Rngs
+) -> nnx.Linear:
+    """A Linear: kernel [inputs, outputs] drawn from normal(0, std), bias zero or none."""
+    init = nnx.initializers.normal(std)
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
 def layer_norm(width: int, *, dtype: str | None, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -92,20 +97,63 @@ def stack(make: Callable[[nnx.Rngs], M], layers: int, *, rngs: nnx.Rngs) -> M:
     return make_all(rngs)
 
 
-def run_stacked(blocks: nnx.Module, x: jax.Array, *, deterministic: bool) -> jax.Array:
-    """Passes `x` through a stack's layers in order; every layer must keep the shape and dtype of `x`."""
+def run_stacked(blocks: nnx.Module, x: jax.Array, **settings: Any) -> jax.Array:
+    """Passes `x` through a stack's layers in order, each called with `settings` too; all keep its shape and dtype."""
 
     # Layers change their state (dropout counters), never their structure. Saying so also lets a model that is closed
     # over be called inside other transformations, such as the loop of a sampler.
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, graph_updates=False)
     def run(block: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-        return block(x, deterministic=deterministic)
+        return block(x, **settings)
 
     return run(blocks, x)
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Negative log likelihood in nats, float32 [B, T], computed in float32 whatever the dtype of the logits."""
+    """Negative log likelihood in nats, float32 [B, T], computed in float32 whatever the dtype of the logits.
+
+    Where a target is not one of 0 to V-1 the loss is NaN.
+    """
     logits_BTV = logits_BTV.astype(jnp.float32)
-    picked_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits_BTV, axis=-1) - picked_BT
+    V = logits_BTV.shape[-1]
+    # Not take_along_axis: its gradient scatters into a float32 [B, T, V] of zeros. This one fuses with the softmax's,
+    # and no float32 logits are stored.
+    is_target_BTV = jax.lax.broadcasted_iota(targets_BT.dtype, logits_BTV.shape, 2) == targets_BT[..., None]
+    picked_BT = jnp.where(is_target_BTV, logits_BTV, 0.0).sum(-1)
+    loss_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - picked_BT
+    return jnp.where((targets_BT >= 0) & (targets_BT < V), loss_BT, jnp.nan)
+
+
+def next_token_loss(
+    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array], *, train: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of the cross-entropy in nats and the number of targets it is over, both float32 scalars.
+
+    `batch` has `tokens`, int32 [B, T+1], and may have `mask`, [B, T], the weight of each target (absent: all 1);
+    where it is 0 the target may be any number. They are returned apart so that sums over microbatches and devices can
+    be divided once. `train=True` applies dropout.
+    """
+    tokens = batch["tokens"]
+    logits_BTV = model(tokens[:, :-1], deterministic=not train)
+    loss_BT = cross_entropy(logits_BTV, tokens[:, 1:])
+    mask_BT = batch["mask"].astype(jnp.float32) if "mask" in batch else jnp.ones_like(loss_BT)
+    return jnp.where(mask_BT == 0, 0.0, loss_BT * mask_BT).sum(), mask_BT.sum()
+
+
+C = TypeVar("C")
+
+
+def from_preset(presets: Mapping[str, C], name: str, overrides: Mapping[str, Any]) -> C:
+    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was probably meant."""
+    _check_known("preset", name, presets)
+    config: Any = presets[name]
+    for field in overrides:
+        _check_known(f"{type(config).__name__} field", field, config.__dataclass_fields__)
+    return dataclasses.replace(config, **overrides)
+
+
+def _check_known(kind: str, word: str, known: Mapping[str, Any]) -> None:
+    if word not in known:
+        close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+        hint = f"did you mean '{close[0]}'?" if close else "one of: " + ", ".join(known)
+        raise ValueError(f"unknown {kind} '{word}'; {hint}")

@@ -22,10 +22,11 @@ from fsdp_jax.errors import ConfigError, did_you_mean, message
 class ModelConfig:
     """What is trained."""
 
-    family: Literal["gpt"] = "gpt"
+    family: Literal["gpt", "llama"] = "gpt"
     """Kind of model."""
     preset: str = "tiny"
-    """Size: tiny and small (bytes), gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
+    """Size. gpt: tiny and small (bytes), gpt2, gpt2-medium, gpt2-large, gpt2-xl. llama: llama-tiny (bytes), llama2-7b,
+    llama2-13b, llama2-70b, llama3-8b."""
     layers: int | None = None
     """Number of blocks; the preset's where None."""
     width: int | None = None
@@ -33,7 +34,7 @@ class ModelConfig:
     heads: int | None = None
     """Attention heads; the preset's where None."""
     dropout: float = 0.0
-    """Probability that a value is dropped while training."""
+    """Probability that a value is dropped while training; gpt only."""
     scan_layers: bool = True
     """Stack the blocks and compile one of them; False compiles each."""
 

@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fsdp_jax.models.gpt import (
-    GPT,
-    PRESETS,
-    Block,
-    GPTConfig,
-    flops_per_token,
-    next_token_loss,
-    parameter_count,
-    preset,
-    sample,
-)
+from fsdp_jax.models.gpt import GPT, PRESETS, Block, GPTConfig, flops_per_token, parameter_count, preset
+from fsdp_jax.models.layers import cross_entropy, next_token_loss
+from fsdp_jax.models.sampling import sample
 
 pytestmark = pytest.mark.core
 
@@ -89,9 +81,41 @@ def test_parameter_count_is_the_real_count(name, overrides):
 
 def test_parameter_counts_are_the_published_ones():
     published = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
-    assert {name: parameter_count(PRESETS[name]) for name in published} == published
+    assert {name: parameter_count(preset(name, pad_vocab_to=1)) for name in published} == published
+    assert parameter_count(PRESETS["gpt2"]) == published["gpt2"] + 47 * 768
     assert parameter_count(PRESETS["tiny"]) == pytest.approx(0.84e6, rel=0.01)
     assert parameter_count(PRESETS["small"]) == pytest.approx(10.8e6, rel=0.05)
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(50257, 50304), (256, 256), (19, 128)])
+def test_the_vocabulary_is_padded_to_rows_that_divide(vocab, rows):
+    model = nnx.eval_shape(lambda: make(vocab_size=vocab, tie_head=False))
+    assert model.config.padded_vocab_size == rows
+    assert model.embed.embedding.shape == (rows, 16)
+    assert model.head.kernel.shape == (16, rows)
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    assert jax.eval_shape(lambda tokens: make(vocab_size=vocab)(tokens), tokens).shape == (2, 8, vocab)
+
+
+@pytest.mark.parametrize("tie_head", [True, False])
+def test_padded_rows_change_no_loss_and_get_no_gradient(tie_head):
+    padded, V = make(tie_head=tie_head), CONFIG.vocab_size
+    exact = make(tie_head=tie_head, pad_vocab_to=1)
+    weights = nnx.to_pure_dict(nnx.state(padded))
+    weights["embed"]["embedding"] = weights["embed"]["embedding"][:V]
+    if not tie_head:
+        weights["head"]["kernel"] = weights["head"]["kernel"][:, :V]
+    nnx.update(exact, weights)
+    padded.embed.embedding[...] = padded.embed.embedding[...].at[V:].set(1e3)
+    batch = {"tokens": some_tokens(length=9)}
+    np.testing.assert_allclose(next_token_loss(padded, batch)[0], next_token_loss(exact, batch)[0], rtol=1e-6)
+
+    grads = nnx.grad(lambda model: next_token_loss(model, batch)[0])(padded)
+    tables = [grads["embed"]["embedding"][...]] + ([] if tie_head else [grads["head"]["kernel"][...].T])
+    for table in tables:
+        assert table.shape == (128, 16)
+        assert np.all(table[V:] == 0)
+        assert np.any(table[:V] != 0)
 
 
 @pytest.mark.parametrize("tie_head", [True, False])
@@ -127,6 +151,38 @@ def test_the_mask_weighs_the_loss(dtype):
     by_hand = numpy_loss(model(tokens[:, :-1]), tokens[:, 1:])
     np.testing.assert_allclose(total, (by_hand * mask).sum(), rtol=1e-5)
     assert float(count) == 2.0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_cross_entropy_and_its_gradient_by_hand(dtype):
+    logits = (8 * jax.random.normal(jax.random.key(1), (2, 8, 19))).astype(dtype)
+    targets = some_tokens()
+    loss, grad = jax.value_and_grad(lambda logits: cross_entropy(logits, targets).sum())(logits)
+    wide = np.asarray(logits, np.float64)
+    softmax = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
+    np.testing.assert_allclose(loss, numpy_loss(wide, targets).sum(), rtol=1e-5)
+    assert grad.dtype == dtype
+    np.testing.assert_allclose(
+        np.asarray(grad, np.float64), softmax - np.eye(19)[targets], atol=1e-6 if dtype == jnp.float32 else 4e-3
+    )
+
+
+def test_the_gradient_of_the_loss_scatters_into_no_array_of_logits():
+    x, head = jax.ShapeDtypeStruct((1, 64, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)
+    targets = jnp.zeros((1, 64), jnp.int32)
+    lowered = jax.jit(jax.grad(lambda x, head: cross_entropy(x @ head, targets).sum(), (0, 1))).lower(x, head)
+    assert "scatter" not in lowered.as_text()
+
+
+@pytest.mark.parametrize("target", [-1, 19])
+def test_a_target_outside_the_vocabulary_is_nan_unless_its_weight_is_zero(target):
+    model, tokens = make(), some_tokens(length=9).at[1, 8].set(target)
+    assert np.isnan(next_token_loss(model, {"tokens": tokens})[0])
+    masked = {"tokens": tokens, "mask": jnp.ones((2, 8)).at[1, 7].set(0)}
+    graph, params = nnx.split(model)
+    loss, grads = jax.value_and_grad(lambda params: next_token_loss(nnx.merge(graph, params), masked)[0])(params)
+    assert np.isfinite(loss)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
 
 
 @BOTH
@@ -233,6 +289,7 @@ def test_sampling_under_jit():
         (lambda: preset("tiny", layer=3), "did you mean 'layers'"),
         (lambda: preset("tiny", heads=5), "width 128, heads 5"),
         (lambda: preset("tiny", dropout=1.0), "below 1, got 1.0"),
+        (lambda: preset("tiny", pad_vocab_to=0), "pad_vocab_to must be at least 1, got 0"),
         (lambda: preset("tiny", layers=0), "layers must be at least 1, got 0"),
         (lambda: make()(some_tokens(length=9)), "at most 8 tokens .sequence_length., got 9"),
         (lambda: sample(make(), jnp.zeros((0,)), 1, temperature=0, key=None), "P at least 1"),

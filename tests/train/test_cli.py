@@ -53,6 +53,18 @@ def test_help_without_a_file(words, capsys):
         ("train", ["--units.classes", "--units.min_params", "9999999"], ["units.min_params", "at most"]),
         ("train", ["--precision.compute", "bf16"], ["unknown dtype 'bf16'", "did you mean 'bfloat16'?"]),
         ("train", ["--model.preset", "tinny"], ["unknown preset 'tinny'", "did you mean 'tiny'?"]),
+        ("train", ["--model.family", "llama"], ["model.preset", "tiny, which is a gpt", "set model.family to gpt"]),
+        ("train", ["--model.preset", "llama2-7b"], ["llama2-7b, which is a llama", "set model.family to llama"]),
+        (
+            "train",
+            ["--model.family", "llama", "--model.preset", "llama2-7"],
+            ["unknown preset 'llama2-7'", "did you mean 'llama2-7b'?"],
+        ),
+        (
+            "train",
+            ["--model.family", "llama", "--model.preset", "llama-tiny", "--model.dropout", "0.1"],
+            ["dropout would be ignored", "model.dropout"],
+        ),
         ("train", ["--optimizer.name", "adam", "--optimizer.weight_decay", "0.1"], ["optimizer.weight_decay"]),
         ("train", ["--data.kind", "text"], ["data.path"]),
         ("train", ["--data.kind", "text", "--data.path", "nowhere"], ["The corpus does not exist", "data.path"]),

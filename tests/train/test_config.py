@@ -7,7 +7,8 @@ import pytest
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.config import Config, digest, dump, flat, load
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")
 
 
 @pytest.fixture
@@ -47,11 +48,14 @@ def test_dump_reads_back(written):
     assert digest(load(written(dump(config)))) == digest(config)
 
 
-def test_quickstart_comments_every_key():
-    lines = [line for line in QUICKSTART.read_text().splitlines() if line.startswith(" ") and ":" in line]
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_comment_every_key(path):
+    lines = [line for line in path.read_text().splitlines() if line.startswith(" ") and ":" in line]
     assert lines
-    assert all("#" in line for line in lines)
-    assert load(QUICKSTART).train.steps >= 200
+    assert [line for line in lines if "#" not in line] == []
+    config = load(path)
+    assert config.train.steps >= 200
+    assert config.train.global_batch_size % 8 == 0
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,7 @@ def test_quickstart_comments_every_key():
         ("train: {steps: true}", r"expected: a whole number\n  got: +True"),
         ("optimizer: {clip: x}", r"optimizer\.clip\n  expected: a number"),
         ("model: {scan_layers: 1}", r"expected: true or false"),
+        ("model: {family: lama}", r"unknown value 'lama'[^$]*model\.family\n  expected: gpt, llama[^$]*mean 'llama'\?"),
         ("output: 2024", r"expected: text"),
         ("units: {classes: 3}", r"expected: a list of names"),
         ("train: {steps: 0}", r"train\.steps\n  expected: 1 or more\n  got: +0"),

@@ -88,6 +88,14 @@ def stop_at(monkeypatch, step, number=signal.SIGINT):
     monkeypatch.setattr(JsonLines, "write", interrupt)
 
 
+def test_a_llama_trains(run):
+    words = ["--model.family", "llama", "--model.preset", "llama-tiny", "--units.classes", "LlamaBlock"]
+    assert run("llama", *words, "--train.steps", "5", "--train.eval_every", "5") == 0
+    rows = losses(run.directory / "llama")
+    assert [step for step, *_ in rows] == [1, 2, 3, 4, 5]
+    assert rows[-1][1] < rows[0][1]
+
+
 def test_a_whole_run(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Training, "_sample", SAMPLE)
     assert run("whole") == 0

@@ -1,0 +1,223 @@
+"""Llama 2 and 3 in plain Flax NNX: pre-norm blocks with RMSNorm, rotary positions, grouped queries and SwiGLU.
+
+Shapes: B batch, T sequence, D width, H query heads, G key and value heads, K head dim, F hidden width, V vocab,
+L layers.
+
+Parameters are named after what they do; their order, and the halves that the rotary embedding turns, are those of the
+weights on Hugging Face. Sources: Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fsdp_jax.models import layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The shape of a Llama. Raises ValueError where the numbers do not fit together."""
+
+    vocab_size: int
+    sequence_length: int
+    """The longest sequence, in tokens."""
+    layers: int
+    width: int
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads, each shared by heads / kv_heads query heads."""
+    hidden: int
+    """Hidden width of the MLP."""
+    rope_theta: float = 10_000.0
+    """The base of the rotary frequencies."""
+    norm_epsilon: float = 1e-5
+    tie_head: bool = False
+    """Use the embedding table as the output head."""
+    scan_layers: bool = True
+    """Stack the blocks' parameters and compile one block; False keeps a list of blocks."""
+    dtype: str | None = None
+    """Compute dtype by name; None follows the parameters and inputs."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "sequence_length", "layers", "width", "heads", "kv_heads", "hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"LlamaConfig.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("rope_theta", "norm_epsilon"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"LlamaConfig.{name} must be above 0, got {getattr(self, name)}")
+        if self.width % (2 * self.heads):
+            where = f"width {self.width}, heads {self.heads}"
+            raise ValueError(f"LlamaConfig.width must be a multiple of 2 x heads (rotary pairs), got {where}")
+        if self.heads % self.kv_heads:
+            where = f"heads {self.heads}, kv_heads {self.kv_heads}"
+            raise ValueError(f"LlamaConfig.heads must be a multiple of kv_heads, got {where}")
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.width // self.heads
+
+
+_LLAMA2 = LlamaConfig(
+    vocab_size=32_000, sequence_length=4096, layers=32, width=4096, heads=32, kv_heads=32, hidden=11_008
+)
+
+PRESETS: dict[str, LlamaConfig] = {
+    "llama-tiny": LlamaConfig(  # 0.7M, bytes
+        vocab_size=256, sequence_length=128, layers=4, width=128, heads=4, kv_heads=2, hidden=320
+    ),
+    "llama2-7b": _LLAMA2,  # 6.74B
+    "llama2-13b": dataclasses.replace(_LLAMA2, layers=40, width=5120, heads=40, kv_heads=40, hidden=13_824),  # 13.0B
+    "llama2-70b": dataclasses.replace(_LLAMA2, layers=80, width=8192, heads=64, kv_heads=8, hidden=28_672),  # 69.0B
+    "llama3-8b": dataclasses.replace(  # 8.03B
+        _LLAMA2, vocab_size=128_256, sequence_length=8192, kv_heads=8, hidden=14_336, rope_theta=500_000.0
+    ),
+}
+
+
+def preset(name: str, **overrides: Any) -> LlamaConfig:
+    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was probably meant."""
+    return layers.from_preset(PRESETS, name, overrides)
+
+
+def rms_norm(config: LlamaConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """RMSNorm over D, x / sqrt(mean(x^2) + epsilon) times a scale, in float32 whatever the dtype (arXiv:1910.07467)."""
+    return nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
+
+
+def rotary(x_BTHK: jax.Array, theta: float) -> jax.Array:
+    """Turns pair i of the head at position t by the angle t * theta^(-2i/K), in float32; keeps shape and dtype.
+
+    Pair i is (x[i], x[i + K/2]): the layout of the weights on Hugging Face. RoFormer, arXiv:2104.09864, equation 34,
+    and Meta's own weights pair neighbours (x[2i], x[2i+1]) instead.
+    """
+    T, K = x_BTHK.shape[1], x_BTHK.shape[3]
+    frequency = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
+    angle = jnp.outer(jnp.arange(T, dtype=jnp.float32), frequency)[None, :, None]  # [1, T, 1, K/2]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTHK.dtype)
+
+
+class GroupedQueryAttention(nnx.Module):
+    """Causal self-attention with rotary positions; query head h reads key and value head h // (H / G)."""
+
+    def __init__(self, config: LlamaConfig, *, out_std: float, attention: layers.Attention, rngs: nnx.Rngs):
+        D, shared, dtype = config.width, config.kv_heads * config.head_dim, config.dtype
+        self.head_dim = config.head_dim
+        self.theta = config.rope_theta
+        self.attention = attention
+        self.q = layers.linear(D, D, bias=False, dtype=dtype, rngs=rngs)
+        self.k = layers.linear(D, shared, bias=False, dtype=dtype, rngs=rngs)
+        self.v = layers.linear(D, shared, bias=False, dtype=dtype, rngs=rngs)
+        self.o = layers.linear(D, D, std=out_std, bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] to [B, T, D]; position t sees positions 0 to t."""
+        B, T, D = x_BTD.shape
+        q_BTHK, k_BTGK, v_BTGK = (
+            project(x_BTD).reshape(B, T, -1, self.head_dim) for project in (self.q, self.k, self.v)
+        )
+        q_BTHK, k_BTGK = rotary(q_BTHK, self.theta), rotary(k_BTGK, self.theta)
+        return self.o(self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True).reshape(B, T, D))
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)), D to F and back (arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig, *, out_std: float, rngs: nnx.Rngs):
+        D, F, dtype = config.width, config.hidden, config.dtype
+        self.gate = layers.linear(D, F, bias=False, dtype=dtype, rngs=rngs)
+        self.up = layers.linear(D, F, bias=False, dtype=dtype, rngs=rngs)
+        self.down = layers.linear(F, D, std=out_std, bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] to [B, T, D]."""
+        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class LlamaBlock(nnx.Module):
+    """One pre-norm transformer block: attention, then SwiGLU, each added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
+        # Meta has not published its initialisation; this is GPT-2's.
+        out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
+        self.attn_norm = rms_norm(config, rngs=rngs)
+        self.attn = GroupedQueryAttention(config, out_std=out_std, attention=attention, rngs=rngs)
+        self.mlp_norm = rms_norm(config, rngs=rngs)
+        self.mlp = SwiGLU(config, out_std=out_std, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] to [B, T, D] in the dtype of the input, also where a norm kept in float32 widens a branch."""
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD)).astype(x_BTD.dtype)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)).astype(x_BTD.dtype)
+
+
+class Llama(nnx.Module):
+    """A decoder-only language model.
+
+    `blocks` is one LlamaBlock whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L LlamaBlocks.
+    `rngs` needs a `params` stream. `attention` replaces the attention of every block.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, *, rngs: nnx.Rngs, attention: layers.Attention = jax.nn.dot_product_attention
+    ):
+        V, D, dtype = config.vocab_size, config.width, config.dtype
+        self.config = config
+        self.embed = layers.embedding(V, D, dtype=dtype, rngs=rngs)
+
+        def make(rngs: nnx.Rngs) -> LlamaBlock:
+            return LlamaBlock(config, attention=attention, rngs=rngs)
+
+        self.blocks: LlamaBlock | nnx.List[LlamaBlock]
+        if config.scan_layers:
+            self.blocks = layers.stack(make, config.layers, rngs=rngs)
+        else:
+            self.blocks = nnx.List([make(rngs) for _ in range(config.layers)])
+        self.norm = rms_norm(config, rngs=rngs)
+        if not config.tie_head:
+            self.head = layers.linear(D, V, bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
+
+        `deterministic` is what every family is called with; a Llama draws no random numbers.
+        """
+        T = tokens_BT.shape[1]
+        if self.config.sequence_length < T:
+            raise ValueError(f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}")
+        x_BTD = self.embed(tokens_BT)
+        if isinstance(self.blocks, nnx.List):
+            for block in self.blocks:
+                x_BTD = block(x_BTD)
+        else:
+            x_BTD = layers.run_stacked(self.blocks, x_BTD)
+        x_BTD = self.norm(x_BTD)
+        return self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    """The number of parameters; a tied head counts once."""
+    V, D, F = config.vocab_size, config.width, config.hidden
+    shared = config.kv_heads * config.head_dim
+    block = 2 * D * D + 2 * D * shared + 3 * D * F + 2 * D  # q, o; k, v; gate, up, down; two norms
+    return V * D + config.layers * block + D + (0 if config.tie_head else V * D)
+
+
+def flops_per_token(config: LlamaConfig) -> float:
+    """Model FLOPs per token of a training step, forward and backward, at the full sequence length.
+
+    The convention is 6 N + 12 L D T (PaLM, appendix B). N leaves out the embedding where the head is its own matrix: it
+    is looked up, not multiplied. Attention is counted in full, not halved for causality; sharing keys and values does
+    not change it. Nothing is added for recomputation.
+    """
+    looked_up = 0 if config.tie_head else config.vocab_size * config.width
+    multiplied = parameter_count(config) - looked_up
+    return 6.0 * multiplied + 12.0 * config.layers * config.width * config.sequence_length

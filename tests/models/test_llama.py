@@ -1,0 +1,203 @@
+"""Llama against the same mathematics in NumPy, and by what it does: causality, layouts that agree, counts, errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fsdp_jax.models.layers import next_token_loss
+from fsdp_jax.models.llama import PRESETS, Llama, LlamaConfig, flops_per_token, parameter_count, preset, rotary
+
+pytestmark = pytest.mark.core
+
+CONFIG = LlamaConfig(
+    vocab_size=19, sequence_length=8, layers=3, width=24, heads=4, kv_heads=2, hidden=20, rope_theta=100.0
+)
+BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
+
+
+def make(seed: int = 0, **overrides) -> Llama:
+    """With weights large enough that every part of the model shows in the logits."""
+    model = Llama(dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(seed))
+    leaves, tree = jax.tree.flatten(nnx.state(model))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    drawn = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    nnx.update(model, jax.tree.unflatten(tree, drawn))
+    return model
+
+
+def some_tokens(rows: int = 2, length: int = 8) -> jax.Array:
+    return jax.random.randint(jax.random.key(7), (rows, length), 0, CONFIG.vocab_size, jnp.int32)
+
+
+def numpy_rotary(x: np.ndarray, theta: float) -> np.ndarray:
+    """One head, [T, K], as multiplication of the complex numbers x[i] + j x[i + K/2]."""
+    T, K = x.shape
+    angle = np.arange(T)[:, None] * theta ** (-2 * np.arange(K // 2) / K)
+    turned = (x[:, : K // 2] + 1j * x[:, K // 2 :]) * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def numpy_forward(model: Llama, tokens: np.ndarray) -> np.ndarray:
+    """One sequence, [T] to [T, V], in float64, head by head."""
+    config = model.config
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model)))
+    K = config.width // config.heads
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * scale
+
+    x = weights["embed"]["embedding"][tokens]
+    for i in range(config.layers):
+        w = jax.tree.map(lambda leaf, i=i: leaf[i], weights["blocks"])
+        y, attended = norm(x, w["attn_norm"]["scale"]), []
+        for h in range(config.heads):
+            g = h // (config.heads // config.kv_heads)
+            q = numpy_rotary(y @ w["attn"]["q"]["kernel"][:, h * K : (h + 1) * K], config.rope_theta)
+            k = numpy_rotary(y @ w["attn"]["k"]["kernel"][:, g * K : (g + 1) * K], config.rope_theta)
+            v = y @ w["attn"]["v"]["kernel"][:, g * K : (g + 1) * K]
+            scores = np.where(np.tri(len(tokens), dtype=bool), q @ k.T / np.sqrt(K), -np.inf)
+            attended.append(np.exp(scores) / np.exp(scores).sum(-1, keepdims=True) @ v)
+        x = x + np.concatenate(attended, axis=-1) @ w["attn"]["o"]["kernel"]
+        y, mlp = norm(x, w["mlp_norm"]["scale"]), w["mlp"]
+        gate = y @ mlp["gate"]["kernel"]
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ mlp["up"]["kernel"])) @ mlp["down"]["kernel"]
+    head = weights["embed"]["embedding"].T if config.tie_head else weights["head"]["kernel"]
+    return norm(x, weights["norm"]["scale"]) @ head
+
+
+@pytest.mark.parametrize("overrides", [{}, {"kv_heads": 1}, {"kv_heads": 4}, {"tie_head": True}])
+def test_logits_are_those_of_numpy(overrides):
+    model, tokens = make(**overrides), some_tokens()
+    expected = np.stack([numpy_forward(model, row) for row in np.asarray(tokens)])
+    assert np.std(expected) > 0.3
+    np.testing.assert_allclose(model(tokens), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_rotary_turns_queries_and_keys_so_that_only_distance_counts():
+    q, k = jax.random.normal(jax.random.key(0), (2, 6))
+    turned_q, turned_k = (
+        np.asarray(rotary(jnp.broadcast_to(x, (1, 8, 1, 6)), 100.0)[0, :, 0], np.float64) for x in (q, k)
+    )
+    scores = turned_q @ turned_k.T
+    for distance in range(-7, 8):
+        same = np.diagonal(scores, distance)
+        np.testing.assert_allclose(same, same[0], rtol=1e-4, atol=1e-5)
+    assert np.ptp(scores[:, 0]) > 0.1
+    np.testing.assert_array_equal(turned_q[0], q)
+
+
+def test_rotary_is_computed_in_float32():
+    x = jax.random.normal(jax.random.key(0), (1, 4096, 1, 8)).astype(jnp.bfloat16)
+    turned = rotary(x, 10_000.0)
+    assert turned.dtype == jnp.bfloat16
+    expected = numpy_rotary(np.asarray(x[0, :, 0], np.float64), 10_000.0)
+    # half a unit in the last place of bfloat16, and the float32 angle's error at position 4095
+    np.testing.assert_allclose(np.asarray(turned[0, :, 0], np.float64), expected, rtol=2**-8, atol=4e-3)
+
+
+@BOTH
+def test_a_future_token_does_not_change_past_logits(scan_layers):
+    model, tokens = make(scan_layers=scan_layers), some_tokens()
+    changed = tokens.at[:, 5].set((tokens[:, 5] + 1) % CONFIG.vocab_size)
+    before, after = model(tokens), model(changed)
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert np.all(np.any(before[:, 5:] != after[:, 5:], axis=-1))
+
+
+def test_scanned_equals_unrolled_given_the_same_weights():
+    scanned, unrolled = make(scan_layers=True), make(seed=5, scan_layers=False)
+    for name in ("embed", "norm", "head"):
+        nnx.update(getattr(unrolled, name), nnx.state(getattr(scanned, name)))
+    for i, block in enumerate(unrolled.blocks):
+        nnx.update(block, jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(scanned.blocks)))
+    np.testing.assert_allclose(scanned(some_tokens()), unrolled(some_tokens()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("overrides", [{}, {"tie_head": True}], ids=["untied", "tied"])
+def test_parameter_count_is_the_real_count(name, overrides):
+    config = preset(name, **overrides)
+    state = nnx.state(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(state))
+
+
+def test_parameter_counts_are_the_published_ones():
+    published = {
+        "llama2-7b": 6_738_415_616,
+        "llama2-13b": 13_015_864_320,
+        "llama2-70b": 68_976_648_192,
+        "llama3-8b": 8_030_261_248,
+    }
+    assert {name: parameter_count(PRESETS[name]) for name in published} == published
+
+
+def test_a_model_has_no_state_but_its_parameters():
+    state = nnx.state(make())
+    assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(nnx.state(make(), nnx.Param))) == 2 + 9 + 1
+
+
+@pytest.mark.parametrize("tie_head", [True, False])
+def test_flops_per_token_is_three_times_what_the_forward_pass_does(tie_head):
+    config = preset("llama-tiny", scan_layers=False, tie_head=tie_head)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    tokens = jax.ShapeDtypeStruct((1, config.sequence_length), jnp.int32)
+    cost = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens)).lower(state, tokens).cost_analysis()
+    # the compiler also counts softmax, rotary, silu and norms, a few per cent at this width
+    assert cost["flops"] / config.sequence_length == pytest.approx(flops_per_token(config) / 3, rel=0.1)
+
+
+@BOTH
+def test_gradients_reach_every_parameter_of_every_layer(scan_layers):
+    graph, params = nnx.split(make(scan_layers=scan_layers))
+    batch = {"tokens": some_tokens(length=9)}
+    grads = jax.grad(lambda params: next_token_loss(nnx.merge(graph, params), batch)[0])(params)
+    stacked = [leaf for leaf in jax.tree.leaves(grads) if scan_layers and leaf.shape[0] == CONFIG.layers]
+    assert len(stacked) == (9 if scan_layers else 0)
+    assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(grads))
+    assert all(np.any(np.asarray(leaf[i]) != 0) for leaf in stacked for i in range(CONFIG.layers))
+
+
+@BOTH
+@pytest.mark.parametrize("keep_norms", [True, False])
+def test_bfloat16_weights_give_a_bfloat16_stream(scan_layers, keep_norms):
+    model = Llama(dataclasses.replace(CONFIG, scan_layers=scan_layers), rngs=nnx.Rngs(0))
+    expected = model(some_tokens())
+
+    def cast(path, leaf):
+        norm = any("norm" in str(key) for key in path)
+        return leaf if norm and keep_norms else leaf.astype(jnp.bfloat16)
+
+    nnx.update(model, jax.tree_util.tree_map_with_path(cast, nnx.state(model)))
+    block = model.blocks[0] if not scan_layers else jax.tree.map(lambda leaf: leaf[0], model.blocks)
+    assert block(jnp.ones((2, 8, 24), jnp.bfloat16)).dtype == jnp.bfloat16
+    logits = model(some_tokens())
+    assert keep_norms or logits.dtype == jnp.bfloat16
+    np.testing.assert_allclose(logits.astype(jnp.float32), expected, atol=0.05)
+
+
+def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
+    model = make(dtype="bfloat16")
+    assert model(some_tokens()).dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: preset("llama2-7"), "unknown preset 'llama2-7'; did you mean 'llama2-7b'"),
+        (lambda: preset("llama-tiny", kv_head=3), "LlamaConfig field 'kv_head'; did you mean 'kv_heads'"),
+        (lambda: preset("llama-tiny", heads=3), "width 128, heads 3"),
+        (lambda: preset("llama-tiny", width=12), "multiple of 2 x heads"),
+        (lambda: preset("llama-tiny", kv_heads=3), "heads 4, kv_heads 3"),
+        (lambda: preset("llama-tiny", hidden=0), "hidden must be at least 1, got 0"),
+        (lambda: preset("llama-tiny", rope_theta=0.0), "rope_theta must be above 0, got 0.0"),
+        (lambda: make()(some_tokens(length=9)), "at most 8 tokens .sequence_length., got 9"),
+    ],
+)
+def test_mistakes_are_explained(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
