@@ -1,11 +1,10 @@
 """The one sentence people write: `fully_shard(model, optimizer, mesh, strategy, units)`."""
 
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 import flax.linen as nn
 import jax
@@ -15,19 +14,22 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from fsdp_jax.compiled import Step
-from fsdp_jax.errors import did_you_mean, human_bytes, message
+from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.layout import Layout, make_layout
 from fsdp_jax.linen import LinenModel
-from fsdp_jax.mesh import REPLICA, axes_of, check_mesh, replicated
+from fsdp_jax.mesh import DATA, REPLICA, axes_of, check_mesh, data_axes, replicated, split_data
 from fsdp_jax.model import Boundary, LossFn, Model
+from fsdp_jax.modes import settled
 from fsdp_jax.nnx import NnxModel
 from fsdp_jax.precision import Precision
+from fsdp_jax.prefetch import Prefetch
 from fsdp_jax.rules import MIN_SIZE, Axis, Placement, Rule, Rules, stacked_dims
 from fsdp_jax.state import TrainState, abstract_rest, abstract_state, init_state, state_shardings
 from fsdp_jax.step import StepPlan, forward, sum_and_count, train_step
 from fsdp_jax.strategy import Strategy, get_strategy
+from fsdp_jax.travel import Mode, Route
 from fsdp_jax.tree import flatten, unflatten
-from fsdp_jax.units import ROOT, Mode, Remat, Route, Units, choose_units
+from fsdp_jax.units import ROOT, Remat, Units, choose_units
 
 
 def fully_shard(
@@ -40,6 +42,7 @@ def fully_shard(
     inputs: tuple[Any, ...] | None = None,
     precision: Precision | None = None,
     remat: Remat = "none",
+    prefetch: Prefetch = "none",
     rules: Sequence[Rule] = (),
     logical_axes: Mapping[str, Axis] | None = None,
     min_size: int = MIN_SIZE,
@@ -59,6 +62,8 @@ def fully_shard(
         inputs: example inputs of a Linen model, arrays or shapes.
         precision: dtypes; float32 throughout where absent.
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward.
+        prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile, for one more unit in
+            memory; `post` gathers in the backward as one has computed; `none` leaves it to XLA.
         rules: ordered (pattern, spec); see `fsdp_jax.rules`.
         logical_axes: logical name -> mesh axis, for rules and for Flax's annotations.
         min_size: elements below which a parameter stays replicated.
@@ -70,10 +75,10 @@ def fully_shard(
         ValueError: what does not fit, with the path, what was expected, what was found, and the fix.
 
     """
-    _check_arguments(tx, mesh, units, precision, remat)
-    adapter, mesh, strategy = _adapt(model, inputs), check_mesh(mesh), get_strategy(strategy)
+    _check_arguments(tx, mesh, units, precision, remat, prefetch)
+    adapter, mesh, strategy = _adapt(model, inputs), split_data(check_mesh(mesh)), get_strategy(strategy)
     precision = precision or Precision()
-    settings = Rules(tuple(rules), dict(logical_axes or {}), min_size, strict, strategy.shard_axes(mesh))
+    settings = Rules(tuple(rules), _in_parts(logical_axes or {}, mesh), min_size, strict, strategy.shard_axes(mesh))
     made = flatten(adapter.params)
     shapes = {path: tuple(leaf.shape) for path, leaf in made.items()}
     depth = stacked_dims(shapes) if stacked is None else _matching(stacked, shapes, "stacked")
@@ -87,10 +92,21 @@ def fully_shard(
     )  # fmt: skip
     sizes = {path: prod(shape[depth.get(path, 0) :]) for path, shape in shapes.items()}
     owners = choose_units(adapter.modules, units, sizes, depth)
-    return Sharded(adapter, tx, layout, precision, remat, owners)
+    return Sharded(adapter, tx, layout, precision, remat, prefetch, owners)
 
 
-def _check_arguments(tx: Any, mesh: Any, units: Any, precision: Any, remat: Any) -> None:
+def _in_parts(logical_axes: Mapping[str, Axis], mesh: Mesh) -> dict[str, Axis]:
+    """Logical axes for a mesh whose `data` is several axes: rules go on saying `data`."""
+    parts = data_axes(mesh)
+    if DATA in mesh.axis_names or not parts:
+        return dict(logical_axes)
+    expanded: dict[str, Axis] = {DATA: parts}
+    for name, entry in logical_axes.items():
+        expanded[name] = tuple(part for axis in axes_of(entry) for part in (parts if axis == DATA else (axis,))) or None
+    return expanded
+
+
+def _check_arguments(tx: Any, mesh: Any, units: Any, precision: Any, remat: Any, prefetch: Any) -> None:
     """What a newcomer most often passes in place of what is meant."""
     if not isinstance(mesh, Mesh):
         raise ValueError(message("not a mesh", where="mesh", got=type(mesh), fix="fsdp_jax.make_mesh(data=8)"))
@@ -103,9 +119,9 @@ def _check_arguments(tx: Any, mesh: Any, units: Any, precision: Any, remat: Any)
         raise ValueError(
             message("no units", where="units", got=units, fix="units=[Block], or units='model' for one unit")
         )
-    if remat not in ("none", "full"):
-        fix = did_you_mean(str(remat), ("none", "full"))
-        raise ValueError(message(f"unknown remat '{remat}'", where="remat", fix=fix))
+    for name, value, known in (("remat", remat, get_args(Remat)), ("prefetch", prefetch, get_args(Prefetch))):
+        if value not in known:
+            raise ValueError(message(f"unknown {name} '{value}'", where=name, fix=did_you_mean(str(value), known)))
 
 
 def _adapt(model: Any, inputs: tuple[Any, ...] | None) -> Model:
@@ -145,8 +161,9 @@ def _check_hybrid(strategy: Strategy, placements: Mapping[str, Placement]) -> No
             raise ValueError(message(what, where=f"{path}, by {at.rule}", got=at.spec, fix=fix))
 
 
-class SlowerWarning(UserWarning):
-    """Something asked for is not done, and this is what it costs."""
+def _hops(mesh: Mesh) -> bool:
+    """Whether to go along one axis at a time. NCCL does a whole mesh at once, over any network."""
+    return len(data_axes(mesh)) > 1 and mesh.devices.flat[0].platform not in ("gpu", "cuda", "rocm")
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,7 @@ class Sharded:
     layout: Layout
     precision: Precision
     remat: Remat
+    prefetch: Prefetch
     units: dict[str, str | None] = field(repr=False)
 
     def init(self, seed: int = 0) -> TrainState:
@@ -180,7 +198,7 @@ class Sharded:
         *,
         accumulation: int = 1,
         deferred_reduction: bool = False,
-        local_batch: bool = False,
+        local_batch: bool | None = None,
         clip: float | None = None,
         abort_after: int | None = 10,
     ) -> Step:
@@ -190,16 +208,18 @@ class Sharded:
             loss_fn: `(model, batch) -> (summed loss, count)`; microbatches are weighed by their counts.
             accumulation: microbatches per optimizer step; the batch is cut into that many.
             deferred_reduction: reduce gradients once, after the last microbatch (PyTorch's `no_sync`): less on the
-                wire, gradients of full size on every device until then. Implies `local_batch`.
-            local_batch: `loss_fn` may see one device's part of the batch. A promise of yours that it is a sum over
-                examples: no statistic over the batch (contrastive or load-balancing terms), no penalty that reads
-                parameters. What `precision.reduce` needs where it differs from `precision.compute`.
+                wire, gradients of full size on every device until then.
+            local_batch: whether `loss_fn` may see one device's part of the batch. It may if it is a sum over examples:
+                no statistic over the batch (contrastive or load-balancing terms), no penalty that reads parameters.
+                None has that proven on the traced program; True is your promise, where the proof is not found; False
+                keeps the whole batch together, by annotations alone.
             clip: largest global norm of the gradient.
             abort_after: raise after so many steps in a row whose gradients were not finite; None never does.
 
         Warns:
-            SlowerWarning: something needs `local_batch`, which was not promised or which the model's own state (batch
-                statistics) rules out; so it is not done, at the cost that is stated.
+            SlowerWarning: when the step is compiled, that something asked for needs `local_batch`, which is neither
+                proven nor promised, or which the model's own state (batch statistics) rules out; so it is not done, at
+                the cost that is stated. Also what `prefetch` could not move.
 
         """
         if not isinstance(accumulation, int) or accumulation < 1:
@@ -209,64 +229,40 @@ class Sharded:
         if clip is not None and not clip > 0:
             raise ValueError(message("clip is above 0, or None", where="clip", got=clip))
         deferred = deferred_reduction and accumulation > 1 and self.layout.mesh.size > 1
-        deferred, mode = self._mode(deferred, local_batch, accumulation)
-        plan = StepPlan(
-            self._model, self.layout, self._tx, self._routes(mode), self._boundaries(), loss_fn,
-            remat=self.remat, accumulation=accumulation, deferred=deferred, clip=clip,
+        asked = StepPlan(
+            self._model, self.layout, self._tx, self._routes("manual"), self._boundaries(), loss_fn, remat=self.remat,
+            accumulation=accumulation, deferred=deferred, clip=clip, prefetch=self.prefetch,
         )  # fmt: skip
-        whole = replicated(self.layout.mesh)
         return Step(
-            lambda state, batch: train_step(plan, state, batch), self.layout.mesh, self.abstract_state(),
-            (state_shardings(self.layout), whole), accumulation=accumulation, donate=True, abort_after=abort_after,
+            train_step, lambda batch: settled(asked, batch, local_batch), self.layout.mesh, self.abstract_state(),
+            (state_shardings(self.layout), replicated(self.layout.mesh)), accumulation=accumulation, donate=True,
+            abort_after=abort_after,
         )  # fmt: skip
 
     def eval_step(self, loss_fn: LossFn) -> Step:
         """`step(state, batch) -> (sum, count)` with the model in inference mode; the state is kept."""
-        fn = self._forward(lambda model, batch: sum_and_count(loss_fn(model, batch)))
+        plan = self._plain(lambda model, batch: sum_and_count(loss_fn(model, batch)))
         return Step(
-            lambda state, batch: fn(state, jax.tree.map(lambda x: x[0], batch)), self.layout.mesh,
-            self.abstract_state(), replicated(self.layout.mesh), accumulation=1, donate=False, abort_after=None,
+            lambda plan, state, batch: forward(plan, state, jax.tree.map(lambda x: x[0], batch)), lambda _: plan,
+            self.layout.mesh, self.abstract_state(), replicated(self.layout.mesh), accumulation=1, donate=False,
+            abort_after=None,
         )  # fmt: skip
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`apply(fn)(state, *args)` runs `fn(model, *args)` compiled, in inference mode; results are replicated."""
         whole = replicated(self.layout.mesh)
-        run = self._forward(lambda model, args: fn(model, *args))
-        return jax.jit(lambda state, *args: run(state, args), out_shardings=whole)
+        plan = self._plain(lambda model, args: fn(model, *args))
+        return jax.jit(lambda state, *args: forward(plan, state, args), out_shardings=whole)
 
     def model(self, state: TrainState) -> Any:
         """The user's own kind of model (NNX module, bound Linen module) around the sharded arrays."""
         return self._model.build(state.params, state.model_state)
 
-    def _forward(self, fn: LossFn) -> Callable[[TrainState, Any], Any]:
-        plan = StepPlan(
+    def _plain(self, fn: LossFn) -> StepPlan:
+        """For running the model without training it."""
+        return StepPlan(
             self._model, self.layout, self._tx, self._routes("annotate"), self._boundaries(), fn, remat=self.remat
         )
-        return lambda state, batch: forward(plan, state, batch)
-
-    def _mode(self, deferred: bool, local_batch: bool, accumulation: int) -> tuple[bool, Mode]:
-        """Whether to defer, and which of the two ways of saying it serves; see the note in units."""
-        routes = self._routes("manual").values()
-        recast = any(route.reduce != route.compute for route in routes) and self.layout.mesh.size > 1
-        if not (deferred or recast):
-            return False, "annotate"
-        state = next(iter(self._model.batch_statistics), None)
-        if (deferred or local_batch) and state is None:
-            return deferred, "manual"
-        whole = sum(prod(leaf.shape) * self._routes("annotate")[path].compute.itemsize
-                    for path, leaf in self.layout.by_path.items() if leaf.trainable)  # fmt: skip
-        cost = (
-            f"gradients are reduced after each of {accumulation} microbatches, up to {human_bytes(2 * whole)} each"
-            if deferred
-            else f"gradients are reduced in {self.precision.compute}, not {self.precision.reduce}"
-        )
-        why = (
-            f"the model keeps state ('{state}') that may need the whole batch"
-            if state
-            else ("without local_batch=True (loss_fn is a sum over examples and reads no parameters)")
-        )
-        warnings.warn(f"{why}: {cost}", SlowerWarning, stacklevel=3)
-        return False, "annotate"
 
     def _kept(self) -> set[str]:
         """Paths of parameters that are gathered in float32."""
@@ -283,7 +279,7 @@ class Sharded:
             compute, reduced = self.precision.travel(path in kept, leaf.dtype)
             routes[path] = Route(
                 path, self.units[path], len(leaf.shape), leaf.mesh, leaf.spec, leaf.work,
-                compute, reduced, leaf.dtype, mode, leaf.stacked,
+                compute, reduced, leaf.dtype, mode, leaf.stacked, hops=_hops(leaf.mesh),
             )  # fmt: skip
         return routes
 

@@ -14,7 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.mesh import batch_axes
+from fsdp_jax.overlap import compiler_options, warn_of_left
 from fsdp_jax.state import TrainState
+from fsdp_jax.step import StepPlan
 from fsdp_jax.tree import PyTree, flatten
 
 # Steps that may be in flight before a counter is read: every process reads the same one, and none waits for the device.
@@ -39,17 +41,30 @@ class Step:
 
     `batch` is a tree of NumPy or JAX arrays [rows, ...], this process's rows of the global batch; or what `put` made
     of one, to overlap the transfer with the step before.
+
+    Attributes:
+        plan: what is run, settled when the step is lowered: it depends on the batch.
+
     """
 
     def __init__(
-        self, fn: Callable[..., Any], mesh: Mesh, state: TrainState, outputs: PyTree, *,
-        accumulation: int, donate: bool, abort_after: int | None,
+        self, fn: Callable[..., Any], settle: Callable[[PyTree], StepPlan], mesh: Mesh, state: TrainState,
+        outputs: PyTree, *, accumulation: int, donate: bool, abort_after: int | None,
     ) -> None:  # fmt: skip
         self._mesh, self._state, self._accumulation, self._abort_after = mesh, state, accumulation, abort_after
+        self.plan: StepPlan | None = None
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+
+        def traced(state: TrainState, batch: GlobalBatch) -> Any:
+            one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch.leaves)
+            self.plan = settle(one)
+            out = fn(self.plan, state, batch.leaves)
+            warn_of_left(self.plan)
+            return out
+
         self._jitted = jax.jit(
-            lambda state, batch: fn(state, batch.leaves),
+            traced,
             in_shardings=(shardings, self.batch_sharding),
             out_shardings=outputs,
             donate_argnums=(0,) if donate else (),
@@ -113,7 +128,9 @@ class Step:
 
     def compile(self, batch: PyTree) -> Any:
         """The compiled program for a batch of arrays or shapes [global rows, ...], for whoever wants to read it."""
-        return self.lower(batch).compile()
+        lowered = self.lower(batch)
+        assert self.plan is not None
+        return lowered.compile(compiler_options=compiler_options(self.plan))
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         """Runs the step; compiles it at the first call.

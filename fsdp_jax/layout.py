@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.mesh import shards_of
+from fsdp_jax.mesh import known_spec, shape_of, shards_of
 from fsdp_jax.optimizer import optimizer_placements
 from fsdp_jax.rules import Placement, ReplicationWarning, Rules
 from fsdp_jax.strategy import Strategy
@@ -126,7 +126,7 @@ class Layout:
                 leaf.path,
                 str(leaf.shape).replace(" ", ""),
                 str(leaf.dtype),
-                str(leaf.spec).replace("PartitionSpec", "P"),
+                str(known_spec(self.mesh, leaf.spec)).replace("PartitionSpec", "P"),
                 human_bytes(leaf.bytes_per_device),
                 leaf.rule,
                 f"{leaf.reason}, {human_bytes(leaf.wasted)} more on every device" if leaf.wasted else leaf.reason,
@@ -136,7 +136,7 @@ class Layout:
 
     def summary(self) -> str:
         """One line: strategy, mesh, bytes per device against replicated."""
-        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        mesh = " x ".join(f"{name}={size}" for name, size in shape_of(self.mesh).items())
         held, whole = self.per_device(), self.total()
         return (
             f"{self.strategy.name} on {mesh}: {human_bytes(held)} of state per device "

@@ -1,9 +1,18 @@
 """Device meshes of two axes: `data`, along which state is sharded, and `replica`, along which it may be repeated.
 
 The batch is split over both. The sharding factor of PyTorch FSDP is the size of `data`.
+
+[Note: the axes behind `data`]
+A TPU reduces and scatters along one dim of its torus at a time, or else not at all: asked for all of a torus at once it
+sends twice the bytes. And a dim that does not divide by all devices may divide by the hosts, and another dim by the
+devices of one. So inside the library `data` may be several mesh axes, `data_0`, `data_1`, ..., one per physical dim in
+the order of the devices. `split_data` makes them; to the user they stay `data` in rules and reports.
 """
 
+import re
+from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 
 import jax
@@ -16,6 +25,7 @@ from fsdp_jax.errors import did_you_mean, message
 REPLICA = "replica"
 DATA = "data"
 AXES = (REPLICA, DATA)
+_PART = re.compile(rf"{DATA}_\d+")
 
 
 def make_mesh(
@@ -113,7 +123,8 @@ def check_mesh(mesh: Mesh) -> Mesh:
         ValueError: a repeated or unknown axis name, no `data` axis, or axes that are not Auto.
 
     """
-    names = list(mesh.axis_names)
+    names = [DATA if axis in data_axes(mesh) else axis for axis in mesh.axis_names]
+    names = list(dict.fromkeys(names)) if DATA not in mesh.axis_names else names
     if len(set(names)) < len(names):
         raise ValueError(message("axis names repeat", where="mesh", got=names, fix="give every axis a name of its own"))
     for name in names:
@@ -130,6 +141,82 @@ def check_mesh(mesh: Mesh) -> Mesh:
             message("mesh axes must be Auto", where="mesh", got=[str(k) for k in mesh.axis_types], fix=fix)
         )
     return mesh
+
+
+def data_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes that `data` is made of; see the note."""
+    parts = tuple(axis for axis in mesh.axis_names if _PART.fullmatch(str(axis)))
+    return parts or tuple(axis for axis in mesh.axis_names if axis == DATA)
+
+
+def split_data(mesh: Mesh, sizes: Sequence[int] | None = None) -> Mesh:
+    """The same devices with `data` as several axes of these sizes, or of the machine's own; see the note."""
+    if DATA not in mesh.axis_names:
+        return mesh
+    at = mesh.axis_names.index(DATA)
+    sizes = _physical(np.moveaxis(mesh.devices, at, -1)) if sizes is None else sizes
+    if len(sizes) < 2:
+        return mesh
+    assert prod(sizes) == mesh.shape[DATA], (sizes, mesh.shape)
+    shape = (*mesh.devices.shape[:at], *sizes, *mesh.devices.shape[at + 1 :])
+    names = [f"{DATA}_{number}" for number in range(len(sizes))]
+    axes = (*mesh.axis_names[:at], *names, *mesh.axis_names[at + 1 :])
+    return Mesh(mesh.devices.reshape(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _physical(devices: np.ndarray) -> tuple[int, ...]:
+    """Sizes of the physical dims that the last dim of `devices` runs through, slowest first; one size where none fit.
+
+    For a TPU the slice, the dims of the torus and the cores of a chip; for other machines the hosts and their devices.
+    """
+    rows = {_sizes(list(row)) for row in devices.reshape(-1, devices.shape[-1])}
+    return rows.pop() if len(rows) == 1 else (devices.shape[-1],)
+
+
+def _sizes(row: Sequence[jax.Device]) -> tuple[int, ...]:
+    if row[0].platform == "tpu":
+        places = [(_slice(d), *d.coords, d.core_on_chip) for d in row]
+    else:
+        places = _numbered([d.process_index for d in row])
+    values = [sorted(set(along)) for along in zip(*places, strict=True)]
+    # A dim that changes slowly comes first; the devices must run through the box of all values in that order.
+    changes = {dim: next(i for i, place in enumerate(places) if place[dim] != places[0][dim])
+               for dim, along in enumerate(values) if len(along) > 1}  # fmt: skip
+    varying = sorted(changes, key=lambda dim: -changes[dim])
+    grid = list(product(*(values[dim] for dim in varying)))
+    fits = [tuple(place[dim] for dim in varying) for place in places] == grid
+    return tuple(len(values[dim]) for dim in varying) if fits and varying else (len(row),)
+
+
+def _numbered(hosts: Sequence[int]) -> list[tuple[int, ...]]:
+    """(host, number on that host) of each device."""
+    seen: Counter[int] = Counter()
+    places: list[tuple[int, ...]] = []
+    for host in hosts:
+        places.append((host, seen[host]))
+        seen[host] += 1
+    return places
+
+
+def shape_of(mesh: Mesh) -> dict[str, int]:
+    """{axis: size} as the user knows the mesh: `data` is one axis."""
+    parts = data_axes(mesh)
+    rest = {str(axis): size for axis, size in mesh.shape.items() if axis not in parts}
+    return rest | {DATA: prod(mesh.shape[axis] for axis in parts)}
+
+
+def known_as(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+    """Mesh axes as the user knows them: all parts of `data` are `data`; one of them keeps its number."""
+    parts = data_axes(mesh)
+    if len(parts) < 2 or not set(parts) <= set(axes):
+        return tuple(axes)
+    return tuple(dict.fromkeys(DATA if axis in parts else axis for axis in axes))
+
+
+def known_spec(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
+    """A spec in the user's words."""
+    known = [known_as(mesh, axes_of(entry)) for entry in spec]
+    return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in known))
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -128,12 +129,27 @@ class Rules:
         if size < self.min_size:
             return Placement(PartitionSpec(), HEURISTIC, f"{size} elements, below min_size {self.min_size}")
         fitting = [dim for dim in range(stacked, len(shape)) if shape[dim] % parts == 0 and shape[dim] > 0]
+        split = None if fitting else self._over_dims(shape, stacked, mesh)
+        if split is not None:
+            over = " and ".join(f"dim {dim} in {shards_of(mesh, entry)}" for dim, entry in enumerate(split) if entry)
+            return Placement(split, HEURISTIC, f"no dim divides by {parts}: {over}")
         if not fitting:
             return Placement(PartitionSpec(), HEURISTIC, f"no dim of {shape} divides by {parts}: replicated", parts)
         dim = max(fitting, key=lambda d: (shape[d], -d))
         skipped = f", {stacked} stacked layer dim left whole" if stacked else ""
         spec = PartitionSpec(*[None] * dim, self.axes if len(self.axes) > 1 else self.axes[0])
         return Placement(spec, HEURISTIC, f"largest dim that divides by {parts} is dim {dim}{skipped}")
+
+    def _over_dims(self, shape: tuple[int, ...], stacked: int, mesh: Mesh) -> PartitionSpec | None:
+        """The mesh axes dealt out to several dims so that each divides, to as few as can be; None where none do."""
+        axes = [axis for axis in self.axes if mesh.shape[axis] > 1]
+        deals = product(range(stacked, len(shape)), repeat=len(axes))
+        for deal in sorted(deals, key=lambda dims: (len(set(dims)), dims)):
+            taken = [tuple(a for a, d in zip(axes, deal, strict=True) if d == dim) for dim in range(len(shape))]
+            if all(size % shards_of(mesh, entry) == 0 for size, entry in zip(shape, taken, strict=True)):
+                entries = [entry if len(entry) > 1 else entry[0] if entry else None for entry in taken]
+                return PartitionSpec(*entries[: max(deal) + 1])
+        return None
 
     def lint(self, params: PyTree, mesh: Mesh, *, stacked: Mapping[str, int] | None = None) -> list[Finding]:
         """Unused and shadowed rules, unknown and repeated axes, wrong ranks, indivisible dims, unmatched leaves."""

@@ -14,7 +14,7 @@ Deferred reduction is what PyTorch calls `no_sync`: one reduction per optimizer 
 every device.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -27,9 +27,11 @@ from fsdp_jax.errors import message
 from fsdp_jax.layout import Layout
 from fsdp_jax.mesh import batch_axes
 from fsdp_jax.model import Boundary, LossFn, Model
+from fsdp_jax.prefetch import Prefetch, Report, prefetched
 from fsdp_jax.state import TrainState
+from fsdp_jax.travel import Route, gather, reduce
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
-from fsdp_jax.units import ROOT, Remat, Route, Shard, gather, reduce, run_unit
+from fsdp_jax.units import ROOT, Remat, Shard, run_unit
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class StepPlan:
         accumulation: microbatches per step.
         deferred: reduce once, after the last of them.
         clip: largest global norm of the gradient; None leaves it.
+        prefetch: when the next unit is gathered.
+        report: which gathers that moved, once the step is traced.
 
     """
 
@@ -57,6 +61,8 @@ class StepPlan:
     accumulation: int = 1
     deferred: bool = False
     clip: float | None = None
+    prefetch: Prefetch = "none"
+    report: Report = field(default_factory=Report)
 
     @property
     def manual(self) -> bool:
@@ -157,7 +163,9 @@ def _accumulate(
 
     def microbatch(rest: PyTree, batch: PyTree, index: Any) -> tuple[dict[str, jax.Array], Any, PyTree]:
         key = jax.random.fold_in(rng, step * plan.accumulation + index)
-        found, (total, count, after) = jax.grad(loss, has_aux=True)(variables, rest, batch, key)
+        ahead = plan.per_unit and plan.prefetch != "none"
+        run = prefetched(loss, plan.routes, plan.prefetch, plan.report) if ahead else loss
+        found, (total, count, after) = jax.grad(run, has_aux=True)(variables, rest, batch, key)
         return {path: _landed(plan, path, found[path]) for path in trained}, (total, count), after
 
     def add(carry: Any, batch_and_index: Any) -> Any:
@@ -194,7 +202,9 @@ def _run(
             plan.loss_fn, weights, rest, batch, key, plan.boundaries, training=training, device=device
         )
 
-    return run_unit(call, weights, (rest, batch, key), unit=ROOT, remat=plan.remat if _is_unit(plan) else "none")
+    if not _is_unit(plan):
+        return call(weights, (rest, batch, key))
+    return run_unit(call, weights, (rest, batch, key), unit=ROOT, remat=plan.remat)
 
 
 def _is_unit(plan: StepPlan) -> bool:

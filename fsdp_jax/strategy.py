@@ -6,7 +6,7 @@ from typing import Literal
 from jax.sharding import Mesh
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.mesh import AXES, DATA
+from fsdp_jax.mesh import DATA, REPLICA, data_axes
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Strategy:
 
     def shard_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The mesh axes that state is sharded along; axes of size one are left out unless nothing else is there."""
-        names = (DATA,) if self.hybrid else tuple(axis for axis in AXES if axis in mesh.axis_names)
-        return tuple(axis for axis in names if mesh.shape[axis] > 1) or (DATA,)
+        parts = data_axes(mesh) or (DATA,)
+        names = (REPLICA, *parts) if REPLICA in mesh.axis_names and not self.hybrid else parts
+        return tuple(axis for axis in names if mesh.shape[axis] > 1) or parts
 
 
 _TABLE = (

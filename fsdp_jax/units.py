@@ -1,18 +1,9 @@
 """The FSDP unit: cast, fence, gather, run, drop, gather again.
 
-[Note: how a parameter travels]
-At rest a parameter is sharded and in its own dtype. On its way into a model it is
-
-1. cast to the compute dtype *on the shard* (pinned by a sharding constraint),
-2. fenced by an optimization barrier: without the fence XLA moves the cast past the gather and the weights travel in
-   float32, at twice the bytes,
-3. gathered, by a constraint to replicated; XLA inserts the all-gather.
-
-The gradient comes back over the same road through a custom VJP: reduced in the reduce dtype, scattered, cast to the
-parameter's dtype. `Route` holds what the road needs to know; a model that is about to run holds a `Shard` (value and
-Route) in place of each parameter of a unit, and the unit's call turns its own Shards into arrays. A Shard is a pytree
-node, so it passes through `scan`, `vmap` and `jit` of the model's own; it is no array, so reading it outside its unit
-is an error that names the path, never a silent float32 gather.
+[Note: Shards]
+A model that is about to run holds a `Shard` (value and Route) in place of each parameter of a unit, and the unit's call
+turns its own Shards into arrays. A Shard is a pytree node, so it passes through `scan`, `vmap` and `jit` of the model's
+own; it is no array, so reading it outside its unit is an error that names the path, never a silent float32 gather.
 
 [Note: dropping the gathered copy]
 A unit runs under `jax.checkpoint`. With `remat='none'` its policy saves everything except what the gather made: the
@@ -20,11 +11,6 @@ barrier, the constraints, any mere rearrangement (reshape, transpose, slice, con
 casts of an array as large as a parameter (an activation's cast is worth keeping: it is smaller than what it is made
 from). So the backward gathers again, whether or not activations are recomputed. What a model computes from a weight by
 arithmetic, such as `w * scale`, is an activation like any other and is saved.
-
-[Note: two ways to say it]
-`annotate` says it with sharding constraints; the model sees the global batch, and batch statistics mean what they mean
-on one device. `manual` says it inside `shard_map` with explicit collectives; the model sees its local batch. Only the
-second can leave a gradient unreduced (`no_sync`) or reduce it in another dtype than the one it was computed in.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,68 +19,15 @@ from math import prod
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_policies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.mesh import axes_of, batch_axes, shards_of
+from fsdp_jax.mesh import shards_of
+from fsdp_jax.travel import Route, gather
 from fsdp_jax.tree import PyTree
 
-Mode = Literal["annotate", "manual"]
 Remat = Literal["none", "full"]
 ROOT = ""  # the unit of what belongs to no other: gathered as the model is entered
-
-
-@dataclass(frozen=True)
-class Route:
-    """How one parameter travels between rest and compute, and its gradient back.
-
-    Attributes:
-        path: of the parameter.
-        unit: path of the module that gathers it; None where it is gathered on entering the model.
-        ndim: of the stored array; inside a layer scan the leading dims are gone.
-        rest: how it is sharded at rest.
-        work: how its gradient is sharded.
-        compute: dtype that it is gathered in.
-        reduce: dtype that its gradient is reduced in.
-        param: dtype at rest, and of the gradient that arrives.
-        stacked: how many leading dims of the stored array stack layers.
-        arrived: already gathered, once for the whole step; the unit finds it as it needs it.
-
-    """
-
-    path: str
-    unit: str | None
-    ndim: int
-    mesh: Mesh
-    rest: PartitionSpec
-    work: PartitionSpec
-    compute: np.dtype
-    reduce: np.dtype
-    param: np.dtype
-    mode: Mode
-    stacked: int = 0
-    arrived: bool = False
-
-    def sliced(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
-        """The spec of an array that a layer scan took its leading dims from."""
-        entries = [*spec, *[None] * (self.ndim - len(spec))]
-        dropped, kept = entries[: self.ndim - ndim], entries[self.ndim - ndim :]
-        if any(dropped):
-            fix = "name the stack, stacked=('path',), or give the parameter a rule that shards another dim"
-            raise ValueError(
-                message(
-                    "a layer scan slices a sharded dim",
-                    where=self.path,
-                    expected="its layer dim whole",
-                    got=spec,
-                    fix=fix,
-                )
-            )
-        return PartitionSpec(*kept)
 
 
 class UnitError(ValueError, AttributeError):
@@ -143,66 +76,6 @@ class Shard:
     def __getattr__(self, name: str) -> Any:
         # What an array would have: shape, dtype, T, astype. Protocols that JAX and NNX look for are simply not there.
         raise AttributeError(name) if name.startswith("_") else self._outside()
-
-
-def gather(route: Route, value: jax.Array, pending: jax.Array | None = None) -> jax.Array:
-    """The whole parameter in the compute dtype; its gradient is reduced and scattered on the way back.
-
-    With `pending` the gradient is not reduced: it becomes the cotangent of `pending`, local to the device.
-    """
-
-    @jax.custom_vjp
-    def there(value: jax.Array, pending: jax.Array | None) -> jax.Array:
-        return _gather(route, value)
-
-    def forward(value: jax.Array, pending: jax.Array | None) -> tuple[jax.Array, None]:
-        return _gather(route, value), None
-
-    def back(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        if pending is None:
-            return reduce(route, cotangent), None
-        return jnp.zeros(value.shape, value.dtype), cotangent.astype(pending.dtype)
-
-    there.defvjp(forward, back)
-    return there(value, pending)
-
-
-def _gather(route: Route, value: jax.Array) -> jax.Array:
-    spec = route.sliced(route.rest, value.ndim)
-    value = value.astype(route.compute)
-    if not any(spec):
-        return value
-    if route.mode == "manual":
-        for dim, entry in enumerate(spec):
-            if axes_of(entry):
-                value = lax.all_gather(value, axes_of(entry), axis=dim, tiled=True)
-        return value
-    value = lax.with_sharding_constraint(value, NamedSharding(route.mesh, spec))
-    value = lax.optimization_barrier(value)
-    return lax.with_sharding_constraint(value, NamedSharding(route.mesh, PartitionSpec()))
-
-
-def reduce(route: Route, gradient: jax.Array) -> jax.Array:
-    """A gradient of the gathered shape, summed over the batch axes, scattered, in the parameter's dtype."""
-    spec = route.sliced(route.work, gradient.ndim)
-    gradient = gradient.astype(route.reduce)
-    if route.mode == "manual":
-        scattered: set[str] = set()
-        for dim, entry in enumerate(spec):
-            if axes_of(entry):
-                gradient = lax.psum_scatter(gradient, axes_of(entry), scatter_dimension=dim, tiled=True)
-                scattered.update(axes_of(entry))
-        rest = tuple(axis for axis in batch_axes(route.mesh) if axis not in scattered)
-        gradient = lax.psum(gradient, rest) if rest else gradient
-    else:
-        gradient = lax.with_sharding_constraint(gradient, NamedSharding(route.mesh, spec))
-    return gradient.astype(route.param)
-
-
-def local_shape(mesh: Mesh, shape: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
-    """The shape of one device's shard."""
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    return tuple(size // shards_of(mesh, entry) for size, entry in zip(shape, entries, strict=True))
 
 
 def is_shard(leaf: Any) -> bool:

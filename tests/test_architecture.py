@@ -16,8 +16,8 @@ PACKAGE = ROOT.name
 ROOMS = [
     {"errors", "tree", "table", "mesh", "strategy", "precision", "rules", "models"},
     {"optimizer", "layout", "offload", "remat"},
-    {"units", "model", "nnx", "linen", "state"},
-    {"step", "compiled", "api", "checkpoint", "inspect"},
+    {"travel", "units", "pipeline", "prefetch", "examples", "examples_rules", "model", "nnx", "linen", "state"},
+    {"step", "modes", "overlap", "compiled", "api", "checkpoint", "inspect"},
     {"planner", "weights", "data"},
     {"train", "launch"},
     {"cli", "__main__"},

@@ -11,7 +11,8 @@ from flax import nnx
 from reference import CASES, CNN, LinenTransformer, gpt, linen_loss
 
 import fsdp_jax as fsdp
-from fsdp_jax.models.gpt import GPT, Block, next_token_loss, preset
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import GPT, Block, preset
 from fsdp_jax.nnx import NnxModel
 from fsdp_jax.units import choose_units
 
@@ -60,7 +61,7 @@ def test_by_base_class_and_by_name_are_the_same():
 
 
 def test_by_size_small_modules_join_the_one_around():
-    small, large = owners(gpt(False), 400), owners(gpt(False), 1500)
+    small, large = owners(gpt(False), 400), owners(gpt(False), 2100)
     assert small["blocks/0/mlp/up/kernel"] == "blocks/0/mlp/up"
     assert small["embed/embedding"] == "embed"
     assert large["blocks/0/mlp/up/kernel"] == "blocks/0/mlp"

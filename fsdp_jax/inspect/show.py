@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.layout import Layout, Leaf, Part
-from fsdp_jax.mesh import axes_of
+from fsdp_jax.mesh import axes_of, known_spec, shape_of
 from fsdp_jax.table import text_table
 
 PARTS: tuple[Part, ...] = ("params", "optimizer", "other")
@@ -19,7 +19,7 @@ WIDTH = 130  # columns that a row may take
 def layout_json(layout: Layout) -> dict[str, Any]:
     """`inspect --json`, and `layout.json` of a run. A spec has an entry per dim: its axes, or null."""
     return {
-        "mesh": {str(name): size for name, size in layout.mesh.shape.items()},
+        "mesh": shape_of(layout.mesh),
         "strategy": layout.strategy.name,
         "leaves": [
             {
@@ -41,7 +41,8 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 def entries(leaf: Leaf) -> list[str | tuple[str, ...] | None]:
     """The spec, as long as the shape."""
-    return [*leaf.spec, *[None] * (len(leaf.shape) - len(leaf.spec))]
+    spec = known_spec(leaf.mesh, leaf.spec)
+    return [*spec, *[None] * (len(leaf.shape) - len(spec))]
 
 
 def totals(layout: Layout) -> list[tuple[str, int, int]]:
@@ -105,7 +106,14 @@ def _leaf_table(leaves: Sequence[Leaf]) -> str:
 
 def _cells(leaf: Leaf) -> tuple[str, ...]:
     shape = "x".join(map(str, leaf.shape)) or "scalar"
-    return (shape, str(leaf.dtype), spec_text(leaf.spec), human_bytes(leaf.bytes_per_device), leaf.rule, leaf.reason)
+    return (
+        shape,
+        str(leaf.dtype),
+        spec_text(known_spec(leaf.mesh, leaf.spec)),
+        human_bytes(leaf.bytes_per_device),
+        leaf.rule,
+        leaf.reason,
+    )
 
 
 def _grouped(leaves: Iterable[Leaf]) -> str:

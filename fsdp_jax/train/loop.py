@@ -16,6 +16,7 @@ from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
 from fsdp_jax.data import decode
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import barrier
+from fsdp_jax.mesh import shape_of
 from fsdp_jax.models import sample
 from fsdp_jax.state import TrainState
 from fsdp_jax.train.metrics import JsonLines, device_memory, now
@@ -56,7 +57,7 @@ class Training:
         self.metadata = {
             "config": config_hash,
             "strategy": self.layout.strategy.name,
-            "mesh": {str(axis): size for axis, size in self.layout.mesh.shape.items()},
+            "mesh": shape_of(self.layout.mesh),
             "corpus": data.corpus.digest,
         }
         # Read on the host: asking the schedule in the loop would queue behind the step.

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,8 @@ from fsdp_jax.data.loader import Batch
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import use_virtual_devices
 from fsdp_jax.mesh import make_mesh
-from fsdp_jax.models import GPT, flops_per_token, next_token_loss, preset
+from fsdp_jax.models import FAMILIES, next_token_loss
+from fsdp_jax.planner import choose_platforms
 from fsdp_jax.precision import Precision
 from fsdp_jax.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, UnitsConfig
 from fsdp_jax.units import Units
@@ -72,6 +74,7 @@ def build(config: Config) -> Run:
 
 def start_devices(virtual: int | None) -> None:
     """Comes before anything that starts jax's backends."""
+    choose_platforms()
     if virtual is not None:
         use_virtual_devices(virtual)
 
@@ -81,10 +84,11 @@ def _build(config: Config) -> Run:
     mesh = make_mesh(config.mesh.data, config.mesh.replica)
     _check_batch(train.global_batch_size, mesh.size, train.accumulation)
     length = config.data.sequence_length
-    shape = preset(config.model.preset, sequence_length=length, **_shape_overrides(config.model))
+    family = FAMILIES[config.model.family]
+    shape = make_shape(config.model, length)
     schedule = make_schedule(config.optimizer, train.steps)
     sharded = fully_shard(
-        lambda rngs: GPT(shape, rngs=rngs),
+        lambda rngs: family.make(shape, rngs=rngs),
         make_optimizer(config.optimizer, schedule),
         mesh,
         config.strategy,
@@ -101,12 +105,23 @@ def _build(config: Config) -> Run:
         abort_after=train.abort_after,
     )
     batch = {"tokens": jax.ShapeDtypeStruct((train.global_batch_size, length + 1), np.dtype("int32"))}
-    return Run(sharded, step, sharded.eval_step(next_token_loss), schedule, batch, flops_per_token(shape))
+    return Run(sharded, step, sharded.eval_step(next_token_loss), schedule, batch, family.flops_per_token(shape))
 
 
-def _shape_overrides(model: ModelConfig) -> dict[str, int | float | bool]:
-    sizes = {name: getattr(model, name) for name in ("layers", "width", "heads") if getattr(model, name) is not None}
-    return {"dropout": model.dropout, "scan_layers": model.scan_layers, **sizes}
+def make_shape(model: ModelConfig, sequence_length: int) -> Any:
+    """The configuration of the model, of the class that its family has."""
+    other = next((name for name, family in FAMILIES.items() if model.preset in family.presets), model.family)
+    if other != model.family:
+        what, where = "family and preset do not go together", "model.preset"
+        got, fix = f"{model.preset}, which is a {other}", f"set model.family to {other}"
+        raise ConfigError(message(what, where=where, expected=f"a {model.family}", got=got, fix=fix))
+    if model.dropout and model.family != "gpt":
+        got, fix = f"{model.dropout} with {model.family}, which has none", "set it to 0"
+        raise ConfigError(message("dropout would be ignored", where="model.dropout", got=got, fix=fix))
+    fields: dict[str, Any] = {"scan_layers": model.scan_layers, "sequence_length": sequence_length}
+    fields |= {name: size for name in ("layers", "width", "heads") if (size := getattr(model, name)) is not None}
+    fields |= {"dropout": model.dropout} if model.dropout else {}
+    return FAMILIES[model.family].preset(model.preset, **fields)
 
 
 def _check_batch(rows: int, devices: int, accumulation: int) -> None:

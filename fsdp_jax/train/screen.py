@@ -14,6 +14,7 @@ import fsdp_jax
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.inspect.show import largest_replicated, totals_table
 from fsdp_jax.layout import Layout
+from fsdp_jax.mesh import shape_of
 
 
 class Screen:
@@ -89,7 +90,7 @@ def banner(layout: Layout, *, corpus: str, batch: int, tokens: int, checkpoints:
     devices = layout.mesh.devices.flatten()
     hosts = len({device.process_index for device in devices})
     parameters = sum(leaf.bytes // leaf.dtype.itemsize for leaf in layout.by_path.values())
-    mesh = " x ".join(f"{name}={size}" for name, size in layout.mesh.shape.items())
+    mesh = " x ".join(f"{name}={size}" for name, size in shape_of(layout.mesh).items())
     whole = ", ".join(f"{leaf.path} {human_bytes(leaf.bytes)}" for leaf in largest_replicated(layout, 3))
     start = "starts at step 0" if resumed is None else f"resumes at step {resumed}"
     rows = {

@@ -1,0 +1,57 @@
+"""What XLA must be told so that the collectives that prefetch has moved run beside compute."""
+
+import warnings
+from typing import Any
+
+from fsdp_jax.modes import SlowerWarning
+from fsdp_jax.step import StepPlan
+
+GPU = ("gpu", "cuda")
+
+
+def compiler_options(plan: StepPlan) -> dict[str, Any]:
+    """XLA options for `lowered.compile`, for the platform that the plan's mesh is of.
+
+    On a GPU one collective runs at a time, and a layer has more parameters than kernels to hide them behind. So all
+    that is gathered for a layer is sent as one, and so are its gradients: the threshold is what one layer weighs.
+    XLA's own, 30 MiB, leaves the first small gathers of every layer exposed.
+    """
+    if plan.layout.mesh.devices.flat[0].platform not in GPU or not plan.report.moved:
+        return {}
+    largest = max(_unit_bytes(plan).values())
+    return {f"xla_gpu_{op}_combine_threshold_bytes": largest for op in ("all_gather", "reduce_scatter")}
+
+
+def _unit_bytes(plan: StepPlan) -> dict[str, int]:
+    """{unit: bytes of its parameters as they travel}, of one layer where layers are stacked."""
+    units: dict[str, int] = {}
+    for path in plan.report.moved:
+        route, leaf = plan.routes[path], plan.layout.by_path[path]
+        elements = leaf.bytes // leaf.dtype.itemsize
+        for size in leaf.shape[: route.stacked]:
+            elements //= size
+        width = max(route.compute.itemsize, route.reduce.itemsize)
+        units[str(route.unit)] = units.get(str(route.unit), 0) + elements * width
+    return units
+
+
+def warn_of_left(plan: StepPlan) -> None:
+    """Names what prefetch was asked for and could not move.
+
+    Warns:
+        SlowerWarning: with the paths and the reason.
+
+    """
+    if plan.prefetch == "none" or not plan.per_unit:
+        return
+    left = plan.report.left
+    if left:
+        path, why = next(iter(left.items()))
+        warnings.warn(
+            f"prefetch: {len(left)} parameters are gathered where they are used, such as '{path}': {why}",
+            SlowerWarning,
+            stacklevel=2,
+        )
+    elif not plan.report.moved:
+        fix = "two units or more, such as units=[Block] or units='scan'"
+        warnings.warn(f"prefetch: there is no unit after another to gather ahead; {fix}", SlowerWarning, stacklevel=2)

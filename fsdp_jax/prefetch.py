@@ -1,0 +1,346 @@
+"""Prefetch: the next unit is gathered while this one computes, and the last one's gradients are reduced meanwhile.
+
+[Note: by construction]
+No XLA scheduler moves a gather out of the layer that uses it. So the forward pass is traced, the layers in it are
+found (the body of a layer scan, or one unit after another), and they are run again with what they need in hand: layer
+i gets its gathered parameters as an argument and, beside computing, gathers for layer i+1. A custom VJP does the same
+on the way back, where it also reduces the gradients of layer i+1 while layer i computes. Each layer's own
+`jax.checkpoint` is kept: what it saves is saved, except the gathered parameters, which are gathered again. So at any
+time one more unit is in memory than without.
+
+The user's model is not changed and need not know: the places are found in the jaxpr, where `travel.gather` leaves its
+name. What cannot be moved (a gather inside a `while`, a `cond` or a custom derivative; parameters that are computed
+before they are gathered) stays where it is and is named in `Report.left`.
+
+`pre` gathers unit i-1 as the backward of unit i begins; `post` when it has ended, while its gradients are reduced:
+nothing more in memory, and less to hide behind. The names are PyTorch's BackwardPrefetch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal
+
+import jax
+import jax.extend.core as jex
+from jax import lax
+
+from fsdp_jax.pipeline import LayerScan, Stage, UnitChain
+from fsdp_jax.travel import Route, gather, site_of
+
+Prefetch = Literal["none", "post", "pre"]
+Gathered = dict[str, jax.Array]
+_Env = dict[Any, Any]  # values by variable
+INLINED = ("jit", "pjit", "closed_call", "core_call")
+
+
+@dataclass
+class Report:
+    """What was done with the gathers of a traced function.
+
+    Attributes:
+        moved: paths of parameters that are gathered ahead.
+        left: {path: why} of those in units that are not.
+
+    """
+
+    moved: set[str] = field(default_factory=set)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+def prefetched(
+    fn: Callable[..., Any], routes: Mapping[str, Route], when: Prefetch, report: Report
+) -> Callable[..., Any]:
+    """`fn` with the same arguments and results, its units gathered ahead of their use.
+
+    Args:
+        fn: a pure function of pytrees of arrays that gathers parameters by `travel.gather`.
+        routes: of those parameters, by path.
+        when: see the note.
+        report: filled when the result is traced.
+
+    """
+
+    def run(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        plan = _Plan(routes, when, report)
+        out = _replay(plan, closed.jaxpr, [*closed.consts, *jax.tree.leaves(args)], None)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Plan:
+    routes: Mapping[str, Route]
+    when: Prefetch
+    report: Report
+
+    @property
+    def pre(self) -> bool:
+        return self.when == "pre"
+
+
+# What one eqn of the traced function does with gathers
+
+
+def _inner(eqn: jex.JaxprEqn) -> list[jex.Jaxpr]:
+    return list(jex.jaxprs_in_params(eqn.params))
+
+
+def _paths(eqn: jex.JaxprEqn) -> set[str]:
+    """Of the parameters that are gathered somewhere inside."""
+    path = site_of(eqn)
+    return {path} if path else {path for jaxpr in _inner(eqn) for inner in jaxpr.eqns for path in _paths(inner)}
+
+
+def _liftable(jaxpr: jex.Jaxpr) -> dict[str, tuple[int, ...]] | None:
+    """{path: numbers of the arguments that it is gathered from}; None where some gather cannot be lifted out."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def visit(jaxpr: jex.Jaxpr, numbers: dict[Any, int]) -> bool:
+        for eqn in jaxpr.eqns:
+            if not _paths(eqn):
+                continue
+            at = [None if isinstance(v, jex.Literal) else numbers.get(v) for v in eqn.invars]
+            path = site_of(eqn)
+            if path:
+                if None in at or found.setdefault(path, tuple(at)) != tuple(at):  # type: ignore[arg-type]
+                    return False
+            elif _is_transparent(eqn):
+                (inner,) = _inner(eqn)
+                names = [*inner.constvars, *inner.invars][-len(at) :]
+                if not visit(inner, {v: n for v, n in zip(names, at, strict=True) if n is not None}):
+                    return False
+            else:
+                return False
+        return True
+
+    return found if visit(jaxpr, {v: n for n, v in enumerate(_arguments(jaxpr))}) else None
+
+
+def _arguments(jaxpr: jex.Jaxpr) -> list[Any]:
+    return [*jaxpr.constvars, *jaxpr.invars]
+
+
+def _is_transparent(eqn: jex.JaxprEqn) -> bool:
+    return eqn.primitive.name in INLINED or _is_checkpoint(eqn)
+
+
+def _is_checkpoint(eqn: jex.JaxprEqn) -> bool:
+    return "prevent_cse" in eqn.params and "policy" in eqn.params
+
+
+# Running it again
+
+
+def _replay(plan: _Plan, jaxpr: jex.Jaxpr, args: Sequence[Any], given: Gathered | None) -> list[Any]:
+    """Evaluates with the parameters of `given` in place of their gathers; where None, finds the layers itself."""
+    env: _Env = dict(zip(_arguments(jaxpr), args, strict=True))
+    if given is not None:
+        _run(plan, jaxpr, jaxpr.eqns, env, given)
+    else:
+        rest = list(jaxpr.eqns)
+        for chain in _chains(jaxpr):
+            start, end = rest.index(chain.units[0]), rest.index(chain.units[-1])
+            _run(plan, jaxpr, [*rest[:start], *chain.early], env, None)
+            chain.run(plan, env)
+            rest = rest[end + 1 :]
+        _run(plan, jaxpr, rest, env, None)
+    return _read(env, jaxpr.outvars)
+
+
+def _run(plan: _Plan, jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: _Env, given: Gathered | None) -> None:
+    """Some eqns of a jaxpr: the plain ones together as long as they last, those that gather one by one."""
+    for gathers, group in groupby(eqns, key=lambda eqn: bool(_paths(eqn))):
+        if not gathers:
+            _evaluate(jaxpr, list(group), env)
+            continue
+        for eqn in group:
+            values = _replay_eqn(plan, eqn, _read(env, eqn.invars), given)
+            env.update(zip(eqn.outvars, values, strict=True))
+
+
+def _read(env: _Env, variables: Sequence[Any]) -> list[Any]:
+    return [v.val if isinstance(v, jex.Literal) else env[v] for v in variables]
+
+
+def _evaluate(jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: _Env) -> None:
+    """Eqns in which nothing is gathered, with the names and source lines they were traced with."""
+    invars, outvars = _ends(eqns)
+    debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    part = jaxpr.replace(constvars=[], invars=invars, outvars=outvars, eqns=list(eqns), debug_info=debug)
+    values = jex.jaxpr_as_fun(jex.ClosedJaxpr(part, ()))(*_read(env, invars))
+    env.update(zip(outvars, values, strict=True))
+
+
+def _ends(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]]:
+    """(variables that come from before, variables that are made)."""
+    made = {v: None for eqn in eqns for v in eqn.outvars if not isinstance(v, jex.DropVar)}
+    used = {v: None for eqn in eqns for v in eqn.invars if not isinstance(v, jex.Literal)}
+    return [v for v in used if v not in made], list(made)
+
+
+def _replay_eqn(plan: _Plan, eqn: jex.JaxprEqn, args: list[Any], given: Gathered | None) -> Sequence[Any]:
+    """One eqn that gathers, itself or somewhere inside."""
+    path = site_of(eqn)
+    if path:
+        return [given[path]] if given and path in given else [gather(plan.routes[path], *args)]
+    if _is_transparent(eqn):
+        (inner,) = _inner(eqn)
+        consts = getattr(eqn.params.get("jaxpr"), "consts", ())
+
+        def call(args: list[Any], given: Gathered | None) -> list[Any]:
+            return _replay(plan, inner, [*consts, *args], given)
+
+        if not _is_checkpoint(eqn):
+            return call(args, given)
+        settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+        return jax.checkpoint(call, **settings)(args, given)
+    assert given is None
+    if eqn.primitive.name == "scan":
+        return _replay_scan(plan, eqn, args)
+    for left in _paths(eqn):
+        plan.report.left[left] = f"it is gathered inside a `{eqn.primitive.name}`"
+    return eqn.primitive.bind(*args, **eqn.params)
+
+
+def _replay_scan(plan: _Plan, eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
+    """A scan over layers; or over something else, with layers somewhere inside."""
+    scan = _Scan(plan, eqn)
+    if scan.liftable:
+        plan.report.moved |= set(scan.sites)
+        return scan.run(args)
+    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+
+    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        closed = eqn.params["jaxpr"]
+        out = _replay(plan, closed.jaxpr, [*closed.consts, *consts, *carry, *x], None)
+        return out[:n_carry], out[n_carry:]
+
+    settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(body, carry, xs, **settings)
+    return [*carry, *ys]
+
+
+class _Scan:
+    """A `scan` eqn as layers."""
+
+    def __init__(self, plan: _Plan, eqn: jex.JaxprEqn) -> None:
+        self.plan, self.eqn, self.body = plan, eqn, eqn.params["jaxpr"]
+        self.first = eqn.params["num_consts"] + eqn.params["num_carry"]
+        sites = _liftable(self.body.jaxpr)
+        offset = self.first + len(self.body.jaxpr.constvars)
+        self.liftable = sites is not None and eqn.params["length"] > 1
+        self.liftable &= all(number >= offset for numbers in (sites or {}).values() for number in numbers)
+        self.sites = {path: tuple(n - offset for n in numbers) for path, numbers in (sites or {}).items()}
+
+    def run(self, args: list[Any]) -> list[Any]:
+        """The outputs of the eqn."""
+        params, xs = self.eqn.params, args[self.first :]
+        consts = [*self.body.consts, *args[: params["num_consts"]]]
+        carry = args[params["num_consts"] : self.first]
+        taken = {number for numbers in self.sites.values() for number in numbers}
+        left = [number for number in range(len(xs)) if number not in taken]
+        n = len(consts) + len(carry)
+
+        def layer(gathered: Gathered, inputs: list[Any]) -> list[Any]:
+            slots: list[Any] = [None] * len(xs)  # nothing reads the shards: what is gathered from them is given
+            for number, x in zip(left, inputs[n:], strict=True):
+                slots[number] = x
+            return _replay(self.plan, self.body.jaxpr, [*inputs[:n], *slots], gathered)
+
+        scan = LayerScan(layer, self.plan.routes, params["length"], len(carry), params["reverse"], self.plan.pre)
+        values = {path: xs[numbers[0]] for path, numbers in self.sites.items()}
+        pending = {path: xs[numbers[1]] for path, numbers in self.sites.items() if len(numbers) > 1}
+        carry, ys = scan.run(values, pending, consts, carry, [xs[number] for number in left])
+        return [*carry, *ys]
+
+
+class _Chain:
+    """Units one after another in one jaxpr: the layers of a model that keeps them in a list.
+
+    What stands between two units goes with the second, unless it needs neither: that runs before them all (`early`).
+    """
+
+    def __init__(self, jaxpr: jex.Jaxpr, units: Sequence[jex.JaxprEqn]) -> None:
+        self.jaxpr, self.units = jaxpr, units
+        self.early: list[jex.JaxprEqn] = []
+        self.stages: list[list[jex.JaxprEqn]] = [[]]
+        start, end = jaxpr.eqns.index(units[0]), jaxpr.eqns.index(units[-1])
+        made: set[Any] = set()
+        for eqn in jaxpr.eqns[start : end + 1]:
+            is_unit = any(eqn is unit for unit in units)
+            if not is_unit and made.isdisjoint(v for v in eqn.invars if not isinstance(v, jex.Literal)):
+                self.early.append(eqn)
+                continue
+            made.update(eqn.outvars)
+            self.stages[-1].append(eqn)
+            if is_unit and eqn is not units[-1]:
+                self.stages.append([])
+        later = [*(v for eqn in jaxpr.eqns[end + 1 :] for v in eqn.invars), *jaxpr.outvars]
+        self.wanted = list(dict.fromkeys(v for v in later if not isinstance(v, jex.Literal) and v in made))
+
+    def run(self, plan: _Plan, env: _Env) -> None:
+        """Evaluates it, its early eqns done; what later eqns want is put into `env`."""
+        numbers: dict[Any, int] = {}
+        stages, values, pending = [], [], []
+        wanted = set(self.wanted)
+        for eqns, unit in reversed(list(zip(self.stages, self.units, strict=True))):
+            ins, made = _ends(eqns)
+            sites = {path: tuple(unit.invars[n] for n in at) for path, at in _sites(unit).items()}
+            if all(v in env for at in sites.values() for v in at):
+                plan.report.moved |= set(sites)
+            else:  # computed from what an earlier unit made
+                plan.report.left |= dict.fromkeys(sites, "it is computed between the units")
+                sites = {}
+            taken = {v for at in sites.values() for v in at}
+            ins = [v for v in ins if v not in taken]
+            outs = [v for v in made if v in wanted]
+            wanted |= set(ins)
+            stages.append(Stage(self._layer(plan, eqns, ins, outs), _numbered(numbers, ins), _numbered(numbers, outs)))
+            values.append({path: env[at[0]] for path, at in sites.items()})
+            pending.append({path: env[at[1]] for path, at in sites.items() if len(at) > 1})
+        chain = UnitChain(stages[::-1], plan.routes, _numbered(numbers, self.wanted), plan.pre)
+        external = {number: env[v] for v, number in numbers.items() if v in env}
+        env.update(zip(self.wanted, chain.run(values[::-1], pending[::-1], external), strict=True))
+
+    def _layer(self, plan: _Plan, eqns: list[jex.JaxprEqn], ins: list[Any], outs: list[Any]) -> Any:
+        def layer(gathered: Gathered, inputs: list[Any]) -> list[Any]:
+            env: _Env = _Shardless(zip(ins, inputs, strict=True))
+            _run(plan, self.jaxpr, eqns, env, gathered)
+            return _read(env, outs)
+
+        return layer
+
+
+class _Shardless(dict[Any, Any]):
+    """Variables of a stage; nothing reads its shards, for what is gathered from them is given."""
+
+    def __missing__(self, variable: Any) -> None:
+        return None
+
+
+def _numbered(numbers: dict[Any, int], variables: Sequence[Any]) -> list[int]:
+    return [numbers.setdefault(v, len(numbers)) for v in variables]
+
+
+def _sites(unit: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
+    """{path: numbers of the unit's arguments that it is gathered from}."""
+    (inner,) = _inner(unit)
+    offset = len(_arguments(inner)) - len(unit.invars)
+    return {path: tuple(n - offset for n in at) for path, at in (_liftable(inner) or {}).items()}
+
+
+def _chains(jaxpr: jex.Jaxpr) -> list[_Chain]:
+    """Runs of two units or more with nothing else that gathers between them."""
+    runs: list[list[jex.JaxprEqn]] = [[]]
+    for eqn in jaxpr.eqns:
+        if _paths(eqn):
+            is_unit = site_of(eqn) is None and _is_transparent(eqn) and _sites(eqn)
+            if is_unit and all(n >= 0 for at in _sites(eqn).values() for n in at):
+                runs[-1].append(eqn)
+            else:
+                runs.append([])
+    return [_Chain(jaxpr, run) for run in runs if len(run) > 1]
