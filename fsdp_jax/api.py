@@ -1,7 +1,7 @@
 """The one sentence people write: `fully_shard(model, optimizer, mesh, strategy, units)`."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, get_args
@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax.compiled import Step
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.layout import Layout, make_layout
+from fsdp_jax.layout import COPIES, Layout, make_layout
 from fsdp_jax.linen import LinenModel
 from fsdp_jax.mesh import DATA, REPLICA, axes_of, check_mesh, data_axes, replicated, split_data
 from fsdp_jax.model import Boundary, LossFn, Model
@@ -86,12 +86,13 @@ def fully_shard(
     placements = settings.place(adapter.params, mesh, stacked=depth)
     _check_hybrid(strategy, placements)
     resting = {path: jax.ShapeDtypeStruct(leaf.shape, precision.at_rest(leaf.dtype)) for path, leaf in made.items()}
-    layout = make_layout(
-        unflatten(resting), placements, abstract_rest(adapter), tx, mesh, strategy, settings,
-        stacked=depth, trainable=lambda path: path not in held,
-    )  # fmt: skip
     sizes = {path: prod(shape[depth.get(path, 0) :]) for path, shape in shapes.items()}
     owners = choose_units(adapter.modules, units, sizes, depth)
+    copies = _copies(strategy, placements, resting, precision, _kept(adapter, precision))
+    layout = make_layout(
+        unflatten(resting), placements, abstract_rest(adapter, unflatten(copies)), tx, mesh, strategy, settings,
+        stacked=depth, trainable=lambda path: path not in held, copied=copies,
+    )  # fmt: skip
     return Sharded(adapter, tx, layout, precision, remat, prefetch, owners)
 
 
@@ -139,6 +140,28 @@ def _adapt(model: Any, inputs: tuple[Any, ...] | None) -> Model:
             message("the model is already in memory, unsharded", where="fully_shard", got=type(model), fix=fix)
         )
     return NnxModel(model)
+
+
+def _kept(model: Model, precision: Precision) -> set[str]:
+    """Paths of parameters that are gathered in float32."""
+    by_class = {
+        path for m in model.modules for path in m.direct if precision.kept(kind.__name__ for kind in m.kind.__mro__)
+    }  # fmt: skip
+    return by_class | {path for path in flatten(model.params) if precision.kept((path,))}
+
+
+def _copies(
+    strategy: Strategy, placements: Mapping[str, Placement], resting: Mapping[str, Any], precision: Precision,
+    kept: Container[str],
+) -> dict[str, jax.ShapeDtypeStruct]:  # fmt: skip
+    """What is computed with where it rests whole in another dtype than the master, which is then sharded."""
+    if strategy.gather != "never" or not strategy.shards_optimizer:
+        return {}
+    computed = {path: precision.travel(path in kept, leaf.dtype)[0] for path, leaf in resting.items()}
+    return {
+        path: jax.ShapeDtypeStruct(leaf.shape, computed[path]) for path, leaf in resting.items()
+        if placements[path].spec and computed[path] != leaf.dtype
+    }  # fmt: skip
 
 
 def _matching(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> dict[str, int]:
@@ -264,21 +287,15 @@ class Sharded:
             self._model, self.layout, self._tx, self._routes("annotate"), self._boundaries(), fn, remat=self.remat
         )
 
-    def _kept(self) -> set[str]:
-        """Paths of parameters that are gathered in float32."""
-        by_class = {
-            path for m in self._model.modules for path in m.direct
-            if self.precision.kept(kind.__name__ for kind in m.kind.__mro__)
-        }  # fmt: skip
-        return by_class | {path for path in self.units if self.precision.kept((path,))}
-
     def _routes(self, mode: Mode) -> dict[str, Route]:
-        kept = self._kept()
+        kept = _kept(self._model, self.precision)
+        copies = flatten(self.layout.other[COPIES])
         routes = {}
         for path, leaf in self.layout.by_path.items():
             compute, reduced = self.precision.travel(path in kept, leaf.dtype)
             routes[path] = Route(
-                path, self.units[path], len(leaf.shape), leaf.mesh, leaf.spec, leaf.work,
+                path, self.units[path], len(leaf.shape), leaf.mesh,
+                PartitionSpec() if path in copies else leaf.spec, leaf.work,
                 compute, reduced, leaf.dtype, mode, leaf.stacked, hops=_hops(leaf.mesh),
             )  # fmt: skip
         return routes
@@ -288,7 +305,7 @@ class Sharded:
         compute = self.precision.compute_dtype if self.precision.mixed else None
         output = jnp.dtype(self.precision.output) if self.precision.output else None
         units = {unit for unit in self.units.values() if unit}
-        kept = self._kept() if compute is not None else set()
+        kept = _kept(self._model, self.precision) if compute is not None else set()
         found = {}
         for module in self._model.modules:
             unit = module.path if module.path in units else None

@@ -1,7 +1,7 @@
 """The waist: where every array of the training state lies, and why. What is above takes a Layout, no ambient mesh."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -18,9 +18,10 @@ from fsdp_jax.optimizer import optimizer_placements
 from fsdp_jax.rules import Placement, ReplicationWarning, Rules
 from fsdp_jax.strategy import Strategy
 from fsdp_jax.table import html_table, text_table
-from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
+from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, unflatten
 
 COLUMNS = ("part", "path", "shape", "dtype", "spec", "per device", "rule", "reason")
+COPIES = "copies"  # the part of the rest that holds them
 Part = Literal["params", "optimizer", "other"]
 
 
@@ -164,6 +165,7 @@ def make_layout(
     *,
     stacked: dict[str, int],
     trainable: Callable[[str], bool],
+    copied: Container[str] = (),
 ) -> Layout:
     """Lays out a state that exists only as shapes.
 
@@ -177,6 +179,8 @@ def make_layout(
         rules: their heuristic, for optimizer state that follows no parameter.
         stacked: path -> leading dims that stack layers.
         trainable: path -> whether it gets gradients and optimizer state.
+        copied: paths of parameters that are sharded at rest though the strategy replicates them, since `other` holds a
+            whole copy to compute with.
 
     Warns:
         ReplicationWarning: large leaves that stay whole because no dim divides, with the bytes it costs.
@@ -184,7 +188,7 @@ def make_layout(
     """
     whole = {p: replace(at, spec=PartitionSpec(), reason=f"{strategy.name} replicates it", undivided=1)
              for p, at in placements.items()}  # fmt: skip
-    rest = placements if strategy.shards_params else whole
+    rest = {p: at if strategy.shards_params or p in copied else whole[p] for p, at in placements.items()}
     work = placements if strategy.shards_optimizer else whole
 
     def param(path: str, leaf: Any) -> Leaf:
@@ -199,13 +203,18 @@ def make_layout(
     def plain(part: Part) -> Callable[..., Leaf]:
         return lambda path, leaf, at: _leaf(part, path, leaf, mesh, at, at.spec)
 
-    small = jax.tree.map(lambda _: Placement(PartitionSpec(), "state", "small state is replicated"), other)
+    def small(path: str, _: Any) -> Placement:
+        copy = path.startswith(COPIES + SEPARATOR)
+        return Placement(
+            PartitionSpec(), "state", f"what {strategy.name} computes with" if copy else "small state is replicated"
+        )
+
     layout = Layout(
         mesh,
         strategy,
         laid,
         map_with_path(plain("optimizer"), abstract, placed),
-        map_with_path(plain("other"), other, small),
+        map_with_path(plain("other"), other, map_with_path(small, other)),
     )
     _warn_of_waste(layout)
     return layout

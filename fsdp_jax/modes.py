@@ -7,6 +7,7 @@ traced program, or promised; failing both, the whole batch is kept and what that
 import warnings
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import jax
 
@@ -53,18 +54,26 @@ def _obstacle(plan: StepPlan, batch: PyTree, local_batch: bool | None) -> str:
         return ""
     boundaries = {path: replace(boundary, unit=None) for path, boundary in plan.boundaries.items()}
 
-    def sums(batch: PyTree, params: PyTree, rest: PyTree, key: jax.Array) -> PyTree:
-        out, after = plan.model.run(
-            plan.loss_fn, params, rest, batch, key, boundaries, training=True, device=None
-        )  # fmt: skip
-        return sum_and_count(out), after
-
     leaves = plan.layout.by_path
-    params = unflatten({p: jax.ShapeDtypeStruct(leaves[p].shape, route.compute) for p, route in plan.routes.items()})
+    shapes = {p: jax.ShapeDtypeStruct(leaves[p].shape, route.compute) for p, route in plan.routes.items()}
     other = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan.layout.other)
-    verdict = sums_over_examples(
-        sums, batch, params, other["model_state"], other["rng"], parts=plan.layout.mesh.size
-    )  # fmt: skip
+    trained = {path: shape for path, shape in shapes.items() if leaves[path].trainable}
+    frozen = {path: shape for path, shape in shapes.items() if path not in trained}
+
+    def sums(batch: PyTree, trained: PyTree, frozen: PyTree, rest: PyTree, key: jax.Array) -> PyTree:
+        def loss(trained: PyTree) -> Any:
+            out, after = plan.model.run(
+                plan.loss_fn, unflatten(trained | frozen), rest, batch, key, boundaries, training=True, device=None
+            )
+            total, count = sum_and_count(out)
+            return total, (total, count, after)
+
+        # The gradients too: a derivative rule of the user's own may mix the examples where its function does not.
+        gradients, (total, count, after) = jax.grad(loss, has_aux=True)(trained)
+        return (total, count, gradients), after
+
+    parts = plan.layout.mesh.size
+    verdict = sums_over_examples(sums, batch, trained, frozen, other["model_state"], other["rng"], parts=parts)
     fix = "if it is one, say so by local_batch=True"
     return "" if verdict.proven else f"loss_fn is not proven to be a sum over examples ({verdict.reason}; {fix})"
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fsdp_jax.layout import Layout
+from fsdp_jax.layout import COPIES, Layout
 from fsdp_jax.model import Model
 from fsdp_jax.precision import Precision
-from fsdp_jax.tree import PyTree
+from fsdp_jax.tree import PyTree, flatten, unflatten
 
 
 @jax.tree_util.register_dataclass
@@ -21,6 +21,8 @@ class TrainState:
     Attributes:
         step: int32, optimizer steps taken or skipped.
         params: nested dicts in the model's own paths.
+        copies: whole copies in the compute dtype of parameters that are sharded, where the strategy computes with
+            replicated ones (`zero1` in mixed precision); empty elsewhere.
         opt_state: of the optax transformation, for the trained parameters.
         model_state: the model's other state: batch statistics, random streams.
         rng: key that each step's randomness is folded from.
@@ -31,6 +33,7 @@ class TrainState:
 
     step: Any
     params: PyTree
+    copies: PyTree
     opt_state: PyTree
     model_state: PyTree
     rng: Any
@@ -38,8 +41,8 @@ class TrainState:
     skipped_in_a_row: Any
 
 
-def abstract_rest(model: Model) -> PyTree:
-    """Shapes of all that is neither parameter nor optimizer state."""
+def abstract_rest(model: Model, copies: PyTree) -> PyTree:
+    """Shapes of all that is neither parameter nor optimizer state. `copies`: of the parameters that have one."""
     counter = jax.ShapeDtypeStruct((), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return {
@@ -48,6 +51,7 @@ def abstract_rest(model: Model) -> PyTree:
         "skipped_in_a_row": counter,
         "rng": key,
         "model_state": model.rest,
+        COPIES: copies,
     }
 
 
@@ -67,6 +71,12 @@ def abstract_state(layout: Layout) -> TrainState:
     return state_like(layout, lambda leaf: leaf.abstract)
 
 
+def make_copies(layout: Layout, params: PyTree) -> PyTree:
+    """The copies that the layout has, cast from the parameters."""
+    flat = flatten(params)
+    return unflatten({path: flat[path].astype(leaf.dtype) for path, leaf in flatten(layout.other[COPIES]).items()})
+
+
 def init_state(
     model: Model, tx: optax.GradientTransformation, layout: Layout, precision: Precision, seed: int
 ) -> TrainState:
@@ -83,6 +93,7 @@ def init_state(
 
     key, run = jax.random.split(jax.random.key(seed))
     params, rest = jax.jit(params_and_rest, out_shardings=(shardings.params, shardings.model_state))(key)
+    copies = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)(params)
     opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(layout.trainable(params))
 
     def counters(run: jax.Array) -> dict[str, jax.Array]:
@@ -91,5 +102,9 @@ def init_state(
     # Made inside jit: each has a buffer of its own, as donation wants.
     placed = {name: getattr(shardings, name) for name in ("rng", "step", "skipped", "skipped_in_a_row")}
     return TrainState(
-        params=params, opt_state=opt_state, model_state=rest, **jax.jit(counters, out_shardings=placed)(run)
+        params=params,
+        copies=copies,
+        opt_state=opt_state,
+        model_state=rest,
+        **jax.jit(counters, out_shardings=placed)(run),
     )

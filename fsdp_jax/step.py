@@ -24,12 +24,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
-from fsdp_jax.layout import Layout
+from fsdp_jax.layout import COPIES, Layout
 from fsdp_jax.mesh import batch_axes
 from fsdp_jax.model import Boundary, LossFn, Model
 from fsdp_jax.prefetch import Prefetch, Report, prefetched
 from fsdp_jax.state import TrainState
-from fsdp_jax.travel import Route, gather, reduce
+from fsdp_jax.travel import Route, fetch, gather, reduce
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units import ROOT, Remat, Shard, run_unit
 
@@ -90,15 +90,31 @@ def train_step(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[TrainS
     params, opt_state = _update(plan, state, gradients, loss)
     kept = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
-        (params, opt_state, model_state),
-        (state.params, state.opt_state, state.model_state),
+        (params, _copies(plan, params), opt_state, model_state),
+        (state.params, state.copies, state.opt_state, state.model_state),
     )
     skipped = state.skipped + jnp.where(finite, 0, 1)
     in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
-    params, opt_state, model_state = kept
-    new = TrainState(state.step + 1, params, opt_state, model_state, state.rng, skipped, in_a_row)
+    params, copies, opt_state, model_state = kept
+    new = TrainState(state.step + 1, params, copies, opt_state, model_state, state.rng, skipped, in_a_row)
     metrics = {"loss": loss, "grad_norm": norm, "count": count, "skipped": skipped, "skipped_in_a_row": in_a_row}
     return new, metrics
+
+
+def _working(state: TrainState) -> PyTree:
+    """The parameters that the model is run with: copies where there are some."""
+    return unflatten(flatten(state.params) | flatten(state.copies))
+
+
+def _copies(plan: StepPlan, params: PyTree) -> PyTree:
+    """Whole copies of updated parameters, gathered in the compute dtype."""
+    leaves = plan.layout.by_path
+    return map_with_path(
+        lambda path, _: fetch(
+            replace(plan.routes[path], rest=leaves[path].spec, mode="annotate", hops=False), flatten(params)[path]
+        ),
+        plan.layout.other[COPIES],
+    )
 
 
 def _update(plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
@@ -125,8 +141,9 @@ def _update(plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Arra
 
 def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree, Any, PyTree]:
     """(gradients of the summed loss, (sum, count), model state), reduced over the whole mesh."""
+    params = _working(state)
     if not plan.manual:
-        return _accumulate(plan, state.params, state.model_state, state.rng, state.step, batch, None)
+        return _accumulate(plan, params, state.model_state, state.rng, state.step, batch, None)
     mesh, by_path = plan.layout.mesh, plan.layout.by_path
     axes = batch_axes(mesh)
 
@@ -135,12 +152,12 @@ def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree
         return grads, lax.psum(sums, axes), rest
 
     whole = PartitionSpec()
-    specs = map_with_path(lambda path, _: by_path[path].spec, plan.layout.params)
+    specs = map_with_path(lambda path, _: plan.routes[path].rest, plan.layout.params)
     work = map_with_path(lambda path, _: by_path[path].work, plan.layout.trainable(plan.layout.params))
     return jax.shard_map(
         local, mesh=mesh, check_vma=False,
         in_specs=(specs, whole, whole, whole, PartitionSpec(None, axes)), out_specs=(work, whole, whole),
-    )(state.params, state.model_state, state.rng, state.step, batch)  # fmt: skip
+    )(params, state.model_state, state.rng, state.step, batch)  # fmt: skip
 
 
 def _accumulate(
@@ -185,7 +202,7 @@ def _accumulate(
 
 def forward(plan: StepPlan, state: TrainState, batch: PyTree) -> Any:
     """`loss_fn(model, batch)` in inference mode; nothing is differentiated and no state is kept."""
-    flat = flatten(state.params)
+    flat = flatten(_working(state))
     held = flat if plan.per_unit else {path: gather(plan.routes[path], value) for path, value in flat.items()}
     weights = _weights(plan, held, {})
     return _run(plan, weights, state.model_state, batch, state.rng, training=False, device=None)[0]
