@@ -17,7 +17,7 @@ something else with a single row deceives the proof. So does a derivative rule (
 mixes examples, unless the gradients are among the sums: then its program is read too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -31,6 +31,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from fsdp_jax.errors import message
 from fsdp_jax.examples_rules import CONSTANT, SUMS, Kind, Op, Pair, Value, apply, same
+from fsdp_jax.jaxprs import scan_arguments
 from fsdp_jax.tree import PyTree, path_of
 
 CALLS = {
@@ -231,7 +232,7 @@ class _Proof:
         p = eqn.params
         if p["length"] != other.params["length"] or p["reverse"] != other.params["reverse"]:
             return [Value(Kind.MIXED, "loops over the examples")] * len(eqn.outvars)
-        consts, carry, xs = _scanned(p, values)
+        consts, carry, xs = scan_arguments(p, values)
         carry, ys = self.settle((p["jaxpr"], other.params["jaxpr"]), consts, carry, xs)
         return [*carry, *ys]
 
@@ -262,16 +263,6 @@ def join(a: Value, b: Value) -> Value:
     together = next((kind for kinds, kind in JOINED if {a.kind, b.kind} <= kinds), None)
     change = "is a sum over the batch at one time and something else at another"
     return Value(together) if together else Value(Kind.MIXED, change)
-
-
-def _scanned(params: Mapping[str, Any], values: list[Value]) -> tuple[list[Value], list[Value], list[Value]]:
-    """(constants, carry, slices) of a scan's operands; since jax 0.12 a tree says which is which."""
-    if "ft_in" in params:
-        consts, carry, xs = map(list, params["ft_in"].update(values).unpack())
-        assert len(list(params["ft_out"].unpack()[0])) == len(carry), "a scan returns what it carries"
-        return consts, carry, xs
-    start = params["num_consts"] + params["num_carry"]
-    return values[: params["num_consts"]], values[params["num_consts"] : start], values[start:]
 
 
 def _decides(what: str, value: Value) -> Value:

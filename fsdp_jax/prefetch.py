@@ -25,6 +25,7 @@ import jax
 import jax.extend.core as jex
 from jax import lax
 
+from fsdp_jax.jaxprs import scan_arguments
 from fsdp_jax.pipeline import LayerScan, Stage, UnitChain
 from fsdp_jax.travel import Route, gather, site_of
 
@@ -211,8 +212,8 @@ def _replay_scan(plan: _Plan, eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[An
     if scan.liftable:
         plan.report.moved |= set(scan.sites)
         return scan.run(args)
-    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    consts, carry, xs = scan_arguments(eqn.params, args)
+    n_carry = len(carry)
 
     def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         closed = eqn.params["jaxpr"]
@@ -229,18 +230,18 @@ class _Scan:
 
     def __init__(self, plan: _Plan, eqn: jex.JaxprEqn) -> None:
         self.plan, self.eqn, self.body = plan, eqn, eqn.params["jaxpr"]
-        self.first = eqn.params["num_consts"] + eqn.params["num_carry"]
         sites = _liftable(self.body.jaxpr)
-        offset = self.first + len(self.body.jaxpr.constvars)
+        consts, carry, _ = scan_arguments(eqn.params, eqn.invars)
+        offset = len(self.body.jaxpr.constvars) + len(consts) + len(carry)
         self.liftable = sites is not None and eqn.params["length"] > 1
         self.liftable &= all(number >= offset for numbers in (sites or {}).values() for number in numbers)
         self.sites = {path: tuple(n - offset for n in numbers) for path, numbers in (sites or {}).items()}
 
     def run(self, args: list[Any]) -> list[Any]:
         """The outputs of the eqn."""
-        params, xs = self.eqn.params, args[self.first :]
-        consts = [*self.body.consts, *args[: params["num_consts"]]]
-        carry = args[params["num_consts"] : self.first]
+        params = self.eqn.params
+        consts, carry, xs = scan_arguments(params, args)
+        consts = [*self.body.consts, *consts]
         taken = {number for numbers in self.sites.values() for number in numbers}
         left = [number for number in range(len(xs)) if number not in taken]
         n = len(consts) + len(carry)

@@ -1,22 +1,28 @@
 """What the tests hold the library against: small models of four kinds, and training written out by hand, unsharded.
 
-Nothing here comes from the library's core but the models' starting values.
+Nothing in the control comes from the library's core but the models' starting values. Below it stand the run that is
+held against it, and a count of what a traced step gathers and reduces.
 """
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
+import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import GPT, Block, preset
+from fsdp_jax.step import train_step
 
 STEPS = 10
 
@@ -33,15 +39,17 @@ class LinenBlock(nn.Module):
 
 class LinenTransformer(nn.Module):
     scan: bool = True
+    layers: int = 2
 
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(32, 16)(tokens)
         if self.scan:
-            layers = nn.scan(LinenBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            layers = nn.scan(LinenBlock, length=self.layers, **lifted)
             x, _ = layers(16)(x, None)
         else:
-            for i in range(2):
+            for i in range(self.layers):
                 x, _ = LinenBlock(16, name=f"layer_{i}")(x)
         return nn.Dense(32)(nn.LayerNorm()(x))
 
@@ -59,9 +67,8 @@ class CNN(nnx.Module):
 
 
 def gpt(scan: bool, **overrides: Any) -> Callable[[nnx.Rngs], GPT]:
-    config = preset(
-        "tiny", vocab_size=32, sequence_length=8, layers=2, width=16, heads=2, scan_layers=scan, **overrides
-    )
+    sizes = {"vocab_size": 32, "sequence_length": 8, "layers": 2, "width": 16, "heads": 2}
+    config = preset("tiny", scan_layers=scan, **sizes | overrides)
     return lambda rngs: GPT(config, rngs=rngs)
 
 
@@ -118,10 +125,18 @@ def make_model(case: Case) -> Any:
     return (lambda rngs: CNN(rngs=rngs)) if case.model is CNN else case.model
 
 
+Run = tuple[list[float], dict[str, np.ndarray]]
+"""(losses, final parameters by path)"""
+
+
+def control(name: str, accumulation: int, clip: float | None = None) -> Run:
+    """A run of one of the CASES on one device."""
+    return alone(CASES[name], accumulation, clip)
+
+
 @cache
-def control(name: str, accumulation: int, clip: float | None = None) -> tuple[list[float], dict[str, np.ndarray]]:
-    """(losses, final parameters by path) of a run on one device, in plain JAX, microbatch after microbatch."""
-    case = CASES[name]
+def alone(case: Case, accumulation: int = 1, clip: float | None = None, steps: int = STEPS) -> Run:
+    """A run on one device, in plain JAX, microbatch after microbatch."""
     params, rest, apply = _start(case)
     tx = optimizer()
     opt_state = tx.init(params)
@@ -145,7 +160,7 @@ def control(name: str, accumulation: int, clip: float | None = None) -> tuple[li
         return optax.apply_updates(params, updates), opt_state
 
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         sums = None
         for part in microbatches(case.batch(step), accumulation):
             grads, total, count, rest = gradients(params, rest, part)
@@ -188,3 +203,52 @@ def by_path(params: Any) -> dict[str, np.ndarray]:
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     keys = {jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): leaf for path, leaf in flat}
     return {path: np.asarray(leaf, np.float32) for path, leaf in keys.items()}
+
+
+def train(
+    case: Case, mesh: jax.sharding.Mesh, strategy: str = "full_shard", *, steps: int = STEPS, accumulation: int = 1,
+    deferred: bool = False, local_batch: bool | None = True, clip: float | None = None, **settings: Any,
+) -> tuple[Run, fsdp.Step]:  # fmt: skip
+    """The same run by the library, and its step."""
+    sharded = fsdp.fully_shard(
+        make_model(case), optimizer(), mesh, strategy, case.units, min_size=8, **case.inputs, **settings
+    )
+    step = sharded.train_step(
+        case.loss, accumulation=accumulation, deferred_reduction=deferred, local_batch=local_batch, clip=clip
+    )
+    state, losses = sharded.init(seed=0), []
+    for i in range(steps):
+        state, metrics = step(state, case.batch(i))
+        losses.append(float(metrics["loss"]))
+    return (losses, by_path(state.params)), step
+
+
+def check(found: Run, expected: Run, *, loss: float = 1e-5, params: float = 1e-4) -> None:
+    np.testing.assert_allclose(found[0], expected[0], rtol=loss)
+    assert found[1].keys() == expected[1].keys()
+    for path, value in expected[1].items():
+        np.testing.assert_allclose(found[1][path], value, atol=params, rtol=params, err_msg=path)
+
+
+def traffic(sharded: fsdp.Sharded, step: fsdp.Step, batch: Any) -> Counter[tuple[str, str]]:
+    """{(operation, parameter): times a step} of the traced step, before XLA merges or moves anything.
+
+    Operations are JAX's names, of those that communicate and of the fence before an annotated gather. The parameter is
+    that of the scope around it; "" where there is none.
+    """
+    step.lower(batch)
+    k = step.plan.accumulation
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((k, x.shape[0] // k, *x.shape[1:]), x.dtype), batch)
+    traced = jax.make_jaxpr(lambda state, batch: train_step(step.plan, state, batch))(sharded.abstract_state(), rows)
+    found: Counter[tuple[str, str]] = Counter()
+
+    def visit(jaxpr: jex.Jaxpr, times: int) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("all_gather", "reduce_scatter", "psum", "all_to_all", "optimization_barrier"):
+                scope = re.search(r"fsdp\.\w+\[(.*?)\]", str(eqn.source_info.name_stack))
+                found[eqn.primitive.name, scope.group(1) if scope else ""] += times
+            for inner in jex.jaxprs_in_params(eqn.params):
+                visit(inner, times * eqn.params.get("length", 1))
+
+    visit(traced.jaxpr, 1)
+    return found

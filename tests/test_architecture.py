@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
 ROOMS = [
-    {"errors", "tree", "table", "mesh", "strategy", "precision", "rules", "models"},
+    {"errors", "tree", "jaxprs", "table", "mesh", "strategy", "precision", "rules", "models"},
     {"optimizer", "layout", "offload", "remat"},
     {"travel", "units", "pipeline", "prefetch", "examples", "examples_rules", "model", "nnx", "linen", "state"},
     {"step", "modes", "overlap", "compiled", "api", "checkpoint", "inspect"},

@@ -4,11 +4,11 @@ The whole product has 288 members. Each pair of values from any two of the four 
 below), and full_shard, the default, with every mesh and every accumulation.
 """
 
+import dataclasses
 import itertools
 
-import numpy as np
 import pytest
-from reference import CASES, STEPS, by_path, control, make_model, optimizer
+from reference import CASES, STEPS, check, control, train
 
 import fsdp_jax as fsdp
 
@@ -39,28 +39,10 @@ def test_no_pair_is_left_out():
         assert not missing
 
 
-def train(name, mesh, strategy, *, accumulation=1, deferred=False, clip=None, **settings):
-    case = CASES[name]
+def run(name, mesh, strategy, **settings):
     replica, data = mesh
     mesh = fsdp.make_mesh(data=data, replica=replica, allow_fewer=True)
-    sharded = fsdp.fully_shard(
-        make_model(case), optimizer(), mesh, strategy, case.units, min_size=8, **case.inputs, **settings
-    )
-    step = sharded.train_step(
-        case.loss, accumulation=accumulation, deferred_reduction=deferred, local_batch=True, clip=clip
-    )
-    state, losses = sharded.init(seed=0), []
-    for i in range(STEPS):
-        state, metrics = step(state, case.batch(i))
-        losses.append(float(metrics["loss"]))
-    return losses, by_path(state.params), sharded, state
-
-
-def check(found, expected, *, loss=1e-5, params=1e-4):
-    np.testing.assert_allclose(found[0], expected[0], rtol=loss)
-    assert found[1].keys() == expected[1].keys()
-    for path, value in expected[1].items():
-        np.testing.assert_allclose(found[1][path], value, atol=params, rtol=params, err_msg=path)
+    return train(CASES[name], mesh, strategy, **settings)[0]
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "accumulation", "model"), pruned())
@@ -76,8 +58,8 @@ def train_quietly(model, mesh, strategy, count, deferred):
         with pytest.warns(
             fsdp.SlowerWarning, match=r"'norm/.*' *.*reduced after each of 4 microbatches, up to .*iB each"
         ):
-            return train(model, mesh, strategy, accumulation=count, deferred=deferred)
-    return train(model, mesh, strategy, accumulation=count, deferred=deferred)
+            return run(model, mesh, strategy, accumulation=count, deferred=deferred)
+    return run(model, mesh, strategy, accumulation=count, deferred=deferred)
 
 
 @pytest.mark.parametrize("model", CASES)
@@ -87,31 +69,26 @@ def test_bfloat16_compute_stays_near(model, reduce):
     precision = fsdp.Precision(compute="bfloat16", reduce=reduce, output="float32")
     if reduce and "batchnorm" in model:
         with pytest.warns(fsdp.SlowerWarning, match="reduced in bfloat16, not float32"):
-            found = train(model, (2, 4), "full_shard", precision=precision)
+            found = run(model, (2, 4), "full_shard", precision=precision)
     else:
-        found = train(model, (2, 4), "full_shard", precision=precision)
+        found = run(model, (2, 4), "full_shard", precision=precision)
     check(found, control(model, 1), loss=2e-2, params=2e-3 * STEPS)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard"])
 @pytest.mark.parametrize("model", ["nnx-gpt-scanned", "linen-transformer"])
 def test_recomputing_changes_nothing(strategy, model):
-    check(train(model, (1, 8), strategy, remat="full"), control(model, 1))
+    check(run(model, (1, 8), strategy, remat="full"), control(model, 1))
 
 
 def test_clipping_is_by_the_global_norm():
-    found = train("nnx-gpt-scanned", (2, 4), "full_shard", clip=0.05)
+    found = run("nnx-gpt-scanned", (2, 4), "full_shard", clip=0.05)
     check(found, control("nnx-gpt-scanned", 1, clip=0.05))
     assert abs(found[0][-1] - control("nnx-gpt-scanned", 1)[0][-1]) > 1e-6
 
 
 @pytest.mark.parametrize("units", ["model", "scan", 1000, ["Block", "SelfAttention", "MLP"]], ids=str)
 def test_units_change_what_is_gathered_not_what_is_computed(units):
-    case = CASES["nnx-gpt-scanned"]
-    mesh = fsdp.make_mesh(data=8)
-    sharded = fsdp.fully_shard(case.model, optimizer(), mesh, "full_shard", units, min_size=8)
-    step, state, losses = sharded.train_step(case.loss), sharded.init(0), []
-    for i in range(STEPS):
-        state, metrics = step(state, case.batch(i))
-        losses.append(float(metrics["loss"]))
-    check((losses, by_path(state.params)), control("nnx-gpt-scanned", 1))
+    case = dataclasses.replace(CASES["nnx-gpt-scanned"], units=units)
+    found, _ = train(case, fsdp.make_mesh(data=8), local_batch=None)
+    check(found, control("nnx-gpt-scanned", 1))

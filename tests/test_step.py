@@ -1,5 +1,7 @@
 """The step and its state: born sharded, shardings fixed, skipped when not finite, refused when signatures change."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,15 +224,6 @@ def test_a_batch_put_for_another_step_is_refused(sharded):
         sharded.eval_step(GPT_CASE.loss)(sharded.init(0), four)
 
 
-def test_reducing_in_another_dtype_wants_a_promise():
-    precision = fsdp.Precision(compute="bfloat16", reduce="float32")
-    mesh = fsdp.make_mesh(data=8)
-    sharded = fsdp.fully_shard(GPT_CASE.model, optax.adam(1e-3), mesh, units=GPT_CASE.units, precision=precision)
-    with pytest.warns(fsdp.SlowerWarning, match="without local_batch=True.*reduced in bfloat16, not float32"):
-        sharded.train_step(GPT_CASE.loss)
-    sharded.train_step(GPT_CASE.loss, local_batch=True)
-
-
 def test_state_that_is_no_batch_statistic_keeps_the_global_batch_too():
     class Ema(nnx.Variable):
         pass
@@ -247,9 +240,9 @@ def test_state_that_is_no_batch_statistic_keeps_the_global_batch_too():
         return (model(batch["x"]) ** 2).sum(), batch["x"].shape[0]
 
     sharded = fsdp.fully_shard(lambda rngs: Model(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8))
+    step = sharded.train_step(loss, accumulation=2, deferred_reduction=True)
     with pytest.warns(fsdp.SlowerWarning, match="'ema'"):
-        step = sharded.train_step(loss, accumulation=2, deferred_reduction=True)
-    state, _ = step(sharded.init(0), {"x": np.arange(64, dtype=np.float32).reshape(16, 4)})
+        state, _ = step(sharded.init(0), {"x": np.arange(64, dtype=np.float32).reshape(16, 4)})
     copies = {float(np.asarray(shard.data)) for shard in state.model_state["ema"].addressable_shards}
     assert len(copies) == 1
 
@@ -298,18 +291,32 @@ def test_a_state_that_a_step_took_over_is_refused(sharded):
         step(state, GPT_CASE.batch(0))
 
 
-@pytest.mark.parametrize("deferred", [True, False])
-def test_a_penalty_behind_the_units_back_is_never_a_wrong_number(sharded, deferred):
-    """On the global batch it is right; on local batches, where it would see shards, the step is not finite."""
+def penalised(model, batch):
+    total, count = GPT_CASE.loss(model, batch)
+    return total + count * sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param))), count
 
-    def loss(model, batch):
-        total, count = GPT_CASE.loss(model, batch)
-        return total + count * sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param))), count
 
-    _, whole = sharded.train_step(loss, accumulation=2)(sharded.init(0), GPT_CASE.batch(0))
+@pytest.mark.parametrize("prefetch", ["none", "pre"])
+@pytest.mark.parametrize("local_batch", [None, False])
+def test_a_penalty_behind_the_units_back_counts_all_of_a_parameter(sharded, local_batch, prefetch):
+    """A device would see its own shards alone: what reads them keeps the whole batch, and with it whole arrays."""
+    step = dataclasses.replace(sharded, prefetch=prefetch).train_step(
+        penalised, accumulation=2, deferred_reduction=True, local_batch=local_batch
+    )
+    with pytest.warns(fsdp.SlowerWarning, match="after each of 2 microbatches"):
+        _, metrics = step(sharded.init(0), GPT_CASE.batch(0))
     params = jax.device_get(sharded.init(0).params)
-    assert float(whole["loss"]) > sum(float((p**2).sum()) for p in jax.tree.leaves(params))
-    if deferred:
-        step = sharded.train_step(loss, accumulation=2, deferred_reduction=True)
-        _, local = step(sharded.init(0), GPT_CASE.batch(0))
-        assert int(local["skipped"]) == 1
+    _, plain = sharded.train_step(GPT_CASE.loss, accumulation=2)(sharded.init(0), GPT_CASE.batch(0))
+    penalty = sum(float((p**2).sum()) for p in jax.tree.leaves(params))
+    np.testing.assert_allclose(metrics["loss"], plain["loss"] + penalty, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prefetch", ["none", "post", "pre"])
+@pytest.mark.parametrize("deferred", [True, False])
+def test_a_penalty_behind_the_units_back_is_never_a_wrong_number(sharded, deferred, prefetch):
+    """Against a promise that does not hold: the step is not finite, and not applied."""
+    step = dataclasses.replace(sharded, prefetch=prefetch).train_step(
+        penalised, accumulation=2, deferred_reduction=deferred, local_batch=True
+    )
+    _, metrics = step(sharded.init(0), GPT_CASE.batch(0))
+    assert int(metrics["skipped"]) == 1

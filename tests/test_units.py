@@ -1,6 +1,8 @@
 """Units: which parameters are gathered together, when the copy is dropped, and what the model is left to know of it."""
 
+import dataclasses
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from reference import CASES, CNN, LinenTransformer, gpt, linen_loss
+from reference import CASES, CNN, LinenTransformer, gpt, linen_loss, traffic
 
 import fsdp_jax as fsdp
+from fsdp_jax.inspect.collectives import read_program
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import GPT, Block, preset
 from fsdp_jax.nnx import NnxModel
@@ -104,42 +107,52 @@ def test_units_that_fit_nothing(units, said):
 # Gathering, dropping, gathering again
 
 
-def gathers(sharded, loss, batch):
-    """{shape of the result: how many all-gathers make it} in the compiled step."""
-    text = sharded.train_step(loss).compile(batch).as_text()
-    found = re.findall(r"= \(?\w+\[([\d,]+)\][^=]* all-gather(?:-start)?\(", text)
-    return {shape: found.count(shape) for shape in found}
+def gathers(sharded, **settings):
+    """{parameter: times a step} that it is gathered as the program is given to XLA."""
+    found = traffic(sharded, sharded.train_step(next_token_loss, **settings), TOKENS)
+    one = "optimization_barrier" if settings.get("local_batch") is False else "all_gather"
+    return {path: times for (operation, path), times in found.items() if operation == one and path}
 
 
+@pytest.mark.parametrize("local_batch", [None, False])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_full_shard_gathers_in_forward_and_again_in_backward(mesh, remat):
+@pytest.mark.parametrize("scan", [True, False])
+def test_full_shard_gathers_in_forward_and_again_in_backward(mesh, scan, remat, local_batch):
     """The control is the strategy that gathers once."""
-    config = preset("tiny", vocab_size=40, sequence_length=8, layers=2, width=16, heads=2, scan_layers=False)
-
-    def model(rngs):
-        return GPT(config, rngs=rngs)
-
-    per_unit = gathers(shard(mesh, model, remat=remat), next_token_loss, TOKENS)
-    once = gathers(shard(mesh, model, "shard_grad_op", remat=remat), next_token_loss, TOKENS)
-    for kernel in ("16,48", "48,16"):  # XLA picks the layout
-        assert per_unit.get(kernel, 0) == 2 * once.get(kernel, 0)
-    assert once.get("16,48", 0) + once.get("48,16", 0) == 2, "one qkv kernel a layer"
+    model = gpt(scan, layers=3)
+    per_unit = gathers(shard(mesh, model, remat=remat), local_batch=local_batch)
+    once = gathers(shard(mesh, model, "shard_grad_op", remat=remat), local_batch=local_batch)
+    assert set(once.values()) == {1}
+    layers = 3 if scan else 1  # a stack is gathered whole, or layer by layer
+    assert per_unit == {path: 2 * layers if "blocks" in path else 1 for path in once}
 
 
-def test_a_parameter_read_outside_its_unit_is_an_error(mesh):
+def test_what_xla_keeps_of_them_is_twice_a_layer_too(mesh):
+    """In the compiled program, where the loops of forward and backward keep the two apart on every backend."""
+    sharded = shard(mesh, gpt(True, layers=3), "full_shard")
+    text = sharded.train_step(next_token_loss).compile(TOKENS).as_text()
+    found = Counter()
+    for one in read_program(text, sharded.layout.mesh.shape).collectives:
+        found.update({path: one.count for path in one.paths if one.op == "all-gather"})
+    assert found["blocks/attn/qkv/kernel"] == 6
+
+
+@pytest.mark.parametrize("local_batch", [None, True, False])
+def test_a_parameter_read_outside_its_unit_is_an_error(mesh, local_batch):
     def peeking(model, batch):
         return jnp.sum(model.blocks[0].mlp.up.kernel[...] * 1.0), 1
 
     with pytest.raises(ValueError, match=r"read outside its unit\n.*blocks/0/mlp/up/kernel\n.*blocks/0"):
-        shard(mesh).train_step(peeking).lower(TOKENS)
+        shard(mesh).train_step(peeking, local_batch=local_batch).lower(TOKENS)
 
 
-def test_a_sharded_layer_dim_is_refused_where_the_scan_slices_it(mesh):
+@pytest.mark.parametrize("local_batch", [None, True, False])
+def test_a_sharded_layer_dim_is_refused_where_the_scan_slices_it(mesh, local_batch):
     rules = [("blocks/mlp/up/kernel", ("data",))]
     config = preset("tiny", vocab_size=32, sequence_length=8, layers=8, width=16, heads=2)
     sharded = shard(mesh, lambda rngs: GPT(config, rngs=rngs), rules=rules)
     with pytest.raises(ValueError, match=r"a layer scan slices a sharded dim\n.*blocks/mlp/up/kernel"):
-        sharded.train_step(next_token_loss).lower(TOKENS)
+        sharded.train_step(next_token_loss, local_batch=local_batch).lower(TOKENS)
 
 
 # What the model is left to know
@@ -226,13 +239,28 @@ def test_dropout_differs_between_devices_where_each_sees_its_own_batch():
     assert float(first["loss"]) != float(second["loss"])
 
 
-def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mesh):
-    """In the program that XLA is given: every weight crosses the barrier in bfloat16."""
-    precision = fsdp.Precision(compute="bfloat16")
+KERNELS = ("16x48", "16x64", "64x16", "40x16")
+
+
+@pytest.fixture
+def mixed(mesh):
     config = preset("tiny", vocab_size=40, sequence_length=8, layers=2, width=16, heads=2)
-    sharded = shard(mesh, lambda rngs: GPT(config, rngs=rngs), precision=precision)
-    text = sharded.train_step(next_token_loss).lower(TOKENS).as_text()
+    return shard(mesh, lambda rngs: GPT(config, rngs=rngs), precision=fsdp.Precision(compute="bfloat16"))
+
+
+def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mixed):
+    """In the program that XLA is given, by annotations: every weight crosses the barrier in bfloat16."""
+    text = mixed.train_step(next_token_loss, local_batch=False).lower(TOKENS).as_text()
     fenced = re.findall(r"stablehlo.optimization_barrier %\S+ : tensor<(\S+)x(bf16|f32)>", text)
-    kernels = [dtype for shape, dtype in fenced if shape in ("16x48", "16x64", "64x16", "40x16")]
+    kernels = [dtype for shape, dtype in fenced if shape in KERNELS]
     assert kernels
     assert set(kernels) == {"bf16"}
+
+
+@pytest.mark.parametrize("prefetch", ["none", "post", "pre"])
+def test_a_gather_by_name_is_of_the_shard_in_bfloat16(mixed, prefetch):
+    mixed = dataclasses.replace(mixed, prefetch=prefetch)
+    text = mixed.train_step(next_token_loss).lower(TOKENS).as_text()
+    gathered = re.findall(r"stablehlo.all_gather.*-> tensor<(\S+)x(bf16|f32)>", text)
+    kernels = {shape: dtype for shape, dtype in gathered if shape in KERNELS}
+    assert kernels == dict.fromkeys(KERNELS, "bf16")
