@@ -63,24 +63,32 @@ def train(arguments: list[str]) -> int:
 
 
 def inspect(arguments: list[str]) -> int:
-    """Shows where every array of the training state lies, and why.
+    """Shows where every array of the training state lies, and why; with --topology T also what a step sends.
 
-    --json prints it for programs; --html FILE writes it as a page.
+    --topology h100:8 (or v5e:16x16, cpu:8, ...) lays it out on that machine, which need not be there, compiles the step
+    for it and holds it to its contract: exit code 3 where it does not hold. --json prints it for programs; --html FILE
+    writes the layout as a page.
     """
     from fsdp_jax.train.config import load, parse_help
 
     if parse_help("inspect", arguments, inspect.__doc__):
         return OK
     as_json, page = _flag(arguments, "--json"), _option(arguments, "--html")
+    name = _option(arguments, "--topology", "T")
     config = load(*_file_and_overrides("inspect", arguments), prog="fsdp-jax inspect CONFIG")
-    from fsdp_jax.inspect import layout_html, layout_json, layout_report
-    from fsdp_jax.train.run import build
+    from fsdp_jax.inspect import check_contract, layout_html, layout_json, layout_report
+    from fsdp_jax.train.run import build, topology_devices
 
-    layout = build(config).sharded.layout
+    run = build(config, None if name is None else topology_devices(name))
+    layout = run.sharded.layout
+    contract = None if name is None else check_contract(run.step, run.batch)
     if page is not None:
         Path(page).write_text(layout_html(layout))
-    print(json.dumps(layout_json(layout), indent=1) if as_json else layout_report(layout))
-    return OK
+    if as_json:
+        print(json.dumps(layout_json(layout) | (contract.to_json() if contract else {}), indent=1))
+    else:
+        print(layout_report(layout) if contract is None else f"{layout_report(layout)}\n\nsent per step\n{contract}")
+    return OK if contract is None or contract.holds else BROKEN
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train, "inspect": inspect}
@@ -117,13 +125,13 @@ def _flag(words: list[str], name: str) -> bool:
     return found
 
 
-def _option(words: list[str], name: str) -> str | None:
+def _option(words: list[str], name: str, kind: str = "FILE") -> str | None:
     """The value after an option; both are taken out."""
     if name not in words:
         return None
     at = words.index(name)
     if at + 1 == len(words) or words[at + 1].startswith("--"):
-        raise ConfigError(message(f"{name} needs a file", where="command line", expected=f"{name} FILE"))
+        raise ConfigError(message(f"{name} needs a value", where="command line", expected=f"{name} {kind}"))
     value = words[at + 1]
     del words[at : at + 2]
     return value

@@ -221,8 +221,11 @@ class _Backward:
 
         def step(carried: Any, number: Any) -> Any:
             state, ready, grads = carried
-            coming = scan.ready(self.values, number - 1)
+            # First the one and then the other: the gradients are gone before the next parameters take their place.
             state = self._land(state, number + 1, grads)
+            shards, landed = _after(scan.at(self.values, number - 1), list(state.grads.values()))
+            state = state._replace(grads=dict(zip(state.grads, landed, strict=True)))
+            coming = fetch_all(scan.routes, shards)
             state, grads = self._layer("loop", number, state, ready, scan.at(kept, number))
             return (state, coming, grads), None
 
@@ -273,6 +276,31 @@ class _Backward:
         }
         slots = {path: state.grads[path] for path in arrived}
         return state._replace(grads=state.grads | scan.set(slots, number, arrived))
+
+
+def gather_behind(
+    routes: Mapping[str, Route], values: Arrays, pending: Arrays, made: list[jax.Array]
+) -> tuple[list[jax.Array], Arrays]:
+    """(`made`, gathered parameters): what layers made, and what is used only behind them.
+
+    On the way back the layers begin when the gradients of these parameters are reduced. Left alone, XLA computes them
+    at the very end, and keeps the logits' gradient until then.
+    """
+
+    @jax.custom_vjp
+    def run(values: Arrays, pending: Arrays, made: list[jax.Array]) -> tuple[list[jax.Array], Arrays]:
+        return made, fetch_all(routes, values)
+
+    def back(pending: Arrays, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
+        made, grads = cotangents
+        landed = {p: g.astype(pending[p].dtype) if p in pending else reduce(routes[p], g) for p, g in grads.items()}
+        landed, made = _after(landed, made)
+        shapes = {path: jax.ShapeDtypeStruct(values[path].shape, values[path].dtype) for path in pending}
+        to_values = {p: jnp.zeros(shapes[p].shape, shapes[p].dtype) if p in pending else landed[p] for p in grads}
+        return to_values, {path: landed[path] for path in pending}, made
+
+    run.defvjp(lambda values, pending, made: (run(values, pending, made), pending), back)
+    return run(values, pending, made)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import jax.extend.core as jex
 from jax import lax
 
 from fsdp_jax.jaxprs import scan_arguments
-from fsdp_jax.pipeline import LayerScan, Stage, UnitChain
+from fsdp_jax.pipeline import LayerScan, Stage, UnitChain, gather_behind, is_float
 from fsdp_jax.travel import Route, gather, site_of
 
 Prefetch = Literal["none", "post", "pre"]
@@ -140,15 +140,59 @@ def _replay(plan: _Plan, jaxpr: jex.Jaxpr, args: Sequence[Any], given: Gathered 
     env: _Env = dict(zip(_arguments(jaxpr), args, strict=True))
     if given is not None:
         _run(plan, jaxpr, jaxpr.eqns, env, given)
-    else:
-        rest = list(jaxpr.eqns)
-        for chain in _chains(jaxpr):
-            start, end = rest.index(chain.units[0]), rest.index(chain.units[-1])
-            _run(plan, jaxpr, [*rest[:start], *chain.early], env, None)
+        return _read(env, jaxpr.outvars)
+    rest = list(jaxpr.eqns)
+    chains = {id(chain.units[0]): chain for chain in _chains(jaxpr)}
+    while rest:
+        at = next((n for n, eqn in enumerate(rest) if id(eqn) in chains or _is_layers(plan, eqn)), None)
+        if at is None:
+            break
+        chain = chains.get(id(rest[at]))
+        end = at if chain is None else _position(rest, chain.units[-1])
+        before, layers, rest = rest[:at], rest[at : end + 1], rest[end + 1 :]
+        late = _late(before, layers, rest)
+        _run(plan, jaxpr, [eqn for eqn in before if all(eqn is not each for each in late)], env, None)
+        if chain is None:
+            _run(plan, jaxpr, layers, env, None)
+        else:
+            _run(plan, jaxpr, chain.early, env, None)
             chain.run(plan, env)
-            rest = rest[end + 1 :]
-        _run(plan, jaxpr, rest, env, None)
+        _gather_late(plan, late, layers, env)
+    _run(plan, jaxpr, rest, env, None)
     return _read(env, jaxpr.outvars)
+
+
+def _position(eqns: Sequence[jex.JaxprEqn], eqn: jex.JaxprEqn) -> int:
+    return next(n for n, each in enumerate(eqns) if each is eqn)
+
+
+def _is_layers(plan: _Plan, eqn: jex.JaxprEqn) -> bool:
+    return eqn.primitive.name == "scan" and bool(_paths(eqn)) and _Scan(plan, eqn).liftable
+
+
+def _late(
+    before: Sequence[jex.JaxprEqn], layers: Sequence[jex.JaxprEqn], after: Sequence[jex.JaxprEqn]
+) -> list[jex.JaxprEqn]:
+    """The gathers before some layers of what is needed only behind them: the head."""
+    used = {v for eqn in [*before, *layers] for v in eqn.invars if not isinstance(v, jex.Literal)}
+    needed = {v for eqn in after for v in eqn.invars if not isinstance(v, jex.Literal)}
+    return [eqn for eqn in before if site_of(eqn) and eqn.outvars[0] not in used and eqn.outvars[0] in needed]
+
+
+def _gather_late(plan: _Plan, late: Sequence[jex.JaxprEqn], layers: Sequence[jex.JaxprEqn], env: _Env) -> None:
+    """Gathers them behind the layers; on the way back their gradients are reduced before the layers begin."""
+    made = [v for eqn in layers for v in eqn.outvars if v in env and is_float(env[v])]
+    if not late or not made:
+        for eqn in late:
+            env[eqn.outvars[0]] = gather(plan.routes[str(site_of(eqn))], *_read(env, eqn.invars))
+        return
+    paths = [str(site_of(eqn)) for eqn in late]
+    shards = {path: _read(env, eqn.invars) for path, eqn in zip(paths, late, strict=True)}
+    values = {path: at[0] for path, at in shards.items()}
+    pending = {path: at[1] for path, at in shards.items() if len(at) > 1}
+    out, gathered = gather_behind(plan.routes, values, pending, [env[v] for v in made])
+    env.update(zip(made, out, strict=True))
+    env.update((eqn.outvars[0], gathered[path]) for path, eqn in zip(paths, late, strict=True))
 
 
 def _run(plan: _Plan, jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: _Env, given: Gathered | None) -> None:
@@ -269,7 +313,7 @@ class _Chain:
         self.jaxpr, self.units = jaxpr, units
         self.early: list[jex.JaxprEqn] = []
         self.stages: list[list[jex.JaxprEqn]] = [[]]
-        start, end = jaxpr.eqns.index(units[0]), jaxpr.eqns.index(units[-1])
+        start, end = _position(jaxpr.eqns, units[0]), _position(jaxpr.eqns, units[-1])
         made: set[Any] = set()
         for eqn in jaxpr.eqns[start : end + 1]:
             is_unit = any(eqn is unit for unit in units)

@@ -122,7 +122,7 @@ def optimizer() -> optax.GradientTransformation:
 
 def make_model(case: Case) -> Any:
     """`fully_shard` wants a function of rngs."""
-    return (lambda rngs: CNN(rngs=rngs)) if case.model is CNN else case.model
+    return (lambda rngs: case.model(rngs=rngs)) if isinstance(case.model, type) else case.model
 
 
 Run = tuple[list[float], dict[str, np.ndarray]]

@@ -108,10 +108,14 @@ def test_units_that_fit_nothing(units, said):
 
 
 def gathers(sharded, **settings):
-    """{parameter: times a step} that it is gathered as the program is given to XLA."""
+    """{kernel or table: times a step} that it is gathered. (No gradient needs a bias again.)"""
     found = traffic(sharded, sharded.train_step(next_token_loss, **settings), TOKENS)
     one = "optimization_barrier" if settings.get("local_batch") is False else "all_gather"
-    return {path: times for (operation, path), times in found.items() if operation == one and path}
+    return {
+        path: times
+        for (operation, path), times in found.items()
+        if operation == one and re.search("kernel|embedding", path)
+    }
 
 
 @pytest.mark.parametrize("local_batch", [None, False])
@@ -239,7 +243,7 @@ def test_dropout_differs_between_devices_where_each_sees_its_own_batch():
     assert float(first["loss"]) != float(second["loss"])
 
 
-KERNELS = ("16x48", "16x64", "64x16", "40x16")
+KERNELS = ("16x48", "16x64", "64x16")
 
 
 @pytest.fixture

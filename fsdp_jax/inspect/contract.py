@@ -190,13 +190,23 @@ def _judged(expected: Sequence[Expected], collectives: Sequence[Collective]) -> 
     for collective in collectives:
         for shape, path, sent in _operands(collective):
             role: Role = "gather" if collective.op == "all-gather" else "reduce"
-            if path not in paths or (path, role) not in served:
+            several = collective.op == "all-reduce" and not _fits(shape, served.get((path, role)))
+            if path not in paths or (path, role) not in served or several:
                 lost.append((collective, shape, path, sent))
                 continue
             served[path, role].found.append((collective.op, collective.dtype, sent, collective.sliced))
-    foreign = _matched(served, lost)
-    found = [v for (path, role), each in served.items() for v in _violations(path, role, each)]
+    foreign, together = _matched(served, lost)
+    small = [each for (_, role), each in served.items() if role == "reduce" and not each.found]
+    if sum(each.budget for each in small) <= TOLERANCE * together + SLACK:
+        for each in small:
+            each.expected.clear()  # they travelled together
+    found = [v for (path, role), each in served.items() if each.expected for v in _violations(path, role, each)]
     return [*found, *foreign]
+
+
+def _fits(shape: tuple[int, ...], served: _Served | None) -> bool:
+    """Whether it can be one parameter's: XLA sends small gradients as one array, under the name of one of them."""
+    return served is not None and any(prod(shape) <= prod(other) for e in served.expected for other in e.shapes)
 
 
 def _operands(collective: Collective) -> list[tuple[tuple[int, ...], str, int]]:
@@ -211,8 +221,7 @@ def _operands(collective: Collective) -> list[tuple[tuple[int, ...], str, int]]:
 
 def _matched(
     served: dict[tuple[str, Role], _Served], lost: Sequence[tuple[Collective, tuple[int, ...], str, int]]
-) -> list[Violation]:
-    """Gives what names no parameter to one of its shape that still lacks bytes; what is left are violations."""
+ no parameter to one of its shape that still lacks bytes; what is left are violations."""
     foreign: dict[tuple[str, str, str], int] = {}
     for collective, shape, name, sent in sorted(lost, key=lambda each: -each[3]):
         role: Role = "gather" if collective.op == "all-gather" else "reduce"
@@ -228,14 +237,14 @@ def _matched(
         foreign[text, name, collective.op] = foreign.get((text, name, collective.op), 0) + sent
     # Gradients of small leaves travel together, as one array of no leaf's shape.
     small = sum(max(0, each.budget - each.sent) for (_, role), each in served.items() if role == "reduce")
-    violations = []
+    violations, together = [], 0
     for (text, name, op), sent in sorted(foreign.items(), key=lambda item: item[1]):
         if op == "all-reduce" and sent <= small + SLACK:
-            small -= sent
+            small, together = small - sent, together + sent
             continue
         cause = "a sharded operand was not gathered where it is used, or the model mixes the examples of a batch"
         violations.append(Violation("", f"an activation travels, {text}{f' ({name})' if name else ''}", sent, cause))
-    return violations
+    return violations, together
 
 
 def _alike(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -3,6 +3,7 @@
 import re
 
 _SCOPE = re.compile(r"fsdp\.(?:gather|reduce)\[([^\]]*)\]")
+_FACTORED = re.compile(r"fsdp\.(?:gather|reduce)\[([^\]()]*)\(([^()]*\].*)")
 _WRAPPER = re.compile(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)")
 _NOISE = re.compile(
     r"|jit\(.*\)|pjit|shard_map|while|scan|cond|body|branch_\d+_fun|closed_call|core_call|remat2?|checkpoint"
@@ -11,7 +12,14 @@ _NOISE = re.compile(
 
 
 def scopes(op_name: str) -> list[str]:
-    """The parameters named by `fsdp.gather[...]` and `fsdp.reduce[...]`, one per operation that was combined."""
+    """The parameters named by `fsdp.gather[...]` and `fsdp.reduce[...]`, one per operation that was combined.
+
+    What XLA factored out may end inside a bracket that stands inside parentheses, which the parts then close:
+    `jvp(fsdp.gather[mlp/(up])/all_gather:down])/all_gather)`.
+    """
+    inside = _FACTORED.search(op_name)
+    if inside:
+        return [inside.group(1) + part.partition("]")[0] for part in inside.group(2).split(":")]
     found = [_SCOPE.search(name) for name in expand(op_name)]
     return [scope.group(1) for scope in found if scope]
 

@@ -102,9 +102,7 @@ class GPT(nnx.Module):
     `params` stream, and a `dropout` stream where dropout is above 0. `attention` replaces the attention of every block.
     """
 
-    def __init__(
-        self, config: GPTConfig, *, rngs: nnx.Rngs, attention: layers.Attention = jax.nn.dot_product_attention
-    ):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs, attention: layers.Attention = layers.blockwise_attention):
         V, T, D, dtype = config.padded_vocab_size, config.sequence_length, config.width, config.dtype
         self.config = config
         self.embed = layers.embedding(V, D, dtype=dtype, rngs=rngs)

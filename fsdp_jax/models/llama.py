@@ -167,7 +167,7 @@ class Llama(nnx.Module):
     """
 
     def __init__(
-        self, config: LlamaConfig, *, rngs: nnx.Rngs, attention: layers.Attention = jax.nn.dot_product_attention
+        self, config: LlamaConfig, *, rngs: nnx.Rngs, attention: layers.Attention = layers.blockwise_attention
     ):
         V, D, dtype = config.vocab_size, config.width, config.dtype
         self.config = config

@@ -165,6 +165,8 @@ class Config:
     """no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard, hybrid_shard_zero2."""
     remat: Literal["none", "full"] = "none"
     """Keep activations for the backward pass, or recompute each unit."""
+    prefetch: Literal["none", "post", "pre"] = "none"
+    """Gather the next unit while one computes (pre), as one has computed on the way back (post), or as XLA will."""
     output: str = "output/run"
     """Directory of the run: config.yaml, metrics.jsonl, checkpoints, layout.json."""
     model: ModelConfig = ModelConfig()

@@ -1,7 +1,7 @@
 """From a configuration to the objects of a run. Nothing below here sees the configuration."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import use_virtual_devices
 from fsdp_jax.mesh import make_mesh
 from fsdp_jax.models import FAMILIES, next_token_loss
-from fsdp_jax.planner import choose_platforms
+from fsdp_jax.planner import choose_platforms, parse_topology
 from fsdp_jax.precision import Precision
 from fsdp_jax.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, UnitsConfig
 from fsdp_jax.units import Units
@@ -56,16 +56,21 @@ class Data:
     evaluation: Callable[[], Iterator[Batch]] | None
 
 
-def build(config: Config) -> Run:
+def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     """Mesh, model, optimizer, layout and steps; nothing is allocated or compiled.
+
+    Args:
+        config: all of it.
+        devices: to lay it out on, which need not be there; this machine's, or `train.devices` virtual ones, if None.
 
     Raises:
         ConfigError: what does not fit, with its key.
 
     """
-    start_devices(config.train.devices)
+    if devices is None:
+        start_devices(config.train.devices)
     try:
-        return _build(config)
+        return _build(config, devices)
     except ConfigError:
         raise
     except ValueError as error:  # the library's own refusals: all of them speak of arguments, which are keys here
@@ -79,9 +84,21 @@ def start_devices(virtual: int | None) -> None:
         use_virtual_devices(virtual)
 
 
-def _build(config: Config) -> Run:
+def topology_devices(name: str) -> list[jax.Device]:
+    """The devices of a machine that need not be there, for `build`.
+
+    Raises:
+        ConfigError: no such machine, or no compiler for it.
+
+    """
+    topology = parse_topology(name)
+    start_devices(topology.size if topology.hardware.platform == "cpu" else None)
+    return topology.devices()
+
+
+def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
     train, precision = config.train, config.precision
-    mesh = make_mesh(config.mesh.data, config.mesh.replica)
+    mesh = make_mesh(config.mesh.data, config.mesh.replica, devices=devices)
     _check_batch(train.global_batch_size, mesh.size, train.accumulation)
     length = config.data.sequence_length
     family = FAMILIES[config.model.family]
@@ -95,11 +112,11 @@ def _build(config: Config) -> Run:
         make_units(config.units),
         precision=Precision(precision.param, precision.compute, precision.reduce, precision.output),
         remat=config.remat,
+        prefetch=config.prefetch,
     )
     step = sharded.train_step(
         partial(next_token_loss, train=True),
         accumulation=train.accumulation,
-        local_batch=True,
         deferred_reduction=train.deferred_reduction,
         clip=config.optimizer.clip,
         abort_after=train.abort_after,

@@ -1,6 +1,7 @@
 """Llama against the same mathematics in NumPy, and by what it does: causality, layouts that agree, counts, errors."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from fsdp_jax.models import layers
 from fsdp_jax.models.layers import next_token_loss
 from fsdp_jax.models.llama import PRESETS, Llama, LlamaConfig, flops_per_token, parameter_count, preset, rotary
 
@@ -201,3 +203,20 @@ def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
 def test_mistakes_are_explained(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_in_blocks_is_attention(causal):
+    keys = jax.random.split(jax.random.key(0), 4)
+    T = 3 * layers.BLOCK
+    query = jax.random.normal(keys[0], (2, T, 4, 8))
+    key, value = (jax.random.normal(each, (2, T, 2, 8)) for each in keys[1:3])
+    weight = jax.random.normal(keys[3], query.shape)
+
+    def loss(attention, *args):
+        return (attention(*args, is_causal=causal) * weight).sum()
+
+    blocks = jax.value_and_grad(partial(loss, layers.blockwise_attention), (0, 1, 2))(query, key, value)
+    whole = jax.value_and_grad(partial(loss, jax.nn.dot_product_attention), (0, 1, 2))(query, key, value)
+    for ours, theirs in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)

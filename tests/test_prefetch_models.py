@@ -1,0 +1,247 @@
+"""What users write, prefetched: the layers are found, the gradients are right, and what stays where it was is named."""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from reference import Case, alone, check, train
+
+import fsdp_jax as fsdp
+
+pytestmark = pytest.mark.core
+
+WIDTH, STEPS = 16, 2
+
+
+@dataclass(frozen=True)
+class Toy(Case):
+    """A model of [rows, WIDTH] floats."""
+
+    units: Any = ("Layer",)
+
+    def batch(self, step: int, rows: int = 16) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(step)
+        return {"x": random.normal(size=(rows, WIDTH)).astype(np.float32)}
+
+
+def loss(model, batch):
+    return jnp.sum((model(batch["x"]) - jnp.flip(batch["x"], 1)) ** 2), batch["x"].shape[0]
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.scale = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Param(jnp.ones(WIDTH))
+
+    def __call__(self, x, gain=1.0):
+        return x + jnp.tanh(self.up(x)) * self.scale[...][None] * gain
+
+    def gate(self):
+        return jnp.mean(self.scale[...])
+
+
+def stack(count, rngs):
+    return nnx.vmap(lambda keys: Layer(keys), in_axes=0, out_axes=0)(rngs.split(count))
+
+
+def carried(layer, x):
+    return layer(x), None
+
+
+def scanned(layers, x, **settings):
+    return nnx.scan(carried, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0), **settings)(layers, x)[0]
+
+
+class Base(nnx.Module):
+    """Layers in a list, or in a stack."""
+
+    layers = 3
+    stacked = False
+
+    def __init__(self, rngs):
+        self.inner = stack(self.layers, rngs) if self.stacked else nnx.List([Layer(rngs) for _ in range(self.layers)])
+        self.bias = nnx.Param(jnp.full(WIDTH, 0.1))
+
+    def __call__(self, x):
+        if self.stacked:
+            return scanned(self.inner, x) + self.bias[...][None]
+        for layer in self.inner:
+            x = layer(x)
+        return x + self.bias[...][None]
+
+
+class Stacked(Base):
+    stacked = True
+
+
+class One(Base):
+    layers = 1
+
+
+class OneStacked(Stacked):
+    layers = 1
+
+
+class Two(Base):
+    layers = 2
+
+
+class TwoStacked(Stacked):
+    layers = 2
+
+
+class Reversed(Stacked):
+    def __call__(self, x):
+        return scanned(self.inner, x, reverse=True)
+
+
+class InsAndOuts(Stacked):
+    """Each layer has an input and an output of its own, an integer is carried, and a trained bias is closed over."""
+
+    def __call__(self, x):
+        bias = self.bias[...][None]
+
+        def body(layer, carry, gain):
+            (x, count), before = carry, carry[0]
+            x = layer(x, gain) + bias
+            return (x, count + 1), (x * gain, before.sum(1), count)
+
+        gains = jnp.linspace(0.5, 1.5, self.layers) * self.bias[...][0]
+        scan = nnx.scan(body, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        (x, count), (outs, sums, counts) = scan(self.inner, (x, jnp.int32(0)), gains)
+        return x + outs.sum(0) + 0.1 * sums.mean(0)[:, None] * (count + counts.sum())
+
+
+class Keys(Stacked):
+    """A random key goes through the scan."""
+
+    def __call__(self, x):
+        def body(layer, carry):
+            x, key = carry
+            key, now = jax.random.split(key)
+            return (layer(x) * jax.random.bernoulli(now, 0.5, (WIDTH,))[None], key), None
+
+        scan = nnx.scan(body, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))
+        return scan(self.inner, (x, jax.random.key(7)))[0][0]
+
+
+class Nested(nnx.Module):
+    """A scan over groups of a scan over layers."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(nnx.vmap(lambda keys: Layer(keys), in_axes=0, out_axes=0), in_axes=0, out_axes=0)
+        self.inner = make(rngs.split((2, 3)))
+
+    def __call__(self, x):
+        def group(layers, x):
+            return scanned(layers, x) * 0.9, None
+
+        return nnx.scan(group, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))(self.inner, x)[0]
+
+
+class InPairs(Stacked):
+    """The body of the scan calls two layers, slices of what it is given."""
+
+    layers = 4
+
+    def __call__(self, x):
+        graphdef, state = nnx.split(self.inner)
+        pairs = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), state)
+
+        def body(x, pair):
+            for i in range(2):
+                x = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], pair))(x)
+            return x, None
+
+        return jax.lax.scan(body, x, pairs)[0]
+
+
+class Grouped(Base):
+    """The user's own checkpoint around two layers each."""
+
+    layers = 4
+
+    def __call__(self, x):
+        for first, second in ((0, 1), (2, 3)):
+            x = nnx.remat(lambda a, b, x: b(a(x)))(self.inner[first], self.inner[second], x)
+        return x
+
+
+class Jitted(Base):
+    def __call__(self, x):
+        for layer in self.inner:
+            x = nnx.jit(lambda layer, x: layer(x))(layer, x)
+        return x
+
+
+class Shared(Base):
+    """A layer that is used twice."""
+
+    def __call__(self, x):
+        for i in (0, 1, 0, 2):
+            x = self.inner[i](x)
+        return x
+
+
+class EncoderDecoder(nnx.Module):
+    def __init__(self, rngs):
+        self.encoder = nnx.List([Layer(rngs) for _ in range(2)])
+        self.decoder = stack(3, rngs)
+
+    def __call__(self, x):
+        seen = x
+        for layer in self.encoder:
+            seen = layer(seen)
+
+        def body(layer, y):
+            return layer(y) + 0.1 * seen, None
+
+        return nnx.scan(body, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))(self.decoder, x)[0]
+
+
+class Skips(Base):
+    """Every layer sees what all before it made."""
+
+    def __call__(self, x):
+        made = [x]
+        for layer in self.inner:
+            made.append(layer(sum(made)))
+        return made[-1] + made[1] * self.bias[...][None]
+
+
+# All of the following are taken as they are: nothing is said, and every unit's parameters are moved.
+FOUND = [
+    Base, Stacked, Two, TwoStacked, Reversed, InsAndOuts, Keys, Nested, InPairs, Grouped, Jitted, Shared,
+    EncoderDecoder, Skips,
+]  # fmt: skip
+
+
+def run(model, prefetch, said=None, **settings):
+    case = Toy(model, loss, settings.pop("units", ("Layer",)))
+    says = pytest.warns(fsdp.SlowerWarning, match=said) if said else contextlib.nullcontext()
+    with says:
+        found, step = train(case, fsdp.make_mesh(data=8), steps=STEPS, prefetch=prefetch, **settings)
+    check(found, alone(Toy(model, loss), settings.get("accumulation", 1), steps=STEPS))
+    in_units = {path for path, route in step.plan.routes.items() if route.unit is not None}
+    assert step.plan.report.moved | set(step.plan.report.left) == in_units, "each is moved, or named"
+    return step.plan.report
+
+
+@pytest.mark.parametrize("model", FOUND)
+@pytest.mark.parametrize("prefetch", ["post", "pre"])
+def test_layers_are_found_wherever_they_stand(model, prefetch):
+    assert not run(model, prefetch).left
+
+
+@pytest.mark.parametrize("model", [InsAndOuts, EncoderDecoder, Shared])
+def test_so_they_are_by_annotations(model):
+    run(model, "pre", "reduced before the next one computes", local_batch=False)
+
+
+@pytest.mark.parametrize("model", [InsAndOuts, Shared, Nested])
+def test_and_with_gradients_that_wait(model):
+    run(model, "pre", accumulation=2, deferred=True, remat="full")
