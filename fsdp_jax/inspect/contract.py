@@ -221,7 +221,11 @@ def _operands(collective: Collective) -> list[tuple[tuple[int, ...], str, int]]:
 
 def _matched(
     served: dict[tuple[str, Role], _Served], lost: Sequence[tuple[Collective, tuple[int, ...], str, int]]
- no parameter to one of its shape that still lacks bytes; what is left are violations."""
+) -> tuple[list[Violation], int]:
+    """Gives what names no parameter to one of its shape that still lacks bytes.
+
+    Returns what is left, as violations, and the bytes of small gradients that travelled together.
+    """
     foreign: dict[tuple[str, str, str], int] = {}
     for collective, shape, name, sent in sorted(lost, key=lambda each: -each[3]):
         role: Role = "gather" if collective.op == "all-gather" else "reduce"
