@@ -4,6 +4,7 @@ Every byte of the program is given to the parameter that it serves: by the scope
 collectives, and where XLA has lost that, by the shape. What serves no parameter is an activation, and a violation.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -187,10 +188,14 @@ def _judged(expected: Sequence[Expected], collectives: Sequence[Collective]) -> 
         served.setdefault((each.path, each.role), _Served()).expected.append(each)
     paths = {each.path for each in expected}
     lost: list[tuple[Collective, tuple[int, ...], str, int]] = []
+    flat: Counter[str] = Counter()
+    for collective in collectives:
+        flat.update({path: sent for shape, path, sent in _operands(collective) if len(shape) == 1})
     for collective in collectives:
         for shape, path, sent in _operands(collective):
             role: Role = "gather" if collective.op == "all-gather" else "reduce"
-            several = collective.op == "all-reduce" and not _fits(shape, served.get((path, role)))
+            # XLA sends small gradients as one flat array, under the name of one of them.
+            several = collective.op == "all-reduce" and len(shape) == 1 and flat[path] > _most(served.get((path, role)))
             if path not in paths or (path, role) not in served or several:
                 lost.append((collective, shape, path, sent))
                 continue
@@ -198,15 +203,14 @@ def _judged(expected: Sequence[Expected], collectives: Sequence[Collective]) -> 
     foreign, together = _matched(served, lost)
     small = [each for (_, role), each in served.items() if role == "reduce" and not each.found]
     if sum(each.budget for each in small) <= TOLERANCE * together + SLACK:
-        for each in small:
-            each.expected.clear()  # they travelled together
+        for with_others in small:
+            with_others.expected.clear()
     found = [v for (path, role), each in served.items() if each.expected for v in _violations(path, role, each)]
     return [*found, *foreign]
 
 
-def _fits(shape: tuple[int, ...], served: _Served | None) -> bool:
-    """Whether it can be one parameter's: XLA sends small gradients as one array, under the name of one of them."""
-    return served is not None and any(prod(shape) <= prod(other) for e in served.expected for other in e.shapes)
+def _most(served: _Served | None) -> float:
+    return TOLERANCE * served.budget_of("all-reduce") + SLACK if served else 0
 
 
 def _operands(collective: Collective) -> list[tuple[tuple[int, ...], str, int]]:
