@@ -5,11 +5,11 @@ collectives, and where XLA has lost that, by the shape. What serves no parameter
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -26,8 +26,10 @@ from fsdp_jax.table import text_table
 from fsdp_jax.tree import PyTree
 
 TOLERANCE = 1.02
-SLACK = 4096
-"""Bytes for the sums of loss, count and norms."""
+MATERIAL = 0.002
+"""Of what a step declares. Compilers pad small parameters and send them by whatever they have: that is no violation."""
+SCALARS = 64
+"""Elements of an array that may travel unexplained: the loss, the count, the norms."""
 
 
 @dataclass(frozen=True)
@@ -155,137 +157,191 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
     program = read_program(text, mesh.shape)
     expected = expected_of(plan)
     parts = data_axes(mesh)
-    violations = [*_judged(expected, program.collectives), *map(_replicated, _whole(plan)), *map(_repeated, repeated)]
+    traffic = _judged(expected, program.collectives, plan.layout.by_path)
+    violations = [*traffic, *map(_replicated, _whole(plan)), *map(_repeated, repeated)]
     cpu = mesh.devices.flat[0].platform == "cpu"
     note = "XLA:CPU sends bfloat16 as float32; compile for a topology to see what an accelerator sends" if cpu else ""
     order = sorted(violations, key=lambda violation: -violation.bytes)
     return Contract(expected, program.collectives, order, program.unread, note, parts)
 
 
-@dataclass
-class _Served:
-    """What serves one parameter, one way."""
+class _Sent(NamedTuple):
+    """One operand of a collective: what is sent of one array, all executions of a step."""
 
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: str
+    bytes: int
+    sliced: bool
+
+
+@dataclass
+class _Account:
+    """What is declared for one parameter, one way, and what is sent for it."""
+
+    path: str
+    role: Role
     expected: list[Expected] = field(default_factory=list)
-    found: list[tuple[str, str, int, bool]] = field(default_factory=list)  # op, dtype, bytes, sliced
+    found: list[_Sent] = field(default_factory=list)
 
     @property
     def budget(self) -> int:
         return sum(each.bytes for each in self.expected)
 
-    def budget_of(self, op: str) -> int:
-        """What it would send by this operation: an all-reduce in place of a reduce-scatter sends twice as much."""
-        return sum(each.bytes * (2 if op == "all-reduce" != each.op else 1) for each in self.expected)
+    @property
+    def dtype(self) -> str:
+        return self.expected[0].dtype
 
     @property
     def sent(self) -> int:
-        return sum(sent for _, _, sent, _ in self.found)
+        return sum(each.bytes for each in self.found)
+
+    def room(self, op: str, *, instead: bool) -> int:
+        """Bytes that it lacks by this operation; or by it in place of another, all-reduces counted twice."""
+        if instead:
+            return sum(each.bytes * (2 if op == "all-reduce" != each.op else 1) for each in self.expected) - self.sent
+        declared = sum(each.bytes for each in self.expected if each.op == op)
+        return declared - sum(each.bytes for each in self.found if each.op == op)
+
+    def alike(self, shape: tuple[int, ...]) -> bool:
+        return any(_alike(shape, other) for each in self.expected for other in each.shapes)
 
 
-def _judged(expected: Sequence[Expected], collectives: Sequence[Collective]) -> list[Violation]:
-    served: dict[tuple[str, Role], _Served] = {}
+_ROLES: dict[str, tuple[Role, ...]] = {"all-gather": ("gather",), "reduce-scatter": ("reduce",)}
+
+
+def _judged(expected: Sequence[Expected], collectives: Sequence[Collective], paths: Container[str]) -> list[Violation]:
+    accounts: dict[tuple[str, Role], _Account] = {}
     for each in expected:
-        served.setdefault((each.path, each.role), _Served()).expected.append(each)
-    paths = {each.path for each in expected}
-    lost: list[tuple[Collective, tuple[int, ...], str, int]] = []
-    flat: Counter[str] = Counter()
-    for collective in collectives:
-        flat.update({path: sent for shape, path, sent in _operands(collective) if len(shape) == 1})
-    for collective in collectives:
-        for shape, path, sent in _operands(collective):
-            role: Role = "gather" if collective.op == "all-gather" else "reduce"
-            # XLA sends small gradients as one flat array, under the name of one of them.
-            several = collective.op == "all-reduce" and len(shape) == 1 and flat[path] > _most(served.get((path, role)))
-            if path not in paths or (path, role) not in served or several:
-                lost.append((collective, shape, path, sent))
-                continue
-            served[path, role].found.append((collective.op, collective.dtype, sent, collective.sliced))
-    foreign, together = _matched(served, lost)
-    small = [each for (_, role), each in served.items() if role == "reduce" and not each.found]
-    if sum(each.budget for each in small) <= TOLERANCE * together + SLACK:
-        for with_others in small:
-            with_others.expected.clear()
-    found = [v for (path, role), each in served.items() if each.expected for v in _violations(path, role, each)]
-    return [*found, *foreign]
+        accounts.setdefault((each.path, each.role), _Account(each.path, each.role)).expected.append(each)
+    lost = []
+    for sent in (operand for collective in collectives for operand in _operands(collective)):
+        roles = _ROLES.get(sent.op, ("reduce", "gather"))
+        if sent.path in paths and len(sent.shape) > 1:
+            role = max(roles, key=lambda role: _room(accounts.get((sent.path, role)), sent))  # noqa: B023
+            accounts.setdefault((sent.path, role), _Account(sent.path, role)).found.append(sent)
+        else:
+            lost.append(sent)
+    foreign: dict[_Sent, int] = {}
+    for sent in sorted(lost, key=lambda sent: -sent.bytes):
+        if left := _placed(accounts.values(), sent):
+            foreign[left._replace(bytes=0)] = foreign.get(left._replace(bytes=0), 0) + left.bytes
+    material = sum(each.bytes for each in expected) * MATERIAL
+    found = [violation for each in accounts.values() for violation in _violations(each, material)]
+    return [*found, *(_foreign(sent._replace(bytes=size), accounts.values()) for sent, size in foreign.items())]
 
 
-def _most(served: _Served | None) -> float:
-    return TOLERANCE * served.budget_of("all-reduce") + SLACK if served else 0
+def _room(account: _Account | None, sent: _Sent) -> int:
+    return account.room(sent.op, instead=True) if account else -1
 
 
-def _operands(collective: Collective) -> list[tuple[tuple[int, ...], str, int]]:
-    """(shape, path, bytes) of each."""
+def _operands(collective: Collective) -> Iterator[_Sent]:
     sizes = [prod(shape) for shape in collective.shapes]
     whole = max(sum(sizes), 1)
-    return [
-        (shape, path, collective.bytes * size // whole)
-        for shape, path, size in zip(collective.shapes, collective.paths, sizes, strict=True)
-    ]
+    for shape, path, size in zip(collective.shapes, collective.paths, sizes, strict=True):
+        part = collective.bytes * size // whole
+        yield _Sent(collective.op, collective.dtype, shape, path, part, collective.sliced)
 
 
-def _matched(
-    served: dict[tuple[str, Role], _Served], lost: Sequence[tuple[Collective, tuple[int, ...], str, int]]
-) -> tuple[list[Violation], int]:
-    """Gives what names no parameter to one of its shape that still lacks bytes.
+def _placed(accounts: Collection[_Account], sent: _Sent) -> _Sent | None:
+    """Gives what names no parameter to those that lack it; returns what is left.
 
-    Returns what is left, as violations, and the bytes of small gradients that travelled together.
+    An array of a parameter's shape is that parameter. Small arrays travel together, flattened: theirs is shared out.
     """
-    foreign: dict[tuple[str, str, str], int] = {}
-    for collective, shape, name, sent in sorted(lost, key=lambda each: -each[3]):
-        role: Role = "gather" if collective.op == "all-gather" else "reduce"
-        keys = [
-            key for key, each in served.items()
-            if key[1] == role and each.sent + sent <= TOLERANCE * each.budget_of(collective.op) + SLACK
-            and any(_alike(shape, other) for one in each.expected for other in one.shapes)
-        ]  # fmt: skip
-        if keys:
-            served[keys[0]].found.append((collective.op, collective.dtype, sent, collective.sliced))
-            continue
-        text = f"{collective.dtype}{list(shape)} by {collective.op}"
-        foreign[text, name, collective.op] = foreign.get((text, name, collective.op), 0) + sent
-    # Gradients of small leaves travel together, as one array of no leaf's shape.
-    small = sum(max(0, each.budget - each.sent) for (_, role), each in served.items() if role == "reduce")
-    violations, together = [], 0
-    for (text, name, op), sent in sorted(foreign.items(), key=lambda item: item[1]):
-        if op == "all-reduce" and sent <= small + SLACK:
-            small, together = small - sent, together + sent
-            continue
-        cause = "a sharded operand was not gathered where it is used, or the model mixes the examples of a batch"
-        violations.append(Violation("", f"an activation travels, {text}{f' ({name})' if name else ''}", sent, cause))
-    return violations, together
+    roles, named = _ROLES.get(sent.op, ("reduce", "gather")), sent.path.split("+")
+    fits = [each for each in accounts if each.role in roles and each.expected]
+    fits.sort(key=lambda each: (each.path not in named, roles.index(each.role), each.dtype != sent.dtype))
+    for instead in (False, True):
+        for each in fits:
+            if each.alike(sent.shape) and sent.bytes <= TOLERANCE * each.room(sent.op, instead=instead):
+                each.found.append(sent)
+                return None
+    for instead in (False, True) if len(sent.shape) < 2 else ():
+        for group in ([each for each in fits if each.path in named], fits):
+            sent = _shared(group, sent, instead=instead)
+    return sent if sent.bytes and prod(sent.shape) > SCALARS else None
+
+
+def _shared(accounts: Sequence[_Account], sent: _Sent, *, instead: bool) -> _Sent:
+    """Shares bytes out in proportion to what each lacks; returns the rest."""
+    rooms = [max(0, each.room(sent.op, instead=instead)) for each in accounts]
+    given = min(sent.bytes, sum(rooms))
+    for each, room in zip(accounts, rooms, strict=True):
+        if part := given * room // max(1, sum(rooms)):
+            each.found.append(sent._replace(bytes=part))
+    return sent._replace(bytes=sent.bytes - given)
 
 
 def _alike(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """The same array, transposed or flattened, with or without dims of one."""
-    return sorted(size for size in shape if size > 1) == sorted(size for size in other if size > 1) or (
-        prod(shape) == prod(other) and len(shape) == 1
+    """The same array, transposed, with or without dims of one."""
+    return sorted(size for size in shape if size > 1) == sorted(size for size in other if size > 1)
+
+
+def _foreign(sent: _Sent, accounts: Iterable[_Account]) -> Violation:
+    """What serves no parameter, or one of those of its shape once more than declared."""
+    what = f"{sent.dtype}{list(sent.shape)} by {sent.op}{f' ({sent.path})' if sent.path else ''}"
+    alike = list(dict.fromkeys(each.path for each in accounts if each.alike(sent.shape)))
+    if alike:
+        cause = (
+            "used in several places (a tied head), it is reduced once for each by annotations; local batches, proven "
+            "or promised by local_batch=True, add them up first"
+        )
+        return Violation(" or ".join(alike), f"sent once more than declared, {what}", sent.bytes, cause)
+    cause = (
+        "the loss or the model mixes the examples of a batch, or computes on a sharded operand: look at the operation "
+        "named, and at sharding constraints in the model"
     )
+    return Violation("", f"an activation travels, {what}", sent.bytes, cause)
 
 
-def _violations(path: str, role: Role, each: _Served) -> list[Violation]:
-    """What one parameter's traffic differs in."""
-    done = "gathered" if role == "gather" else "reduced"
+def _excess(each: _Account, done: str, over: int) -> Violation:
+    """More bytes than declared, in the declared dtype."""
+    ops = {one.op for one in each.expected}
+    whole = sum(sent.bytes for sent in each.found if sent.op == "all-reduce")
+    if (
+        each.role == "reduce"
+        and "reduce-scatter" in ops
+        and whole > sum(one.bytes for one in each.expected if one.op == "all-reduce") + over / 2
+    ):
+        cause = "annotations leave that to the compiler; local batches, proven or promised by local_batch=True, do not"
+        return Violation(each.path, "reduced by an all-reduce, declared a reduce-scatter", over, cause)
+    unnamed = next((sent for sent in each.found if sent.path != each.path and sent.path), None)
+    where = f" ({unnamed.path})" if unnamed else ""
+    cause = (
+        "it is used in several places (a tied head), and by annotations each use's gradient is reduced by itself: "
+        "local batches, proven or promised by local_batch=True, add them up first"
+        if each.role == "reduce"
+        else "it is used in several places, or outside its unit: leave it to no unit, and it is gathered once"
+    )
+    return Violation(each.path, f"{done} more often than declared{where}", over, cause)
+
+
+def _violations(each: _Account, material: float) -> Iterator[Violation]:
+    """What one parameter's traffic differs in, the first of it that matters."""
+    done = "gathered" if each.role == "gather" else "reduced"
+    over = each.sent - each.budget
+    if not each.expected:
+        if each.sent > material:
+            yield Violation(each.path, f"{done}, which is not declared", each.sent, "it rests whole, or is not trained")
+        return
     declared = jnp.dtype(each.expected[0].dtype)
-    wide = [(dtype, sent) for _, dtype, sent, _ in each.found if jnp.dtype(dtype).itemsize > declared.itemsize]
-    if wide:
-        sent = sum(sent for _, sent in wide)
-        more = sent - sent * declared.itemsize // jnp.dtype(wide[0][0]).itemsize
-        cause = "the cast moved past the collective: keep the fence (an optimization barrier on the cast shard)"
-        return [Violation(path, f"{done} in {wide[0][0]}, declared {declared}", more, cause)]
-    scatter = sum(one.bytes for one in each.expected if one.op == "reduce-scatter")
-    whole = sum(sent for op, _, sent, _ in each.found if op == "all-reduce")
-    allowed = sum(one.bytes for one in each.expected if one.op == "all-reduce")
-    if scatter and whole > TOLERANCE * allowed + SLACK:
-        cause = "local batches (see local_batch) let it be scattered along each axis of the mesh"
-        what = "reduced by an all-reduce of which each device keeps a part, declared a reduce-scatter"
-        return [Violation(path, what, each.sent - each.budget, cause)]
-    if each.sent > TOLERANCE * each.budget + SLACK:
-        cause = "it is used outside its unit, or by more units than one"
-        return [Violation(path, f"{done} more often than declared", each.sent - each.budget, cause)]
-    if not each.found and each.budget > SLACK:
-        cause = "XLA computes on the shards and sends activations; give the parameter to a unit"
-        return [Violation(path, f"never {done}", 0, cause)]
-    return []
+    other = [sent for sent in each.found if sent.dtype != declared.name]
+    dtype = jnp.dtype(other[0].dtype) if other else declared
+    more = sum(sent.bytes for sent in other) * (dtype.itemsize - declared.itemsize) // dtype.itemsize
+    if abs(more) > material:
+        cause = (
+            "annotations reduce a gradient in the dtype that it is computed in; local batches, proven or promised by "
+            "local_batch=True, in the one asked for"
+            if each.role == "reduce"
+            else "the cast moved past the gather: cast the shard and fence it (an optimization barrier) before it"
+        )
+        yield Violation(each.path, f"{done} in {dtype}, declared {declared}", max(more, 0), cause)
+    elif over > max(material, (TOLERANCE - 1) * each.budget):
+        yield _excess(each, done, over)
+    elif not each.found and each.budget > material:
+        cause = "XLA computes on its shards and sends activations: make the module that uses it a unit"
+        yield Violation(each.path, f"never {done}", 0, cause)
 
 
 def _whole(plan: StepPlan) -> list[Leaf]:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.layout import COPIES
 from fsdp_jax.mesh import DATA, axes_of, batch_axes, data_axes
@@ -36,7 +36,8 @@ class Expected:
         dtype: numpy name of the dtype on the wire.
         axis: mesh axes joined by "+", in the user's words.
         bytes: that a device sends per step.
-        shapes: that the whole array may travel in: one layer of a stack, or all of them.
+        shapes: that the array may travel in: one layer of a stack, or all of them; what is left of it where it is
+            reduced after it was scattered.
 
     """
 
@@ -68,14 +69,15 @@ def expected_of(plan: StepPlan) -> list[Expected]:
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         times = 1 if plan.deferred else plan.accumulation
-        reduced = route.reduce if plan.manual else route.compute
         scattered = _axes(leaf.work)
         rest = tuple(axis for axis in batch_axes(mesh) if axis not in scattered)
         if scattered:
-            found.append(_one(path, "reduce", "reduce-scatter", reduced, plan, scattered, times * size, shapes))
+            found.append(_one(path, "reduce", "reduce-scatter", route.reduce, plan, scattered, times * size, shapes))
         parts = prod(mesh.shape[axis] for axis in scattered)
         if prod(mesh.shape[axis] for axis in rest) > 1:
-            found.append(_one(path, "reduce", "all-reduce", reduced, plan, rest, times * size // parts, shapes))
+            part = NamedSharding(mesh, leaf.work).shard_shape(leaf.shape)
+            kept = part[leaf.stacked :], part
+            found.append(_one(path, "reduce", "all-reduce", route.reduce, plan, rest, times * size // parts, kept))
     return [each for each in found if each.bytes]
 
 

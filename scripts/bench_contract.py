@@ -1,0 +1,143 @@
+"""What each strategy sends per step on H100s and TPU pods, against the least it can send.
+
+    python scripts/bench_contract.py [--models llama2_7b gpt2_xl] [--topologies h100:8 ...] [--json FILE]
+                                     [--strategies full_shard ...] [--prefetch none]
+
+Steps are compiled for machines that need not be there, from configs/llama2_7b.yaml and configs/gpt2_xl.yaml: scanned
+layers, full recomputation, bfloat16 compute, float32 AdamW, one sequence per device.
+
+Conventions
+- Sent bytes are read from the compiled program, loop trips counted, by a ring: (n-1)/n of an array to gather it or to
+  reduce and scatter it, twice that to all-reduce it. What the compiler pads is counted.
+- The limit is the strategy's arithmetic in the declared dtypes (fsdp_jax/inspect/expected.py): 6 bytes per parameter
+  for full_shard, less 2 for what is gathered once for forward and backward (embedding and head); 4 for the others.
+- Hidden bytes: a GEMM, a convolution or an attention kernel runs between start and done. `loop` counts the layer loop.
+- Peak is XLA's own figure for one device, state included.
+- Hybrid strategies: 2 replicas on 8 devices, one replica per host of h100:64x8, 16 x 16 on v5e:16x16.
+- Each program is compiled in a process of its own; --json keeps what is done and goes on from there.
+- Exit code 3 if a ratio exceeds 1.02 or a contract does not hold.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+MODELS = ("llama2_7b", "gpt2_xl")
+TOPOLOGIES = {"h100:8": 2, "h100:64x8": 64, "v5e:16x16": 16, "v5p:2x2x2": 2}
+"""With the number of replicas that hybrid strategies make of each."""
+STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2")
+MOST = 1.02
+GIB = 2.0**30
+
+
+def compile_one(model: str, topology: str, strategy: str, prefetch: str) -> dict[str, Any]:
+    """The row of one program."""
+    from fsdp_jax.inspect.contract import judge
+    from fsdp_jax.planner import parse_topology
+    from fsdp_jax.train.config import load
+    from fsdp_jax.train.run import build
+
+    machine = parse_topology(topology)
+    replicas = TOPOLOGIES.get(topology, 2) if strategy.startswith("hybrid") else 1
+    overrides = {
+        "--strategy": strategy, "--prefetch": prefetch, "--mesh.replica": replicas,
+        "--train.global_batch_size": machine.size,
+    }  # fmt: skip
+    words = [str(word) for pair in overrides.items() for word in pair]
+    run = build(load(CONFIGS / f"{model}.yaml", words), machine.devices())
+    started = time.perf_counter()
+    compiled = run.step.compile(run.batch)
+    seconds = time.perf_counter() - started
+    assert run.step.plan is not None
+    contract = judge(run.step.plan, compiled.as_text())
+    loop = [each for each in contract.collectives if each.loop]
+    hidden = {
+        op: (sum(c.hidden for c in loop if c.op == op), sum(c.bytes for c in loop if c.op == op))
+        for op in ("all-gather", "reduce-scatter")
+    }
+    return {
+        "model": model, "topology": topology, "strategy": strategy, "prefetch": prefetch, "replicas": replicas,
+        "devices": machine.size, "wire_bytes": contract.wire_bytes, "wire_bytes_limit": contract.wire_bytes_limit,
+        "ratio": contract.wire_bytes / contract.wire_bytes_limit, "holds": contract.holds,
+        "violations": [str(violation) for violation in contract.violations] + list(contract.unread),
+        "loop_hidden_bytes": {op: pair[0] for op, pair in hidden.items()},
+        "loop_bytes": {op: pair[1] for op, pair in hidden.items()},
+        "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
+        "state_bytes": run.sharded.layout.per_device(), "compile_s": seconds,
+        "collectives": contract.rows(),
+    }  # fmt: skip
+
+
+def in_child(model: str, topology: str, strategy: str, prefetch: str) -> dict[str, Any]:
+    """`compile_one` in a process of its own: a compiler that fails takes one row with it."""
+    words = [sys.executable, __file__, "--one", model, topology, strategy, prefetch]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    key = {"model": model, "topology": topology, "strategy": strategy, "prefetch": prefetch}
+    if done.returncode:
+        return key | {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """As in the README."""
+    lines = [
+        "| model | topology | strategy | sent GiB | limit GiB | ratio | loop gathers, scatters hidden | peak GiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        where = f"| {row['model']} | {row['topology']} | {row['strategy']} "
+        if "error" in row:
+            lines.append(f"{where}| failed: {row['error'][:80]} | | | | |")
+            continue
+        shares = [
+            f"{100 * row['loop_hidden_bytes'][op] / row['loop_bytes'][op]:.0f}%" if row["loop_bytes"][op] else "-"
+            for op in ("all-gather", "reduce-scatter")
+        ]
+        verdict = "" if row["holds"] else " (contract broken)"
+        sent, limit, peak = (row[name] / GIB for name in ("wire_bytes", "wire_bytes_limit", "peak_bytes"))
+        ratio = f"{row['ratio']:.3f}{verdict}"
+        lines.append(f"{where}| {sent:.2f} | {limit:.2f} | {ratio} | {', '.join(shares)} | {peak:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--topologies", nargs="+", default=tuple(TOPOLOGIES))
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
+    parser.add_argument("--prefetch", default="none", choices=("none", "post", "pre"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(compile_one(*options.one)))
+        return 0
+    done = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    known = {
+        (row["model"], row["topology"], row["strategy"], row["prefetch"]): row for row in done if "error" not in row
+    }
+    rows = []
+    for model in options.models:
+        for topology in options.topologies:
+            for strategy in options.strategies:
+                key = (model, topology, strategy, options.prefetch)
+                row = known.get(key) or in_child(*key)
+                known[key] = row
+                rows.append(row)
+                print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(list(known.values()), indent=1))
+    print(table(rows))
+    if not options.json:
+        print(json.dumps([{name: value for name, value in row.items() if name != "collectives"} for row in rows]))
+    broken = [row for row in rows if "error" in row or not row["holds"] or row["ratio"] > MOST]
+    return 3 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
