@@ -25,8 +25,10 @@ import jax
 import jax.extend.core as jex
 from jax import lax
 
+from fsdp_jax.chain import Stage, UnitChain
 from fsdp_jax.jaxprs import scan_arguments
-from fsdp_jax.pipeline import LayerScan, Stage, UnitChain, gather_behind, is_float
+from fsdp_jax.layerscan import LayerScan
+from fsdp_jax.pipeline import gather_behind, is_float
 from fsdp_jax.travel import Route, gather, site_of
 
 Prefetch = Literal["none", "post", "pre"]
@@ -230,7 +232,11 @@ def _replay_eqn(plan: _Plan, eqn: jex.JaxprEqn, args: list[Any], given: Gathered
     """One eqn that gathers, itself or somewhere inside."""
     path = site_of(eqn)
     if path:
-        return [given[path]] if given and path in given else [gather(plan.routes[path], *args)]
+        if given and path in given:
+            return [given[path]]
+        if given is None and plan.routes[path].unit:
+            plan.report.left.setdefault(path, "no other unit is run just before or after its own")
+        return [gather(plan.routes[path], *args)]
     if _is_transparent(eqn):
         (inner,) = _inner(eqn)
         consts = getattr(eqn.params.get("jaxpr"), "consts", ())

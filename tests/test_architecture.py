@@ -16,10 +16,10 @@ PACKAGE = ROOT.name
 ROOMS = [
     {"errors", "tree", "jaxprs", "table", "mesh", "strategy", "precision", "rules", "models"},
     {"optimizer", "layout", "offload", "remat"},
-    {"travel", "units", "pipeline", "prefetch", "examples", "examples_rules", "model", "nnx", "linen", "state"},
+    {"travel", "units", "pipeline", "layerscan", "chain", "prefetch", "examples", "examples_rules", "model", "nnx", "linen", "state"},
     {"step", "modes", "overlap", "compiled", "api", "checkpoint", "inspect"},
     {"planner", "weights", "data"},
-    {"train", "launch"},
+    {"train", "launch", "testing"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 
 import jax
@@ -12,7 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax.mesh import AXES, DATA, REPLICA, axes_of, batch_axes, check_mesh, make_mesh, replicated, shards_of
+from fsdp_jax.mesh import (
+    AXES,
+    DATA,
+    REPLICA,
+    axes_of,
+    batch_axes,
+    check_mesh,
+    data_axes,
+    known_as,
+    known_spec,
+    make_mesh,
+    replicated,
+    shape_of,
+    shards_of,
+    split_data,
+)
 
 pytestmark = pytest.mark.core
 
@@ -209,3 +224,99 @@ def test_entries_of_a_spec():
     assert [axes_of(entry) for entry in (None, DATA, (REPLICA, DATA))] == [(), (DATA,), (REPLICA, DATA)]
     assert [shards_of(mesh, entry) for entry in (None, DATA, REPLICA, (REPLICA, DATA))] == [1, 4, 2, 8]
     assert replicated(mesh) == NamedSharding(mesh, PartitionSpec())
+
+
+# The axes behind `data`
+
+
+def torus(*sizes: int, slices: int = 1, cores: int = 1) -> list[FakeDevice]:
+    """Chips in row-major order of their places, slices first, cores last."""
+    places = product(range(slices), *map(range, sizes), range(cores))
+    devices = []
+    for number, (where, *coords, core) in enumerate(places):
+        at = (*coords, *[0] * (3 - len(coords)))
+        devices.append(FakeDevice(number, number // 4, where, "tpu", "TPU v5", at, core))
+    return devices
+
+
+def row_mesh(devices: list[FakeDevice], replica: int = 1) -> Mesh:
+    return Mesh(np.array(devices).reshape(replica, -1), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def parts(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(mesh.shape[axis] for axis in data_axes(mesh))
+
+
+@pytest.mark.parametrize(
+    ("devices", "replica", "sizes"),
+    [
+        (torus(16, 16), 1, (16, 16)),
+        (torus(2, 2, 2), 1, (2, 2, 2)),
+        (torus(4, 1, 8), 1, (4, 8)),
+        (torus(8), 1, (8,)),
+        (torus(4, 4, slices=2), 1, (2, 4, 4)),
+        (torus(4, 4, slices=2), 2, (4, 4)),
+        (torus(2, 2, cores=2), 1, (2, 2, 2)),
+        (torus(4, 4), 4, (4,)),
+        (sorted(hosts(2, 8), key=lambda d: d.id), 1, (2, 8)),
+        (sorted(hosts(2, 8), key=lambda d: d.id), 2, (8,)),
+        (sorted(hosts(1, 8), key=lambda d: d.id), 1, (8,)),
+        (sorted(hosts(4, 1), key=lambda d: d.id), 1, (4,)),
+    ],
+)
+def test_data_has_an_axis_for_every_physical_dim(devices, replica, sizes):
+    mesh = split_data(row_mesh(devices, replica))
+    assert parts(mesh) == sizes
+    assert [d.id for d in mesh.devices.flat] == [d.id for d in devices]
+
+
+def test_a_slow_dim_comes_first_whichever_coordinate_it_is():
+    devices = sorted(torus(4, 2), key=lambda d: (d.coords[1], d.coords[0]))
+    assert parts(split_data(row_mesh(devices))) == (2, 4)
+
+
+@pytest.mark.parametrize("replica", [1, 2])
+def test_an_order_that_fits_no_torus_stays_one_axis(replica):
+    devices = torus(4, 4)
+    random.Random(1).shuffle(devices)
+    mesh = row_mesh(devices, replica)
+    assert split_data(mesh) is mesh
+
+
+def test_a_torus_with_a_hole_stays_one_axis():
+    mesh = row_mesh([d for d in torus(3, 3) if d.coords != (1, 1, 0)])
+    assert split_data(mesh) is mesh
+
+
+def test_hosts_of_different_sizes_stay_one_axis():
+    mesh = row_mesh([FakeDevice(id=i, process_index=int(i > 2)) for i in range(8)])
+    assert split_data(mesh) is mesh
+
+
+@pytest.mark.parametrize("grid", [(4, 4, 1), (4, 8, 1), (4, 4, 4), (2, 2, 1)])
+def test_what_make_mesh_orders_is_split_and_no_device_moves(grid):
+    mesh = make_mesh(devices=torus(*grid))
+    found = split_data(mesh)
+    assert prod(parts(found)) == prod(grid)
+    assert [d.id for d in found.devices.flat] == [d.id for d in mesh.devices.flat]
+
+
+def test_a_split_mesh_is_one_axis_to_the_user():
+    mesh = split_data(make_mesh(data=4, replica=2), (2, 2))
+    assert mesh.axis_names == (REPLICA, "data_0", "data_1")
+    assert check_mesh(mesh) is mesh
+    assert split_data(mesh, (4,)) is mesh, "once is enough"
+    assert batch_axes(mesh) == mesh.axis_names
+    assert shape_of(mesh) == shape_of(make_mesh(data=4, replica=2)) == {REPLICA: 2, DATA: 4}
+    assert known_as(mesh, ("data_0", "data_1")) == known_as(mesh, (DATA,)) == (DATA,)
+    assert known_as(mesh, (REPLICA, "data_0", "data_1")) == (REPLICA, DATA)
+    assert known_as(mesh, ("data_1",)) == ("data_1",)
+    spec = PartitionSpec(None, ("data_0", "data_1"))
+    assert known_spec(mesh, spec) == PartitionSpec(None, DATA)
+    assert known_spec(mesh, PartitionSpec("data_1", "data_0")) == PartitionSpec("data_1", "data_0")
+
+
+def test_other_axes_are_refused_beside_a_split_one():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data_0", "data_1", "model"))
+    with pytest.raises(ValueError, match="unknown mesh axis 'model'"):
+        check_mesh(mesh)

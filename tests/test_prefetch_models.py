@@ -12,8 +12,9 @@ from flax import nnx
 from reference import Case, alone, check, train
 
 import fsdp_jax as fsdp
+from fsdp_jax.mesh import split_data
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")]
 
 WIDTH, STEPS = 16, 2
 
@@ -245,3 +246,130 @@ def test_so_they_are_by_annotations(model):
 @pytest.mark.parametrize("model", [InsAndOuts, Shared, Nested])
 def test_and_with_gradients_that_wait(model):
     run(model, "pre", accumulation=2, deferred=True, remat="full")
+
+
+# What cannot be moved
+
+
+class Chosen(Base):
+    """The last layer is used now and then."""
+
+    def __call__(self, x):
+        for layer in self.inner[:2]:
+            x = layer(x)
+        return nnx.cond(self.bias[...][0] > 0, lambda layer, x: layer(x), lambda layer, x: x, self.inner[2], x)
+
+
+class Settling(Base):
+    """A layer that is not trained, over and over."""
+
+    def __call__(self, x):
+        graphdef, state = nnx.split(self.inner[0])
+        state = jax.lax.stop_gradient(state)
+
+        def turn(carry):
+            count, x = carry
+            return count + 1, 0.5 * nnx.merge(graphdef, state)(x)
+
+        x = jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, x))[1]
+        return self.inner[2](self.inner[1](x))
+
+
+class Gated(Base):
+    """The first layer decides on the weights of the second."""
+
+    def __call__(self, x):
+        gate = self.inner[0].gate()
+        x = self.inner[0](x)
+        graphdef, state = nnx.split(self.inner[1])
+        x = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf * gate, state))(x)
+        return self.inner[2](x)
+
+
+class Lonely(Stacked):
+    """After the stack comes a unit of its own, with nothing after it."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.last = Layer(rngs)
+
+    def __call__(self, x):
+        return self.last(scanned(self.inner, x))
+
+
+@pytest.mark.parametrize("prefetch", ["post", "pre"])
+@pytest.mark.parametrize(
+    ("model", "left", "why"),
+    [
+        (Chosen, "inner/2", "gathered inside a `cond`"),
+        (Settling, "inner/0", "gathered inside a `while`"),
+        (Gated, "inner/1", "computed between the units"),
+        (Lonely, "last", "no other unit is run just before or after"),
+    ],
+)
+def test_what_cannot_be_moved_is_named_and_right(model, left, why, prefetch):
+    report = run(model, prefetch, rf"gathered where they are used, such as '{left}/.*': .*{why}")
+    assert {path.rsplit("/", 1)[0].removesuffix("/up") for path in report.left} == {left}
+
+
+@pytest.mark.parametrize("model", [One, OneStacked])
+def test_one_layer_has_none_after_it(model):
+    case = Toy(model, loss)
+    with pytest.warns(fsdp.SlowerWarning, match="there is no unit after another|gathered where they are used"):
+        found, _ = train(case, fsdp.make_mesh(data=8), steps=STEPS, prefetch="pre")
+    check(found, alone(case, steps=STEPS))
+
+
+@pytest.mark.parametrize("model", [Base, Stacked])
+def test_frozen_layers_are_gathered_ahead_too(model):
+    case = Toy(model, loss)
+    start, _ = train(case, fsdp.make_mesh(data=8), steps=0)
+    frozen, step = train(case, fsdp.make_mesh(data=8), steps=STEPS, prefetch="pre", frozen=["up/kernel"])
+    plain, _ = train(case, fsdp.make_mesh(data=8), steps=STEPS, frozen=["up/kernel"])
+    check(frozen, plain)
+    assert any("up/kernel" in path for path in step.plan.report.moved)
+    for path in (path for path in start[1] if "up/kernel" in path):
+        np.testing.assert_array_equal(frozen[1][path], start[1][path])
+
+
+# Tori
+
+
+class Odd(nnx.Module):
+    """No dim of its kernels divides by 8 devices; one divides by 2 and the other by 4."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.List([nnx.Linear(6, 20, rngs=rngs), nnx.Linear(20, 6, rngs=rngs)])
+
+    def __call__(self, x):
+        y = self.inner[1](jnp.tanh(self.inner[0](x[:, :6])))
+        return jnp.concatenate([x[:, 6:], y], 1)
+
+
+@pytest.mark.parametrize("prefetch", ["none", "pre"])
+@pytest.mark.parametrize("local_batch", [True, False])
+def test_a_kernel_over_two_dims_of_a_torus(prefetch, local_batch):
+    case = Toy(Odd, loss, (nnx.Linear,))
+    mesh = split_data(fsdp.make_mesh(data=8), (2, 4))
+    lost = contextlib.nullcontext() if local_batch else pytest.warns(fsdp.SlowerWarning, match="all-reduces")
+    with lost:
+        found, step = train(case, mesh, steps=STEPS, prefetch=prefetch, local_batch=local_batch)
+    check(found, alone(case, steps=STEPS))
+    specs = [tuple(step.plan.routes[f"inner/{i}/kernel"].rest) for i in range(2)]
+    assert specs == [("data_0", "data_1"), ("data_1", "data_0")]
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("entry", ["data", "fsdp", "mine"])
+def test_the_user_knows_one_axis(sizes, entry):
+    mesh = split_data(fsdp.make_mesh(data=8), sizes)
+    rules = [("up/kernel", (None, entry)), ("up/bias", (entry,))]
+    found, step = train(
+        Toy(Base, loss), mesh, steps=STEPS, rules=rules, logical_axes={"mine": "data"}, prefetch="pre"
+    )  # fmt: skip
+    check(found, alone(Toy(Base, loss), steps=STEPS))
+    layout = step.plan.layout
+    text = str(layout) + repr(layout) + layout._repr_html_()
+    assert "data=8" in text
+    assert "P(None, 'data')" in text.replace("&#x27;", "'")
+    assert "data_0" not in text

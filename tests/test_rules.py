@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fsdp_jax.mesh import axes_of, make_mesh, shards_of
+from fsdp_jax.mesh import axes_of, data_axes, make_mesh, shards_of, split_data
 from fsdp_jax.rules import Rules, lint, logical_names, partition_specs, stacked_dims
 
 pytestmark = pytest.mark.core
@@ -365,3 +365,36 @@ def test_names_of_what_has_none():
     assert logical_names(shaped(4)) is None
     assert logical_names(SimpleNamespace(names=P("a", None))) == ("a", None)
     assert logical_names(SimpleNamespace(names="not names")) is None
+
+
+# Where `data` is several axes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "stacked", "spec", "reason"),
+    [
+        ((2, 4), (64, 6), 0, P(("data_0", "data_1")), "largest dim that divides by 8 is dim 0"),
+        ((2, 4), (6, 20), 0, P("data_0", "data_1"), "no dim divides by 8: dim 0 in 2 and dim 1 in 4"),
+        ((2, 4), (20, 6), 0, P("data_1", "data_0"), "no dim divides by 8: dim 0 in 4 and dim 1 in 2"),
+        ((2, 2, 2), (20, 6), 0, P(("data_0", "data_1"), "data_2"), "no dim divides by 8: dim 0 in 4 and dim 1 in 2"),
+        ((2, 2, 2), (6, 6, 6), 0, P("data_0", "data_1", "data_2"), "dim 0 in 2 and dim 1 in 2 and dim 2 in 2"),
+        ((2, 4), (4, 6, 20), 1, P(None, "data_0", "data_1"), "no dim divides by 8: dim 1 in 2 and dim 2 in 4"),
+        ((2, 4), (8, 6, 21), 1, P(), "no dim of (8, 6, 21) divides by 8: replicated"),
+        ((2, 4), (6, 6), 0, P(), "no dim of (6, 6) divides by 8: replicated"),
+    ],
+)
+def test_what_divides_along_no_one_dim_may_divide_along_several(sizes, shape, stacked, spec, reason):
+    mesh = split_data(make_mesh(8), sizes)
+    found = placed(shaped(*shape), mesh, stacked=stacked, min_size=1, axes=data_axes(mesh))
+    assert found.spec == spec
+    assert reason in found.reason
+    assert found.undivided == (1 if spec else 8)
+
+
+@given(shape=st.lists(st.integers(1, 24), min_size=1, max_size=3), sizes=st.sampled_from([(2, 4), (4, 2), (2, 2, 2)]))
+def test_every_axis_is_dealt_once_and_every_dim_divides(shape, sizes):
+    mesh = split_data(make_mesh(8), sizes)
+    spec = placed(shaped(*shape), mesh, min_size=1, axes=data_axes(mesh)).spec
+    dealt = [axis for entry in spec for axis in axes_of(entry)]
+    assert sorted(dealt) == (sorted(data_axes(mesh)) if dealt else [])
+    assert all(size % shards_of(mesh, entry) == 0 for size, entry in zip(shape, spec, strict=False))
