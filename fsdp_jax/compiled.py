@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.mesh import batch_axes
-from fsdp_jax.overlap import compiler_options, warn_of_left
+from fsdp_jax.overlap import compile_overlapped, warn_of_left
 from fsdp_jax.state import TrainState
 from fsdp_jax.step import StepPlan
 from fsdp_jax.tree import PyTree, flatten
@@ -130,7 +130,7 @@ class Step:
         """The compiled program for a batch of arrays or shapes [global rows, ...], for whoever wants to read it."""
         lowered = self.lower(batch)
         assert self.plan is not None
-        return lowered.compile(compiler_options=compiler_options(self.plan))
+        return compile_overlapped(lowered, self.plan)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         """Runs the step; compiles it at the first call.

@@ -10,11 +10,13 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.examples import sums_over_examples
 from fsdp_jax.step import StepPlan, sum_and_count
 from fsdp_jax.tree import PyTree, unflatten
+from fsdp_jax.units import Shard
 
 
 class SlowerWarning(UserWarning):
@@ -47,13 +49,14 @@ def _obstacle(plan: StepPlan, batch: PyTree, local_batch: bool | None) -> str:
     """Why a device must see the whole batch; empty where it need not."""
     if local_batch is False:
         return "local_batch=False keeps the whole batch together"
+    layers = next((path for path, route in plan.routes.items() if any(route.rest[: route.stacked])), None)
+    if layers is not None:
+        return f"'{layers}' is sharded along its layers, of which a device would see some"
     state = next(iter(plan.model.batch_statistics), None)
     if state is not None:
         return f"the model keeps state ('{state}') that may need the whole batch"
     if local_batch:
         return ""
-    boundaries = {path: replace(boundary, unit=None) for path, boundary in plan.boundaries.items()}
-
     leaves = plan.layout.by_path
     shapes = {p: jax.ShapeDtypeStruct(leaves[p].shape, route.compute) for p, route in plan.routes.items()}
     other = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan.layout.other)
@@ -61,9 +64,21 @@ def _obstacle(plan: StepPlan, batch: PyTree, local_batch: bool | None) -> str:
     frozen = {path: shape for path, shape in shapes.items() if path not in trained}
 
     def sums(batch: PyTree, trained: PyTree, frozen: PyTree, rest: PyTree, key: jax.Array) -> PyTree:
+        mixed = sum(jnp.max(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(batch))
+
+        def weight(path: str, value: jax.Array) -> Any:
+            route = replace(plan.routes[path], arrived=True)
+            if not route.unit:  # gathered before the loss is entered
+                return value
+            shard = Shard(value, route)
+            if plan.per_unit and value.ndim:  # what reads it behind the unit's back would see one device's part
+                shard.guard = jnp.full(value.shape, mixed, jnp.float32)
+            return shard
+
         def loss(trained: PyTree) -> Any:
+            weights = unflatten({path: weight(path, value) for path, value in (trained | frozen).items()})
             out, after = plan.model.run(
-                plan.loss_fn, unflatten(trained | frozen), rest, batch, key, boundaries, training=True, device=None
+                plan.loss_fn, weights, rest, batch, key, plan.boundaries, training=True, device=None
             )
             total, count = sum_and_count(out)
             return total, (total, count, after)

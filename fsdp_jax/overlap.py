@@ -3,10 +3,30 @@
 import warnings
 from typing import Any
 
+import jax
+
 from fsdp_jax.modes import SlowerWarning
 from fsdp_jax.step import StepPlan
 
 GPU = ("gpu", "cuda")
+
+
+def compile_overlapped(lowered: Any, plan: StepPlan) -> Any:
+    """Compiles with these options.
+
+    Warns:
+        SlowerWarning: this release of XLA knows them no more.
+
+    """
+    options = compiler_options(plan)
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        cost = "small gathers of every layer are not hidden behind compute"
+        warnings.warn(f"this XLA does not know {' or '.join(options)}: {cost}", SlowerWarning, stacklevel=2)
+        return lowered.compile()
 
 
 def compiler_options(plan: StepPlan) -> dict[str, Any]:

@@ -263,8 +263,8 @@ def _weights(plan: StepPlan, held: dict[str, jax.Array], variables: dict[str, ja
         if route.unit is None:
             return shard.gather()
         if plan.per_unit and plan.manual and value.ndim and jnp.issubdtype(value.dtype, jnp.floating):
-            # as long as the value along the dim that a layer scan would slice
-            shard.guard = jnp.full((value.shape[0], *[1] * (value.ndim - 1)), jnp.nan, value.dtype)
+            # as long as the value along all dims that scans may slice, one inside the other
+            shard.guard = jnp.full((*value.shape[:-1], 1 if value.ndim > 1 else value.shape[0]), jnp.nan, value.dtype)
         return shard
 
     return unflatten({path: weight(path, value) for path, value in held.items()})

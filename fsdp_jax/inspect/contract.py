@@ -4,10 +4,10 @@ Every byte of the program is given to the parameter that it serves: by the scope
 collectives, and where XLA has lost that, by the shape. What serves no parameter is an activation, and a violation.
 """
 
-from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,13 +22,16 @@ from fsdp_jax.layout import Leaf
 from fsdp_jax.mesh import data_axes
 from fsdp_jax.rules import MIN_SIZE
 from fsdp_jax.step import StepPlan
-from fsdp_jax.table import text_table
+from fsdp_jax.table import html_table, text_table
 from fsdp_jax.tree import PyTree
 
+COLUMNS = ("op", "dtype", "axis", "times", "sent per step", "hidden", "for")
 TOLERANCE = 1.02
 MATERIAL = 0.002
 """Of what a step declares. Compilers pad small parameters and send them by whatever they have: that is no violation."""
-SCALARS = 64
+FEW = 0.05
+"""Of what a parameter declares: less than that, and it is not it that travels."""
+SCALARS = 16
 """Elements of an array that may travel unexplained: the loss, the count, the norms."""
 
 
@@ -118,16 +121,21 @@ class Contract:
             "wire_bytes_limit": self.wire_bytes_limit,
         }
 
-    def __str__(self) -> str:
-        columns = ("op", "dtype", "axis", "times", "sent per step", "hidden", "for")
-        rows = [
+    def _repr_html_(self) -> str:
+        *_, verdict = str(self).partition("a device sends ")
+        return html_table(COLUMNS, self._cells()) + f"<pre>a device sends {escape(verdict)}</pre>"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
             (row["op"], row["dtype"], row["axis"], str(row["count"]), human_bytes(row["bytes"]),
              human_bytes(row["overlapped_bytes"]), row["where"] if len(row["where"]) < 60 else row["where"][:59] + "…")
             for row in self.rows()
         ]  # fmt: skip
+
+    def __str__(self) -> str:
         ratio = self.wire_bytes / self.wire_bytes_limit if self.wire_bytes_limit else 1.0
         lines = [
-            text_table(columns, rows, right=columns[3:6]) if rows else "nothing is sent",
+            text_table(COLUMNS, self._cells(), right=COLUMNS[3:6]) if self.collectives else "nothing is sent",
             f"a device sends {human_bytes(self.wire_bytes)} per step; declared {human_bytes(self.wire_bytes_limit)} "
             f"({ratio:.3f}); the contract {'holds' if self.holds else 'DOES NOT HOLD'}",
             *(f"  {violation}" for violation in self.violations),
@@ -204,6 +212,10 @@ class _Account:
         declared = sum(each.bytes for each in self.expected if each.op == op)
         return declared - sum(each.bytes for each in self.found if each.op == op)
 
+    def fits(self, sent: _Sent) -> bool:
+        """Whether this may be it, as it is named; XLA may give the names of what it combined in another order."""
+        return not self.expected or sent.dtype == self.dtype or self.alike(sent.shape)
+
     def alike(self, shape: tuple[int, ...]) -> bool:
         return any(_alike(shape, other) for each in self.expected for other in each.shapes)
 
@@ -218,22 +230,20 @@ def _judged(expected: Sequence[Expected], collectives: Sequence[Collective], pat
     lost = []
     for sent in (operand for collective in collectives for operand in _operands(collective)):
         roles = _ROLES.get(sent.op, ("reduce", "gather"))
-        if sent.path in paths and len(sent.shape) > 1:
-            role = max(roles, key=lambda role: _room(accounts.get((sent.path, role)), sent))  # noqa: B023
-            accounts.setdefault((sent.path, role), _Account(sent.path, role)).found.append(sent)
-        else:
+        own = [accounts[sent.path, role] for role in roles if (sent.path, role) in accounts]
+        if sent.path not in paths or len(sent.shape) < 2 or (own and not any(each.fits(sent) for each in own)):
             lost.append(sent)
+        elif own:
+            next((each for each in own if sent.bytes <= each.room(sent.op, instead=True)), own[0]).found.append(sent)
+        else:
+            accounts[sent.path, roles[0]] = _Account(sent.path, roles[0], found=[sent])
+    material = sum(each.bytes for each in expected) * MATERIAL
     foreign: dict[_Sent, int] = {}
     for sent in sorted(lost, key=lambda sent: -sent.bytes):
-        if left := _placed(accounts.values(), sent):
+        if left := _placed(accounts.values(), sent, material):
             foreign[left._replace(bytes=0)] = foreign.get(left._replace(bytes=0), 0) + left.bytes
-    material = sum(each.bytes for each in expected) * MATERIAL
     found = [violation for each in accounts.values() for violation in _violations(each, material)]
     return [*found, *(_foreign(sent._replace(bytes=size), accounts.values()) for sent, size in foreign.items())]
-
-
-def _room(account: _Account | None, sent: _Sent) -> int:
-    return account.room(sent.op, instead=True) if account else -1
 
 
 def _operands(collective: Collective) -> Iterator[_Sent]:
@@ -244,20 +254,25 @@ def _operands(collective: Collective) -> Iterator[_Sent]:
         yield _Sent(collective.op, collective.dtype, shape, path, part, collective.sliced)
 
 
-def _placed(accounts: Collection[_Account], sent: _Sent) -> _Sent | None:
+def _placed(accounts: Collection[_Account], sent: _Sent, material: float) -> _Sent | None:
     """Gives what names no parameter to those that lack it; returns what is left.
 
-    An array of a parameter's shape is that parameter. Small arrays travel together, flattened: theirs is shared out.
+    An array of a parameter's shape is that parameter. Small arrays travel together: theirs is shared out.
     """
     roles, named = _ROLES.get(sent.op, ("reduce", "gather")), sent.path.split("+")
     fits = [each for each in accounts if each.role in roles and each.expected]
-    fits.sort(key=lambda each: (each.path not in named, roles.index(each.role), each.dtype != sent.dtype))
+    fits.sort(
+        key=lambda each: (
+            each.dtype != sent.dtype, each.path not in named, roles.index(each.role), each.sent / max(1, each.budget)
+        )
+    )  # fmt: skip
     for instead in (False, True):
         for each in fits:
             if each.alike(sent.shape) and sent.bytes <= TOLERANCE * each.room(sent.op, instead=instead):
                 each.found.append(sent)
                 return None
-    for instead in (False, True) if len(sent.shape) < 2 else ():
+    together = len(sent.shape) < 2 or (sent.op == "all-reduce" and sent.bytes <= material)
+    for instead in (False, True) if together else ():
         for group in ([each for each in fits if each.path in named], fits):
             sent = _shared(group, sent, instead=instead)
     return sent if sent.bytes and prod(sent.shape) > SCALARS else None
@@ -274,7 +289,9 @@ def _shared(accounts: Sequence[_Account], sent: _Sent, *, instead: bool) -> _Sen
 
 
 def _alike(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """The same array, transposed, with or without dims of one."""
+    """The same array, transposed or flattened, with or without dims of one."""
+    if len(shape) == 1:
+        return prod(shape) == prod(other)
     return sorted(size for size in shape if size > 1) == sorted(size for size in other if size > 1)
 
 
@@ -284,10 +301,10 @@ def _foreign(sent: _Sent, accounts: Iterable[_Account]) -> Violation:
     alike = list(dict.fromkeys(each.path for each in accounts if each.alike(sent.shape)))
     if alike:
         cause = (
-            "used in several places (a tied head), it is reduced once for each by annotations; local batches, proven "
-            "or promised by local_batch=True, add them up first"
+            "by annotations, what is used in several places (a tied head) is reduced once for each: local batches, "
+            "proven or promised by local_batch=True, add that up first; or an activation travels"
         )
-        return Violation(" or ".join(alike), f"sent once more than declared, {what}", sent.bytes, cause)
+        return Violation(" or ".join(alike), f"one more array of its shape travels, {what}", sent.bytes, cause)
     cause = (
         "the loss or the model mixes the examples of a batch, or computes on a sharded operand: look at the operation "
         "named, and at sharding constraints in the model"
@@ -329,7 +346,7 @@ def _violations(each: _Account, material: float) -> Iterator[Violation]:
     other = [sent for sent in each.found if sent.dtype != declared.name]
     dtype = jnp.dtype(other[0].dtype) if other else declared
     more = sum(sent.bytes for sent in other) * (dtype.itemsize - declared.itemsize) // dtype.itemsize
-    if abs(more) > material:
+    if abs(more) > material and (each.role == "gather" or more < 0 or over > material):
         cause = (
             "annotations reduce a gradient in the dtype that it is computed in; local batches, proven or promised by "
             "local_batch=True, in the one asked for"
@@ -339,7 +356,7 @@ def _violations(each: _Account, material: float) -> Iterator[Violation]:
         yield Violation(each.path, f"{done} in {dtype}, declared {declared}", max(more, 0), cause)
     elif over > max(material, (TOLERANCE - 1) * each.budget):
         yield _excess(each, done, over)
-    elif not each.found and each.budget > material:
+    elif each.sent < FEW * each.budget and each.budget > material:
         cause = "XLA computes on its shards and sends activations: make the module that uses it a unit"
         yield Violation(each.path, f"never {done}", 0, cause)
 

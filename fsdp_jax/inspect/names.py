@@ -58,7 +58,7 @@ def _kept(name: str) -> list[str]:
     for segment in _segments(name):
         while wrapped := _WRAPPER.fullmatch(segment):
             segment = wrapped.group(1)
-        if "/" in segment:
+        if "/" in segment and segment != name:  # a function's own name may hold slashes
             kept += _kept(segment)
         elif not _NOISE.fullmatch(segment):
             kept.append(segment)

@@ -18,6 +18,7 @@ from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import barrier
 from fsdp_jax.mesh import shape_of
 from fsdp_jax.models import sample
+from fsdp_jax.planner import peak_flops
 from fsdp_jax.state import TrainState
 from fsdp_jax.train.metrics import JsonLines, device_memory, now
 from fsdp_jax.train.run import Data, Run
@@ -54,6 +55,7 @@ class Training:
         self.layout = run.sharded.layout
         rows, columns = run.batch["tokens"].shape
         self.batch_size, self.tokens_per_step = rows, rows * (columns - 1)
+        self.peak = peak_flops(self.layout.mesh.devices.flat[0].device_kind, run.sharded.precision.compute)
         self.metadata = {
             "config": config_hash,
             "strategy": self.layout.strategy.name,
@@ -198,7 +200,7 @@ class Training:
             "data_wait_s": pending.data_wait,
             "tokens_per_s": rate,
             "tflops_per_device": tflops,
-            "mfu": None,  # no table of peaks yet
+            "mfu": tflops * 1e12 / self.peak if self.peak else None,
             "memory_valley_bytes": self.valley,
             "memory_peak_bytes": device_memory()[1],
             "skipped_steps": self.skipped,

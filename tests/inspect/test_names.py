@@ -50,3 +50,13 @@ def test_scopes(name, expected):
 )
 def test_what_tracing_adds_is_left_out(name, expected):
     assert stripped(name) == expected
+
+
+def test_what_was_factored_out_may_end_inside_a_bracket_inside_parentheses():
+    name = "jit(f)/jvp(fsdp.gather[mlp/(down/w])/all_gather:gate/w])/all_gather:up/w])/all_gather)"
+    assert scopes(name) == ["mlp/down/w", "mlp/gate/w", "mlp/up/w"]
+
+
+def test_a_function_whose_own_name_holds_slashes():
+    assert scopes("jit(f)/jit(fsdp.gather[mlp/up])/add") == ["mlp/up"]
+    assert stripped("jit(f)/jvp(shard_map)/foo(fsdp[mlp/up])/add").endswith("add")

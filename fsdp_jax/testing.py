@@ -1,0 +1,57 @@
+"""Holds a model to its communication contract, in a pytest or a notebook cell.
+
+    mesh = fsdp.make_mesh(devices=parse_topology("h100:8").devices())
+    sharded = fsdp.fully_shard(make_model, tx, mesh, units=[Block])
+    assert_contract(sharded.train_step(loss_fn), batch)
+
+With `pytest_plugins = ["fsdp_jax.testing"]` in a `conftest.py`, tests also have the fixture `topology_mesh`.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from jax.sharding import Mesh
+
+from fsdp_jax.compiled import Step
+from fsdp_jax.inspect.contract import Contract, check_contract
+from fsdp_jax.mesh import make_mesh
+from fsdp_jax.planner import parse_topology
+from fsdp_jax.tree import PyTree
+
+
+def assert_contract(step: Step, batch: PyTree) -> Contract:
+    """Compiles a step for its mesh and holds what the program sends to what the layout declares.
+
+    Args:
+        step: from `Sharded.train_step`; nothing is allocated, and the mesh's devices need not be there.
+        batch: arrays or shapes [global rows, ...].
+
+    Raises:
+        AssertionError: with the violations, dearest first, and what is sent.
+
+    """
+    contract = check_contract(step, batch)
+    if not contract.holds:
+        broken = [*map(str, contract.violations), *(f"not judged: {line}" for line in contract.unread)]
+        raise AssertionError("\n".join(["the contract does not hold", *broken, "", str(contract)]))
+    return contract
+
+
+def mesh_of(topology: str, *, data: int = -1, replica: int = 1) -> Mesh:
+    """A mesh of a machine by name, as `h100:8`, `v5p:2x2x2` or `cpu:8`, to compile for.
+
+    Raises:
+        ConfigError: an unknown name, or a compiler that is not installed: nothing is skipped in its place.
+        ValueError: sizes that do not fit the machine.
+
+    """
+    return make_mesh(data, replica, devices=parse_topology(topology).devices())
+
+
+if find_spec("pytest"):  # not there in a notebook, and not missed
+    import pytest
+
+    @pytest.fixture(scope="session")
+    def topology_mesh() -> Callable[..., Mesh]:
+        """`topology_mesh("h100:8", replica=2)`: see `mesh_of`."""
+        return mesh_of
