@@ -88,7 +88,8 @@ def fully_shard(
     resting = {path: jax.ShapeDtypeStruct(leaf.shape, precision.at_rest(leaf.dtype)) for path, leaf in made.items()}
     sizes = {path: prod(shape[depth.get(path, 0) :]) for path, shape in shapes.items()}
     owners = choose_units(adapter.modules, units, sizes, depth)
-    copies = _copies(strategy, placements, resting, precision, _kept(adapter, precision))
+    trained = {path: leaf for path, leaf in resting.items() if path not in held}
+    copies = _copies(strategy, placements, trained, precision, _kept(adapter, precision))
     layout = make_layout(
         unflatten(resting), placements, abstract_rest(adapter, unflatten(copies)), tx, mesh, strategy, settings,
         stacked=depth, trainable=lambda path: path not in held, copied=copies,
@@ -185,8 +186,9 @@ def _check_hybrid(strategy: Strategy, placements: Mapping[str, Placement]) -> No
 
 
 def _hops(mesh: Mesh) -> bool:
-    """Whether to go along one axis at a time. NCCL does a whole mesh at once, over any network."""
-    return len(data_axes(mesh)) > 1 and mesh.devices.flat[0].platform not in ("gpu", "cuda", "rocm")
+    """Whether to go along one axis at a time, as a TPU must. NCCL does a whole mesh at once, over any network."""
+    platform = mesh.devices.flat[0].platform
+    return platform == "tpu" or (platform == "cpu" and len(data_axes(mesh)) > 1)
 
 
 @dataclass(frozen=True)

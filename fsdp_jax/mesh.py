@@ -12,12 +12,11 @@ the order of the devices. `split_data` makes them; to the user they stay `data` 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from math import prod
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import did_you_mean, message
@@ -88,32 +87,35 @@ def _resolve(replica: int, data: int, available: int, allow_fewer: bool) -> tupl
 def _ordered(devices: list[jax.Device], shape: tuple[int, int]) -> np.ndarray:
     """[replica, data] devices: neighbours along `data` share a slice first, then a host.
 
-    A TPU slice is a torus, so its order along `data` follows the physical links. Where the sizes do not fall on whole
-    axes of the torus, or devices are left out of it, the order is the best that is left.
+    On a TPU each of the two axes runs through whole dims of the torus where the sizes fall so, `data` through the last
+    of them. Where they do not, or devices are left out of the torus, the order is the best that is left.
     """
-    by_slice: dict[int, list[jax.Device]] = {}
-    for device in sorted(devices, key=lambda d: (_slice(d), d.process_index, d.id)):
-        by_slice.setdefault(_slice(device), []).append(device)
+    devices = sorted(devices, key=lambda d: (_slice(d), d.process_index, d.id))
     if devices[0].platform == "tpu":
-        size = len(next(iter(by_slice.values())))
-        inner = (max(1, size // shape[1]), min(size, shape[1]))
-        if prod(inner) == size and all(len(part) == size and _fills_a_box(part) for part in by_slice.values()):
-            parts = [
-                mesh_utils.create_device_mesh(inner, devices=part, allow_split_physical_axes=True)
-                for part in by_slice.values()
-            ]
-            return np.concatenate([part.ravel() for part in parts]).reshape(shape)
-    return np.array([device for part in by_slice.values() for device in part]).reshape(shape)
+        along = _torus_dims([_place(device) for device in devices], shape[1])
+        if along is not None:
+            outer = [dim for dim in range(len(_place(devices[0]))) if dim not in along]
+            devices.sort(key=lambda d: [_place(d)[dim] for dim in (*outer, *along)])
+    return np.array(devices).reshape(shape)
+
+
+def _place(device: jax.Device) -> tuple[int, ...]:
+    """Of a TPU's core: slice, then where it is in the torus."""
+    return (_slice(device), *device.coords, device.core_on_chip)
+
+
+def _torus_dims(places: Sequence[tuple[int, ...]], size: int) -> tuple[int, ...] | None:
+    """The dims that `data` of this size runs through, the last ones that fit; None where none do."""
+    sizes = [len(set(along)) for along in zip(*places, strict=True)]
+    if prod(sizes) != len(places):  # a box with holes
+        return None
+    dims = [dim for dim, length in enumerate(sizes) if length > 1]
+    subsets = [subset for count in range(len(dims) + 1) for subset in combinations(dims, count)]
+    return max((subset for subset in subsets if prod(sizes[dim] for dim in subset) == size), default=None)
 
 
 def _slice(device: jax.Device) -> int:
     return getattr(device, "slice_index", None) or 0
-
-
-def _fills_a_box(devices: list[jax.Device]) -> bool:
-    """Whether TPU devices are a cuboid of the torus without holes."""
-    places = [(*device.coords, device.core_on_chip) for device in devices]
-    return prod(max(along) - min(along) + 1 for along in zip(*places, strict=True)) == len(devices)
 
 
 def check_mesh(mesh: Mesh) -> Mesh:
@@ -174,10 +176,7 @@ def _physical(devices: np.ndarray) -> tuple[int, ...]:
 
 
 def _sizes(row: Sequence[jax.Device]) -> tuple[int, ...]:
-    if row[0].platform == "tpu":
-        places = [(_slice(d), *d.coords, d.core_on_chip) for d in row]
-    else:
-        places = _numbered([d.process_index for d in row])
+    places = [_place(d) for d in row] if row[0].platform == "tpu" else _numbered([d.process_index for d in row])
     values = [sorted(set(along)) for along in zip(*places, strict=True)]
     # A dim that changes slowly comes first; the devices must run through the box of all values in that order.
     changes = {dim: next(i for i, place in enumerate(places) if place[dim] != places[0][dim])

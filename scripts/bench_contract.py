@@ -14,6 +14,7 @@ Conventions
 - Hidden bytes: a GEMM, a convolution or an attention kernel runs between start and done. `loop` counts the layer loop.
 - Peak is XLA's own figure for one device, state included.
 - Hybrid strategies: 2 replicas on 8 devices, one replica per host of h100:64x8, 16 x 16 on v5e:16x16.
+- XLA refuses to compile for a TPU what does not fit its memory: then 4 layers stand for all, and the row says so.
 - Each program is compiled in a process of its own; --json keeps what is done and goes on from there.
 - Exit code 3 if a ratio exceeds 1.02 or a contract does not hold.
 """
@@ -31,11 +32,12 @@ MODELS = ("llama2_7b", "gpt2_xl")
 TOPOLOGIES = {"h100:8": 2, "h100:64x8": 64, "v5e:16x16": 16, "v5p:2x2x2": 2}
 """With the number of replicas that hybrid strategies make of each."""
 STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2")
+FEW_LAYERS = "4"
 MOST = 1.02
 GIB = 2.0**30
 
 
-def compile_one(model: str, topology: str, strategy: str, prefetch: str) -> dict[str, Any]:
+def compile_one(model: str, topology: str, strategy: str, prefetch: str, layers: str = "") -> dict[str, Any]:
     """The row of one program."""
     from fsdp_jax.inspect.contract import judge
     from fsdp_jax.planner import parse_topology
@@ -48,6 +50,7 @@ def compile_one(model: str, topology: str, strategy: str, prefetch: str) -> dict
         "--strategy": strategy, "--prefetch": prefetch, "--mesh.replica": replicas,
         "--train.global_batch_size": machine.size,
     }  # fmt: skip
+    overrides |= {"--model.layers": layers} if layers else {}
     words = [str(word) for pair in overrides.items() for word in pair]
     run = build(load(CONFIGS / f"{model}.yaml", words), machine.devices())
     started = time.perf_counter()
@@ -62,7 +65,8 @@ def compile_one(model: str, topology: str, strategy: str, prefetch: str) -> dict
     }
     return {
         "model": model, "topology": topology, "strategy": strategy, "prefetch": prefetch, "replicas": replicas,
-        "devices": machine.size, "wire_bytes": contract.wire_bytes, "wire_bytes_limit": contract.wire_bytes_limit,
+        "devices": machine.size, "layers": layers,
+        "wire_bytes": contract.wire_bytes, "wire_bytes_limit": contract.wire_bytes_limit,
         "ratio": contract.wire_bytes / contract.wire_bytes_limit, "holds": contract.holds,
         "violations": [str(violation) for violation in contract.violations] + list(contract.unread),
         "loop_hidden_bytes": {op: pair[0] for op, pair in hidden.items()},
@@ -73,11 +77,13 @@ def compile_one(model: str, topology: str, strategy: str, prefetch: str) -> dict
     }  # fmt: skip
 
 
-def in_child(model: str, topology: str, strategy: str, prefetch: str) -> dict[str, Any]:
+def in_child(model: str, topology: str, strategy: str, prefetch: str, layers: str = "") -> dict[str, Any]:
     """`compile_one` in a process of its own: a compiler that fails takes one row with it."""
-    words = [sys.executable, __file__, "--one", model, topology, strategy, prefetch]
+    words = [sys.executable, __file__, "--one", model, topology, strategy, prefetch, *([layers] if layers else [])]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     key = {"model": model, "topology": topology, "strategy": strategy, "prefetch": prefetch}
+    if done.returncode and "RESOURCE_EXHAUSTED" in done.stderr and not layers:
+        return in_child(model, topology, strategy, prefetch, FEW_LAYERS)
     if done.returncode:
         return key | {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     return json.loads(done.stdout.splitlines()[-1])
@@ -90,7 +96,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        where = f"| {row['model']} | {row['topology']} | {row['strategy']} "
+        size = f", {row['layers']} layers: the whole does not fit" if row.get("layers") else ""
+        where = f"| {row['model']}{size} | {row['topology']} | {row['strategy']} "
         if "error" in row:
             lines.append(f"{where}| failed: {row['error'][:80]} | | | | |")
             continue
@@ -112,7 +119,7 @@ def main() -> int:
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
     parser.add_argument("--prefetch", default="none", choices=("none", "post", "pre"))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(compile_one(*options.one)))

@@ -16,7 +16,8 @@ PACKAGE = ROOT.name
 ROOMS = [
     {"errors", "tree", "jaxprs", "table", "mesh", "strategy", "precision", "rules", "models"},
     {"optimizer", "layout", "offload", "remat"},
-    {"travel", "units", "pipeline", "layerscan", "chain", "prefetch", "examples", "examples_rules", "model", "nnx", "linen", "state"},
+    {"travel", "units", "pipeline", "layerscan", "chain", "prefetch", "model", "nnx", "linen", "state"}
+    | {"examples", "examples_rules"},
     {"step", "modes", "overlap", "compiled", "api", "checkpoint", "inspect"},
     {"planner", "weights", "data"},
     {"train", "launch", "testing"},

@@ -3,12 +3,17 @@
 import re
 from pathlib import Path
 
+import flax.linen as nn
+import jax
 import numpy as np
 import optax
 import pytest
-from reference import CASES, gpt
+from reference import CASES, gpt, linen_loss
 
+import fsdp_jax as fsdp
+from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
+from fsdp_jax.testing import assert_contract, topology_mesh  # noqa: F401, a fixture
 
 pytestmark = pytest.mark.core
 
@@ -38,3 +43,50 @@ def test_the_first_screen_says_what_it_is_and_names_both_commands():
     assert any(line.startswith("make quickstart") for line in screen)
     assert any(line.startswith("make test") for line in screen)
     assert "@@" not in README
+
+
+class LinenUnit(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(256)(nn.gelu(x))
+
+
+LinenUnit.__name__ = "Block"  # as the README calls it
+
+
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(128, 256)(tokens)
+        return nn.Dense(128)(LinenUnit(name="block")(x))
+
+
+CONTRACTS = [block for block in blocks() if "assert_contract(" in block]
+
+
+def names_for_contracts(**more):
+    names = {"fsdp": fsdp, "jax": jax, "optax": optax, "Block": Block}
+    return names | {"make_model": gpt(True, sequence_length=128, width=128), "loss_fn": next_token_loss} | more
+
+
+@pytest.mark.needs_plugin
+def test_an_nnx_model_is_held_to_the_contract_in_six_lines():
+    example, _ = CONTRACTS
+    assert len([line for line in example.splitlines() if line.strip()]) <= 6
+    exec(example, names_for_contracts())
+
+
+@pytest.mark.needs_plugin
+def test_a_linen_model_is_held_to_the_contract_in_six_lines(topology_mesh):  # noqa: F811
+    _, example = CONTRACTS
+    assert len([line for line in example.splitlines() if line.strip()]) <= 6
+    held = []
+    names = {
+        "assert_contract": lambda *args: held.append(assert_contract(*args)),
+        "module": Wide(),
+        "loss_fn": linen_loss,
+    }
+    names = names_for_contracts(**names)
+    exec(example, names)
+    names["test_what_travels"](topology_mesh)
+    assert {row["op"] for row in held[0].rows()} == {"all-gather", "reduce-scatter", "all-reduce"}

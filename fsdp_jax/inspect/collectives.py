@@ -179,7 +179,7 @@ class _Reader:
             direct = [each for each in called.instructions if each.opcode in OPS]
             if one.opcode not in ("fusion", "async-start") or not direct:
                 found += self.read(called, place._replace(known={}))
-            elif not self.overlap.continues(within, called, position):
+            elif not self.overlap.continues(called):
                 for each in direct:
                     found += self._collective(called, each, place, within, position)
         return found

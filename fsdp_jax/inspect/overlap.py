@@ -1,7 +1,7 @@
 """What runs beside a collective: the matmuls, convolutions and attention kernels between its start and its done."""
 
 import re
-from functools import cache
+from functools import cache, cached_property
 
 from fsdp_jax.inspect.hlo import Computation, Instruction, Module, malformed
 
@@ -25,11 +25,20 @@ class Overlap:
         self.module = module
         self.kernels_in = cache(self._kernels_in)
 
-    def continues(self, within: Computation, called: Computation, position: int) -> bool:
-        """Whether a TPU's fusion only carries on with a collective that an earlier one started."""
+    def continues(self, called: Computation) -> bool:
+        """Whether a TPU's fusion only carries on with a collective that another one started.
+
+        That one may stand outside the loop that this one is in: XLA hides a gather behind a loop of the model's own.
+        """
         chain = next((found[0] for one in called.instructions if (found := _CHAIN.search(one.attributes))), "")
-        earlier = within.instructions[:position]
-        return chain != "" and any(self._chain(one, "AsyncCollectiveStart") == chain for one in earlier)
+        return chain in self.started and not _targets(called, "AsyncCollectiveStart")
+
+    @cached_property
+    def started(self) -> set[str]:
+        """The collectives that some fusion starts."""
+        starts = [each for each in self.module.computations.values() if _targets(each, "AsyncCollectiveStart")]
+        chains = [_CHAIN.search(one.attributes) for each in starts for one in each.instructions]
+        return {chain[0] for chain in chains if chain}
 
     def between(self, within: Computation, position: int) -> tuple[bool, int]:
         """Whether what begins at a position runs beside others until it is done, and how many kernels stand inside."""
@@ -63,10 +72,10 @@ class Overlap:
         """The collective that a TPU's fusion starts or ends, "" where it does neither."""
         if one.opcode != "fusion":
             return ""
-        called = self.module[one.calls[0]].instructions
-        if not any(each.attribute("custom_call_target") == f'"{target}"' for each in called):
+        called = self.module[one.calls[0]]
+        if not _targets(called, target):
             return ""
-        return next((found for each in called if (found := _CHAIN.search(each.attributes))), [""])[0]
+        return next((found for each in called.instructions if (found := _CHAIN.search(each.attributes))), [""])[0]
 
     def _kernels(self, one: Instruction) -> int:
         """How many GEMMs, convolutions and attention kernels an instruction runs."""
@@ -84,3 +93,7 @@ class Overlap:
 
     def _kernels_in(self, name: str) -> int:
         return sum(self._kernels(one) for one in self.module[name].instructions)
+
+
+def _targets(called: Computation, target: str) -> bool:
+    return any(each.attribute("custom_call_target") == f'"{target}"' for each in called.instructions)

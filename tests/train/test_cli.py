@@ -127,6 +127,29 @@ def test_failures_and_interruptions(monkeypatch, capsys):
     assert main(["train"]) == 130
 
 
+def test_inspect_holds_a_step_to_its_contract(tiny, capsys, monkeypatch):
+    words = ["inspect", tiny, "--topology", "cpu:8", "--train.global_batch_size", "8"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["contract"]["holds"]
+    assert 0 < found["wire_bytes"] <= 1.02 * found["wire_bytes_limit"] + 4096
+    assert {"op", "dtype", "axis", "count", "bytes", "overlapped_bytes", "where"} <= found["collectives"][0].keys()
+
+    # A program that sends what nobody declared: the parameters are said to be replicated, and it gathers them.
+    monkeypatch.setattr("fsdp_jax.inspect.contract.expected_of", lambda plan: [])
+    assert main(words) == 3
+    assert "DOES NOT HOLD" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("h100", "topology"), ("h1000:8", "did you mean 'h100'"), ("cpu:8000000", "fewer CPU devices")],
+)
+def test_inspect_on_a_topology_that_does_not_exist(tiny, capsys, name, said):
+    assert main(["inspect", tiny, "--topology", name]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_inspect(tiny, tmp_path, capsys):
     page = tmp_path / "layout.html"
     assert main(["inspect", tiny, "--html", str(page), "--strategy", "zero2"]) == 0

@@ -1,0 +1,49 @@
+"""What users hold their own models with."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from reference import gpt
+
+import fsdp_jax as fsdp
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.testing import assert_contract, mesh_of
+
+pytest_plugins = ["pytester"]
+BATCH = {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)}
+
+
+def step(mesh, **settings):
+    sharded = fsdp.fully_shard(gpt(True), optax.sgd(0.1), mesh, units=[Block], min_size=8)
+    return sharded.train_step(next_token_loss, **settings)
+
+
+def test_a_contract_that_holds_is_returned_and_shown():
+    contract = assert_contract(step(mesh_of("cpu:8")), BATCH)
+    assert contract.holds
+    assert "a device sends" in contract._repr_html_()
+    assert contract._repr_html_().count("<tr>") == 1 + len(contract.rows())
+
+
+def test_one_that_does_not_is_told_violations_first():
+    with pytest.raises(AssertionError) as caught:
+        assert_contract(step(mesh_of("cpu:8"), local_batch=False), BATCH)
+    first, second, *_ = str(caught.value).splitlines()
+    assert first == "the contract does not hold"
+    assert "reduced by an all-reduce, declared a reduce-scatter: +" in second
+    assert "DOES NOT HOLD" in str(caught.value)
+
+
+def test_a_mesh_by_name():
+    assert dict(mesh_of("cpu:8", replica=2).shape) == {"replica": 2, "data": 4}
+    with pytest.raises(ConfigError, match="unknown hardware 'h10'"):
+        mesh_of("h10:8")
+
+
+def test_the_fixture_in_a_suite_of_ones_own(pytester):
+    pytester.makeconftest('pytest_plugins = ["fsdp_jax.testing"]')
+    pytester.makepyfile("def test(topology_mesh):\n    assert topology_mesh('cpu:8', data=8).size == 8")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
