@@ -163,9 +163,12 @@ def _scatter(route: Route, gradient: jax.Array, axes: tuple[str, ...], dim: int)
     shape = (*gradient.shape[:dim], parts, size // parts, *gradient.shape[dim + 1 :])
     blocks = jnp.moveaxis(gradient.reshape(shape), dim, 0)
     part = blocks.shape[1:]
-    if len(part) < 2 or (part[-2] % TILE[0] == 0 and part[-1] % TILE[1] == 0):
+    if len(part) < 2:
         return lax.psum_scatter(blocks, axes)
-    rows = jnp.pad(blocks.reshape(parts, -1), ((0, 0), (0, -prod(part) % prod(TILE)))).reshape(parts, -1, *TILE)
+    if prod(part[:-1]) % TILE[0] == 0 and part[-1] % TILE[1] == 0:
+        rows = blocks.reshape(parts, -1, part[-1])  # of more dims than these, XLA gives up again
+    else:
+        rows = jnp.pad(blocks.reshape(parts, -1), ((0, 0), (0, -prod(part) % prod(TILE)))).reshape(parts, -1, *TILE)
     return lax.psum_scatter(rows, axes).reshape(-1)[: prod(part)].reshape(part)
 
 
