@@ -299,6 +299,7 @@ class Sharded:
                 path, self.units[path], len(leaf.shape), leaf.mesh,
                 PartitionSpec() if path in copies else leaf.spec, leaf.work,
                 compute, reduced, leaf.dtype, mode, leaf.stacked, hops=_hops(leaf.mesh),
+                trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
             )  # fmt: skip
         return routes
 

@@ -14,11 +14,13 @@ from fsdp_jax.pipeline import (
     after_floats,
     fetch_all,
     is_float,
+    land,
     run_layer,
+    to_shards,
     typeful,
     zeros,
-)  # fmt: skip
-from fsdp_jax.travel import Route, reduce
+)
+from fsdp_jax.travel import Route
 
 
 @dataclass(frozen=True)
@@ -102,23 +104,19 @@ class UnitChain:
                 shards, outputs = after(values[number - 1], outputs)
                 coming = fetch_all(self.routes, shards)
             if number < last:
-                found[number + 1] |= self._landed(pending[number + 1], waiting)
+                found[number + 1] |= land(self.routes, pending[number + 1], waiting)
             grads, inputs = saved[number].pull(kept[number], ready, [], outputs)
             for i, x in zip(stage.ins, inputs, strict=True):
                 if x.dtype != jax.dtypes.float0:
                     sums[i] = sums[i] + x if i in sums else x
             waiting = {path: g for path, g in grads.items() if self.pre and self.routes[path].mode == "manual"}
-            found[number] = self._landed(pending[number], {p: g for p, g in grads.items() if p not in waiting})
+            now = {path: g for path, g in grads.items() if path not in waiting}
+            found[number] = land(self.routes, pending[number], now)
             if not self.pre and number:
                 shards, inputs = after(values[number - 1], [sums[i] for i in stage.ins if i in sums])
                 sums |= dict(zip([i for i in stage.ins if i in sums], inputs, strict=True))
                 coming = fetch_all(self.routes, shards)
-        found[0] |= self._landed(pending[0], waiting)
-        to_values = [{p: zeros(v) if p in left else grads[p] for p, v in each.items()}
-                     for each, left, grads in zip(values, pending, found, strict=True)]  # fmt: skip
-        to_pending = [{p: grads[p] for p in left} for left, grads in zip(pending, found, strict=True)]
+        found[0] |= land(self.routes, pending[0], waiting)
+        cotangents = [to_shards(*each) for each in zip(values, pending, found, strict=True)]
         to_external = {i: sums.get(i, zeros(x)) if is_float(x) else None for i, x in external.items()}
-        return to_values, to_pending, to_external
-
-    def _landed(self, pending: Arrays, grads: Arrays) -> Arrays:
-        return {p: g.astype(pending[p].dtype) if p in pending else reduce(self.routes[p], g) for p, g in grads.items()}
+        return [each[0] for each in cotangents], [each[1] for each in cotangents], to_external

@@ -43,7 +43,7 @@ class Step:
     of one, to overlap the transfer with the step before.
 
     Attributes:
-        plan: what is run, settled when the step is lowered: it depends on the batch.
+        plan: what was last lowered; it is settled then, for it depends on the batch.
 
     """
 
@@ -53,15 +53,13 @@ class Step:
     ) -> None:  # fmt: skip
         self._mesh, self._state, self._accumulation, self._abort_after = mesh, state, accumulation, abort_after
         self.plan: StepPlan | None = None
+        self._settle = settle
+        self._plans: dict[str, StepPlan] = {}  # by signature of the batch, as jax keeps what it traced
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
 
         def traced(state: TrainState, batch: GlobalBatch) -> Any:
-            one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch.leaves)
-            self.plan = settle(one)
-            out = fn(self.plan, state, batch.leaves)
-            warn_of_left(self.plan)
-            return out
+            return fn(self._plans[_signature(batch)], state, batch.leaves)
 
         self._jitted = jax.jit(
             traced,
@@ -117,6 +115,9 @@ class Step:
         k = self._accumulation
 
         def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+            if leaf.shape[0] % (self._mesh.size * k):
+                expected = f"a multiple of {self._mesh.size * k} rows: {self._mesh.size} devices x accumulation {k}"
+                raise ValueError(message("the batch does not divide", where="batch", expected=expected, got=leaf.shape))
             shape = (k, leaf.shape[0] // k, *leaf.shape[1:])
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # NumPy's float64 arrives as float32
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
@@ -124,7 +125,17 @@ class Step:
         leaves = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding), batch.leaves
         ) if isinstance(batch, GlobalBatch) else jax.tree.map(abstract, batch)  # fmt: skip
-        return self._jitted.lower(self._state, GlobalBatch(leaves, k))
+        placed = GlobalBatch(leaves, k)
+        signature = _signature(placed)
+        new = signature not in self._plans
+        if new:
+            one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), leaves)
+            self._plans[signature] = self._settle(one)
+        self.plan = self._plans[signature]
+        lowered = self._jitted.lower(self._state, placed)
+        if new:
+            warn_of_left(self.plan)
+        return lowered
 
     def compile(self, batch: PyTree) -> Any:
         """The compiled program for a batch of arrays or shapes [global rows, ...], for whoever wants to read it."""
@@ -194,6 +205,11 @@ class Step:
             raise NonFiniteError(
                 message(f"{in_a_row} steps in a row were not finite and not applied", where="step", fix=fix)
             )
+
+
+def _signature(batch: GlobalBatch) -> str:
+    """Of what a step is traced for: paths, shapes, dtypes."""
+    return str({path: (leaf.shape, str(leaf.dtype)) for path, leaf in flatten(batch.leaves).items()})
 
 
 def _show(signature: Any) -> str:

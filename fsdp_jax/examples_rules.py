@@ -111,7 +111,8 @@ KEEPS = _words("""
     sinh sqrt square squeeze sub tan tanh transpose xor zeta""")
 """Keep the dim of the examples whatever their parameters."""
 
-PASSED = _words("copy copy_p device_put name optimization_barrier sharding_constraint stop_gradient")
+UNPROVEN = {"sharding_constraint": "a sharding constraint is said of the whole batch"}
+PASSED = _words("copy copy_p device_put name optimization_barrier stop_gradient")
 """Results are the operands, one by one."""
 
 CREATES = _words("broadcast_in_dim empty iota random_bits random_split rng_bit_generator rng_uniform")
@@ -178,7 +179,7 @@ def _apply(op: Op) -> Value:
     kinds = set(op.kinds)
     known = op.name in KEEPS or op.name in CHECKS
     if not known and kinds - CONSTANT:
-        return _mixed(f"{op.name} is unknown to the proof")
+        return _mixed(UNPROVEN.get(op.name, f"{op.name} is unknown to the proof"))
     if any(not same(value, op.part_params.get(key)) for key, value in op.params.items() if key not in SHAPES):
         return _mixed("depends on the number of examples")
     if not kinds - CONSTANT - SUMS:

@@ -8,8 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fsdp_jax.pipeline import Arrays, Layer, Saved, after, fetch_all, floats, optional, run_layer, typeful, zeros
-from fsdp_jax.travel import Route, reduce
+from fsdp_jax.pipeline import (
+    Arrays,
+    Layer,
+    Saved,
+    after,
+    fetch_all,
+    floats,
+    land,
+    optional,
+    run_layer,
+    to_shards,
+    typeful,
+    zeros,
+)
+from fsdp_jax.travel import Route
 
 
 class _State(NamedTuple):
@@ -34,6 +47,7 @@ class LayerScan:
         length: layers.
         carried: how many values are carried.
         reverse: the last layer first.
+        unroll: layers per turn of the loop.
         pre: see the note on prefetch.
 
     """
@@ -43,6 +57,7 @@ class LayerScan:
     length: int
     carried: int
     reverse: bool
+    unroll: int
     pre: bool
 
     def run(
@@ -109,12 +124,12 @@ class LayerScan:
             return (carry, coming), (ys, kept)
 
         if not self.pre:
-            carry, (ys, kept) = lax.scan(post, carry, jnp.arange(self.length))
+            carry, (ys, kept) = lax.scan(post, carry, jnp.arange(self.length), unroll=self.unroll)
             return carry, self._ordered(ys), (kept, [], {})
         start = carry, self.ready(values, 0)
         # The last layer has nothing to gather for: it stands behind the loop. Its parameters wait for the backward,
         # which begins with it.
-        (carry, ready), (ys, kept) = lax.scan(pre, start, jnp.arange(self.length - 1))
+        (carry, ready), (ys, kept) = lax.scan(pre, start, jnp.arange(self.length - 1), unroll=self.unroll)
         carry, last_ys, last_kept = layer("last", self.length - 1, carry, ready)
         ys = jax.tree.map(lambda stacked, last: jnp.concatenate([stacked, last[None]]), ys, last_ys)
         return carry, self._ordered(ys), (kept, last_kept, ready)
@@ -128,11 +143,10 @@ class LayerScan:
     ) -> Any:  # fmt: skip
         """Cotangents of the five arguments of `run`; None for what is no float."""
         back = _Backward(self, values, pending, consts, others, saved, ys)
-        slots = {path: pending[path] if path in pending else values[path] for path in values}
+        slots = {path: pending.get(path, value) for path, value in values.items() if self.routes[path].trained}
         start = _State(carry, zeros(floats(consts)), zeros(floats(others)), zeros(slots))
         state = back.pre(start, *residual) if self.pre else back.post(start, residual[0])
-        to_values = {path: zeros(value) if path in pending else state.grads[path] for path, value in values.items()}
-        to_pending = {path: state.grads[path] for path in pending}
+        to_values, to_pending = to_shards(values, pending, state.grads)
         carried = saved["loop"].outputs[: self.carried]
         return (
             to_values, to_pending, optional(consts, state.consts), optional(carried, state.carry),
@@ -168,7 +182,9 @@ class _Backward:
             state, grads = self._layer("loop", number, state, ready, _slot(kept, number))
             return (state, coming, grads), None
 
-        (state, ready, grads), _ = lax.scan(step, (state, coming, grads), jnp.arange(last - 1, 0, -1))
+        (state, ready, grads), _ = lax.scan(
+            step, (state, coming, grads), jnp.arange(last - 1, 0, -1), unroll=scan.unroll
+        )
         state = self._land(state, 1, grads)
         state, grads = self._layer("loop", 0, state, ready, _slot(kept, 0))
         return self._land(state, 0, grads)
@@ -185,7 +201,7 @@ class _Backward:
             return (self._land(state._replace(carry=carry), number, grads), coming), None
 
         start = state, scan.ready(self.values, last)
-        (state, ready), _ = lax.scan(step, start, jnp.arange(last, 0, -1))
+        (state, ready), _ = lax.scan(step, start, jnp.arange(last, 0, -1), unroll=scan.unroll)
         state, grads = self._layer("loop", 0, state, ready, _slot(kept, 0))
         return self._land(state, 0, grads)
 
@@ -201,20 +217,17 @@ class _Backward:
             scan.set(state.others, number, typeful(to_others)),
             state.grads,
         )
+        grads = {path: g for path, g in grads.items() if scan.routes[path].trained}
         # Under annotations a partial sum cannot be named, so it cannot be carried to the next layer.
         waiting = {path for path in grads if scan.routes[path].mode == "manual"}
         state = self._land(state, number, {path: g for path, g in grads.items() if path not in waiting})
         return state, {path: g for path, g in grads.items() if path in waiting}
 
     def _land(self, state: _State, number: Any, grads: Arrays) -> _State:
-        """The gradients reduced, scattered and put into their slots; as they are where reduction is deferred."""
-        scan = self.scan
-        arrived = {
-            path: g.astype(self.pending[path].dtype) if path in self.pending else reduce(scan.routes[path], g)
-            for path, g in grads.items()
-        }
+        """The landed gradients put into their slots."""
+        arrived = land(self.scan.routes, self.pending, grads)
         slots = {path: state.grads[path] for path in arrived}
-        return state._replace(grads=state.grads | scan.set(slots, number, arrived))
+        return state._replace(grads=state.grads | self.scan.set(slots, number, arrived))
 
 
 def _slot(tree: Any, number: Any) -> Any:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.examples import sums_over_examples
+from fsdp_jax.prefetch import Report
 from fsdp_jax.step import StepPlan, sum_and_count
 from fsdp_jax.tree import PyTree, unflatten
 from fsdp_jax.units import Shard
@@ -36,6 +37,7 @@ def settled(plan: StepPlan, batch: PyTree, local_batch: bool | None) -> StepPlan
 
     """
     why = "" if plan.layout.mesh.size == 1 else _obstacle(plan, batch, local_batch)
+    plan = replace(plan, report=Report(), together=why)
     if not why and plan.layout.mesh.size > 1:
         return plan
     costs = _costs(plan) if why else []

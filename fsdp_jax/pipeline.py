@@ -88,14 +88,27 @@ def gather_behind(
 
     def back(pending: Arrays, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
         made, grads = cotangents
-        landed = {p: g.astype(pending[p].dtype) if p in pending else reduce(routes[p], g) for p, g in grads.items()}
-        landed, made = after(landed, made)
-        shapes = {path: jax.ShapeDtypeStruct(values[path].shape, values[path].dtype) for path in pending}
-        to_values = {p: jnp.zeros(shapes[p].shape, shapes[p].dtype) if p in pending else landed[p] for p in grads}
-        return to_values, {path: landed[path] for path in pending}, made
+        landed, made = after(land(routes, pending, grads), made)
+        return *to_shards(shapes, pending, landed), made
 
+    shapes = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in values.items()}
     run.defvjp(lambda values, pending, made: (run(values, pending, made), pending), back)
     return run(values, pending, made)
+
+
+def land(routes: Mapping[str, Route], pending: Arrays, grads: Arrays) -> Arrays:
+    """Gradients of what is trained, reduced and scattered; as they are where reduction is deferred."""
+    return {
+        path: g.astype(pending[path].dtype) if path in pending else reduce(routes[path], g)
+        for path, g in grads.items() if routes[path].trained
+    }  # fmt: skip
+
+
+def to_shards(values: Mapping[str, Any], pending: Arrays, landed: Arrays) -> tuple[dict[str, Any], Arrays]:
+    """The cotangents of shards and of `pending`, from landed gradients; None for what is not trained."""
+    found = {path: landed.get(path) for path in values}
+    to_values = {p: jnp.zeros(values[p].shape, values[p].dtype) if p in pending else g for p, g in found.items()}
+    return to_values, {path: landed[path] for path in pending}
 
 
 def after_floats(values: Arrays, inputs: list[Any]) -> tuple[Arrays, list[Any]]:

@@ -17,6 +17,7 @@ nothing more in memory, and less to hide behind. The names are PyTorch's Backwar
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -29,12 +30,12 @@ from fsdp_jax.chain import Stage, UnitChain
 from fsdp_jax.jaxprs import scan_arguments
 from fsdp_jax.layerscan import LayerScan
 from fsdp_jax.pipeline import gather_behind, is_float
+from fsdp_jax.sites import arguments, ends_of, inner_of, is_checkpoint, is_transparent, liftable, paths_in, sites_of
 from fsdp_jax.travel import Route, gather, site_of
 
 Prefetch = Literal["none", "post", "pre"]
 Gathered = dict[str, jax.Array]
 _Env = dict[Any, Any]  # values by variable
-INLINED = ("jit", "pjit", "closed_call", "core_call")
 
 
 @dataclass
@@ -84,62 +85,12 @@ class _Plan:
         return self.when == "pre"
 
 
-# What one eqn of the traced function does with gathers
-
-
-def _inner(eqn: jex.JaxprEqn) -> list[jex.Jaxpr]:
-    return list(jex.jaxprs_in_params(eqn.params))
-
-
-def _paths(eqn: jex.JaxprEqn) -> set[str]:
-    """Of the parameters that are gathered somewhere inside."""
-    path = site_of(eqn)
-    return {path} if path else {path for jaxpr in _inner(eqn) for inner in jaxpr.eqns for path in _paths(inner)}
-
-
-def _liftable(jaxpr: jex.Jaxpr) -> dict[str, tuple[int, ...]] | None:
-    """{path: numbers of the arguments that it is gathered from}; None where some gather cannot be lifted out."""
-    found: dict[str, tuple[int, ...]] = {}
-
-    def visit(jaxpr: jex.Jaxpr, numbers: dict[Any, int]) -> bool:
-        for eqn in jaxpr.eqns:
-            if not _paths(eqn):
-                continue
-            at = [None if isinstance(v, jex.Literal) else numbers.get(v) for v in eqn.invars]
-            path = site_of(eqn)
-            if path:
-                if None in at or found.setdefault(path, tuple(at)) != tuple(at):  # type: ignore[arg-type]
-                    return False
-            elif _is_transparent(eqn):
-                (inner,) = _inner(eqn)
-                names = [*inner.constvars, *inner.invars][-len(at) :]
-                if not visit(inner, {v: n for v, n in zip(names, at, strict=True) if n is not None}):
-                    return False
-            else:
-                return False
-        return True
-
-    return found if visit(jaxpr, {v: n for n, v in enumerate(_arguments(jaxpr))}) else None
-
-
-def _arguments(jaxpr: jex.Jaxpr) -> list[Any]:
-    return [*jaxpr.constvars, *jaxpr.invars]
-
-
-def _is_transparent(eqn: jex.JaxprEqn) -> bool:
-    return eqn.primitive.name in INLINED or _is_checkpoint(eqn)
-
-
-def _is_checkpoint(eqn: jex.JaxprEqn) -> bool:
-    return "prevent_cse" in eqn.params and "policy" in eqn.params
-
-
 # Running it again
 
 
 def _replay(plan: _Plan, jaxpr: jex.Jaxpr, args: Sequence[Any], given: Gathered | None) -> list[Any]:
     """Evaluates with the parameters of `given` in place of their gathers; where None, finds the layers itself."""
-    env: _Env = dict(zip(_arguments(jaxpr), args, strict=True))
+    env: _Env = dict(zip(arguments(jaxpr), args, strict=True))
     if given is not None:
         _run(plan, jaxpr, jaxpr.eqns, env, given)
         return _read(env, jaxpr.outvars)
@@ -169,7 +120,7 @@ def _position(eqns: Sequence[jex.JaxprEqn], eqn: jex.JaxprEqn) -> int:
 
 
 def _is_layers(plan: _Plan, eqn: jex.JaxprEqn) -> bool:
-    return eqn.primitive.name == "scan" and bool(_paths(eqn)) and _Scan(plan, eqn).liftable
+    return eqn.primitive.name == "scan" and bool(paths_in(eqn)) and _Scan(plan, eqn).liftable
 
 
 def _late(
@@ -199,11 +150,15 @@ def _gather_late(plan: _Plan, late: Sequence[jex.JaxprEqn], layers: Sequence[jex
 
 def _run(plan: _Plan, jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: _Env, given: Gathered | None) -> None:
     """Some eqns of a jaxpr: the plain ones together as long as they last, those that gather one by one."""
-    for gathers, group in groupby(eqns, key=lambda eqn: bool(_paths(eqn))):
+    for gathers, group in groupby(eqns, key=lambda eqn: bool(paths_in(eqn))):
         if not gathers:
             _evaluate(jaxpr, list(group), env)
             continue
         for eqn in group:
+            if not (site_of(eqn) or is_transparent(eqn) or eqn.primitive.name == "scan"):
+                plan.report.left |= dict.fromkeys(paths_in(eqn), f"it is gathered inside a `{eqn.primitive.name}`")
+                _evaluate(jaxpr, [eqn], env)
+                continue
             values = _replay_eqn(plan, eqn, _read(env, eqn.invars), given)
             env.update(zip(eqn.outvars, values, strict=True))
 
@@ -214,18 +169,11 @@ def _read(env: _Env, variables: Sequence[Any]) -> list[Any]:
 
 def _evaluate(jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: _Env) -> None:
     """Eqns in which nothing is gathered, with the names and source lines they were traced with."""
-    invars, outvars = _ends(eqns)
+    invars, outvars = ends_of(eqns)
     debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     part = jaxpr.replace(constvars=[], invars=invars, outvars=outvars, eqns=list(eqns), debug_info=debug)
     values = jex.jaxpr_as_fun(jex.ClosedJaxpr(part, ()))(*_read(env, invars))
     env.update(zip(outvars, values, strict=True))
-
-
-def _ends(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]]:
-    """(variables that come from before, variables that are made)."""
-    made = {v: None for eqn in eqns for v in eqn.outvars if not isinstance(v, jex.DropVar)}
-    used = {v: None for eqn in eqns for v in eqn.invars if not isinstance(v, jex.Literal)}
-    return [v for v in used if v not in made], list(made)
 
 
 def _replay_eqn(plan: _Plan, eqn: jex.JaxprEqn, args: list[Any], given: Gathered | None) -> Sequence[Any]:
@@ -237,23 +185,27 @@ def _replay_eqn(plan: _Plan, eqn: jex.JaxprEqn, args: list[Any], given: Gathered
         if given is None and plan.routes[path].unit:
             plan.report.left.setdefault(path, "no other unit is run just before or after its own")
         return [gather(plan.routes[path], *args)]
-    if _is_transparent(eqn):
-        (inner,) = _inner(eqn)
+    if is_transparent(eqn):
+        (inner,) = inner_of(eqn)
         consts = getattr(eqn.params.get("jaxpr"), "consts", ())
 
         def call(args: list[Any], given: Gathered | None) -> list[Any]:
             return _replay(plan, inner, [*consts, *args], given)
 
-        if not _is_checkpoint(eqn):
-            return call(args, given)
-        settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-        return jax.checkpoint(call, **settings)(args, given)
-    assert given is None
-    if eqn.primitive.name == "scan":
-        return _replay_scan(plan, eqn, args)
-    for left in _paths(eqn):
-        plan.report.left[left] = f"it is gathered inside a `{eqn.primitive.name}`"
-    return eqn.primitive.bind(*args, **eqn.params)
+        with _scope(eqn):
+            if not is_checkpoint(eqn):
+                return call(args, given)
+            settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+            return jax.checkpoint(call, **settings)(args, given)
+    assert given is None, "a layer's own gathers are all lifted out of it"
+    assert eqn.primitive.name == "scan", eqn.primitive
+    return _replay_scan(plan, eqn, args)
+
+
+def _scope(eqn: jex.JaxprEqn) -> Any:
+    """The names that stood around it in the user's model; profiles are read by them."""
+    names = str(eqn.source_info.name_stack)
+    return jax.named_scope(names) if names else nullcontext()
 
 
 def _replay_scan(plan: _Plan, eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
@@ -280,7 +232,7 @@ class _Scan:
 
     def __init__(self, plan: _Plan, eqn: jex.JaxprEqn) -> None:
         self.plan, self.eqn, self.body = plan, eqn, eqn.params["jaxpr"]
-        sites = _liftable(self.body.jaxpr)
+        sites = liftable(self.body.jaxpr)
         consts, carry, _ = scan_arguments(eqn.params, eqn.invars)
         offset = len(self.body.jaxpr.constvars) + len(consts) + len(carry)
         self.liftable = sites is not None and eqn.params["length"] > 1
@@ -302,7 +254,9 @@ class _Scan:
                 slots[number] = x
             return _replay(self.plan, self.body.jaxpr, [*inputs[:n], *slots], gathered)
 
-        scan = LayerScan(layer, self.plan.routes, params["length"], len(carry), params["reverse"], self.plan.pre)
+        scan = LayerScan(
+            layer, self.plan.routes, params["length"], len(carry), params["reverse"], params["unroll"], self.plan.pre
+        )
         values = {path: xs[numbers[0]] for path, numbers in self.sites.items()}
         pending = {path: xs[numbers[1]] for path, numbers in self.sites.items() if len(numbers) > 1}
         carry, ys = scan.run(values, pending, consts, carry, [xs[number] for number in left])
@@ -339,8 +293,8 @@ class _Chain:
         stages, values, pending = [], [], []
         wanted = set(self.wanted)
         for eqns, unit in reversed(list(zip(self.stages, self.units, strict=True))):
-            ins, made = _ends(eqns)
-            sites = {path: tuple(unit.invars[n] for n in at) for path, at in _sites(unit).items()}
+            ins, made = ends_of(eqns)
+            sites = {path: tuple(unit.invars[n] for n in at) for path, at in sites_of(unit).items()}
             if all(v in env for at in sites.values() for v in at):
                 plan.report.moved |= set(sites)
             else:  # computed from what an earlier unit made
@@ -377,20 +331,13 @@ def _numbered(numbers: dict[Any, int], variables: Sequence[Any]) -> list[int]:
     return [numbers.setdefault(v, len(numbers)) for v in variables]
 
 
-def _sites(unit: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
-    """{path: numbers of the unit's arguments that it is gathered from}."""
-    (inner,) = _inner(unit)
-    offset = len(_arguments(inner)) - len(unit.invars)
-    return {path: tuple(n - offset for n in at) for path, at in (_liftable(inner) or {}).items()}
-
-
 def _chains(jaxpr: jex.Jaxpr) -> list[_Chain]:
     """Runs of two units or more with nothing else that gathers between them."""
     runs: list[list[jex.JaxprEqn]] = [[]]
     for eqn in jaxpr.eqns:
-        if _paths(eqn):
-            is_unit = site_of(eqn) is None and _is_transparent(eqn) and _sites(eqn)
-            if is_unit and all(n >= 0 for at in _sites(eqn).values() for n in at):
+        if paths_in(eqn):
+            is_unit = site_of(eqn) is None and is_transparent(eqn) and sites_of(eqn)
+            if is_unit and all(n >= 0 for at in sites_of(eqn).values() for n in at):
                 runs[-1].append(eqn)
             else:
                 runs.append([])

@@ -48,6 +48,7 @@ class StepPlan:
         clip: largest global norm of the gradient; None leaves it.
         prefetch: when the next unit is gathered.
         report: which gathers that moved, once the step is traced.
+        together: why the batch is kept together, by annotations; empty where each device sees its own part of it.
 
     """
 
@@ -62,7 +63,8 @@ class StepPlan:
     deferred: bool = False
     clip: float | None = None
     prefetch: Prefetch = "none"
-    report: Report = field(default_factory=Report)
+    report: Report = field(default_factory=Report, repr=False)
+    together: str = ""
 
     @property
     def manual(self) -> bool:

@@ -53,6 +53,7 @@ class Route:
         param: dtype at rest, and of the gradient that arrives.
         stacked: how many leading dims of the stored array stack layers.
         hops: gathered and scattered along one mesh axis at a time, as a torus wants it.
+        trained: it has a gradient.
         arrived: already gathered, once for the whole step; the unit finds it as it needs it.
 
     """
@@ -69,6 +70,7 @@ class Route:
     mode: Mode
     stacked: int = 0
     hops: bool = False
+    trained: bool = True
     arrived: bool = False
 
     def sliced(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
@@ -92,8 +94,16 @@ class Route:
 def gather(route: Route, value: jax.Array, pending: jax.Array | None = None) -> jax.Array:
     """The whole parameter in the compute dtype; its gradient is reduced and scattered on the way back.
 
-    With `pending` the gradient is not reduced: it becomes the cotangent of `pending`, local to the device.
+    With `pending` the gradient is not reduced: it becomes the cotangent of `pending`, local to the device. What is not
+    trained has none: a custom derivative that nothing differentiates would be saved by the unit's checkpoint.
     """
+    if not route.trained:
+
+        def still(value: jax.Array) -> jax.Array:
+            return fetch(route, lax.stop_gradient(value))
+
+        still.__name__ = SITE.format(route.path)
+        return jax.jit(still)(value)
 
     @jax.custom_vjp
     def there(value: jax.Array, pending: jax.Array | None) -> jax.Array:

@@ -16,7 +16,7 @@ PACKAGE = ROOT.name
 ROOMS = [
     {"errors", "tree", "jaxprs", "table", "mesh", "strategy", "precision", "rules", "models"},
     {"optimizer", "layout", "offload", "remat"},
-    {"travel", "units", "pipeline", "layerscan", "chain", "prefetch", "model", "nnx", "linen", "state"}
+    {"travel", "sites", "units", "pipeline", "layerscan", "chain", "prefetch", "model", "nnx", "linen", "state"}
     | {"examples", "examples_rules"},
     {"step", "modes", "overlap", "compiled", "api", "checkpoint", "inspect"},
     {"planner", "weights", "data"},

@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import LinenTransformer, gpt, linen_loss
 
 import fsdp_jax as fsdp
+from fsdp_jax.inspect.accounts import judged, other_axes
 from fsdp_jax.inspect.collectives import Collective
-from fsdp_jax.inspect.contract import _judged, check_contract
+from fsdp_jax.inspect.contract import check_contract
 from fsdp_jax.inspect.expected import Expected
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
@@ -269,7 +270,7 @@ def sent(op, size, shapes, paths, dtype="bfloat16"):
 
 
 def violations(expected, *collectives):
-    return [str(each) for each in _judged(expected, collectives, {each.path for each in expected})]
+    return [str(each) for each in judged(expected, collectives, {each.path for each in expected})]
 
 
 BIG, SMALL = (64, 256), (64,)
@@ -330,5 +331,47 @@ def test_token_ids_are_activations_and_scalars_are_not():
 def test_what_is_never_gathered_and_what_is_not_declared():
     expected = [declared("a", "gather", "all-gather", 28672, BIG)]
     assert violations(expected)[0].startswith("a: never gathered; XLA computes on its shards")
-    found = _judged(expected, [sent("all-gather", 28672, [BIG], ["frozen"])], {"a", "frozen"})
+    found = judged(expected, [sent("all-gather", 28672, [BIG], ["frozen"])], {"a", "frozen"})
     assert any(str(each).startswith("frozen: gathered, which is not declared: +28 KiB") for each in found)
+
+
+def many(op, dtype, *, declared=None, axis="data", times=1.0, count=300):
+    """(expected, collectives) of as many parameters, none of which matters alone."""
+    expected, collectives = [], []
+    shape, size = (1000, 1024), 1000 * 1024
+    role = "gather" if op == "all-gather" else "reduce"
+    for number in range(count):
+        path, (said_op, said_dtype) = f"l{number}/k", declared or (op, dtype)
+        expected.append(
+            Expected(path, role, said_op, said_dtype, "data", size * np.dtype(said_dtype).itemsize, (shape,))
+        )
+        sent = int(times * size * np.dtype(dtype).itemsize)
+        if sent:
+            collectives.append(Collective(op, dtype, axis, 1, sent, 0, False, False, 0, (shape,), (path,), 0, "x"))
+    return expected, collectives, {f"l{number}/k" for number in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (many("all-gather", "bfloat16"), None),
+        (many("all-gather", "float32", declared=("all-gather", "bfloat16")), "gathered in float32, declared bfloat16"),
+        (
+            many("reduce-scatter", "bfloat16", declared=("reduce-scatter", "float32")),
+            "reduced in bfloat16, declared float32",
+        ),
+        (many("all-reduce", "float32", declared=("reduce-scatter", "float32"), times=2), "reduced by an all-reduce"),
+        (many("all-gather", "bfloat16", times=0), "never gathered"),
+    ],
+)
+def test_what_is_little_in_each_of_many_parameters_counts_in_their_sum(case, said):
+    found = [str(violation) for violation in judged(*case)]
+    assert [text for text in found if said and f"299 more: {said}" in text] == found
+    assert bool(found) == bool(said)
+
+
+def test_what_is_sent_along_an_axis_that_nothing_is_declared_for():
+    expected, collectives, _ = many("all-gather", "bfloat16", axis="replica", count=4)
+    (violation,) = other_axes(expected, collectives, ("data",))
+    assert "more is sent along 'replica' than declared: +7.81 MiB per step" in str(violation)
+    assert not other_axes(*many("all-gather", "bfloat16", count=4)[:2], ("data",))

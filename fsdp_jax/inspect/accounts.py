@@ -1,0 +1,289 @@
+"""Every byte of a program given to the parameter that it serves: an account for each, one way and the other.
+
+By the scope that the library puts around its collectives, and where XLA has lost that, by dtype and shape. What serves
+no parameter is an activation.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from fsdp_jax.errors import human_bytes
+from fsdp_jax.inspect.collectives import Collective
+from fsdp_jax.inspect.expected import Expected, Role, axis_name
+
+TOLERANCE = 1.02
+MATERIAL = 0.005
+"""Of what a step declares. Compilers pad small parameters and send them by whatever they have: that is no violation."""
+FEW = 0.05
+"""Of what a parameter declares: less than that, and it is not it that travels."""
+SCALARS = 16
+"""Elements of an array that may travel unexplained: the loss, the count, the norms."""
+FEW_OF_MANY = 4
+"""Times that: what many parameters together may differ by."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that the program does and the layout does not declare.
+
+    Attributes:
+        path: of the parameter; empty for what serves none.
+        what: in the user's terms.
+        bytes: more per step on the wire than declared.
+        cause: and fix.
+
+    """
+
+    path: str
+    what: str
+    bytes: int
+    cause: str
+
+    def __str__(self) -> str:
+        cost = f": +{human_bytes(self.bytes)} per step" if self.bytes > 0 else ""
+        return f"{self.path or 'no parameter'}: {self.what}{cost}; {self.cause}"
+
+
+def other_axes(
+    expected: Sequence[Expected], collectives: Sequence[Collective], parts: Sequence[str]
+) -> list[Violation]:
+    """What is sent along mesh axes that less is declared for."""
+    declared, sent = Counter[str](), Counter[str]()
+    for one in expected:
+        declared[one.axis] += one.bytes
+    for each in collectives:
+        sent[axis_name(each.axis.split("+"), parts)] += each.bytes
+    least = max(MATERIAL * sum(declared.values()), 4096)
+    cause = "the placement of an array, in the model or by a rule, crosses axes that its parameter does not"
+    return [
+        Violation("", f"more is sent along '{axis}' than declared", sent[axis] - declared[axis], cause)
+        for axis in sent
+        if len(declared) and sent[axis] > TOLERANCE * declared[axis] + least and not declared[axis]
+    ]
+
+
+class _Sent(NamedTuple):
+    """One operand of a collective: what is sent of one array, all executions of a step."""
+
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: str
+    bytes: int
+    sliced: bool
+
+
+@dataclass
+class _Account:
+    """What is declared for one parameter, one way, and what is sent for it."""
+
+    path: str
+    role: Role
+    expected: list[Expected] = field(default_factory=list)
+    found: list[_Sent] = field(default_factory=list)
+
+    @property
+    def budget(self) -> int:
+        return sum(each.bytes for each in self.expected)
+
+    @property
+    def dtype(self) -> str:
+        return self.expected[0].dtype
+
+    @property
+    def sent(self) -> int:
+        return sum(each.bytes for each in self.found)
+
+    def room(self, op: str, *, instead: bool) -> int:
+        """Bytes that it lacks by this operation; or by it in place of another, all-reduces counted twice."""
+        if instead:
+            return sum(each.bytes * (2 if op == "all-reduce" != each.op else 1) for each in self.expected) - self.sent
+        declared = sum(each.bytes for each in self.expected if each.op == op)
+        return declared - sum(each.bytes for each in self.found if each.op == op)
+
+    def fits(self, sent: _Sent) -> bool:
+        """Whether this may be it, as it is named; XLA may give the names of what it combined in another order."""
+        return not self.expected or sent.dtype == self.dtype or self.alike(sent.shape)
+
+    def alike(self, shape: tuple[int, ...]) -> bool:
+        return any(_alike(shape, other) for each in self.expected for other in each.shapes)
+
+
+_ROLES: dict[str, tuple[Role, ...]] = {"all-gather": ("gather",), "reduce-scatter": ("reduce",)}
+
+
+def judged(expected: Sequence[Expected], collectives: Sequence[Collective], paths: Container[str]) -> list[Violation]:
+    """What the collectives of a program differ in from what is expected, parameter by parameter, then in their sum.
+
+    Args:
+        expected: of each parameter.
+        collectives: of the program.
+        paths: of all parameters, those of which nothing is expected too.
+
+    """
+    accounts: dict[tuple[str, Role], _Account] = {}
+    for each in expected:
+        accounts.setdefault((each.path, each.role), _Account(each.path, each.role)).expected.append(each)
+    lost = []
+    for sent in (operand for collective in collectives for operand in _operands(collective)):
+        roles = _ROLES.get(sent.op, ("reduce", "gather"))
+        own = [accounts[sent.path, role] for role in roles if (sent.path, role) in accounts]
+        if sent.path not in paths or len(sent.shape) < 2 or (own and not any(each.fits(sent) for each in own)):
+            lost.append(sent)
+        elif own:
+            next((each for each in own if sent.bytes <= each.room(sent.op, instead=True)), own[0]).found.append(sent)
+        else:
+            accounts[sent.path, roles[0]] = _Account(sent.path, roles[0], found=[sent])
+    material = sum(each.bytes for each in expected) * MATERIAL
+    foreign: dict[_Sent, int] = {}
+    for sent in sorted(lost, key=lambda sent: -sent.bytes):
+        if left := _placed(accounts.values(), sent, material):
+            foreign[left._replace(bytes=0)] = foreign.get(left._replace(bytes=0), 0) + left.bytes
+    found = [violation for each in accounts.values() for violation in _violations(each, material)]
+    found = found or _together(accounts.values(), material)
+    found += [_foreign(sent._replace(bytes=size), accounts.values()) for sent, size in foreign.items()]
+    declared = sum(each.bytes for each in expected)
+    over = sum(each.bytes for each in collectives) - declared
+    if not found and over > max((TOLERANCE - 1) * declared, 4096):
+        cause = "many small parameters, each sent by what the compiler has: raise min_size, and they rest whole"
+        found = [Violation("", "more is sent than declared", over, cause)]
+    return found
+
+
+def _operands(collective: Collective) -> Iterator[_Sent]:
+    sizes = [prod(shape) for shape in collective.shapes]
+    whole = max(sum(sizes), 1)
+    for shape, path, size in zip(collective.shapes, collective.paths, sizes, strict=True):
+        part = collective.bytes * size // whole
+        yield _Sent(collective.op, collective.dtype, shape, path, part, collective.sliced)
+
+
+def _placed(accounts: Collection[_Account], sent: _Sent, material: float) -> _Sent | None:
+    """Gives what names no parameter to those that lack it; returns what is left.
+
+    An array of a parameter's shape is that parameter. Small arrays travel together: theirs is shared out.
+    """
+    roles, named = _ROLES.get(sent.op, ("reduce", "gather")), sent.path.split("+")
+    fits = [each for each in accounts if each.role in roles and each.expected]
+    fits.sort(
+        key=lambda each: (
+            each.dtype != sent.dtype, each.path not in named, roles.index(each.role), each.sent / max(1, each.budget)
+        )
+    )  # fmt: skip
+    for instead in (False, True):
+        for each in fits:
+            if each.alike(sent.shape) and sent.bytes <= TOLERANCE * each.room(sent.op, instead=instead):
+                each.found.append(sent)
+                return None
+    together = len(sent.shape) < 2 or (sent.op == "all-reduce" and sent.bytes <= material)
+    for instead in (False, True) if together else ():
+        for group in ([each for each in fits if each.path in named], fits):
+            sent = _shared(group, sent, instead=instead)
+    return sent if sent.bytes and prod(sent.shape) > SCALARS else None
+
+
+def _shared(accounts: Sequence[_Account], sent: _Sent, *, instead: bool) -> _Sent:
+    """Shares bytes out in proportion to what each lacks; returns the rest."""
+    rooms = [max(0, each.room(sent.op, instead=instead)) for each in accounts]
+    given = min(sent.bytes, sum(rooms))
+    for each, room in zip(accounts, rooms, strict=True):
+        if part := given * room // max(1, sum(rooms)):
+            each.found.append(sent._replace(bytes=part))
+    return sent._replace(bytes=sent.bytes - given)
+
+
+def _alike(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """The same array, transposed or flattened, with or without dims of one."""
+    if len(shape) == 1:
+        return prod(shape) == prod(other)
+    return sorted(size for size in shape if size > 1) == sorted(size for size in other if size > 1)
+
+
+def _foreign(sent: _Sent, accounts: Iterable[_Account]) -> Violation:
+    """What serves no parameter, or one of those of its shape once more than declared."""
+    what = f"{sent.dtype}{list(sent.shape)} by {sent.op}{f' ({sent.path})' if sent.path else ''}"
+    alike = list(dict.fromkeys(each.path for each in accounts if each.alike(sent.shape)))
+    if alike:
+        cause = (
+            "by annotations, what is used in several places (a tied head) is reduced once for each: local batches, "
+            "proven or promised by local_batch=True, add that up first; or an activation travels"
+        )
+        return Violation(" or ".join(alike), f"one more array of its shape travels, {what}", sent.bytes, cause)
+    cause = (
+        "the loss or the model mixes the examples of a batch, or computes on a sharded operand: look at the operation "
+        "named, and at sharding constraints in the model"
+    )
+    return Violation("", f"an activation travels, {what}", sent.bytes, cause)
+
+
+def _together(accounts: Collection[_Account], material: float) -> list[Violation]:
+    """What is too little to matter in any of many parameters, and matters in their sum."""
+    kinds: dict[str, list[tuple[int, Violation]]] = {}
+    for each in accounts:
+        for violation in _violations(each, 0):
+            another = ", declared " in violation.what or violation.what.startswith("never")
+            kinds.setdefault(violation.what, []).append((each.budget if another else violation.bytes, violation))
+    found = []
+    for what, alike in kinds.items():
+        if sum(weight for weight, _ in alike) > max(FEW_OF_MANY * material, 4096):
+            first = max((violation for _, violation in alike), key=lambda violation: violation.bytes)
+            where = f"{first.path} and {len(alike) - 1} more" if len(alike) > 1 else first.path
+            found.append(Violation(where, what, sum(violation.bytes for _, violation in alike), first.cause))
+    return found
+
+
+def _excess(each: _Account, done: str, over: int) -> Violation:
+    """More bytes than declared, in the declared dtype."""
+    ops = {one.op for one in each.expected}
+    whole = sum(sent.bytes for sent in each.found if sent.op == "all-reduce")
+    if (
+        each.role == "reduce"
+        and "reduce-scatter" in ops
+        and whole > sum(one.bytes for one in each.expected if one.op == "all-reduce") + over / 2
+    ):
+        cause = (
+            "annotations leave that to the compiler (local batches, proven or promised by local_batch=True, do not); "
+            "with local batches, this compiler finds no way to scatter an array of this shape"
+        )
+        return Violation(each.path, "reduced by an all-reduce, declared a reduce-scatter", over, cause)
+    unnamed = next((sent for sent in each.found if sent.path != each.path and sent.path), None)
+    where = f" ({unnamed.path})" if unnamed else ""
+    cause = (
+        "it is used in several places (a tied head), and by annotations each use's gradient is reduced by itself: "
+        "local batches, proven or promised by local_batch=True, add them up first"
+        if each.role == "reduce"
+        else "it is used in several places, or outside its unit: leave it to no unit, and it is gathered once"
+    )
+    return Violation(each.path, f"{done} more often than declared{where}", over, cause)
+
+
+def _violations(each: _Account, material: float) -> Iterator[Violation]:
+    """What one parameter's traffic differs in, the first of it that matters."""
+    done = "gathered" if each.role == "gather" else "reduced"
+    over = each.sent - each.budget
+    if not each.expected:
+        if each.sent > material:
+            yield Violation(each.path, f"{done}, which is not declared", each.sent, "it rests whole, or is not trained")
+        return
+    declared = jnp.dtype(each.expected[0].dtype)
+    other = [sent for sent in each.found if sent.dtype != declared.name]
+    dtype = jnp.dtype(other[0].dtype) if other else declared
+    more = sum(sent.bytes for sent in other) * (dtype.itemsize - declared.itemsize) // dtype.itemsize
+    if abs(more) > material and (each.role == "gather" or more < 0 or over > material):
+        cause = (
+            "annotations reduce a gradient in the dtype that it is computed in; local batches, proven or promised by "
+            "local_batch=True, in the one asked for"
+            if each.role == "reduce"
+            else "the cast moved past the gather: cast the shard and fence it (an optimization barrier) before it"
+        )
+        yield Violation(each.path, f"{done} in {dtype}, declared {declared}", max(more, 0), cause)
+    elif over > max(material, (TOLERANCE - 1) * each.budget):
+        yield _excess(each, done, over)
+    elif each.sent < FEW * each.budget and each.budget > material:
+        cause = "XLA computes on its shards and sends activations: make the module that uses it a unit"
+        yield Violation(each.path, f"never {done}", 0, cause)
