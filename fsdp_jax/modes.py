@@ -7,6 +7,7 @@ traced program, or promised; failing both, the whole batch is kept and what that
 import warnings
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -91,8 +92,12 @@ def _obstacle(plan: StepPlan, batch: PyTree, local_batch: bool | None) -> str:
 
     parts = plan.layout.mesh.size
     verdict = sums_over_examples(sums, batch, trained, frozen, other["model_state"], other["rng"], parts=parts)
+    if verdict.proven:
+        return ""
     fix = "if it is one, say so by local_batch=True"
-    return "" if verdict.proven else f"loss_fn is not proven to be a sum over examples ({verdict.reason}; {fix})"
+    ours = f" at {Path(__file__).name}:" in verdict.reason  # where the guards of shards are made
+    why = "it reads parameters of units outside them" if ours else f"{verdict.reason}; {fix}"
+    return f"loss_fn is not proven to be a sum over examples ({why})"
 
 
 def _costs(plan: StepPlan) -> list[str]:

@@ -343,9 +343,9 @@ def many(op, dtype, *, declared=None, axis="data", times=1.0, count=300):
     for number in range(count):
         path, (said_op, said_dtype) = f"l{number}/k", declared or (op, dtype)
         expected.append(
-            Expected(path, role, said_op, said_dtype, "data", size * np.dtype(said_dtype).itemsize, (shape,))
+            Expected(path, role, said_op, said_dtype, "data", size * jnp.dtype(said_dtype).itemsize, (shape,))
         )
-        sent = int(times * size * np.dtype(dtype).itemsize)
+        sent = int(times * size * jnp.dtype(dtype).itemsize)
         if sent:
             collectives.append(Collective(op, dtype, axis, 1, sent, 0, False, False, 0, (shape,), (path,), 0, "x"))
     return expected, collectives, {f"l{number}/k" for number in range(count)}
