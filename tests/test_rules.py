@@ -1,5 +1,6 @@
 """Rules: who wins, what stands behind them, what the lint finds, and the standalone use on anybody's tree."""
 
+from itertools import product
 from math import prod
 from types import SimpleNamespace
 
@@ -158,9 +159,16 @@ def test_whatever_the_shape_the_spec_fits(shape, stacked, axes, sizes, min_size)
     assert len(spec) <= len(shape)
     assert all(size % n == 0 for size, n in zip(shape, parts, strict=False))
     assert not any(spec[:stacked])
-    assert used in ([], list(axes))
+    cutting = [axis for axis in axes if mesh.shape[axis] > 1]
+    assert used in ([], list(axes)) or sorted(used) == sorted(cutting)
     one_layer, inner = prod(shape[stacked:]), shape[stacked:]
-    assert bool(used) == (one_layer >= min_size and any(size % shards_of(mesh, axes) == 0 for size in inner))
+    by_one = any(size % shards_of(mesh, axes) == 0 for size in inner)
+    deals = product(range(len(inner)), repeat=len(cutting)) if len(cutting) > 1 else ()
+    by_several = any(
+        all(size % prod(mesh.shape[a] for a, d in zip(cutting, deal, strict=True) if d == dim) == 0
+            for dim, size in enumerate(inner)) for deal in deals
+    )  # fmt: skip
+    assert bool(used) == (one_layer >= min_size and (by_one or by_several))
     assert placement.undivided == 1 or not used
     assert NamedSharding(mesh, spec).shard_shape(tuple(shape)) is not None
 

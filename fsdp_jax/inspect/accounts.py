@@ -226,8 +226,11 @@ def _together(accounts: Collection[_Account], material: float) -> list[Violation
     kinds: dict[str, list[tuple[int, Violation]]] = {}
     for each in accounts:
         for violation in _violations(each, 0):
-            another = ", declared " in violation.what or violation.what.startswith("never")
-            kinds.setdefault(violation.what, []).append((each.budget if another else violation.bytes, violation))
+            if "more often" in violation.what:  # the total tells
+                continue
+            another = sum(sent.bytes for sent in each.found if sent.dtype != each.dtype)
+            weight = each.budget if violation.what.startswith("never") else max(another, violation.bytes)
+            kinds.setdefault(violation.what, []).append((weight, violation))
     found = []
     for what, alike in kinds.items():
         if sum(weight for weight, _ in alike) > max(FEW_OF_MANY * material, 4096):

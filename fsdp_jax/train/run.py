@@ -92,7 +92,10 @@ def topology_devices(name: str) -> list[jax.Device]:
 
     """
     topology = parse_topology(name)
-    start_devices(topology.size if topology.hardware.platform == "cpu" else None)
+    try:
+        start_devices(topology.size if topology.hardware.platform == "cpu" else None)
+    except ValueError as error:  # jax runs already, with fewer
+        raise ConfigError(str(error)) from error
     return topology.devices()
 
 

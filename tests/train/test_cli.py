@@ -143,7 +143,11 @@ def test_inspect_holds_a_step_to_its_contract(tiny, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("h100", "topology"), ("h1000:8", "did you mean 'h100'"), ("cpu:8000000", "fewer CPU devices")],
+    [
+        ("h100", "topology"),
+        ("h1000:8", "did you mean 'h100'"),
+        ("cpu:8000000", "the number of virtual devices is fixed"),
+    ],
 )
 def test_inspect_on_a_topology_that_does_not_exist(tiny, capsys, name, said):
     assert main(["inspect", tiny, "--topology", name]) == 2
