@@ -169,7 +169,10 @@ def test_one_unit_has_none_after_it():
 def test_what_is_gathered_once_a_step_has_nothing_to_prefetch():
     mesh = fsdp.make_mesh(data=8)
     sharded = fsdp.fully_shard(gpt(True), optax.adam(1e-3), mesh, "shard_grad_op", (Block,), min_size=8, prefetch="pre")
-    warn_of_left(settled(sharded))  # and says nothing
+    plan = settled(sharded)
+    warn_of_left(plan)  # a warning would be an error
+    assert not plan.report.moved
+    assert not plan.report.left
 
 
 @dataclasses.dataclass(frozen=True)

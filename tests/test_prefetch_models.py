@@ -240,12 +240,16 @@ def test_layers_are_found_wherever_they_stand(model, prefetch):
 
 @pytest.mark.parametrize("model", [InsAndOuts, EncoderDecoder, Shared])
 def test_so_they_are_by_annotations(model):
-    run(model, "pre", "reduced before the next one computes", local_batch=False)
+    report = run(model, "pre", "reduced before the next one computes", local_batch=False)
+    assert report.moved
+    assert not report.left
 
 
 @pytest.mark.parametrize("model", [InsAndOuts, Shared, Nested])
 def test_and_with_gradients_that_wait(model):
-    run(model, "pre", accumulation=2, deferred=True, remat="full")
+    report = run(model, "pre", accumulation=2, deferred=True, remat="full")
+    assert report.moved
+    assert not report.left
 
 
 # What cannot be moved
