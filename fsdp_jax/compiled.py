@@ -115,7 +115,7 @@ class Step:
         k = self._accumulation
 
         def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-            if leaf.shape[0] % (self._mesh.size * k):
+            if not leaf.shape or leaf.shape[0] % (self._mesh.size * k):
                 expected = f"a multiple of {self._mesh.size * k} rows: {self._mesh.size} devices x accumulation {k}"
                 raise ValueError(message("the batch does not divide", where="batch", expected=expected, got=leaf.shape))
             shape = (k, leaf.shape[0] // k, *leaf.shape[1:])

@@ -110,13 +110,13 @@ def _working(state: TrainState) -> PyTree:
 
 def _copies(plan: StepPlan, params: PyTree) -> PyTree:
     """Whole copies of updated parameters, gathered in the compute dtype."""
-    leaves = plan.layout.by_path
-    return map_with_path(
-        lambda path, _: fetch(
-            replace(plan.routes[path], rest=leaves[path].spec, mode="annotate", hops=False), flatten(params)[path]
-        ),
-        plan.layout.other[COPIES],
-    )
+    leaves, flat = plan.layout.by_path, flatten(params)
+
+    def copy(path: str, _: Any) -> jax.Array:
+        # the optimizer works outside `shard_map`, and this follows it
+        return fetch(replace(plan.routes[path], rest=leaves[path].spec, mode="annotate", hops=False), flat[path])
+
+    return map_with_path(copy, plan.layout.other[COPIES])
 
 
 def _update(plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:

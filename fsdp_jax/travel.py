@@ -3,18 +3,18 @@
 [Note: how a parameter travels]
 At rest a parameter is sharded and in its own dtype. On its way into a model it is
 
-1. cast to the compute dtype *on the shard* (pinned by a sharding constraint),
-2. fenced by an optimization barrier: without the fence XLA moves the cast past the gather and the weights travel in
-   float32, at twice the bytes,
-3. gathered, by a constraint to replicated; XLA inserts the all-gather.
+1. cast to the compute dtype *on the shard*,
+2. gathered.
 
 The gradient comes back over the same road through a custom VJP: reduced in the reduce dtype, scattered, cast to the
 parameter's dtype. `Route` holds what the road needs to know.
 
 [Note: two ways to say it]
-`annotate` says it with sharding constraints; the model sees the global batch, and batch statistics mean what they mean
-on one device. `manual` says it inside `shard_map` with explicit collectives; the model sees its local batch. Only the
-second can leave a gradient unreduced (`no_sync`) or reduce it in another dtype than the one it was computed in.
+`manual` says it inside `shard_map` with explicit collectives; the model sees its local batch. `annotate` says it with
+sharding constraints, between which XLA inserts collectives; the model sees the global batch, and batch statistics mean
+what they mean on one device. There the cast is pinned to the shard and fenced by an optimization barrier: with neither,
+XLA moves it past the gather and the weights travel in float32, at twice the bytes. Only the first can leave a gradient
+unreduced (`no_sync`), reduce it in another dtype than it was computed in, or scatter it along a torus. `modes` chooses.
 """
 
 import re
