@@ -8,6 +8,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8",
+        # what LLVM makes of each program is not what is tested here, and takes half of the time
+        "--xla_backend_optimization_level=0",
         # a busy machine may keep one of the eight threads waiting for long; the default aborts the process after 40 s
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",

@@ -186,8 +186,10 @@ class Module:
     def scalar(self, within: Computation, name: str, inputs: Mapping[int, int]) -> int | None:
         """The value of an integer or a truth that can be computed from `inputs`, the parameters or the tuple of one."""
         one = within[name]
+        if not _countable(one):  # a number found beside arrays: what those are computed from need not be looked at
+            return None
         if one.opcode == "constant":
-            return _literal(one.inside) if one.shapes and not one.shapes[0].dims else None
+            return _literal(one.inside)
         if one.opcode == "parameter":
             return inputs.get(int(one.inside))
         if one.opcode == "get-tuple-element":
@@ -251,6 +253,11 @@ def _dtype(name: str) -> str:
     if re.fullmatch(r"f\d+e\d+m\d+\w*", name):
         return f"float{name[1:].replace('e', '_e', 1)}"
     raise malformed(f"unknown dtype '{name}'", name)
+
+
+def _countable(one: Instruction) -> bool:
+    """Whether it is a single integer or truth."""
+    return len(one.shapes) == 1 and not one.shapes[0].dims and one.shapes[0].dtype.startswith(("int", "uint", "bool"))
 
 
 def _literal(text: str) -> int | None:

@@ -124,7 +124,11 @@ def test_failures_and_interruptions(monkeypatch, capsys):
         assert main(["train"]) == 1
     assert capsys.readouterr().err.splitlines()[:2] == ["warning: careful", "error: RuntimeError: a bug"]
     monkeypatch.setitem(cli.COMMANDS, "train", interrupt)
-    assert main(["train"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        assert main(["train"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_inspect_holds_a_step_to_its_contract(tiny, capsys, monkeypatch):
