@@ -112,11 +112,7 @@ class GPT(nnx.Module):
         def make(rngs: nnx.Rngs) -> Block:
             return Block(config, attention=attention, rngs=rngs)
 
-        self.blocks: Block | nnx.List[Block]
-        if config.scan_layers:
-            self.blocks = layers.stack(make, config.layers, rngs=rngs)
-        else:
-            self.blocks = nnx.List([make(rngs) for _ in range(config.layers)])
+        self.blocks = layers.make_blocks(make, config.layers, scan_layers=config.scan_layers, rngs=rngs)
         self.ln_f = layers.layer_norm(D, dtype=dtype, rngs=rngs)
         if not config.tie_head:
             self.head = layers.linear(D, V, bias=False, dtype=dtype, rngs=rngs)
@@ -131,11 +127,7 @@ class GPT(nnx.Module):
             raise ValueError(f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}")
         x_BTD = self.embed(tokens_BT) + self.positions(jnp.arange(T)[None])
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)
-        if isinstance(self.blocks, nnx.List):
-            for block in self.blocks:
-                x_BTD = block(x_BTD, deterministic=deterministic)
-        else:
-            x_BTD = layers.run_stacked(self.blocks, x_BTD, deterministic=deterministic)
+        x_BTD = layers.run_blocks(self.blocks, x_BTD, deterministic=deterministic)
         x_BTD = self.ln_f(x_BTD)
         logits = self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
         return logits[..., : self.config.vocab_size]

@@ -110,10 +110,15 @@ def dropout(rate: float, *, rngs: nnx.Rngs) -> nnx.Dropout:
 M = TypeVar("M", bound=nnx.Module)
 
 
-def stack(make: Callable[[nnx.Rngs], M], layers: int, *, rngs: nnx.Rngs) -> M:
-    """`layers` modules as one, each leaf with a leading dim L; every layer draws from random streams of its own."""
+def make_blocks(make: Callable[[nnx.Rngs], M], count: int, *, scan_layers: bool, rngs: nnx.Rngs) -> "M | nnx.List[M]":
+    """`count` blocks for `run_blocks`: with `scan_layers` one module whose leaves have a leading dim L, else a list.
 
-    @nnx.split_rngs(splits=layers)
+    Every block draws from random streams of its own.
+    """
+    if not scan_layers:
+        return nnx.List([make(rngs) for _ in range(count)])
+
+    @nnx.split_rngs(splits=count)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def make_all(rngs: nnx.Rngs) -> M:
         return make(rngs)
@@ -121,8 +126,12 @@ def stack(make: Callable[[nnx.Rngs], M], layers: int, *, rngs: nnx.Rngs) -> M:
     return make_all(rngs)
 
 
-def run_stacked(blocks: nnx.Module, x: jax.Array, **settings: Any) -> jax.Array:
-    """Passes `x` through a stack's layers in order, each called with `settings` too; all keep its shape and dtype."""
+def run_blocks(blocks: nnx.Module, x: jax.Array, **settings: Any) -> jax.Array:
+    """Passes `x` through `make_blocks`' blocks in order, each called with `settings` too; all keep its shape, dtype."""
+    if isinstance(blocks, nnx.List):
+        for block in blocks:
+            x = block(x, **settings)
+        return x
 
     # Layers change their state (dropout counters), never their structure. Saying so also lets a model that is closed
     # over be called inside other transformations, such as the loop of a sampler.

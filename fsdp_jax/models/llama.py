@@ -176,11 +176,7 @@ class Llama(nnx.Module):
         def make(rngs: nnx.Rngs) -> LlamaBlock:
             return LlamaBlock(config, attention=attention, rngs=rngs)
 
-        self.blocks: LlamaBlock | nnx.List[LlamaBlock]
-        if config.scan_layers:
-            self.blocks = layers.stack(make, config.layers, rngs=rngs)
-        else:
-            self.blocks = nnx.List([make(rngs) for _ in range(config.layers)])
+        self.blocks = layers.make_blocks(make, config.layers, scan_layers=config.scan_layers, rngs=rngs)
         self.norm = rms_norm(config, rngs=rngs)
         if not config.tie_head:
             self.head = layers.linear(D, V, bias=False, dtype=dtype, rngs=rngs)
@@ -194,11 +190,7 @@ class Llama(nnx.Module):
         if self.config.sequence_length < T:
             raise ValueError(f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}")
         x_BTD = self.embed(tokens_BT)
-        if isinstance(self.blocks, nnx.List):
-            for block in self.blocks:
-                x_BTD = block(x_BTD)
-        else:
-            x_BTD = layers.run_stacked(self.blocks, x_BTD)
+        x_BTD = layers.run_blocks(self.blocks, x_BTD)
         x_BTD = self.norm(x_BTD)
         return self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
 

@@ -2,44 +2,15 @@
 
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
+from processes import finish, start
 
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.launch import barrier, is_lead, join_cluster, leave_cluster, use_virtual_devices
 
 pytestmark = pytest.mark.core
-
-PATIENCE = 300  # seconds: two cores shared by whoever is testing
-
-
-def start(program, *arguments, **environment):
-    """Python in a fresh process, without the devices that this suite has forced."""
-    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    package = str(Path(__file__).parents[2])
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        env={**clean, "PYTHONPATH": package, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(*processes):
-    """What each has printed."""
-    try:
-        outputs = [process.communicate(timeout=PATIENCE) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(err for _, err in outputs)
-    return [out for out, _ in outputs]
-
 
 VIRTUAL = """
 import os
@@ -61,7 +32,7 @@ print(jax.jit(lambda x: x.sum())(x))
 
 def test_virtual_devices():
     flags = "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=false"
-    (out,) = finish(start(VIRTUAL, XLA_FLAGS=flags))
+    ((out, _),) = finish(start(VIRTUAL, JAX_PLATFORMS="cpu", XLA_FLAGS=flags))
     devices, environment, *error, total = out.splitlines()
     assert devices == "5 cpu"
     assert environment.split() == [
@@ -171,6 +142,6 @@ def free_port():
 def test_two_processes(tmp_path):
     """Two of four devices each: one reduction over all eight, and a checkpoint that both write and both read."""
     port = free_port()
-    outputs = finish(*(start(TWO, port, process, tmp_path) for process in range(2)))
-    assert [out.splitlines()[-1] for out in outputs] == ["left", "left"]  # after what Gloo has to say
+    outputs = finish(*(start(TWO, port, process, tmp_path, JAX_PLATFORMS="cpu") for process in range(2)))
+    assert [out.splitlines()[-1] for out, _ in outputs] == ["left", "left"]  # after what Gloo has to say
     assert sorted(os.listdir(tmp_path)) == ["2"]

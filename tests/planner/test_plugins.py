@@ -1,41 +1,12 @@
 """Compilers beside each other: jax runs on what is there, says nothing of what is not, and several compile at once."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
+from processes import finish, start
 
 from fsdp_jax.planner import plugins
-
-PATIENCE = 300  # seconds: two cores shared by whoever is testing
-
-INHERITED = ("JAX_PLATFORMS", "XLA_FLAGS", "TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
-
-
-def start(program):
-    """Python in a fresh process, as a user's: nothing chosen, and what jax and this suite have set left out."""
-    clean = {name: value for name, value in os.environ.items() if name not in INHERITED}
-    return subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**clean, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(*processes):
-    """(stdout, stderr) of each, which has to have succeeded."""
-    try:
-        outputs = [process.communicate(timeout=PATIENCE) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(err for _, err in outputs)
-    return outputs
 
 
 @pytest.fixture
