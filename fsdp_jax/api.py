@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, get_args
 
@@ -24,7 +24,7 @@ from fsdp_jax.nnx import NnxModel
 from fsdp_jax.precision import Precision
 from fsdp_jax.prefetch import Prefetch
 from fsdp_jax.rules import MIN_SIZE, Axis, Placement, Rule, Rules, stacked_dims
-from fsdp_jax.state import TrainState, abstract_rest, abstract_state, init_state, state_shardings
+from fsdp_jax.state import TrainState, abstract_rest, abstract_state, init_state, make_copies, state_shardings
 from fsdp_jax.step import StepPlan, forward, sum_and_count, train_step
 from fsdp_jax.strategy import Strategy, get_strategy
 from fsdp_jax.travel import Mode, Route
@@ -216,6 +216,20 @@ class Sharded:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: the target of a restore."""
         return abstract_state(self.layout)
+
+    def to_checkpoint(self, state: TrainState) -> TrainState:
+        """What to save of a state: all but the copies that it computes with, which another layout may not have."""
+        return replace(state, copies={})
+
+    def checkpoint_target(self) -> TrainState:
+        """Shapes, dtypes and shardings of `to_checkpoint`: what to restore a checkpoint into, whoever wrote it."""
+        return replace(self.abstract_state(), copies={})
+
+    def from_checkpoint(self, saved: TrainState) -> TrainState:
+        """The state again from what was restored into `checkpoint_target`."""
+        shardings = state_shardings(self.layout).copies
+        make = jax.jit(lambda params: make_copies(self.layout, params), out_shardings=shardings)
+        return replace(saved, copies=make(saved.params))
 
     def train_step(
         self,

@@ -8,14 +8,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from inspect import cleandoc
 from pathlib import Path
 from typing import TextIO
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, did_you_mean, message
 
 OK, FAILED, UNUSABLE, BROKEN, STOPPED = 0, 1, 2, 3, 75
-"""Exit codes: done; a failure while running; unusable arguments or configuration; a contract that does not hold;
-stopped by a signal after saving (run the same command again to go on)."""
+"""Exit codes: done; a failure while running; unusable arguments or configuration; a contract or a checkpoint that does
+not hold; stopped by a signal after saving (run the same command again to go on)."""
 
 INTERRUPTED = 130  # as shells have it
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         print(_block(error), file=sys.stderr)
-        return UNUSABLE if isinstance(error, ConfigError) else FAILED
+        return _exit_code(error)
 
 
 def train(arguments: list[str]) -> int:
@@ -91,7 +92,53 @@ def inspect(arguments: list[str]) -> int:
     return OK if contract is None or contract.holds else BROKEN
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train, "inspect": inspect}
+def verify(arguments: list[str]) -> int:
+    """Checks every checkpoint of a run against its manifest: exit code 3 where a file is not as it was written.
+
+    fsdp-jax verify RUN [--json]: RUN is the `output` of a run. --json prints it for programs.
+    """
+    if _help(arguments, verify.__doc__):
+        return OK
+    as_json = _flag(arguments, "--json")
+    run = _only("verify", "RUN", "the output directory of a run", arguments)
+    from fsdp_jax.checkpoint.verify import verify_run
+
+    found = verify_run(run)
+    print(json.dumps(found.to_json(), indent=1) if as_json else found)
+    return OK if found.good else BROKEN
+
+
+def export(arguments: list[str]) -> int:
+    """Writes the parameters of a checkpoint as safetensors, one full state dict.
+
+    fsdp-jax export RUN --to DIR [--step N] [--dtype D] [--format safetensors]: RUN is the `output` of a run, DIR is
+    made. The newest step and float32 where not said; `--dtype same` keeps the dtypes that were trained. The step is
+    verified first.
+    """
+    if _help(arguments, export.__doc__):
+        return OK
+    to, step, dtype, kind = (_option(arguments, f"--{name}", hint) for name, hint in EXPORT_OPTIONS)
+    run = _only("export", "RUN", "the output directory of a run", arguments)
+    if to is None:
+        raise ConfigError(message("where to is not said", where="command line", expected="--to DIR"))
+    if kind not in (None, "safetensors"):
+        raise ConfigError(message("unknown format", where="--format", expected="safetensors", got=kind))
+    if step is not None and not step.isdecimal():
+        raise ConfigError(message("not a step", where="--step", expected="a whole number", got=step))
+    from fsdp_jax.checkpoint.verify import export_run
+    from fsdp_jax.train.run import start_devices
+
+    start_devices(None)
+    dtype = None if dtype == "same" else dtype or "float32"
+    print(export_run(run, to, step=None if step is None else int(step), dtype=dtype))
+    return OK
+
+
+EXPORT_OPTIONS = (("to", "DIR"), ("step", "N"), ("dtype", "D"), ("format", "safetensors"))
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train, "inspect": inspect, "verify": verify, "export": export,
+}  # fmt: skip
 
 
 def _usage() -> str:
@@ -104,7 +151,7 @@ def _usage() -> str:
             "",
             *lines,
             "",
-            f"CONFIG is {SYNTAX}.",
+            f"CONFIG is {SYNTAX}; verify and export take the output directory of a run.",
             "`fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks.",
         ]
     )
@@ -116,6 +163,23 @@ def _file_and_overrides(command: str, words: list[str]) -> tuple[str, list[str]]
         fix = f"fsdp-jax {command} configs/quickstart.yaml"
         raise ConfigError(message("no configuration", where="command line", expected=SYNTAX, got=got, fix=fix))
     return words[0], words[1:]
+
+
+def _help(words: list[str], description: str | None) -> bool:
+    """Prints what a command does, if help is asked for."""
+    asked = bool({"-h", "--help"} & set(words))
+    if asked:
+        print(cleandoc(description or ""))
+    return asked
+
+
+def _only(command: str, name: str, meaning: str, words: list[str]) -> str:
+    """The one argument that is left."""
+    if len(words) != 1 or words[0].startswith("-"):
+        got = " ".join(words) or "nothing"
+        fix = f"fsdp-jax {command} output/quickstart"
+        raise ConfigError(message(f"{name} is one path", where="command line", expected=meaning, got=got, fix=fix))
+    return words[0]
 
 
 def _flag(words: list[str], name: str) -> bool:
@@ -137,8 +201,13 @@ def _option(words: list[str], name: str, kind: str = "FILE") -> str | None:
     return value
 
 
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, ConfigError):
+        return UNUSABLE
+    return BROKEN if isinstance(error, DamageError) else FAILED
+
+
 def _block(error: Exception) -> str:
-    from fsdp_jax.checkpoint import CheckpointError
     from fsdp_jax.compiled import NonFiniteError
 
     if isinstance(error, ConfigError | CheckpointError | NonFiniteError):

@@ -8,6 +8,14 @@ class ConfigError(ValueError):
     """Unusable arguments or configuration; the command line exits with 2."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read: a full disk, a damaged file. Not a mistake of the user."""
+
+
+class DamageError(CheckpointError):
+    """A checkpoint that is not as it was written; the command line exits with 3."""
+
+
 def message(what: str, *, where: str = "", expected: object = "", got: object = "", fix: str = "") -> str:
     """One readable block. Empty fields are left out; the order never changes."""
     fields = {"where": where, "expected": expected, "got": got, "fix": fix}

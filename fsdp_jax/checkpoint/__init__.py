@@ -1,6 +1,20 @@
-"""Sharded checkpoints, and the lease that keeps a second writer out."""
+"""Sharded checkpoints, the manifest that proves them whole, and the lease that keeps a second writer out."""
 
+from fsdp_jax.checkpoint.export import Exported, export_params, import_params
 from fsdp_jax.checkpoint.lease import Lease
-from fsdp_jax.checkpoint.store import CheckpointError, CheckpointStore
+from fsdp_jax.checkpoint.manifest import Checked
+from fsdp_jax.checkpoint.preflight import Preflight
+from fsdp_jax.checkpoint.store import CheckpointStore
+from fsdp_jax.errors import CheckpointError, DamageError
 
-__all__ = ["CheckpointError", "CheckpointStore", "Lease"]
+__all__ = [
+    "Checked",
+    "CheckpointError",
+    "CheckpointStore",
+    "DamageError",
+    "Exported",
+    "Lease",
+    "Preflight",
+    "export_params",
+    "import_params",
+]  # fmt: skip

@@ -1,54 +1,71 @@
 """The one adapter around orbax: nothing else imports it.
 
-A step is saved flat, as `path -> array`, whatever the state is made of; the structure comes from the target on restore.
-So NamedTuples, empty subtrees and renamed classes need no care, and two states are compared by comparing their paths.
+A step is written beside its place, digested, and renamed into place once its manifest lies on the disk.
 """
 
 import json
+import logging
 import operator
 import os
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as orbax
 
-from fsdp_jax.errors import ConfigError, message
-from fsdp_jax.tree import PyTree, flatten, path_of
+from fsdp_jax.checkpoint.arrays import from_stored, leaves_of, stored, to_arrays
+from fsdp_jax.checkpoint.manifest import (
+    MANIFEST,
+    Checked,
+    check_files,
+    digest_files,
+    flush_folder,
+    list_files,
+    read_manifest,
+    seal,
+)  # fmt: skip
+from fsdp_jax.checkpoint.preflight import Preflight, compare, read_ahead
+from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, message
+from fsdp_jax.tree import PyTree
 
 Json = dict[str, Any]
+log = logging.getLogger("fsdp_jax.checkpoint")
 
-COMMITTED = "_CHECKPOINT_METADATA"  # orbax writes it last, before it renames the step into place
-UNFINISHED = ".orbax-checkpoint-tmp"  # the ending of a step being written
+ORBAX = "_CHECKPOINT_METADATA"  # orbax's own mark; a step with it and without a manifest has lost the manifest
+UNSEALED = ".unsealed"  # the ending of a step being written
 DELETING = ".deleting"  # the ending of a step being deleted: a half-deleted step must not look like a good one
-SHOWN = 40  # differences listed before the rest is only counted
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read: a full disk, a damaged file. Not a mistake of the user."""
+PART = ".digests.json"  # the ending of what one of several processes has digested
+PATIENCE = 1200.0  # seconds one process waits for the others' part of a save
 
 
 class CheckpointStore:
     """The checkpoints of a run: `directory/STEP/` each, whole or not there at all.
 
     `directory` is on a file system that every process sees; each writes and reads its own shards, and every process
-    makes the same calls in the same order. The newest `keep` steps are preserved, older ones deleted once a newer one
-    is committed. With `asynchronous` a save returns as soon as the state is copied to the host and is written behind
-    the caller's back; the state may then be donated. Readers need no lease: a store that never saves changes nothing.
+    makes the same calls in the same order. The newest `keep` steps are preserved, and those that `keep_every` divides;
+    others are deleted once a newer one is in place. With `asynchronous` a save returns as soon as the state is copied
+    to the host and is written behind the caller's back; the state may then be donated. Readers need no lease: a store
+    that never saves changes nothing.
 
-    Raises ConfigError if `keep` is not positive.
+    Raises ConfigError if `keep` or `keep_every` is not positive.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3, asynchronous: bool = True):
-        if keep < 1:
-            raise ConfigError(message("nothing to keep", where="checkpoint.keep", expected="1 or more", got=keep))
+    def __init__(
+        self, directory: str | os.PathLike[str], *, keep: int = 3, keep_every: int | None = None,
+        asynchronous: bool = True,
+    ):  # fmt: skip
+        for name, value in (("keep", keep), ("keep_every", 1 if keep_every is None else keep_every)):
+            if value < 1:
+                where = f"checkpoint.{name}"
+                raise ConfigError(message("nothing to keep", where=where, expected="1 or more", got=value))
         self.directory = Path(directory).absolute()
-        self.keep = keep
+        self.keep, self.keep_every = keep, keep_every
         self.asynchronous = asynchronous
         self._context = orbax.Context()
         # In the background, a folder that cannot be made leaves orbax's threads waiting for it: 300 s, exit included.
@@ -82,20 +99,20 @@ class CheckpointStore:
         """
         started = time.perf_counter()
         self.wait()
-        step, path = operator.index(step), self._path(step)
-        arrays, contents = _to_arrays(state)
-        record = {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata), **contents}
+        step, path = operator.index(step), self.path(step)
+        arrays, contents = to_arrays(state)
+        record = {"step": step, "data": _as_json("data", data), "metadata": _as_json("metadata", metadata), **contents}
         if path.exists():
-            raise ValueError(
-                message("this step is there already", where=str(path), fix="remove it, or save another step")
-            )
+            fix = "remove or rename it, or save another step"
+            raise ValueError(message("this step is there already", where=str(path), fix=fix))
         self._sweep()
+        log.info("saving %d", step)
         try:
             with self._context:
-                response = orbax.save_async(path, arrays, custom_metadata=record)
+                response = orbax.save_async(_beside(path, UNSEALED), arrays)
         except Exception as error:
             raise _failure("a checkpoint could not be written", path, error) from error
-        self._pending = self._worker.submit(self._commit, step, response)
+        self._pending = self._worker.submit(self._finish, step, record, response)
         if not self.asynchronous:
             self.wait()
         return time.perf_counter() - started
@@ -107,148 +124,182 @@ class CheckpointStore:
             pending.result()
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending. An empty or foreign directory named like a step is none."""
-        if not self.directory.is_dir():
-            return []
-        names = [path.parent.name for path in self.directory.glob(f"*/{COMMITTED}")]
-        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+        """The steps that are there, damaged ones too, ascending. An empty or foreign directory is none."""
+        return [step for step, ours in self._numbered() if ours]
+
+    def foreign(self) -> list[int]:
+        """Directories that are named like a step, and that nothing of ours lies in."""
+        return [step for step, ours in self._numbered() if not ours]
 
     def latest(self) -> int | None:
-        """The newest committed step, by number: clocks may disagree."""
+        """The newest step, by number: clocks may disagree. `check` says whether it is as it was written."""
         return max(self.steps(), default=None)
 
-    def restore(self, step: int, target: PyTree) -> tuple[PyTree, Json, Json]:
-        """Reads (state, data, metadata) of a step, each shard straight to where `target` wants it.
-
-        `target` is the state's structure with a `jax.ShapeDtypeStruct` that has a sharding at every leaf. Another mesh
-        than the one that saved is fine.
-
-        Raises ValueError if there is no such step, or, before any array is read, if a path, shape or dtype differs from
-        the target (nothing is cast); CheckpointError if the files are damaged.
-        """
-        self.wait()
-        path, found = self._path(step), self.steps()
-        if step not in found:
-            raise ValueError(message("no such step", where=str(path), expected=f"one of {found}", got=step))
-        record = _read_record(path)
-        leaves = _flatten(target)
-        _check_target(path, record["leaves"], leaves)
-        try:
-            arrays = orbax.load(path, {name: _stored(leaf) for name, leaf in leaves.items() if leaf.size})
-        except Exception as error:
-            raise _failure("a checkpoint could not be read", path, error) from error
-        restored = [_from_stored(arrays.get(name), leaf, record["keys"].get(name)) for name, leaf in leaves.items()]
-        return jax.tree.unflatten(jax.tree.structure(target), restored), record["data"], record["metadata"]
-
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Where a step lies."""
         return self.directory / str(step)
 
-    def _commit(self, step: int, response: Any) -> None:
-        """In the background thread: sees the save through, then deletes what is too old."""
+    def check(self, step: int) -> Checked:
+        """Reads a step's files against its manifest; of several processes, each reads its part and all get to know.
+
+        Raises ValueError if there is no such step.
+        """
+        path, count = self._existing(step), jax.process_count()
+        checked = check_files(path, part=jax.process_index(), parts=count)
+        bad = int(multihost_utils.process_allgather(np.int32(not checked.good)).sum()) if count > 1 else 0
+        if bad and checked.good:
+            other = (f"found by {bad} of {count} processes",)
+            return Checked(checked.files, checked.size, checked.seconds, other)
+        return checked
+
+    def preflight(self, step: int, target: PyTree, *, allow_cast: bool = False) -> Preflight:
+        """What `restore` would do: what it reads, the memory it takes, and every path that differs. Reads no array.
+
+        Raises ValueError if there is no such step or the target has no shardings; DamageError without a manifest.
+        """
+        path = self._existing(step)
+        return compare(path, read_manifest(path)["leaves"], leaves_of(target), allow_cast=allow_cast)
+
+    def restore(
+        self, step: int, target: PyTree, *, allow_cast: bool = False, verify: bool = True
+    ) -> tuple[PyTree, Json, Json]:
+        """Reads (state, data, metadata) of a step, each shard straight to where `target` wants it.
+
+        `target` is the state's structure with a `jax.ShapeDtypeStruct` that has a sharding at every leaf; any mesh will
+        do. `allow_cast` reads one floating dtype as another. `verify` first reads every file against its digest, which
+        takes as long as `check` says it did.
+
+        Raises ValueError if there is no such step, or, before any array is read, if a path, shape or dtype differs from
+        the target; DamageError if a file is not as it was written; CheckpointError if one cannot be read.
+        """
+        self.wait()
+        self.preflight(step, target, allow_cast=allow_cast).require_fit()
+        if verify:
+            self.require_good(step)
+        path, leaves = self.path(step), leaves_of(target)
+        record = read_manifest(path)
+        arrays = self.read(step, {name: stored(leaf) for name, leaf in leaves.items() if leaf.size})
+        restored = [from_stored(arrays.get(name), leaf, record["keys"].get(name)) for name, leaf in leaves.items()]
+        return jax.tree.unflatten(jax.tree.structure(target), restored), record["data"], record["metadata"]
+
+    def read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """Some of a step's arrays by path; what `wanted` lacks is not read. Raises CheckpointError."""
+        context = orbax.Context()
+        context.pytree.loading.partial_load = True
+        context.memory.read_concurrent_bytes = read_ahead(list(wanted.values()))
+        try:
+            with context:
+                return orbax.load(self.path(step), wanted)
+        except Exception as error:
+            raise _failure("a checkpoint could not be read", self.path(step), error) from error
+
+    def require_good(self, step: int) -> Checked:
+        """What `check` found, of a step without damage. Raises DamageError naming the files otherwise."""
+        checked = self.check(step)
+        if not checked.good:
+            raise DamageError(message("a checkpoint is damaged", where=str(self.path(step)), got=checked.summary()))
+        return checked
+
+    def record(self, step: int) -> Json:
+        """All that was recorded beside the arrays: `data`, `metadata`, `leaves`, `files`, `packages`."""
+        return read_manifest(self._existing(step))
+
+    def set_aside(self, step: int, why: str) -> Path:
+        """Renames a step to `STEP.WHY`, numbered if that is taken, so that it is none any more; to be called once."""
+        path = self._existing(step)
+        ends = [f".{why}", *(f".{why}-{again}" for again in range(2, 1000))]
+        aside = next(there for end in ends if not (there := _beside(path, end)).exists())
+        path.rename(aside)
+        return aside
+
+    def _numbered(self) -> list[tuple[int, bool]]:
+        """(number, whether it holds a checkpoint) of every directory named like a step, ascending."""
+        if not self.directory.is_dir():
+            return []
+        named = [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
+        found = [path for path in named if path.name == str(int(path.name)) and not path.is_symlink()]
+        return sorted((int(path.name), any((path / mark).exists() for mark in (MANIFEST, ORBAX))) for path in found)
+
+    def _existing(self, step: int) -> Path:
+        found = self.steps()
+        if step not in found:
+            where = str(self.path(step))
+            raise ValueError(message("no such step", where=where, expected=f"one of {found}", got=step))
+        return self.path(step)
+
+    def _finish(self, step: int, record: Json, response: Any) -> None:
+        """In the background thread: sees the save through, puts it in place, then deletes what is too old."""
+        path = self.path(step)
         try:
             response.result()
+            self._seal(path, record)
         except Exception as error:
             self._swept = False  # what it left takes room, perhaps on a full disk: the next save clears it away
-            raise _failure("a checkpoint could not be written", self._path(step), error) from error
+            raise _failure("a checkpoint could not be written", path, error) from error
+        log.info("saved %d", step)
         if jax.process_index() == 0:
-            # Steps beyond this one are of a run that went further and was taken up again before its end: leave them.
-            for old in [found for found in self.steps() if found <= step][: -self.keep]:
+            for old in self._too_old(step):
                 self._delete(old)
 
+    def _seal(self, path: Path, record: Json) -> None:
+        """Each process digests what it wrote; process 0 joins the digests and renames the step into place."""
+        beside, lead = _beside(path, UNSEALED), jax.process_index() == 0
+        mine = [name for name in list_files(beside) if _writer(name) == jax.process_index()]
+        files = digest_files(beside, mine, flush=True)
+        if not lead:
+            part = beside / f"{jax.process_index()}{PART}"
+            part.with_suffix(".writing").write_text(json.dumps(files))
+            part.with_suffix(".writing").rename(part)
+            _wait_until(path.exists, f"process 0 has not sealed {path}")
+            return
+        for process in range(1, jax.process_count()):
+            part = beside / f"{process}{PART}"
+            _wait_until(part.exists, f"process {process} has not digested its part of {path}")
+            files |= json.loads(part.read_text())
+            part.unlink()
+        seal(beside, record, files)
+        log.info("sealed %s", path.name)
+        beside.rename(path)
+        flush_folder(path.parent)
+
+    def _too_old(self, step: int) -> list[int]:
+        """Steps beyond this one are of a run that went further and was taken up again before its end: not old."""
+        found = [there for there in self.steps() if there <= step]
+        return [old for old in found[: -self.keep] if self.keep_every is None or old % self.keep_every]
+
     def _delete(self, step: int) -> None:
-        path = self._path(step)
-        doomed = path.with_name(path.name + DELETING)
-        path.rename(doomed)
+        log.info("deleting %d", step)
+        doomed = _beside(self.path(step), DELETING)
+        self.path(step).rename(doomed)
         shutil.rmtree(doomed)
+        log.info("deleted %d", step)
 
     def _sweep(self) -> None:
         """Removes what a killed writer or a failed save left. Before a save only: who saves is the one writer."""
         if not self._swept and jax.process_index() == 0:
-            for ending in (UNFINISHED, DELETING):
-                for path in self.directory.glob(f"*{ending}"):
+            for pattern in (f"*{UNSEALED}", f"*{UNSEALED}.*", f"*{DELETING}"):  # orbax adds an ending to what it writes
+                for path in self.directory.glob(pattern):
                     shutil.rmtree(path)
         self._swept = True
 
 
-def _flatten(state: PyTree) -> dict[str, Any]:
-    flat = flatten(state)
-    if len(flat) < len(jax.tree.leaves(state)):
-        paths = [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-        twice = sorted({path for path in paths if paths.count(path) > 1})
-        raise ValueError(message("two leaves share a path", got=", ".join(twice), fix="no `/` in names"))
-    return flat
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
 
 
-def _to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], Json]:
-    """The arrays to write, and what the record says of them: every leaf as text, and the kind of each PRNG key."""
-    leaves = _flatten(state)
-    foreign = [f"{path}: {type(leaf).__name__}" for path, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
-    if foreign:
-        raise ValueError(message("only jax.Arrays can be saved", got="; ".join(foreign), fix="use jnp.asarray"))
-    keys = {path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if _is_key(leaf)}
-    # orbax refuses arrays without elements; the record alone brings them back
-    arrays = {path: jax.random.key_data(leaf) if path in keys else leaf for path, leaf in leaves.items() if leaf.size}
-    if not arrays:
-        raise ValueError(message("nothing to save", expected="a state with at least one element", got="none"))
-    return arrays, {"leaves": {path: _describe(leaf) for path, leaf in leaves.items()}, "keys": keys}
+def _writer(name: str) -> int:
+    """Which process wrote a file: each has a folder `ocdbt.process_N`, and the lead one writes the rest."""
+    folders = [part.removeprefix("ocdbt.process_") for part in name.split("/") if part.startswith("ocdbt.process_")]
+    return int(folders[0]) if folders else 0
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _describe(leaf: Any) -> str:
-    """As in `bfloat16[8,4]`."""
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-
-
-def _stored(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What lies on disk for a leaf of the target. A PRNG key has one more dim there, and that one is whole."""
-    stored = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    if _is_key(leaf):
-        stored = jax.eval_shape(jax.random.key_data, stored)
-    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=leaf.sharding)
-
-
-def _from_stored(array: jax.Array | None, leaf: jax.ShapeDtypeStruct, impl: str | None) -> jax.Array:
-    if array is None:  # no elements, never written
-        stored = _stored(leaf)
-        empty = np.zeros(stored.shape, stored.dtype)
-        array = jax.make_array_from_callback(stored.shape, stored.sharding, lambda index: empty[index])
-    return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
-
-
-def _check_target(path: Path, saved: dict[str, str], target: dict[str, Any]) -> None:
-    homeless = [name for name, leaf in target.items() if getattr(leaf, "sharding", None) is None]
-    if homeless:
-        raise ValueError(message("a target without shardings", where=str(path), got=", ".join(homeless[:SHOWN])))
-    wanted = {name: _describe(leaf) for name, leaf in target.items()}
-    differing = sorted(name for name in wanted.keys() | saved.keys() if wanted.get(name) != saved.get(name))
-    if not differing:
-        return
-    lines = [f"{n}: expected {wanted.get(n, 'nothing')}, got {saved.get(n, 'nothing')}" for n in differing[:SHOWN]]
-    if len(differing) > SHOWN:
-        lines.append(f"and {len(differing) - SHOWN} more")
-    raise ValueError(
-        message(
-            "the checkpoint does not fit this run",
-            where=str(path),
-            expected="the state that the configuration describes",
-            got="\n            ".join([f"{len(differing)} differing paths", *lines]),
-            fix="use the configuration that wrote it, or another output directory",
-        )
-    )
-
-
-def _read_record(path: Path) -> Json:
-    """What was saved beside the arrays: `data`, `metadata`, `leaves` and `keys`."""
-    try:
-        record = orbax.metadata(path, "state").custom_metadata
-        if not isinstance(record, dict) or not {"data", "metadata", "leaves", "keys"} <= record.keys():
-            raise ValueError(f"{COMMITTED} lacks what belongs to a step")
-    except Exception as error:
-        raise _failure("a checkpoint could not be read", path, error) from error
-    return record
+def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
+    """A file is all that a background thread can wait for: a collective would come between those of the steps."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(otherwise)
+        time.sleep(0.05)
 
 
 def _as_json(name: str, value: Json) -> Json:

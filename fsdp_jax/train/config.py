@@ -151,10 +151,22 @@ class CheckpointConfig:
 
     every: int | None = 100
     """Steps between checkpoints; only at the end where None."""
+    every_minutes: float | None = None
+    """Also once so many minutes have passed since the last."""
     keep: int = 3
     """How many of the newest to keep."""
+    keep_every: int | None = None
+    """Also keep for good those at multiples of so many steps."""
     asynchronous: bool = True
     """Write in the background while training goes on."""
+    verify: bool = True
+    """Read every file against its digest before resuming from it."""
+    damaged: Literal["stop", "previous"] = "stop"
+    """Where the newest is damaged: stop and say so, or set it aside and resume from the one before."""
+    step: int | None = None
+    """Resume from this step, and set later ones aside; from the newest where None."""
+    allow_cast: bool = False
+    """Read floating-point arrays of another dtype than they were saved in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +196,7 @@ LEAST = {
     "optimizer.learning_rate": 0, "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0, "train.steps": 1,
     "train.global_batch_size": 1, "train.accumulation": 1, "train.devices": 1, "train.log_every": 1,
     "train.eval_every": 1, "train.eval_batches": 1, "train.abort_after": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
+    "checkpoint.every_minutes": 0, "checkpoint.keep_every": 1, "checkpoint.step": 0,
 }  # fmt: skip
 """The smallest value of keys that have one."""
 
@@ -243,8 +256,8 @@ def dump(config: Config) -> str:
 
 
 def digest(config: Config) -> str:
-    """A short hash of what decides the numbers: not of where the run writes, nor of which process this is."""
-    neutral = dataclasses.replace(config, output="", cluster=ClusterConfig())
+    """A short hash of what decides the numbers: not of where and when the run saves, nor of which process this is."""
+    neutral = dataclasses.replace(config, output="", cluster=ClusterConfig(), checkpoint=CheckpointConfig())
     return hashlib.sha256(dump(neutral).encode()).hexdigest()[:16]
 
 

@@ -12,18 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
+from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.data import decode
-from fsdp_jax.errors import ConfigError, message
-from fsdp_jax.launch import barrier
 from fsdp_jax.mesh import shape_of
 from fsdp_jax.models import sample
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.state import TrainState
 from fsdp_jax.train.metrics import JsonLines, device_memory, now
+from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.run import Data, Run
 from fsdp_jax.train.screen import Screen, banner, last_screen
-from fsdp_jax.train.stop import Agreement, StopSignal, anywhere
+from fsdp_jax.train.stop import Agreement, StopSignal
 
 DONE, STOPPED = 0, 75  # exit codes
 PROMPT, SAMPLE = 64, 400  # bytes
@@ -41,17 +40,18 @@ class Pending:
 class Training:
     """One run, from resuming to the last screen. Every process makes the same calls; `lead` writes the files.
 
-    `save_every`, `eval_every`: steps; None is at the end only.
+    `save_every`, `eval_every`: steps; None is at the end only. `save_seconds`: also after so long.
     """
 
     def __init__(
         self, run: Run, data: Data, store: CheckpointStore, stop: StopSignal, screen: Screen, *,
         output: Path, lead: bool, steps: int, seed: int, log_every: int, eval_every: int | None,
-        save_every: int | None, config_hash: str,
+        save_every: int | None, save_seconds: float | None, config_hash: str,
     ) -> None:  # fmt: skip
         self.run, self.data, self.store, self.screen = run, data, store, screen
         self.output, self.lead, self.steps, self.seed = output, lead, steps, seed
         self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
+        self.save_seconds, self.saved_at = save_seconds, time.monotonic()
         self.layout = run.sharded.layout
         rows, columns = run.batch["tokens"].shape
         self.batch_size, self.tokens_per_step = rows, rows * (columns - 1)
@@ -61,14 +61,16 @@ class Training:
             "strategy": self.layout.strategy.name,
             "mesh": shape_of(self.layout.mesh),
             "corpus": data.corpus.digest,
+            "tokenizer": data.tokenizer,
         }
         # Read on the host: asking the schedule in the loop would queue behind the step.
         self.learning_rates = np.asarray(jax.vmap(run.schedule)(jnp.arange(steps)))
-        self.should_stop = Agreement(stop, self.layout.mesh)
+        self.stop, self.agree = stop, Agreement(self.layout.mesh)
         self.state: TrainState
         self.at = 0
         self.resumed: int | None = None
         self.saved: int | None = None
+        self.blocked: float | None = None
         self.valley: int | None = None
         self.skipped = 0
         self.clock = 0.0
@@ -76,51 +78,23 @@ class Training:
         self.metrics: JsonLines | None = None
         self.evals: JsonLines | None = None
 
-    def resume(self) -> None:
-        """The newest checkpoint that can be read, or a fresh state.
+    def resume(self, resuming: Resuming) -> None:
+        """From the checkpoint that is chosen, or a fresh state.
 
         Raises:
             ConfigError: the checkpoint belongs to another corpus or another state.
+            DamageError: it is not as it was written.
 
         """
-        for step in reversed(self.store.steps()):
-            if self._restored(step):
-                self.at = self.resumed = self.saved = step
-                self.skipped = int(self.state.skipped)
-                return
-        self.state = self.run.sharded.init(self.seed)
-
-    def _restored(self, step: int) -> bool:
-        """Whether this step could be read; one that could not is put aside, under another name."""
-        error = None
-        try:
-            self.state, position, metadata = self.store.restore(step, self.run.sharded.abstract_state())
-        except CheckpointError as failure:
-            error = failure
-        except ValueError as refusal:
-            raise ConfigError(str(refusal)) from refusal
-        if anywhere(error is not None):
-            self.screen.say(f"step {step} is damaged, trying the one before\n{error or 'in another process'}")
-            if self.lead:
-                path = self.store.directory / str(step)
-                path.rename(path.with_name(f"{step}.damaged"))
-            barrier("damaged")
-            return False
-        self._check_metadata(step, metadata)
+        step = resuming.choose()
+        if step is None:
+            self.state = self.run.sharded.init(self.seed)
+            return
+        self.state, position = resuming.restore(step, self.run.sharded, self.metadata)
+        assert int(self.state.step) == step, "the state counts its own steps"
         self.data.loader.set_state(position)
-        return True
-
-    def _check_metadata(self, step: int, saved: dict[str, Any]) -> None:
-        where = str(self.store.directory / str(step))
-        if saved.get("corpus") != self.metadata["corpus"]:
-            fix = "restore the text it was trained on, or choose another `output`"
-            was, now_is = f"digest {saved.get('corpus')}", f"digest {self.metadata['corpus']}"
-            raise ConfigError(
-                message("the corpus has changed since the checkpoint", where=where, expected=was, got=now_is, fix=fix)
-            )
-        changed = [name for name in ("config", "strategy", "mesh") if saved.get(name) != self.metadata[name]]
-        if changed:
-            self.screen.say(f"note: {', '.join(changed)} changed since the checkpoint at step {step}")
+        self.at = self.resumed = self.saved = step
+        self.skipped = int(self.state.skipped)
 
     def train(self) -> int:
         """Trains to the last step, or until asked to stop; returns the exit code."""
@@ -158,10 +132,11 @@ class Training:
             if pending is not None:
                 self._record(pending)
             pending = Pending(self.at, metrics, wait)
-            stopped = self.should_stop()
+            stopped, late = self.agree(self.stop.asked, self._long_since_saved())
             save, evaluate = (
                 every is not None and self.at % every == 0 for every in (self.save_every, self.eval_every)
             )
+            save = save or late
             if stopped or save or evaluate or self.at == self.steps:
                 self._settle(pending)
                 pending = None
@@ -204,8 +179,10 @@ class Training:
             "memory_valley_bytes": self.valley,
             "memory_peak_bytes": device_memory()[1],
             "skipped_steps": self.skipped,
+            "checkpoint_blocked_s": self.blocked,
             "time": now(),
         }
+        self.blocked = None
         if self.metrics is not None:
             self.metrics.write(record)
         self.screen.step(record, log=pending.step % self.log_every == 0 or pending.step == self.steps)
@@ -218,7 +195,7 @@ class Training:
         sums = []
         for batch in self.data.evaluation():
             sums.append(self.run.eval_step(self.state, batch))
-            if self.should_stop():
+            if self.agree(self.stop.asked, False)[0]:
                 return True
         total, count = np.sum([[float(x) for x in pair] for pair in sums], axis=0)
         self.held_out = float(total / count)
@@ -229,8 +206,16 @@ class Training:
 
     def _save(self) -> None:
         if self.at != self.saved:
-            self.store.save(self.at, self.state, data=self.data.loader.get_state(), metadata=self.metadata)
-            self.saved = self.at
+            state = self.run.sharded.to_checkpoint(self.state)
+            self.blocked = self.store.save(self.at, state, data=self.data.loader.get_state(), metadata=self.metadata)
+            self.saved, self.saved_at = self.at, time.monotonic()
+
+    def _long_since_saved(self) -> bool:
+        """Whether it is time for a save by process 0's clock, said once: clocks disagree, and the answer comes late."""
+        if not self.lead or self.save_seconds is None or time.monotonic() - self.saved_at < self.save_seconds:
+            return False
+        self.saved_at = time.monotonic()
+        return True
 
     def _stop(self) -> int:
         self.screen.end_bar()

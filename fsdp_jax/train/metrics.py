@@ -11,9 +11,11 @@ import jax
 
 FIELDS = (
     "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "data_wait_s", "tokens_per_s",
-    "tflops_per_device", "mfu", "memory_valley_bytes", "memory_peak_bytes", "skipped_steps", "time",
+    "tflops_per_device", "mfu", "memory_valley_bytes", "memory_peak_bytes", "skipped_steps",
+    "checkpoint_blocked_s", "time",
 )  # fmt: skip
-"""Of `metrics.jsonl`. `tokens` counts from the start of the run; what is unknown or not finite is null."""
+"""Of `metrics.jsonl`. `tokens` counts from the start of the run; `checkpoint_blocked_s` is how long the loop stood
+still for a save before this step, without what was written behind its back; what is unknown or not finite is null."""
 
 
 class JsonLines:

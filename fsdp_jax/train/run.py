@@ -47,12 +47,14 @@ class Data:
     """What a run reads.
 
     Attributes:
+        tokenizer: what turns its text into tokens, by name; part of what a checkpoint must have in common with a run.
         evaluation: makes an iterator over held-out batches; None where there is too little held-out text.
 
     """
 
     corpus: Corpus
     loader: Loader
+    tokenizer: str
     evaluation: Callable[[], Iterator[Batch]] | None
 
 
@@ -212,4 +214,4 @@ def open_data(settings: DataConfig, *, global_batch_size: int, seed: int, eval_l
     evaluation = partial(
         eval_batches, corpus.held_out, sequence_length=length, batch_size=global_batch_size, limit=eval_limit, **share
     )  # fmt: skip
-    return Data(corpus, loader, evaluation if len(corpus.held_out) > length else None)
+    return Data(corpus, loader, "bytes", evaluation if len(corpus.held_out) > length else None)

@@ -11,6 +11,7 @@ from fsdp_jax.inspect import layout_json
 from fsdp_jax.launch import is_lead, join_cluster, leave_cluster
 from fsdp_jax.train.config import Config, digest, dump
 from fsdp_jax.train.loop import Training
+from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.run import build, open_data, start_devices
 from fsdp_jax.train.screen import Screen
 from fsdp_jax.train.stop import StopSignal, anywhere
@@ -40,14 +41,32 @@ def _train(config: Config) -> int:
         )
         _take(output, stack)
         store = stack.enter_context(
-            CheckpointStore(output / "checkpoints", keep=checkpoint.keep, asynchronous=checkpoint.asynchronous)
+            CheckpointStore(
+                output / "checkpoints",
+                keep=checkpoint.keep,
+                keep_every=checkpoint.keep_every,
+                asynchronous=checkpoint.asynchronous,
+            )
         )
+        screen = stack.enter_context(Screen(settings.steps, quiet=not is_lead()))
+        minutes = checkpoint.every_minutes
         training = Training(
-            run, data, store, stop, stack.enter_context(Screen(settings.steps, quiet=not is_lead())),
+            run, data, store, stop, screen,
             output=output, lead=is_lead(), steps=settings.steps, seed=settings.seed, log_every=settings.log_every,
-            eval_every=settings.eval_every, save_every=checkpoint.every, config_hash=digest(config),
+            eval_every=settings.eval_every, save_every=checkpoint.every,
+            save_seconds=None if minutes is None else 60 * minutes, config_hash=digest(config),
         )  # fmt: skip
-        training.resume()
+        training.resume(
+            Resuming(
+                store,
+                screen.say,
+                is_lead(),
+                step=checkpoint.step,
+                damaged=checkpoint.damaged,
+                verify=checkpoint.verify,
+                allow_cast=checkpoint.allow_cast,
+            )
+        )
         if is_lead():  # after resuming: a directory that is refused stays as it was
             (output / "config.yaml").write_text(dump(config))
             (output / "layout.json").write_text(json.dumps(layout_json(run.sharded.layout), indent=1) + "\n")

@@ -38,24 +38,24 @@ class StopSignal:
 
 
 class Agreement:
-    """Whether any process was asked to stop: the same answer for all of them, or they would wait for each other.
+    """Whether any process wants something: the same answers for all of them, or they would wait for each other.
 
-    Among several processes the answer is that of the call before, so that no step waits for it.
+    Among several processes the answers are those to the call before, so that no step waits for them.
     """
 
-    def __init__(self, stop: StopSignal, mesh: Mesh):
-        self._stop, self._mesh = stop, mesh
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
         self._sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
-        self._any = jax.jit(jnp.max, out_shardings=replicated(mesh))
+        self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated(mesh))
         self._last: jax.Array | None = None
 
-    def __call__(self) -> bool:
-        """To be called by every process, equally often."""
+    def __call__(self, *flags: bool) -> tuple[bool, ...]:
+        """For each flag whether any process has it set. To be called by every process, equally often."""
         if jax.process_count() == 1:
-            return self._stop.asked
-        mine = np.full(self._mesh.local_mesh.size, self._stop.asked, np.int32)
+            return flags
+        mine = np.tile(np.asarray(flags, np.int32), (self._mesh.local_mesh.size, 1))
         last, self._last = self._last, self._any(jax.make_array_from_process_local_data(self._sharding, mine))
-        return last is not None and bool(last)
+        return (False,) * len(flags) if last is None else tuple(bool(flag) for flag in np.asarray(last))
 
 
 def anywhere(flag: bool) -> bool:

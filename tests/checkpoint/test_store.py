@@ -1,7 +1,6 @@
 """What is saved comes back, on whatever mesh; what cannot be saved or read says so."""
 
 import gc
-import json
 import os
 import re
 import shutil
@@ -327,34 +326,19 @@ def test_killed_while_saving(tmp_path):
 
 # Where a file is missing, orbax gives up on the first array and leaves the coroutines of the others unawaited.
 @pytest.mark.filterwarnings("ignore:coroutine '.*_get_array_metadatas' was never awaited:RuntimeWarning")
-def test_damage_is_named_in_one_line(tmp_path):
+def test_what_orbax_cannot_read_is_named_in_one_line(tmp_path):
+    """Where nothing was verified before."""
     with CheckpointStore(tmp_path) as store:
         save(store, 1, small())
         store.wait()
-        for kept in ("whole", "cut"):
-            shutil.copytree(tmp_path / "1", tmp_path / kept)
-        files = [path for path in (tmp_path / "1" / "state").rglob("*") if path.is_file() and path.parent.name == "d"]
-        for file in files:
+        for file in (tmp_path / "1" / "state").rglob("d/*"):
             file.unlink()
         with pytest.raises(CheckpointError, match="could not be read") as missing:
-            store.restore(1, target_of(small()))
+            store.restore(1, target_of(small()), verify=False)
         assert "incompatible handler" not in str(missing.value)
         assert re.search(rf"NOT_FOUND: .*{tmp_path}/1/state/d/\w+\"$", str(missing.value)), missing.value
         assert len(str(missing.value).splitlines()) == 3
-
         shutil.rmtree(tmp_path / "1" / "state")
-        with pytest.raises(CheckpointError, match=r"could not be read[^$]*does not exist"):
-            store.restore(1, target_of(small()))
-
-        (tmp_path / "cut" / "_CHECKPOINT_METADATA").write_text("{")
-        (tmp_path / "cut").rename(tmp_path / "2")
         with pytest.raises(CheckpointError, match="could not be read"):
-            store.restore(2, target_of(small()))
-
-        record = json.loads((tmp_path / "whole" / "_CHECKPOINT_METADATA").read_text())
-        record["custom_metadata"] = {}
-        (tmp_path / "whole" / "_CHECKPOINT_METADATA").write_text(json.dumps(record))
-        (tmp_path / "whole").rename(tmp_path / "3")
-        with pytest.raises(CheckpointError, match="lacks what belongs"):
-            store.restore(3, target_of(small()))
+            store.restore(1, target_of(small()), verify=False)
     gc.collect()  # those coroutines warn as they are collected: here, not in a later test

@@ -178,13 +178,19 @@ def test_stopped_while_it_evaluates(run, monkeypatch, capsys, step):
     assert f"saved at step {step}" in capsys.readouterr().out
 
 
-def test_a_damaged_checkpoint_is_put_aside(run, tmp_path, capsys):
+def test_a_damaged_checkpoint_stops_the_run_or_is_set_aside_as_it_is_told(run, tmp_path, capsys):
     assert run("damaged") == 0
     checkpoints = tmp_path / "damaged" / "checkpoints"
     (checkpoints / "6" / "_CHECKPOINT_METADATA").write_text("{}")
-    assert run("damaged") == 0
+    assert run("damaged") == 3
+    told = capsys.readouterr().err
+    assert "_CHECKPOINT_METADATA: 2 bytes" in told
+    assert "--checkpoint.damaged previous" in told
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["4", "6"]
+    assert run("damaged", "--checkpoint.damaged", "previous") == 0
     shown = capsys.readouterr().out
-    assert "step 6 is damaged" in shown
+    assert "step 6 is damaged, trying the one before" in shown
+    assert "step 6 is set aside as 6.damaged" in shown
     assert "resumes at step 4" in shown
     assert sorted(path.name for path in checkpoints.iterdir()) == ["4", "6", "6.damaged"]
 
