@@ -61,6 +61,28 @@ class Wide(nn.Module):
         return nn.Dense(128)(LinenUnit(name="block")(x))
 
 
+def test_the_checkpoint_example_goes_to_another_mesh(tmp_path, monkeypatch, capsys):
+    (example,) = [block for block in blocks() if "CheckpointStore" in block]
+    monkeypatch.chdir(tmp_path)
+    layouts = [
+        fsdp.fully_shard(gpt(True), optax.adamw(3e-4), fsdp.make_mesh(data=8, devices=jax.devices()), strategy)
+        for strategy in ("full_shard", "zero1")
+    ]
+    names = {"sharded": layouts[0], "state": layouts[0].init(), "other": layouts[1]}
+    exec(example, names)
+    assert names["data"] == {"position": 3200}
+    assert "of host memory at a time" in capsys.readouterr().out
+
+
+TESTS = Path(__file__).parent
+
+
+def test_every_test_that_the_table_of_faults_names_is_there():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (TESTS / "README.md").read_text())
+    assert len(named) > 40
+    assert [name for file, name in named if f"def {name}(" not in (TESTS / file).read_text()] == []
+
+
 CONTRACTS = [block for block in blocks() if "assert_contract(" in block]
 
 

@@ -75,7 +75,9 @@ def export_params(
             _write(store, step, tensors, unfinished / name)
         total = sum(_bytes(leaf) for leaf in wanted.values())
         if len(files) > 1:
-            where = {path: name for name, tensors in zip(names, files, strict=True) for path in tensors}
+            where = {
+                path.removeprefix(PARAMS): name for name, tensors in zip(names, files, strict=True) for path in tensors
+            }
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (unfinished / INDEX).write_text(json.dumps(index, indent=1) + "\n")
         unfinished.rename(target)
@@ -171,20 +173,29 @@ def _check_weights(directory: Path, found: dict[str, Any], target: dict[str, jax
     shapes = {name: tuple(part.get_shape()) for name, part in found.items()}
     lines = [f"{name}: missing" for name in target if name not in found]
     lines += [f"{name}: unknown" for name in found if name not in target]
-    lines += [
-        f"{name}: expected {describe(leaf)}, got {list(shapes[name])}"
-        for name, leaf in target.items() if name in found and tuple(leaf.shape) != shapes[name]
-    ]  # fmt: skip
+    for name, leaf in target.items():
+        kind = found[name].get_dtype() if name in found else ""
+        fits = "F" in kind if jnp.issubdtype(leaf.dtype, jnp.floating) else kind == _kind(leaf)
+        if name in found and (tuple(leaf.shape) != shapes[name] or not fits):
+            lines.append(f"{name}: expected {describe(leaf)}, got {kind}{list(shapes[name])}")
     if lines:
         more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
         got = "\n            ".join([*sorted(lines)[:SHOWN], *more])
         raise ConfigError(message("the weights do not fit the model", where=str(directory), got=got))
 
 
+def _kind(leaf: jax.ShapeDtypeStruct) -> str:
+    """What safetensors calls a dtype that is not floating: I32, U8, BOOL."""
+    name = leaf.dtype.name
+    return name.upper().replace("UINT", "U").replace("INT", "I")
+
+
 def _placed(part: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     shape = tuple(leaf.shape)
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        return np.asarray(part[index] if index else part[...]).astype(leaf.dtype)
+        if not prod(shape):
+            return np.empty(shape, leaf.dtype)[index]
+        return np.asarray(part[index] if index else part[...]).astype(leaf.dtype, copy=False)
 
     return jax.make_array_from_callback(shape, leaf.sharding, read)

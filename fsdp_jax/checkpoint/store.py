@@ -172,7 +172,6 @@ class CheckpointStore:
         Raises ValueError if there is no such step, or, before any array is read, if a path, shape or dtype differs from
         the target; DamageError if a file is not as it was written; CheckpointError if one cannot be read.
         """
-        self.wait()
         self.preflight(step, target, allow_cast=allow_cast).require_fit()
         if verify:
             self.require_good(step)
@@ -221,6 +220,7 @@ class CheckpointStore:
         return sorted((int(path.name), any((path / mark).exists() for mark in (MANIFEST, ORBAX))) for path in found)
 
     def _existing(self, step: int) -> Path:
+        self.wait()
         found = self.steps()
         if step not in found:
             where = str(self.path(step))

@@ -88,6 +88,14 @@ def test_mistakes_in_the_file(written, text, message):
         load(written(text))
 
 
+def test_yaml_that_wants_to_run_code(written, tmp_path):
+    mark = tmp_path / "was here"
+    for tag in ("!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir", "!!python/name:os.mkdir"):
+        with pytest.raises(ConfigError, match=r"not YAML[^$]*could not determine a constructor for the tag"):
+            load(written(f"output: {tag} ['{mark}']"))
+    assert not mark.exists()
+
+
 def test_no_such_file(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read\n  where: +\S+none\.yaml"):
         load(tmp_path / "none.yaml")

@@ -8,72 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
+from runs import losses, records
 
-from fsdp_jax.cli import main
 from fsdp_jax.train import metrics
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.metrics import FIELDS, JsonLines
 
-CONFIG = """
-model: {layers: 2, width: 64, heads: 2}
-units: {classes: [Block]}
-optimizer: {learning_rate: 3.0e-3, warmup_steps: 2}
-data: {sequence_length: 16}
-train: {steps: 6, global_batch_size: 8, devices: 8, eval_every: 4, eval_batches: 2, log_every: 2}
-checkpoint: {every: 4}
-"""
 SAMPLE = Training._sample
 PATIENCE = 300  # seconds: a busy machine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """These runs compile the same programs again and again."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs the command on a tiny configuration, writing to a directory of that name; without a sample."""
-    config = tmp_path / "tiny.yaml"
-    config.write_text(CONFIG)
-    monkeypatch.setattr(Training, "_sample", lambda self: "text")
-
-    def start(name, *words):
-        return main(["train", str(config), "--output", str(tmp_path / name), *words])
-
-    start.config, start.directory = config, tmp_path
-    return start
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """What each step of a whole run measured."""
-    directory = tmp_path_factory.mktemp("uninterrupted")
-    (directory / "tiny.yaml").write_text(CONFIG)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Training, "_sample", lambda self: "text")
-        assert main(["train", str(directory / "tiny.yaml"), "--output", str(directory)]) == 0
-    return losses(directory)
-
-
-def records(directory, file="metrics.jsonl"):
-    return [json.loads(line) for line in (directory / file).read_text().splitlines()]
-
-
-def losses(directory):
-    return [(record["step"], record["loss"], record["grad_norm"]) for record in records(directory)]
 
 
 def stop_at(monkeypatch, step, number=signal.SIGINT):
@@ -176,41 +119,6 @@ def test_stopped_while_it_evaluates(run, monkeypatch, capsys, step):
     monkeypatch.setattr(Training, "_evaluate", interrupted)
     assert run("stopped") == 75
     assert f"saved at step {step}" in capsys.readouterr().out
-
-
-def test_a_damaged_checkpoint_stops_the_run_or_is_set_aside_as_it_is_told(run, tmp_path, capsys):
-    assert run("damaged") == 0
-    checkpoints = tmp_path / "damaged" / "checkpoints"
-    (checkpoints / "6" / "_CHECKPOINT_METADATA").write_text("{}")
-    assert run("damaged") == 3
-    told = capsys.readouterr().err
-    assert "_CHECKPOINT_METADATA: 2 bytes" in told
-    assert "--checkpoint.damaged previous" in told
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["4", "6"]
-    assert run("damaged", "--checkpoint.damaged", "previous") == 0
-    shown = capsys.readouterr().out
-    assert "step 6 is damaged, trying the one before" in shown
-    assert "step 6 is set aside as 6.damaged" in shown
-    assert "resumes at step 4" in shown
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["4", "6", "6.damaged"]
-
-
-def test_another_corpus_is_refused(run, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("abcdefgh" * 500)
-    words = ("--data.kind", "text", "--data.path", str(text), "--train.steps", "2")
-    assert run("text", *words) == 0
-    text.write_text("abcdefgi" * 500)
-    assert run("text", *words) == 2
-    assert "the corpus has changed since the checkpoint" in capsys.readouterr().err
-
-
-def test_a_changed_configuration_is_told_or_refused(run, capsys):
-    assert run("changed", "--train.steps", "2") == 0
-    assert run("changed", "--train.steps", "3", "--strategy", "zero1") == 0
-    assert "note: config, strategy changed since the checkpoint at step 2" in capsys.readouterr().out
-    assert run("changed", "--train.steps", "3", "--model.width", "128") == 2
-    assert "the checkpoint does not fit this run" in capsys.readouterr().err
 
 
 def test_too_little_held_out_text(run, tmp_path, capsys):

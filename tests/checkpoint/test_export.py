@@ -1,0 +1,173 @@
+"""Full state dicts: what any reader of safetensors sees, and what comes back."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, export, export_params, import_params
+from fsdp_jax.errors import ConfigError
+
+pytestmark = pytest.mark.core
+
+SHAPES = {
+    "embed/embedding": ((64, 24), "float32"),
+    "blocks/kernel": ((4, 24, 16), "bfloat16"),
+    "blocks/count": ((4,), "int32"),
+    "scale": ((), "float32"),
+    "nothing": ((0, 3), "float32"),
+}
+
+
+def sharding(shape, devices=8):
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    dim = next((i for i, size in enumerate(shape) if size and size % devices == 0), None)
+    return jax.NamedSharding(mesh, jax.P(*([None] * dim + ["data"] if dim is not None else [])))
+
+
+@pytest.fixture(scope="module")
+def params():
+    numbers = np.random.default_rng(0)
+    return {
+        path: jax.device_put(jnp.asarray(numbers.normal(size=shape) * 100, dtype), sharding(shape))
+        for path, (shape, dtype) in SHAPES.items()
+    }
+
+
+@pytest.fixture
+def store(tmp_path, params):
+    state = {"params": params, "opt_state": {"mu": params["embed/embedding"]}, "step": jnp.int32(3)}
+    nested = {"params": {}, **{name: state[name] for name in ("opt_state", "step")}}
+    for path, leaf in params.items():
+        *parents, name = path.split("/")
+        node = nested["params"]
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    with CheckpointStore(tmp_path / "checkpoints") as store:
+        store.save(3, nested, data={}, metadata={})
+        store.wait()
+        yield store
+
+
+def read(directory):
+    """Every tensor, by the library that defines the format."""
+    found = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def targets(params, devices, dtype=None):
+    return {
+        path: jax.ShapeDtypeStruct(
+            leaf.shape,
+            dtype if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype,
+            sharding=sharding(leaf.shape, devices),
+        )
+        for path, leaf in params.items()
+    }
+
+
+def assert_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for path, leaf in expected.items():
+        assert (found[path].dtype, found[path].shape) == (leaf.dtype, leaf.shape), path
+        assert np.asarray(found[path]).tobytes() == np.asarray(leaf).tobytes(), path
+
+
+@pytest.mark.parametrize("file_bytes", [1 << 20, 4000, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+def test_another_reader_finds_every_parameter(tmp_path, store, params, dtype, file_bytes):
+    done = export_params(store, 3, tmp_path / "out", dtype=dtype, file_bytes=file_bytes)
+    wanted = {
+        path: leaf.astype(dtype) if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        for path, leaf in params.items()
+    }
+    assert_bits(read(tmp_path / "out"), wanted)
+    assert (done.tensors, done.size) == (len(params), sum(leaf.nbytes for leaf in wanted.values()))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out"]
+    index = tmp_path / "out" / export.INDEX
+    assert (len(done.files) > 1) == index.exists() == (file_bytes < 1 << 20)
+    if index.exists():
+        content = json.loads(index.read_text())
+        assert content["metadata"]["total_size"] == done.size
+        assert content["weight_map"].keys() == params.keys()
+        assert set(content["weight_map"].values()) == {path.name for path in (tmp_path / "out").glob("model-*")}
+    else:
+        assert done.files == ("model.safetensors",)
+
+
+@pytest.mark.parametrize("devices", [8, 4, 1])
+@pytest.mark.parametrize("file_bytes", [1 << 20, 4000])
+def test_there_and_back_is_bitwise(tmp_path, store, params, devices, file_bytes):
+    export_params(store, 3, tmp_path / "out", dtype=None, file_bytes=file_bytes)
+    wanted = targets(params, devices)
+    found = import_params(tmp_path / "out", wanted)
+    assert_bits(found, params)
+    for path, leaf in found.items():
+        assert leaf.sharding.is_equivalent_to(wanted[path].sharding, leaf.ndim)
+
+
+def test_weights_are_cast_to_what_the_model_wants(tmp_path, store, params):
+    export_params(store, 3, tmp_path / "out")
+    found = import_params(tmp_path / "out", targets(params, 8, "bfloat16"))
+    assert_bits(found, {p: x.astype("bfloat16") if x.dtype == jnp.float32 else x for p, x in params.items()})
+
+
+def test_what_cannot_be_exported(tmp_path, store, monkeypatch):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="there already"):
+        export_params(store, 3, tmp_path / "there")
+    for dtype in ("int8", "float33"):
+        with pytest.raises(ConfigError, match=rf"--dtype[^$]*{dtype}"):
+            export_params(store, 3, tmp_path / "out", dtype=dtype)
+    with pytest.raises(ValueError, match="no such step"):
+        export_params(store, 4, tmp_path / "out")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"could not be written[^$]*No space left"):
+        export_params(store, 3, tmp_path / "out")
+    assert not (tmp_path / "out").exists(), "a half export has not the name of a whole one"
+    monkeypatch.undo()
+    export_params(store, 3, tmp_path / "out")  # what the failure left is not in the way
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out", "there"]
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path, store, params):
+    export_params(store, 3, tmp_path / "out")
+    wanted = targets(params, 8)
+    wanted["other"] = wanted.pop("scale")
+    wanted["embed/embedding"] = jax.ShapeDtypeStruct((64, 25), jnp.float32, sharding=sharding((64, 25)))
+    wanted["blocks/count"] = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding((4,)))
+    with pytest.raises(ConfigError) as refused:
+        import_params(tmp_path / "out", wanted)
+    assert "blocks/count: expected float32[4], got I32[4]" in str(refused.value)
+    for line in ("embed/embedding: expected float32[64,25], got F32[64, 24]", "other: missing", "scale: unknown"):
+        assert line in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, r"cannot be read[^$]*model\.safetensors"),
+        ({"model.safetensors": "not one"}, "cannot be read"),
+        ({export.INDEX: "{"}, "not an index"),
+        ({export.INDEX: '{"weight_map": []}'}, "not an index"),
+        ({export.INDEX: '{"weight_map": {"w": "../secret"}}'}, r"outside the directory[^$]*\.\./secret"),
+        ({export.INDEX: '{"weight_map": {"w": "/etc/passwd"}}'}, "outside the directory"),
+        ({export.INDEX: '{"weight_map": {"w": "a.safetensors"}}'}, r"cannot be read[^$]*a\.safetensors"),
+    ],
+)
+def test_weights_that_are_none(tmp_path, params, files, said):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        import_params(tmp_path, targets(params, 8))

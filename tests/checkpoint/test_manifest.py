@@ -1,0 +1,171 @@
+"""Whatever happens to a file of a checkpoint is found, and named."""
+
+import json
+import os
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_jax.checkpoint import CheckpointStore, DamageError, manifest
+
+pytestmark = pytest.mark.core
+
+STATE = {"w": (16, 4), "b": (8,), "counter": ()}
+
+
+@pytest.fixture
+def step(tmp_path):
+    """The directory of a checkpoint that is as it was written."""
+    mesh = jax.make_mesh((8,), ("data",))
+    rows, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
+    state = {
+        name: jax.device_put(jax.random.normal(jax.random.key(0), shape), rows if shape else whole)
+        for name, shape in STATE.items()
+    }
+    with CheckpointStore(tmp_path) as store:
+        store.save(7, state, data={"position": 3}, metadata={"mesh": {"data": 8}})
+    return tmp_path / "7"
+
+
+def every_file(step):
+    return [*manifest.list_files(step), manifest.MANIFEST]
+
+
+def problems(step):
+    return manifest.check_files(step).problems
+
+
+def test_a_good_one(step):
+    checked = manifest.check_files(step)
+    assert checked.good
+    assert checked.files == len(manifest.list_files(step)) > 5
+    assert checked.size == sum((step / name).stat().st_size for name in manifest.list_files(step))
+    recorded = manifest.read_manifest(step)
+    assert recorded["leaves"] == {"w": "float32[16,4]", "b": "float32[8]", "counter": "float32[]"}
+    assert recorded["metadata"] == {"mesh": {"data": 8}}
+    assert recorded["packages"]["jax"] == jax.__version__
+
+
+def test_every_flipped_bit_is_found(step):
+    numbers = random.Random(0)
+    for name in every_file(step):
+        file = step / name
+        before = file.read_bytes()
+        if not before:  # orbax writes an empty one; there is no bit to flip
+            continue
+        for place in {0, len(before) // 2, len(before) - 1, *(numbers.randrange(len(before)) for _ in range(5))}:
+            after = bytearray(before)
+            after[place] ^= 1 << numbers.randrange(8)
+            file.write_bytes(after)
+            (found,) = problems(step)
+            assert found.startswith(f"{name}: "), found
+        file.write_bytes(before)
+    assert not problems(step)
+
+
+@pytest.mark.parametrize("harm", ["cut", "longer", "gone", "link", "folder"])
+def test_every_harmed_file_is_found(step, tmp_path, harm):
+    for name in every_file(step):
+        file, kept = step / name, tmp_path / "kept"
+        file.rename(kept)
+        if harm == "cut":
+            file.write_bytes(kept.read_bytes()[:-1])
+        elif harm == "longer":
+            file.write_bytes(kept.read_bytes() + b"\n")
+        elif harm == "link":
+            file.symlink_to(kept)
+        elif harm == "folder":
+            file.mkdir()
+        found = problems(step)
+        if kept.stat().st_size or harm != "cut":  # nothing can be cut from an empty file
+            assert [line.partition(":")[0] for line in found] == [name], (harm, found)
+        if harm == "folder":
+            file.rmdir()
+        kept.replace(file)
+    assert not problems(step)
+
+
+def test_a_linked_folder_is_not_followed(step, tmp_path):
+    folder = step / manifest.list_files(step)[-1].split("/")[0]
+    assert folder.is_dir()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert problems(step)
+    assert all(line.endswith("missing") for line in problems(step))
+
+
+def rewrite(step, change):
+    """The manifest with something else in it, and a digest that fits."""
+    body = json.loads((step / manifest.MANIFEST).read_text())
+    change(body)
+    body["digest"] = manifest._digest_of(body)
+    (step / manifest.MANIFEST).write_text(manifest._text(body))
+
+
+def test_a_name_that_leads_outside_is_no_file(step, tmp_path):
+    (tmp_path / "secret").write_text("x")
+    digest = manifest.digest_files(tmp_path, ["secret"])["secret"]
+    for name in ("../secret", str(tmp_path / "secret")):
+        rewrite(step, lambda body, name=name: body.update(files={name: digest}))
+        assert problems(step) == (f"{name}: missing",)
+
+
+def test_another_format_is_refused(step):
+    rewrite(step, lambda body: body.update(format=2))
+    with pytest.raises(DamageError, match="format 2, which this version does not read"):
+        manifest.read_manifest(step)
+
+
+def test_without_a_manifest_it_is_damaged_but_still_there(step):
+    (step / manifest.MANIFEST).unlink()
+    with CheckpointStore(step.parent) as store:
+        assert store.steps() == [7]
+        assert store.check(7).problems == ("manifest.json: missing",)
+        with pytest.raises(DamageError, match=r"manifest.json[^$]*missing"):
+            store.restore(7, {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=jax.P())})
+
+
+def test_what_the_manifest_does_not_name_is_left_alone(step):
+    (step / "note.txt").write_text("mine")
+    assert not problems(step)
+
+
+def test_each_reader_takes_a_part(step):
+    whole = manifest.check_files(step)
+    parts = [manifest.check_files(step, part=part, parts=3) for part in range(3)]
+    assert sum(part.files for part in parts) == whole.files
+    assert sum(part.size for part in parts) == whole.size
+
+
+def test_what_the_disk_does_not_give_back_is_named(step, monkeypatch):
+    bad = manifest.list_files(step)[0]
+    digest = manifest._digest
+
+    def failing(path, flush):
+        if path == step / bad:
+            raise OSError(5, "Input/output error")
+        return digest(path, flush)
+
+    monkeypatch.setattr(manifest, "_digest", failing)
+    assert problems(step) == (f"{bad}: Input/output error",)
+
+
+def test_many_problems_are_counted():
+    checked = manifest.Checked(0, 0, 0.0, tuple(f"file{i}: missing" for i in range(25)))
+    assert checked.summary().splitlines()[-1].strip() == "and 15 more"
+
+
+@given(st.binary(max_size=300), st.integers(1, 64))
+def test_a_digest_is_that_of_the_whole(tmp_path_factory, content, block):
+    file = tmp_path_factory.mktemp("digest") / "file"
+    file.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(manifest, "BLOCK", block)
+        found = manifest.digest_files(file.parent, ["file"], flush=True)["file"]
+    assert found == {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
+    os.unlink(file)

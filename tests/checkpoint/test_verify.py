@@ -1,0 +1,89 @@
+"""`fsdp-jax verify` and `fsdp-jax export`: what they print, and how they exit."""
+
+import json
+import re
+
+import jax
+import pytest
+from safetensors import safe_open
+
+from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.cli import main
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The output of a run with two steps, and what lies beside them."""
+    rows = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P("data"))
+    state = {"params": {"w": jax.device_put(jax.random.normal(jax.random.key(0), (16, 4)), rows)}}
+    with CheckpointStore(tmp_path / "checkpoints") as store:
+        for step in (2, 10):
+            store.save(step, state, data={}, metadata={})
+    (tmp_path / "checkpoints" / "12.unsealed").mkdir()
+    (tmp_path / "checkpoints" / "99").mkdir()
+    return tmp_path
+
+
+def test_a_good_run(run, capsys):
+    assert main(["verify", str(run)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in shown[3:5]] == [["2", "good"], ["10", "good"]]
+    assert shown[5:] == ["no checkpoint: 12.unsealed", "no checkpoint: 99"]
+
+
+def test_a_damaged_run(run, capsys):
+    file = max((path for path in (run / "checkpoints" / "10").rglob("*") if path.is_file()), key=lambda p: p.name)
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    assert main(["verify", str(run), "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert (found["good"], [step["good"] for step in found["steps"]]) == (False, [True, False])
+    name = file.relative_to(run / "checkpoints" / "10").as_posix()
+    assert found["steps"][1]["problems"][0].startswith(name)
+    assert main(["verify", str(run)]) == 3
+    shown = capsys.readouterr().out
+    assert "10    DAMAGED" in shown
+    assert f"step 10: {name}:" in shown
+    assert main(["export", str(run), "--to", str(run / "weights")]) == 3
+    assert name in capsys.readouterr().err
+    assert main(["export", str(run), "--to", str(run / "weights"), "--step", "2"]) == 0
+
+
+def test_an_export(run, capsys):
+    assert main(["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16", "--format=safetensors"]) == 2
+    assert main(["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16"]) == 0
+    assert "1 tensors of step 10, 128 B in 1 files" in capsys.readouterr().out
+    with safe_open(run / "weights" / "model.safetensors", framework="numpy") as opened:
+        assert opened.get_tensor("w").dtype == jax.numpy.bfloat16
+    assert main(["export", str(run), "--to", str(run / "same"), "--dtype", "same"]) == 0
+    with safe_open(run / "same" / "model.safetensors", framework="numpy") as opened:
+        assert opened.get_tensor("w").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["verify"], "RUN is one path"),
+        (["verify", "a", "b"], r"RUN is one path[^$]*got: +a b"),
+        (["verify", "/nowhere"], "no checkpoint there"),
+        (["export", "RUN"], r"expected: --to DIR"),
+        (["export", "RUN", "--to", "w", "--format", "pickle"], r"unknown format[^$]*safetensors"),
+        (["export", "RUN", "--to", "w", "--step", "two"], "not a step"),
+        (["export", "RUN", "--to", "w", "--step", "3"], r"no such step[^$]*one of \[2, 10\]"),
+        (["export", "RUN", "--to", "w", "--dtype", "int4"], "not a floating-point dtype"),
+        (["export", "RUN", "--to", "RUN"], "there already"),
+        (["export", "RUN", "--to"], "--to needs a value"),
+    ],
+)
+def test_mistakes(run, capsys, words, said, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main([str(run) if word == "RUN" else word for word in words]) == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error), error
+
+
+def test_help(capsys):
+    for command in ("verify", "export"):
+        assert main([command, "--help"]) == 0
+        assert f"fsdp-jax {command} RUN" in capsys.readouterr().out

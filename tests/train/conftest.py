@@ -1,0 +1,57 @@
+"""A tiny run, started as the command line does, and what it measured."""
+
+import jax
+import pytest
+from runs import losses
+
+from fsdp_jax.cli import main
+from fsdp_jax.train.loop import Training
+
+CONFIG = """
+model: {layers: 2, width: 64, heads: 2}
+units: {classes: [Block]}
+optimizer: {learning_rate: 3.0e-3, warmup_steps: 2}
+data: {sequence_length: 16}
+train: {steps: 6, global_batch_size: 8, devices: 8, eval_every: 4, eval_batches: 2, log_every: 2}
+checkpoint: {every: 4}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """These runs compile the same programs again and again."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command on a tiny configuration, writing to a directory of that name; without a sample."""
+    config = tmp_path / "tiny.yaml"
+    config.write_text(CONFIG)
+    monkeypatch.setattr(Training, "_sample", lambda self: "text")
+
+    def start(name, *words):
+        return main(["train", str(config), "--output", str(tmp_path / name), *words])
+
+    start.config, start.directory = config, tmp_path
+    return start
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """What each step of a whole run measured."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    (directory / "tiny.yaml").write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Training, "_sample", lambda self: "text")
+        assert main(["train", str(directory / "tiny.yaml"), "--output", str(directory)]) == 0
+    return losses(directory)
