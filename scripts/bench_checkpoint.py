@@ -17,6 +17,7 @@ Conventions
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -55,14 +56,23 @@ def make(gib: float) -> Any:
 
 
 def initialised(gib: float) -> tuple[Any, Any, int]:
-    """(layout, a state without zeros, its bytes)."""
+    """(layout, a state of random numbers, which do not compress, its bytes)."""
     import jax
+    import jax.numpy as jnp
 
     sharded = make(gib)
     state = sharded.init()
-    filled = jax.jit(lambda opt, p: jax.tree.map(lambda x: x + 1e-3 if x.ndim else x, opt), donate_argnums=0)
-    object.__setattr__(state, "opt_state", jax.block_until_ready(filled(state.opt_state, state.params)))
-    return sharded, state, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+
+    def random(opt_state: Any) -> Any:
+        leaves, tree = jax.tree.flatten(opt_state)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        drawn = [jax.random.normal(k, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else x + 0
+                 for k, x in zip(keys, leaves, strict=True)]  # fmt: skip
+        return tree.unflatten(drawn)
+
+    state = dataclasses.replace(state, opt_state=jax.jit(random, out_shardings=shardings)(state.opt_state))
+    return sharded, jax.block_until_ready(state), sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def child_save(directory: Path, gib: float, rounds: int) -> Figures:

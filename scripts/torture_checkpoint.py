@@ -219,7 +219,9 @@ def main() -> int:
     from fsdp_jax.table import text_table
 
     print(text_table(["killed at", "trials"], sorted(found.kills.items())))
-    print(f"kills that left a half-written step: {found.unsealed}; a half-deleted one: {found.half_deleted}")
+    print(
+        f"kills after which a half-written step lay there: {found.unsealed}; a half-deleted one: {found.half_deleted}"
+    )
     print(f"runs compared with the one left alone: {found.finished}")
     print(f"lost beyond the last good step: {len(found.lost)}; bit differences: {len(found.differences)}")
     for line in [*found.lost, *found.differences][:40]:

@@ -40,6 +40,7 @@ log = logging.getLogger("fsdp_jax.checkpoint")
 ORBAX = "_CHECKPOINT_METADATA"  # orbax's own mark; a step with it and without a manifest has lost the manifest
 UNSEALED = ".unsealed"  # the ending of a step being written
 DELETING = ".deleting"  # the ending of a step being deleted: a half-deleted step must not look like a good one
+CHUNK = 256 << 20  # bytes of an array that are read and written together
 PART = ".digests.json"  # the ending of what one of several processes has digested
 PATIENCE = 1200.0  # seconds one process waits for the others' part of a save
 
@@ -70,6 +71,9 @@ class CheckpointStore:
         self._context = orbax.Context()
         # In the background, a folder that cannot be made leaves orbax's threads waiting for it: 300 s, exit included.
         self._context.asynchronous.create_directories_asynchronously = False
+        # Trained numbers shrink by 8% at thirteen times the time (measured); a part that is read takes its whole chunk.
+        self._context.array.saving.use_compression = False
+        self._context.array.saving.storage_options.chunk_byte_size = CHUNK
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._swept = False
