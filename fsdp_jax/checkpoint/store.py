@@ -248,6 +248,7 @@ class CheckpointStore:
     def _seal(self, path: Path, record: Json) -> None:
         """Each process digests what it wrote; process 0 joins the digests and renames the step into place."""
         beside, lead = _beside(path, UNSEALED), jax.process_index() == 0
+        _wait_until(beside.exists, f"{beside} was written, and is not to be seen from process {jax.process_index()}")
         mine = [name for name in list_files(beside) if _writer(name) == jax.process_index()]
         files = digest_files(beside, mine, flush=True)
         if not lead:
