@@ -175,6 +175,9 @@ def _placed(accounts: Collection[_Account], sent: _Sent, material: float) -> _Se
             each.dtype != sent.dtype, each.path not in named, roles.index(each.role), each.sent / max(1, each.budget)
         )
     )  # fmt: skip
+    joined = [each for each in fits if each.path in named]
+    if len(named) > 1 and sent.bytes <= TOLERANCE * sum(max(0, each.room(sent.op, instead=False)) for each in joined):
+        return _unexplained(_shared(joined, sent, instead=False))  # XLA says which it has joined, and they lack as much
     for instead in (False, True):
         for each in fits:
             if each.alike(sent.shape) and sent.bytes <= TOLERANCE * each.room(sent.op, instead=instead):
@@ -182,9 +185,15 @@ def _placed(accounts: Collection[_Account], sent: _Sent, material: float) -> _Se
                 return None
     together = len(sent.shape) < 2 or (sent.op == "all-reduce" and sent.bytes <= material)
     for instead in (False, True) if together else ():
-        for group in ([each for each in fits if each.path in named], fits):
+        for group in (joined, fits):
             sent = _shared(group, sent, instead=instead)
-    return sent if sent.bytes and prod(sent.shape) > SCALARS else None
+    return _unexplained(sent)
+
+
+def _unexplained(sent: _Sent) -> _Sent | None:
+    """What is left, unless a few scalars make it up; they are joined to small arrays too."""
+    few = prod(sent.shape) <= SCALARS or sent.bytes <= 2 * SCALARS * jnp.dtype(sent.dtype).itemsize
+    return None if few else sent
 
 
 def _shared(accounts: Sequence[_Account], sent: _Sent, *, instead: bool) -> _Sent:

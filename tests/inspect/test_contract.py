@@ -294,6 +294,29 @@ def test_small_arrays_that_travel_as_one_are_shared_out():
     assert line.startswith("no parameter: an activation travels, bfloat16[1000] by all-reduce (b): +23.4 KiB")
 
 
+def test_what_xla_says_it_joined_goes_to_those_it_names():
+    """Though another array has as many elements: their shards across `replica`, as the scatter left them."""
+    expected = [
+        part
+        for path, size in (("qkv", 3), ("out", 1), ("up", 4), ("down", 4))
+        for part in (
+            declared(path, "reduce", "reduce-scatter", 3000 * size, (size, 64, 256)),
+            declared(path, "reduce", "all-reduce", 1000 * size, (size * 16, 256)),
+        )
+    ]
+    scattered = [sent("reduce-scatter", 36000, [(3, 64, 256), (1, 64, 256), (4, 64, 256), (4, 64, 256)],
+                      ["qkv", "out", "up", "down"])]  # fmt: skip
+    joined = sent("all-reduce", 12000, [(3 * 64 * 256,)], ["qkv+out+up+down"])  # as many elements as qkv
+    assert violations(expected, *scattered, joined) == []
+    assert violations(expected, *scattered, joined, joined) != []
+
+
+def test_scalars_joined_to_small_arrays_are_no_activation():
+    expected = [declared("norm", "reduce", "all-reduce", 40_000, (10_000,), dtype="float32")]
+    assert violations(expected, sent("all-reduce", 40_014, [(10_002,)], ["reduce_sum"], "float32")) == []
+    assert violations(expected, sent("all-reduce", 42_000, [(10_500,)], ["reduce_sum"], "float32")) != []
+
+
 def test_a_stack_travels_layer_by_layer_or_whole():
     expected = [declared("a", "gather", "all-gather", 1000, BIG, (2, *BIG))]
     assert violations(expected, sent("all-gather", 1000, [(2, 256, 64)], [""])) == []
