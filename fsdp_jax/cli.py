@@ -125,10 +125,11 @@ def export(arguments: list[str]) -> int:
         raise ConfigError(message("unknown format", where="--format", expected="safetensors", got=kind))
     if step is not None and not step.isdecimal():
         raise ConfigError(message("not a step", where="--step", expected="a whole number", got=step))
-    from fsdp_jax.checkpoint.verify import export_run
-    from fsdp_jax.train.run import start_devices
+    import jax
 
-    start_devices(None)
+    from fsdp_jax.checkpoint.verify import export_run
+
+    jax.config.update("jax_platforms", "cpu")  # the accelerators may be training
     dtype = None if dtype == "same" else dtype or "float32"
     print(export_run(run, to, step=None if step is None else int(step), dtype=dtype))
     return OK

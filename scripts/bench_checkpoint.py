@@ -69,7 +69,7 @@ def initialised(gib: float) -> tuple[Any, Any, int]:
         keys = jax.random.split(jax.random.key(0), len(leaves))
         drawn = [jax.random.normal(k, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else x + 0
                  for k, x in zip(keys, leaves, strict=True)]  # fmt: skip
-        return tree.unflatten(drawn)
+        return jax.tree.unflatten(tree, drawn)
 
     state = dataclasses.replace(state, opt_state=jax.jit(random, out_shardings=shardings)(state.opt_state))
     return sharded, jax.block_until_ready(state), sum(leaf.nbytes for leaf in jax.tree.leaves(state))

@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -100,18 +101,21 @@ def trial(directory: Path, output: Path, numbers: random.Random, found: Found) -
     if wanted == "restored" and not steps_in(output):
         wanted = "step"
     process = start(directory, output)
-    killer_at, saved = None, 0
+    killed, saved = False, 0
     assert process.stdout is not None
+    watchdog = threading.Timer(PATIENCE, process.send_signal, [signal.SIGQUIT])  # for one that hangs
+    watchdog.start()
     for line in process.stdout:
         if line.startswith("saved "):
             saved = int(line.split()[1])
-        if phase_of(line) == wanted and killer_at is None:
+        if phase_of(line) == wanted and not killed:
             count -= 1
             if count <= 0 or wanted == "restored":
-                killer_at = time.monotonic() + moment
+                killed = True
                 time.sleep(moment)
                 process.send_signal(signal.SIGKILL)
-    code = process.wait(PATIENCE)
+    code = process.wait()
+    watchdog.cancel()
     if code == 0:
         found.kills["(came to its end)"] += 1
         return True

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
 ROOMS = [
-    {"errors", "tree", "jaxprs", "table", "mesh", "strategy", "precision", "rules", "models"},
+    {"errors", "tree", "jaxprs", "processes", "table", "mesh", "strategy", "precision", "rules", "models"},
     {"optimizer", "layout", "offload", "remat"},
     {"travel", "sites", "units", "pipeline", "layerscan", "chain", "prefetch", "model", "nnx", "linen", "state"}
     | {"examples", "examples_rules"},

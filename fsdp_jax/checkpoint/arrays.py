@@ -1,5 +1,7 @@
 """A training state as named arrays, and back: what is written is flat, `path -> array`, whatever it was made of."""
 
+from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ def leaves_of(state: PyTree) -> dict[str, Any]:
 
 
 def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """The arrays to write, and what the record says of them: every leaf as text, and the kind of each PRNG key.
+    """The arrays to write, and what the record says of them: leaves as text, kinds of PRNG keys, shapes of the shards.
 
     Raises ValueError for what is no array, and for a state without a single element.
     """
@@ -34,7 +36,9 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     arrays = {path: jax.random.key_data(leaf) if path in keys else leaf for path, leaf in leaves.items() if leaf.size}
     if not arrays:
         raise ValueError(message("nothing to save", expected="a state with at least one element", got="none"))
-    return arrays, {"leaves": {path: describe(leaf) for path, leaf in leaves.items()}, "keys": keys}
+    shards = {path: list(leaf.sharding.shard_shape(leaf.shape)) for path, leaf in arrays.items()}
+    described = {path: describe(leaf) for path, leaf in leaves.items()}
+    return arrays, {"leaves": described, "keys": keys, "shards": shards}
 
 
 def is_key(leaf: Any) -> bool:
@@ -45,6 +49,17 @@ def is_key(leaf: Any) -> bool:
 def describe(leaf: Any) -> str:
     """As in `bfloat16[8,4]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def parse(text: str) -> tuple[str, tuple[int, ...]]:
+    """(dtype, shape) of what `describe` says."""
+    dtype, _, shape = text.removesuffix("]").partition("[")
+    return dtype, tuple(int(size) for size in shape.split(",") if size)
+
+
+def bytes_of(shape: Iterable[int], dtype: Any) -> int:
+    """Bytes of an array that is whole."""
+    return prod(shape) * jnp.dtype(dtype).itemsize
 
 
 def stored(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -8,6 +8,7 @@ for names. No tensor is in memory but those of the file being written.
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,13 +23,15 @@ from jax.sharding import SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fsdp_jax.checkpoint.arrays import describe
+from fsdp_jax.checkpoint.arrays import bytes_of, describe, parse
+from fsdp_jax.checkpoint.manifest import flush_folder
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import CheckpointError, ConfigError, message
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PARAMS = "params/"
+DTYPES = ("float32", "bfloat16", "float16")
 FILE_BYTES = 256 << 20
 SHOWN = 20  # differences listed before the rest is only counted
 
@@ -57,7 +60,7 @@ def export_params(
         file_bytes: tensors of one file, and so the host memory it takes; a larger tensor gets a file of its own.
 
     Raises:
-        ConfigError: the directory is there already, or the dtype is no floating one.
+        ConfigError: the directory is there already, or the dtype is none of `DTYPES`.
         ValueError: no such step. DamageError, CheckpointError: it cannot be read.
 
     """
@@ -66,11 +69,11 @@ def export_params(
         raise ConfigError(message("the directory is there already", where=str(target), fix="choose another"))
     wanted = _wanted(store.record(step)["leaves"], dtype)
     files = list(_in_files(wanted, file_bytes))
-    unfinished = target.with_name(target.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     names = [_file_name(at, len(files)) for at in range(len(files))]
+    unfinished = None
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".unfinished", dir=target.parent))
         for name, tensors in zip(names, files, strict=True):
             _write(store, step, tensors, unfinished / name)
         total = sum(_bytes(leaf) for leaf in wanted.values())
@@ -80,8 +83,13 @@ def export_params(
             }
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (unfinished / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        unfinished.chmod(0o755)  # what is made for a while is the maker's own
+        flush_folder(unfinished)
         unfinished.rename(target)
+        flush_folder(target.parent)
     except (OSError, SafetensorError) as error:
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(message("the export could not be written", where=str(target), got=error)) from error
     return Exported(target, tuple(names), len(wanted), total)
 
@@ -109,17 +117,15 @@ def import_params(directory: str | os.PathLike[str], target: dict[str, jax.Shape
 
 def _wanted(leaves: dict[str, str], dtype: str | None) -> dict[str, jax.ShapeDtypeStruct]:
     """{path in the checkpoint: what to write} of the parameters. Raises ConfigError."""
-    if dtype is not None and not (hasattr(jnp, dtype) and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)):
-        expected = "float32, bfloat16, float16, float64"
-        raise ConfigError(message("not a floating-point dtype", where="--dtype", expected=expected, got=dtype))
+    if dtype is not None and dtype not in DTYPES:
+        expected = ", ".join(DTYPES)
+        raise ConfigError(message("not a dtype to export", where="--dtype", expected=expected, got=dtype))
     found = {}
     for path, text in leaves.items():
         if path.startswith(PARAMS):
-            name, _, shape = text.removesuffix("]").partition("[")
+            name, shape = parse(text)
             kept = dtype is None or not jnp.issubdtype(jnp.dtype(name), jnp.floating)
-            found[path] = jax.ShapeDtypeStruct(
-                [int(size) for size in shape.split(",") if size], name if kept else dtype
-            )
+            found[path] = jax.ShapeDtypeStruct(shape, name if kept else dtype)
     return found
 
 
@@ -139,7 +145,7 @@ def _file_name(at: int, count: int) -> str:
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return prod(leaf.shape) * leaf.dtype.itemsize
+    return bytes_of(leaf.shape, leaf.dtype)
 
 
 def _write(store: CheckpointStore, step: int, tensors: dict[str, jax.ShapeDtypeStruct], file: Path) -> None:
@@ -151,7 +157,10 @@ def _write(store: CheckpointStore, step: int, tensors: dict[str, jax.ShapeDtypeS
         for path, leaf in tensors.items() if path not in host
     }  # fmt: skip
     host |= {path: np.asarray(array) for path, array in store.read(step, whole).items()} if whole else {}
+    assert all(host[path].dtype == leaf.dtype for path, leaf in tensors.items()), "the header says what is written"
     save_file({path.removeprefix(PARAMS): host[path] for path in tensors}, file, metadata={"format": "fsdp_jax"})
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
 
 
 def _weight_files(directory: Path) -> list[Path]:

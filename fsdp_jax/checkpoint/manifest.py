@@ -21,6 +21,7 @@ from fsdp_jax.errors import DamageError, message
 Json = dict[str, Any]
 
 MANIFEST = "manifest.json"
+ORBAX = "_CHECKPOINT_METADATA"  # orbax's own mark; a step with it and without a manifest has lost the manifest
 FORMAT = 1
 BLOCK = 4 << 20  # bytes read at a time
 READERS = 4  # files digested at a time
@@ -33,7 +34,7 @@ class Checked:
     """What became of checking files against their digests.
 
     Attributes:
-        files, size: how many were read, and their bytes.
+        files, size: how many are as they were written, and their bytes.
         seconds: what it took.
         problems: one line for each file that is not as it was written; a good checkpoint has none.
 
@@ -53,6 +54,17 @@ class Checked:
         """The problems in a few lines."""
         more = len(self.problems) - SHOWN
         return "\n            ".join([*self.problems[:SHOWN], *([f"and {more} more"] if more > 0 else [])])
+
+
+def numbered(directory: Path) -> list[tuple[int, bool]]:
+    """(number, whether it is a directory with a checkpoint, good or damaged) of all that is named like a step."""
+    if not directory.is_dir():
+        return []
+    named = [path for path in directory.iterdir() if path.name.isdecimal() and path.name == str(int(path.name))]
+    return sorted(
+        (int(path.name), not path.is_symlink() and any((path / mark).exists() for mark in (MANIFEST, ORBAX)))
+        for path in named
+    )
 
 
 def list_files(root: Path) -> list[str]:
@@ -91,12 +103,13 @@ def seal(root: Path, contents: Json, files: dict[str, Json]) -> None:
         file.write(_text(body))
         file.flush()
         os.fsync(file.fileno())
-    flush_folder(root)
+    for folder, _, _ in os.walk(root, topdown=False):
+        flush_folder(Path(folder))
 
 
-def flush_folder(root: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Waits until the names in a folder are on the disk."""
-    handle = os.open(root, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -139,6 +152,8 @@ def read_manifest(root: Path) -> Json:
 def check_files(root: Path, *, part: int = 0, parts: int = 1) -> Checked:
     """Reads the files and compares them to the manifest; of several readers, each takes every `parts`-th file.
 
+    With 0 parts no file is read: the manifest alone is.
+
     Files that the manifest does not name are not of the checkpoint, and are left alone.
     """
     started = time.perf_counter()
@@ -147,38 +162,26 @@ def check_files(root: Path, *, part: int = 0, parts: int = 1) -> Checked:
     except DamageError as error:
         got = str(error).rpartition("got:")[2].strip()
         return Checked(0, 0, time.perf_counter() - started, (f"{MANIFEST}: {got}",))
-    mine = sorted(expected)[part::parts]
+    mine = sorted(expected)[part::parts] if parts else []
     there = set(list_files(root))  # what is found on the disk: a name such as ../x leads nowhere
-    problems, readable = [], []
-    for name in mine:
-        if name not in there:
-            problems.append(f"{name}: missing")
-        elif (root / name).is_symlink():
-            problems.append(f"{name}: a link, which could lead anywhere")
-        elif (size := (root / name).stat().st_size) != expected[name]["bytes"]:
-            problems.append(f"{name}: {size:,} bytes, {expected[name]['bytes']:,} were written")
-        else:
-            readable.append(name)
-    found, unreadable = _readable(root, readable)
-    problems += unreadable
-    problems += [f"{name}: its contents have changed" for name, digest in found.items() if digest != expected[name]]
-    size = sum(digest["bytes"] for digest in found.values())
-    return Checked(len(found), size, time.perf_counter() - started, tuple(sorted(problems)))
+    with ThreadPoolExecutor(READERS) as pool:
+        found = list(pool.map(lambda name: _problem(root, name, expected[name]) if name in there else "missing", mine))
+    problems = tuple(f"{name}: {problem}" for name, problem in zip(mine, found, strict=True) if problem)
+    read = [expected[name]["bytes"] for name, problem in zip(mine, found, strict=True) if not problem]
+    return Checked(len(read), sum(read), time.perf_counter() - started, problems)
 
 
-def _readable(root: Path, names: list[str]) -> tuple[dict[str, Json], list[str]]:
-    """Digests, and a line for each file that the disk does not give back."""
+def _problem(root: Path, name: str, expected: Json) -> str:
+    """What is wrong with one file; "" if nothing."""
+    path = root / name
     try:
-        return digest_files(root, names), []
-    except OSError:
-        found: dict[str, Json] = {}
-        problems = []
-        for name in names:
-            try:
-                found |= digest_files(root, [name])
-            except OSError as error:
-                problems.append(f"{name}: {error.strerror}")
-        return found, problems
+        if path.is_symlink():
+            return "a link, which could lead anywhere"
+        if (size := path.stat().st_size) != expected["bytes"]:
+            return f"{size:,} bytes, {expected['bytes']:,} were written"
+        return "" if _digest(path, flush=False) == expected else "its contents have changed"
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _text(body: Json) -> str:

@@ -1,14 +1,14 @@
 """What a restore will do, from what was recorded alone: no array is read."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.checkpoint.arrays import describe, stored
+from fsdp_jax.checkpoint.arrays import bytes_of, describe, is_key, parse, stored
 from fsdp_jax.errors import human_bytes, message
 
 READ_AHEAD = 256 << 20  # bytes read into the host's memory at a time
@@ -23,7 +23,7 @@ class Preflight:
         where: the checkpoint.
         differences: one line per path that does not fit: missing, extra, of another shape or dtype.
         casts: one line per path that is read as another floating dtype, which `allow_cast` allows.
-        read_bytes: what this process reads from disk; more where its parts cut through those that were written.
+        read_bytes: what this process reads from disk, at most: a part is read with all of the shards it cuts through.
         device_bytes: of the restored state, on each of this process's devices.
         host_bytes: the most host memory that reading takes beside the state itself.
 
@@ -55,10 +55,10 @@ class Preflight:
         )
 
     def __str__(self) -> str:
+        read, host, device = (human_bytes(size) for size in (self.read_bytes, self.host_bytes, self.device_bytes))
         return "\n".join(
             [
-                f"{self.where}: reads {human_bytes(self.read_bytes)}, at most {human_bytes(self.host_bytes)} of host "
-                f"memory at a time, into {human_bytes(self.device_bytes)} on each device",
+                f"{self.where}: reads {read}, with at most {host} of host memory at a time, into {device} a device",
                 *(f"  differs: {line}" for line in self.differences),
                 *(f"  cast: {line}" for line in self.casts),
             ]
@@ -68,15 +68,15 @@ class Preflight:
 CASTABLE = " (dtype only)"
 
 
-def compare(where: Path, saved: dict[str, str], target: dict[str, Any], *, allow_cast: bool) -> Preflight:
-    """What was saved, `path -> float32[8,4]`, against a target whose leaves have shardings.
+def compare(where: Path, record: dict[str, Any], target: dict[str, Any], *, allow_cast: bool) -> Preflight:
+    """What was recorded of a save (`leaves`, `shards`) against a target whose leaves have shardings.
 
     Raises ValueError for a target without shardings.
     """
     homeless = [path for path, leaf in target.items() if getattr(leaf, "sharding", None) is None]
     if homeless:
         raise ValueError(message("a target without shardings", where=str(where), got=", ".join(homeless[:SHOWN])))
-    wanted = {path: describe(leaf) for path, leaf in target.items()}
+    saved, wanted = record["leaves"], {path: describe(leaf) for path, leaf in target.items()}
     differences, casts = [], []
     for path in sorted(wanted.keys() | saved.keys()):
         expected, got = wanted.get(path, "nothing"), saved.get(path, "nothing")
@@ -87,18 +87,53 @@ def compare(where: Path, saved: dict[str, str], target: dict[str, Any], *, allow
             casts.append(f"{path}: {got} to {expected}")
         else:
             differences.append(f"{path}: expected {expected}, got {got}{CASTABLE if castable else ''}")
-    leaves = [stored(leaf) for leaf in target.values() if leaf.size]
+    leaves = {path: stored(leaf) for path, leaf in target.items() if leaf.size}
+    there = {path: leaf for path, leaf in leaves.items() if path in record["shards"] and path in saved}
+    requests = [
+        _request(leaf, record["shards"][path], leaf.dtype if is_key(target[path]) else parse(saved[path])[0])
+        for path, leaf in there.items() if len(leaf.shape) == len(record["shards"][path])
+    ]  # fmt: skip
+    limit = read_ahead({leaf: record["shards"][path] for path, leaf in there.items()})
     return Preflight(
         where, tuple(differences), tuple(casts),
-        read_bytes=sum(_read_bytes(leaf) for leaf in leaves),
-        device_bytes=sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves),
-        host_bytes=min(read_ahead(leaves), sum(_read_bytes(leaf) for leaf in leaves)),
+        read_bytes=sum(read for each in requests for read, _ in each),
+        device_bytes=sum(bytes_of(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves.values()),
+        host_bytes=min(limit, sum(read + kept for each in requests for read, kept in each)),
     )  # fmt: skip
 
 
-def read_ahead(leaves: list[jax.ShapeDtypeStruct]) -> int:
-    """A bound on the host bytes in flight that lets the largest array through: it, and the part of it asked for."""
-    return max(READ_AHEAD, *(2 * prod(leaf.shape) * leaf.dtype.itemsize + 1 for leaf in leaves), 1)
+def read_ahead(leaves: Mapping[jax.ShapeDtypeStruct, Sequence[int]]) -> int:
+    """A bound on the host bytes in flight that lets the largest single part through.
+
+    `leaves`: what is wanted -> the shape of the shards it was saved in.
+    """
+    single = [
+        read + kept for leaf, shard in leaves.items() if len(leaf.shape) == len(shard)
+        for read, kept in _request(leaf, shard, leaf.dtype)
+    ]  # fmt: skip
+    return max([READ_AHEAD, *(4 * one + 1 for one in single)])  # 4: bytes of a wider dtype that it may be cast from
+
+
+def _request(leaf: jax.ShapeDtypeStruct, shard: Sequence[int], saved: Any) -> list[tuple[int, int]]:
+    """(bytes read, bytes kept) of each different part that this process wants, however many devices it goes to.
+
+    Arrays were written in parts of the shape `shard` or finer; a part is read with all that it cuts through.
+    """
+    shape = tuple(leaf.shape)
+    parts = {
+        tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        for index in leaf.sharding.addressable_devices_indices_map(shape).values()
+    }
+    return [
+        (
+            bytes_of(
+                (min(-(-stop // step) * step, size) - start // step * step
+                 for (start, stop), size, step in zip(part, shape, shard, strict=True)), saved
+            ),
+            bytes_of((stop - start for start, stop in part), leaf.dtype),
+        )
+        for part in parts
+    ]  # fmt: skip
 
 
 def _castable(expected: str, got: str) -> bool:
@@ -112,13 +147,3 @@ def _floating(name: str) -> bool:
         return bool(jnp.issubdtype(jnp.dtype(name), jnp.floating))
     except TypeError:  # a PRNG key, or no dtype at all
         return False
-
-
-def _read_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """Each different part once, however many devices it goes to."""
-    shape = tuple(leaf.shape)
-    parts = {
-        tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        for index in leaf.sharding.addressable_devices_indices_map(shape).values()
-    }
-    return sum(prod(stop - start for start, stop in part) for part in parts) * leaf.dtype.itemsize

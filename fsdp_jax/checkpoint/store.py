@@ -3,10 +3,12 @@
 A step is written beside its place, digested, and renamed into place once its manifest lies on the disk.
 """
 
+import contextlib
 import json
 import logging
 import operator
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -15,33 +17,31 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as orbax
 
 from fsdp_jax.checkpoint.arrays import from_stored, leaves_of, stored, to_arrays
 from fsdp_jax.checkpoint.manifest import (
-    MANIFEST,
     Checked,
     check_files,
     digest_files,
     flush_folder,
     list_files,
+    numbered,
     read_manifest,
     seal,
-)  # fmt: skip
+)
 from fsdp_jax.checkpoint.preflight import Preflight, compare, read_ahead
 from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, message
+from fsdp_jax.processes import anywhere
 from fsdp_jax.tree import PyTree
 
 Json = dict[str, Any]
 log = logging.getLogger("fsdp_jax.checkpoint")
 
-ORBAX = "_CHECKPOINT_METADATA"  # orbax's own mark; a step with it and without a manifest has lost the manifest
 UNSEALED = ".unsealed"  # the ending of a step being written
 DELETING = ".deleting"  # the ending of a step being deleted: a half-deleted step must not look like a good one
 CHUNK = 256 << 20  # bytes of an array that are read and written together
-PART = ".digests.json"  # the ending of what one of several processes has digested
+DIGESTS = ".digests"  # the ending of the folder where several processes tell each other what they wrote
 PATIENCE = 1200.0  # seconds one process waits for the others' part of a save
 
 
@@ -99,17 +99,27 @@ class CheckpointStore:
         process 0's is the one saved. Waits for the save before this one.
 
         Raises that earlier save's error instead of saving; CheckpointError if this one fails (later, from `wait`, when
-        asynchronous); ValueError if the step is there already or an argument cannot be saved.
+        asynchronous) or if another process fails; ValueError if the step is there already or an argument cannot be
+        saved.
         """
         started = time.perf_counter()
-        self.wait()
         step, path = operator.index(step), self.path(step)
-        arrays, contents = to_arrays(state)
-        record = {"step": step, "data": _as_json("data", data), "metadata": _as_json("metadata", metadata), **contents}
-        if path.exists():
-            fix = "remove or rename it, or save another step"
-            raise ValueError(message("this step is there already", where=str(path), fix=fix))
-        self._sweep()
+        arrays: dict[str, jax.Array] = {}
+        record: Json = {"step": step}
+        error: Exception | None = None
+        try:
+            self.wait()
+            arrays, contents = to_arrays(state)
+            record |= {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata), **contents}
+            if path.exists():
+                fix = "remove or rename it, or save another step"
+                raise ValueError(message("this step is there already", where=str(path), fix=fix))
+            self._sweep()
+        except Exception as raised:
+            error = raised
+        if anywhere(error is not None):  # all give up together: orbax would wait for those who have
+            what = "a checkpoint could not be written"
+            raise error or CheckpointError(message(what, where=str(path), got="an error in another process"))
         log.info("saving %d", step)
         try:
             with self._context:
@@ -127,13 +137,17 @@ class CheckpointStore:
         if pending is not None:
             pending.result()
 
+    def failed(self) -> bool:
+        """Whether a save has failed behind the caller's back: `wait` will say how."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
     def steps(self) -> list[int]:
         """The steps that are there, damaged ones too, ascending. An empty or foreign directory is none."""
-        return [step for step, ours in self._numbered() if ours]
+        return [step for step, ours in numbered(self.directory) if ours]
 
     def foreign(self) -> list[int]:
-        """Directories that are named like a step, and that nothing of ours lies in."""
-        return [step for step, ours in self._numbered() if not ours]
+        """What is named like a step, and is a link or has nothing of ours in it."""
+        return [step for step, ours in numbered(self.directory) if not ours]
 
     def latest(self) -> int | None:
         """The newest step, by number: clocks may disagree. `check` says whether it is as it was written."""
@@ -148,13 +162,17 @@ class CheckpointStore:
 
         Raises ValueError if there is no such step.
         """
-        path, count = self._existing(step), jax.process_count()
-        checked = check_files(path, part=jax.process_index(), parts=count)
-        bad = int(multihost_utils.process_allgather(np.int32(not checked.good)).sum()) if count > 1 else 0
-        if bad and checked.good:
-            other = (f"found by {bad} of {count} processes",)
-            return Checked(checked.files, checked.size, checked.seconds, other)
+        checked = check_files(self._existing(step), part=jax.process_index(), parts=jax.process_count())
+        if anywhere(not checked.good) and checked.good:
+            return Checked(checked.files, checked.size, checked.seconds, ("found by another process",))
         return checked
+
+    def check_manifest(self, step: int) -> Checked:
+        """The same of the manifest alone, which takes no time: whether it is there, and to the letter. No file is read.
+
+        Raises ValueError if there is no such step.
+        """
+        return check_files(self._existing(step), parts=0)
 
     def preflight(self, step: int, target: PyTree, *, allow_cast: bool = False) -> Preflight:
         """What `restore` would do: what it reads, the memory it takes, and every path that differs. Reads no array.
@@ -162,7 +180,7 @@ class CheckpointStore:
         Raises ValueError if there is no such step or the target has no shardings; DamageError without a manifest.
         """
         path = self._existing(step)
-        return compare(path, read_manifest(path)["leaves"], leaves_of(target), allow_cast=allow_cast)
+        return compare(path, read_manifest(path), leaves_of(target), allow_cast=allow_cast)
 
     def restore(
         self, step: int, target: PyTree, *, allow_cast: bool = False, verify: bool = True
@@ -189,7 +207,8 @@ class CheckpointStore:
         """Some of a step's arrays by path; what `wanted` lacks is not read. Raises CheckpointError."""
         context = orbax.Context()
         context.pytree.loading.partial_load = True
-        context.memory.read_concurrent_bytes = read_ahead(list(wanted.values()))
+        shards = self.record(step)["shards"]
+        context.memory.read_concurrent_bytes = read_ahead({leaf: shards[name] for name, leaf in wanted.items()})
         try:
             with context:
                 return orbax.load(self.path(step), wanted)
@@ -215,14 +234,6 @@ class CheckpointStore:
         path.rename(aside)
         return aside
 
-    def _numbered(self) -> list[tuple[int, bool]]:
-        """(number, whether it holds a checkpoint) of every directory named like a step, ascending."""
-        if not self.directory.is_dir():
-            return []
-        named = [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
-        found = [path for path in named if path.name == str(int(path.name)) and not path.is_symlink()]
-        return sorted((int(path.name), any((path / mark).exists() for mark in (MANIFEST, ORBAX))) for path in found)
-
     def _existing(self, step: int) -> Path:
         self.wait()
         found = self.steps()
@@ -239,6 +250,8 @@ class CheckpointStore:
             self._seal(path, record)
         except Exception as error:
             self._swept = False  # what it left takes room, perhaps on a full disk: the next save clears it away
+            with contextlib.suppress(OSError):  # those who wait for this process's part need not wait long
+                self._told(path).joinpath(f"failed-{jax.process_index()}").touch()
             raise _failure("a checkpoint could not be written", path, error) from error
         log.info("saved %d", step)
         if jax.process_index() == 0:
@@ -247,25 +260,42 @@ class CheckpointStore:
 
     def _seal(self, path: Path, record: Json) -> None:
         """Each process digests what it wrote; process 0 joins the digests and renames the step into place."""
-        beside, lead = _beside(path, UNSEALED), jax.process_index() == 0
-        _wait_until(beside.exists, f"{beside} was written, and is not to be seen from process {jax.process_index()}")
-        mine = [name for name in list_files(beside) if _writer(name) == jax.process_index()]
-        files = digest_files(beside, mine, flush=True)
-        if not lead:
-            part = beside / f"{jax.process_index()}{PART}"
+        beside, me = _beside(path, UNSEALED), jax.process_index()
+        self._until(beside.exists, path, f"{beside} to be seen from process {me}")
+        files = digest_files(beside, [name for name in list_files(beside) if _writer(name) == me], flush=True)
+        if me:
+            part = self._told(path) / f"{me}.json"
             part.with_suffix(".writing").write_text(json.dumps(files))
             part.with_suffix(".writing").rename(part)
-            _wait_until(path.exists, f"process 0 has not sealed {path}")
+            self._until(path.exists, path, "process 0 to seal it")
             return
         for process in range(1, jax.process_count()):
-            part = beside / f"{process}{PART}"
-            _wait_until(part.exists, f"process {process} has not digested its part of {path}")
+            part = self._told(path) / f"{process}.json"
+            self._until(part.exists, path, f"process {process} to digest its part")
             files |= json.loads(part.read_text())
-            part.unlink()
+        assert files.keys() == set(list_files(beside)), "every file has one writer"
         seal(beside, record, files)
         log.info("sealed %s", path.name)
         beside.rename(path)
-        flush_folder(path.parent)
+        for folder in (path.parent, path.parent.parent):  # the first save makes both
+            flush_folder(folder)
+        _remove(_beside(path, DIGESTS))
+
+    def _told(self, path: Path) -> Path:
+        """Where processes tell each other what they wrote, or that they failed."""
+        folder = _beside(path, DIGESTS)
+        if jax.process_count() > 1:
+            folder.mkdir(exist_ok=True)
+        return folder
+
+    def _until(self, condition: Callable[[], bool], path: Path, what: str) -> None:
+        """Files are all that a background thread can wait for: a collective would come between those of the steps."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            failures = sorted(each.name for each in _beside(path, DIGESTS).glob("failed-*"))
+            if failures or time.monotonic() > deadline:
+                raise TimeoutError(f"waited for {what}; {', '.join(failures) or 'in vain'}")
+            time.sleep(0.05)
 
     def _too_old(self, step: int) -> list[int]:
         """Steps beyond this one are of a run that went further and was taken up again before its end: not old."""
@@ -275,17 +305,35 @@ class CheckpointStore:
     def _delete(self, step: int) -> None:
         log.info("deleting %d", step)
         doomed = _beside(self.path(step), DELETING)
-        self.path(step).rename(doomed)
-        shutil.rmtree(doomed)
+        try:
+            self.path(step).rename(doomed)
+        except OSError as error:  # it takes room, and the new step is in place all the same
+            log.warning("%s could not be deleted: %s", self.path(step), error)
+            return
+        self._swept = _remove(doomed)
         log.info("deleted %d", step)
 
     def _sweep(self) -> None:
         """Removes what a killed writer or a failed save left. Before a save only: who saves is the one writer."""
         if not self._swept and jax.process_index() == 0:
-            for pattern in (f"*{UNSEALED}", f"*{UNSEALED}.*", f"*{DELETING}"):  # orbax adds an ending to what it writes
+            # orbax adds an ending of its own to what it writes
+            for pattern in (f"*{UNSEALED}", f"*{UNSEALED}.*", f"*{DELETING}", f"*{DIGESTS}"):
                 for path in self.directory.glob(pattern):
-                    shutil.rmtree(path)
+                    _remove(path)
         self._swept = True
+
+
+def _remove(path: Path) -> bool:
+    """Whether it is gone; what cannot be removed, because someone holds it open, is tried again before a later save."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", path, error)
+        return False
+    return True
 
 
 def _beside(path: Path, ending: str) -> Path:
@@ -293,18 +341,9 @@ def _beside(path: Path, ending: str) -> Path:
 
 
 def _writer(name: str) -> int:
-    """Which process wrote a file: each has a folder `ocdbt.process_N`, and the lead one writes the rest."""
-    folders = [part.removeprefix("ocdbt.process_") for part in name.split("/") if part.startswith("ocdbt.process_")]
-    return int(folders[0]) if folders else 0
-
-
-def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
-    """A file is all that a background thread can wait for: a collective would come between those of the steps."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(otherwise)
-        time.sleep(0.05)
+    """Which process wrote a file: what is one process's own says `process_N`; the lead one writes the rest."""
+    found = re.search(r"(?:^|/)(?:ocdbt\.)?process_(\d+)(?:/|$)", name)
+    return int(found[1]) if found else 0
 
 
 def _as_json(name: str, value: Json) -> Json:

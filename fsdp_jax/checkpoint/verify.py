@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.checkpoint.export import Exported, export_params
-from fsdp_jax.checkpoint.manifest import Checked
+from fsdp_jax.checkpoint.manifest import Checked, check_files, numbered
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.table import text_table
@@ -52,23 +52,22 @@ class Verified:
 
 
 def verify_run(output: str | os.PathLike[str]) -> Verified:
-    """Reads every checkpoint of a run. Raises ConfigError where there is none to read."""
-    with _open(output) as store:
-        steps = {step: store.check(step) for step in store.steps()}
-        others = sorted({path.name for path in store.directory.iterdir()} - {str(step) for step in steps})
-    return Verified(store.directory, steps, tuple(others))
+    """Reads every checkpoint of a run, which may go on meanwhile. Raises ConfigError where there is none to read."""
+    directory, found = _steps_of(output)
+    steps = {step: checked for step in found if (checked := _check(directory / str(step))) is not None}
+    others = sorted({path.name for path in directory.iterdir()} - {str(step) for step in found})
+    return Verified(directory, steps, tuple(others))
 
 
 def export_run(
     output: str | os.PathLike[str], to: str | os.PathLike[str], *, step: int | None, dtype: str | None
 ) -> str:  # fmt: skip
     """Verifies a step, the newest if None, and exports it; returns what to print. Raises as `export_params`."""
-    with _open(output) as store:
-        latest = store.latest()
-        assert latest is not None
-        chosen = latest if step is None else step
-        if chosen not in store.steps():
-            raise ConfigError(message("no such step", where="--step", expected=f"one of {store.steps()}", got=chosen))
+    directory, found = _steps_of(output)
+    chosen = max(found) if step is None else step
+    if chosen not in found:
+        raise ConfigError(message("no such step", where="--step", expected=f"one of {found}", got=chosen))
+    with CheckpointStore(directory) as store:
         store.require_good(chosen)
         done: Exported = export_params(store, chosen, to, dtype=dtype)
     return (
@@ -77,10 +76,20 @@ def export_run(
     )  # fmt: skip
 
 
-def _open(output: str | os.PathLike[str]) -> CheckpointStore:
-    directory = Path(output) / "checkpoints"
-    store = CheckpointStore(directory)
-    if not store.steps():
+def _steps_of(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
+    directory = Path(output).absolute() / "checkpoints"
+    found = [step for step, ours in numbered(directory) if ours]
+    if not found:
         expected = "a run's output directory, with checkpoints/STEP in it"
         raise ConfigError(message("no checkpoint there", where=str(output), expected=expected))
-    return store
+    return directory, found
+
+
+def _check(path: Path) -> Checked | None:
+    """None if the run that is writing there has deleted it since it was listed, or while it was read."""
+    try:
+        before = path.stat()
+        checked = check_files(path)
+        return checked if checked.good or os.path.samestat(before, path.stat()) else None
+    except FileNotFoundError:
+        return None

@@ -117,7 +117,6 @@ def make_loader(
     settings = {
         "sequence_length": sequence_length,
         "global_batch_size": global_batch_size,
-        "process_count": process_count,
         "seed": seed,
         "shuffle": shuffle,
         "repeat": repeat,

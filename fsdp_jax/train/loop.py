@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
 from fsdp_jax.data import decode
 from fsdp_jax.mesh import shape_of
 from fsdp_jax.models import sample
 from fsdp_jax.planner import peak_flops
+from fsdp_jax.processes import anywhere
 from fsdp_jax.state import TrainState
 from fsdp_jax.train.metrics import JsonLines, device_memory, now
 from fsdp_jax.train.resume import Resuming
@@ -56,7 +57,7 @@ class Training:
         rows, columns = run.batch["tokens"].shape
         self.batch_size, self.tokens_per_step = rows, rows * (columns - 1)
         self.peak = peak_flops(self.layout.mesh.devices.flat[0].device_kind, run.sharded.precision.compute)
-        self.metadata = {
+        self.metadata: dict[str, Any] = {
             "config": config_hash,
             "strategy": self.layout.strategy.name,
             "mesh": shape_of(self.layout.mesh),
@@ -70,6 +71,7 @@ class Training:
         self.at = 0
         self.resumed: int | None = None
         self.saved: int | None = None
+        self.retrying = False
         self.blocked: float | None = None
         self.valley: int | None = None
         self.skipped = 0
@@ -86,14 +88,16 @@ class Training:
             DamageError: it is not as it was written.
 
         """
-        step = resuming.choose()
-        if step is None:
+        chosen = resuming.choose()
+        if chosen is None:
             self.state = self.run.sharded.init(self.seed)
             return
-        self.state, position = resuming.restore(step, self.run.sharded, self.metadata)
-        assert int(self.state.step) == step, "the state counts its own steps"
-        self.data.loader.set_state(position)
-        self.at = self.resumed = self.saved = step
+        self.data.loader.set_state(resuming.check(chosen.step, self.metadata))
+        self.state = resuming.restore(chosen.step, self.run.sharded)
+        assert int(self.state.step) == chosen.step, "the state counts its own steps"
+        resuming.set_aside(chosen)  # after all that might be refused: what is refused stays as it was
+        self.metadata["stated"] = chosen.stated
+        self.at = self.resumed = self.saved = chosen.step
         self.skipped = int(self.state.skipped)
 
     def train(self) -> int:
@@ -132,18 +136,18 @@ class Training:
             if pending is not None:
                 self._record(pending)
             pending = Pending(self.at, metrics, wait)
-            stopped, late = self.agree(self.stop.asked, self._long_since_saved())
+            stopped, late, failed = self.agree(self.stop.asked, self._long_since_saved(), self.store.failed())
             save, evaluate = (
                 every is not None and self.at % every == 0 for every in (self.save_every, self.eval_every)
             )
-            save = save or late
+            save = save or late or failed
             if stopped or save or evaluate or self.at == self.steps:
                 self._settle(pending)
                 pending = None
+                if self.at < self.steps and evaluate and not stopped:
+                    stopped = self._evaluate()  # before the save: a run that goes on from there does not evaluate again
                 if self.at < self.steps and save:
                     self._save()
-                if self.at < self.steps and evaluate and not stopped:
-                    stopped = self._evaluate()
                 self.clock = time.perf_counter()
             if stopped and self.at < self.steps:
                 return True
@@ -195,7 +199,7 @@ class Training:
         sums = []
         for batch in self.data.evaluation():
             sums.append(self.run.eval_step(self.state, batch))
-            if self.agree(self.stop.asked, False)[0]:
+            if self.agree(self.stop.asked, False, False)[0]:
                 return True
         total, count = np.sum([[float(x) for x in pair] for pair in sums], axis=0)
         self.held_out = float(total / count)
@@ -205,10 +209,29 @@ class Training:
         return False
 
     def _save(self) -> None:
+        self._report_failure()
         if self.at != self.saved:
             state = self.run.sharded.to_checkpoint(self.state)
             self.blocked = self.store.save(self.at, state, data=self.data.loader.get_state(), metadata=self.metadata)
             self.saved, self.saved_at = self.at, time.monotonic()
+
+    def _report_failure(self) -> None:
+        """A save that failed behind our back is made up for by the next, at once; if that fails too, the run ends."""
+        error = None
+        try:
+            self.store.wait()
+        except CheckpointError as failure:
+            error = failure
+        failed = anywhere(error is not None)
+        other = CheckpointError("a checkpoint could not be written, in another process")
+        if failed and self.retrying:
+            raise error or other
+        if failed:
+            self.screen.say(
+                f"warning: step {self.saved} was not saved; saving step {self.at} instead\n{error or other}"
+            )
+            self.saved = None
+        self.retrying = failed
 
     def _long_since_saved(self) -> bool:
         """Whether it is time for a save by process 0's clock, said once: clocks disagree, and the answer comes late."""

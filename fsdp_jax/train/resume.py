@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdp_jax.api import Sharded
-from fsdp_jax.checkpoint import Checked, CheckpointStore, DamageError
+from fsdp_jax.checkpoint import CheckpointStore, DamageError
 from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.launch import barrier
 from fsdp_jax.state import TrainState
@@ -20,6 +20,21 @@ MUST_MATCH = {
 """What a checkpoint's metadata must have in common with the run: name -> (what is wrong otherwise, the fix)."""
 
 MAY_DIFFER = ("config", "strategy", "mesh")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The step to go on from.
+
+    Attributes:
+        aside: steps that are renamed once nothing can be refused any more -> why.
+        stated: the step that `checkpoint.step` named, and that this run has gone on from; None where it named none.
+
+    """
+
+    step: int
+    aside: dict[int, str]
+    stated: int | None
 
 
 @dataclass(frozen=True)
@@ -39,46 +54,52 @@ class Resuming:
     verify: bool = True
     allow_cast: bool = False
 
-    def choose(self) -> int | None:
-        """The step to go on from; None where there is none yet. Damaged ones are set aside where that is the policy.
+    def choose(self) -> Chosen | None:
+        """The step to go on from; None where there is none yet. Changes nothing.
 
         Raises:
-            ConfigError: the stated step is not there.
+            ConfigError: the stated step is not there, or something else is where a later one will be.
             DamageError: the newest is damaged and the policy is to stop, or none is good.
 
         """
-        for number in self.store.foreign():
-            self.say(f"note: {self.store.path(number)} holds no checkpoint; it is left alone")
         found = self.store.steps()
-        if self.step is not None and self.step not in found:
+        stated = None if self.step is None or self._gone_on(found) else self.step
+        if stated is not None and stated not in found:
             fix = f"one of {found}" if found else "leave checkpoint.step out: there is no checkpoint yet"
             where = str(self.store.directory)
             raise ConfigError(message("no such step", where=f"checkpoint.step, in {where}", got=self.step, fix=fix))
-        candidates = sorted(found, reverse=True) if self.step is None else [self.step]
         bad: list[int] = []
-        for step in candidates:
-            checked = self.store.check(step) if self.verify else None
-            if checked is None or checked.good:
-                self._tell(step, checked)
-                self._set_aside(bad, "damaged")
-                return step
-            self._refuse_or_go_on(step, checked)
+        for step in sorted(found, reverse=True) if stated is None else [stated]:
+            if self._is_good(step, stated):
+                aside = dict.fromkeys(bad, "damaged")
+                aside |= dict.fromkeys([later for later in found if stated is not None and later > step], "superseded")
+                self._check_foreign(step)
+                return Chosen(step, aside, self.step)
             bad.append(step)
         if bad:
             fix = "restore one from elsewhere, or choose another `output`"
             where = str(self.store.directory)
             raise DamageError(message("no checkpoint is as it was written", where=where, got=f"steps {bad}", fix=fix))
+        self._check_foreign(0)
         self.say(f"no checkpoint in {self.store.directory}: starting afresh")
         return None
 
-    def restore(self, step: int, sharded: Sharded, metadata: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        """(state, data position) of a chosen step.
+    def check(self, step: int, metadata: dict[str, Any]) -> dict[str, Any]:
+        """The data position of a chosen step. Raises ConfigError if it is of another corpus or tokenizer."""
+        record = self.store.record(step)
+        saved = record["metadata"]
+        for name, (what, fix) in MUST_MATCH.items():
+            if saved.get(name) != metadata[name]:
+                was, now_is = f"digest {saved.get(name)}", f"digest {metadata[name]}"
+                where, fix = str(self.store.path(step)), f"{fix}, or choose another `output`"
+                raise ConfigError(message(what, where=where, expected=was, got=now_is, fix=fix))
+        changed = [name for name in MAY_DIFFER if saved.get(name) != metadata[name]]
+        if changed:
+            self.say(f"note: {', '.join(changed)} changed since the checkpoint at step {step}")
+        return record["data"]
 
-        Raises:
-            ConfigError: it is of another corpus or tokenizer, or of another state, with every path that differs.
-
-        """
-        self._check_metadata(step, self.store.record(step)["metadata"], metadata)
+    def restore(self, step: int, sharded: Sharded) -> TrainState:
+        """The state of a chosen step. Raises ConfigError, before any array is read, with every path that differs."""
         target = sharded.checkpoint_target()
         plan = self.store.preflight(step, target, allow_cast=self.allow_cast)
         try:
@@ -86,40 +107,53 @@ class Resuming:
         except ValueError as refusal:
             raise ConfigError(str(refusal).replace("allow_cast,", "--checkpoint.allow_cast True,")) from refusal
         self.say(str(plan))
-        saved, position, _ = self.store.restore(step, target, allow_cast=self.allow_cast, verify=False)
-        if self.step is not None:
-            self._set_aside([later for later in self.store.steps() if later > step], "superseded")
-        return sharded.from_checkpoint(saved), position
+        saved, *_ = self.store.restore(step, target, allow_cast=self.allow_cast, verify=False)
+        return sharded.from_checkpoint(saved)
 
-    def _tell(self, step: int, checked: Checked | None) -> None:
-        if checked is None:
-            self.say(f"step {step} is not verified (checkpoint.verify)")
-            return
-        size = human_bytes(checked.size)
-        self.say(f"step {step} is as it was written: {checked.files} files, {size}, read in {checked.seconds:.1f} s")
-
-    def _refuse_or_go_on(self, step: int, checked: Checked) -> None:
-        fix = "restore its files, or resume from an older step with --checkpoint.damaged previous"
-        if self.step is not None:
-            fix = "restore its files, or choose another step"
-        if self.damaged == "stop" or self.step is not None:
-            where = str(self.store.path(step))
-            raise DamageError(message("a checkpoint is damaged", where=where, got=checked.summary(), fix=fix))
-        self.say(f"step {step} is damaged, trying the one before: {checked.summary()}")
-
-    def _set_aside(self, steps: list[int], why: str) -> None:
-        for step in steps:
+    def set_aside(self, chosen: Chosen) -> None:
+        """Renames what a choice leaves behind; nothing is deleted."""
+        for step, why in chosen.aside.items():
             if self.lead:
                 self.say(f"step {step} is set aside as {self.store.set_aside(step, why).name}")
-        if steps:
-            barrier(why)
+        if chosen.aside:
+            barrier("set aside")
 
-    def _check_metadata(self, step: int, saved: dict[str, Any], run: dict[str, Any]) -> None:
-        for name, (what, fix) in MUST_MATCH.items():
-            if saved.get(name) != run[name]:
-                was, now_is = f"digest {saved.get(name)}", f"digest {run[name]}"
-                where, fix = str(self.store.path(step)), f"{fix}, or choose another `output`"
-                raise ConfigError(message(what, where=where, expected=was, got=now_is, fix=fix))
-        changed = [name for name in MAY_DIFFER if saved.get(name) != run[name]]
-        if changed:
-            self.say(f"note: {', '.join(changed)} changed since the checkpoint at step {step}")
+    def _gone_on(self, found: list[int]) -> bool:
+        """Whether the newest step already comes of the stated one: the same command, run again, goes on from there."""
+        later = [step for step in found if self.step is not None and step > self.step]
+        try:
+            return bool(later) and self.store.record(later[-1])["metadata"].get("stated") == self.step
+        except DamageError:  # whose it was cannot be told; the stated step is asked for
+            return False
+
+    def _is_good(self, step: int, stated: int | None) -> bool:
+        """Whether a step is as it was written. Raises DamageError where it is not, and another must not be taken."""
+        if self.verify:
+            checked = self.store.check(step)
+        else:
+            checked = self.store.check_manifest(step)
+            self.say(f"step {step} is not verified (checkpoint.verify)")
+        if not checked.good:
+            fix = "restore its files, or resume from an older step with --checkpoint.damaged previous"
+            if stated is not None:
+                fix = "restore its files, or choose another step"
+            if self.damaged == "stop" or stated is not None:
+                where = str(self.store.path(step))
+                raise DamageError(message("a checkpoint is damaged", where=where, got=checked.summary(), fix=fix))
+            self.say(f"step {step} is damaged, trying the one before: {checked.summary()}")
+        elif self.verify:
+            size = human_bytes(checked.size)
+            self.say(
+                f"step {step} is as it was written: {checked.files} files, {size}, read in {checked.seconds:.1f} s"
+            )
+        return checked.good
+
+    def _check_foreign(self, step: int) -> None:
+        """Directories that are named like steps: those behind are left alone, one ahead would end the run there."""
+        foreign = self.store.foreign()
+        ahead = [str(self.store.path(number)) for number in foreign if number > step]
+        if ahead:
+            what, fix = "something else is where a later step will be", "remove or rename it"
+            raise ConfigError(message(what, where=", ".join(ahead), expected="a checkpoint", fix=fix))
+        for number in foreign:
+            self.say(f"note: {self.store.path(number)} holds no checkpoint; it is left alone")

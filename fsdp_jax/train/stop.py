@@ -9,7 +9,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.mesh import batch_axes, replicated
@@ -56,10 +55,3 @@ class Agreement:
         mine = np.tile(np.asarray(flags, np.int32), (self._mesh.local_mesh.size, 1))
         last, self._last = self._last, self._any(jax.make_array_from_process_local_data(self._sharding, mine))
         return (False,) * len(flags) if last is None else tuple(bool(flag) for flag in np.asarray(last))
-
-
-def anywhere(flag: bool) -> bool:
-    """Whether it is so in any process; waits for all of them."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.process_allgather(np.int32(flag)).max())

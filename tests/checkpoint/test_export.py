@@ -123,8 +123,8 @@ def test_what_cannot_be_exported(tmp_path, store, monkeypatch):
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="there already"):
         export_params(store, 3, tmp_path / "there")
-    for dtype in ("int8", "float33"):
-        with pytest.raises(ConfigError, match=rf"--dtype[^$]*{dtype}"):
+    for dtype in ("int8", "float33", "float64", "pi"):
+        with pytest.raises(ConfigError, match=rf"--dtype[^$]*float32, bfloat16, float16[^$]*{dtype}"):
             export_params(store, 3, tmp_path / "out", dtype=dtype)
     with pytest.raises(ValueError, match="no such step"):
         export_params(store, 4, tmp_path / "out")

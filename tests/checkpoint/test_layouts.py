@@ -123,7 +123,7 @@ def test_preflight_counts_what_is_read_and_held(store):
         plan = store.preflight(1, wanted(devices))
         assert plan.read_bytes == 64 * 32 * 4 + counter + key, "a replicated array is read once"
         assert plan.device_bytes == 64 * 32 * 4 // devices + counter + key
-        assert plan.host_bytes == plan.read_bytes
+        assert plan.host_bytes == 2 * plan.read_bytes, "what is read, and the part of it that is kept"
         assert "into" in str(plan)
     plan.require_fit()
 
@@ -137,6 +137,15 @@ def test_a_cast_is_said_and_is_that_of_jax(store):
     whole, *_ = store.restore(1, wanted())
     assert found["w"].dtype == jnp.bfloat16
     assert (np.asarray(found["w"]) == np.asarray(whole["w"].astype(jnp.bfloat16))).all()
+
+
+def test_preflight_counts_what_is_cut_through(store):
+    """A part of another shape than those that were saved is read with all of each that it touches."""
+    plan = store.preflight(1, wanted(w=target((64, 32), "float32", 8, None, "data")))
+    assert plan.read_bytes == 8 * 64 * 32 * 4 + 8 * 4 + 2 * 4
+    narrow = store.preflight(1, wanted(w=target((64, 32), "bfloat16", 8, "data")), allow_cast=True)
+    assert narrow.read_bytes == 64 * 32 * 4 + 8 * 4 + 2 * 4, "what is read is what was written"
+    assert narrow.device_bytes == 64 * 32 * 2 // 8 + 8 * 4 + 2 * 4
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -299,6 +300,50 @@ def run(program, directory):
     return subprocess.run(
         [sys.executable, "-c", program, str(directory), tests], capture_output=True, text=True, timeout=300
     )
+
+
+def test_what_cannot_be_deleted_ends_nothing(tmp_path, monkeypatch, caplog):
+    """A reader on another host may hold a file open: it is tried again before a later save."""
+    rmtree = shutil.rmtree
+
+    def busy(path, *rest, **more):
+        if str(path).endswith(".deleting"):
+            raise OSError(39, "Directory not empty")
+        rmtree(path, *rest, **more)
+
+    with CheckpointStore(tmp_path, keep=1) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", busy)
+            for step in (1, 2):
+                save(store, step, small())
+                store.wait()
+        assert sorted(os.listdir(tmp_path)) == ["1.deleting", "2"]
+        assert "could not be removed" in caplog.text
+        save(store, 3, small())
+    assert sorted(os.listdir(tmp_path)) == ["3"]
+
+
+def test_all_lies_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """Every file, and every folder that names one; and the name itself."""
+    flushed, fsync, rename = [], os.fsync, Path.rename
+
+    def noted(handle):
+        flushed.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+
+    def renamed(path, target):
+        if path.name == "1.unsealed":
+            missing = {str(each) for each in [path, *path.rglob("*")]} - set(flushed)
+            assert not missing
+            flushed.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with CheckpointStore(tmp_path / "checkpoints", asynchronous=False) as store:
+        save(store, 1, small())
+    assert flushed == [str(tmp_path / "checkpoints"), str(tmp_path)]
 
 
 def test_full_disk(tmp_path):

@@ -17,5 +17,6 @@ def test_killed_again_and_again(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["lost"], found["differences"]) == ([], [])
-    assert sum(found["kills"].values()) == 10
+    assert sum(count for phase, count in found["kills"].items() if "end" not in phase) >= 8
+    assert found["unsealed"] >= 1
     assert found["runs"] >= 1

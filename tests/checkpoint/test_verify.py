@@ -7,7 +7,7 @@ import jax
 import pytest
 from safetensors import safe_open
 
-from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.checkpoint import CheckpointStore, verify
 from fsdp_jax.cli import main
 
 
@@ -50,6 +50,19 @@ def test_a_damaged_run(run, capsys):
     assert main(["export", str(run), "--to", str(run / "weights"), "--step", "2"]) == 0
 
 
+def test_a_step_that_its_run_deletes_meanwhile_is_not_damaged(run, capsys, monkeypatch):
+    check = verify.check_files
+
+    def retired(path):
+        if path.name == "2":
+            path.rename(path.with_name("2.deleting"))
+        return check(path)
+
+    monkeypatch.setattr(verify, "check_files", retired)
+    assert main(["verify", str(run)]) == 0
+    assert "DAMAGED" not in capsys.readouterr().out
+
+
 def test_an_export(run, capsys):
     assert main(["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16", "--format=safetensors"]) == 2
     assert main(["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16"]) == 0
@@ -71,7 +84,7 @@ def test_an_export(run, capsys):
         (["export", "RUN", "--to", "w", "--format", "pickle"], r"unknown format[^$]*safetensors"),
         (["export", "RUN", "--to", "w", "--step", "two"], "not a step"),
         (["export", "RUN", "--to", "w", "--step", "3"], r"no such step[^$]*one of \[2, 10\]"),
-        (["export", "RUN", "--to", "w", "--dtype", "int4"], "not a floating-point dtype"),
+        (["export", "RUN", "--to", "w", "--dtype", "int4"], "not a dtype to export"),
         (["export", "RUN", "--to", "RUN"], "there already"),
         (["export", "RUN", "--to"], "--to needs a value"),
     ],

@@ -1,12 +1,15 @@
 """Which checkpoint a run goes on from, and what it refuses to go on from."""
 
+import re
 import shutil
 import signal
+import time
 
 import pytest
 from runs import losses, records
 
-from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.checkpoint import CheckpointStore, store
+from fsdp_jax.compiled import Step
 from fsdp_jax.train import run as running
 from fsdp_jax.train.loop import Training
 
@@ -63,6 +66,9 @@ def test_a_stated_step(run, uninterrupted, tmp_path, capsys):
     assert "step 6 is set aside as 6.superseded" in shown
     assert names(tmp_path / "stated") == ["2", "4", "4.superseded", "6", "6.superseded"]
     assert losses(tmp_path / "stated") == uninterrupted
+    assert run("stated", *EVERY_TWO, "--checkpoint.step", "2", "--train.steps", "7") == 0  # the same command again
+    assert "resumes at step 6" in capsys.readouterr().out
+    assert names(tmp_path / "stated") == ["4", "4.superseded", "6", "6.superseded", "7"]
     assert run("nothing", "--checkpoint.step", "2") == 2
     assert "there is no checkpoint yet" in capsys.readouterr().err
 
@@ -78,6 +84,46 @@ def test_a_stated_step_that_is_damaged_is_never_replaced(run, tmp_path, capsys):
     assert names(tmp_path / "stated") == ["2", "4", "6"]
 
 
+def test_a_run_that_is_refused_renames_nothing(run, tmp_path, capsys):
+    assert run("refused", *EVERY_TWO) == 0
+    assert run("refused", *EVERY_TWO, "--checkpoint.step", "2", "--train.global_batch_size", "16") == 2
+    (tmp_path / "refused" / "checkpoints" / "6" / "manifest.json").unlink()
+    words = ("--checkpoint.damaged", "previous")
+    assert run("refused", *EVERY_TWO, *words, "--model.width", "32") == 2
+    assert names(tmp_path / "refused") == ["2", "4", "6"]
+    assert run("refused", *EVERY_TWO, *words, "--checkpoint.verify", "False") == 0
+    assert names(tmp_path / "refused") == ["2", "4", "6", "6.damaged"]
+
+
+def test_a_save_that_failed_is_made_up_for_at_once(run, tmp_path, capsys, monkeypatch):
+    """And a disk that stays full ends the run by the next step."""
+    seal, failing = store.seal, [True]
+
+    def full_once(*arguments):
+        if failing:
+            failing.pop()
+            raise OSError(28, "No space left on device")
+        seal(*arguments)
+
+    monkeypatch.setattr(store, "seal", full_once)
+    slow_down(monkeypatch)
+    assert run("once", *EVERY_TWO) == 0
+    shown = capsys.readouterr().out
+    assert "warning: step 2 was not saved; saving step 3 instead" in shown
+    assert "No space left on device" in shown
+    assert names(tmp_path / "once") == ["3", "4", "6"]
+    failing[:] = [True] * 9
+    assert run("always", *EVERY_TWO) == 1
+    assert re.search("a checkpoint could not be written[^$]*No space left", capsys.readouterr().err)
+    assert [record["step"] for record in records(tmp_path / "always")][-1] < 6
+
+
+def slow_down(monkeypatch):
+    """Steps long enough for a background save to come to its end."""
+    put = Step.put
+    monkeypatch.setattr(Step, "put", lambda *arguments: (time.sleep(0.5), put(*arguments))[1])
+
+
 def test_where_none_is_good_none_is_touched(run, tmp_path, capsys):
     assert run("damaged", *EVERY_TWO) == 0
     for step in ("2", "4", "6"):
@@ -89,13 +135,20 @@ def test_where_none_is_good_none_is_touched(run, tmp_path, capsys):
 
 def test_what_merely_is_named_like_a_step(run, tmp_path, capsys):
     checkpoints = tmp_path / "foreign" / "checkpoints"
-    (checkpoints / "99").mkdir(parents=True)
-    (checkpoints / "98").symlink_to(tmp_path)
+    (checkpoints / "0").mkdir(parents=True)
+    (checkpoints / "3").symlink_to(tmp_path)
+    (checkpoints / "4").write_text("")
+    assert run("foreign", "--train.steps", "1") == 2
+    told = capsys.readouterr().err
+    assert "something else is where a later step will be" in told
+    assert f"{checkpoints}/3, {checkpoints}/4" in told
+    (checkpoints / "3").unlink()
+    (checkpoints / "4").unlink()
     assert run("foreign", "--train.steps", "1") == 0
     shown = capsys.readouterr().out
-    assert f"{checkpoints}/99 holds no checkpoint; it is left alone" in shown
+    assert f"{checkpoints}/0 holds no checkpoint; it is left alone" in shown
     assert "starting afresh" in shown
-    assert names(tmp_path / "foreign") == ["1", "98", "99"]
+    assert names(tmp_path / "foreign") == ["0", "1"]
 
 
 def test_unverified(run, capsys):
