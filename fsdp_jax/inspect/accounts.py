@@ -177,7 +177,8 @@ def _placed(accounts: Collection[_Account], sent: _Sent, material: float) -> _Se
     )  # fmt: skip
     joined = [each for each in fits if each.path in named]
     if len(named) > 1 and sent.bytes <= TOLERANCE * sum(max(0, each.room(sent.op, instead=False)) for each in joined):
-        return _unexplained(_shared(joined, sent, instead=False))  # XLA says which it has joined, and they lack as much
+        # XLA says which it has joined, and they lack as much; it does not always name the small ones
+        return _unexplained(_shared(fits, _shared(joined, sent, instead=False), instead=False))
     for instead in (False, True):
         for each in fits:
             if each.alike(sent.shape) and sent.bytes <= TOLERANCE * each.room(sent.op, instead=instead):

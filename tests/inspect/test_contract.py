@@ -309,6 +309,8 @@ def test_what_xla_says_it_joined_goes_to_those_it_names():
     joined = sent("all-reduce", 12000, [(3 * 64 * 256,)], ["qkv+out+up+down"])  # as many elements as qkv
     assert violations(expected, *scattered, joined) == []
     assert violations(expected, *scattered, joined, joined) != []
+    unnamed = [declared("norm", "reduce", "all-reduce", 200, (100,))]
+    assert violations(expected + unnamed, *scattered, sent("all-reduce", 12200, [(50_000,)], joined.paths)) == []
 
 
 def test_scalars_joined_to_small_arrays_are_no_activation():
