@@ -4,6 +4,7 @@ Arguments are read before anything heavy is imported. Every error is one block o
 """
 
 import json
+import logging
 import sys
 import traceback
 import warnings
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = _flag(words, "--debug")
+    for name in () if debug else ("absl", "asyncio"):  # orbax's own tracebacks, hundreds of lines around our one block
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         if not words or words[0] in ("-h", "--help"):
             print(_usage())
@@ -47,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        sys.stdout.flush()  # what was said before stands before it in a log of both
         print(_block(error), file=sys.stderr)
         return _exit_code(error)
 
@@ -112,15 +116,15 @@ def export(arguments: list[str]) -> int:
     """Writes the parameters of a checkpoint as safetensors, one full state dict.
 
     fsdp-jax export RUN --to DIR [--step N] [--dtype D] [--format safetensors]: RUN is the `output` of a run, DIR is
-    made. The newest step and float32 where not said; `--dtype same` keeps the dtypes that were trained. The step is
-    verified first.
+    made. The newest step and float32 where not said; --dtype is float32, bfloat16, float16, or same, which keeps the
+    dtypes that were trained. The step is verified first.
     """
     if _help(arguments, export.__doc__):
         return OK
     to, step, dtype, kind = (_option(arguments, f"--{name}", hint) for name, hint in EXPORT_OPTIONS)
     run = _only("export", "RUN", "the output directory of a run", arguments)
     if to is None:
-        raise ConfigError(message("where to is not said", where="command line", expected="--to DIR"))
+        raise ConfigError(message("--to is missing", where="command line", expected="--to DIR, a directory to make"))
     if kind not in (None, "safetensors"):
         raise ConfigError(message("unknown format", where="--format", expected="safetensors", got=kind))
     if step is not None and not step.isdecimal():
@@ -154,6 +158,8 @@ def _usage() -> str:
             "",
             f"CONFIG is {SYNTAX}; verify and export take the output directory of a run.",
             "`fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks.",
+            "Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract or a",
+            "checkpoint that does not hold; 75 stopped by a signal after saving (run the same command again).",
         ]
     )
 

@@ -11,6 +11,7 @@ import pytest
 from reference import CASES, gpt, linen_loss
 
 import fsdp_jax as fsdp
+from fsdp_jax.checkpoint import CheckpointStore, export_params
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.testing import assert_contract, topology_mesh  # noqa: F401, a fixture
@@ -63,6 +64,7 @@ class Wide(nn.Module):
 
 def test_the_checkpoint_example_goes_to_another_mesh(tmp_path, monkeypatch, capsys):
     (example,) = [block for block in blocks() if "CheckpointStore" in block]
+    (weights,) = [block for block in blocks() if "import_params" in block]
     monkeypatch.chdir(tmp_path)
     layouts = [
         fsdp.fully_shard(gpt(True), optax.adamw(3e-4), fsdp.make_mesh(data=8, devices=jax.devices()), strategy)
@@ -71,6 +73,11 @@ def test_the_checkpoint_example_goes_to_another_mesh(tmp_path, monkeypatch, caps
     names = {"sharded": layouts[0], "state": layouts[0].init(), "other": layouts[1]}
     exec(example, names)
     assert names["data"] == {"position": 3200}
+    with CheckpointStore("run/checkpoints") as store:
+        export_params(store, 100, "weights")
+    trained = names["state"].params
+    exec("import dataclasses\n" + weights, names)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), names["state"].params, trained)))
     assert "of host memory at a time" in capsys.readouterr().out
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import message
+from fsdp_jax.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of
 
 
@@ -27,6 +28,9 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
 
     Raises ValueError for what is no array, and for a state without a single element.
     """
+    if isinstance(state, TrainState) and jax.tree.leaves(state.copies):
+        what, fix = "copies that only this layout computes with", "save sharded.to_checkpoint(state)"
+        raise ValueError(message(what, where="copies", fix=fix))
     leaves = leaves_of(state)
     foreign = [f"{path}: {type(leaf).__name__}" for path, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
     if foreign:

@@ -8,7 +8,7 @@ for names. No tensor is in memory but those of the file being written.
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,10 +23,11 @@ from jax.sharding import SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fsdp_jax.checkpoint.arrays import bytes_of, describe, parse
+from fsdp_jax.checkpoint.arrays import bytes_of, describe, leaves_of, parse
 from fsdp_jax.checkpoint.manifest import flush_folder
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import CheckpointError, ConfigError, message
+from fsdp_jax.tree import PyTree
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -73,7 +74,8 @@ def export_params(
     unfinished = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".unfinished", dir=target.parent))
+        unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.unfinished")  # of this export alone
+        unfinished.mkdir()
         for name, tensors in zip(names, files, strict=True):
             _write(store, step, tensors, unfinished / name)
         total = sum(_bytes(leaf) for leaf in wanted.values())
@@ -83,7 +85,6 @@ def export_params(
             }
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (unfinished / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-        unfinished.chmod(0o755)  # what is made for a while is the maker's own
         flush_folder(unfinished)
         unfinished.rename(target)
         flush_folder(target.parent)
@@ -94,15 +95,23 @@ def export_params(
     return Exported(target, tuple(names), len(wanted), total)
 
 
-def import_params(directory: str | os.PathLike[str], target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def import_params(directory: str | os.PathLike[str], target: PyTree) -> PyTree:
     """Reads safetensors straight into shards: each process the slices that its devices need, one at a time.
 
-    `target`: path -> shape, dtype and sharding; floating-point tensors are cast to its dtype.
+    `target`: a pytree whose leaves have shape, dtype and sharding, such as `sharded.checkpoint_target().params`.
+    Tensors are named by their paths in it (`blocks/attn/qkv/kernel`), and floating-point ones are cast to its dtypes.
+    Returns the same structure.
 
     Raises:
         ConfigError: no such files, or tensors that are missing, unknown or of another shape, each by name.
+        ValueError: a target without shardings.
 
     """
+    wanted = leaves_of(target)
+    homeless = [path for path, leaf in wanted.items() if getattr(leaf, "sharding", None) is None]
+    if homeless:
+        fix, got = "sharded.checkpoint_target().params, or a sharding in each leaf", ", ".join(homeless[:SHOWN])
+        raise ValueError(message("a target without shardings", where="import_params", got=got, fix=fix))
     with ExitStack() as stack:
         found: dict[str, Any] = {}
         for file in _weight_files(Path(directory)):
@@ -111,14 +120,16 @@ def import_params(directory: str | os.PathLike[str], target: dict[str, jax.Shape
             except (OSError, SafetensorError) as error:
                 raise ConfigError(message("weights cannot be read", where=str(file), got=error)) from error
             found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        _check_weights(Path(directory), found, target)
-        return {path: _placed(found[path], leaf) for path, leaf in target.items()}
+        _check_weights(Path(directory), found, wanted)
+        return jax.tree.unflatten(
+            jax.tree.structure(target), [_placed(found[path], leaf) for path, leaf in wanted.items()]
+        )
 
 
 def _wanted(leaves: dict[str, str], dtype: str | None) -> dict[str, jax.ShapeDtypeStruct]:
     """{path in the checkpoint: what to write} of the parameters. Raises ConfigError."""
     if dtype is not None and dtype not in DTYPES:
-        expected = ", ".join(DTYPES)
+        expected = ", ".join([*DTYPES, "or same"])
         raise ConfigError(message("not a dtype to export", where="--dtype", expected=expected, got=dtype))
     found = {}
     for path, text in leaves.items():
@@ -158,7 +169,10 @@ def _write(store: CheckpointStore, step: int, tensors: dict[str, jax.ShapeDtypeS
     }  # fmt: skip
     host |= {path: np.asarray(array) for path, array in store.read(step, whole).items()} if whole else {}
     assert all(host[path].dtype == leaf.dtype for path, leaf in tensors.items()), "the header says what is written"
+    file.touch()
+    mode = file.stat().st_mode  # as the umask has it; the library would make it the writer's alone
     save_file({path.removeprefix(PARAMS): host[path] for path in tensors}, file, metadata={"format": "fsdp_jax"})
+    file.chmod(mode)
     with file.open("rb") as written:
         os.fsync(written.fileno())
 

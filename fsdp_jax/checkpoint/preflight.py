@@ -43,14 +43,16 @@ class Preflight:
         only_casts = all(line.endswith(CASTABLE) for line in self.differences)
         more = len(self.differences) - SHOWN
         lines = [*self.differences[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
-        fix = "use the configuration that wrote it, or another output directory"
+        fix = (
+            "use the model, optimizer and precision that wrote it (a run's config.yaml says which), or start elsewhere"
+        )
         raise ValueError(
             message(
                 "the checkpoint does not fit this run",
                 where=str(self.where),
-                expected="the state that the configuration describes",
+                expected="the state of this run's model and optimizer",
                 got="\n            ".join([f"{len(self.differences)} differing paths", *lines]),
-                fix="allow_cast, which rounds where the new dtype is narrower; or " + fix if only_casts else fix,
+                fix="allow_cast=True, which rounds where the new dtype is narrower; or " + fix if only_casts else fix,
             )
         )
 
@@ -75,10 +77,13 @@ def compare(where: Path, record: dict[str, Any], target: dict[str, Any], *, allo
     """
     homeless = [path for path, leaf in target.items() if getattr(leaf, "sharding", None) is None]
     if homeless:
-        raise ValueError(message("a target without shardings", where=str(where), got=", ".join(homeless[:SHOWN])))
+        fix = "sharded.checkpoint_target(), or a sharding in each ShapeDtypeStruct"
+        got = ", ".join(homeless[:SHOWN])
+        raise ValueError(message("a target without shardings", where=str(where), got=got, fix=fix))
     saved, wanted = record["leaves"], {path: describe(leaf) for path, leaf in target.items()}
     differences, casts = [], []
-    for path in sorted(wanted.keys() | saved.keys()):
+    # parameters first: the optimizer's state repeats what differs there
+    for path in sorted(wanted.keys() | saved.keys(), key=lambda path: (not path.startswith("params/"), path)):
         expected, got = wanted.get(path, "nothing"), saved.get(path, "nothing")
         if expected == got:
             continue

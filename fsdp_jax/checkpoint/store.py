@@ -206,7 +206,7 @@ class CheckpointStore:
         return jax.tree.unflatten(jax.tree.structure(target), restored), record["data"], record["metadata"]
 
     def read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Some of a step's arrays by path; what `wanted` lacks is not read. Raises CheckpointError."""
+        """Some of a step's arrays by path; what `wanted` lacks is not read. Raises CheckpointError, DamageError."""
         context = orbax.Context()
         context.pytree.loading.partial_load = True
         shards = self.record(step)["shards"]
@@ -215,14 +215,23 @@ class CheckpointStore:
             with context, _given_back():
                 return orbax.load(self.path(step), wanted)
         except Exception as error:
+            checked = check_files(self.path(step))
+            if not checked.good:  # read without having been verified
+                raise self._damage(step, checked) from error
             raise _failure("a checkpoint could not be read", self.path(step), error) from error
 
     def require_good(self, step: int) -> Checked:
         """What `check` found, of a step without damage. Raises DamageError naming the files otherwise."""
         checked = self.check(step)
         if not checked.good:
-            raise DamageError(message("a checkpoint is damaged", where=str(self.path(step)), got=checked.summary()))
+            raise self._damage(step, checked)
         return checked
+
+    def _damage(self, step: int, checked: Checked) -> DamageError:
+        others = [other for other in self.steps() if other != step]
+        fix = f"restore the files, or take another step: {others}" if others else "restore the files"
+        where = str(self.path(step))
+        return DamageError(message("a checkpoint is damaged", where=where, got=checked.summary(), fix=fix))
 
     def record(self, step: int) -> Json:
         """All that was recorded beside the arrays: `data`, `metadata`, `leaves`, `files`, `packages`."""
@@ -367,10 +376,13 @@ def _writer(name: str) -> int:
 
 def _as_json(name: str, value: Json) -> Json:
     """A copy: the caller may go on changing its own while the save is under way."""
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise ValueError(message(f"`{name}` cannot be saved as JSON", got=error)) from error
+    for key, entry in value.items():
+        try:
+            json.dumps(entry)
+        except (TypeError, ValueError) as error:
+            what, fix = f"`{name}` cannot be saved as JSON", "numbers, text, lists and dicts of them"
+            raise ValueError(message(what, where=str(key), got=error, fix=fix)) from error
+    return json.loads(json.dumps(value))
 
 
 def _failure(what: str, path: Path, error: BaseException) -> CheckpointError:
@@ -379,4 +391,6 @@ def _failure(what: str, path: Path, error: BaseException) -> CheckpointError:
     while (inner := cause.__cause__ or cause.__context__) and str(inner):
         cause = inner
     line = str(cause).partition("\n")[0].partition(" [tensorstore_spec")[0]
-    return CheckpointError(message(what, where=str(path), got=f"{type(cause).__name__}: {line}"))
+    full = any(sign in line for sign in ("No space left", "File too large", "quota"))
+    fix = "make room there" if full else ""
+    return CheckpointError(message(what, where=str(path), got=f"{type(cause).__name__}: {line}", fix=fix))

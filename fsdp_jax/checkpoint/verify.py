@@ -45,7 +45,7 @@ class Verified:
         problems = [
             f"step {step}: {problem}" for step, checked in self.steps.items() for problem in checked.problems
         ]  # fmt: skip
-        others = [f"no checkpoint: {name}" for name in self.others]
+        others = [f"not a checkpoint: {name}" for name in self.others]
         return "\n".join(
             [str(self.directory), text_table(["step", "verdict", "files", "size", "read in"], rows), *problems, *others]
         )
@@ -81,7 +81,11 @@ def _steps_of(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
     found = [step for step, ours in numbered(directory) if ours]
     if not found:
         expected = "a run's output directory, with checkpoints/STEP in it"
-        raise ConfigError(message("no checkpoint there", where=str(output), expected=expected))
+        above = next(
+            (str(up) for up in Path(output).parents if any(ours for _, ours in numbered(up / "checkpoints"))), ""
+        )
+        fix = f"pass {above}" if above else "wait for the first save, if the run goes on"
+        raise ConfigError(message("no checkpoint there", where=str(output), expected=expected, fix=fix))
     return directory, found
 
 

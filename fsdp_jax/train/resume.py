@@ -105,7 +105,7 @@ class Resuming:
         try:
             plan.require_fit()
         except ValueError as refusal:
-            raise ConfigError(str(refusal).replace("allow_cast,", "--checkpoint.allow_cast True,")) from refusal
+            raise ConfigError(str(refusal).replace("allow_cast=True,", "--checkpoint.allow_cast True,")) from refusal
         self.say(str(plan))
         saved, *_ = self.store.restore(step, target, allow_cast=self.allow_cast, verify=False)
         return sharded.from_checkpoint(saved)

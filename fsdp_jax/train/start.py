@@ -1,7 +1,6 @@
 """Starts a run: joins the cluster, takes the lease on the output directory, and hands plain objects to the loop."""
 
 import json
-import logging
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from fsdp_jax.train.stop import StopSignal
 
 def train(config: Config) -> int:
     """Trains; returns the exit code: 0 when all steps are done, 75 when a signal stopped it after saving."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns of its own defaults at every save
     start_devices(config.train.devices)
     join_cluster(config.cluster.coordinator, config.cluster.processes, config.cluster.process)
     try:

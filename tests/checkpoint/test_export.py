@@ -1,6 +1,7 @@
 """Full state dicts: what any reader of safetensors sees, and what comes back."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from safetensors import safe_open
 
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, export, export_params, import_params
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.tree import map_with_path
 
 pytestmark = pytest.mark.core
 
@@ -111,6 +113,27 @@ def test_there_and_back_is_bitwise(tmp_path, store, params, devices, file_bytes)
     assert_bits(found, params)
     for path, leaf in found.items():
         assert leaf.sharding.is_equivalent_to(wanted[path].sharding, leaf.ndim)
+
+
+def test_weights_come_back_as_the_tree_that_is_asked_for(tmp_path, store, params):
+    export_params(store, 3, tmp_path / "out", dtype=None)
+    tree = {"embed": {"embedding": 0}, "blocks": {"kernel": 0, "count": 0}, "scale": 0, "nothing": 0}
+    wanted = map_with_path(lambda path, _: targets(params, 8)[path], tree)
+    found = import_params(tmp_path / "out", wanted)
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    assert (found["blocks"]["kernel"] == params["blocks/kernel"]).all()
+    with pytest.raises(ValueError, match=r"without shardings[^$]*blocks/count"):
+        import_params(tmp_path / "out", jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), wanted))
+
+
+def test_an_export_is_as_readable_as_the_umask_says(tmp_path, store):
+    before = os.umask(0o027)
+    try:
+        done = export_params(store, 3, tmp_path / "out", file_bytes=1)
+    finally:
+        os.umask(before)
+    assert done.directory.stat().st_mode & 0o777 == 0o750
+    assert {path.stat().st_mode & 0o777 for path in done.directory.iterdir()} == {0o640}
 
 
 def test_weights_are_cast_to_what_the_model_wants(tmp_path, store, params):

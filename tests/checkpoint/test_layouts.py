@@ -88,6 +88,12 @@ def test_another_layout_trains_on(tmp_path, layout):
         assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=rounding)
 
 
+def test_copies_are_not_saved(tmp_path):
+    model = sharded("zero1", {"data": 8}, "bfloat16", CASE.units)
+    with CheckpointStore(tmp_path) as store, pytest.raises(ValueError, match=r"copies[^$]*to_checkpoint\(state\)"):
+        store.save(1, model.init(), data={}, metadata={})
+
+
 def target(shape, dtype, devices, *spec):
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P(*spec)))
@@ -130,7 +136,9 @@ def test_preflight_counts_what_is_read_and_held(store):
 
 def test_a_cast_is_said_and_is_that_of_jax(store):
     narrow = wanted(w=target((64, 32), "bfloat16", 8, "data"))
-    with pytest.raises(ValueError, match=r"w: expected bfloat16\[64,32\], got float32\[64,32\][^$]*fix: +allow_cast"):
+    with pytest.raises(
+        ValueError, match=r"w: expected bfloat16\[64,32\], got float32\[64,32\][^$]*fix: +allow_cast=True"
+    ):
         store.restore(1, narrow)
     assert store.preflight(1, narrow, allow_cast=True).casts == ("w: float32[64,32] to bfloat16[64,32]",)
     found, *_ = store.restore(1, narrow, allow_cast=True)

@@ -28,7 +28,7 @@ def test_a_good_run(run, capsys):
     assert main(["verify", str(run)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in shown[3:5]] == [["2", "good"], ["10", "good"]]
-    assert shown[5:] == ["no checkpoint: 12.unsealed", "no checkpoint: 99"]
+    assert shown[5:] == ["not a checkpoint: 12.unsealed", "not a checkpoint: 99"]
 
 
 def test_a_damaged_run(run, capsys):
@@ -80,6 +80,7 @@ def test_an_export(run, capsys):
         (["verify"], "RUN is one path"),
         (["verify", "a", "b"], r"RUN is one path[^$]*got: +a b"),
         (["verify", "/nowhere"], "no checkpoint there"),
+        (["verify", "RUN/checkpoints/10"], r"no checkpoint there[^$]*fix: +pass \S+\n$"),
         (["export", "RUN"], r"expected: --to DIR"),
         (["export", "RUN", "--to", "w", "--format", "pickle"], r"unknown format[^$]*safetensors"),
         (["export", "RUN", "--to", "w", "--step", "two"], "not a step"),
@@ -91,7 +92,7 @@ def test_an_export(run, capsys):
 )
 def test_mistakes(run, capsys, words, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert main([str(run) if word == "RUN" else word for word in words]) == 2
+    assert main([word.replace("RUN", str(run)) for word in words]) == 2
     error = capsys.readouterr().err
     assert re.search(said, error), error
 
