@@ -155,15 +155,15 @@ def last_state(output: Path) -> dict[str, bytes]:
     import jax.numpy as jnp
 
     from fsdp_jax.checkpoint import CheckpointStore
+    from fsdp_jax.checkpoint.arrays import parse
 
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with CheckpointStore(output / "checkpoints") as store:
         record = store.record(STEPS)
         target = {}
         for path, text in record["leaves"].items():
-            name, _, dims = text.removesuffix("]").partition("[")
+            name, shape = parse(text)
             dtype = jax.random.key(0).dtype if name.startswith("key<") else jnp.dtype(name)
-            shape = tuple(int(size) for size in dims.split(",") if size)
             target[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=here)
         state, data, _ = store.restore(STEPS, target)
     arrays = {p: jax.random.key_data(x) if record["keys"].get(p) else x for p, x in state.items()}

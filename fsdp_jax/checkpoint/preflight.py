@@ -36,8 +36,8 @@ class Preflight:
     device_bytes: int
     host_bytes: int
 
-    def require_fit(self) -> None:
-        """Raises ValueError with every difference, path by path."""
+    def require_fit(self, *, by: str = "allow_cast=True") -> None:
+        """Raises ValueError with every difference, path by path. `by`: how the caller's user allows a cast."""
         if not self.differences:
             return
         only_casts = all(line.endswith(CASTABLE) for line in self.differences)
@@ -52,7 +52,7 @@ class Preflight:
                 where=str(self.where),
                 expected="the state of this run's model and optimizer",
                 got="\n            ".join([f"{len(self.differences)} differing paths", *lines]),
-                fix="allow_cast=True, which rounds where the new dtype is narrower; or " + fix if only_casts else fix,
+                fix=f"{by}, which rounds where the new dtype is narrower; or {fix}" if only_casts else fix,
             )
         )
 

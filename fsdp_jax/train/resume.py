@@ -103,9 +103,9 @@ class Resuming:
         target = sharded.checkpoint_target()
         plan = self.store.preflight(step, target, allow_cast=self.allow_cast)
         try:
-            plan.require_fit()
+            plan.require_fit(by="--checkpoint.allow_cast True")
         except ValueError as refusal:
-            raise ConfigError(str(refusal).replace("allow_cast=True,", "--checkpoint.allow_cast True,")) from refusal
+            raise ConfigError(str(refusal)) from refusal
         self.say(str(plan))
         saved, *_ = self.store.restore(step, target, allow_cast=self.allow_cast, verify=False)
         return sharded.from_checkpoint(saved)
