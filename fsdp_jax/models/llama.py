@@ -77,6 +77,10 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama3-8b": dataclasses.replace(  # 8.03B
         _LLAMA2, vocab_size=128_256, sequence_length=8192, kv_heads=8, hidden=14_336, rope_theta=500_000.0
     ),
+    "llama3-70b": dataclasses.replace(  # 70.6B
+        _LLAMA2, vocab_size=128_256, sequence_length=8192, layers=80, width=8192, heads=64, kv_heads=8, hidden=28_672,
+        rope_theta=500_000.0,
+    ),  # fmt: skip
 }
 
 

@@ -25,8 +25,8 @@ class ModelConfig:
     family: Literal["gpt", "llama"] = "gpt"
     """Kind of model."""
     preset: str = "tiny"
-    """Size. gpt: tiny and small (bytes), gpt2, gpt2-medium, gpt2-large, gpt2-xl. llama: llama-tiny (bytes), llama2-7b,
-    llama2-13b, llama2-70b, llama3-8b."""
+    """Size. gpt: tiny and small (bytes), gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt3-175b, gpt-1t. llama:
+    llama-tiny (bytes), llama2-7b, llama2-13b, llama2-70b, llama3-8b, llama3-70b."""
     layers: int | None = None
     """Number of blocks; the preset's where None."""
     width: int | None = None
