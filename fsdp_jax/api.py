@@ -17,10 +17,19 @@ from fsdp_jax.compiled import Step
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.layout import COPIES, Layout, make_layout
 from fsdp_jax.linen import LinenModel
-from fsdp_jax.mesh import DATA, REPLICA, axes_of, check_mesh, data_axes, replicated, split_data
+from fsdp_jax.mesh import DATA, REPLICA, axes_of, check_mesh, data_axes, make_mesh, replicated, shape_of, split_data
 from fsdp_jax.model import Boundary, LossFn, Model
 from fsdp_jax.modes import settled
 from fsdp_jax.nnx import NnxModel
+from fsdp_jax.planner import (
+    Plan,
+    Work,
+    analytic_plan,
+    cache_folder,
+    compiled_plan,
+    parse_topology,
+    stand_ins,
+)
 from fsdp_jax.precision import Precision
 from fsdp_jax.prefetch import Prefetch
 from fsdp_jax.rules import MIN_SIZE, Axis, Placement, Rule, Rules, stacked_dims
@@ -94,7 +103,12 @@ def fully_shard(
         unflatten(resting), placements, abstract_rest(adapter, unflatten(copies)), tx, mesh, strategy, settings,
         stacked=depth, trainable=lambda path: path not in held, copied=copies,
     )  # fmt: skip
-    return Sharded(adapter, tx, layout, precision, remat, prefetch, owners)
+    arguments = {
+        "model": model, "tx": tx, "strategy": strategy, "units": units, "inputs": inputs, "precision": precision,
+        "remat": remat, "prefetch": prefetch, "rules": rules, "logical_axes": logical_axes, "min_size": min_size,
+        "strict": strict, "stacked": stacked, "frozen": frozen,
+    }  # fmt: skip
+    return Sharded(adapter, tx, layout, precision, remat, prefetch, owners, arguments)
 
 
 def _in_parts(logical_axes: Mapping[str, Axis], mesh: Mesh) -> dict[str, Axis]:
@@ -208,6 +222,41 @@ class Sharded:
     remat: Remat
     prefetch: Prefetch
     units: dict[str, str | None] = field(repr=False)
+    _arguments: dict[str, Any] = field(repr=False)
+
+    def on(self, mesh: Mesh, **changes: Any) -> "Sharded":
+        """The same on another mesh, with other arguments of `fully_shard` where given."""
+        return fully_shard(mesh=mesh, **(self._arguments | changes))
+
+    def plan(
+        self, topology: str, loss_fn: LossFn, batch: Any, *, replica: int | None = None, work: Work | None = None,
+        analytic: bool = False, cache: bool = True, **settings: Any,
+    ) -> Plan:  # fmt: skip
+        """What a training step takes on a machine that need not be there: memory, what is sent, time.
+
+        Args:
+            topology: `h100:8`, `h100:64x8`, `v5e:16x16`, ...; `fsdp_jax.planner.choose_platforms()` must have come
+                before jax started, or JAX_PLATFORMS=cpu.
+            loss_fn: as `train_step` takes it.
+            batch: arrays or shapes [global rows, ...] of all its devices.
+            replica: of the mesh there, for hybrid strategies; as in this mesh if None.
+            work: tokens and FLOPs of a step, for tokens per second and MFU.
+            analytic: reckon from the traced step, without a compiler.
+            cache: keep the compiled program, and take it from there.
+            settings: of `train_step`: accumulation, clip, ...
+
+        Raises:
+            ValueError: what does not fit together; a topology that does not exist, or without its compiler.
+
+        """
+        machine, kept = parse_topology(topology), shape_of(self.layout.mesh).get(REPLICA, 1)
+        devices = stand_ins(machine) if analytic else machine.devices()
+        replica = (kept if self.layout.strategy.hybrid else 1) if replica is None else replica
+        there = self.on(make_mesh(-1, replica, devices=devices))
+        step = there.train_step(loss_fn, **settings)
+        if analytic:
+            return analytic_plan(step, batch, machine, work or Work())
+        return compiled_plan(step, batch, machine, work or Work(), cache_folder() if cache else None)
 
     def init(self, seed: int = 0) -> TrainState:
         """A fresh state, every array made on the devices that hold it."""

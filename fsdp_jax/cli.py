@@ -13,11 +13,11 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import TextIO
 
-from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, did_you_mean, message
+from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, FitError, did_you_mean, message
 
 OK, FAILED, UNUSABLE, BROKEN, STOPPED = 0, 1, 2, 3, 75
-"""Exit codes: done; a failure while running; unusable arguments or configuration; a contract or a checkpoint that does
-not hold; stopped by a signal after saving (run the same command again to go on)."""
+"""Exit codes: done; a failure while running; unusable arguments or configuration; a contract, a fit or a checkpoint
+that does not hold; stopped by a signal after saving (run the same command again to go on)."""
 
 INTERRUPTED = 130  # as shells have it
 
@@ -96,6 +96,74 @@ def inspect(arguments: list[str]) -> int:
     return OK if contract is None or contract.holds else BROKEN
 
 
+def plan(arguments: list[str]) -> int:
+    """Tells memory, traffic and time of a step on hardware that need not be there: exit code 3 where it does not fit.
+
+    fsdp-jax plan CONFIG --topology T [--analytic] [--json] [--html FILE] [--dotted.key VALUE ...]: compiles the step
+    that `train` runs for h100:8, h100:64x8, v5e:16x16, ... --analytic reckons without any compiler, in seconds.
+    --search looks for the fastest strategy, mesh, remat, prefetch and accumulation for the batch, and writes the
+    configuration (--to FILE); T may then be a chip alone, h100: the fewest that it fits, or --devices N of them.
+    --compare A B puts two configurations side by side. Compiled programs are kept; --no-cache compiles again.
+    """
+    from fsdp_jax.train.config import load, parse_help
+
+    if parse_help("plan", arguments, plan.__doc__):
+        return OK
+    as_json, analytic, seek, fresh = (
+        _flag(arguments, name) for name in ("--json", "--analytic", "--search", "--no-cache")
+    )
+    page, where, devices, to = (_option(arguments, f"--{name}", hint) for name, hint in PLAN_OPTIONS)
+    files = _compared(arguments)
+    if where is None:
+        fix = "--topology h100:8, or h100:64x8, v5e:16x16, ...; with --search a chip alone, h100"
+        raise ConfigError(message("--topology is missing", where="command line", expected="--topology T", fix=fix))
+    if devices is not None and not devices.isdecimal():
+        raise ConfigError(message("not a number of devices", where="--devices", expected="a whole number", got=devices))
+    if not seek and (devices is not None or to is not None):
+        got = "--devices" if devices is not None else "--to"
+        raise ConfigError(message(f"{got} goes with --search", where="command line", got=got, fix="add --search"))
+    configs = [load(name, words, prog="fsdp-jax plan CONFIG") for name, words in files]
+    from fsdp_jax.planner import cache_folder
+    from fsdp_jax.train.plans import choose, plan_of
+
+    cache = None if fresh else cache_folder()
+    if seek:
+        say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr, flush=True))
+        choice = choose(configs[0], where, int(devices) if devices else None, cache, say)
+        target = Path(to or f"{Path(files[0][0]).stem}.planned.yaml")
+        choice.save(target)
+        plans = [choice.found.best.plan]
+        print(json.dumps(choice.to_json(), indent=1) if as_json else f"{choice.found}\nwritten to {target}")
+    else:
+        from fsdp_jax.planner import parse_topology, plans_table
+
+        plans = [plan_of(config, parse_topology(where), analytic=analytic, cache=cache) for config in configs]
+        one, several = plans[0], len(plans) > 1
+        found = [each.to_json() for each in plans] if several else one.to_json()
+        names = [name for name, _ in files]
+        print(json.dumps(found, indent=1) if as_json else plans_table(names, plans) if several else one)
+    if page is not None:
+        from fsdp_jax.planner.report import compare_html, plan_html
+
+        Path(page).write_text(compare_html(plans) if len(plans) > 1 else plan_html(plans[0]))
+    return OK if all(each.fits for each in plans) else BROKEN
+
+
+PLAN_OPTIONS = (("html", "FILE"), ("topology", "T"), ("devices", "N"), ("to", "FILE"))
+
+
+def _compared(words: list[str]) -> list[tuple[str, list[str]]]:
+    """The one configuration, or the two of `--compare A B`, each with the overrides."""
+    if "--compare" not in words:
+        return [_file_and_overrides("plan", words)]
+    at = words.index("--compare")
+    files, rest = words[at + 1 : at + 3], words[:at] + words[at + 3 :]
+    if len(files) < 2 or any(name.startswith("-") for name in files) or (rest and not rest[0].startswith("-")):
+        got = " ".join(["--compare", *files])
+        raise ConfigError(message("--compare takes two files", where="command line", expected="--compare A B", got=got))
+    return [(name, rest) for name in files]
+
+
 def verify(arguments: list[str]) -> int:
     """Checks every checkpoint of a run against its manifest: exit code 3 where a file is not as it was written.
 
@@ -142,7 +210,7 @@ def export(arguments: list[str]) -> int:
 EXPORT_OPTIONS = (("to", "DIR"), ("step", "N"), ("dtype", "D"), ("format", "safetensors"))
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train, "inspect": inspect, "verify": verify, "export": export,
+    "train": train, "plan": plan, "inspect": inspect, "verify": verify, "export": export,
 }  # fmt: skip
 
 
@@ -158,8 +226,8 @@ def _usage() -> str:
             "",
             f"CONFIG is {SYNTAX}; verify and export take the output directory of a run.",
             "`fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks.",
-            "Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract or a",
-            "checkpoint that does not hold; 75 stopped by a signal after saving (run the same command again).",
+            "Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract, a fit",
+            "or a checkpoint that does not hold; 75 stopped by a signal after saving (run the same command again).",
         ]
     )
 
@@ -211,13 +279,13 @@ def _option(words: list[str], name: str, kind: str = "FILE") -> str | None:
 def _exit_code(error: Exception) -> int:
     if isinstance(error, ConfigError):
         return UNUSABLE
-    return BROKEN if isinstance(error, DamageError) else FAILED
+    return BROKEN if isinstance(error, DamageError | FitError) else FAILED
 
 
 def _block(error: Exception) -> str:
     from fsdp_jax.compiled import NonFiniteError
 
-    if isinstance(error, ConfigError | CheckpointError | NonFiniteError):
+    if isinstance(error, ConfigError | FitError | CheckpointError | NonFiniteError):
         return f"error: {error}"
     first = str(error).strip() or "no message"
     return message(f"error: {type(error).__name__}: {first}", fix="run again with --debug for the traceback")

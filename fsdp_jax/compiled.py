@@ -61,6 +61,7 @@ class Step:
         def traced(state: TrainState, batch: GlobalBatch) -> Any:
             return fn(self._plans[_signature(batch)], state, batch.leaves)
 
+        self._traced = traced
         self._jitted = jax.jit(
             traced,
             in_shardings=(shardings, self.batch_sharding),
@@ -112,6 +113,20 @@ class Step:
 
     def lower(self, batch: PyTree) -> Any:
         """Traces and lowers for a batch of arrays or shapes [global rows, ...]; nothing is allocated."""
+        placed, new = self._settled(batch)
+        assert self.plan is not None
+        lowered = self._jitted.lower(self._state, placed)
+        if new:
+            warn_of_left(self.plan)
+        return lowered
+
+    def trace(self, batch: PyTree) -> Any:
+        """The traced program, a `ClosedJaxpr`; all that is asked of the mesh's devices is what they are called."""
+        placed, _ = self._settled(batch)
+        return jax.make_jaxpr(self._traced)(self._state, placed)
+
+    def _settled(self, batch: PyTree) -> tuple[GlobalBatch, bool]:
+        """The batch's shapes as they are placed, with the plan settled for them; whether it was not before."""
         k = self._accumulation
 
         def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -132,10 +147,7 @@ class Step:
             one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), leaves)
             self._plans[signature] = self._settle(one)
         self.plan = self._plans[signature]
-        lowered = self._jitted.lower(self._state, placed)
-        if new:
-            warn_of_left(self.plan)
-        return lowered
+        return placed, new
 
     def compile(self, batch: PyTree) -> Any:
         """The compiled program for a batch of arrays or shapes [global rows, ...], for whoever wants to read it."""

@@ -8,6 +8,10 @@ class ConfigError(ValueError):
     """Unusable arguments or configuration; the command line exits with 2."""
 
 
+class FitError(ValueError):
+    """Nothing that was asked for fits the memory of the machine; the command line exits with 3."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written or read: a full disk, a damaged file. Not a mistake of the user."""
 

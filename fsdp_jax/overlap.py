@@ -34,12 +34,14 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
 
     On a GPU one collective runs at a time, and a layer has more parameters than kernels to hide them behind. So all
     that is gathered for a layer is sent as one, and so are its gradients: the threshold is what one layer weighs.
-    XLA's own, 30 MiB, leaves the first small gathers of every layer exposed.
+    XLA's own, 30 MiB, leaves the first small gathers of every layer exposed. The scheduler that hides latencies is
+    asked for by name: before Hopper XLA does without it, and nothing at all is hidden.
     """
     if plan.layout.mesh.devices.flat[0].platform not in GPU or not plan.report.moved:
         return {}
     largest = max(_unit_bytes(plan).values())
-    return {f"xla_gpu_{op}_combine_threshold_bytes": largest for op in ("all_gather", "reduce_scatter")}
+    combined = {f"xla_gpu_{op}_combine_threshold_bytes": largest for op in ("all_gather", "reduce_scatter")}
+    return {**combined, "xla_gpu_enable_latency_hiding_scheduler": True}
 
 
 def _unit_bytes(plan: StepPlan) -> dict[str, int]:

@@ -18,8 +18,9 @@ ROOMS = [
     {"optimizer", "layout", "offload", "remat"},
     {"travel", "sites", "units", "pipeline", "layerscan", "chain", "prefetch", "model", "nnx", "linen", "state"}
     | {"examples", "examples_rules"},
-    {"step", "modes", "overlap", "compiled", "api", "checkpoint", "inspect"},
+    {"step", "modes", "overlap", "compiled", "checkpoint", "inspect"},
     {"planner", "weights", "data"},
+    {"api"},
     {"train", "launch", "testing"},
     {"cli", "__main__"},
 ]

@@ -17,7 +17,7 @@ from fsdp_jax.errors import message
 from fsdp_jax.inspect.dataflow import only_sliced, paths_of
 from fsdp_jax.inspect.groups import Axes, Groups, groups_of
 from fsdp_jax.inspect.hlo import Computation, Instruction, Module, Shape, parse
-from fsdp_jax.inspect.overlap import Overlap, meet
+from fsdp_jax.inspect.overlap import Overlap, Span, meet
 
 Op = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
 
@@ -59,6 +59,9 @@ class Collective:
             traced operation; "" where the program does not tell.
         loop: how many while loops stand around it.
         name: of the instruction in the program.
+        within: the scheduled computation that runs it.
+        begins: the instruction of `within` that starts it: itself, or the fusion or wrapper around it.
+        ends: the one that waits for it.
 
     """
 
@@ -75,6 +78,9 @@ class Collective:
     paths: tuple[str, ...]
     loop: int
     name: str
+    within: str = ""
+    begins: str = ""
+    ends: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,14 @@ class _Place(NamedTuple):
     times: int
     loop: int
     known: Mapping[int, int]
+
+
+class _Scheduled(NamedTuple):
+    """Where a collective stands in the schedule."""
+
+    within: str
+    begins: str
+    span: Span
 
 
 class _Reader:
@@ -206,8 +220,8 @@ class _Reader:
             op, sliced = "reduce-scatter", False
         shapes = [_whole(op, one, inner[name].shapes[0], groups.size) for name in one.operands]
         paths = paths_of(self.module, inner, one)
-        ran = self.overlap.between(outer, position)
-        return [_record(op, groups, part, ran, place, one.name, sliced) for part in _by_dtype(shapes, paths)]
+        where = _Scheduled(outer.name, outer.instructions[position].name, self.overlap.between(outer, position))
+        return [_record(op, groups, part, where, place, one.name, sliced) for part in _by_dtype(shapes, paths)]
 
     def _between_slices(self, within: Computation, one: Instruction, place: _Place, position: int) -> list[Collective]:
         """An exchange of a TPU's slices through their hosts: a send and a receive that say what they do together."""
@@ -220,8 +234,8 @@ class _Reader:
             return []
         whole = receive.shapes[0] if op == "all-gather" else one.shapes[0]
         path = paths_of(self.module, within, replace(one, inside=f"%{one.operands[0]}"))
-        ran = self.overlap.between(within, position)
-        return [_record(op, self.across, part, ran, place, one.name) for part in _by_dtype([whole], path)]
+        where = _Scheduled(within.name, one.name, self.overlap.between(within, position))
+        return [_record(op, self.across, part, where, place, one.name) for part in _by_dtype([whole], path)]
 
 
 _Part = list[tuple[Shape, str]]
@@ -235,9 +249,9 @@ def _by_dtype(shapes: list[Shape], paths: list[str]) -> list[_Part]:
 
 
 def _record(
-    op: Op, groups: Groups, part: _Part, ran: tuple[bool, int], place: _Place, name: str, sliced: bool = False
+    op: Op, groups: Groups, part: _Part, where: _Scheduled, place: _Place, name: str, sliced: bool = False
 ) -> Collective:
-    asynchronous, kernels = ran
+    asynchronous, kernels, ends = where.span
     sent = place.times * _sent(op, groups.size, sum(shape.bytes for shape, _ in part))
     return Collective(
         op=op,
@@ -253,6 +267,9 @@ def _record(
         paths=tuple(path for _, path in part),
         loop=place.loop,
         name=name,
+        within=where.within,
+        begins=where.begins,
+        ends=ends,
     )
 
 

@@ -2,6 +2,7 @@
 
 import re
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from fsdp_jax.inspect.hlo import Computation, Instruction, Module, malformed
 
@@ -10,6 +11,21 @@ _KERNELS = re.compile(
     r"__cublas|__cudnn\$(?!norm)|__triton|triton_kernel|mosaic_gpu|tpu_custom_call|xla\.gpu\.triton|cutlass"
 )
 _CHAIN = re.compile(r'chain_id="\w*"')
+
+
+class Span(NamedTuple):
+    """From where a collective starts to where it is waited for.
+
+    Attributes:
+        asynchronous: other work may run beside it.
+        kernels: how many GEMMs, convolutions and attention kernels stand between.
+        ends: the scheduled instruction that waits for it; its own where it is synchronous.
+
+    """
+
+    asynchronous: bool
+    kernels: int
+    ends: str
 
 
 def meet(send: Instruction, receive: Instruction) -> bool:
@@ -40,8 +56,8 @@ class Overlap:
         chains = [_CHAIN.search(one.attributes) for each in starts for one in each.instructions]
         return {chain[0] for chain in chains if chain}
 
-    def between(self, within: Computation, position: int) -> tuple[bool, int]:
-        """Whether what begins at a position runs beside others until it is done, and how many kernels stand inside."""
+    def between(self, within: Computation, position: int) -> Span:
+        """What stands between the start of a collective at a position and its done."""
         start = within.instructions[position]
         if start.opcode.endswith("-start") or start.opcode == "send":
             done = self._done(within, start)
@@ -49,13 +65,13 @@ class Overlap:
             later = within.instructions[position + 1 :]
             done = next((one for one in later if self._chain(one, "AsyncCollectiveDone") == chain), None)
         else:
-            return False, 0
+            return Span(False, 0, start.name)
         if done is None:
             raise malformed(f"'{start.name}' starts and is never done", within.name)
         if '"is_sync":true' in start.attributes:
-            return False, 0
+            return Span(False, 0, done.name)
         inside = within.instructions[position + 1 : within.instructions.index(done)]
-        return True, sum(self._kernels(one) for one in inside)
+        return Span(True, sum(self._kernels(one) for one in inside), done.name)
 
     def _done(self, within: Computation, start: Instruction) -> Instruction | None:
         if start.opcode == "send":

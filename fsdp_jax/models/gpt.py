@@ -64,8 +64,8 @@ PRESETS: dict[str, GPTConfig] = {
     "gpt2-medium": _gpt2(24, 1024, 16),  # 355M
     "gpt2-large": _gpt2(36, 1280, 20),  # 774M
     "gpt2-xl": _gpt2(48, 1600, 25),  # 1.56B
-    # The shapes of GPT-3 (arXiv:2005.14165, table 2.1) and of the 1T model that PyTorch's FSDP was announced with, which
-    # minGPT builds with an untied head.
+    # The shapes of GPT-3 (arXiv:2005.14165, table 2.1), and of the 1T model that PyTorch's FSDP was announced with;
+    # minGPT, which that was, has an untied head.
     "gpt3-175b": dataclasses.replace(_gpt2(96, 12_288, 96), sequence_length=2048, tie_head=False),  # 175B
     "gpt-1t": dataclasses.replace(_gpt2(128, 25_600, 160), sequence_length=2048, tie_head=False),  # 1.01T
 }

@@ -9,6 +9,7 @@ parameters chooses the compute dtype. Parameters are created in float32.
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -26,6 +27,29 @@ class Attention(Protocol):
         """Queries [B, T, H, K], keys and values [B, S, G, K], H a multiple of G, to [B, T, H, K]."""
 
 
+def recomputed(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`fn` of arrays (or trees of them), whose backward keeps the arguments alone and runs it again.
+
+    For what is cheap beside the products around it: left alone, jax keeps every array between two products, which of a
+    GPT's block are two thirds of all that is kept. Not `jax.checkpoint`: inside another one, whose policy keeps
+    activations as a unit's does, it keeps what that one keeps.
+    """
+
+    @jax.custom_vjp
+    def run(*args: Any) -> jax.Array:
+        return fn(*args)
+
+    def forward(*args: Any) -> tuple[jax.Array, Any]:
+        return fn(*args), args
+
+    def backward(args: Any, cotangent: jax.Array) -> Any:
+        args = jax.lax.optimization_barrier(args)  # or XLA, seeing it computed before, keeps that after all
+        return jax.vjp(fn, *args)[1](cotangent)
+
+    run.defvjp(forward, backward)
+    return run
+
+
 BLOCK = 512  # queries that are attended together where a sequence is long
 
 
@@ -40,13 +64,12 @@ def blockwise_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, i
     if T <= 2 * BLOCK or T % BLOCK:
         return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
 
-    @jax.checkpoint
-    def attend(first: jax.Array, block: jax.Array) -> jax.Array:
+    def attend(first: jax.Array, block: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         seen = (first + jnp.arange(BLOCK))[:, None] >= jnp.arange(T)[None] if is_causal else jnp.ones((BLOCK, T), bool)
         return jax.nn.dot_product_attention(block, key, value, mask=seen[None, None])
 
     blocks = jnp.moveaxis(query.reshape(B, T // BLOCK, BLOCK, H, K), 1, 0)
-    out = jax.lax.map(lambda block: attend(*block), (jnp.arange(0, T, BLOCK), blocks))
+    out = jax.lax.map(lambda block: recomputed(attend)(*block, key, value), (jnp.arange(0, T, BLOCK), blocks))
     return jnp.moveaxis(out, 0, 1).reshape(B, T, H, K)
 
 
@@ -58,9 +81,39 @@ def linear(
     return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
-def layer_norm(width: int, *, dtype: str | None, rngs: nnx.Rngs) -> nnx.LayerNorm:
+class LayerNorm(nnx.LayerNorm):
+    """A LayerNorm that is `recomputed`."""
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """[..., D] to [..., D]."""
+        structure, params = nnx.split(self)
+        run = recomputed(lambda params, x: super(LayerNorm, nnx.merge(structure, params)).__call__(x, mask=mask))
+        return run(params, x)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """An RMSNorm that is `recomputed`."""
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """[..., D] to [..., D]."""
+        structure, params = nnx.split(self)
+        run = recomputed(lambda params, x: super(RMSNorm, nnx.merge(structure, params)).__call__(x, mask=mask))
+        return run(params, x)
+
+
+def layer_norm(width: int, *, dtype: str | None, rngs: nnx.Rngs) -> LayerNorm:
     """A LayerNorm over D with scale and bias; its statistics are float32 whatever the dtype."""
-    return nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, dtype=dtype, rngs=rngs)
+    return LayerNorm(width, epsilon=LAYER_NORM_EPSILON, dtype=dtype, rngs=rngs)
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """The tanh approximation of gelu, `recomputed`."""
+    return recomputed(partial(jax.nn.gelu, approximate=True))(x)
+
+
+def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up, `recomputed`."""
+    return recomputed(lambda gate, up: jax.nn.silu(gate) * up)(gate, up)
 
 
 def embedding(count: int, width: int, *, dtype: str | None, rngs: nnx.Rngs) -> nnx.Embed:
@@ -99,7 +152,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
-        return self.down(jax.nn.gelu(self.up(x_BTD), approximate=True))
+        return self.down(gelu(self.up(x_BTD)))
 
 
 def dropout(rate: float, *, rngs: nnx.Rngs) -> nnx.Dropout:

@@ -78,9 +78,16 @@ PRESETS: dict[str, LlamaConfig] = {
         _LLAMA2, vocab_size=128_256, sequence_length=8192, kv_heads=8, hidden=14_336, rope_theta=500_000.0
     ),
     "llama3-70b": dataclasses.replace(  # 70.6B
-        _LLAMA2, vocab_size=128_256, sequence_length=8192, layers=80, width=8192, heads=64, kv_heads=8, hidden=28_672,
+        _LLAMA2,
+        vocab_size=128_256,
+        sequence_length=8192,
+        layers=80,
+        width=8192,
+        heads=64,
+        kv_heads=8,
+        hidden=28_672,
         rope_theta=500_000.0,
-    ),  # fmt: skip
+    ),
 }
 
 
@@ -89,9 +96,9 @@ def preset(name: str, **overrides: Any) -> LlamaConfig:
     return layers.from_preset(PRESETS, name, overrides)
 
 
-def rms_norm(config: LlamaConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def rms_norm(config: LlamaConfig, *, rngs: nnx.Rngs) -> layers.RMSNorm:
     """RMSNorm over D, x / sqrt(mean(x^2) + epsilon) times a scale, in float32 whatever the dtype (arXiv:1910.07467)."""
-    return nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
+    return layers.RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
 
 
 def rotary(x_BTHK: jax.Array, theta: float) -> jax.Array:
@@ -143,7 +150,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
-        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return self.down(layers.gated_silu(self.gate(x_BTD), self.up(x_BTD)))
 
 
 class LlamaBlock(nnx.Module):

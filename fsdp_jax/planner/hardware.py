@@ -50,6 +50,8 @@ class Hardware:
         torus_dims: physical dims of a TPU slice; 0 where a switch joins all devices of a host.
         network_bandwidth: bytes/s that one device sends out of its host (GPU) or slice (TPU), where each has its
             share of the vendor's reference system.
+        reserved_bytes: of the memory, what a program cannot have: on GPUs the driver's context and NCCL's buffers, as
+            much as is usually in use beside jax's own; on TPUs what XLA's compiler leaves free (15.75 of 16 GiB).
         host_devices: the most devices of one host.
         slice_devices: the most devices of one TPU slice; of GPUs, there is no such bound.
         source: the documents that the figures come from.
@@ -67,6 +69,7 @@ class Hardware:
     link_bandwidth: float | None = None
     torus_dims: int = 0
     network_bandwidth: float | None = None
+    reserved_bytes: int = 0
     host_devices: int | None = None
     slice_devices: int | None = None
     cuda: CudaTarget | None = None
@@ -111,6 +114,7 @@ _GPUS = [
         peak_flops=_HOPPER,
         link_bandwidth=450 * GIGA,  # 18 NVLink 4 links, 900 GB/s in both directions
         network_bandwidth=50 * GIGA,  # one 400 Gb/s ConnectX-7 for each GPU
+        reserved_bytes=2 * GIB,
         host_devices=8,
         cuda=_HOPPER_CUDA,
     ),
@@ -124,6 +128,7 @@ _GPUS = [
         peak_flops=_HOPPER,
         link_bandwidth=450 * GIGA,  # as h100
         network_bandwidth=50 * GIGA,  # as h100
+        reserved_bytes=2 * GIB,
         host_devices=8,
         cuda=_HOPPER_CUDA,
     ),
@@ -137,6 +142,7 @@ _GPUS = [
         peak_flops=_BLACKWELL,
         link_bandwidth=900 * GIGA,  # 18 NVLink 5 links, 1.8 TB/s in both directions
         network_bandwidth=50 * GIGA,  # one 400 Gb/s ConnectX-7 for each GPU
+        reserved_bytes=2 * GIB,
         host_devices=8,
         cuda=CudaTarget((10, 0), 148, 128, 1.965, 132644864, 233472, 232448),
     ),
@@ -150,6 +156,7 @@ _GPUS = [
         peak_flops=_AMPERE,
         link_bandwidth=300 * GIGA,  # 12 NVLink 3 links, 600 GB/s in both directions
         network_bandwidth=25 * GIGA,  # one 200 Gb/s ConnectX-6 for each GPU
+        reserved_bytes=2 * GIB,
         host_devices=16,  # the largest NVSwitch board
         cuda=_AMPERE_CUDA,
     ),
@@ -163,6 +170,7 @@ _GPUS = [
         peak_flops=_AMPERE,
         link_bandwidth=300 * GIGA,  # as a100-40gb
         network_bandwidth=25 * GIGA,  # as a100-40gb
+        reserved_bytes=2 * GIB,
         host_devices=16,  # as a100-40gb
         cuda=_AMPERE_CUDA,
     ),
@@ -176,6 +184,7 @@ _GPUS = [
         peak_flops={"float16": 125 * TERA, "float32": 15.7 * TERA},  # neither bfloat16 nor TF32
         link_bandwidth=150 * GIGA,  # 6 NVLink 2 links, 300 GB/s in both directions
         network_bandwidth=6.25 * GIGA,  # four 100 Gb/s ports for eight GPUs
+        reserved_bytes=2 * GIB,
         host_devices=8,
         # It is 7.0, which CUDA 13 no longer compiles for. Buffers and collectives are those of 7.5; kernels may not be.
         cuda=CudaTarget((7, 5), 80, 64, 1.53, 6291456, 98304, 98304),
@@ -195,6 +204,7 @@ _TPUS = [
         link_bandwidth=300 * GIGA,  # 6 links of 50 GB/s (ISCA); How To Scale Your Model reckons with 45
         torus_dims=3,
         network_bandwidth=6.25 * GIGA,  # 25 GB/s for a host of four chips (How To Scale Your Model)
+        reserved_bytes=GIB // 4,
         host_devices=4,
         slice_devices=4096,
     ),
@@ -209,6 +219,7 @@ _TPUS = [
         link_bandwidth=200 * GIGA,  # 4 links, 400 GB/s in both directions
         torus_dims=2,
         network_bandwidth=3.125 * GIGA,  # two 100 Gb/s ports for eight chips; 6.4 Tb/s a pod
+        reserved_bytes=GIB // 4,
         host_devices=8,
         slice_devices=256,
     ),
@@ -223,6 +234,7 @@ _TPUS = [
         link_bandwidth=600 * GIGA,  # 6 links, 1200 GB/s in both directions
         torus_dims=3,
         network_bandwidth=6.25 * GIGA,  # 50 Gb/s a chip
+        reserved_bytes=GIB // 4,
         host_devices=4,
         slice_devices=8960,
     ),
@@ -237,6 +249,7 @@ _TPUS = [
         link_bandwidth=400 * GIGA,  # 4 links, 800 GB/s in both directions
         torus_dims=2,
         network_bandwidth=12.5 * GIGA,  # 100 Gb/s a chip
+        reserved_bytes=GIB // 4,
         host_devices=8,
         slice_devices=256,
     ),

@@ -37,6 +37,8 @@ class ModelConfig:
     """Probability that a value is dropped while training; gpt only."""
     scan_layers: bool = True
     """Stack the blocks and compile one of them; False compiles each."""
+    attention: Literal["blockwise", "flash", "cudnn"] = "blockwise"
+    """blockwise runs everywhere; flash is jax's kernel for GPUs and TPUs; cudnn is NVIDIA's, if cuDNN is installed."""
 
 
 @dataclasses.dataclass(frozen=True)

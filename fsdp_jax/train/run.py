@@ -17,7 +17,8 @@ from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import use_virtual_devices
 from fsdp_jax.mesh import make_mesh
 from fsdp_jax.models import FAMILIES, next_token_loss
-from fsdp_jax.planner import choose_platforms, parse_topology
+from fsdp_jax.models.attention import make_attention
+from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.precision import Precision
 from fsdp_jax.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, UnitsConfig
 from fsdp_jax.units import Units
@@ -31,6 +32,7 @@ class Run:
         schedule: optimizer updates so far -> learning rate.
         batch: shapes of the global batch; `step.lower(batch)` is the program that trains.
         flops_per_token: of forward and backward.
+        work: what a step of it does, for a plan.
 
     """
 
@@ -40,6 +42,7 @@ class Run:
     schedule: optax.Schedule
     batch: dict[str, jax.ShapeDtypeStruct]
     flops_per_token: float
+    work: Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +112,9 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
     family = FAMILIES[config.model.family]
     shape = make_shape(config.model, length)
     schedule = make_schedule(config.optimizer, train.steps)
+    attention = make_attention(config.model.attention, mesh.devices.flat[0].platform)
     sharded = fully_shard(
-        lambda rngs: family.make(shape, rngs=rngs),
+        lambda rngs: family.make(shape, rngs=rngs, attention=attention),
         make_optimizer(config.optimizer, schedule),
         mesh,
         config.strategy,
@@ -123,11 +127,15 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         partial(next_token_loss, train=True),
         accumulation=train.accumulation,
         deferred_reduction=train.deferred_reduction,
+        # What a kernel of its own does cannot be proven; that attention does not mix examples is known.
+        local_batch=None if config.model.attention == "blockwise" else True,
         clip=config.optimizer.clip,
         abort_after=train.abort_after,
     )
     batch = {"tokens": jax.ShapeDtypeStruct((train.global_batch_size, length + 1), np.dtype("int32"))}
-    return Run(sharded, step, sharded.eval_step(next_token_loss), schedule, batch, family.flops_per_token(shape))
+    tokens, flops = train.global_batch_size * length, family.flops_per_token(shape)
+    work = Work(tokens, tokens * flops, "6 N + 12 L D T a token, attention in full", shape.vocab_size)
+    return Run(sharded, step, sharded.eval_step(next_token_loss), schedule, batch, flops, work)
 
 
 def make_shape(model: ModelConfig, sequence_length: int) -> Any:

@@ -1,0 +1,69 @@
+"""Attention by name, for whoever chooses one in a configuration; a model takes any callable like these.
+
+Shapes: B batch, T sequence, H query heads, G key and value heads, K head dim.
+"""
+
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from fsdp_jax.models.layers import Attention, blockwise_attention
+
+Kind = Literal["blockwise", "flash", "cudnn"]
+
+GPU = ("gpu", "cuda")
+
+
+def make_attention(kind: Kind, platform: str) -> Attention:
+    """The attention of that name for a platform of jax.
+
+    Args:
+        kind: `blockwise` runs everywhere; `flash` is jax's Pallas kernel for the platform, which compiles for a machine
+            that is not there; `cudnn` is NVIDIA's, which needs cuDNN where it is compiled.
+        platform: of the devices that it will run on: cpu, gpu, cuda or tpu.
+
+    Raises:
+        ValueError: there is no such kernel for that platform.
+
+    """
+    if kind not in get_args(Kind):
+        raise ValueError(f"unknown attention '{kind}'; one of: {', '.join(get_args(Kind))}")
+    if kind == "blockwise":
+        return blockwise_attention
+    if kind == "cudnn" and platform in GPU:
+        return partial(jax.nn.dot_product_attention, implementation="cudnn")
+    if kind == "flash" and platform in (*GPU, "tpu"):
+        return _splash if platform == "tpu" else _triton
+    raise ValueError(f"attention '{kind}' has no kernel for {platform}; use blockwise")
+
+
+def _triton(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
+    """Flash attention on GPUs (Dao, arXiv:2307.08691): [B, T, H, K], keys and values [B, T, G, K], to [B, T, H, K]."""
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    repeats = query.shape[2] // key.shape[2]  # the kernel knows no grouped queries
+    key, value = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (key, value))
+    out: jax.Array = mha(query, key, value, None, sm_scale=query.shape[3] ** -0.5, causal=is_causal)
+    return out
+
+
+def _splash(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
+    """Splash attention on TPUs: shapes as above; the kernel wants heads first, and queries that are scaled."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    T, S, H = query.shape[1], key.shape[1], query.shape[2]
+    mask = splash_attention_mask.CausalMask((T, S)) if is_causal else splash_attention_mask.FullMask((T, S))
+    block = min(512, T)
+    sizes = splash_attention_kernel.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+        block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+    )  # fmt: skip
+    kernel = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([mask] * H), block_sizes=sizes, head_shards=1, q_seq_shards=1
+    )
+    scaled = query * jnp.asarray(query.shape[3] ** -0.5, query.dtype)
+    heads_first = (jnp.moveaxis(x, 2, 1) for x in (scaled, key, value))
+    out: jax.Array = jnp.moveaxis(jax.vmap(kernel)(*heads_first), 1, 2)
+    return out

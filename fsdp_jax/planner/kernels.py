@@ -1,0 +1,53 @@
+"""Attention kernels that a compiled program calls: what they compute, which its text tells by their names alone."""
+
+import re
+from collections.abc import Sequence
+
+from fsdp_jax.inspect.hlo import Instruction, Shape
+from fsdp_jax.planner.products import Product
+
+# (name in the program, products of queries by keys that its algorithm needs, [B, H, T, K] rather than [B, T, H, K]).
+# Forward: scores and their use. Backward: scores again and four derivatives. A kernel that walks keys and queries in
+# two passes computes two of them twice; rates of attention are measured by the algorithm's count, so this one is too.
+_KERNELS = (
+    (re.compile(r"__cudnn\$fmha\w*Backward"), 5, True),
+    (re.compile(r"__cudnn\$fmha"), 2, True),
+    (re.compile(r"\bmha_forward\b"), 2, False),
+    (re.compile(r"\bmha_backward\b"), 5, False),
+    (re.compile(r"splash_mha_dkv|splash_mqa_dkv"), 3, True),
+    (re.compile(r"splash_mha_dq|splash_mqa_dq"), 2, True),
+    (re.compile(r"splash_mha_fwd|splash_mqa_fwd|splash_mha_forward"), 2, True),
+)
+_CAUSAL = re.compile(r'"mask_type":"(\w+)"')
+
+
+def attention_products(one: Instruction, operands: Sequence[Sequence[Shape]]) -> tuple[Product, ...] | None:
+    """The products of an attention kernel; None where it is no kernel that is known here.
+
+    Causal kernels skip what is masked: half is counted. cuDNN says whether it masks; of the others, which are called by
+    language models, it is assumed.
+
+    Args:
+        one: the custom call.
+        operands: shapes of what it reads; queries and keys are the first two of four dims.
+
+    """
+    said = f"{one.attribute('custom_call_target')} {one.op_name} {one.name}"
+    found = next(((count, heads_first) for name, count, heads_first in _KERNELS if name.search(said)), None)
+    arrays = [shape for shapes in operands for shape in shapes[:1] if len(shape.dims) == 4]
+    if found is None or len(arrays) < 2:
+        return None
+    count, heads_first = found
+    query, key = arrays[0], arrays[1]
+    B, T, H, K = _sizes(query, heads_first)
+    S = _sizes(key, heads_first)[1]
+    mask = _CAUSAL.search(one.attributes)
+    causal = mask is None or "CAUSAL" in mask.group(1)
+    rows = max(1, T // 2) if causal else T
+    return (Product(B * H, rows, S, K, query.dtype, count, fused=True),)
+
+
+def _sizes(shape: Shape, heads_first: bool) -> tuple[int, int, int, int]:
+    """(batch, sequence, heads, head dim)."""
+    B, second, third, K = shape.dims
+    return (B, third, second, K) if heads_first else (B, second, third, K)

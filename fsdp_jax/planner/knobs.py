@@ -1,0 +1,108 @@
+"""What can be turned about a step without changing what it computes, and what turning it would save."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_jax.compiled import Step
+from fsdp_jax.planner.plan import Fix, Plan
+from fsdp_jax.planner.planning import Work, analytic_plan, logits_bytes
+from fsdp_jax.planner.stand_ins import stand_ins
+from fsdp_jax.planner.topology import Topology
+from fsdp_jax.prefetch import Prefetch
+from fsdp_jax.strategy import get_strategy
+from fsdp_jax.tree import PyTree
+from fsdp_jax.units import Remat
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Of a step over a batch of a given number of rows; the microbatch is what accumulation leaves of it."""
+
+    strategy: str
+    replica: int = 1
+    remat: Remat = "none"
+    prefetch: Prefetch = "none"
+    accumulation: int = 1
+
+    def keys(self) -> dict[str, str]:
+        """As configuration keys."""
+        return {
+            "strategy": self.strategy,
+            "mesh.replica": str(self.replica),
+            "remat": self.remat,
+            "prefetch": self.prefetch,
+            "train.accumulation": str(self.accumulation),
+        }
+
+    def __str__(self) -> str:
+        return " ".join(f"--{key} {value}" for key, value in self.keys().items())
+
+
+Make = Callable[[Knobs, Sequence[Any]], tuple[Step, PyTree]]
+"""A step with these knobs on these devices, which need not be there, and the shapes of its global batch."""
+
+
+def fixes(plan: Plan, knobs: Knobs, make: Make, topology: Topology, work: Work) -> tuple[Fix, ...]:
+    """What would take less memory, most first: by analytic plans with and without it, or arithmetic on what is held."""
+    before = _peak(knobs, make, topology, work)
+    found = [
+        Fix(_words(knobs, changed), before - peak, cost)
+        for changed, cost in _leaner(knobs, _microbatch(knobs, make, topology))
+        if (peak := _peak(changed, make, topology, work)) is not None and before is not None and peak < before
+    ]
+    found += _offloads(plan)
+    if work.vocab and (logits := logits_bytes(plan.buffers, work.vocab)):
+        found.append(Fix("loss in chunks of tokens", logits, "logits are computed again in the backward", False))
+    return tuple(sorted(found, key=lambda fix: -fix.saves_bytes))
+
+
+def _peak(knobs: Knobs, make: Make, topology: Topology, work: Work) -> Any:
+    """The analytic peak; None of what cannot be built."""
+    try:
+        return analytic_plan(*make(knobs, stand_ins(topology)), topology, work).peak_bytes
+    except ValueError:  # a batch that does not divide, an optimizer that a strategy cannot shard
+        return None
+
+
+def _microbatch(knobs: Knobs, make: Make, topology: Topology) -> int:
+    """Rows of a device at once."""
+    _, batch = make(knobs, stand_ins(topology))
+    rows = next(iter(batch.values())).shape[0] if isinstance(batch, dict) else 1
+    return int(rows) // (topology.size * knobs.accumulation)
+
+
+def _leaner(knobs: Knobs, microbatch: int) -> Iterator[tuple[Knobs, str]]:
+    """Knobs that take less, each with its price."""
+    if knobs.remat == "none":
+        yield replace(knobs, remat="full"), "each unit's forward runs twice: about a third more FLOPs"
+    if microbatch > 1:
+        k = next(k for k in range(2, microbatch + 1) if microbatch % k == 0)
+        price = "gathers are sent again for each microbatch"
+        yield replace(knobs, accumulation=knobs.accumulation * k), price
+    if knobs.strategy != "full_shard":
+        yield replace(knobs, strategy="full_shard", replica=1), "parameters are gathered in forward and in backward"
+    if knobs.prefetch != "none":
+        yield replace(knobs, prefetch="none"), "the next unit's gather is waited for"
+
+
+def _words(old: Knobs, new: Knobs) -> str:
+    changed = {key: value for key, value in new.keys().items() if old.keys()[key] != value}
+    return " ".join(f"--{key} {value}" for key, value in changed.items())
+
+
+def _offloads(plan: Plan) -> list[Fix]:
+    """State in the host's memory; what is on the way to the device and back is not in these figures."""
+    rows = (("offload.optimizer", "optimizer"), ("offload.params", "params"))
+    return [
+        Fix(f"--{key} true", plan.breakdown[part], "crosses to the host and back every step", False)
+        for key, part in rows
+        if plan.breakdown[part]
+    ]
+
+
+def sharded_replicas(strategy: str, hosts: int, devices: int) -> tuple[int, ...]:
+    """Replicas worth trying: one a host, and fewer, of strategies that make them."""
+    if not get_strategy(strategy).hybrid or hosts < 2:
+        return (1,)
+    return tuple(sorted({hosts, *(hosts // k for k in (2, 4) if hosts % k == 0 and hosts // k > 1)}))
