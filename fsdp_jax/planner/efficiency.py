@@ -135,8 +135,10 @@ class Efficiency:
 
     def rate(self, product: Product) -> float:
         """FLOP/s of a product of this shape and dtype."""
+        peaks = self.chip.peak_flops
         kind = "float8" if product.dtype.startswith("float8") else product.dtype
-        peak = self.chip.peak_flops.get(kind) or self.chip.peak_flops["float32"]  # widened where there is no unit
+        wider = ("bfloat16", "float16", "float32") if kind in ("float8", "int8") else ("float32",)
+        peak = next(peaks[each] for each in (kind, *wider) if each in peaks)  # widened where there is no unit
         return peak * (self.constants.attention if product.fused else self.constants.product * self.share(product))
 
     def share(self, product: Product) -> float:

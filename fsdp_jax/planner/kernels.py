@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from fsdp_jax.inspect.hlo import Instruction, Shape
 from fsdp_jax.planner.products import Product
 
-# (name in the program, products of queries by keys that its algorithm needs, [B, H, T, K] rather than [B, T, H, K]).
+# (name in the program, products of queries by keys that its algorithm needs, [B, H, T, K] rather than [B, T, H, K];
+# cuDNN takes both and says which).
 # Forward: scores and their use. Backward: scores again and four derivatives. A kernel that walks keys and queries in
 # two passes computes two of them twice; rates of attention are measured by the algorithm's count, so this one is too.
 _KERNELS = (
-    (re.compile(r"__cudnn\$fmha\w*Backward"), 5, True),
-    (re.compile(r"__cudnn\$fmha"), 2, True),
+    (re.compile(r"__cudnn\$fmha\w*Backward"), 5, None),
+    (re.compile(r"__cudnn\$fmha"), 2, None),
+    (re.compile(r"\bmha_preprocess_backward\b"), 0, False),
     (re.compile(r"\bmha_forward\b"), 2, False),
     (re.compile(r"\bmha_backward\b"), 5, False),
     (re.compile(r"splash_mha_dkv|splash_mqa_dkv"), 3, True),
     (re.compile(r"splash_mha_dq|splash_mqa_dq"), 2, True),
     (re.compile(r"splash_mha_fwd|splash_mqa_fwd|splash_mha_forward"), 2, True),
 )
-_CAUSAL = re.compile(r'"mask_type":"(\w+)"')
+_CAUSAL = re.compile(r'"mask_type":\s*"(\w+)"')
+_HEADS_THIRD = re.compile(r'_batch_dimensions":\s*\["0",\s*"2"\]')
 
 
 def attention_products(one: Instruction, operands: Sequence[Sequence[Shape]]) -> tuple[Product, ...] | None:
@@ -38,6 +41,10 @@ def attention_products(one: Instruction, operands: Sequence[Sequence[Shape]]) ->
     if found is None or len(arrays) < 2:
         return None
     count, heads_first = found
+    if not count:
+        return ()
+    if heads_first is None:
+        heads_first = not _HEADS_THIRD.search(one.attributes)
     query, key = arrays[0], arrays[1]
     B, T, H, K = _sizes(query, heads_first)
     S = _sizes(key, heads_first)[1]

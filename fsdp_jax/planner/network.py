@@ -5,7 +5,7 @@ which all devices of a host share out. All-reduces may go up and down a tree ins
 dim that the group runs along has links of its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import log2
 
@@ -47,6 +47,7 @@ class Network:
     def __init__(self, mesh: Mesh, chip: Hardware, efficiency: Efficiency):
         self.mesh, self.chip, self.efficiency = mesh, chip, efficiency
         self.group = cache(self._group)
+        self._whole = self._extents(list(mesh.devices.flat)) if chip.torus_dims else ()
 
     def _group(self, axes: str) -> Group:
         """The devices along mesh axes, joined by "+" as a `Collective` has them; all of them where it is unknown."""
@@ -58,10 +59,13 @@ class Network:
         return Group(len(devices), hosts, self._dims(devices) if tpu else ())
 
     def _dims(self, devices: list[jax.Device]) -> tuple[tuple[int, bool], ...]:
-        places = np.array([tuple(device.coords) for device in devices])
-        extents = [len(set(along)) for along in places.T]
         ring = WRAPS.get(self.chip.name, 4)
-        return tuple((extent, extent % ring == 0) for extent in extents if extent > 1)
+        both = zip(self._extents(devices), self._whole, strict=True)  # a part of a dim does not close
+        return tuple((extent, extent == whole and extent % ring == 0) for extent, whole in both if extent > 1)
+
+    @staticmethod
+    def _extents(devices: list[jax.Device]) -> tuple[int, ...]:
+        return tuple(len(set(along)) for along in zip(*(device.coords for device in devices), strict=True))
 
     def seconds(self, op: str, sent: int, axes: str) -> float:
         """Of one execution.
@@ -80,7 +84,10 @@ class Network:
     def _takes(self, op: str, sent: int, group: Group, protocol: Protocol) -> float:
         if op == "permute":
             step = protocol.link if group.hosts == 1 else protocol.network
-            return protocol.base + step + sent / (self._rate(group, 1) * protocol.share)
+            along = replace(group, dims=group.dims and (max(group.dims, key=lambda dim: dim[1]),))  # to a neighbour
+            return protocol.base + step + sent / (self._rate(along, 1) * protocol.share)
+        if op == "all-to-all":
+            return protocol.base + _ring_steps(group, op, protocol) + self._exchange(sent, group) / protocol.share
         rate = self._rate(group, group.local) * protocol.share
         ring = protocol.base + _ring_steps(group, op, protocol) + sent / rate
         if op != "all-reduce" or group.dims:
@@ -88,6 +95,24 @@ class Network:
         # Up and down a chain in each host and a double binary tree between hosts, as NCCL has it.
         steps = (group.local - 1) * protocol.link + log2(group.hosts) * protocol.network
         return min(ring, protocol.base + 2 * steps + sent / (rate * self.efficiency.constants.tree))
+
+    def _exchange(self, sent: int, group: Group) -> float:
+        """Seconds of an all-to-all's bytes, which no ring passes on.
+
+        What goes to another host leaves by one's own port. On a torus it passes through the chips between: a dim's
+        links carry a quarter of its length times what one chip has, the middle of an open one twice that.
+        """
+        constants, away = self.efficiency.constants, (group.size - group.local) / (group.size - 1)
+        if group.dims:
+            assert self.chip.axis_bandwidth is not None
+            through = max(extent / (4 if closed else 2) for extent, closed in group.dims)
+            fast = sent * group.size / (group.size - 1) * through / (self.chip.axis_bandwidth * constants.link)
+        else:
+            fast = sent * (1 - away) / (self._links(group) * constants.link)
+        if group.hosts == 1:
+            return fast
+        assert self.chip.network_bandwidth is not None
+        return max(fast, sent * away / (self.chip.network_bandwidth * constants.network))
 
     def _rate(self, group: Group, shared: int) -> float:
         """Bytes/s of the ring's slowest link; `shared`: devices of a host whose network ports the ring has."""

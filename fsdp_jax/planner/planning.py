@@ -11,7 +11,7 @@ from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.inspect.collectives import Program as Sent
 from fsdp_jax.inspect.collectives import read_program
 from fsdp_jax.inspect.contract import judge
-from fsdp_jax.inspect.hlo import parse
+from fsdp_jax.inspect.hlo import Module, parse
 from fsdp_jax.mesh import shape_of
 from fsdp_jax.planner.buffers import Buffer, held
 from fsdp_jax.planner.efficiency import Efficiency, efficiency_of
@@ -70,9 +70,7 @@ def compiled_plan(step: Step, batch: PyTree, topology: Topology, work: Work, cac
     module = parse(program.text)
     memory = held(plan, module, program.dump)
     sent = read_program(program.text, plan.layout.mesh.shape)
-    efficiency = efficiency_of(topology.hardware)
-    network = Network(plan.layout.mesh, topology.hardware, efficiency)
-    player = Player(module, sent.collectives, network, efficiency, ON_CHIP.get(topology.hardware.platform, frozenset()))
+    player = player_of(module, sent, plan, efficiency_of(topology.hardware))
     played = player.whole()
     contract = judge(plan, program.text)
     return Plan(
@@ -84,6 +82,13 @@ def compiled_plan(step: Step, batch: PyTree, topology: Topology, work: Work, cac
         notes=_compiled_notes(contract.holds, topology, memory.peak_bytes, sent, played),
         events=player.layer().events,
     )  # fmt: skip
+
+
+def player_of(module: Module, sent: Sent, plan: StepPlan, efficiency: Efficiency) -> Player:
+    """A player of a compiled step, on a chip that achieves so much."""
+    chip = efficiency.chip
+    network = Network(plan.layout.mesh, chip, efficiency)
+    return Player(module, sent.collectives, network, efficiency, ON_CHIP.get(chip.platform, frozenset()))
 
 
 def analytic_plan(step: Step, batch: PyTree, topology: Topology, work: Work) -> Plan:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from fsdp_jax.compiled import Step
-from fsdp_jax.errors import message
+from fsdp_jax.inspect.stderr import quiet
 from fsdp_jax.overlap import compiler_options
 from fsdp_jax.planner.dumps import Dump, dumped
 from fsdp_jax.planner.topology import Topology
@@ -26,9 +26,12 @@ from fsdp_jax.step import StepPlan
 from fsdp_jax.tree import PyTree
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_REFUSED = re.compile(r"Used (?P<used>[\d.]+)(?P<unit>[KMGT]?) of (?P<most>[\d.]+)(?P<most_unit>[KMGT]?) hbm", re.I)
-_SCOPE = re.compile(r"RESOURCE_EXHAUSTED|Ran out of memory|CompileTimeHbmOom", re.I)
+_NOISE = ("hlo_rematerialization.cc",)
+"""XLA's complaints that a program is too large, which the plan says better."""
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"(?P<size>[\d.]+)(?P<unit>[KMGT]?)i?B?"
+_WHOLE = re.compile(rf"Used {_SIZE} of [\d.]+[KMGT]? hbm", re.IGNORECASE)
+_TEMPORARIES = re.compile(rf"memory required for HLO temporaries \({_SIZE}\) exceeds available HBM", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,10 @@ def _compile(lowered: Any, plan: StepPlan) -> Program:
         before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
         jax.config.update("jax_enable_compilation_cache", False)  # what comes from there dumps nothing
         try:
-            compiled = lowered.compile(compiler_options=options)
+            with quiet(_NOISE):
+                compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            refused = refused_bytes(str(error))
+            refused = refused_bytes(str(error), plan.layout.per_device())
             if refused is None:
                 raise
             return Program("", None, refused, time.perf_counter() - started)
@@ -99,19 +103,18 @@ def _compile(lowered: Any, plan: StepPlan) -> Program:
         return Program(compiled.as_text(), dumped(Path(folder)), None, time.perf_counter() - started)
 
 
-def refused_bytes(said: str) -> int | None:
-    """What XLA says that a program would take, where it refuses for want of memory; None for another error.
+def refused_bytes(said: str, state: int) -> int | None:
+    """What XLA says that a program would take, where it refuses for want of device memory; None for another error.
 
-    Raises:
-        ValueError: it refuses for want of memory and does not say how much it wants.
+    Args:
+        said: the error's message.
+        state: bytes that a device holds between steps, which XLA leaves out where it speaks of temporaries.
 
     """
-    if not _SCOPE.search(said):
-        return None
-    found = _REFUSED.search(said)
-    if found is None:
-        raise ValueError(message("XLA ran out of memory and does not say by how much", got=said[:500]))
-    return int(float(found["used"]) * _UNITS[found["unit"].upper()])
+    for pattern, more in ((_WHOLE, 0), (_TEMPORARIES, state)):
+        if found := pattern.search(said):
+            return int(float(found["size"]) * _UNITS[found["unit"].upper()]) + more
+    return None
 
 
 def _key(text: str, plan: StepPlan, topology: Topology) -> str:
