@@ -98,12 +98,12 @@ ROWS = (
     _mpt("a100-80gb", "7B", (32, 4096, 32), 2048, 4, 0, 4641, _FEWER),
     _mpt("a100-80gb", "7B", (32, 4096, 32), 4096, 16, 1, 3684),
     _mpt("a100-80gb", "13B", (40, 5120, 40), 4096, 10, 1, 2060),
-    Row("Llama 3.1 8B", "Trillium recipes", "v6e:2x4", f"--model.preset llama3-8b {_LLAMA8K}", 1, 0.85, 0, 7138.9, fit=True,
-        note="batch 3 there"),
+    Row("Llama 3.1 8B", "Trillium recipes", "v6e:2x4", f"--model.preset llama3-8b {_LLAMA8K}", 2, 0.85, 0, 7138.9,
+        fit=True, note="batch 3 there"),
     Row("Llama 2 7B", "JAX-Toolbox", "h100:8", f"{_7B} {_LLAMA4K}", 2, 0, 0.46, 11361),
     Row("Llama 2 7B", "MaxText", "h100:8", f"{_7B} {_LLAMA4K}", 2, 0, 0.46, 10677, note="batch 4 there"),
-    Row("Llama 2 7B", "fms-fsdp", "h100:64x8", f"{_7B} {_LLAMA4K} --strategy hybrid_shard --mesh.replica 64", 2, 0, 0.30,
-        9500, note=_464),
+    Row("Llama 2 7B", "fms-fsdp", "h100:64x8", f"{_7B} {_LLAMA4K} --strategy hybrid_shard --mesh.replica 64", 2, 0,
+        0.30, 9500, note=_464),
     Row("Llama 2 13B", "fms-fsdp", "h100:64x8", f"{_13B} {_LLAMA4K}", 2, 0.47, 0.30, 4820, note=_464),
     Row("Llama 2 70B", "fms-fsdp", "h100:64x8", f"{_70B} {_LLAMA4K}", 2, 1, 0.30, 890, note=_464),
     Row("Llama 2 13B", "fms-fsdp", "a100-80gb:16x8", f"{_13B} {_LLAMA4K}", 2, 0.47, 0.52, 2120),
@@ -111,7 +111,7 @@ ROWS = (
     Row("Llama 2 13B", "torchtitan", "a100-80gb:8x8", f"{_13B} {_LLAMA4K} {_FLOAT32}", 2, 0, 0.52, 2162),
     Row("Llama 2 70B", "torchtitan", "a100-80gb:8x8", f"{_70B} {_LLAMA4K} {_FLOAT32}", 2, 1, 0.52, 353),
     Row("Llama 2 70B", "MaxText", "v5p:4x8x8", f"{_70B} {_LLAMA4K}", 4, 0.58, 0, 692),
-    Row("Llama 3.1 8B", "Trillium recipes", "v6e:16x16", f"--model.preset llama3-8b {_LLAMA8K}", 1, 0.85, 0, 7207.3,
+    Row("Llama 3.1 8B", "Trillium recipes", "v6e:16x16", f"--model.preset llama3-8b {_LLAMA8K}", 3, 0.85, 0, 7207.3,
         note="batch 4 there"),
     Row("Llama 3.1 70B", "Trillium recipes", "v6e:16x16", f"--model.preset llama3-70b {_LLAMA8K}", 1, 0.90, 0, 960.2,
         note="batch 5 there"),
@@ -282,8 +282,8 @@ def main() -> int:
         return 0
     if options.fit:
         for chips in (("h100",), ("a100-80gb",), ("v6e",)):
-            rows = [row for row in ROWS if row.fit and row.topology.partition(":")[0] in chips]
-            print(f"{chips[0]}: product {fitted(rows):.3f}")
+            of = [row for row in ROWS if row.fit and row.topology.partition(":")[0] in chips]
+            print(f"{chips[0]}: product {fitted(of):.3f}")
         return 0
     rows = allocator() if options.allocator else published(options.rows)
     if options.json:

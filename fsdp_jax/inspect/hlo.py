@@ -5,7 +5,7 @@ collective means is for `collectives.py`. XLA promises no stable format: what is
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -227,7 +227,7 @@ def parse(text: str) -> Module:
         raise malformed("it is replicated (pmap), not partitioned", head)
     computations: dict[str, Computation] = {}
     entry, current = "", None
-    for line in lines[1:]:
+    for line in _whole(lines[1:]):
         if current is None:
             if header := _HEADER.match(line):
                 current = computations[header[2]] = Computation(header[2])
@@ -245,6 +245,23 @@ def parse(text: str) -> Module:
         raise malformed("it has no ENTRY", head)
     said = re.search(r"num_partitions=(\d+)", head)
     return Module(computations, entry, int(said.group(1)) if said else 1)
+
+
+def _whole(lines: Sequence[str]) -> Iterator[str]:
+    """The lines, those put together that a kernel's metadata breaks: `={` ends one, `}` begins the last of them."""
+    held = ""
+    for line in lines:
+        if held:
+            held = f"{held} {line.strip()}"
+            if line.startswith("}"):
+                yield held
+                held = ""
+        elif line.startswith(" ") and line.endswith("={"):
+            held = line
+        else:
+            yield line
+    if held:
+        yield held
 
 
 def _dtype(name: str) -> str:

@@ -4,25 +4,32 @@ XLA's own cost analysis counts a loop once and is absent for CUDA, so both are c
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+import numpy as np
+
+from fsdp_jax.inspect.collectives import OPS, UNREAD
 from fsdp_jax.inspect.hlo import Computation, Instruction, Module, Shape
 from fsdp_jax.planner.kernels import attention_products
 from fsdp_jax.planner.products import Product
 
 FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
-    "optimization-barrier", "domain", "while", "conditional", "call", "async-start", "async-update", "async-done",
+    "optimization-barrier", "domain", "while", "conditional", "call", *OPS, *UNREAD, "recv",
 }  # fmt: skip
-"""Opcodes that move nothing themselves."""
+"""Opcodes that move nothing themselves, or between devices."""
+_MARKERS = re.compile(r"AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound")
+"""Custom calls of XLA's TPU compiler that do nothing."""
 
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 _FAST = re.compile(r"S\((\d+)\)")
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _SAME = {"bitcast", "reshape", "copy", "convert", "transpose"}
+_IN_PLACE = {"bitcast", "reshape"}
+_SCRATCH = re.compile(r", [su]8\[\d+\](\{[^}]*\})?\)$")
 
 
 @dataclass(frozen=True)
@@ -54,25 +61,27 @@ class Costs:
         if one.opcode in FREE or one.opcode.endswith(("-start", "-done", "-update")):
             return Cost()
         if one.opcode == "custom-call":
-            products = attention_products(one, [within[name].shapes for name in one.operands])
+            if _MARKERS.search(one.attribute("custom_call_target")):
+                return Cost()
+            products = _products(within, one)
             kernel = products is None and _is_kernel(one)
             return Cost(products or (), self._plain_bytes(within, one), one.op_name or one.name if kernel else "")
         if one.opcode == "fusion":
             return Cost(self.products_in(one.calls[0]), self._fusion_bytes(within, one))
-        if one.opcode in ("dot", "convolution"):
-            return Cost((_product(within, one),), self._plain_bytes(within, one))
-        return Cost((), self._plain_bytes(within, one))
+        return Cost(_products(within, one) or (), self._plain_bytes(within, one))
 
     def started(self, one: Instruction) -> int:
         """Bytes of device memory that a copy or slice moves, which others run beside."""
-        return sum(self._held(one.type)[:2]) if one.opcode in ("copy-start", "slice-start") else 0
+        if one.opcode not in ("copy-start", "slice-start"):
+            return 0
+        sides, sizes = self._held(one.type)[:2], [_bytes(dtype, dims) for dtype, dims, _ in _ARRAY.findall(one.type)]
+        return sum(min(side, *sizes[:2]) for side in sides)  # of what is sliced, the slice
 
     def _products_in(self, name: str) -> tuple[Product, ...]:
         within = self.module[name]
         found: list[Product] = []
         for one in within.instructions:
-            if one.opcode in ("dot", "convolution"):
-                found.append(_product(within, one))
+            found += _products(within, one) or ()
             for called in one.calls:
                 found += self.products_in(called)
         return tuple(found)
@@ -86,56 +95,88 @@ class Costs:
         return sizes
 
     def _plain_bytes(self, within: Computation, one: Instruction) -> int:
-        out = sum(self._held(one.type))
+        out = sum(self._held(_SCRATCH.sub(")", one.type) if one.opcode == "custom-call" else one.type))
         if one.opcode in _SLICES:
-            return 2 * out
-        if one.opcode == "dynamic-update-slice":
-            return 2 * sum(self._held(within[one.operands[1]].type))
+            return out + min(_size(one), sum(self._held(within[one.operands[0]].type)))
+        if update := _update(within, one):
+            return min(out, _size(update)) + sum(self._held(update.type))
         if one.opcode in ("broadcast", "iota", "rng-bit-generator"):
             return out
-        return out + sum(sum(self._held(within[name].type)) for name in one.operands)
+        return out + sum(sum(self._held(within[name].type)) for name in dict.fromkeys(one.operands))
 
     def _fusion_bytes(self, within: Computation, one: Instruction) -> int:
         called = self.module[one.calls[0]]
-        parameters = {int(p.inside): p for p in called.instructions if p.opcode == "parameter"}
-        read = 0
+        parameters = _parameters(called)
+        read: dict[str, int] = {}
         for i, name in enumerate(one.operands):
             whole = sum(self._held(within[name].type))
-            read += min(whole, _used(called, parameters[i])) if i in parameters else whole
+            used = self._used(called, parameters[i]) if i in parameters else whole
+            read[name] = min(whole, read.get(name, 0) + used)  # an operand may be given twice
         outputs = [called[name] for name in called.root.operands] if called.root.opcode == "tuple" else [called.root]
         written = sum(
-            min(size, _written(called, output)) for size, output in zip(self._held(one.type), outputs, strict=False)
+            min(size, self._written(called, output))
+            for size, output in zip(self._held(one.type), outputs, strict=False)
         )
-        return read + written
+        return sum(read.values()) + written
+
+    def _used(self, called: Computation, one: Instruction, *, same: bool = True, updated: bool = False) -> int:
+        """Bytes that a fusion reads of a parameter: where it is only sliced, the slices.
+
+        Args:
+            called: the fusion.
+            one: the parameter, or what was made of it.
+            same: it still lies where the parameter does.
+            updated: in part; what is handed out has not been read.
+
+        """
+        total, whole = 0, _size(one)
+        for user in called.users.get(one.name, []):
+            first = one.name not in user.operands[1:]
+            out = user is called.root
+            if user.opcode in _SLICES and first:
+                total += _size(user)
+            elif first and same and _update(called, user):
+                total += self._used(called, user, updated=True)
+            elif out and updated and user.opcode in ("tuple", *_IN_PLACE):
+                continue
+            elif user.opcode in _SAME and not out:
+                still = same and user.opcode in _IN_PLACE
+                total += self._used(called, user, same=still, updated=updated) * whole // max(_size(user), 1)
+            elif user.opcode == "fusion":
+                inner = self.module[user.calls[0]]
+                given = (i for i, name in enumerate(user.operands) if name == one.name)
+                total += sum(self._used(inner, _parameters(inner)[i]) for i in given)
+            else:
+                return whole
+        return min(total, whole)
+
+    def _written(self, called: Computation, output: Instruction) -> int:
+        """Bytes that a fusion writes of one result: of a parameter that it updates in place, the updates."""
+        total, base = 0, output
+        while base.opcode in _IN_PLACE or _update(called, base):
+            update = _update(called, base)
+            total += _size(update) if update else 0
+            base = called[base.operands[0]]
+        if base.opcode == "fusion" and not total:
+            inner = self.module[base.calls[0]]
+            return self._written(inner, inner.root)
+        return min(total, _size(output)) if total and base.opcode == "parameter" else _size(output)
+
+
+def _update(within: Computation, one: Instruction) -> Instruction | None:
+    """What is written into the first operand, where that is all it does."""
+    if one.opcode == "dynamic-update-slice":
+        return within[one.operands[1]]
+    return within[one.operands[2]] if one.opcode == "scatter" and len(one.operands) == 3 else None
+
+
+def _parameters(called: Computation) -> dict[int, Instruction]:
+    return {int(one.inside): one for one in called.instructions if one.opcode == "parameter"}
 
 
 def _is_kernel(one: Instruction) -> bool:
     """Whether a custom call is a user's kernel, as Pallas makes them, and not a marker of the compiler's."""
     return bool(re.search(r"tpu_custom_call|triton|mosaic|cudnn|cublas", one.attribute("custom_call_target")))
-
-
-def _used(called: Computation, parameter: Instruction) -> int:
-    """Bytes of a fusion's parameter that it reads: where it is only sliced, the slices."""
-    total = 0
-    for user in called.users.get(parameter.name, []):
-        if user.opcode in _SLICES and user.operands[0] == parameter.name:
-            total += _size(user)
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name:
-            continue  # updated in place
-        elif user.opcode in ("bitcast", "reshape", "copy") and user is not called.root:
-            total += _used(called, user)
-        else:
-            return _size(parameter)
-    return total
-
-
-def _written(called: Computation, output: Instruction) -> int:
-    """Bytes that a fusion writes of one result: of an array that it updates in place, the update."""
-    while output.opcode in _SAME and output.operands and output.opcode != "parameter":
-        output = called[output.operands[0]]
-    if output.opcode == "dynamic-update-slice":
-        return _size(called[output.operands[1]])
-    return _size(output)
 
 
 def _size(one: Instruction) -> int:
@@ -147,14 +188,29 @@ def _bytes(dtype: str, dims: str) -> int:
     return (prod(int(size) for size in re.sub("[<=]", "", dims).split(",") if size) * bits + 7) // 8
 
 
-def _product(within: Computation, one: Instruction) -> Product:
-    left, right = (within[name].shapes[0] for name in one.operands[:2])
-    return _dot(one, left, right) if one.opcode == "dot" else _convolution(one, left, right)
+def _products(within: Computation, one: Instruction) -> tuple[Product, ...] | None:
+    """Of one instruction, what stands in its fusion left out; None where it has none, or none that is known."""
+    if one.opcode not in ("dot", "convolution", "custom-call"):
+        return None
+    shapes = [within[name].shapes for name in one.operands]
+    if one.opcode == "dot":
+        return (_dot(shapes[0][0], shapes[1][0], _dims(one, "lhs_batch_dims"), _dims(one, "lhs_contracting_dims")),)
+    if one.opcode == "convolution":
+        return (_convolution(one, shapes[0][0], shapes[1][0], one.shapes[0]),)
+    target = one.attribute("custom_call_target")
+    if "__cublas" in target:
+        batch, contracting = (_said(one, f"lhs_{kind}_dimensions") for kind in ("batch", "contracting"))
+        return (_dot(shapes[0][0], shapes[1][0], batch, contracting),)
+    if "__cudnn$conv" in target:  # its window and labels are those of the forward
+        first, second, result = shapes[0][0], shapes[1][0], one.shapes[0]
+        if "BackwardInput" in target:
+            return (_convolution(one, result, second, first),)
+        return (_convolution(one, first, *((result, second) if "BackwardFilter" in target else (second, result))),)
+    return attention_products(one, shapes)
 
 
-def _dot(one: Instruction, left: Shape, right: Shape) -> Product:
-    batch = prod(left.dims[i] for i in _dims(one, "lhs_batch_dims"))
-    k = prod(left.dims[i] for i in _dims(one, "lhs_contracting_dims"))
+def _dot(left: Shape, right: Shape, batched: Sequence[int], contracting: Sequence[int]) -> Product:
+    batch, k = prod(left.dims[i] for i in batched), prod(left.dims[i] for i in contracting)
     m, n = prod(left.dims) // (batch * k), prod(right.dims) // (batch * k)
     return Product(batch, m, n, k, _wider(left, right))
 
@@ -163,22 +219,30 @@ def _dims(one: Instruction, name: str) -> list[int]:
     return [int(i) for i in one.attribute(name).strip("{}").split(",") if i]
 
 
-def _convolution(one: Instruction, left: Shape, right: Shape) -> Product:
+def _said(one: Instruction, name: str) -> list[int]:
+    """A list in the words of a library call, `"name":["0","1"]`."""
+    found = re.search(rf'"{name}":\s*\[([^\]]*)\]', one.attributes)
+    return [int(i) for i in re.findall(r"\d+", found.group(1))] if found else []
+
+
+def _convolution(one: Instruction, left: Shape, right: Shape, out: Shape) -> Product:
     """A TPU's products are convolutions; batch dims and several heads became windows over padded or dilated inputs."""
-    labels = one.attribute("dim_labels")
-    inputs, rest = labels.split("_", 1)
-    kernel, _ = rest.split("->")
-    out = one.shapes[0]
+    inputs, kernel, outputs = re.split("_|->", one.attribute("dim_labels"))
     k = right.dims[kernel.index("i")]
     n = right.dims[kernel.index("o")]
     m = left.dims[inputs.index("b")]
     window = _window(one)
-    taps = 1
-    for number, label in enumerate(letter for letter in kernel if letter.isdigit()):
-        size = left.dims[inputs.index(label)]
-        positions = out.dims[rest.split("->")[1].index(label)]
-        taps *= _taps(size, positions, {key: values[number] for key, values in window.items()})
-    return Product(taps, m, n, k, _wider(left, right))
+    batch = 1
+    for label in (letter for letter in kernel if letter.isdigit()):
+        size, positions = left.dims[inputs.index(label)], out.dims[outputs.index(label)]
+        along = {key: values[int(label)] for key, values in window.items()}
+        taps = _taps(size, positions, along)
+        if taps <= positions and int(along["size"]) > 1:
+            batch *= taps  # each position meets one value: a batch dim
+        else:  # a product of patches, their padding included, as it is computed
+            m, k = m * positions, k * -(-taps // positions)
+    features, batches = (int(one.attribute(f"{kind}_group_count") or 1) for kind in ("feature", "batch"))
+    return Product(batch * features * batches, m // batches, n // (features * batches), k, _wider(left, right))
 
 
 def _window(one: Instruction) -> dict[str, list[str]]:
@@ -195,13 +259,8 @@ def _taps(size: int, positions: int, window: Mapping[str, str]) -> int:
     length, stride = int(window.get("size", 1)), int(window.get("stride", 1))
     before = int(window.get("pad", "0_0").split("_")[0])
     base, step = int(window.get("lhs_dilate", 1)), int(window.get("rhs_dilate", 1))
-    last = (size - 1) * base
-    count = 0
-    for position in range(positions):
-        for tap in range(length):
-            at = position * stride + tap * step - before
-            count += 0 <= at <= last and at % base == 0
-    return count
+    at = np.arange(positions)[:, None] * stride + np.arange(length) * step - before
+    return int(np.count_nonzero((at >= 0) & (at <= (size - 1) * base) & (at % base == 0)))
 
 
 def _wider(left: Shape, right: Shape) -> str:

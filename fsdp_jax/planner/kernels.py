@@ -32,12 +32,14 @@ def attention_products(one: Instruction, operands: Sequence[Sequence[Shape]]) ->
 
     Args:
         one: the custom call.
-        operands: shapes of what it reads; queries and keys are the first two of four dims.
+        operands: shapes of what it reads; queries and keys are the first two of floating dtype, with four dims, or
+            three where a batch of one was left out.
 
     """
     said = f"{one.attribute('custom_call_target')} {one.op_name} {one.name}"
     found = next(((count, heads_first) for name, count, heads_first in _KERNELS if name.search(said)), None)
-    arrays = [shape for shapes in operands for shape in shapes[:1] if len(shape.dims) == 4]
+    arrays = [_batched(shape) for shapes in operands for shape in shapes[:1] if len(shape.dims) in (3, 4)]
+    arrays = [shape for shape in arrays if "float" in shape.dtype]  # masks are integers
     if found is None or len(arrays) < 2:
         return None
     count, heads_first = found
@@ -52,6 +54,10 @@ def attention_products(one: Instruction, operands: Sequence[Sequence[Shape]]) ->
     causal = mask is None or "CAUSAL" in mask.group(1)
     rows = max(1, T // 2) if causal else T
     return (Product(B * H, rows, S, K, query.dtype, count, fused=True),)
+
+
+def _batched(shape: Shape) -> Shape:
+    return shape if len(shape.dims) == 4 else Shape(shape.dtype, (1, *shape.dims))
 
 
 def _sizes(shape: Shape, heads_first: bool) -> tuple[int, int, int, int]:

@@ -205,7 +205,7 @@ def smallest(
         if fits:
             return topology
     fix = f"raise train.global_batch_size above {rows}, so that it divides by more devices"
-    raise ConfigError(
+    raise FitError(
         message("it fits no machine that the batch divides by", where="devices", got=sizes[-1].name, fix=fix)
     )
 

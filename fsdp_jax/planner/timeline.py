@@ -1,12 +1,14 @@
 """A compiled step played through its schedule: one lane computes, one sends, and what waits is exposed.
 
 Each instruction takes the longer of its products and its bytes of memory. A collective starts where the schedule starts
-it and the lane of its link is free; its done waits for its end. A loop is played once and multiplied by its trips.
+it and the lane of its link is free; its done waits for its end. A loop is played once and multiplied by its trips; what
+was on its way before has the link while the loop's own collectives leave it.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 from fsdp_jax.inspect.collectives import Collective
 from fsdp_jax.inspect.hlo import Computation, Instruction, Module
@@ -43,6 +45,7 @@ class Played:
         products: with how often each was run.
         events: of its own instructions.
         unknown: kernels that were not counted.
+        exposed_bytes: of what was sent, the part of each collective that was waited for.
 
     """
 
@@ -73,33 +76,41 @@ class Player:
             if all(each.name != other.name or each.dtype != other.dtype for other in at):
                 at.append(each)
         self.loops: dict[str, tuple[int, Played]] = {}
-        self.trips: dict[tuple[str, str], int] = {}
         self.play = cache(self._play)
 
     def whole(self) -> Played:
         """The program, from its entry."""
-        return self.play(self.module.entry)
+        return self.play(self.module.entry, ())
 
     def layer(self) -> Played:
         """The body of the loop that takes longest in all, whose events are those of one layer; all where none loops."""
         loops = [(trips * played.seconds, played) for trips, played in self.loops.values() if trips > 1]
         return max(loops, key=lambda pair: pair[0])[1] if loops else self.whole()
 
-    def _play(self, name: str) -> Played:
-        lane = _Lane(self, self.module[name])
+    def _play(self, name: str, known: tuple[tuple[int, int], ...]) -> Played:
+        lane = _Lane(self, self.module[name], dict(known))
         for one in lane.within.instructions:
             lane.step(one)
         return lane.end()
 
 
+class _Waiting(NamedTuple):
+    """For what a `done` waits."""
+
+    lane: str
+    ready: float
+    seconds: float
+    sent: int
+
+
 class _Lane:
     """One computation while it is played."""
 
-    def __init__(self, player: Player, within: Computation):
-        self.player, self.within = player, within
+    def __init__(self, player: Player, within: Computation, known: Mapping[int, int]):
+        self.player, self.within, self.known = player, within, known
         self.clock = 0.0
         self.free = {LINK: 0.0, COPY: 0.0}
-        self.waiting: dict[str, list[tuple[float, float, int]]] = {}
+        self.waiting: dict[str, list[_Waiting]] = {}
         self.sums = {"compute": 0.0, "memory": 0.0, "exposed": 0.0, "collective": 0.0, "exposed_bytes": 0.0}
         self.traffic = 0
         self.products: dict[Product, int] = {}
@@ -131,18 +142,16 @@ class _Lane:
         begin = max(self.clock, self.free[LINK])
         self.free[LINK] = begin + seconds
         self.sums["collective"] += seconds
-        self.waiting.setdefault(one.ends, []).append((self.free[LINK], seconds, sent))
+        self.waiting.setdefault(one.ends, []).append(_Waiting(LINK, self.free[LINK], seconds, sent))
         what = ", ".join(dict.fromkeys(path for path in one.paths if path)) or "-"
         self.events.append(Event(LINK, begin, self.free[LINK], f"{one.op} {what}"))
 
     def _wait(self, name: str) -> None:
-        for ready, seconds, sent in self.waiting.pop(name, ()):
+        for lane, ready, seconds, sent in self.waiting.pop(name, ()):
             late = max(0.0, ready - self.clock)
-            if sent:
-                self.sums["exposed"] += late
-                self.sums["exposed_bytes"] += sent * min(1.0, late / seconds) if seconds else 0
-            else:
-                self.sums["memory"] += late
+            self.sums["exposed" if lane == LINK else "memory"] += late
+            if sent and seconds:
+                self.sums["exposed_bytes"] += sent * min(1.0, late / seconds)
             self.clock += late
 
     def _copy(self, one: Instruction, moved: int) -> None:
@@ -153,7 +162,7 @@ class _Lane:
         self.traffic += moved
         done = next((user.name for user in self.within.users.get(one.name, ()) if user.opcode.endswith("-done")), None)
         if done is not None:
-            self.waiting.setdefault(done, []).append((self.free[COPY], seconds, 0))
+            self.waiting.setdefault(done, []).append(_Waiting(COPY, self.free[COPY], seconds, 0))
 
     def _run(self, one: Instruction, cost: Cost) -> None:
         if cost.unknown:
@@ -172,19 +181,23 @@ class _Lane:
             self.products[product] = self.products.get(product, 0) + product.times
 
     def _loop(self, one: Instruction) -> None:
-        _, body = self.player.module.parts(one)
-        trips = self.player.module.trips(self.within, one, {}) or 1
-        played = self.player.play(body.name)
+        module = self.player.module
+        _, body = module.parts(one)
+        trips = module.trips(self.within, one, self.known)
+        trips = 1 if trips is None else trips
+        known = tuple(module.constants(self.within, one, self.known).items())
+        played = self.player.play(body.name, known)
         before, _ = self.player.loops.get(body.name, (0, played))
         self.player.loops[body.name] = (before + trips, played)
         self._add(played, trips, f"{trips} x {stripped(one.op_name) or body.name}")
 
     def _called(self, one: Instruction) -> None:
-        branches = [self.player.play(name) for name in one.calls]
+        branches = [self.player.play(name, ()) for name in one.calls]
         if branches:
             self._add(max(branches, key=lambda played: played.seconds), 1, stripped(one.op_name) or one.name)
 
     def _add(self, played: Played, times: int, label: str) -> None:
+        self._share(times * played.collective, times * (played.seconds - played.collective))
         for name in self.sums:
             self.sums[name] += times * getattr(played, name)
         self.events.append(Event(COMPUTE, self.clock, self.clock + times * played.seconds, label))
@@ -193,3 +206,19 @@ class _Lane:
         self.unknown |= played.unknown
         for product, count in played.products.items():
             self.products[product] = self.products.get(product, 0) + times * count
+
+    def _share(self, taken: float, spare: float) -> None:
+        """Puts off what is on its way, where the collectives of what is called now take the link from it.
+
+        Args:
+            taken: seconds of them.
+            spare: seconds in which they leave the link free.
+
+        """
+        last = self.clock + spare
+        for name, waiting in self.waiting.items():
+            self.waiting[name] = [
+                one._replace(ready=one.ready + taken) if one.lane == LINK and one.ready > last else one
+                for one in waiting
+            ]
+        self.free[LINK] += taken if self.free[LINK] > last else 0.0

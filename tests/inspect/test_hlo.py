@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jax.inspect.collectives import Program, read_program
+from fsdp_jax.inspect.hlo import parse
 
 pytestmark = pytest.mark.core
 
@@ -284,3 +285,20 @@ def test_a_text_that_is_cut_short_is_refused():
 def test_another_mesh_is_refused():
     with pytest.raises(ValueError, match="not for this mesh"):
         read_program(text_of("h100_mapped"), {"data": 16})
+
+
+def test_an_instruction_may_run_over_several_lines():
+    """A Pallas kernel's metadata stands on lines of its own, whose last begins with the closing brace."""
+    text = """HloModule m, is_scheduled=true, num_partitions=8
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(f)/splash_mha_fwd"}
+}
+"""
+    entry = parse(text)["main"]
+    assert [one.name for one in entry.instructions] == ["p", "k"]
+    assert entry.root.op_name == "jit(f)/splash_mha_fwd"
+    assert entry.root.attribute("custom_call_target") == '"tpu_custom_call"'

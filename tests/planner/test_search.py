@@ -1,0 +1,139 @@
+"""Searches: what is tried, what is not worth trying, what wins."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from fsdp_jax.errors import ConfigError, FitError
+from fsdp_jax.planner import HARDWARE, Plan, Time, Work, parse_topology
+from fsdp_jax.planner import search as room
+from fsdp_jax.planner.knobs import Knobs
+from fsdp_jax.planner.search import Candidate, candidates, machines, search, smallest
+
+pytestmark = pytest.mark.core
+
+GIB = 2**30
+PLAN = Plan(
+    topology="h100:8", strategy="full_shard", mesh={"replica": 1, "data": 8}, devices=8, parameters=1, valley_bytes=1,
+    peak_bytes=GIB, host_bytes=0, capacity_bytes=80 * GIB, usable_bytes=77 * GIB, breakdown={}, buffers=(),
+    collectives=(), wire_bytes=1, wire_bytes_limit=1, exposed_bytes=0, time=Time(1, 0, 0, 0, 1.0),
+    tokens_per_s_per_device=None, mfu=None, hfu=None, convention="", compile_s=None, basis={"peak_bytes": "analytic"},
+)  # fmt: skip
+
+
+def planned(peak, seconds, wire=1):
+    return replace(PLAN, peak_bytes=peak, wire_bytes=wire, time=Time(seconds, 0, 0, 0, seconds))
+
+
+def arithmetic(knobs, rows, devices):
+    """A step whose memory and time are known by heart: remat halves activations and costs a third more time."""
+    sharded = {"no_shard": 1, "zero1": 2}.get(knobs.strategy, devices // knobs.replica)
+    activations = rows // devices // knobs.accumulation * (1 if knobs.remat == "full" else 4)
+    seconds = (4 if knobs.remat == "full" else 3) + 0.1 * knobs.accumulation - (0.5 if knobs.prefetch == "pre" else 0)
+    return planned((64 // sharded + activations) * GIB, seconds, wire=knobs.accumulation)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Plans by arithmetic in place of compilers; what was compiled."""
+    compiled = []
+
+    def make(knobs, devices):
+        return (knobs, len(devices)), None
+
+    def analytic(step, batch, topology, work):
+        return arithmetic(step[0], 64, step[1])
+
+    def really(step, batch, topology, work, cache):
+        compiled.append(step[0])
+        return replace(arithmetic(step[0], 64, step[1]), basis={"peak_bytes": "compiled"})
+
+    monkeypatch.setattr(room, "analytic_plan", analytic)
+    monkeypatch.setattr(room, "compiled_plan", really)
+    monkeypatch.setattr(room.Topology, "devices", lambda self: [None] * self.size)
+    return make, compiled
+
+
+def test_the_fastest_that_fits_is_compiled_and_wins(told):
+    make, compiled = told
+    found = search(make, parse_topology("h100:8"), 64, Work(), None)
+    assert len(compiled) == room.FINALISTS == len(found.compiled)
+    assert found.best.plan.fits
+    everything = [Candidate(k, arithmetic(k, 64, 8)) for k in candidates(parse_topology("h100:8"), 64)]
+    assert found.best.seconds == min(one.seconds for one in everything if one.plan.fits)
+    assert str(found.best.knobs) in str(found)
+
+
+def test_what_another_beats_in_everything_is_not_shown(told):
+    make, _ = told
+    for one in search(make, parse_topology("h100:8"), 64, Work(), None).pareto():
+        for other in candidates(parse_topology("h100:8"), 64):
+            plan = arithmetic(other, 64, 8)
+            better = plan.time.step_s < one.seconds and plan.peak_bytes < one.plan.peak_bytes
+            assert not (better and plan.wire_bytes < one.plan.wire_bytes and plan.fits)
+
+
+def test_progress_is_told(told):
+    said = []
+    search(told[0], parse_topology("h100:8"), 64, Work(), None, said.append)
+    assert said[0].startswith("1 of ")
+    assert sum(line.startswith("compiling") for line in said) == room.FINALISTS
+
+
+def test_nothing_fits(told, monkeypatch):
+    monkeypatch.setattr(room, "analytic_plan", lambda *_: planned(500 * GIB, 1.0))
+    with pytest.raises(FitError, match=r"no setting fits h100:8[\s\S]*500 GiB at least"):
+        search(told[0], parse_topology("h100:8"), 64, Work(), None)
+
+
+def test_leaner_settings_spare_the_estimate_of_others(told, monkeypatch):
+    """Where the leanest is far too large, the rest of its kind is not traced."""
+    tried = []
+    monkeypatch.setattr(room, "analytic_plan", lambda step, *_: tried.append(step[0]) or planned(500 * GIB, 1.0))
+    with pytest.raises(FitError):
+        search(told[0], parse_topology("h100:8"), 64, Work(), None)
+    assert len(tried) <= 3 * len({(k.strategy, k.replica) for k in tried})
+
+
+def test_a_batch_that_does_not_divide(told):
+    with pytest.raises(ConfigError, match="a multiple of 8"):
+        search(told[0], parse_topology("h100:8"), 12, Work(), None)
+
+
+def test_candidates_are_of_the_batch_and_the_machine():
+    found = list(candidates(parse_topology("h100:4x8"), 64))
+    assert len(set(found)) == len(found)
+    assert {k.accumulation for k in found} == {1, 2}
+    assert {k.replica for k in found if k.strategy.startswith("hybrid")} == {2, 4}
+    assert {k.strategy for k in candidates(parse_topology("h100:1"), 4)} == {"no_shard"}
+    assert not [k for k in candidates(parse_topology("h100:8"), 64) if k.strategy.startswith("hybrid")]
+
+
+def test_the_smallest_machine_is_the_first_that_fits(told, monkeypatch):
+    def analytic(step, batch, topology, work):
+        return planned(640 * GIB // topology.size, 1.0)
+
+    monkeypatch.setattr(room, "analytic_plan", analytic)
+    said = []
+    assert smallest(told[0], HARDWARE["h100"], 64, Work(), said.append).name == "h100:8"
+    assert [line.split(":")[1] for line in said] == ["1", "2", "4", "8"]
+    assert smallest(told[0], HARDWARE["h100"], 64, Work(), devices=32).name == "h100:4x8"
+    with pytest.raises(FitError, match="it fits no machine"):
+        smallest(told[0], HARDWARE["h100"], 4, Work())
+    with pytest.raises(ConfigError, match="a machine of 7"):
+        smallest(told[0], HARDWARE["h100"], 64, Work(), devices=7)
+
+
+@pytest.mark.parametrize("chip", [chip for chip in HARDWARE.values() if chip.platform != "cpu"], ids=lambda c: c.name)
+def test_machines_grow_and_exist(chip):
+    sizes = [topology.size for topology in machines(chip)]
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) > 5
+    assert all(big == 2 * small for small, big in pairwise(sizes))
+
+
+def test_knobs_are_configuration_keys():
+    assert str(Knobs("zero1", remat="full")) == (
+        "--strategy zero1 --mesh.replica 1 --remat full --prefetch none --train.accumulation 1"
+    )

@@ -1,0 +1,123 @@
+"""`fsdp-jax plan`: what it prints, and how it ends."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_jax.cli import main
+from fsdp_jax.train.config import load
+
+TINY = """
+model: {layers: 2, width: 64, heads: 2}
+units: {classes: [Block]}
+precision: {compute: bfloat16}
+data: {sequence_length: 64}
+train: {steps: 3, global_batch_size: 32}
+"""
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def test_an_analytic_plan_needs_no_compiler(tiny, capsys):
+    assert main(["plan", tiny, "--topology", "h100:8", "--analytic"]) == 0
+    shown = capsys.readouterr().out
+    assert "full_shard on h100:8" in shown
+    assert "tokens/s a device, MFU" in shown
+
+
+def test_json_is_for_programs(tiny, capsys):
+    assert main(["plan", tiny, "--topology", "v5e:4x4", "--analytic", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["devices"] == 16
+
+
+def test_what_does_not_fit_ends_with_3_and_says_what_would(tiny, capsys):
+    words = ["--model.width", "1024", "--model.layers", "64", "--train.global_batch_size", "2048"]
+    assert main(["plan", tiny, "--topology", "v5e:4x4", "--analytic", "--remat", "none", *words]) == 3
+    shown = capsys.readouterr().out
+    assert "DOES NOT FIT" in shown
+    assert "--remat full" in shown
+    assert "--train.accumulation 2" in shown
+
+
+def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text(TINY + "strategy: zero1\n")
+    page = tmp_path / "both.html"
+    words = ["--topology", "h100:8", "--analytic", "--html", str(page)]
+    assert main(["plan", "--compare", tiny, str(other), *words]) == 0
+    assert "zero1" in capsys.readouterr().out
+    assert "zero1" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "blocks"),
+    [
+        ([], 2, ["--topology is missing", "h100:8"]),
+        (["--topology", "h100:9x9"], 2, ["h100 does not come in this shape", "at most 8 GPUs a host"]),
+        (["--topology", "h10:8"], 2, ["unknown hardware 'h10'", "did you mean 'h100'?"]),
+        (["--topology", "cpu:8"], 2, ["no memory or speed of their own"]),
+        (["--topology", "h100:5", "--analytic"], 2, ["train.global_batch_size", "a multiple of 5"]),
+        (["--topology", "h100:8", "--devices", "8"], 2, ["--devices goes with --search"]),
+        (["--topology", "h100:8", "--to", "x.yaml"], 2, ["--to goes with --search"]),
+        (["--topology", "h100", "--search", "--devices", "x"], 2, ["not a number of devices"]),
+        (["--topology", "h100:8", "--search", "--devices", "8"], 2, ["the topology says how many devices"]),
+        (["--topology", "h100", "--search", "--devices", "7"], 2, ["no machine for this batch"]),
+        (["--topology", "h100:8", "--analytic", "--model.widht", "3"], 2, ["did you mean 'model.width'?"]),
+        (["--topology", "h100:8", "--analytic", "--units.classes", "Blok"], 2, ["did you mean 'Block'?"]),
+    ],
+)
+def test_mistakes_are_one_block(tiny, words, code, blocks, capsys):
+    assert main(["plan", tiny, *words]) == code
+    said = capsys.readouterr().err
+    assert [block for block in blocks if block not in said] == []
+    assert "Traceback" not in said
+
+
+def test_compare_takes_two_files(tiny, capsys):
+    assert main(["plan", "--compare", tiny, "--topology", "h100:8"]) == 2
+    assert "--compare takes two files" in capsys.readouterr().err
+
+
+def test_help_needs_no_file(capsys):
+    assert main(["plan", "--help"]) == 0
+    assert "--search" in capsys.readouterr().out
+
+
+def test_nothing_that_fits_ends_with_3(tiny, capsys):
+    words = ["--model.width", "8192", "--model.layers", "200", "--model.heads", "64", "--train.global_batch_size", "8"]
+    assert main(["plan", tiny, "--topology", "v5e", "--search", *words]) == 3
+    assert "it fits no machine" in capsys.readouterr().err
+
+
+@pytest.mark.needs_plugin
+def test_a_search_writes_the_best_configuration(tiny, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdp_jax.planner.search.FINALISTS", 1)
+    words = ["--topology", "h100", "--devices", "2", "--search", "--to", "best.yaml", "--train.global_batch_size", "2"]
+    assert main(["plan", tiny, *words]) == 0
+    shown = capsys.readouterr()
+    assert "best: --strategy" in shown.out
+    assert "estimated" in shown.err
+    best = load(tmp_path / "best.yaml")
+    assert f"--strategy {best.strategy} " in shown.out
+    assert best.model == load(tiny).model
+
+
+@pytest.mark.needs_plugin
+def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
+    words = ["plan", tiny, "--topology", "h100:8", "--train.global_batch_size", "8"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr("fsdp_jax.planner.program._compile", None)
+    assert main(words) == 0
+    assert capsys.readouterr().out == first
