@@ -143,9 +143,9 @@ def plan(arguments: list[str]) -> int:
         names = [name for name, _ in files]
         print(json.dumps(found, indent=1) if as_json else plans_table(names, plans) if several else one)
     if page is not None:
-        from fsdp_jax.planner.report import compare_html, plan_html
+        from fsdp_jax.planner import compare_html, plan_html
 
-        Path(page).write_text(compare_html(plans) if len(plans) > 1 else plan_html(plans[0]))
+        Path(page).write_text(compare_html(plans) if len(plans) > 1 else plan_html(plans[0]), encoding="utf-8")
     return OK if all(each.fits for each in plans) else BROKEN
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_jax.compiled import Step
-from fsdp_jax.planner.plan import Fix, Plan
+from fsdp_jax.planner.figures import Fix
+from fsdp_jax.planner.plan import Plan
 from fsdp_jax.planner.planning import Work, analytic_plan, logits_bytes
 from fsdp_jax.planner.stand_ins import stand_ins
 from fsdp_jax.planner.topology import Topology

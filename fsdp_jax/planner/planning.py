@@ -16,8 +16,9 @@ from fsdp_jax.mesh import shape_of
 from fsdp_jax.planner.buffers import Buffer, held
 from fsdp_jax.planner.efficiency import Efficiency, efficiency_of
 from fsdp_jax.planner.estimate import Estimate, estimate
+from fsdp_jax.planner.figures import MOST, Basis, Time
 from fsdp_jax.planner.network import Network
-from fsdp_jax.planner.plan import MOST, Basis, Plan, Time
+from fsdp_jax.planner.plan import Plan
 from fsdp_jax.planner.products import Product
 from fsdp_jax.planner.program import Program, compile_step
 from fsdp_jax.planner.timeline import Played, Player

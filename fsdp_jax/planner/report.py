@@ -12,7 +12,7 @@ from math import floor, log10
 
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.buffers import Kind
-from fsdp_jax.planner.plan import Plan
+from fsdp_jax.planner.figures import Figures
 from fsdp_jax.planner.timeline import COMPUTE, LINK, Event
 
 STACK: tuple[Kind, ...] = ("params", "optimizer", "gradients", "activations", "gathered", "other")
@@ -26,7 +26,7 @@ STYLE = """.fsdp-plan{--ink:#1b1f24;--dim:#5c6570;--line:#d5dae0;--page:#fff;--f
 --good:#6d8;--bad:#f98} max-width:1100px;margin:0 auto;padding:1em;font:14px/1.45 system-ui,sans-serif;
 color-scheme:light dark;color:var(--ink);background:var(--page);
 h2{font-size:1.25em;margin:0 0 .6em} h3{font-size:1.05em;margin:1.8em 0 .5em} p{margin:.4em 0;color:var(--dim)}
-.legend{display:flex;flex-wrap:wrap} .cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(9em,1fr))}
+.legend{display:flex;flex-wrap:wrap} .cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(8em,1fr))}
 .cards,.legend{gap:.5em 1.2em;margin:.5em 0;padding:0;list-style:none}
 .cards li{margin:0;border-left:3px solid var(--line);padding-left:.7em;color:var(--dim)}
 .cards b{display:block;font-size:1.45em;color:var(--ink)} .cards small{white-space:pre-line}
@@ -39,24 +39,24 @@ line.tick{stroke:var(--line);stroke-width:1} line.limit{stroke:var(--bad);stroke
 .params,.compute{fill:#7ad;background:#7ad} .optimizer{fill:#ed8;background:#ed8} .gradients{fill:#e86;background:#e86}
 .activations{fill:#4b9;background:#4b9} .gathered,.link{fill:#9df;background:#9df}
 .other,.memory{fill:#bbb;background:#bbb} .exposed{fill:#e67;background:#e67}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums} th{color:var(--dim)}
-th,td{text-align:left;vertical-align:top;padding:.25em 1.4em .25em 0;white-space:pre-line;background:none;
+table{border-collapse:collapse;font:inherit;font-variant-numeric:tabular-nums;color:inherit} th{color:var(--dim)}
+th,td{text-align:left;vertical-align:top;padding:.25em 1.4em .25em 0;white-space:pre-line;background:var(--page);
 border-bottom:1px solid var(--line)} .right{text-align:right;white-space:pre} details{margin:1em 0} }"""
 Part = tuple[str, float, str, str]
 """Of a whole: what it is, its size, how that is said, and the class that colours it."""
 
 
-def plan_html(plan: Plan) -> str:
+def plan_html(plan: Figures) -> str:
     """The plan as a page of its own, which loads nothing."""
     return _page(plan.summary(), _sections(plan))
 
 
-def plan_fragment(plan: Plan) -> str:
+def plan_fragment(plan: Figures) -> str:
     """The plan as a part of a page, for notebooks."""
     return f"<div class='fsdp-plan'><style>{STYLE}</style>{_sections(plan)}</div>"
 
 
-def compare_html(plans: Sequence[Plan]) -> str:
+def compare_html(plans: Sequence[Figures]) -> str:
     """Plans side by side, at least one: their figures, their memory on one scale, and each in full behind a click."""
     if not plans:
         raise ValueError("no plans to compare")
@@ -75,7 +75,7 @@ def _page(title: str, body: str) -> str:
     return f"<!doctype html>\n<html lang='en'>{head}\n<body class='fsdp-plan'>{body}</body></html>\n"
 
 
-def _sections(plan: Plan) -> str:
+def _sections(plan: Figures) -> str:
     """Everything there is to say of a plan; what it does not have takes no room."""
     told = ([escape(text) for text in figure] for figure in _figures(plan))
     cards = "".join(f"<li>{name}<b>{value}</b><small>{note}</small></li>" for name, value, note in told)
@@ -110,7 +110,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequ
     return f"<div class='wide'><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table></div>"
 
 
-def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
+def _figures(plan: Figures) -> Iterator[tuple[str, str, str]]:
     """(what, value, against what) of the headline; what a plan lacks is left out."""
     spare = human_bytes(abs(plan.usable_bytes - plan.peak_bytes))
     yield ("verdict", "fits", f"{spare} to spare") if plan.fits else ("verdict", "does not fit", f"{spare} too much")
@@ -131,12 +131,12 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "sent a step", human_bytes(plan.wire_bytes), f"{human_bytes(plan.exposed_bytes)} of it waited for"
 
 
-def _scale(plan: Plan) -> int:
+def _scale(plan: Figures) -> int:
     """Bytes that a drawing of memory is wide: the capacity, or what does not fit into it."""
     return max(plan.capacity_bytes, sum(max(size, 0) for size in plan.breakdown.values()))
 
 
-def _memory(plan: Plan, scale: int) -> str:
+def _memory(plan: Figures, scale: int) -> str:
     said = {kind: f"{size}, {share}" for kind, size, share in plan.memory_rows()}
     parts: list[Part] = [(kind, plan.breakdown[kind], said[kind], kind) for kind in STACK]
     gib = 2**30
@@ -151,7 +151,7 @@ def _memory(plan: Plan, scale: int) -> str:
     return _drawing("memory at the peak", 122, shapes) + _legend(parts)
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: Figures) -> str:
     """The parts of a step, whose sum it is, and beside them how long links are busy."""
     if plan.time is None or plan.time.step_s <= 0:
         return ""
@@ -162,7 +162,7 @@ def _time(plan: Plan) -> str:
     return f"{bar}{_legend(parts)}<p>{escape(': '.join(links[:2]))}</p>"
 
 
-def _collectives(plan: Plan) -> str:
+def _collectives(plan: Figures) -> str:
     """What is sent. How much of it is hidden, only a compiled program tells."""
     known = plan.basis.get("collectives") == "compiled"
     rows = [

@@ -84,8 +84,9 @@ class Player:
 
     def layer(self) -> Played:
         """The body of the loop that takes longest in all, whose events are those of one layer; all where none loops."""
+        whole = self.whole()
         loops = [(trips * played.seconds, played) for trips, played in self.loops.values() if trips > 1]
-        return max(loops, key=lambda pair: pair[0])[1] if loops else self.whole()
+        return max(loops, key=lambda pair: pair[0])[1] if loops else whole
 
     def _play(self, name: str, known: tuple[tuple[int, int], ...]) -> Played:
         lane = _Lane(self, self.module[name], dict(known))

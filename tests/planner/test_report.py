@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from fsdp_jax.planner import Fix, Plan, Time
 from fsdp_jax.planner.buffers import Buffer
-from fsdp_jax.planner.plan import Fix, Plan, Time
 from fsdp_jax.planner.report import compare_html, plan_fragment, plan_html
 from fsdp_jax.planner.timeline import COMPUTE, LINK, Event
 

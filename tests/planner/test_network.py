@@ -1,0 +1,180 @@
+"""Seconds of collectives on meshes of machines that are not there, against rings and ports by hand."""
+
+from functools import cache
+from math import log2, prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_jax.mesh import make_mesh, split_data
+from fsdp_jax.planner import parse_topology, stand_ins
+from fsdp_jax.planner.efficiency import CONSTANTS, efficiency_of
+from fsdp_jax.planner.hardware import HARDWARE
+from fsdp_jax.planner.network import Group, Network
+
+pytestmark = pytest.mark.core
+
+LARGE = 2**42  # bytes whose latency is nothing
+OPS = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
+
+
+@cache
+def network(name: str, replica: int = 1, *, split: bool = False) -> Network:
+    topology = parse_topology(name)
+    mesh = make_mesh(-1, replica, devices=stand_ins(topology))
+    efficiency = efficiency_of(topology.hardware)
+    return Network(split_data(mesh) if split else mesh, topology.hardware, efficiency)
+
+
+def rate(name: str, op: str, axes: str, replica: int = 1) -> float:
+    """Bytes/s of a large one, over the share that large rings and ports reach."""
+    return LARGE / network(name, replica).seconds(op, LARGE, axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "replica", "axes", "group"),
+    [
+        ("h100:8", 1, "data", Group(8, 1)),
+        ("h100:64x8", 1, "data", Group(512, 64)),
+        ("h100:64x8", 64, "data", Group(8, 1)),  # hybrid: a host
+        ("h100:64x8", 64, "replica", Group(64, 64)),  # one GPU of each host
+        ("h100:64x8", 64, "replica+data", Group(512, 64)),
+        ("h100:2x4", 4, "data", Group(2, 1)),
+        ("h100:2x4", 4, "replica", Group(4, 2)),
+        ("h100:64x8", 64, "?", Group(512, 64)),  # not known: all of them
+        ("h100:64x8", 64, "", Group(512, 64)),
+        ("v5p:2x2x2", 1, "data", Group(8, 1, ((2, False),) * 3)),
+        ("v5p:4x4x8", 1, "data", Group(128, 1, ((4, True), (4, True), (8, True)))),
+        ("v5e:16x16", 1, "data", Group(256, 1, ((16, True), (16, True)))),
+        ("v5e:8x16", 1, "data", Group(128, 1, ((8, False), (16, True)))),
+        ("v5e:16x16*2", 2, "data", Group(256, 1, ((16, True), (16, True)))),
+        ("v5e:16x16*2", 2, "replica", Group(2, 2)),  # one chip of each slice
+        ("v5e:16x16*2", 1, "data", Group(512, 2, ((16, True), (16, True)))),
+        ("v5e:16x16*2", 2, "?", Group(512, 2, ((16, True), (16, True)))),
+    ],
+)
+def test_who_is_in_a_group(name, replica, axes, group):
+    assert network(name, replica).group(axes) == group
+
+
+def test_a_part_of_a_torus_dim_is_no_ring():
+    halves = network("v5p:4x4x8", 2)  # the dim of 8 is cut in two
+    assert halves.group("data") == Group(64, 1, ((4, True), (4, True), (4, False)))
+
+
+def test_one_dim_of_a_torus_has_its_own_links():
+    split = network("v5e:16x16", split=True)
+    assert [split.group(axis) for axis in split.mesh.axis_names if split.group(axis).size > 1] == [
+        Group(16, 1, ((16, True),))
+    ] * 2
+    one, both = (split.seconds("all-gather", LARGE, axes) for axes in ("data_0", "data_0+data_1"))
+    assert one / both == pytest.approx(2, rel=1e-2)
+
+
+def test_a_ring_runs_at_its_slowest_link():
+    links = 450e9 * CONSTANTS["h100"].link
+    ports = 50e9 * CONSTANTS["h100"].network
+    assert rate("h100:8", "all-gather", "data") == pytest.approx(links, rel=2e-2)
+    assert rate("h100:64x8", "all-gather", "data") == pytest.approx(min(links, 8 * ports), rel=1e-2)  # eight ports
+    assert rate("h100:2x4", "all-gather", "data") == pytest.approx(4 * ports, rel=2e-2)
+    assert rate("h100:64x8", "all-gather", "replica", 64) == pytest.approx(ports, rel=2e-2)  # each its own port
+
+
+def test_a_torus_has_two_links_in_each_dim_that_closes_and_one_where_it_is_open():
+    share = CONSTANTS["v5p"].link
+    assert rate("v5p:4x4x4", "all-gather", "data") == pytest.approx(600e9 * share, rel=1e-2)
+    assert rate("v5p:2x2x2", "all-gather", "data") == pytest.approx(300e9 * share, rel=1e-2)
+    assert rate("v5e:8x16", "all-gather", "data") == pytest.approx((50e9 + 100e9) * share, rel=1e-2)
+    assert rate("v5e:16x16*2", "all-gather", "replica", 2) == pytest.approx(
+        3.125e9 * CONSTANTS["v5e"].network, rel=1e-2
+    )
+
+
+def test_a_permute_goes_to_a_neighbour():
+    share = CONSTANTS["v5p"].link
+    assert rate("v5p:4x4x4", "permute", "data") == pytest.approx(200e9 * share, rel=1e-2)
+    assert rate("v5p:2x2x2", "permute", "data") == pytest.approx(100e9 * share, rel=1e-2)
+    assert rate("h100:8", "permute", "data") == pytest.approx(450e9 * CONSTANTS["h100"].link, rel=1e-2)
+    assert rate("h100:2x8", "permute", "data") == pytest.approx(50e9 * CONSTANTS["h100"].network, rel=1e-2)
+
+
+def test_an_exchange_leaves_a_host_by_ones_own_port_and_passes_through_a_torus():
+    constants = CONSTANTS["h100"]
+    assert rate("h100:8", "all-to-all", "data") == pytest.approx(450e9 * constants.link, rel=2e-2)
+    away = 8 / 15  # of what is sent to 15 others, eight are elsewhere
+    assert rate("h100:2x8", "all-to-all", "data") == pytest.approx(50e9 * constants.network / away, rel=2e-2)
+    # 256 chips: 256/255 of what is sent is what one has; a ring of 16 carries 16/4 of it over both links of a dim
+    assert rate("v5e:16x16", "all-to-all", "data") == pytest.approx(100e9 * 0.85 * 255 / 256 / 4, rel=1e-2)
+
+
+def test_what_nobody_gets_takes_no_time():
+    assert network("h100:8").seconds("all-gather", LARGE, "replica") == 0
+    assert network("h100:8").seconds("all-gather", 0, "data") == 0
+
+
+def test_latency_is_of_the_faster_protocol():
+    hops, protocols = 7, CONSTANTS["h100"].protocols
+    least = min(protocol.base + hops * protocol.link for protocol in protocols)
+    assert network("h100:8").seconds("all-gather", 1, "data") == pytest.approx(least, rel=1e-3)
+    assert network("h100:8").seconds("all-reduce", 1, "data") == pytest.approx(
+        min(protocol.base + 2 * hops * protocol.link for protocol in protocols), rel=1e-3
+    )
+
+
+def test_a_small_all_reduce_over_many_hosts_takes_a_tree():
+    protocols = CONSTANTS["h100"].protocols
+    tree = min(one.base + 2 * (7 * one.link + log2(64) * one.network) for one in protocols)
+    assert network("h100:64x8").seconds("all-reduce", 1, "data") == pytest.approx(tree, rel=1e-3)
+
+
+NAMES = [
+    "h100:8",
+    "a100-80gb:16x8",
+    "v100:4x8",
+    "b200:2x8",
+    "v4:4x4x4",
+    "v5e:4x4",
+    "v5e:16x16*4",
+    "v5p:2x2x2",
+    "v6e:2x4",
+]
+
+
+@given(name=st.sampled_from(NAMES), op=st.sampled_from(OPS), sent=st.integers(1, 2**36), more=st.integers(0, 2**36))
+def test_more_bytes_take_longer(name, op, sent, more):
+    links = network(name)
+    first, second = links.seconds(op, sent, "data"), links.seconds(op, sent + more, "data")
+    assert 0 < first <= second
+    peak = links.chip.link_bandwidth
+    assert first > sent / peak  # no faster than all links together
+
+
+@given(op=st.sampled_from(OPS), whole=st.integers(1, 2**34), hosts=st.integers(0, 5))
+def test_more_hosts_take_longer(op, whole, hosts):
+    """As each sends what a ring of so many does."""
+
+    def seconds(hosts: int) -> float:
+        size = 8 * hosts
+        sent = whole if op == "permute" else whole * (size - 1) // size * (2 if op == "all-reduce" else 1)
+        return network(f"h100:{hosts}x8").seconds(op, sent, "data")
+
+    assert seconds(2**hosts) <= seconds(2 ** (hosts + 1)) * 1.000001
+
+
+@given(sent=st.integers(1, 2**34))
+def test_a_hybrid_mesh_gathers_faster_than_a_flat_one(sent):
+    assert network("h100:16x8", 16).seconds("all-gather", sent, "data") < network("h100:16x8").seconds(
+        "all-gather", sent, "data"
+    )
+
+
+@pytest.mark.parametrize(
+    "chip", [chip for chip in HARDWARE.values() if chip.platform != "cpu"], ids=lambda one: one.name
+)
+def test_every_chip_has_links(chip):
+    shape = "8" if chip.platform == "cuda" else "x".join("2" * chip.torus_dims)
+    links = network(f"{chip.name}:{shape}")
+    size = prod(map(int, shape.split("x")))
+    assert links.group("data").size == size
+    assert all(0 < links.seconds(op, 2**20, "data") < 1e-3 for op in OPS)

@@ -1,0 +1,302 @@
+"""Schedules played by hand: what is hidden, what is waited for, and that the parts of a step make the whole."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_jax.inspect.collectives import read_program
+from fsdp_jax.inspect.hlo import parse
+from fsdp_jax.mesh import make_mesh
+from fsdp_jax.planner import parse_topology, stand_ins
+from fsdp_jax.planner.efficiency import efficiency_of
+from fsdp_jax.planner.network import Network
+from fsdp_jax.planner.timeline import COMPUTE, LINK, Played, Player
+
+pytestmark = pytest.mark.core
+
+H100, V5P = "h100:8", "v5p:2x2x2"
+ROWS = 2**20
+SHARD, WHOLE = f"f32[{ROWS}]{{0}}", f"f32[{8 * ROWS}]{{0}}"
+SENT = 7 * 4 * ROWS  # by a device that gathers it
+GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
+GATHER = f"all-gather({{}}), {GROUPS}, dimensions={{{{0}}}}"
+START = f"  %{{0}} = ({SHARD}, {WHOLE}) all-gather-start(%{{1}}), {GROUPS}, dimensions={{{{0}}}}\n"
+DONE = f"  %{{0}} = {WHOLE} all-gather-done(%{{1}})\n"
+X = f"  %x = {SHARD} parameter(0)\n"
+
+
+def player(body: str, more: str = "", machine: str = H100) -> Player:
+    topology = parse_topology(machine)
+    mesh = make_mesh(devices=stand_ins(topology))
+    head = f"HloModule m, is_scheduled=true, num_partitions={topology.size}"
+    text = f"{head}\n\n{more}\n\nENTRY %main (x: f32[8]) -> f32[] {{\n{body}}}\n"
+    efficiency = efficiency_of(topology.hardware)
+    sent = read_program(text, mesh.shape).collectives
+    return Player(parse(text), sent, Network(mesh, topology.hardware, efficiency), efficiency, frozenset({1}))
+
+
+def play(body: str, more: str = "", machine: str = H100) -> Played:
+    played = player(body, more, machine).whole()
+    assert played.compute + played.memory + played.exposed == pytest.approx(played.seconds)
+    return played
+
+
+def work(number: int, megabytes: int) -> str:
+    """Reads and writes as much memory, together."""
+    return f"  %a{number} = f32[{megabytes * 125_000}]{{0}} broadcast(%x)\n" * (megabytes > 0)
+
+
+def worked(megabytes: int, machine: str = H100) -> float:
+    efficiency = efficiency_of(parse_topology(machine).hardware)
+    return 0.5e6 * megabytes / efficiency.memory_rate + efficiency.constants.launch
+
+
+def gathered(sent: int = SENT, machine: str = H100) -> float:
+    topology = parse_topology(machine)
+    mesh = make_mesh(devices=stand_ins(topology))
+    return Network(mesh, topology.hardware, efficiency_of(topology.hardware)).seconds("all-gather", sent, "data")
+
+
+def loop(body: str) -> str:
+    """The computation `%body` of the loop that `run` runs, of a tuple of a shard."""
+    state = f"({SHARD})"
+    return (
+        f"%more (s: {state}) -> pred[] {{\n  %s = {state} parameter(0)\n  ROOT %yes = pred[] constant(true)\n}}\n\n"
+        f"%body (t: {state}) -> {state} {{\n  %t = {state} parameter(0)\n"
+        f"  %x = {SHARD} get-tuple-element(%t), index=0\n{body}  ROOT %out = {state} tuple(%x)\n}}"
+    )
+
+
+def run(trips: int) -> str:
+    said = f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    return f"  %in = ({SHARD}) tuple(%x)\n  %w = ({SHARD}) while(%in), condition=%more, body=%body, {said}\n"
+
+
+def test_a_gather_behind_enough_work_is_hidden():
+    played = play(X + START.format("s", "x") + work(0, 1000) + DONE.format("d", "s"))
+    assert played.exposed == played.exposed_bytes == 0
+    assert played.seconds == pytest.approx(worked(1000))
+    assert played.collective == pytest.approx(gathered())
+    assert [event.lane for event in played.events] == [LINK, COMPUTE]
+
+
+def test_a_gather_is_waited_for_as_long_as_the_work_falls_short():
+    played = play(X + START.format("s", "x") + work(0, 100) + DONE.format("d", "s"))
+    assert played.exposed == pytest.approx(gathered() - worked(100))
+    assert played.exposed_bytes == pytest.approx(SENT * played.exposed / gathered())
+    assert played.seconds == pytest.approx(gathered())
+    assert played.memory == pytest.approx(worked(100))
+
+
+def test_a_gather_that_nothing_runs_beside_is_all_waiting():
+    synchronous = play(f"{X}  %g = {WHOLE} {GATHER.format('%x')}\n")
+    beside_nothing = play(X + START.format("s", "x") + DONE.format("d", "s"))
+    declared = play(X + START.format("s", "x")[:-1] + ', backend_config={"is_sync":true}\n' + DONE.format("d", "s"))
+    for played in (synchronous, beside_nothing, declared):
+        assert played.seconds == played.exposed == played.collective == pytest.approx(gathered())
+        assert played.exposed_bytes == SENT
+
+
+def test_gathers_go_one_after_the_other():
+    both = START.format("s", "x") + START.format("z", "x") + work(0, 100)
+    played = play(X + both + DONE.format("d", "s") + DONE.format("e", "z"))
+    assert played.seconds == pytest.approx(2 * gathered())
+    first, second = (event for event in played.events if event.lane == LINK)
+    assert second.start == pytest.approx(first.end)
+
+
+def test_a_product_takes_the_longer_of_its_work_and_its_memory():
+    a, b = "f32[4096,4096]{1,0}", "f32[4096,64]{1,0}"
+    lines = f"  %l = {a} parameter(1)\n  %r = {b} parameter(2)\n"
+    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    square, thin = (
+        play(f"{X}{lines}  %d = {a} dot(%l, %l), {dims}\n"),
+        play(f"{X}{lines}  %d = {b} dot(%l, %r), {dims}\n"),
+    )
+    assert square.compute == square.seconds > 0 == square.memory
+    assert thin.memory == thin.seconds > 0 == thin.compute
+    [(product, times)] = square.products.items()
+    assert (product.m, product.n, product.k, times) == (4096, 4096, 4096, 1)
+
+
+@pytest.mark.parametrize("trips", [0, 1, 7])
+def test_a_loop_takes_its_body_so_often(trips):
+    body = START.format("s", "x") + work(0, 100) + DONE.format("d", "s")
+    once, often = play(X + body), play(X + run(trips), loop(body))
+    for name in ("seconds", "memory", "exposed", "collective", "traffic", "exposed_bytes"):
+        assert getattr(often, name) == pytest.approx(trips * getattr(once, name)), name
+
+
+def test_the_layer_is_the_loop_that_takes_longest():
+    body = START.format("s", "x") + work(0, 100) + DONE.format("d", "s")
+    looped = player(X + run(7) + work(9, 10), loop(body))
+    assert looped.layer().seconds == pytest.approx(gathered())
+    assert looped.whole().seconds == pytest.approx(7 * gathered() + worked(10))
+    flat = player(X + body)
+    assert flat.layer() is flat.whole()
+
+
+def test_a_gather_that_spans_a_loop_has_the_link_while_the_loop_leaves_it():
+    across = X + START.format("s0", "x") + run(4) + DONE.format("d0", "s0")
+    quiet = play(across, loop(work(0, 1000)))
+    assert quiet.exposed == 0
+    busy = play(across, loop(START.format("s", "x") + DONE.format("d", "s")))  # five gathers, one after the other
+    assert busy.seconds == busy.exposed == busy.collective == pytest.approx(5 * gathered())
+    half = loop(START.format("s", "x") + work(0, 100) + DONE.format("d", "s") + work(1, 100))
+    idle = 4 * worked(100)  # in which the loop leaves the link free
+    assert play(across, half).exposed == pytest.approx(4 * (gathered() - worked(100)) + max(0, gathered() - idle))
+
+
+def test_a_loop_inside_a_loop_runs_as_often_as_the_outer_ones_scalars_say():
+    inner = "(s32[], s32[])"
+    more = f"""
+%less (p: {inner}) -> pred[] {{
+  %p = {inner} parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] get-tuple-element(%p), index=1
+  ROOT %again = pred[] compare(%i, %n), direction=LT
+}}
+
+%inside (q: {inner}) -> {inner} {{
+  %q = {inner} parameter(0)
+  %i = s32[] get-tuple-element(%q), index=0
+  %n = s32[] get-tuple-element(%q), index=1
+  %x = {SHARD} iota(), iota_dimension=0
+{START.format("s", "x")}{DONE.format("d", "s")}  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %out = {inner} tuple(%next, %n)
+}}
+
+%always (u: (s32[])) -> pred[] {{
+  %u = (s32[]) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}}
+
+%outside (v: (s32[])) -> (s32[]) {{
+  %v = (s32[]) parameter(0)
+  %m = s32[] get-tuple-element(%v), index=0
+  %zero = s32[] constant(0)
+  %in = {inner} tuple(%zero, %m)
+  %w = {inner} while(%in), condition=%less, body=%inside
+  ROOT %back = (s32[]) tuple(%m)
+}}"""
+    body = (
+        f"{X}  %five = s32[] constant(5)\n  %in = (s32[]) tuple(%five)\n"
+        '  %w = (s32[]) while(%in), condition=%always, body=%outside, backend_config={"known_trip_count":{"n":"3"}}\n'
+    )
+    played = play(body, more)
+    assert played.collective == pytest.approx(3 * 5 * gathered())
+    assert played.exposed_bytes == pytest.approx(3 * 5 * SENT)
+
+
+def test_the_longer_branch_counts():
+    branches = "\n\n".join(
+        f"%{name} (x: {SHARD}) -> f32[] {{\n{X}{lines}}}"
+        for name, lines in (("short", work(0, 10)), ("long", work(1, 90)))
+    )
+    lines = f"{X}  %p = s32[] parameter(1)\n"
+    for call, megabytes in (
+        ("conditional(%p, %x, %x), branch_computations={%short, %long}", 90),
+        ("conditional(%p, %x, %x), branch_computations={%long, %short}", 90),
+        ("call(%x), to_apply=%short", 10),
+    ):
+        assert play(f"{lines}  %c = f32[] {call}\n", branches).seconds == pytest.approx(worked(megabytes))
+
+
+def test_a_copy_runs_beside_and_is_memory_where_it_is_waited_for():
+    fast = f"f32[{ROWS}]{{0:T(1024)S(1)}}"
+    copy, done = f"  %c = ({fast}, {SHARD}, u32[]) copy-start(%x)\n", f"  %d = {fast} copy-done(%c)\n"
+    alone, beside = play(X + copy + done, machine=V5P), play(X + copy + work(0, 1000) + done, machine=V5P)
+    assert alone.memory == alone.seconds == pytest.approx(4 * ROWS / (2765e9 * 0.88))
+    assert alone.exposed == beside.exposed == 0
+    assert beside.seconds == pytest.approx(worked(1000, V5P))
+    assert (alone.traffic, beside.traffic) == (4 * ROWS, 4 * ROWS + 500_000_000)
+
+
+def test_what_sends_nothing_is_no_memory():
+    waits = (
+        START.format("s", "x") + f"  %e = (f32[0]{{0}}, f32[0]{{0}}) all-gather-start(%z), {GROUPS}, dimensions={{0}}\n"
+    )
+    played = play(
+        f"{X}  %z = f32[0]{{0}} parameter(1)\n{waits}  %n = f32[0]{{0}} all-gather-done(%e)\n" + DONE.format("d", "s")
+    )
+    assert played.memory == 0
+    assert played.exposed == pytest.approx(gathered())
+
+
+def test_a_collective_inside_a_fusion_of_a_tpu_is_found_where_it_starts_and_where_it_is_waited_for():
+    def fusion(name: str, target: str) -> str:
+        gather = f'%g = {WHOLE} all-gather(%q), {GROUPS}, dimensions={{0}}, frontend_attributes={{chain_id="7"}}'
+        call = f'ROOT %c = ({SHARD}, {WHOLE}) custom-call(%g), custom_call_target="{target}"'
+        return f"%{name} (q: {SHARD}) -> {WHOLE} {{\n  %q = {SHARD} parameter(0)\n  {gather}\n  {call}\n}}"
+
+    both = f"{fusion('begin', 'AsyncCollectiveStart')}\n\n{fusion('finish', 'AsyncCollectiveDone')}"
+    near = SHARD.replace("{0}", "{0:S(1)}")
+    start = f"  %s = ({near}, {near}) fusion(%y), kind=kCustom, calls=%begin\n"
+    done = f"  %d = {near} fusion(%s), kind=kCustom, calls=%finish\n"
+    y = f"  %y = {near} parameter(1)\n"
+    link = gathered(machine=V5P)
+    alone = play(X + y + start + done, both, V5P)
+    hidden = play(X + y + start + work(0, 9000) + done, both, V5P)
+    assert alone.exposed == alone.seconds == pytest.approx(link)
+    assert (hidden.exposed, hidden.collective) == (0, pytest.approx(link))
+
+
+# Any schedule
+
+
+@dataclass
+class Schedule:
+    """Lines, and what they must take."""
+
+    lines: str = ""
+    seconds: float = 0.0
+    gathers: int = 0
+
+
+@st.composite
+def schedules(draw) -> Schedule:
+    """Work, gathers and their ends in any order in which a start comes before its done."""
+    made, open_ = Schedule(), []
+    for number in range(draw(st.integers(0, 8))):
+        what = draw(st.sampled_from(["work", "start", "done"]))
+        if what == "work":
+            megabytes = draw(st.integers(1, 400))
+            made.lines += work(number, megabytes)
+            made.seconds += worked(megabytes)
+        elif what == "start":
+            made.lines += START.format(f"s{number}", "x")
+            made.gathers += 1
+            open_.append(number)
+        elif open_:
+            last = open_.pop(draw(st.integers(0, len(open_) - 1)))
+            made.lines += DONE.format(f"d{last}", f"s{last}")
+    made.lines += "".join(DONE.format(f"d{last}", f"s{last}") for last in open_)
+    return made
+
+
+@settings(deadline=None)
+@given(before=schedules(), inside=schedules(), trips=st.integers(0, 5), after=schedules())
+def test_the_parts_of_any_schedule_make_its_whole(before, inside, trips, after):
+    lines = "".join(line.replace("%s", f"%{mark}s").replace("%d", f"%{mark}d").replace("%a", f"%{mark}a")
+                    for mark, made in (("b", before), ("c", after)) for line in (made.lines,))  # fmt: skip
+    cut = len(before.lines.splitlines()) // 2
+    entry = [line + "\n" for line in lines.splitlines()]
+    played = player(X + "".join(entry[:cut]) + run(trips) + "".join(entry[cut:]), loop(inside.lines)).whole()
+    gathers = before.gathers + after.gathers + trips * inside.gathers
+    done = before.seconds + after.seconds + trips * inside.seconds
+    small = 1e-9
+    assert played.compute + played.memory + played.exposed == pytest.approx(played.seconds)
+    assert played.memory == pytest.approx(done)
+    assert played.collective == pytest.approx(gathers * gathered())
+    assert max(done, played.collective) - small <= played.seconds <= done + played.collective + small
+    assert -small <= played.exposed <= played.collective + small
+    assert -small <= played.exposed_bytes <= gathers * SENT + 1
+    for lane in (LINK, COMPUTE):
+        events = [event for event in played.events if event.lane == lane]
+        assert all(event.end >= event.start >= 0 for event in events)
+        if lane == COMPUTE:
+            assert all(later.start >= earlier.end - small for earlier, later in pairwise(events))
