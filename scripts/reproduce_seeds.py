@@ -8,8 +8,8 @@ planner's roofline over them), `analytic` (the traced step) or `arithmetic`.
 
 Conventions
 - Bytes are per device; GB is 1e9 as the claims have it. Valley: held between steps. Peak: the most of a step.
-- Llama rows: bfloat16 parameters, gradients and AdamW, nothing recomputed, flash attention, 1024 tokens a sequence, as the
-  guide that the figures are from trains by default; its logits are float32 too.
+- Llama rows: bfloat16 parameters, gradients and AdamW, nothing recomputed, flash attention, 1024 tokens a sequence: so
+  trains, by default, the guide that the figures are from; its logits are float32 too.
 - GPT rows: float32 parameters and AdamW, bfloat16 compute, every block recomputed, 2048 tokens a sequence, unless said.
 - Offload is not in this release: its rows are arithmetic on a step without it and are marked.
 """

@@ -25,6 +25,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -155,10 +156,21 @@ def play(row: Row, product: float | None = None) -> Measured:
 
 
 def _played(row: Row, remat: str, efficiency: Any) -> dict[str, float]:
+    from fsdp_jax.planner.planning import player_of
+
+    module, sent, plan = _program(row, remat)
+    player = player_of(module, sent, plan, efficiency)
+    whole = player.whole()
+    loops = [trips * played.seconds for trips, played in player.loops.values() if trips > 8]
+    return {"step": whole.seconds, "compute": whole.compute, "forward": min(loops, default=0.0)}
+
+
+@cache
+def _program(row: Row, remat: str) -> tuple[Any, Any, Any]:
+    """(module, what it sends, the step's plan), compiled once."""
     from fsdp_jax.inspect.collectives import read_program
     from fsdp_jax.inspect.hlo import parse
     from fsdp_jax.planner import cache_folder, parse_topology
-    from fsdp_jax.planner.planning import player_of
     from fsdp_jax.planner.program import compile_step
     from fsdp_jax.train.config import load
     from fsdp_jax.train.run import build, topology_devices
@@ -172,10 +184,7 @@ def _played(row: Row, remat: str, efficiency: Any) -> dict[str, float]:
     if not program.text:
         raise SystemExit(f"{row.name} on {row.topology} does not fit: {program.refused_bytes} bytes")
     sent = read_program(program.text, run.step.plan.layout.mesh.shape)
-    player = player_of(parse(program.text), sent, run.step.plan, efficiency)
-    whole = player.whole()
-    loops = [trips * played.seconds for trips, played in player.loops.values() if trips > 8]
-    return {"step": whole.seconds, "compute": whole.compute, "forward": min(loops, default=0.0)}
+    return parse(program.text), sent, run.step.plan
 
 
 def fitted(rows: list[Row]) -> float:
@@ -272,7 +281,7 @@ def one_allocation(words: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", default=[], help="words that a row's name, source or topology has")
-    parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
+    parser.add_argument("--fit", nargs="*", metavar="CHIP", help="fit the constants again and print them")
     parser.add_argument("--allocator", action="store_true", help="on a GPU: the allocator's peak")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
@@ -280,10 +289,10 @@ def main() -> int:
     if options.one is not None:
         print(json.dumps(one_allocation(options.one)))
         return 0
-    if options.fit:
-        for chips in (("h100",), ("a100-80gb",), ("v6e",)):
-            of = [row for row in ROWS if row.fit and row.topology.partition(":")[0] in chips]
-            print(f"{chips[0]}: product {fitted(of):.3f}")
+    if options.fit is not None:
+        for chip in options.fit or ("h100", "a100-80gb", "v6e"):
+            of = [row for row in ROWS if row.fit and row.topology.partition(":")[0] == chip]
+            print(f"{chip}: product {fitted(of):.3f}")
         return 0
     rows = allocator() if options.allocator else published(options.rows)
     if options.json:

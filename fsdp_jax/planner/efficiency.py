@@ -1,7 +1,7 @@
 """What chips achieve of their peaks: the constants of the roofline, each with where it comes from.
 
-Two constants of each chip are fitted on published training runs (`scripts/validate_plan.py` says which, and holds the
-rest against other runs): `product`, and on TPUs `attention`. All others are measurements of others.
+One constant, `product`, is fitted on published training runs for h100, a100 and v6e (`scripts/validate_plan.py` says on
+which, and holds the planner against others). All else is measurements of others, or by analogy where it is said.
 """
 
 from collections.abc import Mapping
@@ -77,15 +77,18 @@ _ICI = (Protocol(3 * MICRO, 1 * MICRO, 30 * MICRO, 1.0),)
 _TILES = ((128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.8), (64, 64, 0.6))  # cuBLAS's kernels, best shapes first
 
 _H100 = Constants(
-    product=0.72, tiles=_TILES, cores=132, ramp=128, attention=0.46, bandwidth=0.88, link=370 / 450, network=0.92,
+    product=0.57, tiles=_TILES, cores=132, ramp=128, attention=0.46, bandwidth=0.88, link=370 / 450, network=0.92,
     tree=0.92, protocols=_NCCL, launch=1.8 * MICRO,
-    source="attention: cuDNN in FlashAttention-3's figures (causal, head dim 128, T 4k, both ways); bandwidth:"
-    " BabelStream triad, Azure ND_H100_v5 (0.87-0.95); link: 370 GB/s of 450, nccl-tests issue 212; network: 46-48 GB/s"
-    " of a 400 Gb port, nccl-tests issue 290; launch: How To Scale Your Model, GPUs",
+    source="product: fitted on MosaicML's runs; alone such products reach 0.70-0.80 (ml-engineering's accelerator"
+    " benchmarks), in steps the chip is short of power; attention: cuDNN in FlashAttention-3's figures (causal, head"
+    " dim 128, T 4k, both ways); bandwidth: BabelStream triad, Azure ND_H100_v5 (0.87-0.95); link: 370 GB/s of 450,"
+    " nccl-tests issue 212; network: 46-48 GB/s of a 400 Gb port, nccl-tests issue 290; launch: How To Scale Your"
+    " Model, GPUs",
 )  # fmt: skip
 _A100 = replace(
-    _H100, product=0.83, cores=108, attention=0.52, bandwidth=0.81, link=230 / 300,
-    source="attention: FlashAttention-2, section 4; bandwidth: BabelStream, Azure ND_A100_v4 (0.79-0.86); link: 230"
+    _H100, product=0.78, cores=108, attention=0.52, bandwidth=0.81, link=230 / 300,
+    source="product: fitted on MosaicML's runs; alone 0.80-0.87 (ml-engineering, Azure ND_A100_v4); attention:"
+    " FlashAttention-2, section 4; bandwidth: BabelStream, Azure ND_A100_v4 (0.79-0.86); link: 230"
     " GB/s of 300, nccl-tests issue 149; network: 96 of 100, nccl-tests issue 119",
 )  # fmt: skip
 _TPU = Constants(
@@ -101,15 +104,15 @@ CONSTANTS: Mapping[str, Constants] = MappingProxyType(
         "h200": replace(_H100, bandwidth=0.86, source=f"{_H100.source}; bandwidth: BabelStream, Azure ND_H200_v5"),
         "b200": replace(
             _H100, cores=148, attention=0.45, bandwidth=0.90, link=650 / 900,
-            source="product: 0.776 for the best shape, ml-engineering's accelerator benchmarks, less what h100's is"
-            " below its best; others by analogy with h100, not measured",
+            source="by analogy with h100, whose products alone reach as much (0.776, ml-engineering); not measured",
         ),
         "a100-40gb": _A100,
         "a100-80gb": _A100,
         "v100": replace(
-            _A100, product=0.80, tiles=((128, 128, 1.0), (64, 128, 0.85), (64, 64, 0.65)), cores=80, attention=0.30,
+            _A100, product=0.72, tiles=((128, 128, 1.0), (64, 128, 0.85), (64, 64, 0.65)), cores=80, attention=0.30,
             bandwidth=0.85, link=120 / 150, network=0.9,
-            source="product: 101 of 112 TFLOP/s, an NVIDIA forum thread on a PCIe card; link: 6 of NCCL's 20 GB/s",
+            source="product: alone 101 of 112 TFLOP/s on a PCIe card, an NVIDIA forum thread, less what a100's is below"
+            " its own; link: 6 of NCCL's 20 GB/s; others by analogy with a100",
         ),
         "v4": _TPU,
         "v5e": _TPU,

@@ -122,6 +122,15 @@ def test_latency_is_of_the_faster_protocol():
     )
 
 
+def test_a_ring_steps_within_and_between_hosts():
+    protocols = CONSTANTS["h100"].protocols
+    ring = min(one.base + (512 - 64) * one.link + 63 * one.network for one in protocols)
+    assert network("h100:64x8").seconds("all-gather", 1, "data") == pytest.approx(ring, rel=1e-3)
+    [ici] = CONSTANTS["v5e"].protocols  # both ways around each dim
+    assert network("v5e:16x16").seconds("all-gather", 1, "data") == pytest.approx(ici.base + 2 * 8 * ici.link, rel=1e-3)
+    assert network("v5e:4x4").seconds("all-gather", 1, "data") == pytest.approx(ici.base + 2 * 3 * ici.link, rel=1e-3)
+
+
 def test_a_small_all_reduce_over_many_hosts_takes_a_tree():
     protocols = CONSTANTS["h100"].protocols
     tree = min(one.base + 2 * (7 * one.link + log2(64) * one.network) for one in protocols)

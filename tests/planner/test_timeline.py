@@ -1,5 +1,6 @@
 """Schedules played by hand: what is hidden, what is waited for, and that the parts of a step make the whole."""
 
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,7 +23,6 @@ ROWS = 2**20
 SHARD, WHOLE = f"f32[{ROWS}]{{0}}", f"f32[{8 * ROWS}]{{0}}"
 SENT = 7 * 4 * ROWS  # by a device that gathers it
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
-GATHER = f"all-gather({{}}), {GROUPS}, dimensions={{{{0}}}}"
 START = f"  %{{0}} = ({SHARD}, {WHOLE}) all-gather-start(%{{1}}), {GROUPS}, dimensions={{{{0}}}}\n"
 DONE = f"  %{{0}} = {WHOLE} all-gather-done(%{{1}})\n"
 X = f"  %x = {SHARD} parameter(0)\n"
@@ -92,7 +92,7 @@ def test_a_gather_is_waited_for_as_long_as_the_work_falls_short():
 
 
 def test_a_gather_that_nothing_runs_beside_is_all_waiting():
-    synchronous = play(f"{X}  %g = {WHOLE} {GATHER.format('%x')}\n")
+    synchronous = play(f"{X}  %g = {WHOLE} all-gather(%x), {GROUPS}, dimensions={{0}}\n")
     beside_nothing = play(X + START.format("s", "x") + DONE.format("d", "s"))
     declared = play(X + START.format("s", "x")[:-1] + ', backend_config={"is_sync":true}\n' + DONE.format("d", "s"))
     for played in (synchronous, beside_nothing, declared):
@@ -109,13 +109,12 @@ def test_gathers_go_one_after_the_other():
 
 
 def test_a_product_takes_the_longer_of_its_work_and_its_memory():
-    a, b = "f32[4096,4096]{1,0}", "f32[4096,64]{1,0}"
-    lines = f"  %l = {a} parameter(1)\n  %r = {b} parameter(2)\n"
-    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-    square, thin = (
-        play(f"{X}{lines}  %d = {a} dot(%l, %l), {dims}\n"),
-        play(f"{X}{lines}  %d = {b} dot(%l, %r), {dims}\n"),
-    )
+    def multiply(m: int, n: int) -> Played:
+        dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+        sides = f"  %l = f32[{m},4096] parameter(1)\n  %r = f32[4096,{n}] parameter(2)\n"
+        return play(f"{X}{sides}  %d = f32[{m},{n}] dot(%l, %r), {dims}\n")
+
+    square, thin = multiply(4096, 4096), multiply(65536, 8)
     assert square.compute == square.seconds > 0 == square.memory
     assert thin.memory == thin.seconds > 0 == thin.compute
     [(product, times)] = square.products.items()
@@ -281,10 +280,9 @@ def schedules(draw) -> Schedule:
 @settings(deadline=None)
 @given(before=schedules(), inside=schedules(), trips=st.integers(0, 5), after=schedules())
 def test_the_parts_of_any_schedule_make_its_whole(before, inside, trips, after):
-    lines = "".join(line.replace("%s", f"%{mark}s").replace("%d", f"%{mark}d").replace("%a", f"%{mark}a")
-                    for mark, made in (("b", before), ("c", after)) for line in (made.lines,))  # fmt: skip
+    marked = "".join(re.sub("%([ads])", rf"%{mark}\1", made.lines) for mark, made in (("b", before), ("c", after)))
     cut = len(before.lines.splitlines()) // 2
-    entry = [line + "\n" for line in lines.splitlines()]
+    entry = [line + "\n" for line in marked.splitlines()]
     played = player(X + "".join(entry[:cut]) + run(trips) + "".join(entry[cut:]), loop(inside.lines)).whole()
     gathers = before.gathers + after.gathers + trips * inside.gathers
     done = before.seconds + after.seconds + trips * inside.seconds
