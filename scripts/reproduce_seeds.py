@@ -76,7 +76,7 @@ def _offloaded(found: Plan) -> str:
     """Without parameters and optimizer state on the device; a unit's shards on their way are not in it."""
     away = found.breakdown["params"] + found.breakdown["optimizer"]
     valley, peak = max(0, found.valley_bytes - away), found.peak_bytes - away
-    return f"{valley / GB:.1g} / {peak / GB:.3g} GB"
+    return f"{valley / GB:.1f} / {peak / GB:.3g} GB"
 
 
 def largest() -> list[Row]:
