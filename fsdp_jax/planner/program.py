@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fsdp_jax.compiled import Step
+from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.inspect.stderr import quiet
 from fsdp_jax.overlap import compiler_options
 from fsdp_jax.planner.dumps import Dump, dumped
@@ -64,11 +66,13 @@ def compile_step(step: Step, batch: PyTree, topology: Topology, cache: Path | No
         cache: folder to keep programs in; None keeps none.
 
     Raises:
+        ConfigError: a dtype that the chip has no unit for.
         JaxRuntimeError: XLA fails for another reason than memory.
 
     """
     lowered = step.lower(batch)
     assert step.plan is not None
+    _check_dtypes(step.plan, topology)
     key = _key(lowered.as_text(), step.plan, topology)
     kept = cache / f"{key}.json.gz" if cache else None
     if kept is not None and (found := _read(kept)) is not None:
@@ -77,6 +81,15 @@ def compile_step(step: Step, batch: PyTree, topology: Topology, cache: Path | No
     if kept is not None:
         _write(kept, program)
     return program
+
+
+def _check_dtypes(plan: StepPlan, topology: Topology) -> None:
+    """Where a chip has no unit for bfloat16, XLA has no products of it either, and says so by an internal error."""
+    lacks = topology.hardware.platform == "cuda" and "bfloat16" not in topology.hardware.peak_flops
+    if lacks and any(route.compute == jnp.bfloat16 for route in plan.routes.values()):
+        expected, fix = "float32", "--precision.compute float32; float16 needs loss scaling, which is not there yet"
+        what = f"{topology.hardware.name} has no bfloat16"
+        raise ConfigError(message(what, where="precision.compute", expected=expected, got="bfloat16", fix=fix))
 
 
 def cache_folder() -> Path:

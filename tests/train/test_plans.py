@@ -114,6 +114,12 @@ def test_a_search_writes_the_best_configuration(tiny, capsys, tmp_path, monkeypa
 
 
 @pytest.mark.needs_plugin
+def test_a_dtype_that_a_chip_lacks_is_named(tiny, capsys):
+    assert main(["plan", tiny, "--topology", "v100:8"]) == 2
+    assert "v100 has no bfloat16" in capsys.readouterr().err
+
+
+@pytest.mark.needs_plugin
 def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
     words = ["plan", tiny, "--topology", "h100:8", "--train.global_batch_size", "8"]
     assert main(words) == 0
