@@ -119,6 +119,10 @@ def plan(arguments: list[str]) -> int:
         raise ConfigError(message("--topology is missing", where="command line", expected="--topology T", fix=fix))
     if devices is not None and not devices.isdecimal():
         raise ConfigError(message("not a number of devices", where="--devices", expected="a whole number", got=devices))
+    if seek and (analytic or len(files) > 1):
+        got = "--analytic" if analytic else "--compare"
+        fix = "search first, then plan what it wrote"
+        raise ConfigError(message(f"{got} does not go with --search", where="command line", got=got, fix=fix))
     if not seek and (devices is not None or to is not None):
         got = "--devices" if devices is not None else "--to"
         raise ConfigError(message(f"{got} goes with --search", where="command line", got=got, fix="add --search"))
@@ -133,7 +137,8 @@ def plan(arguments: list[str]) -> int:
         target = Path(to or f"{Path(files[0][0]).stem}.planned.yaml")
         choice.save(target)
         plans = [choice.found.best.plan]
-        print(json.dumps(choice.to_json(), indent=1) if as_json else f"{choice.found}\nwritten to {target}")
+        said = json.dumps(choice.to_json() | {"written": str(target)}, indent=1)
+        print(said if as_json else f"{choice.found}\nwritten to {target}")
     else:
         from fsdp_jax.planner import parse_topology, plans_table
 

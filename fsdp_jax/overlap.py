@@ -1,6 +1,8 @@
 """What XLA must be told so that the collectives that prefetch has moved run beside compute."""
 
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,8 +13,8 @@ from fsdp_jax.step import StepPlan
 GPU = ("gpu", "cuda")
 
 
-def compile_overlapped(lowered: Any, plan: StepPlan) -> Any:
-    """Compiles with these options.
+def compile_overlapped(lowered: Any, plan: StepPlan, also: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Compiles with these options, and others.
 
     Warns:
         SlowerWarning: this release of XLA knows them no more.
@@ -20,13 +22,13 @@ def compile_overlapped(lowered: Any, plan: StepPlan) -> Any:
     """
     options = compiler_options(plan)
     try:
-        return lowered.compile(compiler_options=options)
+        return lowered.compile(compiler_options={**options, **also})
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise
         cost = "small gathers of every layer are not hidden behind compute"
         warnings.warn(f"this XLA does not know {' or '.join(options)}: {cost}", SlowerWarning, stacklevel=2)
-        return lowered.compile()
+        return lowered.compile(compiler_options=dict(also))
 
 
 def compiler_options(plan: StepPlan) -> dict[str, Any]:

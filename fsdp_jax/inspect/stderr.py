@@ -41,41 +41,21 @@ def rematerializations() -> Iterator[list[Rematerialization]]:
     neither does XLA where TF_CPP_MIN_LOG_LEVEL silences its warnings.
     """
     found: list[Rematerialization] = []
-    said: list[str] = []
-    try:
-        with _held() as said:
-            yield found
-    finally:
-        found += [one for text in said for one in find(text)]
-
-
-@contextmanager
-def quiet(noise: tuple[str, ...]) -> Iterator[None]:
-    """Keeps lines that hold any of these words from the process's standard error while the block compiles."""
-    with _held(noise):
-        yield
-
-
-@contextmanager
-def _held(noise: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    """File descriptor 2 is held back and then written out, less the noise; what was said is the list's only element."""
-    said: list[str] = []
     sys.stderr.flush()
     before = os.dup(2)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
-            yield said
+            yield found
         finally:
             sys.stderr.flush()
             os.dup2(before, 2)
             os.close(before)
             held.seek(0)
             text = held.read()
-            said.append(text.decode(errors="replace"))
-            kept = [line for line in text.splitlines(keepends=True) if not any(word.encode() in line for word in noise)]
             with os.fdopen(2, "wb", closefd=False) as stderr:
-                stderr.write(b"".join(kept))
+                stderr.write(text)
+            found += find(text.decode(errors="replace"))
 
 
 def find(text: str) -> list[Rematerialization]:

@@ -14,6 +14,8 @@ from fsdp_jax.models.layers import Attention, blockwise_attention
 Kind = Literal["blockwise", "flash", "cudnn"]
 
 GPU = ("gpu", "cuda")
+TILE = 128
+"""Tokens that a flash kernel takes at once, at least."""
 
 
 def make_attention(kind: Kind, platform: str) -> Attention:
@@ -43,6 +45,7 @@ def _triton(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bo
     """Flash attention on GPUs (Dao, arXiv:2307.08691): [B, T, H, K], keys and values [B, T, G, K], to [B, T, H, K]."""
     from jax.experimental.pallas.ops.gpu.attention import mha
 
+    _block(query.shape[1])
     repeats = query.shape[2] // key.shape[2]  # the kernel knows no grouped queries
     key, value = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (key, value))
     out: jax.Array = mha(query, key, value, None, sm_scale=query.shape[3] ** -0.5, causal=is_causal)
@@ -55,10 +58,10 @@ def _splash(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bo
 
     T, S, H = query.shape[1], key.shape[1], query.shape[2]
     mask = splash_attention_mask.CausalMask((T, S)) if is_causal else splash_attention_mask.FullMask((T, S))
-    block = min(512, T)
+    rows, columns = _block(T), _block(S)
     sizes = splash_attention_kernel.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
-        block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+        block_q=rows, block_kv=columns, block_kv_compute=columns, block_q_dkv=rows, block_kv_dkv=columns,
+        block_kv_dkv_compute=columns, block_q_dq=rows, block_kv_dq=columns,
     )  # fmt: skip
     kernel = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([mask] * H), block_sizes=sizes, head_shards=1, q_seq_shards=1
@@ -67,3 +70,13 @@ def _splash(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bo
     heads_first = (jnp.moveaxis(x, 2, 1) for x in (scaled, key, value))
     out: jax.Array = jnp.moveaxis(jax.vmap(kernel)(*heads_first), 1, 2)
     return out
+
+
+def _block(length: int) -> int:
+    """The largest block that divides a sequence; ValueError where none does."""
+    found = next((size for size in (512, 384, 256, TILE) if length % size == 0), None)
+    if found is None:
+        near = max(TILE, length // TILE * TILE)
+        said = f"flash attention needs a sequence of a multiple of {TILE} tokens, got {length}"
+        raise ValueError(f"{said}; use {near} or {near + TILE}, or blockwise attention")
+    return found

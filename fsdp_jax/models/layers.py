@@ -32,7 +32,8 @@ def recomputed(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     For what is cheap beside the products around it: left alone, jax keeps every array between two products, which of a
     GPT's block are two thirds of all that is kept. Not `jax.checkpoint`: inside another one, whose policy keeps
-    activations as a unit's does, it keeps what that one keeps.
+    activations as a unit's does, it keeps what that one keeps. Derivatives are of reverse mode: `jax.jvp` of it is
+    refused by jax.
     """
 
     @jax.custom_vjp
@@ -56,7 +57,7 @@ BLOCK = 512  # queries that are attended together where a sequence is long
 def blockwise_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
     """`jax.nn.dot_product_attention`, in blocks of queries where there are more than two blocks of them.
 
-    Query [B, T, H, K], key and value [B, T, G, K], result [B, T, H, K]. At T 2048 and H 32 the whole [H, T, T] of
+    Query [B, T, H, K], key and value [B, S, G, K], result [B, T, H, K]. At T 2048 and H 32 the whole [H, T, T] of
     scores and weights takes 1.5 GiB per example; a block at a time, recomputed in the backward, a quarter of it (Rabe
     and Staats, 2021). With cuDNN, `jax.nn.dot_product_attention(..., implementation="cudnn")` takes less still.
     """
@@ -65,7 +66,8 @@ def blockwise_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, i
         return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
 
     def attend(first: jax.Array, block: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        seen = (first + jnp.arange(BLOCK))[:, None] >= jnp.arange(T)[None] if is_causal else jnp.ones((BLOCK, T), bool)
+        S = key.shape[1]
+        seen = (first + jnp.arange(BLOCK))[:, None] >= jnp.arange(S)[None] if is_causal else jnp.ones((BLOCK, S), bool)
         return jax.nn.dot_product_attention(block, key, value, mask=seen[None, None])
 
     blocks = jnp.moveaxis(query.reshape(B, T // BLOCK, BLOCK, H, K), 1, 0)
@@ -86,9 +88,10 @@ class LayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """[..., D] to [..., D]."""
+        if mask is not None:
+            return super().__call__(x, mask=mask)
         structure, params = nnx.split(self)
-        run = recomputed(lambda params, x: super(LayerNorm, nnx.merge(structure, params)).__call__(x, mask=mask))
-        return run(params, x)
+        return recomputed(lambda params, x: super(LayerNorm, nnx.merge(structure, params)).__call__(x))(params, x)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -96,9 +99,10 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """[..., D] to [..., D]."""
+        if mask is not None:
+            return super().__call__(x, mask=mask)
         structure, params = nnx.split(self)
-        run = recomputed(lambda params, x: super(RMSNorm, nnx.merge(structure, params)).__call__(x, mask=mask))
-        return run(params, x)
+        return recomputed(lambda params, x: super(RMSNorm, nnx.merge(structure, params)).__call__(x))(params, x)
 
 
 def layer_norm(width: int, *, dtype: str | None, rngs: nnx.Rngs) -> LayerNorm:

@@ -31,13 +31,13 @@ from math import prod
 from typing import Any
 
 import jax.extend.core as jex
-import jax.numpy as jnp
 
 from fsdp_jax.errors import message
 from fsdp_jax.jaxprs import scan_arguments
 from fsdp_jax.layout import COPIES, Layout
 from fsdp_jax.mesh import shards_of
 from fsdp_jax.planner.products import Product
+from fsdp_jax.planner.traced import products_of
 from fsdp_jax.step import StepPlan
 from fsdp_jax.travel import SITE
 from fsdp_jax.tree import SEPARATOR
@@ -88,7 +88,14 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
     layout = plan.layout
     if not plan.manual and layout.mesh.size > 1:
         what = "only a step whose devices see their own part of the batch can be estimated"
-        raise ValueError(message(what, where="local_batch", got=plan.together, fix="compile the step instead"))
+        raise ValueError(
+            message(
+                what,
+                where="local_batch",
+                got=plan.together,
+                fix="compile for a topology, or train_step(local_batch=True)",
+            )
+        )
     shapes, outer = _Shapes(layout), jaxpr.jaxpr
     reader = _Reader(shapes.bytes_outside, shapes.part_of)
     new = reader.run(outer, [_given(shapes.bytes_outside(v.aval)) for v in outer.invars])
@@ -270,7 +277,7 @@ class _Reader:
             for n, out in enumerate(outs):
                 out.constant = (name, n, str(eqn.outvars[n].aval), str(params), *(x.constant for x in ins))
         self._append(kind, name, ins, outs)
-        self.ops[-1].products = tuple(_products(eqn))
+        self.ops[-1].products = tuple(products_of(eqn))
         if kind == "loop":
             self._enter(eqn, self.ops[-1])
         return outs
@@ -301,21 +308,6 @@ class _Reader:
             inputs = inputs + reader._append("fused", "slice", [_given(size)], [_Value(size, part)])
         results = reader.run(body, inputs)
         return _Program(results[len(carry) :], carry, results[: len(carry)], reader.ops)
-
-
-def _products(eqn: jex.JaxprEqn, fused: bool = False) -> Iterable[Product]:
-    if eqn.primitive.name == "dot_general":
-        (left, _), (batch, _) = eqn.params["dimension_numbers"]
-        avals: list[Any] = [v.aval for v in eqn.invars]
-        a, b = avals
-        count, k = (prod(a.shape[dim] for dim in dims) for dims in (batch, left))
-        m, n = prod(a.shape) // max(1, count * k), prod(b.shape) // max(1, count * k)
-        yield Product(count, m, n, k, jnp.promote_types(a.dtype, b.dtype).name, fused=fused)
-    elif eqn.primitive.name == "pallas_call" or fused:
-        grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
-        turns = prod(size for size in grid if isinstance(size, int)) * eqn.params.get("length", 1)
-        for inner in (inner for body in jex.jaxprs_in_params(eqn.params) for inner in body.eqns):
-            yield from (replace(product, times=product.times * turns) for product in _products(inner, fused=True))
 
 
 class _Life:

@@ -25,33 +25,47 @@ _HEADS_THIRD = re.compile(r'_batch_dimensions":\s*\["0",\s*"2"\]')
 
 
 def attention_products(one: Instruction, operands: Sequence[Sequence[Shape]]) -> tuple[Product, ...] | None:
-    """The products of an attention kernel; None where it is no kernel that is known here.
+    """The products of an attention kernel in a compiled program; None where it is no kernel that is known here.
 
     Causal kernels skip what is masked: half is counted. cuDNN says whether it masks; of the others, which are called by
     language models, it is assumed.
 
     Args:
         one: the custom call.
-        operands: shapes of what it reads; queries and keys are the first two of floating dtype, with four dims, or
-            three where a batch of one was left out.
+        operands: shapes of what it reads.
 
     """
     said = f"{one.attribute('custom_call_target')} {one.op_name} {one.name}"
+    mask = _CAUSAL.search(one.attributes)
+    causal = mask is None or "CAUSAL" in mask.group(1)
+    return kernel_products(said, [shapes[0] for shapes in operands if shapes], causal, one.attributes)
+
+
+def kernel_products(
+    said: str, operands: Sequence[Shape], causal: bool = True, attributes: str = ""
+) -> tuple[Product, ...] | None:
+    """The products of an attention kernel that `said` names, in a program or in a trace.
+
+    Args:
+        said: what holds its name.
+        operands: queries and keys are the first two of floating dtype, with four dims, or three where a batch of one
+            was left out.
+        causal: half of the products is skipped.
+        attributes: of a cuDNN call, which say where its heads are.
+
+    """
     found = next(((count, heads_first) for name, count, heads_first in _KERNELS if name.search(said)), None)
-    arrays = [_batched(shape) for shapes in operands for shape in shapes[:1] if len(shape.dims) in (3, 4)]
-    arrays = [shape for shape in arrays if "float" in shape.dtype]  # masks are integers
+    arrays = [_batched(shape) for shape in operands if len(shape.dims) in (3, 4) and "float" in shape.dtype]
     if found is None or len(arrays) < 2:
         return None
     count, heads_first = found
     if not count:
         return ()
     if heads_first is None:
-        heads_first = not _HEADS_THIRD.search(one.attributes)
+        heads_first = not _HEADS_THIRD.search(attributes)
     query, key = arrays[0], arrays[1]
     B, T, H, K = _sizes(query, heads_first)
     S = _sizes(key, heads_first)[1]
-    mask = _CAUSAL.search(one.attributes)
-    causal = mask is None or "CAUSAL" in mask.group(1)
     rows = max(1, T // 2) if causal else T
     return (Product(B * H, rows, S, K, query.dtype, count, fused=True),)
 

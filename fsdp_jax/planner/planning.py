@@ -11,9 +11,10 @@ from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.inspect.collectives import Program as Sent
 from fsdp_jax.inspect.collectives import read_program
 from fsdp_jax.inspect.contract import judge
+from fsdp_jax.inspect.expected import expected_of
 from fsdp_jax.inspect.hlo import Module, parse
 from fsdp_jax.mesh import shape_of
-from fsdp_jax.planner.buffers import Buffer, held
+from fsdp_jax.planner.buffers import KINDS, Buffer, held
 from fsdp_jax.planner.efficiency import Efficiency, efficiency_of
 from fsdp_jax.planner.estimate import Estimate, estimate
 from fsdp_jax.planner.figures import MOST, Basis, Time
@@ -121,13 +122,35 @@ def _check(topology: Topology) -> None:
 
 def _refused(step: Step, batch: PyTree, topology: Topology, work: Work, program: Program) -> Plan:
     """XLA's word for the peak, and for the rest what can be known without a program."""
-    guess = analytic_plan(step, batch, topology, work)
     assert program.refused_bytes is not None
-    rest = program.refused_bytes - (guess.peak_bytes - guess.breakdown["other"])
-    said = f"XLA refuses to compile it: it would take {human_bytes(program.refused_bytes)}; all else is analytic"
+    assert step.plan is not None
+    said = f"XLA refuses to compile it: it would take {human_bytes(program.refused_bytes)}"
+    if not step.plan.manual and topology.size > 1:  # an estimate needs to know what each device sees
+        return _from_layout(step.plan, topology, work, program, said)
+    guess = analytic_plan(step, batch, topology, work)
+    rest = program.refused_bytes - guess.peak_bytes + guess.breakdown["other"]
+    if rest < 0:
+        return _from_layout(step.plan, topology, work, program, said)
     return replace(
         guess, peak_bytes=program.refused_bytes, breakdown=dict(guess.breakdown) | {"other": rest},
-        compile_s=program.seconds, notes=(said, *guess.notes), basis=dict(guess.basis) | {"peak_bytes": "compiled"},
+        compile_s=program.seconds, notes=(f"{said}; all else is analytic", *guess.notes),
+        basis=dict(guess.basis) | {"peak_bytes": "compiled"},
+    )  # fmt: skip
+
+
+def _from_layout(plan: StepPlan, topology: Topology, work: Work, program: Program, said: str) -> Plan:
+    """What the layout alone tells of a step that XLA refuses: no time, and of the peak the state in it."""
+    assert program.refused_bytes is not None
+    layout = plan.layout
+    held: dict[str, int] = dict.fromkeys(KINDS, 0)
+    held |= {"params": layout.per_device("params"), "optimizer": layout.per_device("optimizer")}
+    held["other"] = program.refused_bytes - sum(held.values())
+    limit = sum(each.bytes for each in expected_of(plan))
+    return Plan(
+        **_common(plan, topology, work), peak_bytes=program.refused_bytes, host_bytes=0, breakdown=held, buffers=(),
+        collectives=(), wire_bytes=limit, wire_bytes_limit=limit, exposed_bytes=0, time=None,
+        tokens_per_s_per_device=None, mfu=None, hfu=None, compile_s=program.seconds,
+        basis=_basis(("peak_bytes",), ("breakdown", "wire_bytes")), notes=(said,),
     )  # fmt: skip
 
 
@@ -163,7 +186,7 @@ def _analytic_time(found: Estimate, traffic: Traffic, efficiency: Efficiency) ->
 
 def _operand_bytes(product: Product) -> int:
     """Read and written by a product; a fused one keeps its m x n on the chip."""
-    size = 2 if "16" in product.dtype else 4
+    size = 2 if "16" in product.dtype else 1 if "8" in product.dtype else 4
     square = 0 if product.fused else product.m * product.n
     return product.times * product.batch * size * (product.m * product.k + product.k * product.n + square)
 

@@ -10,8 +10,12 @@ import os
 import re
 import tempfile
 import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +24,13 @@ import jax.numpy as jnp
 
 from fsdp_jax.compiled import Step
 from fsdp_jax.errors import ConfigError, message
-from fsdp_jax.inspect.stderr import quiet
-from fsdp_jax.overlap import compiler_options
+from fsdp_jax.overlap import compile_overlapped, compiler_options
 from fsdp_jax.planner.dumps import Dump, dumped
 from fsdp_jax.planner.topology import Topology
 from fsdp_jax.step import StepPlan
 from fsdp_jax.tree import PyTree
 
-_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")
-_NOISE = ("hlo_rematerialization.cc",)
-"""XLA's complaints that a program is too large, which the plan says better."""
+_PLACE = re.compile(r'"[^"]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"(?P<size>[\d.]+)(?P<unit>[KMGT]?)i?B?"
 _WHOLE = re.compile(rf"Used {_SIZE} of [\d.]+[KMGT]? hbm", re.IGNORECASE)
@@ -73,7 +74,7 @@ def compile_step(step: Step, batch: PyTree, topology: Topology, cache: Path | No
     lowered = step.lower(batch)
     assert step.plan is not None
     _check_dtypes(step.plan, topology)
-    key = _key(lowered.as_text(), step.plan, topology)
+    key = _key(lowered, step.plan, topology)
     kept = cache / f"{key}.json.gz" if cache else None
     if kept is not None and (found := _read(kept)) is not None:
         return found
@@ -99,21 +100,27 @@ def cache_folder() -> Path:
 
 def _compile(lowered: Any, plan: StepPlan) -> Program:
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        options = compiler_options(plan) | {"xla_dump_to": folder}
-        before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-        jax.config.update("jax_enable_compilation_cache", False)  # what comes from there dumps nothing
+    with tempfile.TemporaryDirectory() as folder, _never_kept_by_jax():
         try:
-            with quiet(_NOISE):
-                compiled = lowered.compile(compiler_options=options)
+            compiled = compile_overlapped(lowered, plan, {"xla_dump_to": folder})
         except jax.errors.JaxRuntimeError as error:
             refused = refused_bytes(str(error), plan.layout.per_device())
             if refused is None:
                 raise
             return Program("", None, refused, time.perf_counter() - started)
-        finally:
-            jax.config.update("jax_enable_compilation_cache", before)
         return Program(compiled.as_text(), dumped(Path(folder)), None, time.perf_counter() - started)
+
+
+@contextmanager
+def _never_kept_by_jax() -> Iterator[None]:
+    """Within, jax's compilation cache takes nothing in: what comes out of it is not compiled, and so dumps nothing."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def refused_bytes(said: str, state: int) -> int | None:
@@ -130,18 +137,23 @@ def refused_bytes(said: str, state: int) -> int | None:
     return None
 
 
-def _key(text: str, plan: StepPlan, topology: Topology) -> str:
+def _key(lowered: Any, plan: StepPlan, topology: Topology) -> str:
     """Of all that decides what XLA makes, and of the names that the program carries."""
-    names = sorted(plan.layout.by_path)
-    said = [text, str(topology), str(compiler_options(plan)), str(names), *map(_version, _PACKAGES)]
+    # names of scopes and operations, without the places in files that they come from
+    text = _PLACE.sub("", lowered.as_text(debug_info=True))
+    devices = [device.id for device in plan.layout.mesh.devices.flat]
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    said = [text, str(topology), str(devices), str(compiler_options(plan)), *flags, *_compilers()]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
 
 
-def _version(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return ""
+@cache
+def _compilers() -> tuple[str, ...]:
+    """What is installed of jax, its plugins and NVIDIA's libraries, with versions."""
+    names = {(each.name or "").lower(): each.version for each in distributions()}
+    return tuple(
+        f"{name} {names[name]}" for name in sorted(names) if name.startswith(("jax", "nvidia", "libtpu", "fsdp"))
+    )
 
 
 def _read(path: Path) -> Program | None:
@@ -151,17 +163,27 @@ def _read(path: Path) -> Program | None:
         return Program(content["text"], dump, content["refused_bytes"], content["seconds"], cached=True)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, EOFError):  # cut short, or of another release: compile again
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        zlib.error,
+    ):  # cut short, or of another release: compile again
         return None
 
 
 def _write(path: Path, program: Program) -> None:
     """All at once or not at all: another process may be reading."""
     content = {name: value for name, value in asdict(program).items() if name != "cached"}
+    part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_bytes(gzip.compress(json.dumps(content).encode(), compresslevel=3))
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            part = Path(file.name)
+            file.write(gzip.compress(json.dumps(content).encode(), compresslevel=3))
         part.replace(path)
     except OSError:  # a full or read-only disk costs the second run's time, not the plan
-        return
+        if part is not None:
+            part.unlink(missing_ok=True)

@@ -102,7 +102,7 @@ def search(
         say: told of the progress, a line at a time.
 
     Raises:
-        ConfigError: a batch that does not divide.
+        ConfigError: a batch that does not divide, or no setting can be built.
         FitError: nothing fits.
 
     """
@@ -110,17 +110,20 @@ def search(
     if not every:
         raise ConfigError(_indivisible(topology, rows))
     tried: list[Candidate] = []
+    refused: dict[str, str] = {}
     for number, knobs in enumerate(every, 1):
         if any(_hopeless(knobs, known, topology) for known in tried):
             continue
-        plan = _estimate(make, knobs, topology, work)
+        plan = _estimate(make, knobs, topology, work, refused)
         if plan is not None:
             tried.append(Candidate(knobs, plan))
             took = f"{human_bytes(plan.peak_bytes)}, {1000 * tried[-1].seconds:.0f} ms"
             say(f"{number} of {len(every)}: {knobs}: {took}, estimated")
+    if not tried:
+        raise ConfigError(next(iter(refused.values())))
     fitting = sorted((one for one in tried if _may_fit(one.plan)), key=lambda one: one.seconds)
     compiled: list[Candidate] = []
-    for one in fitting:
+    for one in fitting[: 2 * FINALISTS]:  # estimates are a little off: some may not fit
         if len(compiled) == FINALISTS:
             break
         say(f"compiling {one.knobs}")
@@ -158,13 +161,12 @@ def _hopeless(knobs: Knobs, known: Candidate, topology: Topology) -> bool:
     return knobs.accumulation <= other.accumulation and all(no_leaner)
 
 
-def _estimate(make: Make, knobs: Knobs, topology: Topology, work: Work) -> Plan | None:
-    """None of what cannot be built."""
+def _estimate(make: Make, knobs: Knobs, topology: Topology, work: Work, refused: dict[str, str]) -> Plan | None:
+    """None of what cannot be built, such as an optimizer that a strategy cannot shard; the reason goes to `refused`."""
     try:
         return analytic_plan(*make(knobs, stand_ins(topology)), topology, work)
-    except ConfigError:
-        raise
-    except ValueError:
+    except ValueError as error:
+        refused.setdefault(knobs.strategy, str(error))
         return None
 
 
@@ -196,14 +198,17 @@ def smallest(
         expected = f"a machine of {devices} {chip.name}" if devices else f"at least one row for each {chip.name}"
         fix = "a whole number of hosts, and a train.global_batch_size that divides by the devices"
         raise ConfigError(message("no machine for this batch", where="devices", expected=expected, got=rows, fix=fix))
+    refused: dict[str, str] = {}
     for topology in sizes:
         lean = _leanest(topology, rows)
-        plan = _estimate(make, lean, topology, work)
+        plan = _estimate(make, lean, topology, work, refused)
         fits = plan is not None and _may_fit(plan)
         least = human_bytes(plan.peak_bytes) if plan else "-"
         say(f"{topology.name}: {'fits' if fits else 'too small'}, {least} with {lean}")
         if fits:
             return topology
+    if refused:
+        raise ConfigError(next(iter(refused.values())))
     fix = f"raise train.global_batch_size above {rows}, so that it divides by more devices"
     raise FitError(
         message("it fits no machine that the batch divides by", where="devices", got=sizes[-1].name, fix=fix)
@@ -215,9 +220,8 @@ def machines(chip: Hardware) -> Iterator[Topology]:
     if chip.platform == "cuda":
         assert chip.host_devices is not None
         for power in range(13):
-            size = 2**power
-            hosts = max(1, size // 8)
-            yield parse_topology(f"{chip.name}:{size}" if hosts == 1 else f"{chip.name}:{hosts}x8")
+            size, host = 2**power, min(8, chip.host_devices)
+            yield parse_topology(f"{chip.name}:{size}" if size <= host else f"{chip.name}:{size // host}x{host}")
         return
     shape = [2, 2, *[1] * (chip.torus_dims - 2)]
     most = chip.slice_devices or 0
@@ -263,8 +267,6 @@ def _indivisible(topology: Topology, rows: int) -> str:
 
 
 def _unfit(topology: Topology, tried: Sequence[Candidate]) -> str:
-    if not tried:
-        return message("no setting could be built", where="search", got=topology.name)
     least = min(tried, key=lambda one: one.plan.peak_bytes)
     got = f"{human_bytes(least.plan.peak_bytes)} at least, with {least.knobs}"
     expected = f"{human_bytes(least.plan.usable_bytes)} of a {topology.hardware.name}"

@@ -17,7 +17,7 @@ from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import use_virtual_devices
 from fsdp_jax.mesh import make_mesh
 from fsdp_jax.models import FAMILIES, next_token_loss
-from fsdp_jax.models.attention import make_attention
+from fsdp_jax.models.attention import TILE, make_attention
 from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.precision import Precision
 from fsdp_jax.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, UnitsConfig
@@ -113,6 +113,18 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
     shape = make_shape(config.model, length)
     schedule = make_schedule(config.optimizer, train.steps)
     attention = make_attention(config.model.attention, mesh.devices.flat[0].platform)
+    if config.model.attention == "flash" and length % TILE:
+        fix = f"use {max(TILE, length // TILE * TILE)}, or model.attention blockwise"
+        expected = f"a multiple of {TILE}, for flash attention"
+        raise ConfigError(
+            message(
+                "the sequence does not divide into blocks",
+                where="data.sequence_length",
+                expected=expected,
+                got=length,
+                fix=fix,
+            )
+        )
     sharded = fully_shard(
         lambda rngs: family.make(shape, rngs=rngs, attention=attention),
         make_optimizer(config.optimizer, schedule),

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import fsdp_jax as fsdp
+from fsdp_jax.models.attention import make_attention
 from fsdp_jax.planner import parse_topology
 from fsdp_jax.planner.estimate import PARTS, Estimate, estimate
 from fsdp_jax.planner.products import Product
@@ -130,6 +131,17 @@ def test_products_of_a_kernel_are_fused_and_counted_by_its_grid():
     call = pl.pallas_call(kernel, grid=(4,), in_specs=[rows, whole], out_specs=rows, out_shape=SQUARE)
     found = of(lambda x, y: jnp.sum(call(x, y)), SQUARE, SQUARE)
     assert found.products == (Product(1, 16, SIDE, SIDE, "float32", times=4, fused=True),)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_attention_kernels_are_counted_by_their_algorithm(platform):
+    """Two products forward, five more backward, half of each: the loops inside end where the mask does."""
+    attend = make_attention("flash", platform)
+    heads = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.bfloat16)
+    both = jax.grad(lambda *qkv: jnp.sum(attend(*qkv, is_causal=True).astype(jnp.float32)), argnums=(0, 1, 2))
+    found = of(lambda *qkv: both(*qkv), heads, heads, heads)
+    flops = sum(product.flops * product.times for product in found.products)
+    assert flops == pytest.approx(7 * 2 * 2 * 4 * 128 * 256 * 128, rel=0.01)
 
 
 def test_batched_products_and_their_dtype():

@@ -11,9 +11,11 @@ from jax.sharding import PartitionSpec
 import fsdp_jax as fsdp
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.models import GPT, Block, next_token_loss, preset
-from fsdp_jax.planner import Plan, Work, analytic_plan, parse_topology, plans_table, stand_ins
+from fsdp_jax.planner import Plan, Work, analytic_plan, compiled_plan, parse_topology, planning, plans_table, stand_ins
+from fsdp_jax.planner.buffers import Buffer
 from fsdp_jax.planner.knobs import Knobs, fixes
 from fsdp_jax.planner.planning import logits_bytes
+from fsdp_jax.planner.program import Program
 
 pytestmark = pytest.mark.core
 
@@ -141,6 +143,32 @@ def test_fixes_are_what_turning_a_knob_saves():
     assert [fix.saves_bytes for fix in found.values()] == sorted((f.saves_bytes for f in found.values()), reverse=True)
 
 
+def test_logits_are_known_by_the_vocabulary():
+    arrays = [("activations", "f32[2,64,256]"), ("activations", "bf16[2,256,64]"), ("params", "f32[64,256]")]
+    buffers = [Buffer(number + 1, array, kind, "", "") for number, (kind, array) in enumerate(arrays)]
+    assert logits_bytes(buffers, 256) == 1
+
+
+@pytest.mark.parametrize("asked", [None, False])
+def test_a_refusal_keeps_what_xla_says(asked, monkeypatch):
+    """By annotations there is no estimate: the layout and XLA's word are left."""
+    refused = Program("", None, 10**12, 1.0)
+
+    def refuse(step, batch, topology, cache):
+        step.trace(batch)
+        return refused
+
+    monkeypatch.setattr(planning, "compile_step", refuse)
+    topology = parse_topology("h100:8")
+    step = sharded(stand_ins(topology)).train_step(TRAINS, local_batch=asked)
+    found = compiled_plan(step, batch(8), topology, Work(), None)
+    assert not found.fits
+    assert sum(found.breakdown.values()) == found.peak_bytes == 10**12
+    assert found.breakdown["optimizer"] == sharded().layout.per_device("optimizer")
+    assert "XLA refuses to compile it" in str(found)
+    assert (found.time is None) == (asked is False)
+
+
 def test_plans_stand_side_by_side(plan):
     table = plans_table(["a.yaml", "b.yaml"], [plan, plan])
     assert "a.yaml" in table.splitlines()[0]
@@ -163,4 +191,3 @@ def test_the_compiled_plan_is_that_of_the_step(topology, tmp_path, monkeypatch):
     assert first.events
     again = there.plan(topology, TRAINS, batch(8), work=work)
     assert again == first  # from the cache: the seconds that compiling took are the same
-    assert logits_bytes(first.buffers, 256) >= 0

@@ -1,6 +1,7 @@
 """`fsdp-jax plan`: what it prints, and how it ends."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,12 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
         (["--topology", "cpu:8"], 2, ["no memory or speed of their own"]),
         (["--topology", "h100:5", "--analytic"], 2, ["train.global_batch_size", "a multiple of 5"]),
         (["--topology", "h100:8", "--devices", "8"], 2, ["--devices goes with --search"]),
+        (["--topology", "h100:8", "--search", "--analytic"], 2, ["--analytic does not go with --search"]),
+        (
+            ["--topology", "h100:8", "--analytic", "--model.attention", "flash", "--data.sequence_length", "200"],
+            2,
+            ["data.sequence_length", "a multiple of 128"],
+        ),
         (["--topology", "h100:8", "--to", "x.yaml"], 2, ["--to goes with --search"]),
         (["--topology", "h100", "--search", "--devices", "x"], 2, ["not a number of devices"]),
         (["--topology", "h100:8", "--search", "--devices", "8"], 2, ["the topology says how many devices"]),
@@ -127,3 +134,7 @@ def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
     monkeypatch.setattr("fsdp_jax.planner.program._compile", None)
     assert main(words) == 0
     assert capsys.readouterr().out == first
+    monkeypatch.setenv(
+        "XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_other"
+    )  # another program, for all one knows
+    assert main(words) == 1
