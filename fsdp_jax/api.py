@@ -140,6 +140,17 @@ def _check_arguments(tx: Any, mesh: Any, units: Any, precision: Any, remat: Any,
             raise ValueError(message(f"unknown {name} '{value}'", where=name, fix=did_you_mean(str(value), known)))
 
 
+def _check_plan(topology: Any, batch: Any) -> None:
+    """What is most often passed in place of what is meant."""
+    if not isinstance(topology, str):
+        fix = 'sharded.plan("h100:8", loss_fn, batch)'
+        raise ValueError(message("not the name of a machine", where="topology", got=type(topology), fix=fix))
+    leaves = jax.tree.leaves(batch)
+    if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+        fix = '{"tokens": jax.ShapeDtypeStruct((rows, length), "int32")}'
+        raise ValueError(message("not arrays, nor their shapes", where="batch", got=batch, fix=fix))
+
+
 def _adapt(model: Any, inputs: tuple[Any, ...] | None) -> Model:
     if isinstance(model, type) and issubclass(model, nn.Module | nnx.Module):
         fix = "lambda rngs: Model(..., rngs=rngs)" if issubclass(model, nnx.Module) else "Model(...), and inputs=(...)"
@@ -249,6 +260,7 @@ class Sharded:
             ValueError: what does not fit together; a topology that does not exist, or without its compiler.
 
         """
+        _check_plan(topology, batch)
         machine, kept = parse_topology(topology), shape_of(self.layout.mesh).get(REPLICA, 1)
         devices = stand_ins(machine) if analytic else machine.devices()
         replica = (kept if self.layout.strategy.hybrid else 1) if replica is None else replica

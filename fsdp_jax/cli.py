@@ -3,6 +3,7 @@
 Arguments are read before anything heavy is imported. Every error is one block on stderr; see the exit codes.
 """
 
+import difflib
 import json
 import logging
 import sys
@@ -113,7 +114,10 @@ def plan(arguments: list[str]) -> int:
         _flag(arguments, name) for name in ("--json", "--analytic", "--search", "--no-cache")
     )
     page, where, devices, to = (_option(arguments, f"--{name}", hint) for name, hint in PLAN_OPTIONS)
+    if page is not None and not Path(page).absolute().parent.is_dir():
+        raise ConfigError(message("no such folder", where="--html", got=page, fix="make it, or write elsewhere"))
     files = _compared(arguments)
+    _check_flags(files[0][1], PLAN_FLAGS)
     if where is None:
         fix = "--topology h100:8, or h100:64x8, v5e:16x16, ...; with --search a chip alone, h100"
         raise ConfigError(message("--topology is missing", where="command line", expected="--topology T", fix=fix))
@@ -132,8 +136,7 @@ def plan(arguments: list[str]) -> int:
 
     cache = None if fresh else cache_folder()
     if seek:
-        say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr, flush=True))
-        choice = choose(configs[0], where, int(devices) if devices else None, cache, say)
+        choice = choose(configs[0], where, int(devices) if devices else None, cache, _progress)
         target = Path(to or f"{Path(files[0][0]).stem}.planned.yaml")
         choice.save(target)
         plans = [choice.found.best.plan]
@@ -154,7 +157,30 @@ def plan(arguments: list[str]) -> int:
     return OK if all(each.fits for each in plans) else BROKEN
 
 
+def _check_flags(words: list[str], flags: tuple[str, ...]) -> None:
+    """A misspelt flag is named before what it leaves missing."""
+    for word in words:
+        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1, cutoff=0.75)
+        if word.startswith("--") and "." not in word and near:
+            raise ConfigError(message(f"unknown flag '{word}'", where="command line", fix=f"did you mean '{near[0]}'?"))
+
+
+PLAN_FLAGS = (
+    "--topology",
+    "--analytic",
+    "--search",
+    "--devices",
+    "--compare",
+    "--json",
+    "--html",
+    "--to",
+    "--no-cache",
+)
 PLAN_OPTIONS = (("html", "FILE"), ("topology", "T"), ("devices", "N"), ("to", "FILE"))
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _compared(words: list[str]) -> list[tuple[str, list[str]]]:
@@ -271,6 +297,7 @@ def _flag(words: list[str], name: str) -> bool:
 
 def _option(words: list[str], name: str, kind: str = "FILE") -> str | None:
     """The value after an option; both are taken out."""
+    words[:] = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{name}=") else [word])]
     if name not in words:
         return None
     at = words.index(name)

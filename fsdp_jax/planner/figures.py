@@ -43,6 +43,8 @@ class Fix:
     Attributes:
         change: what to set, as on the command line, or in words where there is no key yet.
         saves_bytes: at the peak of a device, predicted.
+        peak_bytes: that is left then.
+        fits: whether that is little enough.
         costs: what it costs.
         available: whether this release can do it.
 
@@ -50,6 +52,8 @@ class Fix:
 
     change: str
     saves_bytes: int
+    peak_bytes: int
+    fits: bool
     costs: str
     available: bool = True
 
@@ -173,16 +177,17 @@ class Figures:
         if self.mfu is not None:
             said.append(f"MFU {100 * self.mfu:.1f}% ({self.convention})")
         if self.hfu is not None:
-            said.append(f"{100 * self.hfu:.1f}% with what is recomputed")
+            said.append(f"HFU {100 * self.hfu:.1f}% (every product of the program)")
         return ", ".join(said)
 
-    def fix_rows(self) -> list[tuple[str, str, str, str]]:
-        """(change, bytes saved, peak after, cost)."""
+    def fix_rows(self) -> list[tuple[str, str, str, str, str]]:
+        """(change, bytes saved, peak after, whether that fits, cost)."""
         return [
             (
                 one.change if one.available else f"{one.change} (not in this release)",
                 human_bytes(one.saves_bytes),
-                human_bytes(self.peak_bytes - one.saves_bytes),
+                human_bytes(one.peak_bytes),
+                "yes" if one.fits else "no",
                 one.costs,
             )
             for one in self.fixes
@@ -202,7 +207,7 @@ class Figures:
             blocks.append(f"{text_table(step, self.time_rows(), right=step[1:])}\n{self.speed()}".rstrip())
         blocks.append(self.wire())
         if self.fixes:
-            fixes = ("to take less", "saves", "peak", "costs")
+            fixes = ("to take less (analytic)", "saves", "peak", "fits", "costs")
             blocks.append(text_table(fixes, self.fix_rows(), right=fixes[1:3]))
         blocks.append("\n".join([*self.notes, self.bases()]))
         return "\n\n".join(block for block in blocks if block)
@@ -213,7 +218,7 @@ class Figures:
             return "nothing is sent"
         ratio = self.wire_bytes / self.wire_bytes_limit
         return (
-            f"a device sends {human_bytes(self.wire_bytes)} a step ({ratio:.3f} of what {self.strategy} must), "
+            f"a device sends {human_bytes(self.wire_bytes)} a step ({ratio:.3f} of what {self.strategy} declares), "
             f"and waits for {human_bytes(self.exposed_bytes)} of them"
         )
 

@@ -47,19 +47,16 @@ Make = Callable[[Knobs, Sequence[Any]], tuple[Step, PyTree]]
 def fixes(plan: Plan, knobs: Knobs, make: Make, topology: Topology, work: Work) -> tuple[Fix, ...]:
     """What would take less memory, most first: by analytic plans with and without it, or arithmetic on what is held."""
     before = _peak(knobs, make, topology, work)
-    found = [
-        Fix(_words(knobs, changed), before - peak, cost)
-        for changed, cost in _leaner(knobs, _microbatch(knobs, make, topology))
-        if (peak := _peak(changed, make, topology, work)) is not None and before is not None and peak < before
-    ]
-    found += _offloads(plan)
-    if work.vocab and (logits := logits_bytes(plan.buffers, work.vocab)):
-        found.append(Fix("loss in chunks of tokens", logits, "logits are computed again in the backward", False))
-    return tuple(sorted(found, key=lambda fix: -fix.saves_bytes))
+    found = [_held_less(plan, change, size, cost) for change, size, cost in _elsewhere(plan, work) if size]
+    for changed, cost in _leaner(knobs, _microbatch(knobs, make, topology)):
+        peak = _peak(changed, make, topology, work)
+        if before is not None and peak is not None and peak < before:
+            found.append(Fix(_words(knobs, changed), before - peak, peak, peak <= plan.usable_bytes, cost))
+    return tuple(sorted(found, key=lambda fix: (not fix.available, fix.peak_bytes)))
 
 
-def _peak(knobs: Knobs, make: Make, topology: Topology, work: Work) -> Any:
-    """The analytic peak; None of what cannot be built."""
+def _peak(knobs: Knobs, make: Make, topology: Topology, work: Work) -> int | None:
+    """The analytic peak; None of what cannot be built, which is then no fix."""
     try:
         return analytic_plan(*make(knobs, stand_ins(topology)), topology, work).peak_bytes
     except ValueError:  # a batch that does not divide, an optimizer that a strategy cannot shard
@@ -74,17 +71,20 @@ def _microbatch(knobs: Knobs, make: Make, topology: Topology) -> int:
 
 
 def _leaner(knobs: Knobs, microbatch: int) -> Iterator[tuple[Knobs, str]]:
-    """Knobs that take less, each with its price."""
+    """Knobs that take less, each with its price, and the most of them together."""
+    sharded = replace(knobs, strategy="full_shard", replica=1)
+    cut = [replace(knobs, accumulation=knobs.accumulation * k) for k in (2, 4, 8, 16) if microbatch % k == 0]
     if knobs.remat == "none":
         yield replace(knobs, remat="full"), "each unit's forward runs twice: about a third more FLOPs"
-    if microbatch > 1:
-        k = next(k for k in range(2, microbatch + 1) if microbatch % k == 0)
-        price = "gathers are sent again for each microbatch"
-        yield replace(knobs, accumulation=knobs.accumulation * k), price
+    for each in cut:
+        yield each, "gathers are sent again for each microbatch"
     if knobs.strategy != "full_shard":
-        yield replace(knobs, strategy="full_shard", replica=1), "parameters are gathered in forward and in backward"
+        yield sharded, "parameters are gathered in forward and in backward"
     if knobs.prefetch != "none":
         yield replace(knobs, prefetch="none"), "the next unit's gather is waited for"
+    together = replace(sharded, remat="full", accumulation=cut[0].accumulation if cut else knobs.accumulation)
+    if len(_words(knobs, together).split("--")) > 2:
+        yield together, "all of these"
 
 
 def _words(old: Knobs, new: Knobs) -> str:
@@ -92,14 +92,18 @@ def _words(old: Knobs, new: Knobs) -> str:
     return " ".join(f"--{key} {value}" for key, value in changed.items())
 
 
-def _offloads(plan: Plan) -> list[Fix]:
-    """State in the host's memory; what is on the way to the device and back is not in these figures."""
-    rows = (("offload.optimizer", "optimizer"), ("offload.params", "params"))
-    return [
-        Fix(f"--{key} true", plan.breakdown[part], "crosses to the host and back every step", False)
-        for key, part in rows
-        if plan.breakdown[part]
-    ]
+def _elsewhere(plan: Plan, work: Work) -> Iterator[tuple[str, int, str]]:
+    """What this release cannot do: (change, bytes that it takes away, cost); what is on its way is not in them."""
+    for part, name in (("optimizer", "optimizer state"), ("params", "parameters")):
+        yield f"{name} in the host's memory", plan.breakdown[part], "cross to the host and back every step"
+    if work.vocab:
+        logits = logits_bytes(plan.buffers, work.vocab)
+        yield "loss in chunks of tokens", logits, "logits are computed again in the backward"
+
+
+def _held_less(plan: Plan, change: str, size: int, cost: str) -> Fix:
+    left = plan.peak_bytes - size
+    return Fix(change, size, left, left <= plan.usable_bytes, cost, available=False)
 
 
 def sharded_replicas(strategy: str, hosts: int, devices: int) -> tuple[int, ...]:

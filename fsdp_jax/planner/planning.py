@@ -13,7 +13,7 @@ from fsdp_jax.inspect.collectives import read_program
 from fsdp_jax.inspect.contract import judge
 from fsdp_jax.inspect.expected import expected_of
 from fsdp_jax.inspect.hlo import Module, parse
-from fsdp_jax.mesh import shape_of
+from fsdp_jax.mesh import REPLICA, shape_of
 from fsdp_jax.planner.buffers import KINDS, Buffer, held
 from fsdp_jax.planner.efficiency import Efficiency, efficiency_of
 from fsdp_jax.planner.estimate import Estimate, estimate
@@ -21,7 +21,7 @@ from fsdp_jax.planner.figures import MOST, Basis, Time
 from fsdp_jax.planner.network import Network
 from fsdp_jax.planner.plan import Plan
 from fsdp_jax.planner.products import Product
-from fsdp_jax.planner.program import Program, compile_step
+from fsdp_jax.planner.program import Program, check_dtypes, compile_step
 from fsdp_jax.planner.timeline import Played, Player
 from fsdp_jax.planner.topology import Topology
 from fsdp_jax.planner.traffic import Traffic, expected_traffic
@@ -30,6 +30,9 @@ from fsdp_jax.tree import PyTree
 
 ON_CHIP: Mapping[str, frozenset[int]] = {"tpu": frozenset(range(1, 5)) | {6}}
 """Memory spaces of XLA that are no device memory; 5 is the host's everywhere."""
+
+WAITS = 0.05
+"""Of a step, what may wait for collectives without a note."""
 
 MEMORY = ("peak_bytes", "host_bytes", "breakdown")
 SENT = ("collectives", "wire_bytes", "exposed_bytes")
@@ -81,7 +84,7 @@ def compiled_plan(step: Step, batch: PyTree, topology: Topology, work: Work, cac
         buffers=memory.buffers, collectives=contract.rows(), wire_bytes=contract.wire_bytes,
         wire_bytes_limit=contract.wire_bytes_limit, exposed_bytes=int(played.exposed_bytes), time=_time(played),
         compile_s=program.seconds, basis=_basis(MEMORY + SENT + TIME),
-        notes=_compiled_notes(contract.holds, topology, memory.peak_bytes, sent, played),
+        notes=_compiled_notes(contract.holds, plan, topology, memory.peak_bytes, sent, played),
         events=player.layer().events,
     )  # fmt: skip
 
@@ -99,6 +102,7 @@ def analytic_plan(step: Step, batch: PyTree, topology: Topology, work: Work) -> 
     jaxpr = step.trace(batch)
     plan = step.plan
     assert plan is not None
+    check_dtypes(plan, topology)
     found = estimate(plan, jaxpr)
     efficiency = efficiency_of(topology.hardware)
     traffic = expected_traffic(plan, Network(plan.layout.mesh, topology.hardware, efficiency))
@@ -110,7 +114,7 @@ def analytic_plan(step: Step, batch: PyTree, topology: Topology, work: Work) -> 
         collectives=traffic.rows, wire_bytes=traffic.bytes, wire_bytes_limit=traffic.bytes,
         exposed_bytes=int(traffic.bytes * time.exposed_s / traffic.seconds) if traffic.seconds else 0,
         time=time, compile_s=None, basis=_basis((), MEMORY + SENT + TIME),
-        notes=_memory_notes(topology, found.peak_bytes),
+        notes=_analytic_notes(plan, topology, found.peak_bytes),
     )  # fmt: skip
 
 
@@ -209,8 +213,22 @@ def _basis(compiled: Sequence[str], analytic: Sequence[str] = ()) -> dict[str, B
     return basis | dict.fromkeys((*analytic, *always), "analytic")
 
 
-def _compiled_notes(holds: bool, topology: Topology, peak: int, sent: Sent, played: Played) -> list[str]:
-    notes = _memory_notes(topology, peak)
+def _analytic_notes(plan: StepPlan, topology: Topology, peak: int) -> list[str]:
+    notes = _notes(plan, topology, peak)
+    if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
+        notes.append("no layers are stacked: XLA may hold a third more than this estimate; compile to know")
+    return notes
+
+
+def _compiled_notes(
+    holds: bool, plan: StepPlan, topology: Topology, peak: int, sent: Sent, played: Played
+) -> list[str]:  # fmt: skip
+    notes = _notes(plan, topology, peak)
+    waits = played.exposed / played.seconds if played.seconds else 0
+    if plan.per_unit and waits > WAITS:
+        why = "near the limit of memory XLA hides nothing; else a device computes too little for what it sends"
+        fix = "try a larger microbatch" if plan.prefetch != "none" else "try --prefetch pre"
+        notes.append(f"{waits:.0%} of the step waits for collectives: {why}; {fix}")
     if not holds:
         notes.append("the contract does not hold: `fsdp-jax inspect CONFIG --topology T` says what travels, and why")
     notes += [f"not counted: {line}" for line in sent.unread]
@@ -220,13 +238,18 @@ def _compiled_notes(holds: bool, topology: Topology, peak: int, sent: Sent, play
     return notes
 
 
-def _memory_notes(topology: Topology, peak: int) -> list[str]:
-    chip = topology.hardware
+def _notes(plan: StepPlan, topology: Topology, peak: int) -> list[str]:
+    """What holds for any plan."""
+    chip, notes = topology.hardware, []
     assert chip.memory_bytes is not None
+    if plan.layout.strategy.hybrid and shape_of(plan.layout.mesh).get(REPLICA, 1) == 1:
+        notes.append("hybrid with one replica shards over all devices; --mesh.replica HOSTS shards within a host")
     if chip.platform == "cuda" and MOST * chip.memory_bytes < peak <= chip.memory_bytes - chip.reserved_bytes:
         share = (chip.memory_bytes - chip.reserved_bytes) / chip.memory_bytes
-        return [f"jax takes {MOST:.0%} of a GPU unless told otherwise: set XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}"]
-    return []
+        notes.append(
+            f"jax takes {MOST:.0%} of a GPU unless told otherwise: set XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}"
+        )
+    return notes
 
 
 def logits_bytes(buffers: Sequence[Buffer], vocab: int) -> int:

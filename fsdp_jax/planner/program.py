@@ -73,7 +73,7 @@ def compile_step(step: Step, batch: PyTree, topology: Topology, cache: Path | No
     """
     lowered = step.lower(batch)
     assert step.plan is not None
-    _check_dtypes(step.plan, topology)
+    check_dtypes(step.plan, topology)
     key = _key(lowered, step.plan, topology)
     kept = cache / f"{key}.json.gz" if cache else None
     if kept is not None and (found := _read(kept)) is not None:
@@ -84,7 +84,7 @@ def compile_step(step: Step, batch: PyTree, topology: Topology, cache: Path | No
     return program
 
 
-def _check_dtypes(plan: StepPlan, topology: Topology) -> None:
+def check_dtypes(plan: StepPlan, topology: Topology) -> None:
     """Where a chip has no unit for bfloat16, XLA has no products of it either, and says so by an internal error."""
     lacks = topology.hardware.platform == "cuda" and "bfloat16" not in topology.hardware.peak_flops
     if lacks and any(route.compute == jnp.bfloat16 for route in plan.routes.values()):

@@ -79,7 +79,7 @@ def _sections(plan: Figures) -> str:
     """Everything there is to say of a plan; what it does not have takes no room."""
     told = ([escape(text) for text in figure] for figure in _figures(plan))
     cards = "".join(f"<li>{name}<b>{value}</b><small>{note}</small></li>" for name, value, note in told)
-    fixes = _table(("change", "saves", "peak after", "costs"), plan.fix_rows(), right=("saves", "peak after"))
+    fixes = _table(("change", "saves", "peak after", "fits", "costs"), plan.fix_rows(), right=("saves", "peak after"))
     arrays = _table(("bytes", "for", "array", "of"), plan.buffer_rows(), right=("bytes",))
     notes = "".join(f"<li>{escape(line)}</li>" for line in (*plan.notes, *plan.bases().split("; ")) if line)
     return "\n".join([

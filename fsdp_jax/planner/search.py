@@ -23,17 +23,8 @@ FINALISTS = 4
 MARGIN = 1.1
 """An estimate of the peak is within a tenth of the compiled one: what is estimated above this is not compiled."""
 COLUMNS = (
-    "strategy",
-    "replica",
-    "remat",
-    "prefetch",
-    "accumulation",
-    "peak",
-    "step",
-    "tokens/s/device",
-    "sent",
-    "basis",
-)
+    "strategy", "replica", "remat", "prefetch", "accumulation", "peak", "step", "tokens/s/device", "sent", "basis", ""
+)  # fmt: skip
 
 Say = Callable[[str], None]
 
@@ -57,6 +48,7 @@ class Found:
 
     Attributes:
         compiled: the finalists that fit, compiled.
+        unfit: those that do not.
         estimated: all that were estimated to fit.
         tried: how many were estimated.
 
@@ -64,6 +56,7 @@ class Found:
 
     topology: Topology
     compiled: Sequence[Candidate]
+    unfit: Sequence[Candidate]
     estimated: Sequence[Candidate]
     tried: int
 
@@ -74,17 +67,23 @@ class Found:
 
     def pareto(self) -> list[Candidate]:
         """Of what was compiled or estimated to fit, what nothing else beats in time, memory and bytes sent at once."""
-        done = {one.knobs for one in self.compiled}
+        done = {one.knobs for one in (*self.compiled, *self.unfit)}
         every = [*self.compiled, *(one for one in self.estimated if one.knobs not in done)]
         return [one for one in every if not any(_beats(other, one) for other in every)]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table's."""
-        return [_row(one) for one in self.pareto()]
+        """All that was compiled, and of what was estimated what nothing beats."""
+        left = [one for one in self.pareto() if one not in self.compiled]
+        verdicts = [(one, "best" if one is self.best else "") for one in self.compiled]
+        return [
+            *((*_row(one), verdict) for one, verdict in verdicts),
+            *((*_row(one), "does not fit") for one in self.unfit),
+            *((*_row(one), "") for one in left),
+        ]
 
     def __str__(self) -> str:
         said = f"{self.tried} settings on {self.topology.name}: {len(self.estimated)} estimated to fit, "
-        said += f"{len(self.compiled)} compiled; fastest first, none beaten in time, memory and bytes sent at once"
+        said += f"{len(self.compiled) + len(self.unfit)} compiled; behind them estimates that nothing beats in all"
         return f"{said}\n{text_table(COLUMNS, self.rows(), right=COLUMNS[4:9])}\n\nbest: {self.best.knobs}"
 
 
@@ -123,17 +122,17 @@ def search(
         raise ConfigError(next(iter(refused.values())))
     fitting = sorted((one for one in tried if _may_fit(one.plan)), key=lambda one: one.seconds)
     compiled: list[Candidate] = []
+    unfit: list[Candidate] = []
     for one in fitting[: 2 * FINALISTS]:  # estimates are a little off: some may not fit
         if len(compiled) == FINALISTS:
             break
         say(f"compiling {one.knobs}")
         plan = compiled_plan(*make(one.knobs, topology.devices()), topology, work, cache)
-        if plan.fits:
-            compiled.append(Candidate(one.knobs, plan))
+        (compiled if plan.fits else unfit).append(Candidate(one.knobs, plan))
     if not compiled:
         raise FitError(_unfit(topology, tried))
     compiled.sort(key=lambda one: one.seconds)
-    return Found(topology, tuple(compiled), tuple(fitting), len(tried))
+    return Found(topology, tuple(compiled), tuple(unfit), tuple(fitting), len(tried))
 
 
 def candidates(topology: Topology, rows: int) -> Iterator[Knobs]:
@@ -197,12 +196,16 @@ def smallest(
     if not sizes:
         expected = f"a machine of {devices} {chip.name}" if devices else f"at least one row for each {chip.name}"
         fix = "a whole number of hosts, and a train.global_batch_size that divides by the devices"
-        raise ConfigError(message("no machine for this batch", where="devices", expected=expected, got=rows, fix=fix))
+        got = f"train.global_batch_size {rows}"
+        raise ConfigError(message("no machine for this batch", where="devices", expected=expected, got=got, fix=fix))
     refused: dict[str, str] = {}
     for topology in sizes:
-        lean = _leanest(topology, rows)
-        plan = _estimate(make, lean, topology, work, refused)
-        fits = plan is not None and _may_fit(plan)
+        lean, plan, fits = Knobs("full_shard"), None, False
+        for lean in _lean(topology, rows):  # more microbatches need not take less: their gradients are kept
+            plan = _estimate(make, lean, topology, work, refused)
+            fits = plan is not None and _may_fit(plan)
+            if fits:
+                break
         least = human_bytes(plan.peak_bytes) if plan else "-"
         say(f"{topology.name}: {'fits' if fits else 'too small'}, {least} with {lean}")
         if fits:
@@ -236,10 +239,10 @@ def chip_named(name: str) -> Hardware | None:
     return HARDWARE.get(name.strip().lower())
 
 
-def _leanest(topology: Topology, rows: int) -> Knobs:
+def _lean(topology: Topology, rows: int) -> Iterator[Knobs]:
     parts = rows // topology.size
-    accumulation = max(k for k in (8, 4, 2, 1) if parts % k == 0)
-    return Knobs("no_shard" if topology.size == 1 else "full_shard", 1, "full", "none", accumulation)
+    for accumulation in (k for k in (1, 2, 4, 8) if parts % k == 0):
+        yield Knobs("no_shard" if topology.size == 1 else "full_shard", 1, "full", "none", accumulation)
 
 
 def _beats(one: Candidate, other: Candidate) -> bool:

@@ -105,7 +105,9 @@ def parse_topology(name: str) -> Topology:
     match = _FORM.fullmatch(name.strip().lower())
     if match is None:
         expected = f"CHIP:SHAPE, such as {EXAMPLES}"
-        raise ConfigError(message(f"not a topology: '{name}'", where=_WHERE, expected=expected))
+        alone = next((chip for chip in HARDWARE if name.strip().lower().startswith(chip)), "")
+        fix = f"{alone}:8 or another shape; a chip alone goes with plan --search" if alone else ""
+        raise ConfigError(message(f"not a topology: '{name}'", where=_WHERE, expected=expected, fix=fix))
     chip = HARDWARE.get(match["chip"])
     if chip is None:
         kinds = [known for known in HARDWARE if known.startswith(match["chip"])]  # a100: which?

@@ -221,7 +221,9 @@ def parse(overrides: Sequence[str], *, default: Config, prog: str, description: 
     for word in overrides:
         key = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and key not in known and key != "help":
-            raise ConfigError(message(f"unknown key '{key}'", where="command line", fix=did_you_mean(key, known)))
+            later = "not in this release; plans say what it would save" if key.startswith("offload.") else ""
+            fix = later or did_you_mean(key, known)
+            raise ConfigError(message(f"unknown key '{key}'", where="command line", fix=fix))
     return tyro.cli(
         Config, args=overrides, default=default, prog=prog, description=description or None, use_underscores=True,
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),

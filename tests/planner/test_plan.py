@@ -133,14 +133,23 @@ def test_fixes_are_what_turning_a_knob_saves():
     build = partial(make, config=config, rows=64)
     before = analytic_plan(*build(knobs, stand_ins(topology)), topology, Work())
     found = {fix.change: fix for fix in fixes(before, knobs, build, topology, Work())}
-    assert set(found) >= {"--remat full", "--strategy full_shard", "--train.accumulation 2", "--offload.optimizer true"}
-    for change, turned in (("--remat full", Knobs("no_shard")), ("--strategy full_shard", Knobs("full_shard"))):
-        turned = Knobs(turned.strategy, remat="full" if "remat" in change else "none")
+    together = "--strategy full_shard --remat full --train.accumulation 2"
+    assert set(found) >= {"--remat full", "--strategy full_shard", "--train.accumulation 2", together}
+    turns = {
+        "--remat full": Knobs("no_shard", remat="full"),
+        "--strategy full_shard": Knobs("full_shard"),
+        together: Knobs("full_shard", remat="full", accumulation=2),
+    }
+    for change, turned in turns.items():
         after = analytic_plan(*build(turned, stand_ins(topology)), topology, Work())
+        assert found[change].peak_bytes == after.peak_bytes
         assert found[change].saves_bytes == before.peak_bytes - after.peak_bytes > 0
-    assert found["--offload.optimizer true"].saves_bytes == before.breakdown["optimizer"]
-    assert not found["--offload.optimizer true"].available
-    assert [fix.saves_bytes for fix in found.values()] == sorted((f.saves_bytes for f in found.values()), reverse=True)
+        assert found[change].fits
+    away = found["optimizer state in the host's memory"]
+    assert away.saves_bytes == before.breakdown["optimizer"]
+    assert not away.available
+    peaks = [fix.peak_bytes for fix in found.values() if fix.available]
+    assert peaks == sorted(peaks)
 
 
 def test_logits_are_known_by_the_vocabulary():
@@ -167,6 +176,23 @@ def test_a_refusal_keeps_what_xla_says(asked, monkeypatch):
     assert found.breakdown["optimizer"] == sharded().layout.per_device("optimizer")
     assert "XLA refuses to compile it" in str(found)
     assert (found.time is None) == (asked is False)
+
+
+def test_what_a_reader_must_know_is_noted():
+    unrolled = sharded(config=preset("tiny", layers=2, width=64, heads=4, scan_layers=False))
+    assert "no layers are stacked" in str(unrolled.plan("h100:8", TRAINS, batch(8), analytic=True))
+    alone = sharded(strategy="hybrid_shard").plan("h100:2x8", TRAINS, batch(16), analytic=True)
+    assert "hybrid with one replica shards over all devices" in str(alone)
+    assert not sharded().plan("h100:8", TRAINS, batch(8), analytic=True).notes
+
+
+@pytest.mark.parametrize(
+    ("topology", "rows", "said"),
+    [(TRAINS, batch(8), "not the name of a machine"), ("h100:8", {"tokens": 8}, "not arrays, nor their shapes")],
+)
+def test_arguments_in_the_wrong_place_are_named(topology, rows, said):
+    with pytest.raises(ValueError, match=said):
+        sharded().plan(topology, TRAINS, rows, analytic=True)
 
 
 def test_plans_stand_side_by_side(plan):

@@ -29,7 +29,7 @@ PLAN = Plan(
     wire_bytes=4 * GIB, wire_bytes_limit=4 * GIB, exposed_bytes=3 * GIB, time=Time(0.5, 0.25, 0.75, 0.25, 1.0),
     tokens_per_s_per_device=1234.0, mfu=0.41, hfu=0.5, convention="6 N a token", compile_s=2.0,
     basis={"peak_bytes": "compiled", "collectives": "compiled", "time": "compiled", "valley_bytes": "analytic"},
-    notes=("set MEM_FRACTION",), fixes=(Fix("remat=full", 16 * GIB, "a third more compute"),),
+    notes=("set MEM_FRACTION",), fixes=(Fix("remat=full", 16 * GIB, 24 * GIB, True, "a third more compute"),),
     events=(
         Event(COMPUTE, 0.0, 0.4, "dot_general"), Event(LINK, 0.2, 0.6, "all-gather blocks/kernel"),
         Event(COMPUTE, 0.5, 1.0, "add"),
@@ -197,7 +197,7 @@ def test_an_analytic_plan_does_not_say_what_is_hidden():
 def test_what_programs_are_named_is_escaped():
     plan = replace(
         PLAN, topology=HOSTILE, strategy=HOSTILE, convention=HOSTILE, notes=(HOSTILE,),
-        fixes=(Fix(HOSTILE, 1, HOSTILE),), buffers=(Buffer(1, HOSTILE, "other", HOSTILE, HOSTILE),),
+        fixes=(Fix(HOSTILE, 1, 1, True, HOSTILE),), buffers=(Buffer(1, HOSTILE, "other", HOSTILE, HOSTILE),),
         collectives=(SENT | {"op": HOSTILE, "dtype": HOSTILE, "axis": HOSTILE, "where": HOSTILE},),
         events=(Event(COMPUTE, 0, 1, HOSTILE), Event(HOSTILE, 0, 1, HOSTILE), Event(LINK, 0, 2, HOSTILE)),
     )  # fmt: skip

@@ -87,6 +87,31 @@ def test_nothing_fits(told, monkeypatch):
         search(told[0], parse_topology("h100:8"), 64, Work(), None)
 
 
+def test_what_does_not_fit_when_compiled_is_shown(told, monkeypatch):
+    def really(step, batch, topology, work, cache):
+        large = arithmetic(step[0], 64, step[1]).peak_bytes if step[0].remat == "full" else 500 * GIB
+        return replace(arithmetic(step[0], 64, step[1]), peak_bytes=large, basis={"peak_bytes": "compiled"})
+
+    monkeypatch.setattr(room, "compiled_plan", really)
+    found = search(told[0], parse_topology("h100:8"), 64, Work(), None)
+    assert found.unfit
+    assert "does not fit" in str(found)
+    assert found.best.plan.fits
+
+
+def test_a_setting_that_cannot_be_built_is_passed_over(told, monkeypatch):
+    def analytic(step, batch, topology, work):
+        if step[0].strategy != "zero1":
+            raise ValueError("no such optimizer")
+        return arithmetic(step[0], 64, step[1])
+
+    monkeypatch.setattr(room, "analytic_plan", analytic)
+    assert search(told[0], parse_topology("h100:8"), 64, Work(), None).best.knobs.strategy == "zero1"
+    monkeypatch.setattr(room, "analytic_plan", lambda *_: (_ for _ in ()).throw(ValueError("no such optimizer")))
+    with pytest.raises(ConfigError, match="no such optimizer"):
+        search(told[0], parse_topology("h100:8"), 64, Work(), None)
+
+
 def test_leaner_settings_spare_the_estimate_of_others(told, monkeypatch):
     """Where the leanest is far too large, the rest of its kind is not traced."""
     tried = []
@@ -118,6 +143,23 @@ def test_the_smallest_machine_is_the_first_that_fits(told, monkeypatch):
     said = []
     assert smallest(told[0], HARDWARE["h100"], 64, Work(), said.append).name == "h100:8"
     assert [line.split(":")[1] for line in said] == ["1", "2", "4", "8"]
+
+
+def test_the_smallest_machine_may_need_few_microbatches(told, monkeypatch):
+    """Accumulated gradients take memory too: more microbatches are no leaner where parameters are many."""
+
+    def analytic(step, batch, topology, work):
+        return planned((70 + 10 * step[0].accumulation) * GIB, 1.0)
+
+    monkeypatch.setattr(room, "analytic_plan", analytic)
+    assert smallest(told[0], HARDWARE["h100"], 64, Work()).name == "h100:1"
+
+
+def test_what_no_machine_can_take(told, monkeypatch):
+    def analytic(step, batch, topology, work):
+        return planned(640 * GIB // topology.size, 1.0)
+
+    monkeypatch.setattr(room, "analytic_plan", analytic)
     assert smallest(told[0], HARDWARE["h100"], 64, Work(), devices=32).name == "h100:4x8"
     with pytest.raises(FitError, match="it fits no machine"):
         smallest(told[0], HARDWARE["h100"], 4, Work())

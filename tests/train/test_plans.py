@@ -66,6 +66,12 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
     [
         ([], 2, ["--topology is missing", "h100:8"]),
         (["--topology", "h100:9x9"], 2, ["h100 does not come in this shape", "at most 8 GPUs a host"]),
+        (["--topology", "h100"], 2, ["not a topology", "a chip alone goes with plan --search"]),
+        (["--topolgy", "h100:8"], 2, ["did you mean '--topology'?"]),
+        (["--topology=h100:9x9"], 2, ["h100 does not come in this shape"]),
+        (["--topology", "h100:8", "--html", "no/such/page.html"], 2, ["no such folder"]),
+        (["--topology", "h100:8", "--offload.optimizer", "true"], 2, ["not in this release"]),
+        (["--topology", "v100:8", "--analytic"], 2, ["v100 has no bfloat16"]),
         (["--topology", "h10:8"], 2, ["unknown hardware 'h10'", "did you mean 'h100'?"]),
         (["--topology", "cpu:8"], 2, ["no memory or speed of their own"]),
         (["--topology", "h100:5", "--analytic"], 2, ["train.global_batch_size", "a multiple of 5"]),
