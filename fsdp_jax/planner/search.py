@@ -111,7 +111,7 @@ def search(
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
     for number, knobs in enumerate(every, 1):
-        if any(_hopeless(knobs, known, topology) for known in tried):
+        if any(_hopeless(knobs, known) for known in tried):
             continue
         plan = _estimate(make, knobs, topology, work, refused)
         if plan is not None:
@@ -123,9 +123,11 @@ def search(
     fitting = sorted((one for one in tried if _may_fit(one.plan)), key=lambda one: one.seconds)
     compiled: list[Candidate] = []
     unfit: list[Candidate] = []
-    for one in fitting[: 2 * FINALISTS]:  # estimates are a little off: some may not fit
-        if len(compiled) == FINALISTS:
+    for one in fitting:
+        if len(compiled) == FINALISTS or len(compiled) + len(unfit) == 2 * FINALISTS:
             break
+        if any(_hopeless(one.knobs, known) for known in unfit):
+            continue
         say(f"compiling {one.knobs}")
         plan = compiled_plan(*make(one.knobs, topology.devices()), topology, work, cache)
         (compiled if plan.fits else unfit).append(Candidate(one.knobs, plan))
@@ -151,10 +153,12 @@ def candidates(topology: Topology, rows: int) -> Iterator[Knobs]:
                     yield Knobs(strategy, replica, remat, prefetch, accumulation)
 
 
-def _hopeless(knobs: Knobs, known: Candidate, topology: Topology) -> bool:
+def _hopeless(knobs: Knobs, known: Candidate) -> bool:
     """Whether it takes no less than what is known to be far too large."""
     other = known.knobs
     if _may_fit(known.plan) or (knobs.strategy, knobs.replica) != (other.strategy, other.replica):
+        return False
+    if (knobs.accumulation == 1) != (other.accumulation == 1):  # what is accumulated takes memory of its own
         return False
     no_leaner = (knobs.remat in (other.remat, "none"), knobs.prefetch in (other.prefetch, "pre"))
     return knobs.accumulation <= other.accumulation and all(no_leaner)

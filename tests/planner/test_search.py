@@ -89,14 +89,24 @@ def test_nothing_fits(told, monkeypatch):
 
 def test_what_does_not_fit_when_compiled_is_shown(told, monkeypatch):
     def really(step, batch, topology, work, cache):
-        large = arithmetic(step[0], 64, step[1]).peak_bytes if step[0].remat == "full" else 500 * GIB
-        return replace(arithmetic(step[0], 64, step[1]), peak_bytes=large, basis={"peak_bytes": "compiled"})
+        plan = arithmetic(step[0], 64, step[1])
+        much = 500 * GIB if step[0].remat == "none" and step[0].prefetch == "pre" else plan.peak_bytes
+        return replace(plan, peak_bytes=much, basis={"peak_bytes": "compiled"})
 
     monkeypatch.setattr(room, "compiled_plan", really)
     found = search(told[0], parse_topology("h100:8"), 64, Work(), None)
     assert found.unfit
     assert "does not fit" in str(found)
     assert found.best.plan.fits
+
+
+def test_one_microbatch_is_tried_where_several_are_too_large(told, monkeypatch):
+    def analytic(step, batch, topology, work):
+        return planned((60 if step[0].accumulation == 1 else 500) * GIB, 1.0)
+
+    monkeypatch.setattr(room, "analytic_plan", analytic)
+    monkeypatch.setattr(room, "compiled_plan", lambda step, *_: replace(PLAN, basis={"peak_bytes": "compiled"}))
+    assert search(told[0], parse_topology("h100:8"), 64, Work(), None).best.knobs.accumulation == 1
 
 
 def test_a_setting_that_cannot_be_built_is_passed_over(told, monkeypatch):
