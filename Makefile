@@ -1,6 +1,6 @@
 # Everything a fresh clone needs: Python 3.11 or newer, and make.
 #   make quickstart   train a small GPT on 8 virtual devices (two minutes)
-#   make test         the whole suite
+#   make test         the suite (make test-long: the tests that take longest)
 PYTHON ?= python3.11
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help quickstart test test-core lint types format clean
+.PHONY: help quickstart test test-long test-core lint types format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -30,8 +30,11 @@ $(VENV)/.test: $(VENV)/.base
 quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtual devices
 	$(BIN)/fsdp-jax train configs/quickstart.yaml
 
-test: $(VENV)/.test ## the whole suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(VENV)/.test ## the suite, but for the tests that take longest
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
+
+test-long: $(VENV)/.test ## the tests that take longest
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 test-core: $(VENV)/.test ## rooms 0 to 3 only
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m core

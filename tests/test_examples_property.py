@@ -153,6 +153,7 @@ def examine(seed: int) -> bool | None:
     return verdict.proven
 
 
+@pytest.mark.long
 def test_no_proof_is_wrong():
     with jax.numpy_rank_promotion("allow"):
         found = [examine(seed) for seed in range(400)]

@@ -190,6 +190,7 @@ def test_a_torus_is_gone_along_one_dim_at_a_time(prefetch):
 # Randomness
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan", [True, False])
 def test_dropout_draws_the_same_numbers_in_every_mode(scan):
     case = Case(gpt(scan, layers=3, dropout=0.5), lambda m, b: next_token_loss(m, b, train=True), (Block,))

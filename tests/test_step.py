@@ -296,6 +296,7 @@ def penalised(model, batch):
     return total + count * sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param))), count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefetch", ["none", "pre"])
 @pytest.mark.parametrize("local_batch", [None, False])
 def test_a_penalty_behind_the_units_back_counts_all_of_a_parameter(sharded, local_batch, prefetch):

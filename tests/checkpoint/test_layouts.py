@@ -45,6 +45,7 @@ def bits(state):
     return {path: np.asarray(leaf).tobytes() for path, leaf in data.items()}
 
 
+@pytest.mark.long
 def test_bits_survive_every_layout(tmp_path):
     first, *rest = CHAIN
     model = sharded(*first)

@@ -64,7 +64,7 @@ def test_a_step_that_its_run_deletes_meanwhile_is_not_damaged(run, capsys, monke
 
 
 def test_an_export(run, capsys):
-    assert main(["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16", "--format=safetensors"]) == 2
+    assert main(["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16", "--format=gguf"]) == 2
     assert main(["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16"]) == 0
     assert "1 tensors of step 10, 128 B in 1 files" in capsys.readouterr().out
     with safe_open(run / "weights" / "model.safetensors", framework="numpy") as opened:

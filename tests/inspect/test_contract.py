@@ -89,6 +89,7 @@ def test_it_holds_on_gpus(name, settings):
     assert contract.wire_bytes <= 1.02 * contract.wire_bytes_limit
 
 
+@pytest.mark.long
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize(("name", "settings"), [HOLD[0], HOLD[6]], ids=[IDS[0], IDS[6]])
 def test_it_holds_on_a_torus(name, settings):

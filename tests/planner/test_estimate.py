@@ -239,6 +239,7 @@ def test_stand_ins_are_where_the_devices_are(name):
     assert [place(stand_in) for stand_in in stand_ins(topology)] == [place(device) for device in devices]
 
 
+@pytest.mark.long
 @pytest.mark.needs_plugin
 def test_the_peak_is_that_of_the_compiled_program():
     settings = ["--model.layers", "3", "--data.sequence_length", "1024"]

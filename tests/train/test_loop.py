@@ -60,6 +60,7 @@ def test_a_whole_run(run, tmp_path, capsys, monkeypatch):
     assert len(records(output)) == 6
 
 
+@pytest.mark.long
 def test_a_sample_in_mixed_precision(run, capsys, monkeypatch):
     monkeypatch.setattr(Training, "_sample", SAMPLE)
     assert run("mixed", "--train.steps", "1", "--precision.compute", "bfloat16", "--model.dropout", "0.1") == 0

@@ -113,6 +113,7 @@ def test_nothing_that_fits_ends_with_3(tiny, capsys):
     assert "it fits no machine" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.needs_plugin
 def test_a_search_writes_the_best_configuration(tiny, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("fsdp_jax.planner.search.FINALISTS", 1)

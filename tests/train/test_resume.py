@@ -55,6 +55,7 @@ def test_a_changed_configuration_is_told_or_refused(run, capsys):
     assert "the checkpoint does not fit this run" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_stated_step(run, uninterrupted, tmp_path, capsys):
     assert run("stated", *EVERY_TWO) == 0
     assert names(tmp_path / "stated") == ["2", "4", "6"]
@@ -95,6 +96,7 @@ def test_a_run_that_is_refused_renames_nothing(run, tmp_path, capsys):
     assert names(tmp_path / "refused") == ["2", "4", "6", "6.damaged"]
 
 
+@pytest.mark.long
 def test_a_save_that_failed_is_made_up_for_at_once(run, tmp_path, capsys, monkeypatch):
     """And a disk that stays full ends the run by the next step."""
     seal, failing = store.seal, [True]
@@ -174,6 +176,7 @@ def test_another_optimizer_is_refused_path_by_path(run, capsys):
     assert "expected nothing, got float32" in told
 
 
+@pytest.mark.long
 def test_another_dtype_is_refused_unless_allowed(run, tmp_path, capsys):
     narrow = ("--train.steps", "3", "--precision.param", "bfloat16")
     assert run("cast", "--train.steps", "2") == 0
@@ -194,6 +197,7 @@ def test_another_tokenizer_is_refused(run, capsys, monkeypatch):
     assert "the tokenizer has changed since the checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_saving_by_the_clock(run, tmp_path):
     words = ("--checkpoint.every", "None", "--checkpoint.every_minutes", "0", "--checkpoint.keep", "9")
     assert run("clock", *words) == 0
