@@ -3,6 +3,7 @@
 Shapes: B batch, T sequence, H query heads, G key and value heads, K head dim.
 """
 
+import warnings
 from functools import partial
 from typing import Literal, get_args
 
@@ -43,7 +44,9 @@ def make_attention(kind: Kind, platform: str) -> Attention:
 
 def _triton(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
     """Flash attention on GPUs (Dao, arXiv:2307.08691): [B, T, H, K], keys and values [B, T, G, K], to [B, T, H, K]."""
-    from jax.experimental.pallas.ops.gpu.attention import mha
+    with warnings.catch_warnings():  # newer releases of jax name a package of its own as the successor
+        warnings.filterwarnings("ignore", "jax.experimental.pallas.ops.gpu.attention is deprecated", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.attention import mha
 
     _block(query.shape[1])
     repeats = query.shape[2] // key.shape[2]  # the kernel knows no grouped queries
