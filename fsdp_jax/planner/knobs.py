@@ -106,7 +106,7 @@ def _held_less(plan: Plan, change: str, size: int, cost: str) -> Fix:
     return Fix(change, size, left, left <= plan.usable_bytes, cost, available=False)
 
 
-def sharded_replicas(strategy: str, hosts: int, devices: int) -> tuple[int, ...]:
+def replicas_of(strategy: str, hosts: int) -> tuple[int, ...]:
     """Replicas worth trying: one a host, and fewer, of strategies that make them."""
     if not get_strategy(strategy).hybrid or hosts < 2:
         return (1,)

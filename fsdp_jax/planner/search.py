@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import get_args
 
 from fsdp_jax.errors import ConfigError, FitError, human_bytes, message
-from fsdp_jax.planner.hardware import HARDWARE, Hardware
-from fsdp_jax.planner.knobs import Knobs, Make, sharded_replicas
+from fsdp_jax.planner.hardware import Hardware
+from fsdp_jax.planner.knobs import Knobs, Make, replicas_of
 from fsdp_jax.planner.plan import Plan
 from fsdp_jax.planner.planning import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.stand_ins import stand_ins
@@ -108,6 +108,16 @@ def search(
     every = list(candidates(topology, rows))
     if not every:
         raise ConfigError(_indivisible(topology, rows))
+    tried = _estimated(every, make, topology, work, say)
+    fitting = sorted((one for one in tried if _may_fit(one.plan)), key=lambda one: one.seconds)
+    compiled, unfit = _finalists(fitting, make, topology, work, cache, say)
+    if not compiled:
+        raise FitError(_unfit(topology, tried))
+    return Found(topology, tuple(compiled), tuple(unfit), tuple(fitting), len(tried))
+
+
+def _estimated(every: Sequence[Knobs], make: Make, topology: Topology, work: Work, say: Say) -> list[Candidate]:
+    """Each setting with its estimate, but for those that cannot be built or take no less than what is far too large."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
     for number, knobs in enumerate(every, 1):
@@ -120,7 +130,13 @@ def search(
             say(f"{number} of {len(every)}: {knobs}: {took}, estimated")
     if not tried:
         raise ConfigError(next(iter(refused.values())))
-    fitting = sorted((one for one in tried if _may_fit(one.plan)), key=lambda one: one.seconds)
+    return tried
+
+
+def _finalists(
+    fitting: Sequence[Candidate], make: Make, topology: Topology, work: Work, cache: Path | None, say: Say
+) -> tuple[list[Candidate], list[Candidate]]:
+    """The fastest, compiled: those that fit, fastest first, and those that do not."""
     compiled: list[Candidate] = []
     unfit: list[Candidate] = []
     for one in fitting:
@@ -131,10 +147,7 @@ def search(
         say(f"compiling {one.knobs}")
         plan = compiled_plan(*make(one.knobs, topology.devices()), topology, work, cache)
         (compiled if plan.fits else unfit).append(Candidate(one.knobs, plan))
-    if not compiled:
-        raise FitError(_unfit(topology, tried))
-    compiled.sort(key=lambda one: one.seconds)
-    return Found(topology, tuple(compiled), tuple(unfit), tuple(fitting), len(tried))
+    return sorted(compiled, key=lambda one: one.seconds), unfit
 
 
 def candidates(topology: Topology, rows: int) -> Iterator[Knobs]:
@@ -146,7 +159,7 @@ def candidates(topology: Topology, rows: int) -> Iterator[Knobs]:
     for strategy in STRATEGIES:
         if (get_strategy(strategy).hybrid and hosts < 2) or (topology.size == 1 and strategy != "no_shard"):
             continue
-        for replica in sharded_replicas(strategy, hosts, topology.size):
+        for replica in replicas_of(strategy, hosts):
             for accumulation in (k for k in (8, 4, 2, 1) if parts % k == 0):
                 ahead: tuple[Prefetch, ...] = ("none", "pre") if get_strategy(strategy).gather == "unit" else ("none",)
                 for remat, prefetch in product(get_args(Remat)[::-1], ahead):
@@ -195,6 +208,9 @@ def smallest(
         FitError: it fits none.
 
     """
+    if chip.memory_bytes is None:
+        what, fix = "virtual CPU devices have no memory or speed of their own", "a chip such as h100 or v5e"
+        raise ConfigError(message(what, where="topology", got=chip.name, fix=fix))
     sizes = [one for one in machines(chip) if one.size <= rows and rows % one.size == 0]
     sizes = [one for one in sizes if devices in (None, one.size)]
     if not sizes:
@@ -236,11 +252,6 @@ def machines(chip: Hardware) -> Iterator[Topology]:
         yield parse_topology(f"{chip.name}:{'x'.join(map(str, shape))}")
         least = max(range(len(shape)), key=lambda dim: (-shape[dim], dim))
         shape[least] *= 2
-
-
-def chip_named(name: str) -> Hardware | None:
-    """The chip, where a name is that of a chip alone."""
-    return HARDWARE.get(name.strip().lower())
 
 
 def _lean(topology: Topology, rows: int) -> Iterator[Knobs]:

@@ -76,6 +76,7 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
         (["--topology", "cpu:8"], 2, ["no memory or speed of their own"]),
         (["--topology", "h100:5", "--analytic"], 2, ["train.global_batch_size", "a multiple of 5"]),
         (["--topology", "h100:8", "--devices", "8"], 2, ["--devices goes with --search"]),
+        (["--topology", "cpu", "--search"], 2, ["no memory or speed of their own"]),
         (["--topology", "h100:8", "--search", "--analytic"], 2, ["--analytic does not go with --search"]),
         (
             ["--topology", "h100:8", "--analytic", "--model.attention", "flash", "--data.sequence_length", "200"],
