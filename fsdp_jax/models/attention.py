@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.models.layers import Attention, blockwise_attention
+from fsdp_jax.models.layers import Attention, Segments, blockwise_attention, dense_attention
 
 Kind = Literal["blockwise", "flash", "cudnn"]
 
@@ -36,14 +36,20 @@ def make_attention(kind: Kind, platform: str) -> Attention:
     if kind == "blockwise":
         return blockwise_attention
     if kind == "cudnn" and platform in GPU:
-        return partial(jax.nn.dot_product_attention, implementation="cudnn")
+        return partial(dense_attention, implementation="cudnn")
     if kind == "flash" and platform in (*GPU, "tpu"):
         return _splash if platform == "tpu" else _triton
     raise ValueError(f"attention '{kind}' has no kernel for {platform}; use blockwise")
 
 
-def _triton(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
-    """Flash attention on GPUs (Dao, arXiv:2307.08691): [B, T, H, K], keys and values [B, T, G, K], to [B, T, H, K]."""
+def _triton(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
+    bias: jax.Array | None = None, scale: float | None = None,
+) -> jax.Array:  # fmt: skip
+    """Flash attention on GPUs (Dao, arXiv:2307.08691), of a sequence on itself; see `Attention`."""
+    _no_bias(bias)
+    if segments is not None and segments[0] is not segments[1]:
+        raise ValueError("flash attention on GPUs knows segments of one sequence only; use blockwise attention")
     with warnings.catch_warnings():  # newer releases of jax name a package of its own as the successor
         warnings.filterwarnings("ignore", "jax.experimental.pallas.ops.gpu.attention is deprecated", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.attention import mha
@@ -51,12 +57,18 @@ def _triton(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bo
     _block(query.shape[1])
     repeats = query.shape[2] // key.shape[2]  # the kernel knows no grouped queries
     key, value = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (key, value))
-    out: jax.Array = mha(query, key, value, None, sm_scale=query.shape[3] ** -0.5, causal=is_causal)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    of_tokens = None if segments is None else segments[0]
+    out: jax.Array = mha(query, key, value, of_tokens, sm_scale=scale, causal=is_causal)
     return out
 
 
-def _splash(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
-    """Splash attention on TPUs: shapes as above; the kernel wants heads first, and queries that are scaled."""
+def _splash(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
+    bias: jax.Array | None = None, scale: float | None = None,
+) -> jax.Array:  # fmt: skip
+    """Splash attention on TPUs; see `Attention`. The kernel wants heads first, and queries that are scaled."""
+    _no_bias(bias)
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     T, S, H = query.shape[1], key.shape[1], query.shape[2]
@@ -69,10 +81,16 @@ def _splash(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bo
     kernel = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([mask] * H), block_sizes=sizes, head_shards=1, q_seq_shards=1
     )
-    scaled = query * jnp.asarray(query.shape[3] ** -0.5, query.dtype)
+    scaled = query * jnp.asarray(query.shape[3] ** -0.5 if scale is None else scale, query.dtype)
     heads_first = (jnp.moveaxis(x, 2, 1) for x in (scaled, key, value))
-    out: jax.Array = jnp.moveaxis(jax.vmap(kernel)(*heads_first), 1, 2)
+    of_tokens = None if segments is None else splash_attention_kernel.SegmentIds(*segments)
+    out: jax.Array = jnp.moveaxis(jax.vmap(kernel)(*heads_first, of_tokens), 1, 2)
     return out
+
+
+def _no_bias(bias: jax.Array | None) -> None:
+    if bias is not None:
+        raise ValueError("flash attention adds no bias to the scores, as T5 needs; use blockwise attention, or cudnn")
 
 
 def _block(length: int) -> int:

@@ -89,13 +89,13 @@ class Block(nnx.Module):
         self.mlp = layers.MLP(D, 4 * D, out_std=out_std, dtype=dtype, rngs=rngs)
         self.dropout = layers.dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, *, deterministic: bool = True) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, *, segments: jax.Array | None = None, deterministic: bool = True) -> jax.Array:
         """[B, T, D] to [B, T, D] in the dtype of the input, also where a norm kept in float32 widens a branch."""
 
         def branch(y_BTD: jax.Array) -> jax.Array:
             return self.dropout(y_BTD, deterministic=deterministic).astype(x_BTD.dtype)
 
-        x_BTD = x_BTD + branch(self.attn(self.ln_1(x_BTD)))
+        x_BTD = x_BTD + branch(self.attn(self.ln_1(x_BTD), segments))
         return x_BTD + branch(self.mlp(self.ln_2(x_BTD)))
 
 
@@ -119,22 +119,41 @@ class GPT(nnx.Module):
         self.blocks = layers.make_blocks(make, config.layers, scan_layers=config.scan_layers, rngs=rngs)
         self.ln_f = layers.layer_norm(D, dtype=dtype, rngs=rngs)
         if not config.tie_head:
-            self.head = layers.linear(D, V, bias=False, dtype=dtype, rngs=rngs)
+            self.head = layers.head(D, V, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens_BT: jax.Array, *, deterministic: bool = True) -> jax.Array:
+    def __call__(
+        self, tokens_BT: jax.Array, *, segments: jax.Array | None = None, positions: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:  # fmt: skip
         """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
 
-        `deterministic=False` applies dropout and advances its random state.
+        `segments` and `positions`, int32 [B, T], are of packed documents: a token sees those before it in its own
+        segment alone. `deterministic=False` applies dropout and advances its random state.
         """
+        x_BTD = self._trunk(tokens_BT, segments, positions, deterministic)
+        logits = self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
+        return logits[..., : self.config.vocab_size]
+
+    def losses(
+        self, tokens_BT: jax.Array, targets_BT: jax.Array, *, chunk: int, segments: jax.Array | None = None,
+        positions: jax.Array | None = None, deterministic: bool = True,
+    ) -> jax.Array:  # fmt: skip
+        """Cross-entropy of each target, float32 [B, T], without ever holding all logits; see `chunked_losses`."""
+        x_BTD = self._trunk(tokens_BT, segments, positions, deterministic)
+        head = self.embed if self.config.tie_head else self.head
+        return head.losses(x_BTD, targets_BT, self.config.vocab_size, chunk)
+
+    def _trunk(
+        self, tokens_BT: jax.Array, segments: jax.Array | None, positions: jax.Array | None, deterministic: bool
+    ) -> jax.Array:
+        """All but the head, to [B, T, D]."""
         T = tokens_BT.shape[1]
         if self.config.sequence_length < T:
             raise ValueError(f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}")
-        x_BTD = self.embed(tokens_BT) + self.positions(jnp.arange(T)[None])
+        x_BTD = self.embed(tokens_BT) + self.positions(jnp.arange(T)[None] if positions is None else positions)
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)
-        x_BTD = layers.run_blocks(self.blocks, x_BTD, deterministic=deterministic)
-        x_BTD = self.ln_f(x_BTD)
-        logits = self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
-        return logits[..., : self.config.vocab_size]
+        x_BTD = layers.run_blocks(self.blocks, x_BTD, segments=segments, deterministic=deterministic)
+        return self.ln_f(x_BTD)
 
 
 def parameter_count(config: GPTConfig) -> int:

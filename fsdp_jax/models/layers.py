@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,21 @@ INIT_STD = 0.02
 LAYER_NORM_EPSILON = 1e-5
 
 
-class Attention(Protocol):
-    """`jax.nn.dot_product_attention`, or anything called like it."""
+Segments = tuple[jax.Array, jax.Array]
 
-    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
-        """Queries [B, T, H, K], keys and values [B, S, G, K], H a multiple of G, to [B, T, H, K]."""
+
+class Attention(Protocol):
+    """`dense_attention`, or anything called like it. A model passes only those keywords that it needs."""
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
+        bias: jax.Array | None = None, scale: float | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Queries [B, T, H, K], keys and values [B, S, G, K], H a multiple of G, to [B, T, H, K].
+
+        `segments`: a pair of int32 [B, T] and [B, S]; a query sees keys of its own number alone. `bias`: [1 or B, H, T,
+        S], added to the scores. `scale`: of the scores, K^-0.5 where absent.
+        """
 
 
 def recomputed(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -54,24 +64,47 @@ def recomputed(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 BLOCK = 512  # queries that are attended together where a sequence is long
 
 
-def blockwise_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> jax.Array:
-    """`jax.nn.dot_product_attention`, in blocks of queries where there are more than two blocks of them.
+def dense_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
+    bias: jax.Array | None = None, scale: float | None = None, implementation: Literal["xla", "cudnn"] | None = None,
+) -> jax.Array:  # fmt: skip
+    """`jax.nn.dot_product_attention` with segments; see `Attention`."""
+    mask = None if segments is None else (segments[0][:, :, None] == segments[1][:, None])[:, None]
+    return jax.nn.dot_product_attention(
+        query, key, value, bias, mask, is_causal=is_causal, scale=scale, implementation=implementation
+    )
 
-    Query [B, T, H, K], key and value [B, S, G, K], result [B, T, H, K]. At T 2048 and H 32 the whole [H, T, T] of
-    scores and weights takes 1.5 GiB per example; a block at a time, recomputed in the backward, a quarter of it (Rabe
-    and Staats, 2021). With cuDNN, `jax.nn.dot_product_attention(..., implementation="cudnn")` takes less still.
+
+def blockwise_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
+    bias: jax.Array | None = None, scale: float | None = None,
+) -> jax.Array:  # fmt: skip
+    """`dense_attention`, in blocks of queries where there are more than two blocks of them.
+
+    At T 2048 and H 32 the whole [H, T, T] of scores and weights takes 1.5 GiB per example; a block at a time,
+    recomputed in the backward, a quarter of it (Rabe and Staats, 2021). Kernels take less still: see `attention.py`.
     """
     B, T, H, K = query.shape
     if T <= 2 * BLOCK or T % BLOCK:
-        return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
+        return dense_attention(query, key, value, is_causal=is_causal, segments=segments, bias=bias, scale=scale)
+    of_queries, of_keys = segments or (None, None)
 
-    def attend(first: jax.Array, block: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def attend(block: Any, key: jax.Array, value: jax.Array, of_keys: jax.Array | None) -> jax.Array:
+        first, query, of_queries, bias = block
         S = key.shape[1]
         seen = (first + jnp.arange(BLOCK))[:, None] >= jnp.arange(S)[None] if is_causal else jnp.ones((BLOCK, S), bool)
-        return jax.nn.dot_product_attention(block, key, value, mask=seen[None, None])
+        seen = seen[None, None]
+        if of_keys is not None:
+            seen &= (of_queries[:, :, None] == of_keys[:, None])[:, None]
+        return jax.nn.dot_product_attention(query, key, value, bias, seen, scale=scale)
 
-    blocks = jnp.moveaxis(query.reshape(B, T // BLOCK, BLOCK, H, K), 1, 0)
-    out = jax.lax.map(lambda block: recomputed(attend)(*block, key, value), (jnp.arange(0, T, BLOCK), blocks))
+    def cut(x: jax.Array | None, dim: int) -> jax.Array | None:
+        if x is None:
+            return None
+        return jnp.moveaxis(x.reshape(*x.shape[:dim], T // BLOCK, BLOCK, *x.shape[dim + 1 :]), dim, 0)
+
+    blocks = (jnp.arange(0, T, BLOCK), cut(query, 1), cut(of_queries, 1), cut(bias, 2))
+    out = jax.lax.map(lambda block: recomputed(attend)(block, key, value, of_keys), blocks)
     return jnp.moveaxis(out, 0, 1).reshape(B, T, H, K)
 
 
@@ -120,12 +153,34 @@ def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return recomputed(lambda gate, up: jax.nn.silu(gate) * up)(gate, up)
 
 
-def embedding(count: int, width: int, *, dtype: str | None, rngs: nnx.Rngs) -> nnx.Embed:
+class Embedding(nnx.Embed):
+    """A table of vectors that can be an output head too."""
+
+    def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int) -> jax.Array:
+        """`chunked_losses` of the logits that `attend` makes; the table's rows from vocab_size on are no token's."""
+        return _head_losses(self, lambda table, x: table.attend(x), x_BTD, targets_BT, vocab_size, chunk)
+
+
+class Head(nnx.Linear):
+    """The Linear from the residual stream to logits."""
+
+    def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int) -> jax.Array:
+        """`chunked_losses` of its logits; outputs from vocab_size on are no token's."""
+        return _head_losses(self, lambda head, x: head(x), x_BTD, targets_BT, vocab_size, chunk)
+
+
+def embedding(count: int, width: int, *, dtype: str | None, rngs: nnx.Rngs) -> Embedding:
     """A table [count, width] drawn from normal(0, 0.02); with dtype None its output has the table's dtype."""
-    table = nnx.Embed(count, width, embedding_init=nnx.initializers.normal(INIT_STD), rngs=rngs)
+    table = Embedding(count, width, embedding_init=nnx.initializers.normal(INIT_STD), rngs=rngs)
     # nnx.Embed pins the dtype its table is created with; a table cast to bfloat16 later would be promoted back.
     table.dtype = dtype
     return table
+
+
+def head(width: int, vocab_size: int, *, dtype: str | None, rngs: nnx.Rngs) -> Head:
+    """A Head without bias: kernel [width, vocab_size] drawn from normal(0, 0.02)."""
+    init = nnx.initializers.normal(INIT_STD)
+    return Head(width, vocab_size, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
 class SelfAttention(nnx.Module):
@@ -139,12 +194,18 @@ class SelfAttention(nnx.Module):
         self.qkv = linear(width, 3 * width, dtype=dtype, rngs=rngs)
         self.out = linear(width, width, std=out_std, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t sees positions 0 to t."""
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
+        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there are segments."""
         B, T, D = x_BTD.shape
         parts = jnp.split(self.qkv(x_BTD), 3, axis=-1)
         q_BTHK, k_BTHK, v_BTHK = (part.reshape(B, T, self.heads, D // self.heads) for part in parts)
-        return self.out(self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True).reshape(B, T, D))
+        attended = self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **within(segments_BT))
+        return self.out(attended.reshape(B, T, D))
+
+
+def within(segments_BT: jax.Array | None) -> dict[str, Any]:
+    """Attention's keyword for self-attention inside segments; nothing where there are none."""
+    return {} if segments_BT is None else {"segments": (segments_BT, segments_BT)}
 
 
 class MLP(nnx.Module):
@@ -214,20 +275,88 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     return jnp.where((targets_BT >= 0) & (targets_BT < V), loss_BT, jnp.nan)
 
 
+def chunked_losses(
+    logits: Callable[[Any, jax.Array], jax.Array], weights: Any, x_BTD: jax.Array, targets_BT: jax.Array, chunk: int
+) -> jax.Array:
+    """`cross_entropy(logits(weights, x), targets)`, float32 [B, T], for `chunk` positions of the sequence at a time.
+
+    No more than [B, chunk, V] of logits is ever held: the backward makes them again, a chunk at a time, and sums the
+    gradient of `weights` in float32, for one product of the head more. Raises ValueError where chunk does not divide T.
+    """
+    B, T, _ = x_BTD.shape
+    if chunk < 1 or T % chunk:
+        near = [size for size in range(1, T + 1) if T % size == 0 and size <= max(chunk, 1)][-1]
+        raise ValueError(f"a loss chunk must divide the sequence of {T} tokens, got {chunk}; use {near}")
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(B, T // chunk, chunk, *x.shape[2:]), 1, 0)
+
+    def joined(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(B, T, *x.shape[3:])
+
+    def losses(weights: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+        return cross_entropy(logits(weights, x), targets)
+
+    @jax.custom_vjp
+    def run(weights: Any, x_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        return joined(jax.lax.map(lambda part: losses(weights, *part), (cut(x_BTD), cut(targets_BT))))
+
+    def forward(*args: Any) -> tuple[jax.Array, Any]:
+        return run(*args), args
+
+    def backward(args: Any, cotangent_BT: jax.Array) -> Any:
+        weights, x_BTD, targets_BT = args
+
+        def step(total: Any, part: Any) -> tuple[Any, jax.Array]:
+            x, targets, cotangent = part
+            _, pull = jax.vjp(lambda weights, x: losses(weights, x, targets), weights, x)
+            of_weights, of_x = pull(cotangent)
+            return jax.tree.map(lambda sum, new: sum + new.astype(jnp.float32), total, of_weights), of_x
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
+        total, of_x = jax.lax.scan(step, zeros, (cut(x_BTD), cut(targets_BT), cut(cotangent_BT)))
+        return jax.tree.map(lambda sum, x: sum.astype(x.dtype), total, weights), joined(of_x), None
+
+    run.defvjp(forward, backward)
+    return run(weights, x_BTD, targets_BT)
+
+
+def _head_losses(
+    module: M, logits: Callable[[M, jax.Array], jax.Array], x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int,
+    chunk: int,
+) -> jax.Array:  # fmt: skip
+    structure, params = nnx.split(module)
+
+    def of(params: Any, x: jax.Array) -> jax.Array:
+        return logits(nnx.merge(structure, params), x)[..., :vocab_size]
+
+    return chunked_losses(of, params, x_BTD, targets_BT, chunk)
+
+
 def next_token_loss(
-    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array], *, train: bool = False
+    model: Any, batch: Mapping[str, jax.Array], *, train: bool = False, chunk: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of the cross-entropy in nats and the number of targets it is over, both float32 scalars.
 
     `batch` has `tokens`, int32 [B, T+1], and may have `mask`, [B, T], the weight of each target (absent: all 1);
-    where it is 0 the target may be any number. They are returned apart so that sums over microbatches and devices can
-    be divided once. `train=True` applies dropout.
+    where it is 0 the target may be any number. Packed documents have `segments` and `positions`, int32 [B, T]. They are
+    returned apart so that sums over microbatches and devices can be divided once. `train=True` applies dropout.
+    `chunk`: of `chunked_losses`, for models that have `losses`; None makes all logits at once.
     """
     tokens = batch["tokens"]
-    logits_BTV = model(tokens[:, :-1], deterministic=not train)
-    loss_BT = cross_entropy(logits_BTV, tokens[:, 1:])
-    mask_BT = batch["mask"].astype(jnp.float32) if "mask" in batch else jnp.ones_like(loss_BT)
-    return jnp.where(mask_BT == 0, 0.0, loss_BT * mask_BT).sum(), mask_BT.sum()
+    settings: dict[str, Any] = {name: batch[name] for name in ("segments", "positions") if name in batch}
+    settings["deterministic"] = not train
+    if chunk is None:
+        loss_BT = cross_entropy(model(tokens[:, :-1], **settings), tokens[:, 1:])
+    else:
+        loss_BT = model.losses(tokens[:, :-1], tokens[:, 1:], chunk=chunk, **settings)
+    return masked_sum(loss_BT, batch.get("mask"))
+
+
+def masked_sum(losses: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(the sum of losses times mask, the sum of the mask), float32 scalars. Losses where the mask is 0 may be NaN."""
+    weight = jnp.ones_like(losses) if mask is None else mask.astype(jnp.float32)
+    return jnp.where(weight == 0, 0.0, losses * weight).sum(), weight.sum()
 
 
 C = TypeVar("C")

@@ -19,6 +19,27 @@ from fsdp_jax.models import layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How Llama 3.1 and later stretch the rotary embedding to longer sequences than they were first trained on.
+
+    Frequencies that turn less than `low_frequency_factor` times in `original_length` tokens are divided by `factor`,
+    those that turn more than `high_frequency_factor` times stay, and between them it is interpolated.
+    """
+
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_length: int = 8192
+    """Tokens."""
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or self.original_length < 1:
+            raise ValueError(f"RopeScaling.factor and original_length must be at least 1, got {self}")
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError(f"RopeScaling.low_frequency_factor must be above 0 and below the high one, got {self}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
     """The shape of a Llama. Raises ValueError where the numbers do not fit together."""
 
@@ -35,6 +56,7 @@ class LlamaConfig:
     """Hidden width of the MLP."""
     rope_theta: float = 10_000.0
     """The base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
     norm_epsilon: float = 1e-5
     tie_head: bool = False
     """Use the embedding table as the output head."""
@@ -67,26 +89,31 @@ _LLAMA2 = LlamaConfig(
     vocab_size=32_000, sequence_length=4096, layers=32, width=4096, heads=32, kv_heads=32, hidden=11_008
 )
 
+_LLAMA3 = dataclasses.replace(
+    _LLAMA2, vocab_size=128_256, sequence_length=8192, kv_heads=8, hidden=14_336, rope_theta=500_000.0
+)
+_70B: dict[str, Any] = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28_672}
+_LONG: dict[str, Any] = {"sequence_length": 131_072, "rope_scaling": RopeScaling(factor=8.0)}
+
 PRESETS: dict[str, LlamaConfig] = {
     "llama-tiny": LlamaConfig(  # 0.7M, bytes
         vocab_size=256, sequence_length=128, layers=4, width=128, heads=4, kv_heads=2, hidden=320
     ),
     "llama2-7b": _LLAMA2,  # 6.74B
     "llama2-13b": dataclasses.replace(_LLAMA2, layers=40, width=5120, heads=40, kv_heads=40, hidden=13_824),  # 13.0B
-    "llama2-70b": dataclasses.replace(_LLAMA2, layers=80, width=8192, heads=64, kv_heads=8, hidden=28_672),  # 69.0B
-    "llama3-8b": dataclasses.replace(  # 8.03B
-        _LLAMA2, vocab_size=128_256, sequence_length=8192, kv_heads=8, hidden=14_336, rope_theta=500_000.0
-    ),
-    "llama3-70b": dataclasses.replace(  # 70.6B
-        _LLAMA2,
-        vocab_size=128_256,
-        sequence_length=8192,
-        layers=80,
-        width=8192,
-        heads=64,
-        kv_heads=8,
-        hidden=28_672,
-        rope_theta=500_000.0,
+    "llama2-70b": dataclasses.replace(_LLAMA2, **_70B),  # 69.0B
+    "llama3-8b": _LLAMA3,  # 8.03B
+    "llama3-70b": dataclasses.replace(_LLAMA3, **_70B),  # 70.6B
+    "llama3.1-8b": dataclasses.replace(_LLAMA3, **_LONG),
+    "llama3.1-70b": dataclasses.replace(_LLAMA3, **_70B, **_LONG),
+    "llama3.2-1b": dataclasses.replace(  # 1.24B
+        _LLAMA3,
+        sequence_length=131_072,
+        layers=16,
+        width=2048,
+        hidden=8192,
+        rope_scaling=RopeScaling(factor=32.0),
+        tie_head=True,
     ),
 }
 
@@ -101,15 +128,29 @@ def rms_norm(config: LlamaConfig, *, rngs: nnx.Rngs) -> layers.RMSNorm:
     return layers.RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
 
 
-def rotary(x_BTHK: jax.Array, theta: float) -> jax.Array:
-    """Turns pair i of the head at position t by the angle t * theta^(-2i/K), in float32; keeps shape and dtype.
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
+    """Radians that each pair of the head turns per position, float32 [K/2]: theta^(-2i/K), stretched by `scaling`.
+
+    The stretching is that of Llama 3.1's published code (`apply_scaling`).
+    """
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return frequency
+    turns = scaling.original_length * frequency / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
+
+
+def rotary(x_BTHK: jax.Array, frequency: jax.Array, positions_BT: jax.Array | None = None) -> jax.Array:
+    """Turns pair i of the head at position t by the angle t * frequency[i], in float32; keeps shape and dtype.
 
     Pair i is (x[i], x[i + K/2]): the layout of the weights on Hugging Face. RoFormer, arXiv:2104.09864, equation 34,
-    and Meta's own weights pair neighbours (x[2i], x[2i+1]) instead.
+    and Meta's own weights pair neighbours (x[2i], x[2i+1]) instead. Positions are 0 to T-1 where none are given.
     """
-    T, K = x_BTHK.shape[1], x_BTHK.shape[3]
-    frequency = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
-    angle = jnp.outer(jnp.arange(T, dtype=jnp.float32), frequency)[None, :, None]  # [1, T, 1, K/2]
+    if positions_BT is None:
+        positions_BT = jnp.arange(x_BTHK.shape[1])[None]
+    angle = positions_BT.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]  # [B or 1, T, 1, K/2]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -122,21 +163,25 @@ class GroupedQueryAttention(nnx.Module):
     def __init__(self, config: LlamaConfig, *, out_std: float, attention: layers.Attention, rngs: nnx.Rngs):
         D, shared, dtype = config.width, config.kv_heads * config.head_dim, config.dtype
         self.head_dim = config.head_dim
-        self.theta = config.rope_theta
+        self.rope = (config.head_dim, config.rope_theta, config.rope_scaling)
         self.attention = attention
         self.q = layers.linear(D, D, bias=False, dtype=dtype, rngs=rngs)
         self.k = layers.linear(D, shared, bias=False, dtype=dtype, rngs=rngs)
         self.v = layers.linear(D, shared, bias=False, dtype=dtype, rngs=rngs)
         self.o = layers.linear(D, D, std=out_std, bias=False, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t sees positions 0 to t."""
+    def __call__(
+        self, x_BTD: jax.Array, segments_BT: jax.Array | None = None, positions_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there are segments."""
         B, T, D = x_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = (
             project(x_BTD).reshape(B, T, -1, self.head_dim) for project in (self.q, self.k, self.v)
         )
-        q_BTHK, k_BTGK = rotary(q_BTHK, self.theta), rotary(k_BTGK, self.theta)
-        return self.o(self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True).reshape(B, T, D))
+        frequency = frequencies(*self.rope)
+        q_BTHK, k_BTGK = rotary(q_BTHK, frequency, positions_BT), rotary(k_BTGK, frequency, positions_BT)
+        attended = self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **layers.within(segments_BT))
+        return self.o(attended.reshape(B, T, D))
 
 
 class SwiGLU(nnx.Module):
@@ -164,9 +209,11 @@ class LlamaBlock(nnx.Module):
         self.mlp_norm = rms_norm(config, rngs=rngs)
         self.mlp = SwiGLU(config, out_std=out_std, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, *, segments: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
         """[B, T, D] to [B, T, D] in the dtype of the input, also where a norm kept in float32 widens a branch."""
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD)).astype(x_BTD.dtype)
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), segments, positions).astype(x_BTD.dtype)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)).astype(x_BTD.dtype)
 
 
@@ -190,20 +237,36 @@ class Llama(nnx.Module):
         self.blocks = layers.make_blocks(make, config.layers, scan_layers=config.scan_layers, rngs=rngs)
         self.norm = rms_norm(config, rngs=rngs)
         if not config.tie_head:
-            self.head = layers.linear(D, V, bias=False, dtype=dtype, rngs=rngs)
+            self.head = layers.head(D, V, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens_BT: jax.Array, *, deterministic: bool = True) -> jax.Array:
+    def __call__(
+        self, tokens_BT: jax.Array, *, segments: jax.Array | None = None, positions: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:  # fmt: skip
         """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
 
-        `deterministic` is what every family is called with; a Llama draws no random numbers.
+        `segments` and `positions`, int32 [B, T], are of packed documents: a token sees those before it in its own
+        segment alone. `deterministic` is what every family is called with; a Llama draws no random numbers.
         """
+        x_BTD = self._trunk(tokens_BT, segments, positions)
+        return self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
+
+    def losses(
+        self, tokens_BT: jax.Array, targets_BT: jax.Array, *, chunk: int, segments: jax.Array | None = None,
+        positions: jax.Array | None = None, deterministic: bool = True,
+    ) -> jax.Array:  # fmt: skip
+        """Cross-entropy of each target, float32 [B, T], without ever holding all logits; see `chunked_losses`."""
+        x_BTD = self._trunk(tokens_BT, segments, positions)
+        head = self.embed if self.config.tie_head else self.head
+        return head.losses(x_BTD, targets_BT, self.config.vocab_size, chunk)
+
+    def _trunk(self, tokens_BT: jax.Array, segments: jax.Array | None, positions: jax.Array | None) -> jax.Array:
+        """All but the head, to [B, T, D]."""
         T = tokens_BT.shape[1]
         if self.config.sequence_length < T:
             raise ValueError(f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}")
-        x_BTD = self.embed(tokens_BT)
-        x_BTD = layers.run_blocks(self.blocks, x_BTD)
-        x_BTD = self.norm(x_BTD)
-        return self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
+        x_BTD = layers.run_blocks(self.blocks, self.embed(tokens_BT), segments=segments, positions=positions)
+        return self.norm(x_BTD)
 
 
 def parameter_count(config: LlamaConfig) -> int:

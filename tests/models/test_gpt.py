@@ -298,3 +298,16 @@ def test_sampling_under_jit():
 def test_mistakes_are_explained(call, says):
     with pytest.raises(ValueError, match=says.replace("?", r"\?")):
         call()
+
+
+@BOTH
+def test_packed_documents_are_as_if_alone(scan_layers):
+    model, tokens = make(scan_layers=scan_layers), some_tokens()
+    packed = jnp.concatenate([tokens[0, :5], tokens[1, :3]])[None]
+    settings = {
+        "segments": jnp.asarray([[1] * 5 + [2] * 3], jnp.int32),
+        "positions": jnp.asarray([[*range(5), *range(3)]], jnp.int32),
+    }
+    together = model(packed, **settings)[0]
+    np.testing.assert_allclose(together[:5], model(tokens[:1, :5])[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(together[5:], model(tokens[1:, :3])[0], rtol=1e-5, atol=1e-5)

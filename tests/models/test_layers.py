@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax.experimental import pallas as pl
 
-from fsdp_jax.models import layers
+from fsdp_jax.models import FAMILIES, layers
 from fsdp_jax.models.attention import make_attention
 
 
@@ -98,3 +98,123 @@ def test_a_sequence_that_no_block_divides_is_refused(platform):
     attend = make_attention("flash", platform)
     with pytest.raises(ValueError, match="a multiple of 128 tokens, got 200; use 128 or 256"):
         jax.eval_shape(lambda q: attend(q, q, q, is_causal=True), short)
+
+
+def test_blockwise_attention_knows_segments_bias_and_scale():
+    T, S = 1536, 96
+    query = jax.random.normal(jax.random.key(0), (2, T, 2, 8))
+    key, value = (jax.random.normal(jax.random.key(n), (2, S, 1, 8)) for n in (1, 2))
+    bias = jax.random.normal(jax.random.key(3), (1, 2, T, S))
+    segments = tuple(jax.random.randint(jax.random.key(n), (2, n), 0, 3) for n in (T, S))
+
+    def run(attend, query, key, value, bias):
+        more = {"segments": segments, "bias": bias, "scale": 0.5}
+        return jnp.sum(jnp.sin(attend(query, key, value, is_causal=False, **more)))
+
+    ours, theirs = (
+        jax.value_and_grad(run, argnums=(1, 2, 3, 4))(attend, query, key, value, bias)
+        for attend in (layers.blockwise_attention, layers.dense_attention)
+    )
+    for got, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert jnp.allclose(got, expected, atol=1e-4, rtol=1e-4)
+    same = segments[0][:, :, None] == segments[1][:, None]
+    scores = jnp.einsum("bthk,bsk->bhts", query, key[:, :, 0]) * 0.5 + bias
+    weights = jax.nn.softmax(jnp.where(same[:, None], scores, -jnp.inf), axis=-1)
+    plain = jnp.einsum("bhts,bsk->bthk", weights, value[:, :, 0])
+    more = {"segments": segments, "bias": bias, "scale": 0.5}
+    assert jnp.allclose(layers.dense_attention(query, key, value, is_causal=False, **more), plain, atol=1e-4)
+
+
+def test_triton_attention_knows_segments_and_scale(monkeypatch):
+    real = pl.pallas_call
+    monkeypatch.setattr(
+        pl, "pallas_call", lambda *a, **k: real(*a, **{**k, "interpret": True, "compiler_params": None})
+    )
+    query = jax.random.normal(jax.random.key(0), (1, 128, 2, 32))
+    of = (jnp.arange(128)[None] >= 50).astype(jnp.int32)
+    more = {"is_causal": True, "segments": (of, of), "scale": 0.3}
+    ours = make_attention("flash", "gpu")(query, query, query, **more)
+    assert jnp.allclose(ours, layers.dense_attention(query, query, query, **more), atol=1e-3)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_what_a_flash_kernel_cannot_do_is_refused(platform):
+    query, of = jax.ShapeDtypeStruct((1, 128, 2, 128), jnp.float32), jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    attend, bias = make_attention("flash", platform), jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.float32)
+    with pytest.raises(ValueError, match="adds no bias"):
+        jax.eval_shape(lambda q, b: attend(q, q, q, is_causal=False, bias=b), query, bias)
+    if platform == "gpu":
+        with pytest.raises(ValueError, match="segments of one sequence"):
+            jax.eval_shape(lambda q, a, b: attend(q, q, q, is_causal=False, segments=(a, b)), query, of, of)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("chunk", [1, 4, 12])
+def test_a_chunked_loss_is_the_whole_one(chunk, dtype):
+    """Losses and gradients; in bfloat16 the gradient of the head is summed in float32, so that chunks cost nothing."""
+    head = layers.head(8, 20, dtype=dtype, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (3, 12, 8)).astype(dtype)
+    targets = jax.random.randint(jax.random.key(1), (3, 12), 0, 17)
+    graph, params = nnx.split(head)
+    params = jax.tree.map(lambda leaf: (10 * leaf).astype(dtype), params)
+    weight = jnp.linspace(0, 1, 12)[None]
+
+    def whole(params, x):
+        return jnp.sum(weight * layers.cross_entropy(nnx.merge(graph, params)(x)[..., :17], targets))
+
+    def chunked(params, x):
+        return jnp.sum(weight * nnx.merge(graph, params).losses(x, targets, 17, chunk))
+
+    ours, theirs = (jax.value_and_grad(fn, argnums=(0, 1))(params, x) for fn in (chunked, whole))
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for got, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert got.dtype == expected.dtype
+        got, expected = (jnp.asarray(leaf, jnp.float32) for leaf in (got, expected))
+        assert jnp.allclose(got, expected, rtol=tolerance, atol=tolerance * float(jnp.abs(expected).max()))
+
+
+def test_a_chunked_loss_never_holds_all_logits():
+    T, V = 64, 4096
+
+    def compiled(chunk):
+        def loss(table, x, targets):
+            head = layers.Embedding(V, 16, rngs=nnx.Rngs(0))
+            head.embedding.set_value(table)
+            whole = (
+                layers.cross_entropy(head.attend(x), targets) if chunk is None else head.losses(x, targets, V, chunk)
+            )
+            return jnp.sum(whole)
+
+        shapes = [
+            jax.ShapeDtypeStruct(s, d) for s, d in (((V, 16), "float32"), ((2, T, 16), "float32"), ((2, T), "int32"))
+        ]
+        return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    logits = 2 * T * V * 4
+    assert compiled(None) > 0.9 * logits
+    assert compiled(8) < 0.5 * logits
+
+
+def test_a_chunk_that_does_not_divide_is_refused():
+    head = layers.head(8, 20, dtype=None, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"divide the sequence of 12 tokens, got 5; use 4"):
+        head.losses(jnp.ones((1, 12, 8)), jnp.zeros((1, 12), jnp.int32), 20, 5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_models_chunked_loss_is_its_loss(family, tied):
+    kind = FAMILIES[family]
+    preset = {"gpt": "tiny", "llama": "llama-tiny"}[family]
+    config = kind.preset(preset, layers=2, sequence_length=16, tie_head=tied, vocab_size=200)
+    graph, params = nnx.split(kind.make(config, rngs=nnx.Rngs(0)))
+    tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 200)
+    batch = {"tokens": tokens, "mask": jnp.arange(32).reshape(2, 16) % 3, "segments": jnp.ones((2, 16), jnp.int32)}
+
+    def loss(params, chunk):
+        total, count = layers.next_token_loss(nnx.merge(graph, params), batch, chunk=chunk)
+        return total / count
+
+    ours, theirs = (jax.value_and_grad(loss)(params, chunk) for chunk in (4, None))
+    for got, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert jnp.allclose(got, expected, rtol=1e-4, atol=1e-6)

@@ -11,7 +11,17 @@ from flax import nnx
 
 from fsdp_jax.models import layers
 from fsdp_jax.models.layers import next_token_loss
-from fsdp_jax.models.llama import PRESETS, Llama, LlamaConfig, flops_per_token, parameter_count, preset, rotary
+from fsdp_jax.models.llama import (
+    PRESETS,
+    Llama,
+    LlamaConfig,
+    RopeScaling,
+    flops_per_token,
+    frequencies,
+    parameter_count,
+    preset,
+    rotary,
+)
 
 pytestmark = pytest.mark.core
 
@@ -82,7 +92,8 @@ def test_logits_are_those_of_numpy(overrides):
 def test_rotary_turns_queries_and_keys_so_that_only_distance_counts():
     q, k = jax.random.normal(jax.random.key(0), (2, 6))
     turned_q, turned_k = (
-        np.asarray(rotary(jnp.broadcast_to(x, (1, 8, 1, 6)), 100.0)[0, :, 0], np.float64) for x in (q, k)
+        np.asarray(rotary(jnp.broadcast_to(x, (1, 8, 1, 6)), frequencies(6, 100.0))[0, :, 0], np.float64)
+        for x in (q, k)
     )
     scores = turned_q @ turned_k.T
     for distance in range(-7, 8):
@@ -94,7 +105,7 @@ def test_rotary_turns_queries_and_keys_so_that_only_distance_counts():
 
 def test_rotary_is_computed_in_float32():
     x = jax.random.normal(jax.random.key(0), (1, 4096, 1, 8)).astype(jnp.bfloat16)
-    turned = rotary(x, 10_000.0)
+    turned = rotary(x, frequencies(8, 10_000.0))
     assert turned.dtype == jnp.bfloat16
     expected = numpy_rotary(np.asarray(x[0, :, 0], np.float64), 10_000.0)
     # half a unit in the last place of bfloat16, and the float32 angle's error at position 4095
@@ -220,3 +231,39 @@ def test_attention_in_blocks_is_attention(causal):
     whole = jax.value_and_grad(partial(loss, jax.nn.dot_product_attention), (0, 1, 2))(query, key, value)
     for ours, theirs in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_llama_3_stretches_the_slow_turns_alone():
+    scaling = RopeScaling(factor=8.0)
+    plain, stretched = (np.asarray(frequencies(128, 500_000.0, s), np.float64) for s in (None, scaling))
+    turns = 8192 * plain / (2 * np.pi)
+    np.testing.assert_array_equal(stretched[turns > 4], plain[turns > 4])
+    np.testing.assert_allclose(stretched[turns < 1], plain[turns < 1] / 8, rtol=1e-6)
+    between = (turns >= 1) & (turns <= 4)
+    assert between.any()
+    # the published code, in wavelengths
+    wavelength = 2 * np.pi / plain[between]
+    smooth = (8192 / wavelength - 1) / 3
+    np.testing.assert_allclose(
+        stretched[between], (1 - smooth) * plain[between] / 8 + smooth * plain[between], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"factor": 0.5}, {"factor": 8.0, "low_frequency_factor": 5.0}])
+def test_a_scaling_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match="RopeScaling"):
+        RopeScaling(**wrong)
+
+
+@BOTH
+def test_packed_documents_are_as_if_alone(scan_layers):
+    model, tokens = make(scan_layers=scan_layers), some_tokens()
+    packed = jnp.concatenate([tokens[0, :5], tokens[1, :3]])[None]
+    settings = {
+        "segments": jnp.asarray([[1] * 5 + [2] * 3], jnp.int32),
+        "positions": jnp.asarray([[*range(5), *range(3)]], jnp.int32),
+    }
+    together = model(packed, **settings)[0]
+    np.testing.assert_allclose(together[:5], model(tokens[:1, :5])[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(together[5:], model(tokens[1:, :3])[0], rtol=1e-5, atol=1e-5)
+    assert np.abs(np.asarray(together - model(packed)[0]))[5:].max() > 1e-2
