@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, get_args
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -13,31 +13,30 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from fsdp_jax.arguments import adapt, check_arguments, check_plan
 from fsdp_jax.compiled import Step
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.layout import COPIES, Layout, make_layout
-from fsdp_jax.linen import LinenModel
 from fsdp_jax.mesh import DATA, REPLICA, axes_of, check_mesh, data_axes, make_mesh, replicated, shape_of, split_data
 from fsdp_jax.model import Boundary, LossFn, Model
 from fsdp_jax.modes import settled
-from fsdp_jax.nnx import NnxModel
-from fsdp_jax.planner import (
-    Plan,
-    Work,
-    analytic_plan,
-    cache_folder,
-    compiled_plan,
-    parse_topology,
-    stand_ins,
-)
+from fsdp_jax.planner import Plan, Work, analytic_plan, cache_folder, compiled_plan, parse_topology, stand_ins
 from fsdp_jax.precision import Precision
 from fsdp_jax.prefetch import Prefetch
 from fsdp_jax.rules import MIN_SIZE, Axis, Placement, Rule, Rules, stacked_dims
-from fsdp_jax.state import TrainState, abstract_rest, abstract_state, init_state, make_copies, state_shardings
+from fsdp_jax.state import (
+    TrainState,
+    abstract_rest,
+    abstract_state,
+    check_given,
+    init_state,
+    make_copies,
+    state_shardings,
+)
 from fsdp_jax.step import StepPlan, forward, sum_and_count, train_step
 from fsdp_jax.strategy import Strategy, get_strategy
 from fsdp_jax.travel import Mode, Route
-from fsdp_jax.tree import flatten, unflatten
+from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units import ROOT, Remat, Units, choose_units
 
 
@@ -84,8 +83,8 @@ def fully_shard(
         ValueError: what does not fit, with the path, what was expected, what was found, and the fix.
 
     """
-    _check_arguments(tx, mesh, units, precision, remat, prefetch)
-    adapter, mesh, strategy = _adapt(model, inputs), split_data(check_mesh(mesh)), get_strategy(strategy)
+    check_arguments(tx, mesh, units, precision, remat, prefetch)
+    adapter, mesh, strategy = adapt(model, inputs), split_data(check_mesh(mesh)), get_strategy(strategy)
     precision = precision or Precision()
     settings = Rules(tuple(rules), _in_parts(logical_axes or {}, mesh), min_size, strict, strategy.shard_axes(mesh))
     made = flatten(adapter.params)
@@ -120,52 +119,6 @@ def _in_parts(logical_axes: Mapping[str, Axis], mesh: Mesh) -> dict[str, Axis]:
     for name, entry in logical_axes.items():
         expanded[name] = tuple(part for axis in axes_of(entry) for part in (parts if axis == DATA else (axis,))) or None
     return expanded
-
-
-def _check_arguments(tx: Any, mesh: Any, units: Any, precision: Any, remat: Any, prefetch: Any) -> None:
-    """What a newcomer most often passes in place of what is meant."""
-    if not isinstance(mesh, Mesh):
-        raise ValueError(message("not a mesh", where="mesh", got=type(mesh), fix="fsdp_jax.make_mesh(data=8)"))
-    if not hasattr(tx, "init") or not hasattr(tx, "update"):
-        raise ValueError(message("not an optax transformation", where="tx", got=tx, fix="optax.adamw(3e-4)"))
-    if precision is not None and not isinstance(precision, Precision):
-        fix = 'Precision(compute="bfloat16")'
-        raise ValueError(message("not a Precision", where="precision", got=precision, fix=fix))
-    if isinstance(units, type) or units is None or units == [] or units == ():
-        raise ValueError(
-            message("no units", where="units", got=units, fix="units=[Block], or units='model' for one unit")
-        )
-    for name, value, known in (("remat", remat, get_args(Remat)), ("prefetch", prefetch, get_args(Prefetch))):
-        if value not in known:
-            raise ValueError(message(f"unknown {name} '{value}'", where=name, fix=did_you_mean(str(value), known)))
-
-
-def _check_plan(topology: Any, batch: Any) -> None:
-    """What is most often passed in place of what is meant."""
-    if not isinstance(topology, str):
-        fix = 'sharded.plan("h100:8", loss_fn, batch)'
-        raise ValueError(message("not the name of a machine", where="topology", got=type(topology), fix=fix))
-    leaves = jax.tree.leaves(batch)
-    if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
-        fix = '{"tokens": jax.ShapeDtypeStruct((rows, length), "int32")}'
-        raise ValueError(message("not arrays, nor their shapes", where="batch", got=batch, fix=fix))
-
-
-def _adapt(model: Any, inputs: tuple[Any, ...] | None) -> Model:
-    if isinstance(model, type) and issubclass(model, nn.Module | nnx.Module):
-        fix = "lambda rngs: Model(..., rngs=rngs)" if issubclass(model, nnx.Module) else "Model(...), and inputs=(...)"
-        raise ValueError(message("a class, not a model", where="fully_shard", got=model.__name__, fix=fix))
-    if isinstance(model, nn.Module):
-        if inputs is None:
-            fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
-            raise ValueError(message("a Linen model needs example inputs", where="fully_shard", fix=fix))
-        return LinenModel(model, inputs)
-    if isinstance(model, nnx.Module):
-        fix = "pass the function that makes it, lambda rngs: Model(..., rngs=rngs), so that it is born sharded"
-        raise ValueError(
-            message("the model is already in memory, unsharded", where="fully_shard", got=type(model), fix=fix)
-        )
-    return NnxModel(model)
 
 
 def _kept(model: Model, precision: Precision) -> set[str]:
@@ -260,7 +213,7 @@ class Sharded:
             ValueError: what does not fit together; a topology that does not exist, or without its compiler.
 
         """
-        _check_plan(topology, batch)
+        check_plan(topology, batch)
         machine, kept = parse_topology(topology), shape_of(self.layout.mesh).get(REPLICA, 1)
         devices = stand_ins(machine) if analytic else machine.devices()
         replica = (kept if self.layout.strategy.hybrid else 1) if replica is None else replica
@@ -270,9 +223,14 @@ class Sharded:
             return analytic_plan(step, batch, machine, work or Work())
         return compiled_plan(step, batch, machine, work or Work(), cache_folder() if cache else None)
 
-    def init(self, seed: int = 0) -> TrainState:
-        """A fresh state, every array made on the devices that hold it."""
-        return init_state(self._model, self._tx, self.layout, self.precision, seed)
+    def init(self, seed: int = 0, params: PyTree | None = None) -> TrainState:
+        """A fresh state, every array made on the devices that hold it.
+
+        `params`: those that shall not be random, as they lie in `checkpoint_target().params` (nested, or by path); the
+        state takes the arrays over. Raises ValueError where one does not fit.
+        """
+        given = check_given(params or {}, self.layout)
+        return init_state(self._model, self._tx, self.layout, self.precision, seed, given)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: the target of a restore."""

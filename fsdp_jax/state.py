@@ -1,5 +1,6 @@
 """What a step carries from one call to the next, abstract and born sharded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.layout import COPIES, Layout
 from fsdp_jax.model import Model
 from fsdp_jax.precision import Precision
@@ -71,6 +73,21 @@ def abstract_state(layout: Layout) -> TrainState:
     return state_like(layout, lambda leaf: leaf.abstract)
 
 
+def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
+    """{path: array} of parameters that someone else has filled. Raises ValueError where one is not as it will lie."""
+    given, wanted = flatten(params), flatten(layout.params)
+    for path, array in given.items():
+        if path not in wanted:
+            raise ValueError(message("no such parameter", where="params", got=path, fix=did_you_mean(path, wanted)))
+        leaf = wanted[path].abstract
+        fits = array.shape == leaf.shape and array.dtype == leaf.dtype
+        if not fits or not array.sharding.is_equivalent_to(leaf.sharding, array.ndim):
+            expected, got = (f"{x.dtype}{list(x.shape)}, {x.sharding}" for x in (leaf, array))
+            fix = "read it into sharded.checkpoint_target().params"
+            raise ValueError(message("a parameter does not fit", where=path, expected=expected, got=got, fix=fix))
+    return given
+
+
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
     """The copies that the layout has, cast from the parameters."""
     flat = flatten(params)
@@ -78,21 +95,27 @@ def make_copies(layout: Layout, params: PyTree) -> PyTree:
 
 
 def init_state(
-    model: Model, tx: optax.GradientTransformation, layout: Layout, precision: Precision, seed: int
-) -> TrainState:
+    model: Model, tx: optax.GradientTransformation, layout: Layout, precision: Precision, seed: int,
+    given: Mapping[str, jax.Array],
+) -> TrainState:  # fmt: skip
     """A state whose every array is made on the devices that hold it; no whole copy is ever made.
+
+    `given`: parameters by path, as they shall be; only the others are drawn.
 
     Parameters come first and the optimizer after, so that what the random generator needs is gone when the optimizer's
     arrays are made.
     """
     shardings = state_shardings(layout)
 
-    def params_and_rest(key: jax.Array) -> tuple[PyTree, PyTree]:
+    def params_and_rest(key: jax.Array) -> tuple[dict[str, jax.Array], PyTree]:
         params, rest = model.init(key)
-        return jax.tree.map(lambda x: x.astype(precision.at_rest(x.dtype)), params), rest
+        drawn = {path: x for path, x in flatten(params).items() if path not in given}
+        return {path: x.astype(precision.at_rest(x.dtype)) for path, x in drawn.items()}, rest
 
     key, run = jax.random.split(jax.random.key(seed))
-    params, rest = jax.jit(params_and_rest, out_shardings=(shardings.params, shardings.model_state))(key)
+    placed = {path: sharding for path, sharding in flatten(shardings.params).items() if path not in given}
+    drawn, rest = jax.jit(params_and_rest, out_shardings=(placed, shardings.model_state))(key)
+    params = unflatten({path: given[path] if path in given else drawn[path] for path in flatten(shardings.params)})
     copies = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)(params)
     opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(layout.trainable(params))
 
@@ -100,11 +123,11 @@ def init_state(
         return {"rng": run} | {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "skipped_in_a_row")}
 
     # Made inside jit: each has a buffer of its own, as donation wants.
-    placed = {name: getattr(shardings, name) for name in ("rng", "step", "skipped", "skipped_in_a_row")}
+    counted = {name: getattr(shardings, name) for name in ("rng", "step", "skipped", "skipped_in_a_row")}
     return TrainState(
         params=params,
         copies=copies,
         opt_state=opt_state,
         model_state=rest,
-        **jax.jit(counters, out_shardings=placed)(run),
+        **jax.jit(counters, out_shardings=counted)(run),
     )

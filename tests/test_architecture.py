@@ -16,9 +16,9 @@ PACKAGE = ROOT.name
 ROOMS = [
     {"errors", "tree", "jaxprs", "processes", "table", "mesh", "strategy", "precision", "rules", "models"},
     {"optimizer", "layout", "offload", "remat"},
-    {"travel", "sites", "units", "pipeline", "layerscan", "chain", "prefetch", "model", "nnx", "linen", "state"}
+    {"travel", "sites", "units", "pipeline", "layerscan", "chain", "prefetch", "model", "nnx", "linen", "lora", "state"}
     | {"examples", "examples_rules"},
-    {"step", "modes", "overlap", "compiled", "checkpoint", "inspect"},
+    {"arguments", "step", "modes", "overlap", "compiled", "checkpoint", "inspect"},
     {"planner", "weights", "data"},
     {"api"},
     {"train", "launch", "testing"},

@@ -11,7 +11,8 @@ from fsdp_jax.planner import Plan, Topology, Work, analytic_plan, compiled_plan,
 from fsdp_jax.planner.hardware import HARDWARE
 from fsdp_jax.planner.knobs import Knobs, Make, fixes
 from fsdp_jax.planner.search import Found, Say, search, smallest
-from fsdp_jax.train.config import Config, dump
+from fsdp_jax.train.config import dump
+from fsdp_jax.train.keys import Config
 from fsdp_jax.train.run import build, start_devices
 from fsdp_jax.tree import PyTree
 

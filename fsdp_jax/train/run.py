@@ -20,7 +20,7 @@ from fsdp_jax.models import FAMILIES, next_token_loss
 from fsdp_jax.models.attention import TILE, make_attention
 from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.precision import Precision
-from fsdp_jax.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, UnitsConfig
+from fsdp_jax.train.keys import Config, DataConfig, ModelConfig, OptimizerConfig, UnitsConfig
 from fsdp_jax.units import Units
 
 

@@ -9,7 +9,8 @@ from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.inspect import layout_json
 from fsdp_jax.launch import is_lead, join_cluster, leave_cluster
 from fsdp_jax.processes import anywhere
-from fsdp_jax.train.config import Config, digest, dump
+from fsdp_jax.train.config import digest, dump
+from fsdp_jax.train.keys import Config
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.run import build, open_data, start_devices

@@ -1,0 +1,63 @@
+"""What is most often passed in place of what is meant, and what to write instead."""
+
+from typing import Any, get_args
+
+import flax.linen as nn
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.linen import LinenModel
+from fsdp_jax.model import Model
+from fsdp_jax.nnx import NnxModel
+from fsdp_jax.precision import Precision
+from fsdp_jax.prefetch import Prefetch
+from fsdp_jax.units import Remat
+
+
+def check_arguments(tx: Any, mesh: Any, units: Any, precision: Any, remat: Any, prefetch: Any) -> None:
+    """Of `fully_shard`. Raises ValueError."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(message("not a mesh", where="mesh", got=type(mesh), fix="fsdp_jax.make_mesh(data=8)"))
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise ValueError(message("not an optax transformation", where="tx", got=tx, fix="optax.adamw(3e-4)"))
+    if precision is not None and not isinstance(precision, Precision):
+        fix = 'Precision(compute="bfloat16")'
+        raise ValueError(message("not a Precision", where="precision", got=precision, fix=fix))
+    if isinstance(units, type) or units is None or units == [] or units == ():
+        raise ValueError(
+            message("no units", where="units", got=units, fix="units=[Block], or units='model' for one unit")
+        )
+    for name, value, known in (("remat", remat, get_args(Remat)), ("prefetch", prefetch, get_args(Prefetch))):
+        if value not in known:
+            raise ValueError(message(f"unknown {name} '{value}'", where=name, fix=did_you_mean(str(value), known)))
+
+
+def check_plan(topology: Any, batch: Any) -> None:
+    """Of `Sharded.plan`. Raises ValueError."""
+    if not isinstance(topology, str):
+        fix = 'sharded.plan("h100:8", loss_fn, batch)'
+        raise ValueError(message("not the name of a machine", where="topology", got=type(topology), fix=fix))
+    leaves = jax.tree.leaves(batch)
+    if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+        fix = '{"tokens": jax.ShapeDtypeStruct((rows, length), "int32")}'
+        raise ValueError(message("not arrays, nor their shapes", where="batch", got=batch, fix=fix))
+
+
+def adapt(model: Any, inputs: tuple[Any, ...] | None) -> Model:
+    """The adapter of a model of either library. Raises ValueError for what is none."""
+    if isinstance(model, type) and issubclass(model, nn.Module | nnx.Module):
+        fix = "lambda rngs: Model(..., rngs=rngs)" if issubclass(model, nnx.Module) else "Model(...), and inputs=(...)"
+        raise ValueError(message("a class, not a model", where="fully_shard", got=model.__name__, fix=fix))
+    if isinstance(model, nn.Module):
+        if inputs is None:
+            fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
+            raise ValueError(message("a Linen model needs example inputs", where="fully_shard", fix=fix))
+        return LinenModel(model, inputs)
+    if isinstance(model, nnx.Module):
+        fix = "pass the function that makes it, lambda rngs: Model(..., rngs=rngs), so that it is born sharded"
+        raise ValueError(
+            message("the model is already in memory, unsharded", where="fully_shard", got=type(model), fix=fix)
+        )
+    return NnxModel(model)
