@@ -157,16 +157,20 @@ class Embedding(nnx.Embed):
     """A table of vectors that can be an output head too."""
 
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int) -> jax.Array:
-        """`chunked_losses` of the logits that `attend` makes; the table's rows from vocab_size on are no token's."""
-        return _head_losses(self, lambda table, x: table.attend(x), x_BTD, targets_BT, vocab_size, chunk)
+        """`chunked_losses` of the logits that `attend` makes."""
+        dtype = self.dtype or jnp.result_type(x_BTD, self.embedding[...])
+        x_BTD, table_VD = x_BTD.astype(dtype), self.embedding[...].astype(dtype)
+        return chunked_losses(x_BTD, table_VD, targets_BT, dim=0, vocab_size=vocab_size, chunk=chunk)
 
 
 class Head(nnx.Linear):
     """The Linear from the residual stream to logits."""
 
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int) -> jax.Array:
-        """`chunked_losses` of its logits; outputs from vocab_size on are no token's."""
-        return _head_losses(self, lambda head, x: head(x), x_BTD, targets_BT, vocab_size, chunk)
+        """`chunked_losses` of its logits."""
+        dtype = self.dtype or jnp.result_type(x_BTD, self.kernel[...])
+        x_BTD, kernel_DV = x_BTD.astype(dtype), self.kernel[...].astype(dtype)
+        return chunked_losses(x_BTD, kernel_DV, targets_BT, dim=1, vocab_size=vocab_size, chunk=chunk)
 
 
 def embedding(count: int, width: int, *, dtype: str | None, rngs: nnx.Rngs) -> Embedding:
@@ -276,61 +280,78 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 
 def chunked_losses(
-    logits: Callable[[Any, jax.Array], jax.Array], weights: Any, x_BTD: jax.Array, targets_BT: jax.Array, chunk: int
+    x_BTD: jax.Array, weights: jax.Array, targets_BT: jax.Array, *, dim: int, vocab_size: int, chunk: int
 ) -> jax.Array:
-    """`cross_entropy(logits(weights, x), targets)`, float32 [B, T], for `chunk` positions of the sequence at a time.
+    """`cross_entropy` of the logits x @ weights, float32 [B, T], made for `chunk` tokens of the vocabulary at a time.
 
-    No more than [B, chunk, V] of logits is ever held: the backward makes them again, a chunk at a time, and sums the
-    gradient of `weights` in float32, for one product of the head more. Raises ValueError where chunk does not divide T.
+    `weights` are [D, V] (dim 1) or [V, D] (dim 0); what lies beyond vocab_size is no token's. No more than [B, T,
+    chunk] of logits is ever held, in float32: the forward keeps the sum of the exponentials as it goes (Milakov and
+    Gimelshein, arXiv:1805.02867), and the backward makes the logits again, for one product of the head more. Cut along
+    the vocabulary, a chunk's gradient of the weights is complete, so that nothing of their size is summed.
     """
-    B, T, _ = x_BTD.shape
-    if chunk < 1 or T % chunk:
-        near = [size for size in range(1, T + 1) if T % size == 0 and size <= max(chunk, 1)][-1]
-        raise ValueError(f"a loss chunk must divide the sequence of {T} tokens, got {chunk}; use {near}")
+    if chunk < 1:
+        raise ValueError(f"a loss chunk is at least 1 token of the vocabulary, got {chunk}")
+    size = min(chunk, vocab_size)
+    chunks = jnp.arange(-(-vocab_size // size))
+    product = ("btd,dc->btc", "btc,dc->btd", "btd,btc->dc") if dim else ("btd,cd->btc", "btc,cd->btd", "btd,btc->cd")
+    valid_BT = (targets_BT >= 0) & (targets_BT < vocab_size)
 
-    def cut(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(B, T // chunk, chunk, *x.shape[2:]), 1, 0)
+    def part(weights: jax.Array, x_BTD: jax.Array, number: jax.Array) -> tuple[jax.Array, ...]:
+        """(where the chunk starts, its weights, its logits in float32, which of them are the target's)."""
+        start = jnp.minimum(number * size, vocab_size - size)  # the last one reaches back into the one before
+        cut = jax.lax.dynamic_slice_in_dim(weights, start, size, dim)
+        logits = jnp.einsum(product[0], x_BTD, cut, preferred_element_type=jnp.float32)
+        token = start + jnp.arange(size)
+        logits = jnp.where((token >= number * size)[None, None], logits, -jnp.inf)
+        return start, cut, logits, token[None, None] == targets_BT[..., None]
 
-    def joined(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 0, 1).reshape(B, T, *x.shape[3:])
+    def sums(weights: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def add(carry: Any, number: jax.Array) -> tuple[Any, None]:
+            largest, total, picked = carry
+            _, _, logits, is_target = part(weights, x_BTD, number)
+            above = jnp.maximum(largest, logits.max(-1))
+            total = total * jnp.exp(largest - above) + jnp.exp(logits - above[..., None]).sum(-1)
+            found = jnp.where(is_target & (logits > -jnp.inf), logits, 0.0).sum(-1)
+            return (above, total, picked + found), None
 
-    def losses(weights: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
-        return cross_entropy(logits(weights, x), targets)
+        # not zeros: in a mesh's manual mode these vary over devices as the logits do
+        nothing = 0.0 * x_BTD[..., 0].astype(jnp.float32)
+        (largest, total, picked), _ = jax.lax.scan(add, (nothing - jnp.inf, nothing, nothing), chunks)
+        return largest + jnp.log(total), picked
 
     @jax.custom_vjp
-    def run(weights: Any, x_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        return joined(jax.lax.map(lambda part: losses(weights, *part), (cut(x_BTD), cut(targets_BT))))
+    def run(weights: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        log_total, picked = sums(weights, x_BTD)
+        return log_total - picked
 
-    def forward(*args: Any) -> tuple[jax.Array, Any]:
-        return run(*args), args
+    def forward(weights: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
+        log_total, picked = sums(weights, x_BTD)
+        return log_total - picked, (weights, x_BTD, log_total)
 
-    def backward(args: Any, cotangent_BT: jax.Array) -> Any:
-        weights, x_BTD, targets_BT = args
+    def backward(kept: Any, cotangent_BT: jax.Array) -> Any:
+        weights, x_BTD, log_total = kept
 
-        def step(total: Any, part: Any) -> tuple[Any, jax.Array]:
-            x, targets, cotangent = part
-            _, pull = jax.vjp(lambda weights, x: losses(weights, x, targets), weights, x)
-            of_weights, of_x = pull(cotangent)
-            return jax.tree.map(lambda sum, new: sum + new.astype(jnp.float32), total, of_weights), of_x
+        def add(carry: Any, number: jax.Array) -> tuple[Any, None]:
+            of_weights, of_x = carry
+            start, cut, logits, is_target = part(weights, x_BTD, number)
+            of_logits = cotangent_BT[..., None] * (
+                jnp.exp(logits - log_total[..., None]) - (is_target & (logits > -jnp.inf))
+            )
+            of_logits = of_logits.astype(weights.dtype)
+            of_x += jnp.einsum(product[1], of_logits, cut, preferred_element_type=jnp.float32)
+            new = jnp.einsum(product[2], x_BTD, of_logits, preferred_element_type=jnp.float32).astype(weights.dtype)
+            old = jax.lax.dynamic_slice_in_dim(of_weights, start, size, dim)
+            # what the last chunk shares with the one before is complete already
+            again = (start + jnp.arange(size) < number * size)[(None, slice(None)) if dim else (slice(None), None)]
+            new = jnp.where(again, old, new)
+            return (jax.lax.dynamic_update_slice_in_dim(of_weights, new, start, dim), of_x), None
 
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
-        total, of_x = jax.lax.scan(step, zeros, (cut(x_BTD), cut(targets_BT), cut(cotangent_BT)))
-        return jax.tree.map(lambda sum, x: sum.astype(x.dtype), total, weights), joined(of_x), None
+        nothing = (jnp.zeros_like(weights), jnp.zeros_like(x_BTD, jnp.float32))
+        (of_weights, of_x), _ = jax.lax.scan(add, nothing, chunks)
+        return of_weights, of_x.astype(x_BTD.dtype)
 
     run.defvjp(forward, backward)
-    return run(weights, x_BTD, targets_BT)
-
-
-def _head_losses(
-    module: M, logits: Callable[[M, jax.Array], jax.Array], x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int,
-    chunk: int,
-) -> jax.Array:  # fmt: skip
-    structure, params = nnx.split(module)
-
-    def of(params: Any, x: jax.Array) -> jax.Array:
-        return logits(nnx.merge(structure, params), x)[..., :vocab_size]
-
-    return chunked_losses(of, params, x_BTD, targets_BT, chunk)
+    return jnp.where(valid_BT, run(weights, x_BTD), jnp.nan)
 
 
 def next_token_loss(
@@ -341,7 +362,7 @@ def next_token_loss(
     `batch` has `tokens`, int32 [B, T+1], and may have `mask`, [B, T], the weight of each target (absent: all 1);
     where it is 0 the target may be any number. Packed documents have `segments` and `positions`, int32 [B, T]. They are
     returned apart so that sums over microbatches and devices can be divided once. `train=True` applies dropout.
-    `chunk`: of `chunked_losses`, for models that have `losses`; None makes all logits at once.
+    `chunk`: tokens of the vocabulary whose logits are made at once, for models that have `losses` (`chunked_losses`).
     """
     tokens = batch["tokens"]
     settings: dict[str, Any] = {name: batch[name] for name in ("segments", "positions") if name in batch}

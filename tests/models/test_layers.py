@@ -149,9 +149,8 @@ def test_what_a_flash_kernel_cannot_do_is_refused(platform):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("chunk", [1, 4, 12])
+@pytest.mark.parametrize("chunk", [1, 4, 17, 50])
 def test_a_chunked_loss_is_the_whole_one(chunk, dtype):
-    """Losses and gradients; in bfloat16 the gradient of the head is summed in float32, so that chunks cost nothing."""
     head = layers.head(8, 20, dtype=dtype, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (3, 12, 8)).astype(dtype)
     targets = jax.random.randint(jax.random.key(1), (3, 12), 0, 17)
@@ -192,13 +191,19 @@ def test_a_chunked_loss_never_holds_all_logits():
 
     logits = 2 * T * V * 4
     assert compiled(None) > 0.9 * logits
-    assert compiled(8) < 0.5 * logits
+    assert compiled(256) < 0.6 * logits
 
 
-def test_a_chunk_that_does_not_divide_is_refused():
+def test_a_chunk_of_nothing_is_refused():
     head = layers.head(8, 20, dtype=None, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"divide the sequence of 12 tokens, got 5; use 4"):
-        head.losses(jnp.ones((1, 12, 8)), jnp.zeros((1, 12), jnp.int32), 20, 5)
+    with pytest.raises(ValueError, match="at least 1 token of the vocabulary, got 0"):
+        head.losses(jnp.ones((1, 12, 8)), jnp.zeros((1, 12), jnp.int32), 20, 0)
+
+
+def test_a_chunked_loss_of_no_token_is_not_a_number():
+    head = layers.head(8, 20, dtype=None, rngs=nnx.Rngs(0))
+    found = head.losses(jnp.ones((1, 3, 8)), jnp.array([[-1, 0, 17]]), 17, 5)
+    assert jnp.isnan(found).tolist() == [[True, False, True]]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -215,6 +220,6 @@ def test_a_models_chunked_loss_is_its_loss(family, tied):
         total, count = layers.next_token_loss(nnx.merge(graph, params), batch, chunk=chunk)
         return total / count
 
-    ours, theirs = (jax.value_and_grad(loss)(params, chunk) for chunk in (4, None))
+    ours, theirs = (jax.value_and_grad(loss)(params, chunk) for chunk in (48, None))
     for got, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert jnp.allclose(got, expected, rtol=1e-4, atol=1e-6)
