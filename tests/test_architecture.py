@@ -22,7 +22,7 @@ ROOMS = [
     {"planner", "weights", "data"},
     {"api"},
     {"train", "launch", "testing"},
-    {"cli", "__main__"},
+    {"words", "commands", "cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 LONGEST = 400

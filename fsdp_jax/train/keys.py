@@ -121,14 +121,14 @@ class DataConfig:
     tokenizer: str | None = None
     """How text becomes tokens: bytes, or a tokenizer.json or its folder. None is that of the tokens at `path`, or of
     the folder `model.weights`, and bytes where neither has one."""
-    packing: bool | None = None
-    """Rows of several documents that do not see each other; None is True for instructions, else False."""
+    packing: bool = False
+    """Keep the documents of a text apart: none sees another that lies in the same row. Instructions always are."""
     field: str = "text"
     """The text of a record, in .jsonl, .json and datasets."""
     split: str = "train"
     """Of datasets."""
-    held_out: float = 0.05
-    """About the share kept from training, 0 to 0.5."""
+    held_out: float | None = None
+    """About the share kept from training, 0 to 0.5; None is 0.05, or what the tokens at `path` were split with."""
     invalid: Literal["error", "replace", "skip"] = "error"
     """Text that is not UTF-8: an error, or its bytes replaced, or its document skipped; both are counted."""
     too_long: Literal["truncate", "skip"] = "truncate"
@@ -148,7 +148,7 @@ class TrainConfig:
     deferred_reduction: bool = False
     """Reduce gradients once per step, after the last microbatch: less traffic, more memory."""
     loss_chunk: int | None = None
-    """Positions of the sequence whose logits are made at once, and again in the backward; None makes all at once."""
+    """Tokens of the vocabulary whose logits are made at once, and again in the backward; None makes all at once."""
     seed: int = 0
     """Of the parameters, the order of the data, and dropout."""
     devices: int | None = None

@@ -4,6 +4,7 @@ The host runs one step ahead of the devices: metrics of a step are read after th
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
-from fsdp_jax.data import decode
 from fsdp_jax.mesh import shape_of
-from fsdp_jax.models import sample
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
 from fsdp_jax.state import TrainState
 from fsdp_jax.train.metrics import JsonLines, device_memory, now
+from fsdp_jax.train.reading import Data
 from fsdp_jax.train.resume import Resuming
-from fsdp_jax.train.run import Data, Run
+from fsdp_jax.train.run import Run
+from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.screen import Screen, banner, last_screen
 from fsdp_jax.train.stop import Agreement, StopSignal
+from fsdp_jax.tree import PyTree
 
 DONE, STOPPED = 0, 75  # exit codes
-PROMPT, SAMPLE = 64, 400  # bytes
 
 
 @dataclass
@@ -47,26 +48,29 @@ class Training:
     def __init__(
         self, run: Run, data: Data, store: CheckpointStore, stop: StopSignal, screen: Screen, *,
         output: Path, lead: bool, steps: int, seed: int, log_every: int, eval_every: int | None,
-        save_every: int | None, save_seconds: float | None, config_hash: str,
+        save_every: int | None, save_seconds: float | None, sample: int, config_hash: str, lora_scale: float | None,
     ) -> None:  # fmt: skip
         self.run, self.data, self.store, self.screen = run, data, store, screen
         self.output, self.lead, self.steps, self.seed = output, lead, steps, seed
         self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
         self.save_seconds, self.saved_at = save_seconds, time.monotonic()
         self.layout = run.sharded.layout
-        rows, columns = run.batch["tokens"].shape
-        self.batch_size, self.tokens_per_step = rows, rows * (columns - 1)
+        assert run.work.tokens is not None, "known of a run"
+        assert run.work.flops is not None, "known of a run"
+        self.batch_size = jax.tree.leaves(run.batch)[0].shape[0]
+        self.tokens_per_step, self.flops_per_step = run.work.tokens, run.work.flops
         self.peak = peak_flops(self.layout.mesh.devices.flat[0].device_kind, run.sharded.precision.compute)
         self.metadata: dict[str, Any] = {
             "config": config_hash,
             "strategy": self.layout.strategy.name,
             "mesh": shape_of(self.layout.mesh),
-            "corpus": data.corpus.digest,
+            "corpus": data.opened.digest,
             "tokenizer": data.tokenizer,
+            "lora_scale": lora_scale,
         }
         # Read on the host: asking the schedule in the loop would queue behind the step.
         self.learning_rates = np.asarray(jax.vmap(run.schedule)(jnp.arange(steps)))
-        self.stop, self.agree = stop, Agreement(self.layout.mesh)
+        self.stop, self.agree, self.sample = stop, Agreement(self.layout.mesh), sample
         self.state: TrainState
         self.at = 0
         self.resumed: int | None = None
@@ -80,17 +84,17 @@ class Training:
         self.metrics: JsonLines | None = None
         self.evals: JsonLines | None = None
 
-    def resume(self, resuming: Resuming) -> None:
-        """From the checkpoint that is chosen, or a fresh state.
+    def resume(self, resuming: Resuming, initial: Callable[[], PyTree | None]) -> None:
+        """From the checkpoint that is chosen, or a fresh state with the `initial` parameters.
 
         Raises:
-            ConfigError: the checkpoint belongs to another corpus or another state.
+            ConfigError: the checkpoint belongs to another corpus or another state; or the weights do not fit.
             DamageError: it is not as it was written.
 
         """
         chosen = resuming.choose()
         if chosen is None:
-            self.state = self.run.sharded.init(self.seed)
+            self.state = self.run.sharded.init(self.seed, initial())
             return
         self.data.loader.set_state(resuming.check(chosen.step, self.metadata))
         self.state = resuming.restore(chosen.step, self.run.sharded)
@@ -165,7 +169,7 @@ class Training:
         finished, before = time.perf_counter(), self.clock
         self.clock, seconds = finished, finished - before
         rate = self.tokens_per_step / seconds
-        tflops = rate * self.run.flops_per_token / self.layout.mesh.size / 1e12
+        tflops = self.flops_per_step / seconds / self.layout.mesh.size / 1e12
         # the optimizer counts the updates that were applied, and so does its schedule
         update = pending.step - 1 - self.skipped
         self.skipped = int(found["skipped"])
@@ -194,7 +198,7 @@ class Training:
     def _evaluate(self) -> bool:
         """Held-out loss in nats per token, each token counting once; True if asked to stop meanwhile."""
         if self.data.evaluation is None:
-            self.screen.say("no evaluation: the held-out text is shorter than one sequence")
+            self.screen.say("no evaluation: what is held out is less than one example")
             return False
         sums = []
         for batch in self.data.evaluation():
@@ -203,7 +207,7 @@ class Training:
                 return True
         total, count = np.sum([[float(x) for x in pair] for pair in sums], axis=0)
         self.held_out = float(total / count)
-        self.screen.say(f"step {self.at}: held-out loss {self.held_out:.4f} over {count:,.0f} tokens")
+        self.screen.say(f"step {self.at}: held-out loss {self.held_out:.4f} over {count:,.0f} {self.data.unit}s")
         if self.evals is not None:
             self.evals.write({"step": self.at, "held_out_loss": self.held_out, "tokens": int(count), "time": now()})
         return False
@@ -256,26 +260,25 @@ class Training:
         self.store.wait()
         if stopped:
             return self._stop()
-        self.screen.say(last_screen(self.layout, self.held_out, self._sample()))
+        self.screen.say(last_screen(self.layout, self.held_out, self.data.unit, self._sample()))
         return DONE
 
-    def _sample(self) -> str:
-        """Text that goes on from the beginning of the held-out part."""
-        length = self.run.batch["tokens"].shape[1] - 1
-        corpus = self.data.corpus
-        prompt = (corpus.held_out if len(corpus.held_out) else corpus.train)[:PROMPT].astype(np.int32)
-
-        def write(model: Any, prompt: jax.Array) -> jax.Array:
-            return sample(model, prompt, SAMPLE, temperature=0.7, key=jax.random.key(self.seed), window=length)
-
-        return decode(np.asarray(self.run.sharded.apply(write)(self.state, prompt)))
+    def _sample(self) -> str | None:
+        """Of what it has learnt, from the beginning of the held-out part."""
+        opened, window = self.data.opened, getattr(self.run.shape, "sequence_length", 0)
+        if not self.sample:
+            return None
+        if "tokens" in self.run.batch:
+            window = min(window, self.run.batch["tokens"].shape[1] - 1)
+        return make_sample(
+            self.run.sharded, self.state, self.run.family.task, opened.held_out or opened.train, opened.tokenizer,
+            length=self.sample, window=window, seed=self.seed,
+        )  # fmt: skip
 
     def _banner(self) -> str:
-        corpus = self.data.corpus
-        text = f"{corpus.name}: {len(corpus.train):,} bytes in {corpus.files} files, {len(corpus.held_out):,} held out"
         return banner(
             self.layout,
-            corpus=text,
+            corpus=self.data.opened.description,
             batch=self.batch_size,
             tokens=self.tokens_per_step,
             checkpoints=str(self.store.directory),

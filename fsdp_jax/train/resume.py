@@ -88,6 +88,10 @@ class Resuming:
         """The data position of a chosen step. Raises ConfigError if it is of another corpus or tokenizer."""
         record = self.store.record(step)
         saved = record["metadata"]
+        if "imported" in saved:
+            what, where = "imported weights, not a run that could go on", str(self.store.path(step))
+            fix = "set model.weights to that directory, and `output` to another"
+            raise ConfigError(message(what, where=where, got=saved["imported"], fix=fix))
         for name, (what, fix) in MUST_MATCH.items():
             if saved.get(name) != metadata[name]:
                 was, now_is = f"digest {saved.get(name)}", f"digest {metadata[name]}"

@@ -1,26 +1,28 @@
 """From a configuration to the objects of a run. Nothing below here sees the configuration."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 import optax
+from flax import nnx
 
 from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.compiled import Step
-from fsdp_jax.data import Corpus, Loader, eval_batches, load_corpus, make_loader
-from fsdp_jax.data.loader import Batch
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import use_virtual_devices
+from fsdp_jax.lora import with_lora
 from fsdp_jax.mesh import make_mesh
-from fsdp_jax.models import FAMILIES, next_token_loss
+from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.attention import TILE, make_attention
 from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.precision import Precision
-from fsdp_jax.train.keys import Config, DataConfig, ModelConfig, OptimizerConfig, UnitsConfig
+from fsdp_jax.train.initial import weights_shape
+from fsdp_jax.train.keys import Config, LoraConfig, ModelConfig, UnitsConfig
+from fsdp_jax.train.optimizers import make_optimizer, make_schedule
+from fsdp_jax.train.shapes import Batch, batch_shapes, make_shape, work_of
 from fsdp_jax.units import Units
 
 
@@ -31,8 +33,9 @@ class Run:
     Attributes:
         schedule: optimizer updates so far -> learning rate.
         batch: shapes of the global batch; `step.lower(batch)` is the program that trains.
-        flops_per_token: of forward and backward.
-        work: what a step of it does, for a plan.
+        work: what a step of it does.
+        family: of the model.
+        shape: the model's own configuration.
 
     """
 
@@ -40,25 +43,10 @@ class Run:
     step: Step
     eval_step: Step
     schedule: optax.Schedule
-    batch: dict[str, jax.ShapeDtypeStruct]
-    flops_per_token: float
+    batch: Batch
     work: Work
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """What a run reads.
-
-    Attributes:
-        tokenizer: what turns its text into tokens, by name; part of what a checkpoint must have in common with a run.
-        evaluation: makes an iterator over held-out batches; None where there is too little held-out text.
-
-    """
-
-    corpus: Corpus
-    loader: Loader
-    tokenizer: str
-    evaluation: Callable[[], Iterator[Batch]] | None
+    family: Family
+    shape: Any
 
 
 def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
@@ -108,25 +96,13 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
     train, precision = config.train, config.precision
     mesh = make_mesh(config.mesh.data, config.mesh.replica, devices=devices)
     _check_batch(train.global_batch_size, mesh.size, train.accumulation)
-    length = config.data.sequence_length
     family = FAMILIES[config.model.family]
-    shape = make_shape(config.model, length)
+    _check_attention(config.model, family, config.data.sequence_length)
+    shape = make_shape(config.model, config.data, weights_shape(config.model.weights))
+    make, frozen = make_model(config.model, config.lora, family, shape, mesh.devices.flat[0].platform)
     schedule = make_schedule(config.optimizer, train.steps)
-    attention = make_attention(config.model.attention, mesh.devices.flat[0].platform)
-    if config.model.attention == "flash" and length % TILE:
-        fix = f"use {max(TILE, length // TILE * TILE)}, or model.attention blockwise"
-        expected = f"a multiple of {TILE}, for flash attention"
-        raise ConfigError(
-            message(
-                "the sequence does not divide into blocks",
-                where="data.sequence_length",
-                expected=expected,
-                got=length,
-                fix=fix,
-            )
-        )
     sharded = fully_shard(
-        lambda rngs: family.make(shape, rngs=rngs, attention=attention),
+        make,
         make_optimizer(config.optimizer, schedule),
         mesh,
         config.strategy,
@@ -134,9 +110,11 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         precision=Precision(precision.param, precision.compute, precision.reduce, precision.output),
         remat=config.remat,
         prefetch=config.prefetch,
+        frozen=frozen,
     )
+    loss = make_loss(family, train.loss_chunk)
     step = sharded.train_step(
-        partial(next_token_loss, train=True),
+        partial(loss, train=True),
         accumulation=train.accumulation,
         deferred_reduction=train.deferred_reduction,
         # What a kernel of its own does cannot be proven; that attention does not mix examples is known.
@@ -144,26 +122,62 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         clip=config.optimizer.clip,
         abort_after=train.abort_after,
     )
-    batch = {"tokens": jax.ShapeDtypeStruct((train.global_batch_size, length + 1), np.dtype("int32"))}
-    tokens, flops = train.global_batch_size * length, family.flops_per_token(shape)
-    work = Work(tokens, tokens * flops, "6 N + 12 L D T a token, attention in full", shape.vocab_size)
-    return Run(sharded, step, sharded.eval_step(next_token_loss), schedule, batch, flops, work)
+    batch = batch_shapes(family, shape, config.data, train.global_batch_size)
+    work = work_of(family, shape, config.data, train.global_batch_size)
+    return Run(sharded, step, sharded.eval_step(loss), schedule, batch, work, family, shape)
 
 
-def make_shape(model: ModelConfig, sequence_length: int) -> Any:
-    """The configuration of the model, of the class that its family has."""
-    other = next((name for name, family in FAMILIES.items() if model.preset in family.presets), model.family)
-    if other != model.family:
-        what, where = "family and preset do not go together", "model.preset"
-        got, fix = f"{model.preset}, which is a {other}", f"set model.family to {other}"
-        raise ConfigError(message(what, where=where, expected=f"a {model.family}", got=got, fix=fix))
-    if model.dropout and model.family != "gpt":
-        got, fix = f"{model.dropout} with {model.family}, which has none", "set it to 0"
-        raise ConfigError(message("dropout would be ignored", where="model.dropout", got=got, fix=fix))
-    fields: dict[str, Any] = {"scan_layers": model.scan_layers, "sequence_length": sequence_length}
-    fields |= {name: size for name in ("layers", "width", "heads") if (size := getattr(model, name)) is not None}
-    fields |= {"dropout": model.dropout} if model.dropout else {}
-    return FAMILIES[model.family].preset(model.preset, **fields)
+def make_model(
+    model: ModelConfig, lora: LoraConfig, family: Family, shape: Any, platform: str
+) -> tuple[Callable[[nnx.Rngs], nnx.Module], tuple[str, ...]]:
+    """(what makes the model, patterns of what of it is frozen).
+
+    Raises:
+        ConfigError: keys that do not go together, or attention that the platform has not.
+
+    """
+    attention = make_attention(model.attention, platform)
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        return family.make(shape, rngs=rngs, attention=attention)
+
+    if lora.rank is None:
+        return make, model.frozen
+    if model.frozen:
+        got, fix = "model.frozen and lora.rank", "leave model.frozen out: lora.trained says what is trained beside it"
+        raise ConfigError(message("LoRA freezes all the rest", where="model.frozen", got=got, fix=fix))
+    adapted = with_lora(make, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, trainable=lora.trained)
+    return adapted, adapted.frozen
+
+
+def lora_scale(lora: LoraConfig) -> float | None:
+    """What adapters are scaled by; None without any."""
+    return None if lora.rank is None else (lora.rank if lora.alpha is None else lora.alpha) / lora.rank
+
+
+def _check_attention(model: ModelConfig, family: Family, length: int) -> None:
+    """ConfigError for a kernel that cannot do what the family asks of it."""
+    kind, where = model.attention, "model.attention"
+    if model.family == "cait" and kind != "blockwise":
+        got, fix = f"{kind}; CaiT mixes its heads inside attention", "use blockwise"
+        raise ConfigError(message("attention would be ignored", where=where, got=got, fix=fix))
+    if model.family == "t5" and kind == "flash":
+        got, fix = "flash, which adds no bias to the scores, as T5 does", "use blockwise or cudnn"
+        raise ConfigError(message("no such kernel for this family", where=where, got=got, fix=fix))
+    if kind == "flash" and family.task == "text" and length % TILE:
+        fix = f"use {max(TILE, length // TILE * TILE)}, or model.attention blockwise"
+        what, expected = "the sequence does not divide into blocks", f"a multiple of {TILE}, for flash attention"
+        raise ConfigError(message(what, where="data.sequence_length", expected=expected, got=length, fix=fix))
+
+
+def make_loss(family: Family, chunk: int | None) -> Callable[..., Any]:
+    """(model, batch, *, train) -> (sum, count). Raises ConfigError for chunks of what has no vocabulary."""
+    if chunk is None:
+        return family.loss
+    if family.task == "images":
+        fix = "leave it out: the logits of images are few"
+        raise ConfigError(message("chunks would be ignored", where="train.loss_chunk", got=chunk, fix=fix))
+    return partial(family.loss, chunk=chunk)
 
 
 def _check_batch(rows: int, devices: int, accumulation: int) -> None:
@@ -184,54 +198,3 @@ def _check_batch(rows: int, devices: int, accumulation: int) -> None:
 def make_units(units: UnitsConfig) -> Units:
     """As `fully_shard` takes them."""
     return "scan" if units.scan else units.min_params or units.classes or "model"
-
-
-def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Optimizer updates so far -> learning rate: up from zero, then as the schedule says until the last step."""
-    peak, warmup = settings.learning_rate, settings.warmup_steps
-    rest = max(1, steps - warmup)
-    after = {
-        "constant": optax.constant_schedule(peak),
-        "cosine": optax.cosine_decay_schedule(peak, rest, alpha=0.1),
-        "linear": optax.linear_schedule(peak, peak / 10, rest),
-    }[settings.schedule]
-    if not warmup:
-        return after
-    # the first update is not wasted on a rate of zero
-    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup - 1 or 1), after], [warmup])
-
-
-def make_optimizer(settings: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The optax transformation of that name."""
-    decay = settings.weight_decay
-    if decay and settings.name in ("adam", "sgd"):
-        fix = "set it to 0, or use adamw" if settings.name == "adam" else "set it to 0, or use lion"
-        got = f"{decay} with {settings.name}, which has none"
-        raise ConfigError(message("weight decay would be ignored", where="optimizer.weight_decay", got=got, fix=fix))
-    if settings.name == "adafactor":
-        return optax.adafactor(schedule, weight_decay_rate=decay or None)
-    if settings.name == "sgd":
-        return optax.sgd(schedule, momentum=0.9)
-    if settings.name == "lion":
-        return optax.lion(schedule, weight_decay=decay)
-    # Language models train more steadily with a shorter memory of squared gradients than optax's 0.999.
-    return (
-        optax.adam(schedule, b2=0.95) if settings.name == "adam" else optax.adamw(schedule, b2=0.95, weight_decay=decay)
-    )
-
-
-def open_data(settings: DataConfig, *, global_batch_size: int, seed: int, eval_limit: int | None) -> Data:
-    """The corpus, and this process's part of its batches."""
-    if (settings.kind == "text") != (settings.path is not None):
-        fix = "set data.kind to text and data.path to a file or folder, or embedded and leave the path out"
-        got = f"kind {settings.kind}, path {settings.path}"
-        raise ConfigError(message("kind and path do not go together", where="data.path", got=got, fix=fix))
-    corpus, length = load_corpus(settings.path), settings.sequence_length
-    share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    loader = make_loader(
-        corpus.train, sequence_length=length, global_batch_size=global_batch_size, seed=seed, **share
-    )  # fmt: skip
-    evaluation = partial(
-        eval_batches, corpus.held_out, sequence_length=length, batch_size=global_batch_size, limit=eval_limit, **share
-    )  # fmt: skip
-    return Data(corpus, loader, "bytes", evaluation if len(corpus.held_out) > length else None)

@@ -102,7 +102,7 @@ def banner(layout: Layout, *, corpus: str, batch: int, tokens: int, checkpoints:
         "replicated": whole or "nothing larger than a counter",
         "rules": _rules(layout),
         "data": corpus,
-        "batch": f"{batch} sequences, {tokens:,} tokens per step",
+        "batch": f"{batch} examples, {tokens:,} tokens per step",
         "checkpoints": f"{checkpoints}: {start}",
     }
     return "\n".join(f"{name + ':':<13}{text}" for name, text in rows.items())
@@ -116,10 +116,12 @@ def _rules(layout: Layout) -> str:
     return "; ".join(f"'{rule}' placed {len(hits)} ({sum(hits)} sharded)" for rule, hits in counts.items())
 
 
-def last_screen(layout: Layout, held_out: float | None, sample: str) -> str:
-    """What is left when a run is done."""
-    loss = "no held-out text" if held_out is None else f"held-out loss {held_out:.4f} nats per byte"
-    shown = "".join(char if char.isprintable() or char == "\n" else " " for char in sample)  # no control codes
-    text = "\n".join("  | " + line for line in shown.split("\n"))
-    memory = f"memory per device, {layout.strategy.name}\n{totals_table(layout)}"
-    return f"{loss}\n\n{memory}\n\na sample that goes on from the held-out text\n{text}"
+def last_screen(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
+    """What is left when a run is done. `unit`: what the loss is per."""
+    loss = "nothing is held out" if held_out is None else f"held-out loss {held_out:.4f} nats per {unit}"
+    parts = [loss, f"memory per device, {layout.strategy.name}\n{totals_table(layout)}"]
+    if sample is not None:
+        shown = "".join(char if char.isprintable() or char == "\n" else " " for char in sample)  # no control codes
+        text = "\n".join("  | " + line for line in shown.split("\n"))
+        parts.append(f"a sample that goes on from what is held out\n{text}")
+    return "\n\n".join(parts)

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
@@ -10,10 +11,13 @@ from fsdp_jax.inspect import layout_json
 from fsdp_jax.launch import is_lead, join_cluster, leave_cluster
 from fsdp_jax.processes import anywhere
 from fsdp_jax.train.config import digest, dump
+from fsdp_jax.train.exchange import write_model
+from fsdp_jax.train.initial import initial_params
 from fsdp_jax.train.keys import Config
 from fsdp_jax.train.loop import Training
+from fsdp_jax.train.reading import open_data
 from fsdp_jax.train.resume import Resuming
-from fsdp_jax.train.run import build, open_data, start_devices
+from fsdp_jax.train.run import build, lora_scale, start_devices
 from fsdp_jax.train.screen import Screen
 from fsdp_jax.train.stop import StopSignal
 
@@ -33,12 +37,8 @@ def _train(config: Config) -> int:
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         run = build(config)
-        data = open_data(
-            config.data,
-            global_batch_size=settings.global_batch_size,
-            seed=settings.seed,
-            eval_limit=settings.eval_batches,
-        )
+        data = open_data(config.data, run, config.model.weights, seed=settings.seed, eval_limit=settings.eval_batches)
+        stack.callback(data.loader.close)
         _take(output, stack)
         store = stack.enter_context(
             CheckpointStore(
@@ -54,21 +54,22 @@ def _train(config: Config) -> int:
             run, data, store, stop, screen,
             output=output, lead=is_lead(), steps=settings.steps, seed=settings.seed, log_every=settings.log_every,
             eval_every=settings.eval_every, save_every=checkpoint.every,
-            save_seconds=None if minutes is None else 60 * minutes, config_hash=digest(config),
+            save_seconds=None if minutes is None else 60 * minutes, sample=settings.sample,
+            config_hash=digest(config), lora_scale=lora_scale(config.lora),
         )  # fmt: skip
-        training.resume(
-            Resuming(
-                store,
-                screen.say,
-                is_lead(),
-                step=checkpoint.step,
-                damaged=checkpoint.damaged,
-                verify=checkpoint.verify,
-                allow_cast=checkpoint.allow_cast,
-            )
+        resuming = Resuming(
+            store,
+            screen.say,
+            is_lead(),
+            step=checkpoint.step,
+            damaged=checkpoint.damaged,
+            verify=checkpoint.verify,
+            allow_cast=checkpoint.allow_cast,
         )
+        training.resume(resuming, partial(initial_params, config.model.weights, run.sharded, run.shape))
         if is_lead():  # after resuming: a directory that is refused stays as it was
             (output / "config.yaml").write_text(dump(config))
+            write_model(output, run.shape)
             (output / "layout.json").write_text(json.dumps(layout_json(run.sharded.layout), indent=1) + "\n")
         return training.train()
 

@@ -1,0 +1,74 @@
+"""The weights that a run starts from, where they are not random: other people's, or those of another run."""
+
+from pathlib import Path
+from typing import Any
+
+from fsdp_jax.api import Sharded
+from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.checkpoint.arrays import describe, parse
+from fsdp_jax.data.tokenizer import FILE as TOKENIZER
+from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.lora import split_lora
+from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.weights import import_weights, read_config
+
+CHECKPOINTS = "checkpoints"
+SHOWN = 20
+
+
+def weights_shape(path: str | None) -> Any | None:
+    """The configuration of the model whose weights lie there, by its `config.json`; None where no weights are named."""
+    return None if path is None else read_config(Path(path).expanduser())
+
+
+def tokenizer_beside(path: str | None) -> str | None:
+    """The folder of the weights, if their tokenizer lies there too."""
+    return path if path is not None and (Path(path).expanduser() / TOKENIZER).is_file() else None
+
+
+def initial_params(path: str | None, sharded: Sharded, shape: Any) -> PyTree | None:
+    """The parameters of a fresh run, read straight into their shards; None leaves all of them random.
+
+    Adapters of LoRA are in no file and stay as they are drawn.
+
+    Args:
+        path: of a folder as on Hugging Face, or of a run, whose newest step it is.
+        sharded: the model.
+        shape: its configuration.
+
+    Raises:
+        ConfigError: weights that do not fit the model, by name.
+        DamageError: a checkpoint that is not as it was written.
+
+    """
+    if path is None:
+        return None
+    folder = Path(path).expanduser()
+    target, _ = split_lora(sharded.checkpoint_target().params)
+    if not (folder / CHECKPOINTS).is_dir():
+        return import_weights(folder, target, shape)
+    with CheckpointStore(folder / CHECKPOINTS) as store:
+        step = store.latest()
+        if step is None:
+            fix = "fsdp-jax import FOLDER --to RUN"
+            raise ConfigError(message("no checkpoint there", where="model.weights", got=str(folder), fix=fix))
+        store.require_good(step)
+        wanted = flatten({"params": target})
+        _check_saved(store.record(step)["leaves"], wanted, str(store.path(step)))
+        return unflatten(store.read(step, wanted))["params"]
+
+
+def _check_saved(saved: dict[str, str], wanted: dict[str, Any], where: str) -> None:
+    """Every parameter is there in its shape, and there is no other. Dtypes may differ: they are cast."""
+    found = {path: parse(text)[1] for path, text in saved.items() if path.startswith("params/")}
+    lines = [f"{path}: unknown" for path in found if path not in wanted]
+    for path, leaf in wanted.items():
+        if path not in found:
+            lines.append(f"{path}: missing")
+        elif found[path] != tuple(leaf.shape):
+            lines.append(f"{path}: expected {describe(leaf)}, got {saved[path]}")
+    if lines:
+        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        got = "\n            ".join([*sorted(lines)[:SHOWN], *more])
+        fix = "model.scan_layers and lora as they were there; or export it, and start from that"
+        raise ConfigError(message("the weights do not fit the model", where=where, got=got, fix=fix))

@@ -1,0 +1,73 @@
+"""What a trained model says: shown at the end of a run, from the beginning of what was held out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fsdp_jax.api import Sharded
+from fsdp_jax.data import Examples, Tokenizer
+from fsdp_jax.data.examples import Row
+from fsdp_jax.models import Task, answer, sample, to_floats
+from fsdp_jax.state import TrainState
+
+PROMPT = 64  # tokens of plain text that a sample goes on from
+TEMPERATURE = 0.7
+IMAGES = 16
+
+
+def make_sample(
+    sharded: Sharded, state: TrainState, task: Task, examples: Examples, tokenizer: Tokenizer | None, *, length: int,
+    window: int, seed: int,
+) -> str:  # fmt: skip
+    """Text of at most `length` tokens, or predictions for a few images.
+
+    Args:
+        sharded: the model.
+        state: its parameters.
+        task: of its family.
+        examples: to begin with the first of.
+        tokenizer: None for images.
+        length: tokens to write.
+        window: tokens that the model sees at most.
+        seed: of what is drawn.
+
+    """
+    if task == "images":
+        return _predictions(sharded, state, [examples[at] for at in range(min(IMAGES, len(examples)))])
+    assert tokenizer is not None, "text has one"
+    row = examples[0]
+    settings: dict[str, Any] = {"temperature": TEMPERATURE, "key": jax.random.key(seed)}
+    run: Callable[..., Any]
+    if task == "text to text":
+        given, run = (
+            row["inputs"][row["inputs_mask"] > 0],
+            lambda model, given: answer(model, given, length, **settings),
+        )
+    else:
+        given = prompt_of(row)
+        run = lambda model, given: sample(model, given, length, window=window, **settings)  # noqa: E731
+    written: np.ndarray = np.asarray(sharded.apply(run)(state, given))
+    if task == "text":
+        written = written[len(given) :]
+    if tokenizer.end in written:
+        written = written[: list(written).index(tokenizer.end)]
+    between = "\n-> " if task == "text to text" else ""
+    return tokenizer.decode(given) + between + tokenizer.decode(written)
+
+
+def prompt_of(row: Row) -> np.ndarray:
+    """int32 [P] to go on from: up to where the loss begins of a row with a prompt, else the first tokens."""
+    tokens, mask = row["tokens"], row.get("mask")
+    if mask is None or mask[0]:
+        return tokens[:PROMPT]
+    return tokens[: int(np.argmax(mask > 0)) + 1]
+
+
+def _predictions(sharded: Sharded, state: TrainState, rows: list[Row]) -> str:
+    images, labels = (np.stack([row[name] for row in rows]) for name in ("images", "labels"))
+    found: np.ndarray = np.asarray(sharded.apply(lambda model, x: model(to_floats(x)).argmax(-1))(state, images))
+    lines = [("class    ", labels), ("predicted", found)]
+    table = "\n".join(f"{name} {' '.join(f'{label:>3}' for label in values)}" for name, values in lines)
+    return f"{table}\n{int((found == labels).sum())} of {len(labels)} right"

@@ -1,0 +1,577 @@
+"""LoRA against training written out by hand, what it leaves alone, and what comes of it when it is merged."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import CASES, LinenTransformer, by_path, check, gpt, optimizer
+from safetensors.numpy import save_file
+
+import fsdp_jax as fsdp
+from fsdp_jax.checkpoint import CheckpointStore, import_params
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.lora import (
+    LORA_FROZEN,
+    AdaptedLinear,
+    frozen_but,
+    join_lora,
+    merge,
+    merge_all,
+    merged_paths,
+    split_lora,
+    with_lora,
+)
+from fsdp_jax.models import llama, next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.testing import assert_contract, mesh_of
+from fsdp_jax.tree import flatten, unflatten
+
+pytestmark = pytest.mark.core
+
+STEPS = 4
+GPT_TARGETS = ("attn/", "mlp/up$")  # among them the fused projection to queries, keys and values
+
+
+def small_llama(scan=True, **overrides):
+    sizes = {"vocab_size": 32, "sequence_length": 8, "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "hidden": 48}
+    config = llama.preset("llama-tiny", scan_layers=scan, **sizes | overrides)
+    return lambda rngs: llama.Llama(config, rngs=rngs)
+
+
+class Wide(nnx.Linear):
+    """A Linear of the user's own that computes as one does."""
+
+    def __init__(self, width, *, rngs):
+        super().__init__(width, 3 * width, rngs=rngs)
+
+
+class Own(nnx.Module):
+    """A user's model: a batch norm, Linears in a list, one that is used twice, one in bfloat16."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.inner = nnx.List([Wide(16, rngs=rngs), nnx.Linear(48, 16, use_bias=False, rngs=rngs)])
+        self.twice = self.again = nnx.Linear(16, 16, rngs=rngs)
+        self.head = nnx.Linear(16, 8, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.inner:
+            x = jnp.tanh(layer(self.norm(x) if layer is self.inner[0] else x))
+        return self.head(self.again(jnp.tanh(self.twice(x))))
+
+
+def own(rngs):
+    return Own(rngs)
+
+
+def own_loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]).astype(jnp.float32), batch["y"])
+    return losses.sum(), losses.size
+
+
+def own_batch(rows=32):
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 8, rows).astype(np.int32)
+    x = random.normal(size=(rows, 16)) + np.eye(8, 16)[labels]
+    return {"x": x.astype(np.float32), "y": labels}
+
+
+OWN = {"rank": 4, "alpha": 16, "targets": ("inner", "again", "head")}
+TOKENS = np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.int32)
+BATCH = {"tokens": TOKENS}
+
+
+def moved(params, seed=0):
+    """As if trained: lora_b is no longer zero."""
+    random = np.random.default_rng(seed)
+
+    def move(path, leaf):
+        noise = jnp.asarray(random.normal(size=leaf.shape) * 0.1, leaf.dtype)
+        return jax.device_put(leaf + noise, leaf.sharding) if path.endswith("lora_b") else leaf
+
+    return unflatten({path: move(path, leaf) for path, leaf in flatten(params).items()})
+
+
+def params_of(model):
+    return by_path(nnx.state(model, nnx.Param))
+
+
+MODELS = {
+    "gpt-scanned": (gpt(True), GPT_TARGETS),
+    "gpt-unrolled": (gpt(False), GPT_TARGETS),
+    "gpt-dropout": (gpt(True, dropout=0.5), GPT_TARGETS),
+    "llama-scanned": (small_llama(), ("blocks/",)),
+    "llama-unrolled": (small_llama(False, tie_head=True), ("attn/(q|v)$",)),
+}
+
+
+# What it starts from
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_starts_as_the_model_was(name):
+    make, targets = MODELS[name]
+    streams = [nnx.Rngs(params=1, dropout=2) for _ in range(2)]
+    plain, adapted = make(streams[0]), with_lora(make, rank=3, targets=targets)(streams[1])
+    next_keys = [jax.random.key_data(stream.params()) for stream in streams]
+    np.testing.assert_array_equal(*next_keys)
+    was, now = params_of(plain), params_of(adapted)
+    added = now.keys() - was.keys()
+    assert was.keys() <= now.keys()
+    assert added
+    assert all(path.rsplit("/", 1)[1] in ("lora_a", "lora_b") for path in added)
+    for path, value in was.items():
+        np.testing.assert_array_equal(now[path], value)
+    for deterministic in (True, False):
+        out = plain(TOKENS[:, :8], deterministic=deterministic)
+        np.testing.assert_array_equal(adapted(TOKENS[:, :8], deterministic=deterministic), out)
+    kinds = dict(nnx.iter_modules(plain))
+    changed = {path: module for path, module in nnx.iter_modules(adapted) if type(module) is not type(kinds[path])}
+    assert {"/".join(map(str, path)) for path in changed} == {path.rsplit("/", 1)[0] for path in added}
+    assert all(
+        isinstance(module, AdaptedLinear) and isinstance(module, type(kinds[path])) for path, module in changed.items()
+    )
+
+
+def test_each_layer_and_each_kernel_draws_numbers_of_its_own():
+    found = params_of(with_lora(gpt(True), rank=3, targets=("attn/",))(nnx.Rngs(0)))
+    qkv, out = found["blocks/attn/qkv/lora_a"], found["blocks/attn/out/lora_a"]
+    assert qkv.shape == out.shape == (2, 16, 3)
+    assert len({qkv[0].tobytes(), qkv[1].tobytes(), out[0].tobytes(), out[1].tobytes()}) == 4
+    assert np.abs(qkv).max() <= 16**-0.5
+    assert np.abs(qkv).max() > 0.8 * 16**-0.5
+    assert not found["blocks/attn/qkv/lora_b"].any()
+    make, rngs = with_lora(gpt(True), rank=3, targets=("attn/",)), nnx.Rngs(0)
+    for other in (make(nnx.Rngs(1)), (make(rngs), make(rngs))[1]):  # another seed; the second of one seed
+        assert (params_of(other)["blocks/attn/qkv/lora_a"] != qkv).all()
+
+
+def test_it_is_the_formula_of_the_paper():
+    make = with_lora(lambda rngs: nnx.Linear(6, 5, rngs=rngs), rank=2, alpha=6, targets=("^$",))
+    linear = make(nnx.Rngs(0))
+    assert type(linear) is AdaptedLinear
+    linear.lora_b[...] = jnp.ones((2, 5))
+    x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
+    low = x @ np.asarray(linear.lora_a[...]) @ np.ones((2, 5), np.float32)
+    np.testing.assert_allclose(linear(x), x @ linear.kernel[...] + linear.bias[...][None] + 3 * low, atol=1e-5)
+    assert make.scale == 3
+    assert with_lora(make.make_model, rank=2, targets=("^$",)).scale == 1
+
+
+def test_the_product_has_the_dtype_that_the_linear_computes_in():
+    model = with_lora(own, **OWN)(nnx.Rngs(0))
+    assert model.head.lora_a[...].dtype == jnp.float32
+    traced = jax.make_jaxpr(lambda x: model.head(x))(jnp.ones((2, 16)))
+    assert str(traced).count("dot_general") == 3
+    assert not re.findall(r"f32\S* = dot_general", str(traced))
+    assert model.head(jnp.ones((2, 16))).dtype == Own(nnx.Rngs(0)).head(jnp.ones((2, 16))).dtype == jnp.bfloat16
+
+
+# Training
+
+
+def alone(make, loss, batches):
+    """LoRA's parameters trained on one device, in plain JAX and optax."""
+    key, _ = jax.random.split(jax.random.key(0))
+    graphdef, lora, rest = nnx.split(make(nnx.Rngs(key)), nnx.LoRAParam, ...)
+    tx = optimizer()
+    opt_state = tx.init(lora)
+
+    @jax.jit
+    def step(lora, opt_state, batch):
+        def mean(lora):
+            total, count = loss(nnx.merge(graphdef, lora, rest, copy=True), batch)
+            return total / count
+
+        value, grads = jax.value_and_grad(mean)(lora)
+        updates, opt_state = tx.update(grads, opt_state, lora)
+        return optax.apply_updates(lora, updates), opt_state, value
+
+    losses = []
+    for batch in batches:
+        lora, opt_state, value = step(lora, opt_state, batch)
+        losses.append(float(value))
+    return losses, by_path(lora) | by_path(nnx.filter_state(rest, nnx.Param))
+
+
+@functools.cache
+def control(make):
+    return alone(make, next_token_loss, [CASES["nnx-gpt-scanned"].batch(i) for i in range(STEPS)])
+
+
+def held_against_the_control(make, units, mesh, strategy="full_shard", *, step=None, **settings):
+    sharded = fsdp.fully_shard(make, optimizer(), mesh, strategy, units, min_size=8, frozen=make.frozen, **settings)
+    train = sharded.train_step(next_token_loss, **step or {})
+    state, losses = sharded.init(0), []
+    start = by_path(state.params)
+    for i in range(STEPS):
+        state, metrics = train(state, CASES["nnx-gpt-scanned"].batch(i))
+        losses.append(float(metrics["loss"]))
+    end = by_path(state.params)
+    check((losses, end), control(make))
+    for path, value in end.items():
+        if "lora_" in path:
+            assert (value != start[path]).any(), path
+        else:
+            np.testing.assert_array_equal(value, start[path], err_msg=path)
+    return train
+
+
+GPT_LORA = {scan: with_lora(gpt(scan), rank=4, alpha=8, targets=GPT_TARGETS) for scan in (True, False)}
+LLAMA_LORA = with_lora(small_llama(), rank=4, targets=("attn/(q|v)$", "mlp/"))
+
+
+@pytest.mark.parametrize("prefetch", ["none", "pre"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_it_trains_as_one_device_does(scan, prefetch):
+    step = held_against_the_control(GPT_LORA[scan], (Block,), fsdp.make_mesh(data=8), prefetch=prefetch)
+    moved = step.plan.report.moved
+    assert any("lora_a" in path for path in moved) == any("mlp/down" in path for path in moved) == (prefetch == "pre")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("hybrid_shard", {"step": {"accumulation": 4, "deferred_reduction": True}}),
+        ("shard_grad_op", {"step": {"accumulation": 4}}),
+        ("zero1", {"units": ("Linear",)}),
+    ],
+)
+def test_other_strategies_do_too(strategy, settings):
+    mesh = fsdp.make_mesh(data=4, replica=2)
+    held_against_the_control(LLAMA_LORA, strategy=strategy, mesh=mesh, **{"units": ("LlamaBlock",)} | settings)
+
+
+def test_a_model_of_the_users_own_learns_and_is_merged():
+    make = with_lora(own, **OWN, trainable=("norm/",))
+    sharded = fsdp.fully_shard(
+        make, optax.adam(1e-2), fsdp.make_mesh(data=8), units=[nnx.Linear], min_size=8, frozen=make.frozen
+    )
+    trained = {path for path, leaf in sharded.layout.by_path.items() if leaf.trainable}
+    ours = {f"{at}/{name}" for at in ("inner/0", "inner/1", "again", "head") for name in ("lora_a", "lora_b")}
+    assert trained == ours | {"norm/scale", "norm/bias"}
+    step, state, losses = sharded.train_step(own_loss, local_batch=False), sharded.init(0), []
+    for _ in range(30):
+        state, metrics = step(state, own_batch())
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.8 * losses[0]
+
+    x = own_batch()["x"]
+    logits = sharded.apply(lambda model, x: model(x))(state, x)
+    plain = fsdp.fully_shard(own, optax.adam(1e-2), fsdp.make_mesh(data=8), units=[nnx.Linear], min_size=8)
+    merged = merge_all(flatten(state.params), scale=make.scale)
+    assert {path: leaf.sharding for path, leaf in merged.items()} == {
+        path: leaf.sharding for path, leaf in plain.layout.by_path.items()
+    }
+    whole = dataclasses.replace(plain.init(0), params=unflatten(merged), model_state=state.model_state)
+    found = plain.apply(lambda model, x: model(x))(whole, x)
+    np.testing.assert_allclose(np.float32(found), np.float32(logits), rtol=2e-2, atol=0.1)  # its head is in bfloat16
+
+
+def test_mixed_precision_keeps_what_is_trained_in_float32():
+    make = with_lora(small_llama(), rank=4, targets=("attn/",))
+    sharded = fsdp.fully_shard(
+        make, optax.adam(1e-2), fsdp.make_mesh(data=8), units=[llama.LlamaBlock], min_size=8, frozen=make.frozen,
+        precision=fsdp.Precision(compute="bfloat16"),
+    )  # fmt: skip
+    step, state, losses = sharded.train_step(next_token_loss), sharded.init(0), []
+    for _ in range(20):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.05
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+
+
+# What it costs
+
+
+def test_only_what_is_trained_has_optimizer_state():
+    config = llama.preset("llama-tiny")
+    make = with_lora(lambda rngs: llama.Llama(config, rngs=rngs), rank=8, targets=("attn/(q|k|v|o)$",))
+    sharded = fsdp.fully_shard(
+        make, optax.adamw(1e-4), fsdp.make_mesh(data=8), units=[llama.LlamaBlock], frozen=LORA_FROZEN
+    )
+    D, shared, R, L = config.width, config.kv_heads * config.head_dim, 8, config.layers
+    elements = L * R * (2 * (D + D) + 2 * (D + shared))
+    counter = 4
+    assert sharded.layout.total("optimizer") == 2 * 4 * elements + counter
+    assert sharded.layout.by_path["blocks/mlp/up/kernel"].bytes_per_device * 8 == L * D * config.hidden * 4
+    assert sharded.layout.by_path["blocks/attn/q/lora_a"].replicated  # 128 x 8, below min_size
+
+
+def test_the_contract_holds_and_nothing_frozen_is_reduced():
+    held_to_the_contract(fsdp.make_mesh(data=8), prefetch="none")
+
+
+@pytest.mark.long
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize("prefetch", ["none", "pre"])
+def test_the_contract_holds_on_gpus(prefetch):
+    held_to_the_contract(mesh_of("h100:8"), prefetch=prefetch)
+
+
+def held_to_the_contract(mesh, **settings):
+    make = with_lora(small_llama(width=64, hidden=192), rank=4, targets=("attn/(q|v)$",))
+    sharded = fsdp.fully_shard(
+        make, optax.adamw(1e-4), mesh, units=[llama.LlamaBlock], min_size=64, frozen=make.frozen,
+        precision=fsdp.Precision(compute="bfloat16"), **settings,
+    )  # fmt: skip
+    contract = assert_contract(sharded.train_step(next_token_loss), BATCH)
+    declared = {each.path for each in contract.expected if each.role == "reduce"}
+    assert declared == {f"blocks/attn/{at}/{name}" for at in "qv" for name in ("lora_a", "lora_b")}
+    reduced = {path for each in contract.collectives if each.op != "all-gather" for path in each.paths}
+    assert reduced & sharded.layout.by_path.keys() == declared
+
+
+def test_a_tied_embedding_is_as_it_was():
+    make = with_lora(gpt(True), rank=4, targets=GPT_TARGETS)
+    with_it, without = (
+        fsdp.fully_shard(m, optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Block], min_size=8, frozen=frozen)
+        for m, frozen in ((make, make.frozen), (gpt(True), ()))
+    )
+    assert {p: u for p, u in with_it.units.items() if "lora_" not in p} == without.units
+    assert with_it.units["embed/embedding"] is None
+    assert with_it.layout.by_path["embed/embedding"].spec == without.layout.by_path["embed/embedding"].spec
+
+
+# Which parameters are frozen
+
+
+def test_what_is_to_be_trained_beside_it():
+    make = with_lora(small_llama(), rank=4, targets=("attn/q",), trainable=("^head/", "norm/scale"))
+    sharded = fsdp.fully_shard(make, optax.sgd(0.1), fsdp.make_mesh(data=8), frozen=make.frozen)
+    assert {path for path, leaf in sharded.layout.by_path.items() if leaf.trainable} == {
+        "blocks/attn/q/lora_a", "blocks/attn/q/lora_b", "head/kernel", "norm/scale", "blocks/attn_norm/scale",
+        "blocks/mlp_norm/scale",
+    }  # fmt: skip
+    assert frozen_but() == LORA_FROZEN == with_lora(gpt(True), rank=1, targets=(".",)).frozen
+    with pytest.raises(ConfigError, match=r"pattern 'haed' matches no parameter\n.*where: *trainable"):
+        with_lora(small_llama(), rank=4, targets=("attn/q",), trainable=("haed",))(nnx.Rngs(0))
+
+
+# What is refused
+
+
+class Scaled(nnx.Linear):
+    def __call__(self, inputs, out_sharding=None):
+        return 2 * super().__call__(inputs, out_sharding=out_sharding)
+
+
+class Past(nnx.Linear):
+    def losses(self, x):
+        return x @ self.kernel[...]
+
+
+class Odd(nnx.Module):
+    def __init__(self, rngs):
+        self.past = Past(4, 4, rngs=rngs)
+        self.scaled = Scaled(4, 4, rngs=rngs)
+        self.general = nnx.LinearGeneral(4, (2, 2), rngs=rngs)
+        self.einsum = nnx.Einsum("ab,bc->ac", (4, 4), rngs=rngs)
+        self.flax = nnx.LoRALinear(4, 4, lora_rank=1, rngs=rngs)
+        self.one, self.other = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.other.kernel = self.one.kernel
+        self.conv = nnx.Conv(4, 4, (1, 1), rngs=rngs)
+
+
+def odd(rngs):
+    return Odd(rngs)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "said"),
+    [
+        (odd, {"targets": ("scaled",)}, "arithmetic is not known\n.*scaled, a Scaled\n.*\n.*__call__ of its own"),
+        (odd, {"targets": ("past",)}, "arithmetic is not known\n.*past, a Past\n.*\n.*losses of its own"),
+        (small_llama(), {"targets": ("head",)}, "arithmetic is not known\n.*head, a Head\n.*\n.*losses of its own"),
+        (odd, {"targets": ("general",)}, "arithmetic is not known\n.*general, a LinearGeneral"),
+        (odd, {"targets": ("einsum",)}, "arithmetic is not known\n.*einsum, a Einsum"),
+        (odd, {"targets": ("flax",)}, "has LoRA already"),
+        (odd, {"targets": ("one",)}, "its kernel is another's too\n.*one, a Linear\n.*other"),
+        (odd, {"targets": ("conv",)}, "pattern 'conv' matches no Linear"),
+        (with_lora(own, **OWN), {"targets": ("head",)}, "has LoRA already"),
+        (
+            gpt(False),
+            {"targets": ("attn/", "atn/qkv")},
+            r"matches no Linear\n.*\n.*blocks/\\d\+/attn/qkv.*\n.*'attn/qkv'",
+        ),
+        (gpt(True), {"targets": ("attn/",), "rank": 16}, "rank is as large as the kernel's\n.*\n.*rank below 16"),
+        (lambda rngs: {}, {"targets": ("a",)}, "not an NNX model"),
+    ],
+)
+def test_a_model_that_does_not_fit(make, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        with_lora(make, **{"rank": 1} | settings)(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"make_model": Own}, r"not a function that makes a model\n(.*\n)*.*lambda rngs"),
+        ({"make_model": Own(nnx.Rngs(0))}, "not a function that makes a model"),
+        ({"make_model": LinenTransformer()}, "an NNX model"),
+        ({"rank": 0}, "rank is a whole number"),
+        ({"rank": True}, "rank is a whole number"),
+        ({"rank": 2.0}, "rank is a whole number"),
+        ({"alpha": 0}, "alpha is above 0"),
+        ({"alpha": float("nan")}, "alpha is above 0"),
+        ({"targets": "attn"}, r"not a sequence of patterns\n(.*\n)*.*\('attn',\)"),
+        ({"targets": ()}, "no targets"),
+        ({"targets": ("(",)}, "not a regular expression"),
+        ({"trainable": "head"}, "not a sequence of patterns"),
+        ({"trainable": ("[",)}, "not a regular expression"),
+    ],
+)
+def test_arguments_that_cannot_be(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        with_lora(**{"make_model": gpt(True), "rank": 2, "targets": ("attn",)} | settings)
+
+
+# Merged
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_merged_it_computes_the_same(name):
+    make, targets = MODELS[name]
+    adapted = with_lora(make, rank=3, alpha=6, targets=targets)
+    model = adapted(nnx.Rngs(0))
+    params = moved(unflatten({p: jnp.asarray(x) for p, x in params_of(model).items()}))
+    put(model, params)
+    plain = make(nnx.Rngs(0))
+    before = plain(TOKENS[:, :8])
+    put(plain, unflatten(merge_all(flatten(params), scale=adapted.scale)))
+    logits = model(TOKENS[:, :8])
+    np.testing.assert_allclose(plain(TOKENS[:, :8]), logits, atol=1e-5)
+    assert np.abs(before - logits).max() > 1e-3
+
+
+def put(model, params):
+    flat = flatten(params)
+    paths = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    assert flat.keys() == paths.keys()
+    nnx.update(
+        model, nnx.from_flat_state([(tuple(map(_key, p.split("/"))), v.replace(flat[p])) for p, v in paths.items()])
+    )
+
+
+def _key(part):
+    return int(part) if part.isdigit() else part
+
+
+@given(
+    stack=st.lists(st.integers(0, 3), max_size=2),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)),
+    scale=st.floats(0.01, 100),
+    dtypes=st.tuples(*[st.sampled_from(["float32", "bfloat16"])] * 2),
+    seed=st.integers(0, 99),
+)
+def test_a_merge_is_rounded_once(stack, sizes, scale, dtypes, seed):
+    (inputs, outputs, rank), random = sizes, np.random.default_rng(seed)
+    kernel = random.normal(size=(*stack, inputs, outputs)).astype(dtypes[0])
+    a, b = (random.normal(size=(*stack, *shape)).astype(dtypes[1]) for shape in ((inputs, rank), (rank, outputs)))
+    found = merge(kernel, a, b, scale=scale)
+    exact = kernel.astype(np.float64) + scale * (a.astype(np.float64) @ b.astype(np.float64))
+    size = np.abs(kernel.astype(np.float64)) + scale * (np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64))
+    unit = float(ml_dtypes.finfo(kernel.dtype).eps) / 2
+    assert found.dtype == kernel.dtype
+    assert (np.abs(found.astype(np.float64) - exact) <= unit * np.abs(exact) + 1e-6 * size).all()
+
+
+def test_arrays_of_jax_are_merged_where_they_are():
+    random = np.random.default_rng(0)
+    kernel, a, b = (random.normal(size=shape).astype(np.float32) for shape in ((2, 16, 8), (2, 16, 3), (2, 3, 8)))
+    sharding = jax.NamedSharding(fsdp.make_mesh(data=8), jax.P(None, "data"))
+    placed = jax.device_put(kernel.astype(jnp.bfloat16), sharding)
+    found = merge(placed, jnp.asarray(a), jnp.asarray(b), scale=0.5)
+    assert found.sharding == sharding
+    np.testing.assert_array_equal(np.asarray(found), merge(np.asarray(placed), a, b, scale=0.5))
+    traced = jax.jit(lambda *parts: merge(*parts, scale=0.5))(kernel, a, b)
+    np.testing.assert_allclose(traced, merge(kernel, a, b, scale=0.5), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ConfigError, match="shapes that do not fit"):
+        merge(kernel, a, b[:1], scale=0.5)
+
+
+def test_paths_say_what_is_read_for_which_tensor():
+    paths = ["a/bias", "a/kernel", "a/lora_a", "a/lora_b", "b/kernel", "my_lora_a"]
+    assert merged_paths(paths) == {
+        "a/bias": ("a/bias",), "a/kernel": ("a/kernel", "a/lora_a", "a/lora_b"), "b/kernel": ("b/kernel",),
+        "my_lora_a": ("my_lora_a",),
+    }  # fmt: skip
+    assert merged_paths(["kernel", "lora_a", "lora_b"]) == {"kernel": ("kernel", "lora_a", "lora_b")}
+    for missing in ("a/kernel", "a/lora_a", "a/lora_b"):
+        with pytest.raises(ConfigError, match=f"missing: {missing}"):
+            merged_paths([path for path in paths if path != missing])
+
+
+def test_readers_stay_readers_and_read_late():
+    read = []
+
+    def reader(name, shape):
+        return lambda: (read.append(name), np.ones(shape, np.float32))[1]
+
+    tensors = {"m/kernel": reader("kernel", (4, 3)), "m/lora_a": reader("a", (4, 2)), "m/lora_b": reader("b", (2, 3))}
+    found = merge_all(tensors | {"other": reader("other", 1)}, scale=2.0)
+    assert found.keys() == {"m/kernel", "other"}
+    assert not read
+    np.testing.assert_array_equal(found["m/kernel"](), np.full((4, 3), 1 + 2 * 2, np.float32))
+    assert read == ["kernel", "a", "b"]
+
+
+# Saved and loaded
+
+
+def test_saved_restored_and_merged_tensor_by_tensor(tmp_path):
+    make = with_lora(small_llama(), rank=4, alpha=8, targets=("attn/",))
+    sharded = fsdp.fully_shard(
+        make, optax.adam(1e-2), fsdp.make_mesh(data=8), units=[llama.LlamaBlock], min_size=8, frozen=make.frozen
+    )
+    step = sharded.train_step(next_token_loss)
+    state, _ = step(sharded.init(0), BATCH)
+    with CheckpointStore(tmp_path / "checkpoints") as store:
+        store.save(1, sharded.to_checkpoint(state), data={}, metadata={"lora": {"scale": make.scale}})
+        store.wait()
+        saved, _, metadata = store.restore(1, sharded.checkpoint_target())
+        shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in flatten(state.params).items()}
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+        def read(path):
+            leaf = shapes[path]
+            wanted = {f"params/{path}": jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)}
+            return np.asarray(store.read(1, wanted)[f"params/{path}"])
+
+        merged = {
+            path: read(*parts) if len(parts) == 1 else merge(*map(read, parts), scale=metadata["lora"]["scale"])
+            for path, parts in merged_paths(shapes).items()
+        }
+    expected = merge_all(jax.device_get(flatten(state.params)), scale=2.0)
+    assert merged.keys() == expected.keys() == params_of(small_llama()(nnx.Rngs(0))).keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(merged[path], value)
+    went_on, resumed = step(state, BATCH), step(sharded.from_checkpoint(saved), BATCH)
+    jax.tree.map(
+        np.testing.assert_array_equal, *(jax.device_get((s.params, s.opt_state)) for s, _ in (went_on, resumed))
+    )
+
+
+def test_weights_of_the_model_without_are_loaded_by_path(tmp_path):
+    weights = {path: np.asarray(x) for path, x in params_of(small_llama()(nnx.Rngs(7))).items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    make = with_lora(small_llama(), rank=4, targets=("attn/",))
+    sharded = fsdp.fully_shard(make, optax.adam(1e-2), fsdp.make_mesh(data=8), min_size=8, frozen=make.frozen)
+    state = sharded.init(0)
+    _, lora = split_lora(state.params)
+    wanted, _ = split_lora(sharded.checkpoint_target().params)
+    state = dataclasses.replace(state, params=join_lora(import_params(tmp_path, wanted), lora))
+    assert jax.tree.structure(state) == jax.tree.structure(sharded.abstract_state())
+    logits = sharded.apply(lambda model, tokens: model(tokens))(state, TOKENS[:, :8])
+    np.testing.assert_allclose(logits, small_llama()(nnx.Rngs(7))(TOKENS[:, :8]), atol=1e-5)
