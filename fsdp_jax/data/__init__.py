@@ -1,6 +1,46 @@
-"""Text as bytes: corpora, and batches from them that resume exactly."""
+"""Text, instructions and images, and batches of them that resume exactly.
 
-from fsdp_jax.data.corpus import Corpus, decode, load_corpus
-from fsdp_jax.data.loader import Loader, Windows, eval_batches, make_loader
+Documents become tokens, in memory or as shards on the disk; examples are rows by number; a loader makes batches.
+`open_examples` is the door to all of it.
+"""
 
-__all__ = ["Corpus", "Loader", "Windows", "decode", "eval_batches", "load_corpus", "make_loader"]
+from fsdp_jax.data.documents import (
+    Documents,
+    Split,
+    dataset_documents,
+    embedded_documents,
+    open_documents,
+    split_documents,
+)  # fmt: skip
+from fsdp_jax.data.examples import Examples
+from fsdp_jax.data.files import Skipped
+from fsdp_jax.data.loader import Loader, eval_batches, make_loader
+from fsdp_jax.data.shard_writer import tokenize
+from fsdp_jax.data.shards import Manifest, TokenShards
+from fsdp_jax.data.sources import Opened, open_examples
+from fsdp_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_bpe
+from fsdp_jax.data.windows import Windows
+
+__all__ = [
+    "Documents",
+    "Examples",
+    "Loader",
+    "Manifest",
+    "Opened",
+    "Skipped",
+    "Split",
+    "TokenShards",
+    "Tokenizer",
+    "Windows",
+    "check_vocabulary",
+    "dataset_documents",
+    "embedded_documents",
+    "eval_batches",
+    "load_tokenizer",
+    "make_loader",
+    "open_documents",
+    "open_examples",
+    "split_documents",
+    "tokenize",
+    "train_bpe",
+]  # fmt: skip

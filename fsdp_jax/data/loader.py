@@ -1,163 +1,184 @@
-"""Batches of byte windows, read by grain in this process, that resume exactly.
+"""Batches of examples that resume exactly, read ahead of the step.
 
-The stream of examples is one sequence that the seed fixes: epoch after epoch, each shuffled in its own way. Step s
-takes the examples s·G to (s+1)·G of it (G the global batch), and of those process p of n takes every n-th, from p on.
-So what a step sees does not depend on how many processes read it, and a number of steps is all there is to remember.
+The stream of rows is one sequence that the seed fixes: epoch after epoch, each shuffled in its own way. Step s takes
+the rows s·G to (s+1)·G of it (G the global batch), and of those process p of n takes every n-th, from p on. So what a
+step sees does not depend on how many processes read it, and a number of steps is all there is to remember.
 
 Shapes: G global batch, n processes, T sequence.
 """
 
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import grain
 import numpy as np
 
+from fsdp_jax.data.ahead import ReadAhead
+from fsdp_jax.data.examples import Examples, Row
+from fsdp_jax.data.windows import check_positive
 from fsdp_jax.errors import ConfigError, message
 
 Batch = dict[str, np.ndarray]
 
-
-class Windows:
-    """Random access to windows of T+1 tokens, each starting at the last token of the one before.
-
-    Every token is predicted once per epoch; what is left at the end, less than T tokens, is not used. Raises
-    ConfigError where the corpus is shorter than one window.
-    """
-
-    def __init__(self, tokens: np.ndarray, *, sequence_length: int):
-        _check_positive("data.sequence_length", sequence_length)
-        if tokens.ndim != 1 or len(tokens) < sequence_length + 1:
-            raise ConfigError(
-                message(
-                    "The corpus is shorter than one sequence.",
-                    where="data.sequence_length",
-                    expected=f"at least {sequence_length + 1} tokens (sequence length {sequence_length}, and one more)",
-                    got=f"a corpus of {len(tokens)} tokens",
-                    fix="shorten data.sequence_length or use more text",
-                )
-            )
-        self.tokens = tokens
-        self.sequence_length = sequence_length
-
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.sequence_length
-
-    def __getitem__(self, index: int) -> Batch:
-        """`tokens`, int32 [T+1]."""
-        start = index * self.sequence_length
-        return {"tokens": self.tokens[start : start + self.sequence_length + 1].astype(np.int32)}
+AHEAD = 2  # batches
 
 
 class Loader:
     """An iterator over this process's rows of each batch, whose position can be saved and restored.
 
-    `settings` is what fixes the stream: a state made under other settings is refused.
+    A thread of its own reads up to `ahead` batches before they are asked for, from the first `next` on; none, and no
+    thread, for 0. `settings` is what fixes the stream: a state made under other settings is refused. Close it, or use
+    it in a `with` block; one that is dropped closes itself.
     """
 
-    def __init__(self, dataset: grain.MapDataset, settings: dict[str, Any]):
-        # The windows are in memory: threads would only wait for each other.
-        self._batches = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
-        self._settings = settings
+    def __init__(self, batches: grain.MapDataset, settings: dict[str, Any], *, ahead: int = AHEAD):
+        self._batches, self._settings, self._ahead = batches, settings, ahead
+        self._position = 0  # batches delivered, whatever has been read
+        self._reader: ReadAhead[Batch] | None = None
+        self._stop: weakref.finalize | None = None
 
-    def __iter__(self) -> "Loader":
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        """`tokens`, int32 [G/n, T+1]."""
-        return next(self._batches)
+        """{name: array [G/n, ...]}. Raises what reading raised; the position stays, so the next call tries again."""
+        if self._position >= len(self._batches):
+            raise StopIteration
+        if not self._ahead:
+            batch = self._batches[self._position]
+        else:
+            if self._reader is None:
+                self._start()
+            assert self._reader is not None
+            try:
+                batch = self._reader.take()
+            except BaseException:
+                self.close()
+                raise
+        self._position += 1
+        return batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread and waits for it; `next` would start another at the same position."""
+        if self._stop is not None:
+            self._stop()
+        self._reader = self._stop = None
 
     def get_state(self) -> dict[str, Any]:
-        """What resumes here: JSON-serialisable, and the same on every process."""
-        return {"position": self._batches.get_state(), "settings": dict(self._settings)}
+        """What resumes after the batch delivered last: JSON-serialisable, and the same on every process."""
+        return {"position": {"next_index": self._position}, "settings": dict(self._settings)}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues where `state` was taken; ConfigError where it belongs to another stream."""
         saved = state.get("settings", {}) if "position" in state else {}
-        differing = [name for name, value in self._settings.items() if saved.get(name) != value]
+        names = dict.fromkeys([*self._settings, *saved])
+        differing = [name for name in names if saved.get(name, _NONE) != self._settings.get(name, _NONE)]
         if differing:
             raise ConfigError(
                 message(
                     "The saved position belongs to another stream of data.",
                     where=", ".join(differing),
-                    expected=", ".join(f"{name} {saved.get(name, 'missing')}" for name in differing) + " (saved)",
-                    got=", ".join(f"{name} {self._settings[name]}" for name in differing),
+                    expected=", ".join(f"{name} {saved.get(name, _NONE)}" for name in differing) + " (saved)",
+                    got=", ".join(f"{name} {self._settings.get(name, _NONE)}" for name in differing),
                     fix="restore the saved settings, or start the data again without a saved position",
                 )
             )
-        self._batches.set_state(state["position"])
+        self.close()
+        self._position = int(state["position"]["next_index"])
+
+    def _start(self) -> None:
+        self._reader = reader = ReadAhead(self._batches.__getitem__, self._position, len(self._batches), self._ahead)
+        self._stop = weakref.finalize(self, reader.close)
+
+
+_NONE = "missing"
 
 
 def make_loader(
-    tokens: np.ndarray,
+    examples: Examples,
     *,
-    sequence_length: int,
     global_batch_size: int,
     seed: int,
     process_index: int = 0,
     process_count: int = 1,
     shuffle: bool = True,
     repeat: bool = True,
+    ahead: int = AHEAD,
 ) -> Loader:
-    """The batches of process `process_index`; `tokens` is uint8 (or any integer) of one dimension.
+    """The batches of process `process_index`.
 
-    `repeat=True` never ends; otherwise one epoch, without the windows that do not fill a last global batch. Raises
-    ConfigError where the numbers do not fit together.
+    `repeat=True` never ends; otherwise one epoch, without the rows that do not fill a last global batch. `ahead`:
+    batches read before they are asked for.
+    Raises ConfigError where the numbers do not fit together.
     """
     rows = _rows_per_process(global_batch_size, process_index, process_count)
-    windows = Windows(tokens, sequence_length=sequence_length)
     if not 0 <= seed < 2**32:
         raise ConfigError(message("The seed is out of range.", where="train.seed", expected="0 to 2**32 - 1", got=seed))
-    dataset = grain.MapDataset.source(windows)
+    dataset = grain.MapDataset.source(examples)
     if shuffle:
         dataset = dataset.shuffle(seed)
     # Repeated before it is sliced: an epoch need not be a multiple of the processes or of the batch.
-    dataset = dataset.repeat() if repeat else dataset[: _whole_batches(windows, global_batch_size)]
+    dataset = dataset.repeat() if repeat else dataset[: _whole_batches(examples, global_batch_size)]
     dataset = dataset[process_index::process_count].batch(rows, drop_remainder=True)
     settings = {
-        "sequence_length": sequence_length,
+        **examples.settings,
         "global_batch_size": global_batch_size,
         "seed": seed,
         "shuffle": shuffle,
         "repeat": repeat,
-        "corpus_tokens": len(tokens),
     }
-    return Loader(dataset, settings)
+    return Loader(dataset, settings, ahead=ahead)
 
 
 def eval_batches(
-    tokens: np.ndarray,
+    examples: Examples,
     *,
-    sequence_length: int,
     batch_size: int,
     limit: int | None = None,
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[Batch]:
-    """Every window once, in order, at most `limit` batches; `batch_size` is global, the rows are this process's.
+    """Every row once, in order, at most `limit` batches; `batch_size` is global, the rows are this process's.
 
-    Yields `tokens`, int32 [batch_size/n, T+1], and `mask`, float32 [batch_size/n, T]: 1, or 0 in the rows that fill up
-    the last batch. Every process gets as many batches. Raises ConfigError as `make_loader` does, at the call.
+    Yields {name: array [batch_size/n, ...]}, always with `mask`: float32 [batch_size/n, T], or [batch_size/n] where
+    rows have labels. Rows that fill up the last batch repeat one, with mask 0. Every process gets as many batches.
+    Raises ConfigError as `make_loader` does, at the call.
     """
     rows = _rows_per_process(batch_size, process_index, process_count)
-    windows = Windows(tokens, sequence_length=sequence_length)
-    starts = range(0, len(windows), batch_size)[:limit]
+    found = examples
+    starts = range(0, len(found), batch_size)[:limit]
 
     def batch(start: int) -> Batch:
-        filled = {"tokens": np.zeros((rows, sequence_length + 1), np.int32)}
-        filled["mask"] = np.zeros((rows, sequence_length), np.float32)
-        for row, index in enumerate(range(start + process_index, start + batch_size, process_count)):
-            if index < len(windows):
-                filled["tokens"][row] = windows[index]["tokens"]
-                filled["mask"][row] = 1
-        return filled
+        mine = range(start + process_index, start + batch_size, process_count)
+        assert len(mine) == rows, "every process has as many rows"
+        real = [_masked(found[index]) for index in mine if index < len(found)]
+        if len(real) < rows:
+            spare = _masked(found[start])
+            real += [spare | {"mask": np.zeros_like(spare["mask"])}] * (rows - len(real))
+        return {name: np.stack([row[name] for row in real]) for name in real[0]}
 
     return (batch(start) for start in starts)
 
 
+def _masked(row: Row) -> Row:
+    """The row with a mask; one that has none counts in full."""
+    if "mask" in row:
+        return row
+    assert "tokens" in row or "labels" in row, "text to text has a mask"
+    shape = (len(row["tokens"]) - 1,) if "tokens" in row else ()
+    return row | {"mask": np.ones(shape, np.float32)}
+
+
 def _rows_per_process(global_batch_size: int, process_index: int, process_count: int) -> int:
-    _check_positive("the batch size", global_batch_size)
-    _check_positive("the number of processes", process_count)
+    check_positive("the batch size", global_batch_size)
+    check_positive("the number of processes", process_count)
     if not 0 <= process_index < process_count:
         expected = f"0 to {process_count - 1}"
         raise ConfigError(
@@ -176,21 +197,16 @@ def _rows_per_process(global_batch_size: int, process_index: int, process_count:
     return global_batch_size // process_count
 
 
-def _whole_batches(windows: Windows, global_batch_size: int) -> int:
-    """How many windows fill whole batches; ConfigError where not even one."""
-    if len(windows) < global_batch_size:
+def _whole_batches(examples: Examples, global_batch_size: int) -> int:
+    """How many rows fill whole batches; ConfigError where not even one."""
+    if len(examples) < global_batch_size:
         raise ConfigError(
             message(
                 "One epoch does not fill one batch.",
                 where="train.global_batch_size",
-                expected=f"at most {len(windows)}, the windows of {windows.sequence_length} tokens in the corpus",
+                expected=f"at most {len(examples)}, the rows of one epoch",
                 got=global_batch_size,
-                fix="use a smaller batch or more text, or let the data repeat",
+                fix="use a smaller batch or more data, or let the data repeat",
             )
         )
-    return len(windows) // global_batch_size * global_batch_size
-
-
-def _check_positive(where: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(message("A size is not positive.", where=where, expected="at least 1", got=value))
+    return len(examples) // global_batch_size * global_batch_size

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 INIT_STD = 0.02
@@ -292,11 +293,11 @@ def chunked_losses(
     if chunk < 1:
         raise ValueError(f"a loss chunk is at least 1 token of the vocabulary, got {chunk}")
     size = min(chunk, vocab_size)
-    chunks = jnp.arange(-(-vocab_size // size))
+    chunks: Any = np.arange(-(-vocab_size // size))
     product = ("btd,dc->btc", "btc,dc->btd", "btd,btc->dc") if dim else ("btd,cd->btc", "btc,cd->btd", "btd,btc->cd")
     valid_BT = (targets_BT >= 0) & (targets_BT < vocab_size)
 
-    def part(weights: jax.Array, x_BTD: jax.Array, number: jax.Array) -> tuple[jax.Array, ...]:
+    def part(weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array, number: jax.Array) -> tuple[jax.Array, ...]:
         """(where the chunk starts, its weights, its logits in float32, which of them are the target's)."""
         start = jnp.minimum(number * size, vocab_size - size)  # the last one reaches back into the one before
         cut = jax.lax.dynamic_slice_in_dim(weights, start, size, dim)
@@ -305,35 +306,35 @@ def chunked_losses(
         logits = jnp.where((token >= number * size)[None, None], logits, -jnp.inf)
         return start, cut, logits, token[None, None] == targets_BT[..., None]
 
-    def sums(weights: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def sums(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
         def add(carry: Any, number: jax.Array) -> tuple[Any, None]:
             largest, total, picked = carry
-            _, _, logits, is_target = part(weights, x_BTD, number)
+            _, _, logits, is_target = part(*args, number)
             above = jnp.maximum(largest, logits.max(-1))
             total = total * jnp.exp(largest - above) + jnp.exp(logits - above[..., None]).sum(-1)
             found = jnp.where(is_target & (logits > -jnp.inf), logits, 0.0).sum(-1)
             return (above, total, picked + found), None
 
         # not zeros: in a mesh's manual mode these vary over devices as the logits do
-        nothing = 0.0 * x_BTD[..., 0].astype(jnp.float32)
+        nothing = 0.0 * args[1][..., 0].astype(jnp.float32)
         (largest, total, picked), _ = jax.lax.scan(add, (nothing - jnp.inf, nothing, nothing), chunks)
         return largest + jnp.log(total), picked
 
-    @jax.custom_vjp
-    def run(weights: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        log_total, picked = sums(weights, x_BTD)
+    @jax.custom_vjp  # its functions close over no array: they may be traced again elsewhere
+    def run(*args: jax.Array) -> jax.Array:
+        log_total, picked = sums(*args)
         return log_total - picked
 
-    def forward(weights: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
-        log_total, picked = sums(weights, x_BTD)
-        return log_total - picked, (weights, x_BTD, log_total)
+    def forward(*args: jax.Array) -> tuple[jax.Array, Any]:
+        log_total, picked = sums(*args)
+        return log_total - picked, (*args, log_total)
 
     def backward(kept: Any, cotangent_BT: jax.Array) -> Any:
-        weights, x_BTD, log_total = kept
+        weights, x_BTD, targets_BT, log_total = kept
 
         def add(carry: Any, number: jax.Array) -> tuple[Any, None]:
             of_weights, of_x = carry
-            start, cut, logits, is_target = part(weights, x_BTD, number)
+            start, cut, logits, is_target = part(weights, x_BTD, targets_BT, number)
             of_logits = cotangent_BT[..., None] * (
                 jnp.exp(logits - log_total[..., None]) - (is_target & (logits > -jnp.inf))
             )
@@ -348,10 +349,10 @@ def chunked_losses(
 
         nothing = (jnp.zeros_like(weights), jnp.zeros_like(x_BTD, jnp.float32))
         (of_weights, of_x), _ = jax.lax.scan(add, nothing, chunks)
-        return of_weights, of_x.astype(x_BTD.dtype)
+        return of_weights, of_x.astype(x_BTD.dtype), None
 
     run.defvjp(forward, backward)
-    return jnp.where(valid_BT, run(weights, x_BTD), jnp.nan)
+    return jnp.where(valid_BT, run(weights, x_BTD, targets_BT), jnp.nan)
 
 
 def next_token_loss(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from fsdp_jax.api import fully_shard
 from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.checkpoint.export import read_params, saved_params
 from fsdp_jax.checkpoint.verify import steps_of
-from fsdp_jax.data.tokenizer import FILE, SETTINGS
+from fsdp_jax.data import Tokenizer, load_tokenizer
+from fsdp_jax.data.tokenizer import FILE
 from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.lora import merge, merged_paths
 from fsdp_jax.mesh import make_mesh
@@ -54,10 +54,7 @@ def import_run(folder: Path_, to: Path_, *, dtype: str) -> str:
     params = import_weights(source, sharded.checkpoint_target().params, shape)
     metadata = {"config": "", "strategy": "full_shard", "imported": source.resolve().name}
     with Lease(target), CheckpointStore(target / CHECKPOINTS) as store:
-        write_model(target, shape)
-        for name in (FILE, SETTINGS):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, target / name)
+        write_model(target, shape, load_tokenizer(source) if (source / FILE).is_file() else None)
         store.save(0, {"params": params}, data={}, metadata=metadata)
     leaves = flatten(params).values()
     size = human_bytes(sum(leaf.nbytes for leaf in leaves))
@@ -65,9 +62,11 @@ def import_run(folder: Path_, to: Path_, *, dtype: str) -> str:
     return f"{count:,} parameters, {size} in {len(leaves)} arrays, in {target}: for --model.weights {target}"
 
 
-def write_model(output: Path, shape: Any) -> None:
-    """`config.json` of a run: what its model is, in Hugging Face's words."""
+def write_model(output: Path, shape: Any, tokenizer: Tokenizer | None) -> None:
+    """What an export needs beside the arrays: `config.json`, in Hugging Face's words, and the tokenizer's files."""
     (output / CONFIG).write_text(json.dumps(config_json(shape), indent=2) + "\n")
+    for name, content in ({} if tokenizer is None else tokenizer.files).items():
+        (output / name).write_bytes(content)
 
 
 def export_model(output: Path_, to: Path_, *, step: int | None, dtype: str | None) -> str:

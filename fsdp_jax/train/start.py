@@ -69,7 +69,7 @@ def _train(config: Config) -> int:
         training.resume(resuming, partial(initial_params, config.model.weights, run.sharded, run.shape))
         if is_lead():  # after resuming: a directory that is refused stays as it was
             (output / "config.yaml").write_text(dump(config))
-            write_model(output, run.shape)
+            write_model(output, run.shape, data.opened.tokenizer)
             (output / "layout.json").write_text(json.dumps(layout_json(run.sharded.layout), indent=1) + "\n")
         return training.train()
 

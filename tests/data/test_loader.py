@@ -1,38 +1,36 @@
 """The loader: one stream whatever the processes, exact resumption, and refusals that say why."""
 
+import gc
 import itertools
 import json
+import threading
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_jax.data.loader import Windows, eval_batches, make_loader
+from fsdp_jax.data.images import DrawnImages
+from fsdp_jax.data.instructions import PackedInstructions, Pair, TextToText
+from fsdp_jax.data.loader import eval_batches, make_loader
+from fsdp_jax.data.windows import Windows
 from fsdp_jax.errors import ConfigError
 
 TOKENS = np.arange(200, dtype=np.uint8)
-T = 4  # 49 windows
+T = 4
+WINDOWS = Windows(TOKENS, sequence_length=T)  # 49 of them
 few = settings(max_examples=30, deadline=None)
 
 
 def loader(tokens=TOKENS, *, batch=8, seed=3, sequence_length=T, **options):
-    return make_loader(tokens, sequence_length=sequence_length, global_batch_size=batch, seed=seed, **options)
+    windows = Windows(tokens, sequence_length=sequence_length)
+    return make_loader(windows, global_batch_size=batch, seed=seed, **options)
 
 
 def firsts(batch) -> list[int]:
     """Each row's first token: which window it is, as the tokens are all different."""
     return batch["tokens"][:, 0].tolist()
-
-
-def test_windows_overlap_by_the_token_that_is_only_predicted():
-    windows = Windows(TOKENS[:13], sequence_length=4)
-    assert [windows[i]["tokens"].tolist() for i in range(len(windows))] == [
-        [0, 1, 2, 3, 4],
-        [4, 5, 6, 7, 8],
-        [8, 9, 10, 11, 12],
-    ]
-    assert len(Windows(TOKENS[:12], sequence_length=4)) == 2
 
 
 def test_a_batch_is_int32_rows_of_one_token_more_than_the_sequence():
@@ -131,12 +129,18 @@ def test_without_repetition_every_process_gets_the_same_whole_batches():
         ({"repeat": False}, "repeat True .saved."),
         ({"tokens": TOKENS[:-1]}, "corpus_tokens 200 .saved."),
         ({"batch": 4, "seed": 4}, "where: +global_batch_size, seed"),
+        (
+            {"of": Windows(TOKENS, sequence_length=T, starts=np.array([0]))},
+            "segments missing .saved.(?s:.*)segments True",
+        ),
+        ({"of": DrawnImages(64, seed=1)}, "where: +images, first_image, image_seed, sequence_length, corpus_tokens"),
     ],
 )
 def test_a_position_in_another_stream_is_refused(change, says):
     state = loader().get_state()
+    other = make_loader(change["of"], global_batch_size=8, seed=3) if "of" in change else loader(**change)
     with pytest.raises(ConfigError, match=says):
-        loader(**change).set_state(state)
+        other.set_state(state)
 
 
 def test_a_state_that_is_none_is_refused():
@@ -153,8 +157,9 @@ def test_a_state_that_is_none_is_refused():
 )
 def test_evaluation_sees_every_window_once_with_constant_shapes(processes, multiple, length, limit):
     batch_size, tokens = processes * multiple, TOKENS[:length]
-    options = {"sequence_length": T, "batch_size": batch_size, "limit": limit, "process_count": processes}
-    streams = [list(eval_batches(tokens, process_index=p, **options)) for p in range(processes)]
+    options = {"batch_size": batch_size, "limit": limit, "process_count": processes}
+    rows = Windows(tokens, sequence_length=T)
+    streams = [list(eval_batches(rows, process_index=p, **options)) for p in range(processes)]
     windows = (length - 1) // T
     batches = -(-windows // batch_size) if limit is None else min(limit, -(-windows // batch_size))
     assert [len(stream) for stream in streams] == [batches] * processes
@@ -164,7 +169,6 @@ def test_evaluation_sees_every_window_once_with_constant_shapes(processes, multi
         assert (batch["mask"].shape, batch["mask"].dtype) == ((multiple, T), np.float32)
         real = batch["mask"].all(axis=1)
         assert not batch["mask"][~real].any()
-        assert not batch["tokens"][~real].any()
         seen += batch["tokens"][real, 0].tolist()
     assert sorted(seen) == list(range(0, min(windows, batches * batch_size) * T, T))
 
@@ -180,10 +184,179 @@ def test_evaluation_sees_every_window_once_with_constant_shapes(processes, multi
         (lambda: loader(process_count=2, process_index=2), "no such process(?s:.*)0 to 1"),
         (lambda: loader(seed=-1), "train.seed"),
         (lambda: loader(batch=50, repeat=False), "does not fill one batch(?s:.*)at most 49"),
-        (lambda: eval_batches(TOKENS, sequence_length=T, batch_size=3, process_count=2), "a multiple of 2 processes"),
-        (lambda: eval_batches(TOKENS, sequence_length=200, batch_size=2), "at least 201 tokens(?s:.*)200 tokens"),
+        (lambda: eval_batches(WINDOWS, batch_size=3, process_count=2), "a multiple of 2 processes"),
     ],
 )
 def test_mistakes_are_explained(call, says):
     with pytest.raises(ConfigError, match=says):
         call()
+
+
+def pairs(count):
+    """Pairs of 3 to 7 tokens, all different."""
+    return [Pair(10 * n + np.arange(2 + n % 4, dtype=np.int32), 10 * n + np.array([8], np.int32)) for n in range(count)]
+
+
+KINDS = {
+    "windows": WINDOWS,
+    "apart": Windows(TOKENS, sequence_length=T, starts=np.array([0, 7, 30, 31, 100])),
+    "packed": PackedInstructions(pairs(60), sequence_length=15),
+    "text to text": TextToText(pairs(30), inputs_length=8, targets_length=2),
+    "images": DrawnImages(40, seed=1),
+}
+
+
+def equal(one, other):
+    assert list(one) == list(other)
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name])
+        assert array.dtype == other[name].dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 4), (4, 2)])
+def test_every_kind_resumes_exactly_across_numbers_of_processes(kind, before, after):
+    options = {"global_batch_size": 8, "seed": 5}
+    alone = make_loader(KINDS[kind], **options)
+    stopped = [make_loader(KINDS[kind], process_index=p, process_count=before, **options) for p in range(before)]
+    for _ in range(9):  # past an epoch
+        next(alone), [next(one) for one in stopped]
+    state = json.loads(json.dumps(stopped[-1].get_state()))
+    assert state == alone.get_state()
+    resumed = [make_loader(KINDS[kind], process_index=p, process_count=after, **options) for p in range(after)]
+    for one in resumed:
+        one.set_state(state)
+    for _ in range(4):
+        parts, whole = [next(one) for one in resumed], next(alone)
+        for p, part in enumerate(parts):
+            equal(part, {name: array[p::after] for name, array in whole.items()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_evaluated_with_a_mask_that_counts_each_row_once(kind):
+    examples = KINDS[kind]
+    batches = list(eval_batches(examples, batch_size=16))
+    assert len(batches) == -(-len(examples) // 16)
+    assert len({tuple((name, array.shape) for name, array in batch.items()) for batch in batches}) == 1
+    rows = [{name: array[at] for name, array in batch.items()} for batch in batches for at in range(16)]
+    for row, index in zip(rows, range(len(examples)), strict=False):
+        expected = examples[index]
+        whole = np.ones((T,) if kind == "windows" else (), np.float32)
+        equal({name: row[name] for name in [*expected, "mask"]}, {**expected, "mask": expected.get("mask", whole)})
+    assert not any(row["mask"].any() for row in rows[len(examples) :])
+
+
+class Counting:
+    """Rows that note when they were read, and fail at one of them."""
+
+    settings = {"rows": 100}  # noqa: RUF012
+
+    def __init__(self, fail=None):
+        self.read, self.fail = [], fail
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        self.read.append((int(index), threading.current_thread().name))
+        if index == self.fail:
+            self.fail = None  # once
+            raise OSError("the disk is gone") from KeyError("cause")
+        return {"tokens": np.array([index, 0])}
+
+
+def ordered(examples, **options):
+    return make_loader(examples, global_batch_size=1, seed=0, shuffle=False, **options)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name == "fsdp_jax reads ahead"]
+
+
+def test_batches_are_read_ahead_in_a_thread_and_no_further():
+    examples = Counting()
+    with ordered(examples, ahead=2) as stream:
+        time.sleep(0.02)
+        assert examples.read == []  # not before it is asked for
+        assert firsts(next(stream)) == [0]
+        wait_for(lambda: len(examples.read) == 4)  # one taken, two waiting, one that waits for room
+        time.sleep(0.05)
+        assert [index for index, _ in examples.read] == [0, 1, 2, 3]
+        assert {name for _, name in examples.read} == {"fsdp_jax reads ahead"}
+        assert stream.get_state()["position"] == {"next_index": 1}  # what was delivered, not what was read
+
+
+def test_without_reading_ahead_there_is_no_thread():
+    examples = Counting()
+    stream = ordered(examples, ahead=0)
+    assert [firsts(next(stream)) for _ in range(3)] == [[0], [1], [2]]
+    assert [name for _, name in examples.read] == ["MainThread"] * 3
+
+
+def test_what_fails_in_the_thread_is_raised_where_it_belongs_and_can_be_tried_again():
+    with ordered(Counting(fail=2)) as stream:
+        assert [firsts(next(stream)) for _ in range(2)] == [[0], [1]]
+        with pytest.raises(OSError, match="the disk is gone") as caught:
+            next(stream)
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert caught.value.__notes__ == ["(while batch 2 was read ahead)"]
+        assert stream.get_state()["position"] == {"next_index": 2}
+        assert [firsts(next(stream)) for _ in range(2)] == [[2], [3]]
+
+
+def test_closing_ends_the_thread_and_going_on_is_possible():
+    stream = ordered(Counting())
+    assert firsts(next(stream)) == [0]
+    thread = stream._reader._thread
+    assert thread.is_alive()
+    stream.close()
+    stream.close()
+    assert not thread.is_alive()
+    assert firsts(next(stream)) == [1]
+    stream.close()
+
+
+def test_a_loader_that_is_dropped_ends_its_thread():
+    stream = ordered(Counting())
+    next(stream)
+    thread = stream._reader._thread
+    del stream
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_an_epoch_ends_with_the_thread():
+    gc.collect()
+    before = len(readers())
+    with ordered(Counting(), repeat=False) as stream:
+        assert [firsts(batch)[0] for batch in stream] == list(range(100))
+        assert next(stream, None) is None
+    assert len(readers()) <= before
+
+
+def test_setting_the_position_drops_what_was_read():
+    with ordered(Counting()) as stream:
+        state = stream.get_state()
+        for _ in range(5):
+            next(stream)
+        stream.set_state(state)
+        assert firsts(next(stream)) == [0]
+
+
+def test_a_position_that_was_saved_before_reading_ahead_is_understood():
+    saved = {
+        "position": {"next_index": 3},
+        "settings": {"sequence_length": 4, "global_batch_size": 8, "seed": 3, "shuffle": True, "repeat": True,
+                     "corpus_tokens": 200},
+    }  # fmt: skip
+    stream = loader()
+    stream.set_state(saved)
+    assert firsts(next(stream)) == firsts(list(itertools.islice(loader(), 4))[3])

@@ -53,7 +53,11 @@ def test_help_without_a_file(words, capsys):
         ("train", ["--units.classes", "--units.min_params", "9999999"], ["units.min_params", "at most"]),
         ("train", ["--precision.compute", "bf16"], ["unknown dtype 'bf16'", "did you mean 'bfloat16'?"]),
         ("train", ["--model.preset", "tinny"], ["unknown preset 'tinny'", "did you mean 'tiny'?"]),
-        ("train", ["--model.family", "llama", "--model.preset", "tiny"], ["tiny, which is a gpt", "set model.family to gpt"]),
+        (
+            "train",
+            ["--model.family", "llama", "--model.preset", "tiny"],
+            ["tiny, which is a gpt", "set model.family to gpt"],
+        ),
         ("train", ["--model.preset", "llama2-7b"], ["llama2-7b, which is a llama", "set model.family to llama"]),
         (
             "train",

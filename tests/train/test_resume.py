@@ -10,7 +10,7 @@ from runs import losses, records
 
 from fsdp_jax.checkpoint import CheckpointStore, store
 from fsdp_jax.compiled import Step
-from fsdp_jax.train import run as running
+from fsdp_jax.data import train_bpe
 from fsdp_jax.train.loop import Training
 
 EVERY_TWO = ("--checkpoint.every", "2")
@@ -189,11 +189,13 @@ def test_another_dtype_is_refused_unless_allowed(run, tmp_path, capsys):
     assert len(records(tmp_path / "cast")) == 3
 
 
-def test_another_tokenizer_is_refused(run, capsys, monkeypatch):
-    assert run("words", "--train.steps", "1") == 0
-    opened = running.Data
-    monkeypatch.setattr(running, "Data", lambda corpus, loader, tokenizer, rest: opened(corpus, loader, "bpe", rest))
-    assert run("words", "--train.steps", "2") == 2
+def test_another_tokenizer_is_refused(run, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
+    trained = train_bpe(["to be, or not to be"], 270)
+    (tmp_path / "tokenizer.json").write_bytes(trained.files["tokenizer.json"])
+    words = ("--data.kind", "text", "--data.path", str(tmp_path / "text.txt"), "--model.vocab_size", "300")
+    assert run("words", "--train.steps", "1", *words) == 0
+    assert run("words", "--train.steps", "2", *words, "--data.tokenizer", str(tmp_path / "tokenizer.json")) == 2
     assert "the tokenizer has changed since the checkpoint" in capsys.readouterr().err
 
 

@@ -1,0 +1,138 @@
+"""GPT-2 in Flax Linen: the configuration, the arithmetic, and the names and shapes of parameters of `gpt.GPT`.
+
+Shapes: B batch, T sequence, D width, H heads, V vocab, L layers.
+"""
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fsdp_jax.models import layers
+from fsdp_jax.models.gpt import GPTConfig
+
+
+def _linear(outputs: int, config: GPTConfig, *, std: float = layers.INIT_STD, bias: bool = True, name: str) -> nn.Dense:
+    init = nn.initializers.normal(std)
+    return nn.Dense(outputs, use_bias=bias, kernel_init=init, dtype=config.dtype, name=name)
+
+
+def _embedding(count: int, config: GPTConfig, *, name: str) -> nn.Embed:
+    init = nn.initializers.normal(layers.INIT_STD)
+    return nn.Embed(count, config.width, embedding_init=init, dtype=config.dtype, name=name)
+
+
+def _layer_norm(config: GPTConfig, *, name: str) -> nn.LayerNorm:
+    return nn.LayerNorm(epsilon=layers.LAYER_NORM_EPSILON, dtype=config.dtype, name=name)
+
+
+class LinenSelfAttention(nn.Module):
+    """Causal multi-head self-attention with one fused projection to queries, keys and values, in that order."""
+
+    config: GPTConfig
+    out_std: float
+    attention: layers.Attention
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
+        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there are segments."""
+        B, T, D = x_BTD.shape
+        H = self.config.heads
+        parts = jnp.split(_linear(3 * D, self.config, name="qkv")(x_BTD), 3, axis=-1)
+        q_BTHK, k_BTHK, v_BTHK = (part.reshape(B, T, H, D // H) for part in parts)
+        attended = self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **layers.within(segments_BT))
+        return _linear(D, self.config, std=self.out_std, name="out")(attended.reshape(B, T, D))
+
+
+class LinenMLP(nn.Module):
+    """Two Linears, D to 4 D and back, with the tanh approximation of gelu between them."""
+
+    config: GPTConfig
+    out_std: float
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] to [B, T, D]."""
+        D = self.config.width
+        hidden = layers.gelu(_linear(4 * D, self.config, name="up")(x_BTD))
+        return _linear(D, self.config, std=self.out_std, name="down")(hidden)
+
+
+class LinenBlock(nn.Module):
+    """One pre-norm transformer block: attention, then an MLP four times as wide, each added to the residual stream."""
+
+    config: GPTConfig
+    attention: layers.Attention
+    deterministic: bool = True
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> tuple[jax.Array, None]:
+        """[B, T, D] to ([B, T, D] in the dtype of the input, None): a carry and no output, as `nn.scan` has it."""
+        config = self.config
+        out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
+        dropout = nn.Dropout(config.dropout, deterministic=self.deterministic)
+
+        def branch(y_BTD: jax.Array) -> jax.Array:
+            return dropout(y_BTD).astype(x_BTD.dtype)
+
+        attn = LinenSelfAttention(config, out_std, self.attention, name="attn")
+        x_BTD = x_BTD + branch(attn(_layer_norm(config, name="ln_1")(x_BTD), segments_BT))
+        mlp = LinenMLP(config, out_std, name="mlp")
+        return x_BTD + branch(mlp(_layer_norm(config, name="ln_2")(x_BTD))), None
+
+
+class LinenBlocks(nn.Module):
+    """The blocks one after another, named 0 to L-1, as those of an `nnx.List` are."""
+
+    config: GPTConfig
+    attention: layers.Attention
+    deterministic: bool = True
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> tuple[jax.Array, None]:
+        """[B, T, D] to ([B, T, D], None), like a scan of them."""
+        for i in range(self.config.layers):
+            x_BTD, _ = LinenBlock(self.config, self.attention, self.deterministic, name=str(i))(x_BTD, segments_BT)
+        return x_BTD, None
+
+
+class LinenGPT(nn.Module):
+    """A decoder-only language model.
+
+    The parameters of `blocks` have a leading dim L (`scan_layers`), or are those of blocks 0 to L-1. Dropout above 0
+    needs a `dropout` random stream. `attention` replaces the attention of every block.
+    """
+
+    config: GPTConfig
+    attention: layers.Attention = layers.blockwise_attention
+
+    @nn.compact
+    def __call__(
+        self, tokens_BT: jax.Array, *, segments: jax.Array | None = None, positions: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:  # fmt: skip
+        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
+
+        `segments` and `positions`, int32 [B, T], are of packed documents, as `gpt.GPT` takes them.
+        """
+        config, T = self.config, tokens_BT.shape[1]
+        if config.sequence_length < T:
+            raise ValueError(f"expected at most {config.sequence_length} tokens (sequence_length), got {T}")
+        embed = _embedding(config.padded_vocab_size, config, name="embed")
+        table = _embedding(config.sequence_length, config, name="positions")
+        x_BTD = embed(tokens_BT) + table(jnp.arange(T)[None] if positions is None else positions)
+        x_BTD = nn.Dropout(config.dropout, deterministic=deterministic)(x_BTD)
+        blocks: type[nn.Module] = LinenBlocks
+        if config.scan_layers:
+            streams = {"params": True, "dropout": True}
+            scanned: dict[str, Any] = {"split_rngs": streams, "in_axes": (nn.broadcast,), "length": config.layers}
+            blocks = nn.scan(LinenBlock, {"params": 0}, **scanned)
+        x_BTD, _ = blocks(config, self.attention, deterministic, name="blocks")(x_BTD, segments)
+        x_BTD = _layer_norm(config, name="ln_f")(x_BTD)
+        if config.tie_head:
+            logits = embed.attend(x_BTD)
+        else:
+            logits = _linear(config.padded_vocab_size, config, bias=False, name="head")(x_BTD)
+        return logits[..., : config.vocab_size]

@@ -1,0 +1,58 @@
+"""What `fsdp-jax tokenize` does: a corpus and a tokenizer become token shards."""
+
+from pathlib import Path
+from typing import cast
+
+from fsdp_jax.data import embedded_documents, load_tokenizer, open_documents, split_documents, tokenize, train_bpe
+from fsdp_jax.data.documents import Split
+from fsdp_jax.data.files import Skipped
+from fsdp_jax.data.records import Invalid, check_invalid
+from fsdp_jax.data.shard_writer import Say
+from fsdp_jax.data.sources import HELD_OUT
+from fsdp_jax.data.tokenizer import FILE, Tokenizer
+
+EMBEDDED = "embedded"
+
+
+def tokenize_corpus(
+    corpus: str, to: str, *, tokenizer: str | None, vocab_size: int | None, field: str, held_out: float | None,
+    invalid: str, say: Say,
+) -> str:  # fmt: skip
+    """Writes the shards, or goes on writing them; returns what to print.
+
+    Args:
+        corpus: a text file, a .jsonl, a folder of them, or `embedded`.
+        to: folder of the shards.
+        tokenizer: as `load_tokenizer` takes it; None trains one.
+        vocab_size: of the one that is trained; one that a stopped run has trained is taken again.
+        field: of a record that holds the text.
+        held_out: share that is kept from training; 0.05 if None.
+        invalid: what becomes of text that is not UTF-8.
+        say: told of the progress.
+
+    Raises:
+        ConfigError: what cannot be read, or a folder that holds something else.
+
+    """
+    check_invalid(invalid)
+    kept = cast(Invalid, invalid)
+    documents = embedded_documents() if corpus == EMBEDDED else open_documents(corpus, field=field, invalid=kept)
+    split = split_documents(documents, held_out=HELD_OUT if held_out is None else held_out)
+    assert (tokenizer is None) != (vocab_size is None), "one of them says which"
+    found = _trained(split, Path(to), vocab_size, say) if tokenizer is None else load_tokenizer(tokenizer)
+    manifest = tokenize(split, found, to, say=say)
+    plan, tokens = manifest.plan, sum(manifest.tokens(part) for part in ("train", "held_out"))
+    passed = f"; passed over or mended: {Skipped(plan.skipped)}" if any(plan.skipped.values()) else ""
+    return (
+        f"{plan.name}: {tokens:,} tokens of {plan.documents:,} documents, {manifest.tokens('held_out'):,} held out, in "
+        f"{to} (tokenizer {plan.tokenizer}, {found.vocab_size:,} tokens){passed}"
+    )
+
+
+def _trained(split: Split, to: Path, vocab_size: int | None, say: Say) -> Tokenizer:
+    """The tokenizer of a stopped run, or one trained now: the same text gives the same one."""
+    if (to / FILE).is_file():
+        return load_tokenizer(to)
+    assert vocab_size is not None, "or a tokenizer is named"
+    say(f"training a tokenizer of {vocab_size:,} tokens")
+    return train_bpe(split.read("train"), vocab_size)

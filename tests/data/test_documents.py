@@ -1,0 +1,222 @@
+"""Documents: what is read and in which order, what is held out, and every fault with its place."""
+
+import builtins
+import hashlib
+import json
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_jax.data.documents import (
+    Documents,
+    dataset_documents,
+    embedded_documents,
+    open_documents,
+    split_documents,
+    survey,
+)
+from fsdp_jax.data.files import EMBEDDED_LIMIT, Skipped
+from fsdp_jax.errors import ConfigError
+
+few = settings(max_examples=100, deadline=None)
+
+
+def read(documents):
+    skipped = Skipped()
+    return list(documents.read(skipped)), {reason: count for reason, count in skipped.items() if count}
+
+
+def of(texts):
+    return Documents("texts", lambda skipped: iter(texts))
+
+
+def test_the_embedded_text_is_library_source_and_always_the_same():
+    found, again = survey(embedded_documents()), survey(embedded_documents())
+    assert found == again
+    assert 0.5 * EMBEDDED_LIMIT < found.characters <= EMBEDDED_LIMIT
+    assert found.documents > 100
+    assert "def " in next(embedded_documents().read(Skipped()))
+
+
+def test_a_file_is_a_document_whatever_its_name(tmp_path):
+    (tmp_path / "notes").write_bytes(b"one\r\ntwo")
+    assert read(open_documents(tmp_path / "notes")) == (["one\r\ntwo"], {})
+
+
+def test_a_folder_is_its_files_in_order_and_records_are_read_by_field(tmp_path):
+    (tmp_path / "b.txt").write_text("text")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "deep.md").write_text("deep")
+    (tmp_path / "c.jsonl").write_text('{"text": "one", "id": 1}\n\n{"id": 2, "text": "tw\\u00f6"}')
+    (tmp_path / "d.json").write_text('\ufeff[{"text": "three"}, {"text": ""}]')
+    (tmp_path / "weights.bin").write_bytes(b"\xff")
+    (tmp_path / "e.txt").write_text(" \n")
+    (tmp_path / ".hidden.txt").write_text("hidden")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    texts, skipped = read(open_documents(tmp_path))
+    assert texts == ["deep", "text", "one", "twö", "three"]
+    assert skipped == {"empty": 2, "hidden or linked": 2, "blank lines": 1}
+    assert str(Skipped(skipped)) == "1 blank lines, 2 empty, 2 hidden or linked"
+
+
+def test_another_field_can_be_the_document(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "yes", "text": "no"}\n')
+    assert read(open_documents(tmp_path, field="body")) == (["yes"], {})
+
+
+def test_records_in_any_line_ending_and_without_a_last_one(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "1\\n2"}\r\n{"text": "3"}')
+    assert read(open_documents(tmp_path))[0] == ["1\n2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"not JSON\.\n +where: +\S*a\.jsonl, line 2\n"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', r"not an object\.\n +where: +\S*a\.jsonl, line 2\n(?s:.*)got: +a list"),
+        ("a.jsonl", b'{"txt": "x"}\n', r"lacks a field(?s:.*)a\.jsonl, line 1\n(?s:.*)'txt'\n +fix: +did you"),
+        ("a.jsonl", b'{"text": null}\n', r"not text(?s:.*)a\.jsonl, line 1, field 'text'\n(?s:.*)got: +null"),
+        ("a.jsonl", b'{"text": 7}\n', "got: +a number"),
+        ("a.jsonl", b"{}\n", "got: +an empty object"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', r"not UTF-8(?s:.*)l, line 2\n(?s:.*)0xff at offset 24\n"),
+        ("a.jsonl", b'{"text": "a\\ud800"}\n', r"not UTF-8(?s:.*)line 1, field 'text'\n(?s:.*)U\+D800, at character 1"),
+        ("a.jsonl", b"[" * 100_000, r"not JSON(?s:.*)line 1"),
+        ("a.json", b'[\n{"text": "x"},\n{]', r"not JSON(?s:.*)a\.json, line 3\n"),
+        ("a.json", b'{"text": "x"}', r"no records(?s:.*)a list of objects"),
+        ("a.json", b'[{"text": "x"}, {}]', r"a\.json, record 2\n"),
+        ("a.txt", b"abc\xe9", r"not UTF-8(?s:.*)a\.txt\n(?s:.*)byte 0xe9 at offset 3\n(?s:.*)data\.invalid"),
+    ],
+)  # fmt: skip
+def test_faults_are_explained_with_their_place(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        read(open_documents(tmp_path))
+
+
+@pytest.mark.parametrize("invalid", ["replace", "skip"])
+def test_what_is_not_utf8_is_mended_or_passed_over_and_counted(tmp_path, invalid):
+    (tmp_path / "a.txt").write_bytes(b"abc\xe9")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "\xff"}\n{"text": "x\\ud800"}\n{"text": "good"}\n')
+    texts, skipped = read(open_documents(tmp_path, invalid=invalid))
+    assert texts == (["abc\ufffd", "\ufffd", "x\ufffd", "good"] if invalid == "replace" else ["good"])
+    assert skipped == ({"with invalid UTF-8 replaced": 3} if invalid == "replace" else {"not UTF-8": 3})
+
+
+def test_what_cannot_be_opened_is_explained(tmp_path):
+    with pytest.raises(ConfigError, match=r"does not exist(?s:.*)data\.path(?s:.*)nowhere"):
+        open_documents(tmp_path / "nowhere")
+    (tmp_path / ".hidden.txt").write_text("hidden")
+    with pytest.raises(ConfigError, match=r"is empty(?s:.*)\*\.json, \*\.jsonl, \*\.md(?s:.*)1 hidden or linked"):
+        open_documents(tmp_path)
+    (tmp_path / "blank.txt").write_text(" ")
+    with pytest.raises(ConfigError, match=r"is empty(?s:.*)1 empty, 1 hidden or linked passed over"):
+        survey(open_documents(tmp_path))
+    with pytest.raises(ConfigError, match="error, replace, skip"):
+        open_documents(tmp_path, invalid="maybe")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a")
+    documents = open_documents(tmp_path)
+
+    def refuse(path):
+        raise PermissionError("no")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)a\.txt(?s:.*)got: +no"):
+        read(documents)
+
+
+def test_the_digest_tells_where_documents_end():
+    digests = {survey(of(texts)).digest for texts in (["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"])}
+    assert len(digests) == 4
+    content = b"\2\0\0\0\0\0\0\0ab\1\0\0\0\0\0\0\0c"
+    assert survey(of(["ab", "c"])).digest == hashlib.sha256(content).hexdigest()
+
+
+@few
+@given(texts=st.lists(st.text(min_size=1), min_size=1, max_size=30), share=st.floats(0, 0.5))
+def test_every_character_is_in_one_part(texts, share):
+    split = split_documents(of(texts), held_out=share)
+    train, rest = list(split.read("train")), list(split.read("held_out"))
+    assert all(train)
+    assert all(rest)
+    if split.whole:
+        every = round(min(1 / share, 1e9)) if share else len(texts) + 1
+        assert rest == texts[every - 1 :: every]
+        assert train == [text for at, text in enumerate(texts, 1) if at % every]
+        assert len(rest) != 1
+    else:
+        assert "".join(train + rest) == "".join(texts)
+        assert len("".join(rest)) == pytest.approx(share * len("".join(texts)), abs=1)
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.6, float("nan")])
+def test_a_share_that_cannot_be_held_out_is_refused(share):
+    with pytest.raises(ConfigError, match=r"data\.held_out(?s:.*)0 to 0\.5"):
+        split_documents(of(["a"]), held_out=share)
+
+
+ROWS = [{"text": f"text {number}", "id": number} for number in range(5)] + [{"text": " ", "id": 5}]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where the package prepares data; not in the home directory."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    return datasets
+
+
+def test_datasets_are_read_from_files_and_folders(cache, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = folder / "train.jsonl"
+    file.write_text("\n".join(map(json.dumps, ROWS)))
+    saved = tmp_path / "saved"
+    with warnings.catch_warnings(action="ignore"):  # of the package, while the test prepares
+        cache.Dataset.from_list(ROWS).save_to_disk(saved)
+        cache.Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+        cache.DatasetDict({"test": cache.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "both")
+    for path in (file, folder, saved, tmp_path / "rows.parquet"):
+        assert read(dataset_documents(str(path))) == ([f"text {number}" for number in range(5)], {"empty": 1})
+    assert len(read(dataset_documents(str(tmp_path / "both"), split="test"))[0]) == 5
+    with pytest.raises(ConfigError, match=r"no split 'train'(?s:.*)test"):
+        read(dataset_documents(str(tmp_path / "both")))
+    with pytest.raises(ConfigError, match=r"row 1(?s:.*)a field 'body'(?s:.*)'text', 'id'"):
+        read(dataset_documents(str(saved), field="body"))
+    with pytest.raises(ConfigError, match=r"row 1, field 'id'(?s:.*)a number"):
+        read(dataset_documents(str(saved), field="id"))
+    with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)split test"):
+        read(dataset_documents(str(file), split="test"))
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ConfigError, match=r"Not a dataset(?s:.*)\*\.json, \*\.jsonl, \*\.parquet"):
+        read(dataset_documents(str(tmp_path / "a.txt")))
+
+
+def test_a_dataset_that_is_not_there_is_explained(cache, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the test would ask the network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"The dataset cannot be read\.\n +where: +nobody/nothing, split train"):
+        read(dataset_documents("nobody/nothing"))
+
+
+def test_the_package_is_named_where_it_is_missing(monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *rest):
+        if name == "datasets":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigError, match=r"fsdp_jax\[hf\]"):
+        read(dataset_documents("anything"))

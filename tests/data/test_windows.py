@@ -1,0 +1,87 @@
+"""Windows of a stream: every token once, and documents that do not see each other."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_jax.data.tokenizer import Bytes
+from fsdp_jax.data.windows import Windows, stream_of
+from fsdp_jax.errors import ConfigError
+
+few = settings(max_examples=100, deadline=None)
+
+
+def test_windows_overlap_by_the_token_that_is_only_predicted():
+    windows = Windows(np.arange(13, dtype=np.uint8), sequence_length=4)
+    assert [windows[i]["tokens"].tolist() for i in range(len(windows))] == [
+        [0, 1, 2, 3, 4],
+        [4, 5, 6, 7, 8],
+        [8, 9, 10, 11, 12],
+    ]
+    assert len(Windows(np.arange(12), sequence_length=4)) == 2
+
+
+def test_a_stream_is_each_text_and_its_end():
+    stream = stream_of(["ab", "c"], Bytes())
+    assert stream.tokens.tolist() == [97, 98, 0, 99, 0]
+    assert stream.tokens.dtype == np.uint16
+    assert stream.starts.tolist() == [0, 3]
+    assert not stream.tokens.flags.writeable
+    assert len(stream_of([], Bytes()).tokens) == len(stream_of([], Bytes()).starts) == 0
+
+
+def test_a_row_with_two_documents():
+    stream = stream_of(["ab", "cdefg"], Bytes())  # a b 0 c d e f g 0
+    windows = Windows(stream.tokens, sequence_length=4, starts=stream.starts)
+    first, second = windows[0], windows[1]
+    assert first["tokens"].tolist() == [97, 98, 0, 99, 100]
+    assert first["segments"].tolist() == [1, 1, 1, 2]
+    assert first["positions"].tolist() == [0, 1, 2, 0]
+    assert first["mask"].tolist() == [1, 1, 0, 1]
+    assert second["segments"].tolist() == [1, 1, 1, 1]
+    assert second["positions"].tolist() == [0, 1, 2, 3]
+    assert second["mask"].tolist() == [1, 1, 1, 1]
+    assert {name: array.dtype.name for name, array in first.items()} == {
+        "tokens": "int32", "segments": "int32", "positions": "int32", "mask": "float32",
+    }  # fmt: skip
+
+
+@few
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=20), length=st.integers(1, 10))
+def test_segments_never_mix_documents(lengths, length):
+    starts = np.cumsum(lengths) - lengths
+    # each token tells its document and its place there
+    tokens = np.concatenate([[100 * number + place for place in range(n)] for number, n in enumerate(lengths, 1)])
+    if len(tokens) <= length:
+        return
+    windows = Windows(tokens, sequence_length=length, starts=starts)
+    seen = []
+    for row in (windows[i] for i in range(len(windows))):
+        document, place = row["tokens"] // 100, row["tokens"] % 100
+        inside, segments, positions = document[:-1], row["segments"], row["positions"]
+        np.testing.assert_array_equal(inside[:, None] == inside, segments[:, None] == segments)
+        assert segments[0] == 1
+        assert segments.min() > 0
+        np.testing.assert_array_equal(row["mask"], document[1:] == document[:-1])
+        begins = np.r_[True, segments[1:] != segments[:-1]]
+        assert not positions[begins].any()
+        np.testing.assert_array_equal(np.diff(positions)[~begins[1:]], 1)
+        np.testing.assert_array_equal(positions[inside != inside[0]], place[:-1][inside != inside[0]])
+        seen += row["tokens"][:-1].tolist()
+    assert seen == tokens[: len(seen)].tolist()
+    assert len(tokens) - len(seen) <= length
+
+
+def test_what_is_too_short_is_explained():
+    with pytest.raises(ConfigError, match=r"at least 5 tokens(?s:.*)a corpus of 4 tokens"):
+        Windows(np.arange(4), sequence_length=4)
+    with pytest.raises(ConfigError, match="at least 1"):
+        Windows(np.arange(4), sequence_length=0)
+
+
+def test_settings_tell_whether_documents_are_apart():
+    tokens = np.arange(9)
+    assert Windows(tokens, sequence_length=2).settings == {"sequence_length": 2, "corpus_tokens": 9}
+    apart = Windows(tokens, sequence_length=2, starts=np.array([0]))
+    assert apart.settings == {"sequence_length": 2, "corpus_tokens": 9, "segments": True}

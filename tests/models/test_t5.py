@@ -1,0 +1,391 @@
+"""T5 against the same mathematics in NumPy, by what it does, and sharded over 8 devices."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Case, alone, check, train
+
+import fsdp_jax as fsdp
+from fsdp_jax.models.t5 import (
+    PRESETS,
+    T5,
+    T5Config,
+    T5DecoderBlock,
+    T5EncoderBlock,
+    flops_per_example,
+    parameter_count,
+    preset,
+    relative_buckets,
+    text_to_text_loss,
+)
+
+pytestmark = pytest.mark.core
+
+CONFIG = T5Config(
+    vocab_size=32, inputs_length=12, targets_length=8, layers=3, decoder_layers=2, width=16, heads=2, head_dim=6,
+    hidden=24, buckets=8, max_distance=10,
+)  # fmt: skip
+V1_1 = {"gated": True, "tie_head": False}
+BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
+VERSIONS = pytest.mark.parametrize("version", [{}, V1_1], ids=["1.0", "1.1"])
+
+
+def make(seed: int = 0, **overrides) -> T5:
+    """With weights other than the initial ones, norms' too, so that every part shows in the logits."""
+    model = T5(dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed, dropout=seed + 1))
+    leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    drawn = [leaf + 0.2 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    nnx.update(model, jax.tree.unflatten(tree, drawn))
+    return model
+
+
+def some_batch(rows: int = 2, seed: int = 7, config: T5Config = CONFIG) -> dict[str, np.ndarray]:
+    """Inputs and targets of uneven lengths, every one with something in it."""
+    random, S, T = np.random.default_rng(seed), config.inputs_length, config.targets_length
+    return {
+        "inputs": random.integers(0, config.vocab_size, (rows, S)).astype(np.int32),
+        "inputs_mask": (np.arange(S)[None] < random.integers(3, S, (rows, 1))).astype(np.int32),
+        "targets": random.integers(0, config.vocab_size, (rows, T)).astype(np.int32),
+        "mask": (np.arange(T)[None] < random.integers(1, T + 1, (rows, 1))).astype(np.float32),
+    }
+
+
+def called(model: T5, batch: dict[str, np.ndarray], **settings) -> jax.Array:
+    return model(batch["inputs"], batch["targets"], inputs_mask=batch["inputs_mask"], **settings)
+
+
+def numpy_bucket(distance: int, *, bidirectional: bool, buckets: int, max_distance: int) -> int:
+    """The published rule, for one distance, in exact numbers."""
+    first = 0
+    if bidirectional:
+        buckets //= 2
+        first, distance = (buckets if distance > 0 else 0), abs(distance)
+    else:
+        distance = max(-distance, 0)
+    exact = buckets // 2
+    if distance < exact:
+        return first + distance
+    # the largest step whose start, exact * (max / exact)^(step / steps), is not above the distance
+    steps = buckets - exact
+    starts = [exact * (max_distance / exact) ** (step / steps) for step in range(steps)]
+    return first + exact + sum(start <= distance + 1e-9 for start in starts) - 1
+
+
+@settings(deadline=None)
+@given(st.integers(-5000, 5000), st.booleans(), st.sampled_from([(32, 128), (8, 20), (64, 1000), (8, 10)]))
+def test_buckets_are_the_published_ones(distance, bidirectional, sizes):
+    rule = {"bidirectional": bidirectional, "buckets": sizes[0], "max_distance": sizes[1]}
+    found = relative_buckets(np.asarray([distance]), **rule)
+    assert found.dtype == np.int32
+    assert found[0] == numpy_bucket(distance, **rule)
+    assert 0 <= found[0] < sizes[0]
+
+
+def numpy_forward(model: T5, inputs: np.ndarray, mask: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """One example, [S] and [T] to [T, V], in float64, head by head."""
+    config = model.config
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model)))
+    K = config.head_dim
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * scale["scale"]
+
+    def attend(w, x, seen, allowed, table=None, bidirectional=True):
+        out = []
+        for h in range(config.heads):
+            q, k, v = (
+                y @ w[name]["kernel"][:, h * K : (h + 1) * K] for name, y in (("q", x), ("k", seen), ("v", seen))
+            )
+            scores = q @ k.T
+            if table is not None:
+                rule = {"bidirectional": bidirectional, "buckets": config.buckets, "max_distance": config.max_distance}
+                rows = [[numpy_bucket(s - t, **rule) for s in range(len(seen))] for t in range(len(x))]
+                scores = scores + table[np.asarray(rows), h]
+            scores = np.exp(np.where(allowed, scores, -np.inf))
+            out.append(scores / scores.sum(-1, keepdims=True) @ v)
+        return np.concatenate(out, axis=-1) @ w["o"]["kernel"]
+
+    def mlp(w, x):
+        if config.gated:
+            gate = x @ w["wi_0"]["kernel"]
+            gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+            return gate * (x @ w["wi_1"]["kernel"]) @ w["down"]["kernel"]
+        return np.maximum(x @ w["up"]["kernel"], 0) @ w["down"]["kernel"]
+
+    def layer(stack, i):
+        return jax.tree.map(lambda leaf: leaf[i], stack["blocks"])
+
+    table = weights["embed"]["embedding"]
+    x, stack, seen = table[inputs], weights["encoder"], mask[None].astype(bool)
+    for i in range(config.layers):
+        w = layer(stack, i)
+        y = norm(x, w["attn_norm"])
+        x = x + attend(w["attn"], y, y, seen, stack["relative_bias"]["embedding"])
+        x = x + mlp(w["mlp"], norm(x, w["mlp_norm"]))
+    encoded = norm(x, stack["norm"])
+    x, stack, T = table[targets], weights["decoder"], len(targets)
+    for i in range(config.decoder_layers):
+        w = layer(stack, i)
+        y = norm(x, w["attn_norm"])
+        x = x + attend(w["attn"], y, y, np.tri(T, dtype=bool), stack["relative_bias"]["embedding"], False)
+        x = x + attend(w["cross"], norm(x, w["cross_norm"]), encoded, seen)
+        x = x + mlp(w["mlp"], norm(x, w["mlp_norm"]))
+    x = norm(x, stack["norm"])
+    return x / np.sqrt(config.width) @ table.T if config.tie_head else x @ weights["head"]["kernel"]
+
+
+@VERSIONS
+def test_logits_are_those_of_numpy(version):
+    model, batch = make(**version), some_batch()
+    columns = (batch["inputs"], batch["inputs_mask"], batch["targets"])
+    expected = np.stack([numpy_forward(model, *row) for row in zip(*columns, strict=True)])
+    assert np.std(expected) > 0.3
+    np.testing.assert_allclose(called(model, batch), expected, rtol=2e-4, atol=2e-4)
+
+
+@BOTH
+def test_the_decoder_sees_no_future_and_all_of_the_input(scan_layers):
+    model, batch = make(scan_layers=scan_layers), some_batch()
+    before = called(model, batch)
+    targets = batch["targets"].copy()
+    targets[:, 5] = (targets[:, 5] + 1) % CONFIG.vocab_size
+    after = called(model, batch | {"targets": targets})
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert np.all(np.any(before[:, 5:] != after[:, 5:], axis=-1))
+    inputs = batch["inputs"].copy()
+    inputs[:, 2] = (inputs[:, 2] + 1) % CONFIG.vocab_size
+    assert np.all(np.any(before != called(model, batch | {"inputs": inputs}), axis=-1))
+
+
+@BOTH
+def test_padding_does_not_matter(scan_layers):
+    model, batch = make(scan_layers=scan_layers), some_batch()
+    expected = called(model, batch)
+    other = np.where(batch["inputs_mask"] == 1, batch["inputs"], (batch["inputs"] + 5) % CONFIG.vocab_size)
+    assert not np.array_equal(other, batch["inputs"])
+    np.testing.assert_array_equal(expected, called(model, batch | {"inputs": other}))
+    for row in range(2):
+        length = int(batch["inputs_mask"][row].sum())
+        short = model(batch["inputs"][row : row + 1, :length], batch["targets"][row : row + 1])
+        np.testing.assert_allclose(short[0], expected[row], rtol=1e-4, atol=1e-5)
+
+
+def test_scanned_equals_unrolled_given_the_same_weights():
+    scanned, unrolled = make(scan_layers=True), make(seed=5, scan_layers=False)
+    nnx.update(unrolled.embed, nnx.state(scanned.embed))
+    for stack in ("encoder", "decoder"):
+        source, target = getattr(scanned, stack), getattr(unrolled, stack)
+        for name in ("norm", "relative_bias"):
+            nnx.update(getattr(target, name), nnx.state(getattr(source, name)))
+        for i, block in enumerate(target.blocks):
+            nnx.update(block, jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(source.blocks, nnx.Param)))
+    np.testing.assert_allclose(called(scanned, some_batch()), called(unrolled, some_batch()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameter_count_is_the_real_count(name):
+    config = preset(name)
+    state = nnx.state(nnx.eval_shape(lambda: T5(config, rngs=nnx.Rngs(0))))
+    assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(state))
+
+
+def test_parameter_counts_are_the_published_ones():
+    published = {
+        "t5-small": 60_506_624,
+        "t5-base": 222_903_552,
+        "t5-large": 737_668_096,
+        "t5-3b": 2_851_598_336,
+        "t5-11b": 11_307_321_344,
+        "t5-v1_1-small": 76_961_152,
+        "t5-v1_1-base": 247_577_856,
+        "t5-v1_1-large": 783_150_080,
+        "t5-v1_1-xl": 2_849_757_184,
+        "t5-v1_1-xxl": 11_135_332_352,
+    }
+    assert {name: parameter_count(PRESETS[name]) for name in published} == published
+    # as PyTorch wrote them, cut to three digits
+    measured = {"t5-611m": (611, 1e6), "t5-2.28b": (228, 1e7), "t5-11.3b": (113, 1e8)}
+    assert {name: (parameter_count(PRESETS[name]) // unit, unit) for name, (_, unit) in measured.items()} == measured
+
+
+@VERSIONS
+def test_weights_start_from_the_stated_scales(version):
+    config = dataclasses.replace(CONFIG, width=128, heads=4, head_dim=32, hidden=256, **version)
+    found = nnx.to_pure_dict(nnx.state(T5(config, rngs=nnx.Rngs(0))))
+    attn, mlp = found["encoder"]["blocks"]["attn"], found["decoder"]["blocks"]["mlp"]
+    scales = {
+        (128 * 32) ** -0.5: [attn["q"]["kernel"]],
+        128**-0.5: [attn["k"]["kernel"], attn["v"]["kernel"], mlp["wi_1" if version else "up"]["kernel"]]
+        + ([found["head"]["kernel"]] if version else []),
+        (4 * 32) ** -0.5: [attn["o"]["kernel"]],
+        256**-0.5: [mlp["down"]["kernel"]],
+        1.0: [found["embed"]["embedding"]],
+    }
+    for scale, leaves in scales.items():
+        for leaf in leaves:
+            assert np.std(leaf) == pytest.approx(scale, rel=0.05)
+    assert np.std(found["decoder"]["relative_bias"]["embedding"]) == pytest.approx(128**-0.5, rel=0.25)
+    assert not np.array_equal(attn["q"]["kernel"][0], attn["q"]["kernel"][1])
+
+
+@VERSIONS
+def test_flops_per_example_is_three_times_what_the_forward_pass_does(version):
+    config = preset("t5-tiny", scan_layers=False, targets_length=64, **version)
+    graph, state = nnx.split(nnx.eval_shape(lambda: T5(config, rngs=nnx.Rngs(0))))
+    tokens = [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in (128, 64)]
+    cost = jax.jit(lambda state, *tokens: nnx.merge(graph, state)(*tokens)).lower(state, *tokens).cost_analysis()
+    # the compiler also counts softmax, norms and relative positions, a few per cent at this width
+    assert cost["flops"] == pytest.approx(flops_per_example(config) / 3, rel=0.1)
+
+
+@BOTH
+@VERSIONS
+def test_gradients_reach_every_parameter_of_every_layer(scan_layers, version):
+    graph, params, rest = nnx.split(make(scan_layers=scan_layers, **version), nnx.Param, ...)
+    batch = some_batch()
+    grads = jax.jit(jax.grad(lambda params: text_to_text_loss(nnx.merge(graph, params, rest), batch)[0]))(params)
+    for path, leaf in nnx.to_flat_state(grads):
+        layers = leaf[...] if scan_layers and "blocks" in path else leaf[...][None]
+        # a bucket that no distance falls into has no gradient, but its table has
+        assert np.all(np.any(np.asarray(layers).reshape(len(layers), -1) != 0, axis=-1)), path
+
+
+def test_loss_is_that_of_targets_read_one_behind():
+    model, batch = make(), some_batch()
+    total, count = text_to_text_loss(model, batch)
+    shifted = np.concatenate([np.zeros((2, 1), np.int32), batch["targets"][:, :-1]], axis=1)
+    logits = np.asarray(called(model, batch | {"targets": shifted}), np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    by_hand = -np.take_along_axis(logp, batch["targets"][..., None], -1)[..., 0]
+    np.testing.assert_allclose(total, (by_hand * batch["mask"]).sum(), rtol=1e-5)
+    assert (total.dtype, count.dtype, float(count)) == (jnp.float32, jnp.float32, batch["mask"].sum())
+    bare = {"inputs": batch["inputs"], "targets": batch["targets"]}
+    full = bare | {"inputs_mask": np.ones_like(batch["inputs"]), "mask": np.ones((2, 8))}
+    np.testing.assert_allclose(text_to_text_loss(model, bare), text_to_text_loss(model, full), rtol=1e-6)
+
+
+def test_targets_of_weight_zero_may_be_any_number():
+    model, batch = make(), some_batch()
+    batch["mask"][:, -2:] = 0
+    expected = text_to_text_loss(model, batch)
+    for other in (-100, 31):
+        targets = np.where(np.arange(8)[None] >= 6, other, batch["targets"])
+        np.testing.assert_allclose(text_to_text_loss(model, batch | {"targets": targets}), expected, rtol=1e-6)
+
+
+@VERSIONS
+def test_the_loss_in_chunks_is_the_loss(version):
+    graph, params, rest = nnx.split(make(**version), nnx.Param, ...)
+    batch = some_batch()
+
+    def loss(params, **settings):
+        return text_to_text_loss(nnx.merge(graph, params, rest), batch, **settings)[0]
+
+    whole = jax.value_and_grad(loss)(params)
+    parts = jax.value_and_grad(lambda params: loss(params, chunk=5))(params)
+    for ours, theirs in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@BOTH
+def test_dropout_differs_across_calls_and_deterministic_repeats(scan_layers):
+    model, batch = make(scan_layers=scan_layers, dropout=0.5), some_batch()
+    first, second = (called(model, batch, deterministic=False) for _ in range(2))
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(called(model, batch), called(model, batch))
+    assert text_to_text_loss(model, batch, train=True)[0] != text_to_text_loss(model, batch)[0]
+    assert not jax.tree.leaves(nnx.state(T5(CONFIG, rngs=nnx.Rngs(params=0)), nnx.RngState))
+
+
+@BOTH
+@VERSIONS
+@pytest.mark.parametrize("keep_norms", [True, False])
+def test_bfloat16_weights_give_a_bfloat16_stream(scan_layers, version, keep_norms):
+    model, batch = make(scan_layers=scan_layers, **version), some_batch()
+    expected = called(model, batch)
+
+    def cast(path, leaf):
+        norm = any("norm" in str(key) for key in path)
+        return leaf if norm and keep_norms else leaf.astype(jnp.bfloat16)
+
+    nnx.update(model, jax.tree_util.tree_map_with_path(cast, nnx.state(model, nnx.Param)))
+    logits = called(model, batch)
+    assert keep_norms or logits.dtype == jnp.bfloat16
+    assert np.mean(np.abs(logits.astype(jnp.float32) - expected)) < 0.03 * np.std(expected)
+
+
+def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
+    model = make(dtype="bfloat16", **V1_1)
+    assert called(model, some_batch()).dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: preset("t5-larg"), "unknown preset 't5-larg'; did you mean 't5-large'"),
+        (lambda: preset("t5-tiny", head=3), "T5Config field 'head'; did you mean 'heads'"),
+        (lambda: preset("t5-tiny", decoder_layers=0), "decoder_layers must be at least 1, got 0"),
+        (lambda: preset("t5-tiny", buckets=7), "buckets must be even and at least 4, got 7"),
+        (lambda: preset("t5-tiny", max_distance=16), "max_distance 16, buckets 32"),
+        (lambda: preset("t5-tiny", norm_epsilon=0.0), "norm_epsilon must be above 0, got 0.0"),
+        (lambda: preset("t5-tiny", dropout=1.0), "below 1, got 1.0"),
+        (lambda: make()(jnp.zeros((1, 13), int), jnp.zeros((1, 8), int)), "at most 12 inputs .inputs_length., got 13"),
+        (lambda: make()(jnp.zeros((1, 8), int), jnp.zeros((1, 9), int)), "at most 8 targets .targets_length., got 9"),
+    ],
+)
+def test_mistakes_are_explained(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+# Sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class TextToText(Case):
+    def batch(self, step: int, rows: int = 16) -> dict[str, np.ndarray]:
+        return some_batch(rows, step)
+
+
+def case(**overrides: Any) -> TextToText:
+    config = dataclasses.replace(CONFIG, **overrides)
+    return TextToText(lambda rngs: T5(config, rngs=rngs), text_to_text_loss, (T5EncoderBlock, T5DecoderBlock))
+
+
+CASES = {
+    "scanned": case(),
+    "unrolled": case(scan_layers=False, layers=2, **V1_1),
+}
+BFLOAT16 = fsdp.Precision(compute="bfloat16")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("prefetch", ["none", "pre"])
+def test_sharded_training_is_training(name, prefetch):
+    found, step = train(CASES[name], fsdp.make_mesh(data=8), steps=2, prefetch=prefetch)
+    check(found, alone(CASES[name], steps=2))
+    gathered = {path for path, route in step.plan.routes.items() if route.unit is not None}
+    assert {path.split("/")[0] for path in gathered} == {"encoder", "decoder"}
+    assert prefetch == "none" or (step.plan.report.moved == gathered and not step.plan.report.left)
+
+
+@pytest.mark.long
+def test_sharded_training_with_recomputation():
+    found, _ = train(CASES["scanned"], fsdp.make_mesh(data=8), steps=2, accumulation=2, prefetch="pre", remat="full")
+    check(found, alone(CASES["scanned"], 2, steps=2))
+
+
+@pytest.mark.long
+def test_sharded_training_in_bfloat16_stays_near():
+    found, _ = train(CASES["scanned"], fsdp.make_mesh(data=8), steps=2, precision=BFLOAT16)
+    np.testing.assert_allclose(found[0], alone(CASES["scanned"], steps=2)[0], rtol=2e-2)

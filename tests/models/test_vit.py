@@ -1,0 +1,252 @@
+"""ViT against the same mathematics in NumPy, by what it does, and sharded over 8 devices."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from reference import Case, alone, check, train
+
+import fsdp_jax as fsdp
+from fsdp_jax.models.vit import (
+    PRESETS,
+    ViT,
+    ViTBlock,
+    ViTConfig,
+    classification_loss,
+    flops_per_example,
+    parameter_count,
+    preset,
+)
+
+pytestmark = pytest.mark.core
+
+CONFIG = ViTConfig(image_size=12, patch=4, classes=8, layers=3, width=16, heads=2, hidden=24)
+BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
+
+
+def make(seed: int = 0, **overrides) -> ViT:
+    """With weights large enough that every part of the model shows in the logits."""
+    model = ViT(dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed, dropout=seed + 1))
+    leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    drawn = [leaf + 0.2 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    nnx.update(model, jax.tree.unflatten(tree, drawn))
+    return model
+
+
+def some_batch(rows: int = 2, seed: int = 7) -> dict[str, np.ndarray]:
+    random, side = np.random.default_rng(seed), CONFIG.image_size
+    labels = random.integers(0, CONFIG.classes, rows).astype(np.int32)
+    images = (random.integers(0, 128, (rows, side, side, 3)) + 16 * labels[:, None, None, None]).astype(np.uint8)
+    return {"images": images, "labels": labels, "mask": (random.random(rows) < 0.7).astype(np.float32)}
+
+
+def floats(images: np.ndarray) -> np.ndarray:
+    return (images / 127.5 - 1).astype(np.float32)
+
+
+def numpy_forward(model: ViT, image: np.ndarray) -> np.ndarray:
+    """One image, [H, W, 3] to [classes], in float64, patch by patch and head by head."""
+    config, P = model.config, model.config.patch
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model)))
+
+    def norm(x, w):
+        centred = x - x.mean(-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon)
+        return scaled * w["scale"] + w["bias"]
+
+    def linear(x, w):
+        return x @ w["kernel"] + w["bias"]
+
+    side = range(0, config.image_size, P)
+    patches = [image[i : i + P, j : j + P] for i in side for j in side]
+    embedded = [np.einsum("ijc,ijcd->d", patch, weights["patches"]["kernel"]) for patch in patches]
+    x = np.concatenate([weights["class_token"][0], np.stack(embedded) + weights["patches"]["bias"]])
+    x = x + weights["positions"][0]
+    for i in range(config.layers):
+        w = jax.tree.map(lambda leaf, i=i: leaf[i], weights["blocks"])
+        y, attended, K = norm(x, w["attn_norm"]), [], config.width // config.heads
+        for h in range(config.heads):
+            q, k, v = (linear(y, w["attn"][name])[:, h * K : (h + 1) * K] for name in "qkv")
+            scores = np.exp(q @ k.T / np.sqrt(K))
+            attended.append(scores / scores.sum(-1, keepdims=True) @ v)
+        x = x + linear(np.concatenate(attended, axis=-1), w["attn"]["o"])
+        y = linear(norm(x, w["mlp_norm"]), w["mlp"]["up"])
+        x = x + linear(0.5 * y * (1 + np.vectorize(math.erf)(y / np.sqrt(2))), w["mlp"]["down"])
+    return linear(norm(x[0], weights["norm"]), weights["head"])
+
+
+def test_logits_are_those_of_numpy():
+    model, images = make(), floats(some_batch()["images"])
+    expected = np.stack([numpy_forward(model, image) for image in images])
+    assert np.std(expected) > 0.3
+    np.testing.assert_allclose(model(images), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_patches_are_a_convolution():
+    model, images = make(), floats(some_batch()["images"])
+    kernel, bias = model.patches.kernel[...], model.patches.bias[...]
+    dims = ("NHWC", "HWIO", "NHWC")
+    expected = jax.lax.conv_general_dilated(images, kernel, (4, 4), "VALID", dimension_numbers=dims)
+    expected = expected.reshape(2, 9, 16) + bias[None, None]
+    np.testing.assert_allclose(model.patches(images), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_patch_reaches_the_class_token():
+    model, images = make(), floats(some_batch()["images"])
+    before = model(images)
+    for i in range(0, 12, 4):
+        for j in range(0, 12, 4):
+            changed = images.copy()
+            changed[:, i : i + 4, j : j + 4] += 1
+            assert np.all(np.any(before != model(changed), axis=-1))
+
+
+def test_scanned_equals_unrolled_given_the_same_weights():
+    scanned, unrolled = make(scan_layers=True), make(seed=5, scan_layers=False)
+    weights = nnx.to_pure_dict(nnx.state(scanned, nnx.Param))
+    weights["blocks"] = {i: jax.tree.map(lambda leaf, i=i: leaf[i], weights["blocks"]) for i in range(CONFIG.layers)}
+    nnx.update(unrolled, weights)
+    images = floats(some_batch()["images"])
+    np.testing.assert_allclose(scanned(images), unrolled(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameter_count_is_the_real_count(name):
+    config = preset(name)
+    state = nnx.state(nnx.eval_shape(lambda: ViT(config, rngs=nnx.Rngs(0))))
+    assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(state))
+
+
+def test_parameter_counts_are_the_published_ones():
+    published = {"vit-s16": 22_050_664, "vit-b16": 86_567_656, "vit-l16": 304_326_632, "vit-h14": 632_045_800}
+    assert {name: parameter_count(PRESETS[name]) for name in published} == published
+    assert parameter_count(PRESETS["vit-g14"]) == pytest.approx(1_012.61e6, rel=1e-5)
+
+
+def test_flops_per_example_is_three_times_what_the_forward_pass_does():
+    config = preset("vit-tiny", scan_layers=False)
+    graph, state = nnx.split(nnx.eval_shape(lambda: ViT(config, rngs=nnx.Rngs(0))))
+    images = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
+    cost = jax.jit(lambda state, images: nnx.merge(graph, state)(images)).lower(state, images).cost_analysis()
+    # the compiler also counts softmax, gelu and norms, a few per cent at this width
+    assert cost["flops"] == pytest.approx(flops_per_example(config) / 3, rel=0.1)
+
+
+@BOTH
+def test_gradients_reach_every_parameter_of_every_layer(scan_layers):
+    graph, params, rest = nnx.split(make(scan_layers=scan_layers), nnx.Param, ...)
+    batch = some_batch() | {"mask": np.ones(2)}
+    grads = jax.jit(jax.grad(lambda params: classification_loss(nnx.merge(graph, params, rest), batch)[0]))(params)
+    for path, leaf in nnx.to_flat_state(grads):
+        layers = leaf[...] if scan_layers and "blocks" in path else leaf[...][None]
+        # adding to every key changes no weight, so the gradient of k's bias is rounding alone
+        assert path[-2:] == ("k", "bias") or np.all(np.abs(layers).reshape(len(layers), -1).max(-1) > 1e-6), path
+
+
+def test_loss_is_the_masked_sum_and_the_count():
+    model, batch = make(), some_batch(6)
+    assert 0 < batch["mask"].sum() < 6
+    total, count = classification_loss(model, batch)
+    logits = np.asarray(model(floats(batch["images"])), np.float64)
+    by_hand = np.log(np.exp(logits).sum(-1)) - logits[np.arange(6), batch["labels"]]
+    np.testing.assert_allclose(total, (by_hand * batch["mask"]).sum(), rtol=1e-5)
+    assert (total.dtype, count.dtype, float(count)) == (jnp.float32, jnp.float32, batch["mask"].sum())
+    other = batch | {"labels": np.where(batch["mask"] == 0, -1, batch["labels"])}
+    np.testing.assert_array_equal(classification_loss(model, other)[0], total)
+    bare = {"images": floats(batch["images"]), "labels": batch["labels"]}  # floats are taken as they are
+    np.testing.assert_allclose(classification_loss(model, bare)[0], by_hand.sum(), rtol=1e-5)
+    assert float(classification_loss(model, bare)[1]) == 6
+
+
+@BOTH
+def test_dropout_differs_across_calls_and_deterministic_repeats(scan_layers):
+    model, batch = make(scan_layers=scan_layers, dropout=0.5), some_batch()
+    images = floats(batch["images"])
+    first, second = (model(images, deterministic=False) for _ in range(2))
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(model(images), model(images))
+    batch["mask"][:] = 1
+    assert classification_loss(model, batch, train=True)[0] != classification_loss(model, batch)[0]
+
+
+@BOTH
+@pytest.mark.parametrize("keep_norms", [True, False])
+def test_bfloat16_weights_give_a_bfloat16_stream(scan_layers, keep_norms):
+    model, images = make(scan_layers=scan_layers), floats(some_batch()["images"])
+    expected = model(images)
+
+    def cast(path, leaf):
+        norm = any("norm" in str(key) for key in path)
+        return leaf if norm and keep_norms else leaf.astype(jnp.bfloat16)
+
+    nnx.update(model, jax.tree_util.tree_map_with_path(cast, nnx.state(model, nnx.Param)))
+    assert model.patches(images).dtype == jnp.bfloat16
+    logits = model(images)
+    assert keep_norms or logits.dtype == jnp.bfloat16
+    assert np.mean(np.abs(logits.astype(jnp.float32) - expected)) < 0.03 * np.std(expected)
+
+
+def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
+    model = make(dtype="bfloat16")
+    assert model(floats(some_batch()["images"])).dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: preset("vit-b32"), "unknown preset 'vit-b32'; did you mean 'vit-b16'"),
+        (lambda: preset("vit-tiny", head=3), "ViTConfig field 'head'; did you mean 'heads'"),
+        (lambda: preset("vit-tiny", heads=3), "width 128, heads 3"),
+        (lambda: preset("vit-tiny", patch=5), "image_size 32, patch 5"),
+        (lambda: preset("vit-tiny", classes=0), "classes must be at least 1, got 0"),
+        (lambda: preset("vit-tiny", norm_epsilon=0.0), "norm_epsilon must be above 0, got 0.0"),
+        (lambda: preset("vit-tiny", dropout=1.0), "below 1, got 1.0"),
+        (lambda: make()(jnp.zeros((1, 8, 12, 3))), r"expected images as floats \[B, 12, 12, 3\], got float32 \[1, 8"),
+        (lambda: make()(jnp.zeros((1, 12, 12, 3), jnp.uint8)), r"got uint8 \[1, 12, 12, 3\]"),
+    ],
+)
+def test_mistakes_are_explained(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+# Sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class Images(Case):
+    def batch(self, step: int, rows: int = 16) -> dict[str, np.ndarray]:
+        return some_batch(rows, step)
+
+
+def case(**overrides: Any) -> Images:
+    config = dataclasses.replace(CONFIG, **overrides)
+    return Images(lambda rngs: ViT(config, rngs=rngs), classification_loss, (ViTBlock,))
+
+
+CASES = {"scanned": case(), "unrolled": case(scan_layers=False)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("prefetch", ["none", "pre"])
+def test_sharded_training_is_training(name, prefetch):
+    found, step = train(CASES[name], fsdp.make_mesh(data=8), steps=2, prefetch=prefetch)
+    check(found, alone(CASES[name], steps=2))
+    gathered = {path for path, route in step.plan.routes.items() if route.unit is not None}
+    assert {path.split("/")[0] for path in gathered} == {"blocks"}
+    assert prefetch == "none" or (step.plan.report.moved == gathered and not step.plan.report.left)
+
+
+@pytest.mark.long
+def test_sharded_training_in_bfloat16_stays_near():
+    precision = fsdp.Precision(compute="bfloat16")
+    found, _ = train(CASES["scanned"], fsdp.make_mesh(data=8), steps=2, precision=precision)
+    np.testing.assert_allclose(found[0], alone(CASES["scanned"], steps=2)[0], rtol=2e-2)

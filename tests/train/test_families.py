@@ -1,0 +1,116 @@
+"""Every family and every kind of data through the command line: they train, show a sample, and refuse what is not."""
+
+import re
+
+import numpy as np
+import pytest
+from runs import losses, records
+
+from fsdp_jax.cli import main
+
+NONE = ("--model.layers", "2", "--model.width", "None", "--model.heads", "None")
+
+
+def test_a_t5_learns_to_answer(run, tmp_path, capsys):
+    words = ("--model.family", "t5", *NONE, "--units.classes", "T5EncoderBlock", "T5DecoderBlock")
+    data = ("--data.kind", "instructions", "--data.sequence_length", "256", "--data.target_length", "64")
+    assert run("t5", *words, *data, "--train.steps", "4", "--train.sample", "5", "--prefetch", "pre") == 0
+    found = [loss for _, loss, *_ in losses(tmp_path / "t5")]
+    assert found[-1] < found[0]
+    shown = capsys.readouterr().out
+    assert "| -> " in shown
+    assert records(tmp_path / "t5")[0]["tokens"] == 8 * (256 + 64)
+
+
+def test_a_t5_restores_what_was_taken_out(run, tmp_path):
+    words = ("--model.family", "t5", *NONE, "--units.classes", "T5EncoderBlock", "T5DecoderBlock")
+    assert run("t5", *words, "--data.sequence_length", "64", "--data.target_length", "32", "--train.steps", "2") == 0
+    assert np.isfinite([loss for _, loss, *_ in losses(tmp_path / "t5")]).all()
+
+
+@pytest.mark.parametrize(("family", "blocks"), [("vit", ["ViTBlock"]), ("cait", ["CaiTBlock", "ClassAttentionBlock"])])
+def test_images_are_told_apart(run, tmp_path, capsys, family, blocks):
+    words = ("--model.family", family, *NONE, "--units.classes", *blocks, "--data.kind", "images")
+    assert run(family, *words, "--train.steps", "4", "--train.sample", "1", "--train.global_batch_size", "16") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\| \d+ of 16 right", shown)
+    assert "nats per image" in shown
+    assert "drawn images: 50,000 of 32x32 in 8 classes" in shown
+
+
+def test_token_shards_train_as_the_text_does(run, tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    for name in "abcdefgh":
+        (tmp_path / "text" / f"{name}.txt").write_text(f"{name} to be, or not to be " * 40)
+    (tmp_path / "text" / "empty.txt").write_text("")
+    shards = tmp_path / "shards"
+    assert main(["tokenize", str(tmp_path / "text"), "--to", str(shards), "--tokenizer", "bytes"]) == 0
+    assert "1 empty" in capsys.readouterr().out
+    assert run("text", "--data.kind", "text", "--data.path", str(tmp_path / "text"), "--data.packing", "True") == 0
+    assert run("tokens", "--data.kind", "tokens", "--data.path", str(shards), "--data.packing", "True") == 0
+    assert losses(tmp_path / "text") == losses(tmp_path / "tokens")
+    assert "8 documents" in capsys.readouterr().out
+
+
+def test_a_tokenizer_is_trained_once(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
+    words = ["tokenize", str(tmp_path / "text.txt"), "--to", str(tmp_path / "shards"), "--vocab-size", "280"]
+    for _ in range(2):
+        assert main(words) == 0
+    shown, told = capsys.readouterr()
+    assert shown.count("280 tokens") == 2 or shown.count("(tokenizer") == 2
+    assert told.count("training a tokenizer") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model.family", "vit"), ["family and data do not go together", "set data.kind to images"]),
+        (("--model.family", "t5", "--model.attention", "flash"), ["adds no bias", "blockwise or cudnn"]),
+        (("--model.family", "cait", "--data.kind", "images", "--model.attention", "flash"), ["mixes its heads"]),
+        (("--model.family", "t5", "--data.packing", "True"), ["packing would be ignored"]),
+        (("--model.family", "vit", "--data.kind", "images", "--train.loss_chunk", "9"), ["chunks would be ignored"]),
+        (("--model.family", "vit", "--data.kind", "images", "--model.classes", "5"), ["too few classes", "at least 8"]),
+        (("--model.family", "vit", "--data.kind", "images", "--model.preset", "vit-b16"), ["224x224x3", "32x32x3"]),
+    ],
+)
+def test_what_a_family_cannot_do(run, capsys, words, said):
+    assert run("wrong", *NONE, "--units.classes", "--train.steps", "1", *words) == 2
+    error = capsys.readouterr().err
+    assert [part for part in said if part not in error] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "said"),
+    [
+        (b'{"text": "a"}\n{"text": \n', (), ["corpus.jsonl", "line 2"]),
+        (b'{"text": "a"}\n{"txt": "b"}\n', (), ["line 2", "text"]),
+        (b'{"text": "a\xff"}\n', (), ["corpus.jsonl", "line 1", "UTF-8"]),
+        (b'{"text": "   "}\n', (), ["The corpus is empty", "1 empty"]),
+    ],
+)
+def test_a_corpus_that_cannot_be_read(run, tmp_path, capsys, content, words, said):
+    (tmp_path / "corpus.jsonl").write_bytes(content)
+    assert run("wrong", "--data.kind", "text", "--data.path", str(tmp_path / "corpus.jsonl"), *words) == 2
+    error = capsys.readouterr().err
+    assert [part for part in said if part not in error] == []
+
+
+def test_what_is_skipped_is_counted(run, tmp_path, capsys):
+    lines = [b'{"text": "%s"}' % (b"to be, or not to be " * 20)] * 4
+    (tmp_path / "corpus.jsonl").write_bytes(b"\n".join([*lines, b'{"text": ""}', b'{"text": "\xff"}']) + b"\n")
+    words = ("--data.kind", "text", "--data.path", str(tmp_path / "corpus.jsonl"), "--data.invalid", "skip")
+    assert run("counted", *words, "--train.steps", "1") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"passed over or mended: .*1 empty", shown)
+    assert "UTF-8" in shown
+
+
+def test_a_changed_corpus_is_refused(run, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("to be, or not to be " * 40)
+    words = ("--data.kind", "text", "--data.path", str(text))
+    assert run("changed", *words, "--train.steps", "1") == 0
+    text.write_text("to be, or not to bee " * 40)
+    assert run("changed", *words, "--train.steps", "2") == 2
+    assert "the corpus has changed since the checkpoint" in capsys.readouterr().err
