@@ -93,7 +93,8 @@ def fully_shard(
     held = _matching(frozen, shapes, "frozen")
     placements = settings.place(adapter.params, mesh, stacked=depth)
     _check_hybrid(strategy, placements)
-    resting = {path: jax.ShapeDtypeStruct(leaf.shape, precision.at_rest(leaf.dtype)) for path, leaf in made.items()}
+    dtypes = {path: precision.at_rest(leaf.dtype, path not in held) for path, leaf in made.items()}
+    resting = {path: jax.ShapeDtypeStruct(leaf.shape, dtypes[path]) for path, leaf in made.items()}
     sizes = {path: prod(shape[depth.get(path, 0) :]) for path, shape in shapes.items()}
     owners = choose_units(adapter.modules, units, sizes, depth)
     trained = {path: leaf for path, leaf in resting.items() if path not in held}
@@ -230,7 +231,7 @@ class Sharded:
         state takes the arrays over. Raises ValueError where one does not fit.
         """
         given = check_given(params or {}, self.layout)
-        return init_state(self._model, self._tx, self.layout, self.precision, seed, given)
+        return init_state(self._model, self._tx, self.layout, seed, given)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: the target of a restore."""

@@ -12,6 +12,11 @@ from fsdp_jax.step import StepPlan
 
 GPU = ("gpu", "cuda")
 
+# Without a GPU to try tiles on, XLA takes the first for each product, and for some there is none, as for the odd number
+# of positions of a vision transformer. With one, it takes cuBLAS there; so is all of the program compiled then.
+UNTILED = "find output tile sizes"
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
 
 def compile_overlapped(lowered: Any, plan: StepPlan, also: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Compiles with these options, and others.
@@ -20,14 +25,16 @@ def compile_overlapped(lowered: Any, plan: StepPlan, also: Mapping[str, Any] = M
         SlowerWarning: this release of XLA knows them no more.
 
     """
-    options = compiler_options(plan)
+    options = {**compiler_options(plan), **also}
     try:
-        return lowered.compile(compiler_options={**options, **also})
+        return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
+        if UNTILED in str(error):
+            return lowered.compile(compiler_options={**options, **WITHOUT_TRITON})
         if "No such compile option" not in str(error):
             raise
-        cost = "small gathers of every layer are not hidden behind compute"
-        warnings.warn(f"this XLA does not know {' or '.join(options)}: {cost}", SlowerWarning, stacklevel=2)
+        cost, unknown = "small gathers of every layer are not hidden behind compute", compiler_options(plan)
+        warnings.warn(f"this XLA does not know {' or '.join(unknown)}: {cost}", SlowerWarning, stacklevel=2)
         return lowered.compile(compiler_options=dict(also))
 
 

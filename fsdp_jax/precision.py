@@ -29,6 +29,7 @@ class Precision:
         output: float outputs of the whole model; left as the model made them where absent.
         keep_float32: regular expressions searched in parameter paths and in the class names of modules. What matches
             is gathered in float32, and its outputs return to the compute dtype. Norms by default.
+        frozen: parameters at rest that are not trained, which needs no master copy in float32; as `param` where absent.
         cast_inputs: float inputs of the model and of its units take the compute dtype. Turn it off where they carry
             what bfloat16 cannot, such as positions or time steps.
 
@@ -40,9 +41,10 @@ class Precision:
     output: str | None = None
     keep_float32: tuple[str, ...] = ("[Nn]orm",)
     cast_inputs: bool = True
+    frozen: str | None = None
 
     def __post_init__(self) -> None:
-        for field in ("param", "compute", "reduce", "output"):
+        for field in ("param", "compute", "reduce", "output", "frozen"):
             name = _name(getattr(self, field))
             object.__setattr__(self, field, name)
             if name is not None and name not in _FLOATS:
@@ -67,7 +69,7 @@ class Precision:
     @property
     def mixed(self) -> bool:
         """Whether a model can meet two dtypes, so that float inputs and float32 islands are cast."""
-        return {self.param, self.compute} != {"float32"}
+        return {self.param, self.compute, self.frozen or self.param} != {"float32"}
 
     def kept(self, names: Iterable[str]) -> bool:
         """Whether any of these names (a path, or a module's class names) asks for float32."""
@@ -82,6 +84,7 @@ class Precision:
             return jnp.dtype("float32"), jnp.dtype("float32")
         return self.compute_dtype, jnp.dtype(self.reduce or self.compute)
 
-    def at_rest(self, dtype: DTypeLike) -> np.dtype:
+    def at_rest(self, dtype: DTypeLike, trained: bool = True) -> np.dtype:
         """The dtype that a parameter made in `dtype` is stored in."""
-        return self.param_dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype)
+        floating = jnp.dtype(self.param if trained else self.frozen or self.param)
+        return floating if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype)

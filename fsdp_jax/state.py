@@ -11,7 +11,6 @@ import optax
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.layout import COPIES, Layout
 from fsdp_jax.model import Model
-from fsdp_jax.precision import Precision
 from fsdp_jax.tree import PyTree, flatten, unflatten
 
 
@@ -95,9 +94,8 @@ def make_copies(layout: Layout, params: PyTree) -> PyTree:
 
 
 def init_state(
-    model: Model, tx: optax.GradientTransformation, layout: Layout, precision: Precision, seed: int,
-    given: Mapping[str, jax.Array],
-) -> TrainState:  # fmt: skip
+    model: Model, tx: optax.GradientTransformation, layout: Layout, seed: int, given: Mapping[str, jax.Array]
+) -> TrainState:
     """A state whose every array is made on the devices that hold it; no whole copy is ever made.
 
     `given`: parameters by path, as they shall be; only the others are drawn.
@@ -106,11 +104,12 @@ def init_state(
     arrays are made.
     """
     shardings = state_shardings(layout)
+    dtypes = {path: leaf.dtype for path, leaf in flatten(layout.params).items()}
 
     def params_and_rest(key: jax.Array) -> tuple[dict[str, jax.Array], PyTree]:
         params, rest = model.init(key)
         drawn = {path: x for path, x in flatten(params).items() if path not in given}
-        return {path: x.astype(precision.at_rest(x.dtype)) for path, x in drawn.items()}, rest
+        return {path: x.astype(dtypes[path]) for path, x in drawn.items()}, rest
 
     key, run = jax.random.split(jax.random.key(seed))
     placed = {path: sharding for path, sharding in flatten(shardings.params).items() if path not in given}

@@ -6,8 +6,10 @@ The whole product of the first test has 540 members; each pair of values from an
 import contextlib
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import jax
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -185,6 +187,29 @@ def test_a_torus_is_gone_along_one_dim_at_a_time(prefetch):
     found = traffic(sharded, step, TOKENS)
     assert found["all_gather", "blocks/mlp/up/kernel"] == 2 * (6 - (prefetch == "pre"))
     assert found["reduce_scatter", "blocks/mlp/up/kernel"] == 2 * 3
+
+
+# Losses
+
+
+class Packed(Case):
+    """Rows of two documents each, cut at different places."""
+
+    def batch(self, step, rows=32):
+        cut, places = np.arange(rows)[:, None] % 8, np.arange(8)[None]
+        segments = (places >= cut).astype(np.int32)
+        positions = (places - cut * segments).astype(np.int32)
+        plain = Case(self.model, next_token_loss, self.units).batch(step, rows)
+        return plain | {"segments": segments, "positions": positions}
+
+
+@pytest.mark.parametrize("prefetch", ["post", "pre"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_packed_rows_and_a_chunked_loss_train_as_one_device_does(scan, prefetch):
+    """Arrays that every layer reads (segments), and a derivative of its own that belongs to no layer (the loss)."""
+    case = Packed(gpt(scan, layers=3), partial(next_token_loss, chunk=12), (Block,))
+    found, _ = train(case, fsdp.make_mesh(data=8), steps=STEPS, prefetch=prefetch)
+    check(found, alone(case, steps=STEPS))
 
 
 # Randomness

@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.checkpoint.export import Exported, export_params
+from fsdp_jax.checkpoint.export import export_params
 from fsdp_jax.checkpoint.manifest import Checked, check_files, numbered
 from fsdp_jax.checkpoint.store import CheckpointStore
+from fsdp_jax.checkpoint.writing import Exported
 from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.table import text_table
 
@@ -53,7 +54,7 @@ class Verified:
 
 def verify_run(output: str | os.PathLike[str]) -> Verified:
     """Reads every checkpoint of a run, which may go on meanwhile. Raises ConfigError where there is none to read."""
-    directory, found = _steps_of(output)
+    directory, found = steps_of(output)
     steps = {step: checked for step in found if (checked := _check(directory / str(step))) is not None}
     others = sorted({path.name for path in directory.iterdir()} - {str(step) for step in found})
     return Verified(directory, steps, tuple(others))
@@ -63,7 +64,7 @@ def export_run(
     output: str | os.PathLike[str], to: str | os.PathLike[str], *, step: int | None, dtype: str | None
 ) -> str:  # fmt: skip
     """Verifies a step, the newest if None, and exports it; returns what to print. Raises as `export_params`."""
-    directory, found = _steps_of(output)
+    directory, found = steps_of(output)
     chosen = max(found) if step is None else step
     if chosen not in found:
         raise ConfigError(message("no such step", where="--step", expected=f"one of {found}", got=chosen))
@@ -76,7 +77,8 @@ def export_run(
     )  # fmt: skip
 
 
-def _steps_of(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
+def steps_of(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
+    """(where the checkpoints of a run lie, their steps). Raises ConfigError where there are none."""
     directory = Path(output).absolute() / "checkpoints"
     found = [step for step, ours in numbered(directory) if ours]
     if not found:

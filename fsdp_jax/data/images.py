@@ -23,44 +23,45 @@ DARK = 0.4  # of the range of a colour: dark ones lie below, bright ones as near
 
 
 class DrawnImages:
-    """Random access to `count` drawings of 32 x 32: colours, place, size and noise are chance, the class is not.
+    """Random access to `count` square drawings: colours, place, size and noise are chance, the class is not.
 
     Image i shows class i mod 8; all else depends on `seed` and `first + i` alone, so that ranges that do not overlap
-    give different images. Nothing is stored.
+    give different images. Nothing is stored. `side`: of an image, in pixels.
     """
 
-    def __init__(self, count: int, *, seed: int, first: int = 0):
+    def __init__(self, count: int, *, seed: int, first: int = 0, side: int = SIDE):
         check_positive("the number of images", count)
-        self._count, self._seed, self._first = count, seed, first
-        self.settings: Settings = {"images": count, "first_image": first, "image_seed": seed}
+        check_positive("the side of an image", side)
+        self._count, self._seed, self._first, self._side = count, seed, first, side
+        self.settings: Settings = {"images": count, "first_image": first, "image_seed": seed, "image_side": side}
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> Row:
-        """`images`, uint8 [32, 32, 3]; `labels`, int32 []."""
+        """`images`, uint8 [side, side, 3]; `labels`, int32 []."""
         number = self._first + int(index)
         kind = number % len(CLASSES)
         chance = uniforms(self._seed, number, 10)
         dark, bright = DARK * chance[:3], 1 - DARK * chance[3:6]
         back, front = (dark, bright) if chance[6] < 0.5 else (bright, dark)
-        image = np.where(_shape(kind, *chance[7:10])[..., None], front, back)
+        image = np.where(_shape(kind, self._side, *chance[7:10])[..., None], front, back)
         noise = random_bytes(self._seed, number, image.size).reshape(image.shape)
         image += NOISE * (noise / 127.5 - 1)
         return {"images": (255 * image.clip(0, 1) + 0.5).astype(np.uint8), "labels": np.array(kind, np.int32)}
 
 
-def _shape(kind: int, x: float, y: float, size: float) -> np.ndarray:
+def _shape(kind: int, side: int, x: float, y: float, size: float) -> np.ndarray:
     """Where the shape is, bool [H, W]. The numbers are chance, 0 to 1; the shape lies within the image."""
     name = CLASSES[kind]
-    places = np.arange(SIDE) + 0.5
+    places = np.arange(side) + 0.5
     if kind >= CLASSES.index("horizontal stripes"):
-        half = 3 + 3 * size  # of a period
+        half = side * (0.1 + 0.1 * size)  # of a period
         rows, columns = (np.floor(places / half + 2 * phase) % 2 == 0 for phase in (y, x))
-        across = np.broadcast_to(rows[:, None], (SIDE, SIDE)), np.broadcast_to(columns, (SIDE, SIDE))
+        across = np.broadcast_to(rows[:, None], (side, side)), np.broadcast_to(columns, (side, side))
         return rows[:, None] == columns if name == "checkerboard" else across[name == "vertical stripes"]
-    radius = SIDE * (0.2 + 0.2 * size)
-    down, right = (places - (radius + (SIDE - 2 * radius) * place) for place in (y, x))
+    radius = side * (0.2 + 0.2 * size)
+    down, right = (places - (radius + (side - 2 * radius) * place) for place in (y, x))
     down, square = down[:, None], np.maximum(abs(down)[:, None], abs(right))
     if name == "square":
         return square < 0.85 * radius

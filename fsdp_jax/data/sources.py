@@ -102,6 +102,7 @@ def open_examples(
     too_long: TooLong = "truncate",
     seed: int = 0,
     images: int = IMAGES,
+    image_size: int = SIDE,
     classes: int | None = None,
 ) -> Opened:
     """Opens the data of a run.
@@ -124,6 +125,7 @@ def open_examples(
         too_long: what becomes of instructions that no row can hold.
         seed: of the corruption of text, and of drawn images.
         images: how many are drawn for training.
+        image_size: side of those that are drawn, in pixels.
         classes: of the model, for images, which must have every label; not checked if None.
 
     Raises:
@@ -140,7 +142,7 @@ def open_examples(
     check_share(share := HELD_OUT if held_out is None else held_out)
     rows = _Rows(sequence_length, targets_length, apart, too_long, seed, vocab_size)
     if kind == "images":
-        return _drawn(images, share, seed, classes) if path is None else _arrays(path, share, classes)
+        return _drawn(images, image_size, share, seed, classes) if path is None else _arrays(path, share, classes)
     if kind == "tokens":
         assert path is not None, "checked above"
         return _shards(path, tokenizer, held_out, rows)
@@ -269,15 +271,15 @@ def _of_pairs(pairs: list[Pair], rows: _Rows, skipped: Skipped) -> Examples:
     )
 
 
-def _drawn(count: int, share: float, seed: int, classes: int | None) -> Opened:
+def _drawn(count: int, side: int, share: float, seed: int, classes: int | None) -> Opened:
     _check_classes(len(CLASSES), classes)
     rest = round(count * share)
-    content = f"drawn images 1: {count} and {rest} of {SIDE}x{SIDE}, {', '.join(CLASSES)}, seed {seed}"
+    content = f"drawn images 1: {count} and {rest} of {side}x{side}, {', '.join(CLASSES)}, seed {seed}"
     return Opened(
-        train=DrawnImages(count, seed=seed),
-        held_out=DrawnImages(rest, seed=seed, first=count) if rest else None,
+        train=DrawnImages(count, seed=seed, side=side),
+        held_out=DrawnImages(rest, seed=seed, first=count, side=side) if rest else None,
         name="drawn images",
-        description=f"drawn images: {count:,} of {SIDE}x{SIDE} in {len(CLASSES)} classes, and {rest:,} held out",
+        description=f"drawn images: {count:,} of {side}x{side} in {len(CLASSES)} classes, and {rest:,} held out",
         digest=hashlib.sha256(content.encode()).hexdigest(),
         tokenizer=None,
         skipped=Skipped(),

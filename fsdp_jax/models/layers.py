@@ -306,17 +306,17 @@ def chunked_losses(
         logits = jnp.where((token >= number * size)[None, None], logits, -jnp.inf)
         return start, cut, logits, token[None, None] == targets_BT[..., None]
 
-    def sums(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def sums(weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         def add(carry: Any, number: jax.Array) -> tuple[Any, None]:
             largest, total, picked = carry
-            _, _, logits, is_target = part(*args, number)
+            _, _, logits, is_target = part(weights, x_BTD, targets_BT, number)
             above = jnp.maximum(largest, logits.max(-1))
             total = total * jnp.exp(largest - above) + jnp.exp(logits - above[..., None]).sum(-1)
             found = jnp.where(is_target & (logits > -jnp.inf), logits, 0.0).sum(-1)
             return (above, total, picked + found), None
 
         # not zeros: in a mesh's manual mode these vary over devices as the logits do
-        nothing = 0.0 * args[1][..., 0].astype(jnp.float32)
+        nothing = 0.0 * x_BTD[..., 0].astype(jnp.float32)
         (largest, total, picked), _ = jax.lax.scan(add, (nothing - jnp.inf, nothing, nothing), chunks)
         return largest + jnp.log(total), picked
 

@@ -95,8 +95,8 @@ PRESETS: dict[str, T5Config] = {
     "t5-v1_1-xl": _t5(24, 2048, 32, 5120, **_V1_1),  # 2.85B
     "t5-v1_1-xxl": _t5(24, 4096, 64, 10_240, **_V1_1),  # 11.1B
     # The sizes that PyTorch's FSDP was measured with (arXiv:2304.11277). The counts are theirs, 611M and 2.28B; the
-    # shapes are ours, and give those counts: 1.1's large and xl with the MLP and the head of 1.0.
-    "t5-611m": _t5(24, 1024, 16, 2816),  # 611.8M
+    # shapes are ours, and give those counts: near 1.1's large and xl, with the MLP and the head of 1.0.
+    "t5-611m": _t5(24, 1024, 16, 2808),  # 611M
     "t5-2.28b": _t5(24, 2048, 32, 5120),  # 2.281B
     "t5-11.3b": _t5(24, 1024, 128, 65_536, 128),  # t5-11b by its size
 }

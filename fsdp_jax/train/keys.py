@@ -84,6 +84,8 @@ class PrecisionConfig:
     """Gradients while they are reduced; the compute dtype where None."""
     output: str | None = None
     """The model's output; as the model made it where None."""
+    frozen: str | None = None
+    """Parameters at rest that are not trained; as `param` where None."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def open_data(settings: DataConfig, run: Run, weights: str | None, *, seed: int,
         invalid=settings.invalid,
         too_long=settings.too_long,
         seed=seed,
-        classes=getattr(run.shape, "classes", None),
+        **_of_images(run),
     )
     _check_rows(opened, run)
     share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
@@ -79,6 +79,11 @@ def open_data(settings: DataConfig, run: Run, weights: str | None, *, seed: int,
     if opened.held_out is None:
         return Data(opened, loader, None)
     return Data(opened, loader, partial(eval_batches, opened.held_out, batch_size=rows, limit=eval_limit, **share))
+
+
+def _of_images(run: Run) -> dict[str, int]:
+    """What drawn images shall be like, or labels at most."""
+    return {} if run.family.task != "images" else {"image_size": run.shape.image_size, "classes": run.shape.classes}
 
 
 def _check_rows(opened: Opened, run: Run) -> None:

@@ -107,7 +107,9 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         mesh,
         config.strategy,
         make_units(config.units),
-        precision=Precision(precision.param, precision.compute, precision.reduce, precision.output),
+        precision=Precision(
+            precision.param, precision.compute, precision.reduce, precision.output, frozen=precision.frozen
+        ),
         remat=config.remat,
         prefetch=config.prefetch,
         frozen=frozen,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, export, export_params, import_params
+from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, export_params, import_params, writing
+from fsdp_jax.checkpoint.tensors import INDEX
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.tree import map_with_path
 
@@ -93,7 +94,7 @@ def test_another_reader_finds_every_parameter(tmp_path, store, params, dtype, fi
     assert_bits(read(tmp_path / "out"), wanted)
     assert (done.tensors, done.size) == (len(params), sum(leaf.nbytes for leaf in wanted.values()))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out"]
-    index = tmp_path / "out" / export.INDEX
+    index = tmp_path / "out" / INDEX
     assert (len(done.files) > 1) == index.exists() == (file_bytes < 1 << 20)
     if index.exists():
         content = json.loads(index.read_text())
@@ -155,7 +156,7 @@ def test_what_cannot_be_exported(tmp_path, store, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(writing.os, "fsync", full)
     with pytest.raises(CheckpointError, match=r"could not be written[^$]*No space left"):
         export_params(store, 3, tmp_path / "out")
     assert not (tmp_path / "out").exists(), "a half export has not the name of a whole one"
@@ -182,11 +183,11 @@ def test_weights_that_do_not_fit_are_named(tmp_path, store, params):
     [
         ({}, r"cannot be read[^$]*model\.safetensors"),
         ({"model.safetensors": "not one"}, "cannot be read"),
-        ({export.INDEX: "{"}, "not an index"),
-        ({export.INDEX: '{"weight_map": []}'}, "not an index"),
-        ({export.INDEX: '{"weight_map": {"w": "../secret"}}'}, r"outside the directory[^$]*\.\./secret"),
-        ({export.INDEX: '{"weight_map": {"w": "/etc/passwd"}}'}, "outside the directory"),
-        ({export.INDEX: '{"weight_map": {"w": "a.safetensors"}}'}, r"cannot be read[^$]*a\.safetensors"),
+        ({INDEX: "{"}, "not an index"),
+        ({INDEX: '{"weight_map": []}'}, "not an index"),
+        ({INDEX: '{"weight_map": {"w": "../secret"}}'}, r"outside the directory[^$]*\.\./secret"),
+        ({INDEX: '{"weight_map": {"w": "/etc/passwd"}}'}, "outside the directory"),
+        ({INDEX: '{"weight_map": {"w": "a.safetensors"}}'}, r"cannot be read[^$]*a\.safetensors"),
     ],
 )
 def test_weights_that_are_none(tmp_path, params, files, said):

@@ -71,7 +71,6 @@ def test_a_tokenizer_is_trained_once(tmp_path, capsys):
         (("--model.family", "t5", "--data.packing", "True"), ["packing would be ignored"]),
         (("--model.family", "vit", "--data.kind", "images", "--train.loss_chunk", "9"), ["chunks would be ignored"]),
         (("--model.family", "vit", "--data.kind", "images", "--model.classes", "5"), ["too few classes", "at least 8"]),
-        (("--model.family", "vit", "--data.kind", "images", "--model.preset", "vit-b16"), ["224x224x3", "32x32x3"]),
     ],
 )
 def test_what_a_family_cannot_do(run, capsys, words, said):
@@ -114,3 +113,12 @@ def test_a_changed_corpus_is_refused(run, tmp_path, capsys):
     text.write_text("to be, or not to bee " * 40)
     assert run("changed", *words, "--train.steps", "2") == 2
     assert "the corpus has changed since the checkpoint" in capsys.readouterr().err
+
+
+def test_images_of_another_size(run, tmp_path, capsys):
+    np.savez(tmp_path / "x.npz", images=np.zeros((64, 24, 24, 3), np.uint8), labels=np.arange(64) % 8)
+    words = ("--model.family", "vit", "--data.kind", "images", "--data.path", str(tmp_path / "x.npz"))
+    assert run("wrong", *NONE, "--units.classes", "ViTBlock", *words) == 2
+    error = capsys.readouterr().err
+    assert "32x32x3" in error
+    assert "24x24x3" in error

@@ -1,0 +1,92 @@
+"""The kinds of model that weights are exchanged of, by the name that their `config.json` gives them."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.models.cait import CaiTConfig
+from fsdp_jax.models.gpt import GPTConfig
+from fsdp_jax.models.llama import LlamaConfig
+from fsdp_jax.models.t5 import T5Config
+from fsdp_jax.models.vit import ViTConfig
+from fsdp_jax.weights import cait, gpt2, llama, t5, vit
+from fsdp_jax.weights.keys import CONFIG, Json, read_json, unknown_kind
+from fsdp_jax.weights.table import Table
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A family.
+
+    Attributes:
+        kind: of our config.
+        table: of a config.
+        read: (content of `config.json`, its place) -> our config.
+        write: the way back, without `model_type`.
+
+    """
+
+    kind: type
+    table: Callable[[Any], Table]
+    read: Callable[[Json, object], Any]
+    write: Callable[[Any], Json]
+
+
+CAIT = "cait"  # timm says no `model_type` but an `architecture`
+EXCHANGED = {
+    "gpt2": Exchanged(GPTConfig, gpt2.table, gpt2.read, gpt2.write),
+    "llama": Exchanged(LlamaConfig, llama.table, llama.read, llama.write),
+    "t5": Exchanged(T5Config, t5.table, t5.read, t5.write),
+    "vit": Exchanged(ViTConfig, vit.table, vit.read, vit.write),
+    CAIT: Exchanged(CaiTConfig, cait.table, cait.read, cait.write),
+}
+
+
+def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
+    """Our config of the model whose `config.json` lies there: GPTConfig, LlamaConfig, T5Config, ViTConfig, CaiTConfig.
+
+    `fields` of it are replaced: `scan_layers`, `dtype`, `sequence_length`. Dropout rates are settings of a training run
+    and not taken over. Nothing in the folder is run.
+
+    Raises:
+        ConfigError: no such file, a model of no family here, or one that computes what we do not: every key by name.
+
+    """
+    found, where = read_json(Path(folder)), Path(folder) / CONFIG
+    kind = CAIT if "model_type" not in found and "architecture" in found else found.get("model_type")
+    if "auto_map" in found:
+        what = "a model whose code lies in its folder, which is never run"
+        raise ConfigError(message(what, where=str(where), got=found["auto_map"]))
+    if kind not in EXCHANGED or (kind == CAIT and "architecture" not in found):
+        raise unknown_kind(kind, list(EXCHANGED), where)
+    try:
+        return dataclasses.replace(EXCHANGED[kind].read(found, where), **fields)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:  # numbers that are none, or that do not fit together
+        raise ConfigError(message("a model that is not one of ours", where=str(where), got=error)) from error
+
+
+def config_json(config: Any, *, dtype: str | None = None) -> Json:
+    """The content of `config.json` for a config of ours, and the dtype of its weights. Raises ConfigError."""
+    kind, family = _of(config)
+    written = family.write(config)
+    if kind == CAIT:
+        return written
+    return written | {"model_type": kind} | ({} if dtype is None else {"torch_dtype": dtype})
+
+
+def table_of(config: Any) -> Table:
+    """Which of a model's parameters is which tensor. Raises ConfigError for a config of no family."""
+    return _of(config)[1].table(config)
+
+
+def _of(config: Any) -> tuple[str, Exchanged]:
+    found = [(name, each) for name, each in EXCHANGED.items() if type(config) is each.kind]
+    if not found:
+        raise unknown_kind(type(config).__name__, [each.kind.__name__ for each in EXCHANGED.values()], "config")
+    return found[0]

@@ -1,0 +1,188 @@
+"""Weights of transformers and timm in our models: the same logits, loss, gradients, and the same weights back.
+
+Ours run on 8 devices under full_shard. Gradients go through the same table as weights do, so that one compares each
+with the tensor that it belongs to.
+"""
+
+import copy
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import transformers
+from families import CAIT, FAMILIES, cait_like
+from safetensors.torch import load_file, save_file
+
+import fsdp_jax
+from fsdp_jax.tree import flatten
+from fsdp_jax.weights import export_weights, from_arrays, import_weights, read_config, table_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
+
+LOGITS, LOSS, GRADIENT, TRAINED = 1e-4, 1e-3, 1e-3, 1e-3
+# At three times this rate torch in float32 leaves torch in float64 by more than the tolerance (measured, T5).
+STEPS, PEAK, WARM, CLIP = 20, 1e-3, 5, 1.0
+ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+NAMES = [*FAMILIES, "cait"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def family(name, request):
+    return cait_like(request.getfixturevalue("timm")) if name == "cait" else FAMILIES[name]
+
+
+@pytest.fixture(scope="module")
+def saved(name, family, tmp_path_factory):
+    """(torch model, the folder that it saved)."""
+    model, folder = family.make(), tmp_path_factory.mktemp(name)
+    if name == "cait":
+        save_file(model.state_dict(), folder / "model.safetensors")
+        found = {"architecture": "cait_xxs24_224", "num_classes": model.num_classes, "model_args": CAIT}
+        (folder / "config.json").write_text(json.dumps(found))
+    else:
+        model.save_pretrained(folder)
+    return model, folder
+
+
+def loaded(name, folder, timm=None):
+    """The torch model that others make of a folder."""
+    found = json.loads((folder / "config.json").read_text())
+    if name == "cait":
+        model = timm.create_model(found["architecture"], num_classes=found["num_classes"], **found["model_args"])
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        return model.eval()
+    kind = getattr(transformers, found["architectures"][0])
+    model, info = kind.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def gradients_kept():
+    """An optimizer that does nothing, and whose state is the gradient."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, _, params: (jax.tree.map(jnp.zeros_like, params), grads),
+    )
+
+
+def laid_out(family, folder, tx, **fields):
+    """(config, layout, state with the folder's weights)."""
+    config = read_config(folder, **fields)
+    sharded = fsdp_jax.fully_shard(
+        lambda rngs: family.ours(config, rngs=rngs), tx, fsdp_jax.make_mesh(data=8), "full_shard", list(family.units),
+        min_size=1,
+    )  # fmt: skip
+    params = import_weights(folder, sharded.checkpoint_target().params, config)
+    for path, leaf in flatten(params).items():
+        assert leaf.sharding == sharded.layout.by_path[path].sharding, path
+    assert sum(not leaf.replicated for leaf in sharded.layout.by_path.values()) > 10
+    opt_state = jax.jit(tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, sharded.abstract_state().opt_state))
+    state = sharded.init()
+    return config, sharded, dataclasses.replace(state, params=params, opt_state=opt_state(params))
+
+
+def as_theirs(config, params):
+    """Our arrays under their names, by the table."""
+    flat = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+    found = {}
+    for path, pieces in table_of(config).pieces(flat).items():
+        for piece in pieces:
+            found[piece.name] = piece.to_theirs(flat[path][tuple(slice(*each) for each in piece.box)])
+    return found
+
+
+def gradients_saved(name, model, folder):
+    """A torch model's gradients by the names that a file has: transformers renames some of them as it saves."""
+    named = copy.deepcopy(model)
+    for value, other in zip(named.parameters(), model.parameters(), strict=True):
+        value.data = other.grad
+    if name == "cait":
+        return {key: value.detach().numpy() for key, value in named.named_parameters()}
+    named.save_pretrained(folder)
+    return {key: value.numpy() for key, value in load_file(folder / "model.safetensors").items()}
+
+
+def tensors(batch):
+    return {key: torch.from_numpy(value).long() if value.dtype == np.int32 else torch.from_numpy(value)
+            for key, value in batch.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_logits_loss_and_gradients(name, family, saved, scan_layers, tmp_path):
+    model, folder = saved
+    batch = family.batch(1)
+    config, sharded, state = laid_out(family, folder, gradients_kept(), scan_layers=scan_layers)
+    with torch.no_grad():
+        expected = family.torch_logits(model, tensors(batch)).numpy()
+    assert 1 < np.abs(expected).max() < 200, "logits that say something"
+    found = np.asarray(sharded.apply(family.logits)(state, batch))
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS)
+
+    model.zero_grad()
+    loss = family.torch_loss(model, tensors(batch))
+    loss.backward()
+    state, metrics = sharded.train_step(family.loss)(state, batch)
+    np.testing.assert_allclose(float(metrics["loss"]), loss.item(), rtol=LOSS)
+    found = as_theirs(config, state.opt_state)
+    expected = gradients_saved(name, model, tmp_path / "gradients")
+    assert found.keys() == expected.keys()
+    whole = np.sqrt(sum(np.sum(value**2) for value in expected.values()))
+    for key, value in expected.items():
+        # the bias of a key changes no attention weight: its gradient is zero but for rounding
+        floor = 1e-6 * whole
+        assert np.linalg.norm(found[key] - value) <= GRADIENT * np.linalg.norm(value) + floor, key
+
+
+def test_what_we_export_others_load(name, family, saved, tmp_path, request):
+    model, folder = saved
+    config, _, state = laid_out(family, folder, optax.identity())
+    export_weights(from_arrays(state.params), config, tmp_path / "out")
+    assert read_config(tmp_path / "out") == config
+    timm = request.getfixturevalue("timm") if name == "cait" else None
+    theirs = loaded(name, tmp_path / "out", timm)
+    before, after = model.state_dict(), theirs.state_dict()
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(value, after[key]), key
+    batch = tensors(family.batch(2))
+    with torch.no_grad():
+        assert torch.equal(family.torch_logits(model, batch), family.torch_logits(theirs, batch))
+
+
+def test_training_goes_the_same_way(family, saved):
+    _, folder = saved
+    rate = lambda step: PEAK * jnp.minimum(1.0, (step + 1) / WARM)  # noqa: E731
+    _, sharded, state = laid_out(family, folder, optax.adamw(rate, **ADAM))
+    step = sharded.train_step(family.loss, clip=CLIP)
+    found = []
+    for at in range(STEPS):
+        state, metrics = step(state, family.batch(at % 4))
+        found.append(float(metrics["loss"]))
+
+    model = family.make()  # the same weights, by the same seed
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=PEAK, betas=(ADAM["b1"], ADAM["b2"]), eps=ADAM["eps"], weight_decay=ADAM["weight_decay"]
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM))
+    expected = []
+    for at in range(STEPS):
+        optimizer.zero_grad()
+        loss = family.torch_loss(model, tensors(family.batch(at % 4)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(found, expected, rtol=TRAINED)
+    assert found[-1] < 0.9 * found[0], "it learns"

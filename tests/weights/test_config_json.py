@@ -1,0 +1,191 @@
+"""`config.json`: read as published, written for others to read, and refused where it says what we do not compute."""
+
+import json
+
+import pytest
+from test_tables import PRESETS
+
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.models.llama import LlamaConfig, RopeScaling
+from fsdp_jax.weights import config_json, read_config
+
+GPT2 = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+}  # fmt: skip
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.42.3",
+    "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+T5 = {
+    "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64, "d_model": 768,
+    "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1, "feed_forward_proj": "gated-gelu",
+    "initializer_factor": 1.0, "is_encoder_decoder": True, "layer_norm_epsilon": 1e-06, "model_type": "t5",
+    "num_decoder_layers": 12, "num_heads": 12, "num_layers": 12, "output_past": True, "pad_token_id": 0,
+    "relative_attention_num_buckets": 32, "tie_word_embeddings": False, "vocab_size": 32128,
+}  # fmt: skip
+VIT = {
+    "architectures": ["ViTForImageClassification"], "attention_probs_dropout_prob": 0.0, "encoder_stride": 16,
+    "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 768,
+    "id2label": {str(at): f"label {at}" for at in range(1000)}, "image_size": 224, "initializer_range": 0.02,
+    "intermediate_size": 3072, "layer_norm_eps": 1e-12, "model_type": "vit", "num_attention_heads": 12,
+    "num_channels": 3, "num_hidden_layers": 12, "patch_size": 16, "qkv_bias": True,
+}  # fmt: skip
+CAIT = {
+    "architecture": "cait_xxs24_224", "num_classes": 1000, "num_features": 192, "global_pool": "token",
+    "pretrained_cfg": {"tag": "fb_dist_in1k", "input_size": [3, 224, 224], "first_conv": "patch_embed.proj"},
+}  # fmt: skip
+LLAMA31 = "llama3.1-8b"
+
+
+def without(found, *keys):
+    return {key: value for key, value in found.items() if key not in keys}
+
+
+def read(folder, found, **fields):
+    (folder / "config.json").write_text(json.dumps(found))
+    return read_config(folder, **fields)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_written_is_read(tmp_path, name):
+    found = config_json(PRESETS[name], dtype="bfloat16")
+    config = read(tmp_path, found)
+    if hasattr(config, "initial_scale"):  # written as the number that it stands for
+        assert config.initial_scale == PRESETS[name].initial_scale
+        config = read(tmp_path, found, layer_scale=PRESETS[name].layer_scale)
+    assert config == PRESETS[name]
+    assert found.get("torch_dtype") == (None if "architecture" in found else "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("found", "preset"), [(GPT2, "gpt2"), (LLAMA, LLAMA31), (T5, "t5-v1_1-base"), (VIT, "vit-b16")]
+)
+def test_published_ones_are_the_presets(tmp_path, found, preset):
+    assert read(tmp_path, found) == PRESETS[preset]
+
+
+def test_timm_names_an_architecture(tmp_path):
+    assert read(tmp_path, CAIT, layer_scale=None) == PRESETS["cait-xxs24-224"]
+    more = {"num_classes": 10, "model_args": {"img_size": 96, "depth": 3, "drop_rate": 0.1}}
+    config = read(tmp_path, CAIT | more)
+    assert (config.image_size, config.layers, config.classes, config.layer_scale) == (96, 3, 10, 1e-5)
+
+
+def test_fields_are_replaced(tmp_path):
+    config = read(tmp_path, GPT2, scan_layers=False, dropout=0.1, sequence_length=512)
+    assert (config.scan_layers, config.dropout, config.sequence_length) == (False, 0.1, 512)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 2e4},
+        {"rope_theta": 2e4, "rope_scaling": None},
+        {"rope_theta": 2e4, "rope_scaling": {"type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}},
+        {"rope_theta": 2e4, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}},
+    ],
+)
+def test_rotary_keys_of_any_age(tmp_path, rope):
+    config = read(tmp_path, without(LLAMA, "rope_theta", "rope_scaling") | rope)
+    assert (config.rope_theta, config.rope_scaling) == (2e4, None)
+
+
+def test_rotary_keys_of_new_age_scale_too(tmp_path):
+    rope = LLAMA["rope_scaling"] | {"rope_theta": 5e5}
+    config = read(tmp_path, without(LLAMA, "rope_theta", "rope_scaling") | {"rope_parameters": rope})
+    assert config.rope_scaling == RopeScaling(factor=8.0)
+    assert config.rope_theta == 5e5
+
+
+def test_absent_keys_stand_for_what_transformers_takes(tmp_path):
+    config = read(tmp_path, without(LLAMA, "num_key_value_heads", "rope_theta", "rope_scaling", "tie_word_embeddings"))
+    assert isinstance(config, LlamaConfig)
+    assert (config.kv_heads, config.rope_theta, config.tie_head) == (32, 10_000.0, False)
+    config = read(tmp_path, without(T5, "tie_word_embeddings", "num_decoder_layers", "feed_forward_proj"))
+    assert (config.tie_head, config.decoder_layers, config.gated) == (True, 12, False)
+    config = read(tmp_path, without(T5, "tie_word_embeddings") | {"scale_decoder_outputs": False})
+    assert not config.tie_head
+    assert read(tmp_path, without(VIT, "id2label")).classes == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (GPT2 | {"activation_function": "relu"}, r'activation_function: "relu" is not implemented, only "gelu_new"'),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: true is not"),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights: false"),
+        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention"),
+        (GPT2 | {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon: 1e-06"),
+        (GPT2 | {"n_inner": 1000}, "n_inner: 1000 is not implemented, only 4 x n_embd, 3072"),
+        (GPT2 | {"n_ctx": 512}, "n_ctx: 512 differs"),
+        (GPT2 | {"quantization_config": {"bits": 4}}, "quantization_config: .* may change what is computed"),
+        (GPT2 | {"some_new_key": 3}, "some_new_key: 3 is not known"),
+        (without(GPT2, "n_layer", "n_head"), r"n_layer: missing[^$]*n_head: missing"),
+        (GPT2 | {"n_head": 7}, "multiple of heads"),
+        (GPT2 | {"n_head": "7"}, "not one of ours"),
+        (LLAMA | {"hidden_act": "gelu"}, 'hidden_act: "gelu"'),
+        (LLAMA | {"attention_bias": True}, "attention_bias: true"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias: true"),
+        (LLAMA | {"head_dim": 64}, "head_dim: 64 is not implemented, only .*128"),
+        (LLAMA | {"sliding_window": 4096}, "sliding_window: 4096 is not known"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type: 'linear' is not implemented"),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor: missing"),
+        (LLAMA | {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "factor: not known with rope_type"),
+        (LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta says otherwise"),
+        (
+            LLAMA | {"rope_parameters": LLAMA["rope_scaling"] | {"rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        (T5 | {"feed_forward_proj": "gated-silu"}, "feed_forward_proj: 'gated-silu'"),
+        (T5 | {"scale_decoder_outputs": True}, "scale_decoder_outputs: true is not implemented where"),
+        (T5 | {"pad_token_id": 1}, "pad_token_id: 1"),
+        (T5 | {"is_encoder_decoder": False}, "is_encoder_decoder: false"),
+        (VIT | {"hidden_act": "gelu_new"}, 'hidden_act: "gelu_new"'),
+        (VIT | {"qkv_bias": False}, "qkv_bias: false"),
+        (VIT | {"num_channels": 1}, "num_channels: 1"),
+        (VIT | {"image_size": [224, 196]}, r"image_size: \[224, 196\] is not implemented, only squares"),
+        (CAIT | {"architecture": "cait_xxs24_225"}, "did you mean 'cait_xxs24_224'"),
+        (CAIT | {"architecture": "vit_base_patch16_224"}, "an architecture that is not known"),
+        (CAIT | {"global_pool": "avg"}, "global_pool: avg"),
+        (CAIT | {"model_args": {"global_pool": "avg"}}, "global_pool: avg"),
+        (CAIT | {"model_args": {"act_layer": "relu"}}, "model_args.act_layer: relu is not known"),
+        (CAIT | {"model_args": {"mlp_ratio": 2.0}}, "mlp_ratio_token_only differs"),
+        (CAIT | {"model_args": {"img_size": [224, 196]}}, "only squares"),
+        (CAIT | {"other": 1}, "other: is not known"),
+        ({"model_type": "gpt3"}, "did you mean 'gpt2'"),
+        ({"model_type": "cait"}, "a kind of model that is not known"),
+        ({}, "a kind of model that is not known"),
+        (GPT2 | {"auto_map": {"AutoModel": "modeling.GPT"}}, r"never run[^$]*modeling\.GPT"),
+        ([1], "no configuration of a model"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused(tmp_path, found, said):
+    with pytest.raises(ConfigError, match=said):
+        read(tmp_path, found)
+
+
+def test_no_configuration(tmp_path):
+    with pytest.raises(ConfigError, match=r"no configuration of a model[^$]*config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="no configuration of a model"):
+        read_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"not known[^$]*dict"):
+        config_json({})

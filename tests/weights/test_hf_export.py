@@ -1,0 +1,134 @@
+"""Weights under foreign names: from arrays and from checkpoints, whole and read by the library of the format."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from tiny import FAMILIES, assert_bits, folder_of, laid_out, target_of
+
+from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.checkpoint.tensors import INDEX
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.tree import flatten
+from fsdp_jax.weights import export_weights, exporting, from_arrays, from_store, import_weights, read_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
+
+
+def read(folder):
+    """Every tensor, by the library that defines the format."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def imported(name, folder, **more):
+    """(config, params, their tensors) of a family."""
+    path, tensors = folder_of(name, folder)
+    config, _ = laid_out(name, **more)
+    return config, import_weights(path, target_of(name, **more), config), tensors
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_there_and_back_is_bitwise(tmp_path, name, scan_layers):
+    config, params, tensors = imported(name, tmp_path / "in", scan_layers=scan_layers)
+    done = export_weights(from_arrays(params), config, tmp_path / "out")
+    assert_bits(read(tmp_path / "out"), tensors)
+    assert (done.tensors, done.size) == (len(tensors), sum(value.nbytes for value in tensors.values()))
+    assert done.files == ("model.safetensors",)
+    again = read_config(tmp_path / "out", scan_layers=scan_layers)
+    if hasattr(again, "layer_scale"):
+        assert again.layer_scale == config.initial_scale
+        again = dataclasses.replace(again, layer_scale=None)
+    assert again == config
+    assert_bits(
+        flatten(import_weights(tmp_path / "out", target_of(name, scan_layers=scan_layers), again)),
+        {path: np.asarray(leaf) for path, leaf in flatten(params).items()},
+    )
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, shares_memory):
+    monkeypatch.setattr(exporting, "shares_memory", lambda device: shares_memory)
+    config, params, tensors = imported("llama", tmp_path / "in")
+    with CheckpointStore(tmp_path / "checkpoints") as store:
+        store.save(5, {"params": params, "opt_state": {"mu": params}}, data={}, metadata={})
+        store.wait()
+        done = export_weights(from_store(store, 5), config, tmp_path / "out", dtype=dtype, file_bytes=20_000)
+        with pytest.raises(ValueError, match="no such step"):
+            from_store(store, 6)
+    live = export_weights(from_arrays(params), config, tmp_path / "live", dtype=dtype, file_bytes=20_000)
+    wanted = {name: value.astype(jnp.dtype(dtype or "float32")) for name, value in tensors.items()}
+    for out in (done, live):
+        assert_bits(read(out.directory), wanted)
+        index = json.loads((out.directory / INDEX).read_text())
+        assert index["weight_map"].keys() == wanted.keys()
+        assert set(index["weight_map"].values()) == set(out.files)
+        assert len(out.files) > 2
+        assert index["metadata"]["total_size"] == out.size
+        assert json.loads((out.directory / "config.json").read_text())["torch_dtype"] == (dtype or "float32")
+
+
+def test_arrays_change_on_their_way(tmp_path):
+    """As adapters are merged; what is not to be exported is left out of the source."""
+    config, params, tensors = imported("llama", tmp_path / "in")
+    draw = np.random.default_rng(1)
+    low = {"blocks/attn/q/lora_a": draw.normal(size=(3, 32, 4)), "blocks/attn/q/lora_b": draw.normal(size=(3, 4, 32))}
+    source = from_arrays(flatten(params) | {path: jnp.asarray(value, jnp.float32) for path, value in low.items()})
+    with pytest.raises(ConfigError, match=r"ours blocks/attn/q/lora_a, float32\[3,32,4\]: no tensor is known for it"):
+        export_weights(source, config, tmp_path / "out")
+
+    def merged(path, array):
+        if path != "blocks/attn/q/kernel":
+            return array
+        (_, a), (_, b) = source.read(list(low))
+        return array + a @ b
+
+    base = dataclasses.replace(source, leaves={path: leaf for path, leaf in source.leaves.items() if path not in low})
+    export_weights(base, config, tmp_path / "out", change=merged)
+    found = read(tmp_path / "out")
+    for at in range(3):
+        name = f"model.layers.{at}.self_attn.q_proj.weight"
+        added = (low["blocks/attn/q/lora_a"][at] @ low["blocks/attn/q/lora_b"][at]).T
+        np.testing.assert_allclose(found.pop(name), tensors.pop(name) + added, rtol=1e-5, atol=1e-5)
+    assert_bits(found, tensors)
+    with pytest.raises(ConfigError, match=r"keeps its shape[^$]*k/kernel[^$]*float32\[3,32,16\] to float32\[32,16\]"):
+        export_weights(base, config, tmp_path / "other", change=lambda path, array: array[0])
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_tokenizer_comes_along(tmp_path):
+    config, params, _ = imported("gpt2", tmp_path / "in")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for at, given in enumerate((tmp_path, tmp_path / "tokenizer.json")):
+        export_weights(from_arrays(params), config, tmp_path / f"out{at}", tokenizer=given)
+        assert (tmp_path / f"out{at}" / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(ConfigError, match=r"no tokenizer there[^$]*nowhere"):
+        export_weights(from_arrays(params), config, tmp_path / "other", tokenizer=tmp_path / "nowhere")
+
+
+def test_what_cannot_be_exported(tmp_path):
+    config, params, _ = imported("gpt2", tmp_path / "in")
+    leaves = flatten(params)
+    part = {path: leaf for path, leaf in leaves.items() if path != "ln_f/bias"}
+    with pytest.raises(ConfigError, match=r"ours ln_f/bias, theirs transformer\.ln_f\.bias: missing"):
+        export_weights(from_arrays(part), config, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"h\.3\.ln_1\.scale|theirs transformer\.h\.3\.\S+: missing"):
+        export_weights(from_arrays(params), dataclasses.replace(config, layers=4), tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"theirs transformer\.h\.2\.\S+: a block that the config does not have"):
+        export_weights(from_arrays(params), dataclasses.replace(config, layers=2), tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"not a dtype to export[^$]*int8"):
+        export_weights(from_arrays(params), config, tmp_path / "out", dtype="int8")
+    with pytest.raises(ConfigError, match="there already"):
+        export_weights(from_arrays(params), config, tmp_path / "in")
+    with pytest.raises(ConfigError, match=r"not known[^$]*int"):
+        export_weights(from_arrays(params), 3, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]

@@ -1,0 +1,69 @@
+"""Two processes import together: each reads what its own devices hold, and no more; neither exports what it lacks."""
+
+import dataclasses
+import socket
+from pathlib import Path
+
+from processes import finish, start
+from safetensors.numpy import save_file
+from tiny import FAMILIES, theirs
+
+from fsdp_jax.nnx import NnxModel
+from fsdp_jax.tree import flatten
+
+PROGRAM = """
+import sys
+from fsdp_jax.launch import barrier, join_cluster, leave_cluster, use_virtual_devices
+port, process, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+use_virtual_devices(4)
+join_cluster(f"127.0.0.1:{port}", 2, process)
+import dataclasses, os, warnings
+import jax, numpy as np, optax, fsdp_jax
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.tree import flatten
+from fsdp_jax.weights import from_arrays, import_weights
+from tiny import FAMILIES, expected
+from safetensors.numpy import load_file
+warnings.simplefilter("ignore", fsdp_jax.ReplicationWarning)
+model, config = FAMILIES["gpt2"]
+config = dataclasses.replace(config, width=256)
+sharded = fsdp_jax.fully_shard(
+    lambda rngs: model(config, rngs=rngs), optax.sgd(0.1), fsdp_jax.make_mesh(data=8), "full_shard", "model"
+)
+read, preadv = [], os.preadv
+os.preadv = lambda *given: (done := preadv(*given), read.append(done))[0]
+params = flatten(import_weights(folder, sharded.checkpoint_target().params, config))
+wanted = expected(config, params, load_file(folder + "/model.safetensors"))
+for path, leaf in params.items():
+    assert len(leaf.addressable_shards) == 4
+    for shard in leaf.addressable_shards:
+        assert np.array_equal(np.asarray(shard.data), wanted[path][shard.index]), path
+try:
+    from_arrays(params)
+except ConfigError as error:
+    refused = "other processes hold" in str(error)
+barrier("done")
+leave_cluster()
+print(refused, sum(read))
+"""
+
+
+def test_each_reads_its_part(tmp_path):
+    model, config = FAMILIES["gpt2"]
+    config = dataclasses.replace(config, width=256)
+    leaves = flatten(NnxModel(lambda rngs: model(config, rngs=rngs)).params)
+    tensors = theirs(config, leaves)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = f"{Path(__file__).parents[1]}:{Path(__file__).parent}"
+    outputs = finish(
+        *(start(PROGRAM, port, process, tmp_path, JAX_PLATFORMS="cpu", PYTHONPATH=here) for process in range(2))
+    )
+    whole = sum(value.nbytes for value in tensors.values())
+    told = [out.splitlines()[-1].split() for out, _ in outputs]
+    assert [refused for refused, _ in told] == ["True", "True"]
+    read = [int(count) for _, count in told]
+    assert max(read) < 0.85 * whole, "rows are read alone, columns of short rows are not"
+    assert sum(read) >= whole

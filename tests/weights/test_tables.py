@@ -1,0 +1,143 @@
+"""The tables: each parameter of ours is exactly one or several tensors of theirs, and none is left on either side."""
+
+import dataclasses
+from math import prod
+
+import pytest
+
+from fsdp_jax.models import cait, gpt, llama, t5, vit
+from fsdp_jax.nnx import NnxModel
+from fsdp_jax.tree import flatten
+from fsdp_jax.weights import table_of
+
+MODELS = {gpt.GPTConfig: gpt, llama.LlamaConfig: llama, t5.T5Config: t5, vit.ViTConfig: vit, cait.CaiTConfig: cait}
+MAKE = {
+    gpt.GPTConfig: gpt.GPT, llama.LlamaConfig: llama.Llama, t5.T5Config: t5.T5, vit.ViTConfig: vit.ViT,
+    cait.CaiTConfig: cait.CaiT,
+}  # fmt: skip
+PRESETS = {name: config for family in MODELS.values() for name, config in family.PRESETS.items()}
+
+
+def leaves_of(config):
+    return flatten(NnxModel(lambda rngs: MAKE[type(config)](config, rngs=rngs)).params)
+
+
+def unrolled(leaves):
+    """The leaves of the same model with lists of blocks."""
+    found = {}
+    for path, leaf in leaves.items():
+        before, stack, after = path.partition("blocks/")
+        for at in range(leaf.shape[0]) if stack else [None]:
+            name = f"{before}{stack}{at}/{after}" if stack else path
+            found[name] = dataclasses.replace(leaf, shape=leaf.shape[1:]) if stack else leaf
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    shape: tuple
+
+
+def shapes(leaves):
+    return {path: Shape(tuple(leaf.shape)) for path, leaf in leaves.items()}
+
+
+def check(config, leaves):
+    table = table_of(config)
+    pieces = table.pieces(leaves)
+    assert all(pieces.values()), [path for path, each in pieces.items() if not each]
+    names = [piece.name for each in pieces.values() for piece in each]
+    assert len(names) == len(set(names))
+    assert set(names) == set(table.names())
+    assert not set(names) & set(table.aliases())
+    assert not [name for name in names if table.is_ignored(name)]
+    for path, each in pieces.items():
+        for piece in each:
+            assert prod(piece.size) == prod(piece.shape)
+            assert all(hi <= size for (_, hi), size in zip(piece.box, leaves[path].shape, strict=True))
+        starts = {piece.start for piece in each}
+        assert len(starts) == len(each), "pieces do not lie on each other"
+    published = dataclasses.replace(config, **({"pad_vocab_to": 1} if hasattr(config, "pad_vocab_to") else {}))
+    held = sum(prod(piece.shape) for each in pieces.values() for piece in each)
+    assert held == MODELS[type(config)].parameter_count(published)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_covered_on_both_sides(name):
+    config = PRESETS[name]
+    leaves = shapes(leaves_of(config))
+    check(config, leaves)
+    check(config, unrolled(leaves))
+    if hasattr(config, "tie_head"):
+        other = dataclasses.replace(config, tie_head=not config.tie_head)
+        check(other, shapes(leaves_of(other)))
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_list_of_blocks_has_these_paths(kind):
+    """`unrolled` above says what the models do, and is much faster on the largest."""
+    config = next(config for name, config in PRESETS.items() if name.endswith("tiny") and type(config) is kind)
+    assert isinstance(leaves_of(config), dict)
+    apart = dataclasses.replace(config, scan_layers=False)
+    assert shapes(leaves_of(apart)) == unrolled(shapes(leaves_of(config)))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "examples"),
+    [
+        # as published: the files' own numbers, less buffers
+        ("gpt2", 148, {"transformer.wte.weight": (50257, 768), "transformer.h.11.attn.c_attn.weight": (768, 2304)}),
+        (
+            "llama2-7b", 291,
+            {"lm_head.weight": (32000, 4096), "model.layers.31.mlp.down_proj.weight": (4096, 11008)},
+        ),
+        (
+            "llama3-8b", 291,
+            {"model.embed_tokens.weight": (128256, 4096), "model.layers.0.self_attn.k_proj.weight": (1024, 4096)},
+        ),
+        (
+            "t5-small", 131,
+            {
+                "shared.weight": (32128, 512),
+                "decoder.block.5.layer.2.DenseReluDense.wi.weight": (2048, 512),
+                "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (32, 8),
+            },
+        ),
+        (
+            "t5-v1_1-base", 282,
+            {
+                "lm_head.weight": (32128, 768),
+                "encoder.block.11.layer.1.DenseReluDense.wi_1.weight": (2048, 768),
+            },
+        ),
+        (
+            "vit-b16", 200,
+            {
+                "vit.embeddings.patch_embeddings.projection.weight": (768, 3, 16, 16),
+                "vit.embeddings.position_embeddings": (1, 197, 768),
+                "classifier.weight": (1000, 768),
+            },
+        ),
+        (
+            "cait-m48-448", 908,
+            {
+                "pos_embed": (1, 784, 768),
+                "blocks.47.attn.qkv.weight": (2304, 768),
+                "blocks_token_only.1.attn.q.weight": (768, 768),
+                "blocks.0.attn.proj_l.weight": (16, 16),
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_names_and_shapes_are_the_published_ones(name, count, examples):
+    config = PRESETS[name]
+    pieces = table_of(config).pieces(leaves_of(config))
+    found = {piece.name: piece.shape for each in pieces.values() for piece in each}
+    assert len(found) == count
+    assert {key: found[key] for key in examples} == examples
+
+
+def test_a_leaf_that_no_model_has_is_of_no_tensor():
+    table = table_of(PRESETS["gpt2"])
+    leaves = {"blocks/attn/qkv/lora_a": Shape((12, 768, 8)), "embed/embedding": Shape((40_000, 768))}
+    assert table.pieces(leaves) == {"blocks/attn/qkv/lora_a": [], "embed/embedding": []}  # fewer rows than they have

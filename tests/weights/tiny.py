@@ -1,0 +1,116 @@
+"""One small model of every family, laid out over 8 devices, and random weights for it under foreign names."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from safetensors.numpy import save_file
+
+import fsdp_jax
+from fsdp_jax.models import cait, gpt, llama, t5, vit
+from fsdp_jax.tree import flatten
+from fsdp_jax.weights import config_json, table_of
+
+FAMILIES = {
+    "gpt2": (gpt.GPT, gpt.GPTConfig(vocab_size=93, sequence_length=16, layers=3, width=32, heads=4)),
+    "gpt2-untied": (
+        gpt.GPT, gpt.GPTConfig(vocab_size=93, sequence_length=16, layers=3, width=32, heads=4, tie_head=False)
+    ),
+    "llama": (
+        llama.Llama, llama.LlamaConfig(
+            vocab_size=96, sequence_length=32, layers=3, width=32, heads=4, kv_heads=2, hidden=48,
+            rope_scaling=llama.RopeScaling(factor=8.0, original_length=16),
+        ),
+    ),
+    "llama-tied": (
+        llama.Llama, llama.LlamaConfig(
+            vocab_size=96, sequence_length=32, layers=3, width=32, heads=4, kv_heads=4, hidden=48, tie_head=True
+        ),
+    ),
+    "t5": (
+        t5.T5, t5.T5Config(
+            vocab_size=96, layers=3, decoder_layers=2, width=32, heads=4, head_dim=16, hidden=48, buckets=8,
+        ),
+    ),
+    "t5-v1_1": (
+        t5.T5, t5.T5Config(
+            vocab_size=96, layers=2, decoder_layers=3, width=32, heads=4, head_dim=16, hidden=48, gated=True,
+            tie_head=False,
+        ),
+    ),
+    "vit": (vit.ViT, vit.ViTConfig(image_size=16, patch=4, classes=7, layers=3, width=32, heads=4, hidden=48)),
+    "cait": (cait.CaiT, cait.CaiTConfig(image_size=16, patch=4, classes=7, layers=3, width=32, heads=4, hidden=128)),
+}  # fmt: skip
+
+
+@functools.cache
+def laid_out(name, scan_layers=True):
+    """(config, layout) over 8 devices under full_shard."""
+    model, config = FAMILIES[name]
+    config = dataclasses.replace(config, scan_layers=scan_layers)
+    sharded = fsdp_jax.fully_shard(
+        lambda rngs: model(config, rngs=rngs), optax.sgd(0.1), fsdp_jax.make_mesh(data=8), "full_shard", "model",
+        min_size=1,
+    )  # fmt: skip
+    return config, sharded
+
+
+def target_of(name, dtype="float32", **more):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding),
+        laid_out(name, **more)[1].checkpoint_target().params,
+    )
+
+
+def theirs(config, leaves, seed=0, dtype="float32"):
+    """{name: random tensor} that the table wants for leaves."""
+    draw = np.random.default_rng(seed)
+    pieces = [piece for each in table_of(config).pieces(leaves).values() for piece in each]
+    return {piece.name: draw.normal(size=piece.shape).astype(jnp.dtype(dtype)) for piece in pieces}
+
+
+def saved(folder, config, tensors):
+    """The folder with these tensors in one file, as others write it."""
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_json(config)))
+    return folder
+
+
+def folder_of(name, folder, *, dtype="float32", change=lambda tensors: tensors):
+    """(folder, its tensors) of a family."""
+    config, sharded = laid_out(name)
+    tensors = change(theirs(config, flatten(sharded.checkpoint_target().params), dtype=dtype))
+    return saved(folder, config, tensors), tensors
+
+
+def expected(config, leaves, tensors):
+    """{path: whole array}: the table's meaning, written without it being read slice by slice."""
+    found = {}
+    for path, pieces in table_of(config).pieces(leaves).items():
+        whole = np.zeros(leaves[path].shape, next(iter(tensors.values())).dtype)
+        for piece in pieces:
+            value = tensors[piece.name]
+            order = [dim for dim in piece.dims if dim is not None]
+            rest = [dim for dim in range(value.ndim) if dim not in order]
+            whole[tuple(slice(*each) for each in piece.box)] = value.transpose(*order, *rest).reshape(piece.size)
+        found[path] = whole
+    return found
+
+
+def assert_bits(found, wanted):
+    assert found.keys() == wanted.keys()
+    for path, value in wanted.items():
+        got = np.asarray(found[path])
+        assert (got.dtype, got.shape) == (value.dtype, value.shape), path
+        assert got.tobytes() == value.tobytes(), path
+
+
+def spec(shape, dtype, axes, mesh=None):
+    """A leaf of a target."""
+    mesh = mesh or jax.make_mesh((2, 4), ("a", "b"))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P(*axes)))
