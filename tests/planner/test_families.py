@@ -1,0 +1,88 @@
+"""Every configuration that is shipped, every preset, and every family on a machine that is not there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp_jax.inspect.contract import check_contract
+from fsdp_jax.models import FAMILIES
+from fsdp_jax.planner import compiled_plan, parse_topology
+from fsdp_jax.train.config import load
+from fsdp_jax.train.plans import plan_of
+from fsdp_jax.train.run import build
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
+PLANNED = {
+    name: found[1]
+    for name, path in CONFIGS.items()
+    if (found := re.search(r"fsdp-jax plan \S+ --topology (\S+)", path.read_text()))
+    and "weights:" not in path.read_text()
+}
+IN_CONFIGS = {load(path).model.preset for path in CONFIGS.values()}
+OTHERS = [(name, preset) for name, each in FAMILIES.items() for preset in each.presets if preset not in IN_CONFIGS]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_configuration_fits_where_it_says(name):
+    plan = plan_of(load(CONFIGS[name]), parse_topology(PLANNED[name]), analytic=True)
+    assert plan.fits
+    assert plan.mfu > 0
+
+
+def test_every_size_has_a_configuration():
+    """But for the tiny ones, for Llama 3.1 (3 with longer sequences), and for T5 11B under its other name."""
+    left = {preset for _, preset in OTHERS}
+    assert left == {"tiny", "small", "llama-tiny", "t5-tiny", "vit-tiny", "cait-tiny"} - IN_CONFIGS | {
+        "llama3.1-8b", "llama3.1-70b", "t5-11.3b",
+    }  # fmt: skip
+    assert {path.stem for path in CONFIGS.values() if path.stem.startswith("finetune_")} == {
+        "finetune_alpaca_gpt2", "finetune_alpaca_t5", "finetune_head_vit_b16", "finetune_lora_llama3_8b",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "preset"), OTHERS)
+def test_other_presets_are_planned(family, preset, tmp_path):
+    kind = "images" if FAMILIES[family].task == "images" else "embedded"
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{family: {family}, preset: {preset}}}\ndata: {{kind: {kind}}}\ntrain: {{global_batch_size: 64}}\n"
+    )
+    plan = plan_of(load(tmp_path / "run.yaml"), parse_topology("h100:8x8"), analytic=True)
+    assert plan.parameters == pytest.approx(
+        FAMILIES[family].parameter_count(FAMILIES[family].presets[preset]), rel=0.01
+    )
+
+
+@pytest.mark.long
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize(
+    "name",
+    ["gpt3_175b", "llama3_70b", "llama3_2_1b", "t5_11b", "t5_v1_1_xxl", "vit_g14", "vit_b16", "cait_m48"],
+)
+def test_contract_and_plan_hold_for_every_family(name):
+    """At real width and small depth; what is sent is what was declared, and the figures add up."""
+    topology = parse_topology("h100:8")
+    config = load(CONFIGS[name], ["--model.layers", "3", "--train.global_batch_size", "16"])
+    run = build(config, topology.devices())
+    contract = check_contract(run.step, run.batch)
+    assert contract.holds, str(contract)
+    plan = compiled_plan(run.step, run.batch, topology, run.work, None)
+    assert plan.fits
+    assert plan.mfu > 0.02
+    analytic = plan_of(config, topology, analytic=True)
+    assert analytic.parameters == plan.parameters
+
+
+@pytest.mark.long
+@pytest.mark.needs_plugin
+def test_adapters_on_frozen_weights_hold_their_contract():
+    """Llama 3 8B's width with LoRA: only the adapters' gradients are reduced."""
+    words = ["--model.weights", "None", "--model.preset", "llama3-8b", "--model.layers", "3"]
+    config = load(CONFIGS["finetune_lora_llama3_8b"], words)
+    run = build(config, parse_topology("h100:8").devices())
+    contract = check_contract(run.step, run.batch)
+    assert contract.holds, str(contract)
+    reduced = [each for each in contract.to_json()["collectives"] if each["op"] == "reduce-scatter"]
+    assert reduced
+    assert all("lora" in each["where"] for each in reduced), reduced
