@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help quickstart test test-long test-core lint types format clean
+.PHONY: help quickstart test test-long test-core test-parity lint types format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -39,6 +39,19 @@ test-long: $(VENV)/.test ## the tests that take longest
 test-core: $(VENV)/.test ## rooms 0 to 3 only
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m core
 
+# torch, transformers and timm in an environment of their own: nothing else here needs them. (timm asks for torchvision,
+# which the models that are compared do without.)
+PARITY := .venv-parity
+$(PARITY)/.ready: pyproject.toml $(wildcard scripts/constraints-*.txt)
+	$(PYTHON) -m venv $(PARITY)
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -c scripts/constraints-parity.txt \
+		-e '.[test]' torch transformers
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c scripts/constraints-parity.txt timm
+	@touch $@
+
+test-parity: $(PARITY)/.ready ## against torch and transformers, in an environment of its own
+	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal tests/parity
+
 lint: $(VENV)/.test ## ruff, format and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -51,4 +64,4 @@ format: $(VENV)/.test ## apply ruff
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environments and what runs left
-	rm -rf $(VENV) .venv312 output
+	rm -rf $(VENV) .venv312 $(PARITY) output

@@ -26,6 +26,7 @@ from fsdp_jax.checkpoint.tensors import Box, Tensor
 STAGING = 256 << 20  # bytes of host memory that an import takes beside the arrays, unless told otherwise
 WORKERS = min(os.cpu_count() or 1, 8)  # blocks that are read and moved at the same time
 HOST_MEMORY = ("pinned_host", "unpinned_host")  # what jax calls the host's, on any device
+BLOCK = 4 << 20  # bytes: larger ones fall out of the caches before they are turned (measured)
 ALIGNED = 64  # bytes; a CPU device takes such memory over, and copies any other
 RUN = 16 << 10  # bytes that are worth a read of their own; disks and kernels fetch about as much anyway
 SMALL = 1 << 14  # elements that are not worth a detour
@@ -163,8 +164,8 @@ class Staging:
     """Threads that fill arrays, within `budget` bytes of host memory beside the arrays: a context.
 
     Each worker has a block that it reads into, one that it casts into where shards are on other devices than the
-    host's, and the transfer of that one; blocks are an eighth of a worker's part, so that half of the budget is left
-    for shards that are put together on the host.
+    host's, and the transfer of that one; blocks are an eighth of a worker's part at most, so that half of the budget is
+    left for shards that are put together on the host.
 
     `read` counts the bytes that were read from files.
     """
@@ -172,7 +173,7 @@ class Staging:
     def __init__(self, budget: int = STAGING) -> None:
         if budget < 1:
             raise ValueError(f"the budget for staging is at least 1 byte, got {budget}")
-        self.budget, self.block = budget, max(budget // (8 * WORKERS), 1)
+        self.budget, self.block = budget, max(min(budget // (8 * WORKERS), BLOCK), 1)
         self.read = 0
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="import")
         self._local, self._lock = threading.local(), threading.Lock()

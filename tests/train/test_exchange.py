@@ -60,7 +60,7 @@ def test_instructions_are_learnt_from_imported_weights(run, imported, tmp_path, 
     words = ("--model.weights", str(imported), *SIZES, *INSTRUCTIONS, "--train.sample", "10")
     assert run("tuned", *words) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"instructions: 211 instructions in \d+ rows, 10 of them held out \(tokenizer ", shown)
+    assert re.search(r"instructions: 211 instructions, 10 of them held out, the others in \d+ rows", shown)
     assert "| ### Response:" in shown
     assert "nats per token" in shown
     found = [loss for _, loss, *_ in losses(tmp_path / "tuned")]
