@@ -12,9 +12,10 @@ from reference import CASES, gpt, linen_loss
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore, export_params
-from fsdp_jax.models import next_token_loss
+from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.testing import assert_contract, topology_mesh  # noqa: F401, a fixture
+from fsdp_jax.weights import export_weights, from_arrays
 
 pytestmark = pytest.mark.core
 
@@ -119,3 +120,18 @@ def test_a_linen_model_is_held_to_the_contract_in_six_lines(topology_mesh):  # n
     exec(example, names)
     names["test_what_travels"](topology_mesh)
     assert {row["op"] for row in held[0].rows()} == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_the_weights_example_goes_there_and_back(tmp_path, monkeypatch):
+    (example,) = [block for block in blocks() if "import_weights" in block]
+    monkeypatch.chdir(tmp_path)
+    mesh, config = fsdp.make_mesh(data=8), llama.preset("llama-tiny", layers=2, width=64, heads=4, hidden=96)
+    sharded = fsdp.fully_shard(lambda rngs: llama.Llama(config, rngs=rngs), optax.adamw(1e-5), mesh)
+    export_weights(from_arrays(sharded.init(seed=3).params), config, "llama")
+    names = {"fsdp": fsdp, "optax": optax, "mesh": mesh}
+    exec(example, names)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "llama" / "model.safetensors"
+    ).read_bytes()
+    optimized = [leaf.path for leaf in jax.tree.leaves(names["sharded"].layout.optimizer) if "kernel" in leaf.path]
+    assert optimized == []

@@ -118,10 +118,11 @@ def encode_pairs(instructions: Sequence[Instruction], tokenizer: Tokenizer) -> l
     if tokenizer.end is None:
         what, fix = "The tokenizer has no end-of-text token.", "name one as eos_token in its tokenizer_config.json"
         raise ConfigError(message(what, where="data.tokenizer", got=tokenizer.name, fix=fix))
-    end = np.array([tokenizer.end], np.int32)
+    begin, end = np.array(tokenizer.begin, np.int32), np.array([tokenizer.end], np.int32)
     prompts = tokenizer.encode_batch([each.prompt for each in instructions])
     answers = tokenizer.encode_batch([each.output for each in instructions])
-    return [Pair(prompt, np.concatenate([answer, end])) for prompt, answer in zip(prompts, answers, strict=True)]
+    found = zip(prompts, answers, strict=True)
+    return [Pair(np.concatenate([begin, prompt]), np.concatenate([answer, end])) for prompt, answer in found]
 
 
 class PackedInstructions:

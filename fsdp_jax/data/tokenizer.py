@@ -1,7 +1,7 @@
 """Tokenizers: text to ids and back. Bytes need no file; all others are a `tokenizer.json` as Hugging Face writes it.
 
-Text is encoded as text: a document that spells out a special token (`</s>`) gets the ids of its letters, and no token
-is put before or after it. Whoever joins documents adds the end-of-text token.
+Text is encoded as text: a document that spells out a special token (`</s>`) gets the ids of its letters, and `encode`
+puts no token before or after it. Whoever joins documents puts `begin` before each, and the end-of-text token after it.
 """
 
 import hashlib
@@ -81,6 +81,7 @@ class Bytes:
     name = "bytes"
     vocab_size = 256
     digest = "bytes"
+    begin: tuple[int, ...] = ()
     end = 0
     sentinels: tuple[int, ...] = ()
     files = NOTHING
@@ -122,11 +123,18 @@ class HuggingFace:
         self.name = name
         self.vocab_size = len(self._known)
         self.digest = hashlib.sha256(content).hexdigest()
+        self.begin = self._before("a")
         self.end = _end(ids, settings, name)
         numbers = iter(range(len(ids)))
         spans = iter(lambda: ids.get(f"<extra_id_{next(numbers)}>"), None)
         self.sentinels: tuple[int, ...] = tuple(spans)
         self.files: Mapping[str, bytes] = {FILE: content} | ({} if settings is None else {SETTINGS: settings})
+
+    def _before(self, text: str) -> tuple[int, ...]:
+        """What the tokenizer's own template puts before a text."""
+        plain, full = (self._tokenizer.encode(text, add_special_tokens=special).ids for special in (False, True))
+        starts = range(len(full) - len(plain) + 1)
+        return tuple(full[: next((at for at in starts if full[at : at + len(plain)] == plain), 0)])
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [tokens]."""
@@ -192,13 +200,14 @@ def train_bpe(documents: Iterable[str], vocab_size: int, *, name: str = "bpe") -
 
 
 def encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Each text's ids and the end-of-text token, int32; encoded about a million characters at a time.
+    """`begin`, each text's ids, and the end-of-text token, int32; encoded about a million characters at a time.
 
-    A tokenizer without such a token gives the texts' ids alone.
+    A tokenizer without such tokens gives the texts' ids alone.
     """
+    begin = np.array(tokenizer.begin, np.int32)
     end = np.array([] if tokenizer.end is None else [tokenizer.end], np.int32)
     for batch in _batches(texts):
-        yield from (np.concatenate([ids, end]) for ids in tokenizer.encode_batch(batch))
+        yield from (np.concatenate([begin, ids, end]) for ids in tokenizer.encode_batch(batch))
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

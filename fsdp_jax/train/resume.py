@@ -16,6 +16,7 @@ Say = Callable[[str], None]
 MUST_MATCH = {
     "corpus": ("the corpus has changed since the checkpoint", "restore the text it was trained on"),
     "tokenizer": ("the tokenizer has changed since the checkpoint", "use the tokenizer it was trained with"),
+    "lora_scale": ("LoRA's scale has changed since the checkpoint", "set lora.alpha and lora.rank as they were"),
 }
 """What a checkpoint's metadata must have in common with the run: name -> (what is wrong otherwise, the fix)."""
 
@@ -94,9 +95,9 @@ class Resuming:
             raise ConfigError(message(what, where=where, got=saved["imported"], fix=fix))
         for name, (what, fix) in MUST_MATCH.items():
             if saved.get(name) != metadata[name]:
-                was, now_is = f"digest {saved.get(name)}", f"digest {metadata[name]}"
                 where, fix = str(self.store.path(step)), f"{fix}, or choose another `output`"
-                raise ConfigError(message(what, where=where, expected=was, got=now_is, fix=fix))
+                expected, got = f"{name} {saved.get(name)}", f"{name} {metadata[name]}"
+                raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
         changed = [name for name in MAY_DIFFER if saved.get(name) != metadata[name]]
         if changed:
             self.say(f"note: {', '.join(changed)} changed since the checkpoint at step {step}")

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_jax.data.instructions import Instruction, encode_pairs
 from fsdp_jax.data.tokenizer import (
     END,
     FILE,
@@ -190,3 +192,24 @@ def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
     for call in (lambda: load_tokenizer(tmp_path), lambda: train_bpe(["a"], 300)):
         with pytest.raises(ConfigError, match=r"fsdp_jax\[hf\]"):
             call()
+
+
+@pytest.fixture
+def with_a_template():
+    """`<begin>` before a text, as Llama's does, and something after, as BERT's, which is not taken."""
+    whole = tokenizers.Tokenizer.from_str(train_bpe(["to be, or not to be"] * 9, 270).files["tokenizer.json"].decode())
+    specials = [("<begin>", 7), (END, whole.token_to_id(END))]
+    whole.post_processor = tokenizers.processors.TemplateProcessing(single=f"<begin> $A {END}", special_tokens=specials)
+    return HuggingFace(whole.to_str().encode(), name="with a template")
+
+
+def test_what_a_tokenizer_puts_before_a_text_stands_before_each(with_a_template):
+    tokenizer = with_a_template
+    assert tokenizer.begin == (7,)
+    assert 7 not in tokenizer.encode("to be")
+    pieces = list(encoded(["to be", "or not"], tokenizer))
+    assert [piece[0] for piece in pieces] == [7, 7]
+    (pair,) = encode_pairs([Instruction("say it", "", "to be")], tokenizer)
+    assert pair.prompt[0] == 7
+    assert 7 not in pair.answer
+    assert Bytes().begin == ()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from fsdp_jax.cli import main
 from fsdp_jax.data import train_bpe
 
 SIZES = ("--model.layers", "None", "--model.width", "None", "--model.heads", "None")
-INSTRUCTIONS = ("--data.kind", "instructions", "--data.sequence_length", "256", "--data.too_long", "skip")
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def theirs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("theirs")
     (folder / "run.yaml").write_text(
         "model: {layers: 2, width: 64, heads: 2, vocab_size: 300}\nunits: {classes: [Block]}\n"
-        "data: {sequence_length: 256}\n"
+        "data: {sequence_length: 512}\n"
         "train: {steps: 1, global_batch_size: 8, devices: 8, eval_batches: 1, sample: 0}\n"
     )
     assert main(["train", str(folder / "run.yaml"), "--output", str(folder / "run")]) == 0
@@ -56,15 +57,17 @@ def test_there_and_back(theirs, imported, tmp_path):
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
 
 
-def test_instructions_are_learnt_from_imported_weights(run, imported, tmp_path, capsys):
-    words = ("--model.weights", str(imported), *SIZES, *INSTRUCTIONS, "--train.sample", "10")
-    assert run("tuned", *words) == 0
+def test_the_recipe_for_instructions(imported, tmp_path, capsys):
+    """The configuration that is shipped, on weights that are imported, to a model that is exported."""
+    words = ["--model.weights", str(imported), "--output", str(tmp_path / "tuned"), "--optimizer.learning_rate", "1e-3"]
+    steps = ["--train.steps", "16", "--train.eval_every", "8", "--train.sample", "10"]
+    assert main(["train", str(CONFIGS / "finetune_alpaca_gpt2.yaml"), *words, *steps]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"instructions: 211 instructions, 10 of them held out, the others in \d+ rows", shown)
     assert "| ### Response:" in shown
     assert "nats per token" in shown
     found = [loss for _, loss, *_ in losses(tmp_path / "tuned")]
-    assert found[-1] < found[0]
+    assert np.mean(found[-3:]) < np.mean(found[:3]) - 0.1
     after, before = exported(tmp_path / "tuned", tmp_path / "out"), tensors(imported.parent / "gpt2")
     assert set(after) == set(before)
     assert not np.array_equal(after["transformer.wte.weight"], before["transformer.wte.weight"])
@@ -84,9 +87,11 @@ def test_what_is_frozen_stays(run, imported, tmp_path):
     assert {name for name in after if "wte" in name or "mlp" in name} == same
 
 
-def test_adapters_are_merged(run, imported, tmp_path):
+def test_adapters_are_merged(run, imported, tmp_path, capsys):
     words = ("--model.weights", str(imported), *SIZES, "--lora.rank", "4", "--lora.alpha", "8")
     assert run("lora", *words, "--train.steps", "3") == 0
+    assert run("lora", *words[:-1], "16", "--train.steps", "5") == 2
+    assert "LoRA's scale has changed since the checkpoint" in capsys.readouterr().err
     assert run("lora", *words, "--train.steps", "5") == 0  # goes on
     after, before = exported(tmp_path / "lora", tmp_path / "out"), tensors(imported.parent / "gpt2")
     changed = {name for name in after if not np.array_equal(after[name], before[name])}
@@ -103,7 +108,7 @@ def test_adapters_are_merged(run, imported, tmp_path):
     [
         (("--model.family", "llama"), ["the weights are of another family", "set model.family to gpt"]),
         (("--model.layers", "3"), ["the weights have a shape of their own", "model.layers 3", "leave them out"]),
-        (("--data.sequence_length", "512"), ["the sequence is too long", "use 256"]),
+        (("--data.sequence_length", "1024"), ["the sequence is too long", "use 512"]),
         (("--lora.rank", "99"), ["rank"]),
         (("--lora.rank", "2", "--lora.targets", "atn/"), ["atn/"]),
         (("--lora.rank", "2", "--model.frozen", "embed"), ["LoRA freezes all the rest"]),
