@@ -44,6 +44,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def begin(self) -> tuple[int, ...]:
+        """Ids that it puts before a text by itself, such as Llama's `<|begin_of_text|>`."""
+        ...
+
+    @property
     def end(self) -> int | None:
         """The id of the end-of-text token; None where there is none."""
         ...
