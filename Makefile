@@ -45,7 +45,7 @@ PARITY := .venv-parity
 $(PARITY)/.ready: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	$(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -c scripts/constraints-parity.txt \
-		-e '.[test]' torch transformers
+		-e '.[test]' torch transformers pillow
 	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c scripts/constraints-parity.txt timm
 	@touch $@
 

@@ -213,7 +213,9 @@ def test_parameter_counts_are_the_published_ones():
     assert {name: parameter_count(PRESETS[name]) for name in published} == published
     # as PyTorch wrote them
     measured = {"t5-611m": (611, 1e6), "t5-2.28b": (228, 1e7), "t5-11.3b": (113, 1e8)}
-    assert {name: (round(parameter_count(PRESETS[name]) / unit), unit) for name, (_, unit) in measured.items()} == measured
+    assert {
+        name: (round(parameter_count(PRESETS[name]) / unit), unit) for name, (_, unit) in measured.items()
+    } == measured
 
 
 @VERSIONS
