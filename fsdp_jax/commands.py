@@ -162,7 +162,7 @@ def verify(arguments: list[str]) -> int:
     if asks_help(arguments, verify.__doc__):
         return OK
     as_json = flag(arguments, "--json")
-    run = only("verify", "RUN", "the output directory of a run", arguments)
+    run = only("verify", "RUN", "the output directory of a run", arguments, flags=["--json"])
     from fsdp_jax.checkpoint.verify import verify_run
 
     found = verify_run(run)
@@ -181,7 +181,7 @@ def export(arguments: list[str]) -> int:
     if asks_help(arguments, export.__doc__):
         return OK
     to, step, dtype, kind = (option(arguments, f"--{name}", hint) for name, hint in EXPORT_OPTIONS)
-    run = only("export", "RUN", "the output directory of a run", arguments)
+    run = only("export", "RUN", "the output directory of a run", arguments, flags=_flags(EXPORT_OPTIONS))
     to = _required(to, "--to", "DIR, a directory to make")
     if kind not in (None, *FORMATS):
         fix = did_you_mean(str(kind), FORMATS)
@@ -212,7 +212,8 @@ def import_(arguments: list[str]) -> int:
     if asks_help(arguments, import_.__doc__):
         return OK
     to, dtype, devices = (option(arguments, f"--{name}", hint) for name, hint in IMPORT_OPTIONS)
-    folder = only("import", "DIR", "a folder as on Hugging Face, with config.json and safetensors", arguments)
+    meaning = "a folder as on Hugging Face, with config.json and safetensors"
+    folder = only("import", "DIR", meaning, arguments, flags=_flags(IMPORT_OPTIONS), example="gpt2 --to output/gpt2")
     to = _required(to, "--to", "RUN, a directory to make")
     from fsdp_jax.train.exchange import import_run
     from fsdp_jax.train.run import start_devices
@@ -234,7 +235,11 @@ def tokenize(arguments: list[str]) -> int:
     if asks_help(arguments, tokenize.__doc__):
         return OK
     to, named, size, field, share, invalid = (option(arguments, f"--{name}", hint) for name, hint in TOKENIZE_OPTIONS)
-    corpus = only("tokenize", "CORPUS", "a text file, a .jsonl, or a folder of them", arguments)
+    meaning = "a text file, a .jsonl, or a folder of them"
+    corpus = only(
+        "tokenize", "CORPUS", meaning, arguments, flags=_flags(TOKENIZE_OPTIONS),
+        example="texts --to output/tokens --vocab-size 32000",
+    )  # fmt: skip
     to = _required(to, "--to", "DIR, a directory to make")
     if (named is None) == (size is None):
         got, expected = "neither" if named is None else "both", "--tokenizer T or --vocab-size N"
@@ -248,6 +253,10 @@ def tokenize(arguments: list[str]) -> int:
         )
     )  # fmt: skip
     return OK
+
+
+def _flags(options: tuple[tuple[str, str], ...]) -> list[str]:
+    return [f"--{name}" for name, _ in options]
 
 
 def _required(value: str | None, name: str, expected: str) -> str:

@@ -43,10 +43,6 @@ def frozen_but(trainable: Sequence[str] = ()) -> tuple[str, ...]:
     return (f"^(?!.*(?:{'|'.join([_OURS, *(f'(?:{pattern})' for pattern in trainable)])}))",)
 
 
-LORA_FROZEN = frozen_but()
-"""`frozen` of `fully_shard`: every parameter but LoRA's."""
-
-
 @dataclass(frozen=True)
 class LoRA:
     """`make_model(rngs)` of a model with LoRA; what `with_lora` returns, checked there.
@@ -102,7 +98,7 @@ def with_lora(
         rank: at least 1, and below inputs and outputs of every matched Linear: at the smaller of them the product can
             be any matrix, so that nothing is saved and training the kernel itself is cheaper. That is an error.
         alpha: scale is alpha / rank; absent, it is the rank and the scale 1.
-        targets: patterns searched in the paths of modules (`blocks/attn/qkv`, `head`); each must match a Linear. One
+        targets: patterns searched in the paths of modules (`blocks/attn/qkv`); each must match a Linear. One
             that is used in two places has the path that its parameters have.
         trainable: patterns searched in the paths of parameters (`blocks/attn_norm/scale`) that are to be trained too;
             the result's `frozen` leaves them out.
@@ -253,11 +249,6 @@ def split_lora(params: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     return unflatten(base), unflatten(lora)
 
 
-def join_lora(base: PyTree, lora: PyTree) -> dict[str, Any]:
-    """What `split_lora` took apart; where both have a path, LoRA's counts."""
-    return unflatten(flatten(base) | flatten(lora))
-
-
 def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """{path in the merged model: the paths that it is made from}: itself, or (kernel, lora_a, lora_b) for `merge`.
 
@@ -290,6 +281,7 @@ def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
 
     Args:
         kernel: [L, I, O], NumPy or jax; the result is of its kind, and sharded as it is.
+            In bfloat16 the result loses what is below 1/512 of an element: give it in float32 to keep that.
         lora_a: [L, I, R].
         lora_b: [L, R, O].
         scale: alpha / rank, as it was trained with: `with_lora(...).scale`.
@@ -309,8 +301,10 @@ def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
     kernel, lora_a, lora_b = (np.asarray(x) for x in (kernel, lora_a, lora_b))
     out = np.empty_like(kernel)
     for at in np.ndindex(stack):  # a layer at a time: float32 of a whole stack may not fit
-        more = lora_a[at].astype(np.float32) @ lora_b[at].astype(np.float32)
-        out[at] = (kernel[at].astype(np.float32) + np.float32(scale) * more).astype(kernel.dtype)
+        merged_IO = lora_a[at].astype(np.float32) @ lora_b[at].astype(np.float32)
+        merged_IO *= np.float32(scale)
+        merged_IO += kernel[at]
+        out[at] = merged_IO
     return out
 
 
@@ -322,27 +316,3 @@ def _merge_one(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: f
 
 def _sharding(kernel: jax.Array) -> Any:
     return None if isinstance(kernel, jax.core.Tracer) else kernel.sharding
-
-
-def merge_all(tensors: Mapping[str, Any], *, scale: float) -> dict[str, Any]:
-    """{path: tensor} without LoRA's paths, every kernel that has LoRA beside it merged.
-
-    `tensors` are arrays, or readers: functions of no arguments that return one. What comes of a reader is a reader, and
-    nothing is read before it is called, so that a model need not fit in memory.
-
-    Raises ConfigError as `merged_paths` and `merge` do.
-    """
-    found = {}
-    for path, parts in merged_paths(tensors).items():
-        values = [tensors[part] for part in parts]
-        if len(parts) == 1:
-            found[path] = values[0]
-        elif any(map(callable, values)):
-            found[path] = functools.partial(_read_and_merge, values, scale)
-        else:
-            found[path] = merge(*values, scale=scale)
-    return found
-
-
-def _read_and_merge(values: Sequence[Any], scale: float) -> Any:
-    return merge(*(value() if callable(value) else value for value in values), scale=scale)

@@ -25,17 +25,20 @@ def compile_overlapped(lowered: Any, plan: StepPlan, also: Mapping[str, Any] = M
         SlowerWarning: this release of XLA knows them no more.
 
     """
-    options = {**compiler_options(plan), **also}
+    return _compiled(lowered, compiler_options(plan), also)
+
+
+def _compiled(lowered: Any, options: Mapping[str, Any], also: Mapping[str, Any]) -> Any:
     try:
-        return lowered.compile(compiler_options=options)
+        return lowered.compile(compiler_options={**options, **also})
     except jax.errors.JaxRuntimeError as error:
-        if UNTILED in str(error):
-            return lowered.compile(compiler_options={**options, **WITHOUT_TRITON})
-        if "No such compile option" not in str(error):
+        if UNTILED in str(error) and not WITHOUT_TRITON.items() <= options.items():
+            return _compiled(lowered, {**options, **WITHOUT_TRITON}, also)
+        if "No such compile option" not in str(error) or options.keys() <= WITHOUT_TRITON.keys():
             raise
-        cost, unknown = "small gathers of every layer are not hidden behind compute", compiler_options(plan)
-        warnings.warn(f"this XLA does not know {' or '.join(unknown)}: {cost}", SlowerWarning, stacklevel=2)
-        return lowered.compile(compiler_options=dict(also))
+        cost = "small gathers of every layer are not hidden behind compute"
+        warnings.warn(f"this XLA does not know {' or '.join(options)}: {cost}", SlowerWarning, stacklevel=3)
+        return _compiled(lowered, {}, also)
 
 
 def compiler_options(plan: StepPlan) -> dict[str, Any]:

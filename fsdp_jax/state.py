@@ -79,6 +79,9 @@ def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
         if path not in wanted:
             raise ValueError(message("no such parameter", where="params", got=path, fix=did_you_mean(path, wanted)))
         leaf = wanted[path].abstract
+        if not isinstance(array, jax.Array):
+            fix = "read it into sharded.checkpoint_target().params"
+            raise ValueError(message("not a jax.Array, on its devices", where=path, got=type(array), fix=fix))
         fits = array.shape == leaf.shape and array.dtype == leaf.dtype
         if not fits or not array.sharding.is_equivalent_to(leaf.sharding, array.ndim):
             expected, got = (f"{x.dtype}{list(x.shape)}, {x.sharding}" for x in (leaf, array))

@@ -1,8 +1,9 @@
 """The words of a command line: flags, options and what is left. All functions take out of the list what they read."""
 
+from collections.abc import Iterable
 from inspect import cleandoc
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError, did_you_mean, message
 
 SYNTAX = "a YAML file, then dotted overrides such as `--train.steps 20`"
 
@@ -24,11 +25,16 @@ def asks_help(words: list[str], description: str | None) -> bool:
     return asked
 
 
-def only(command: str, name: str, meaning: str, words: list[str]) -> str:
-    """The one argument that is left."""
-    if len(words) != 1 or words[0].startswith("-"):
-        got = " ".join(words) or "nothing"
-        fix = f"fsdp-jax {command} output/quickstart"
+def only(
+    command: str, name: str, meaning: str, words: list[str], *, flags: Iterable[str], example: str = "output/quickstart"
+) -> str:
+    """The one argument that is left. `flags` there are, for one that is misspelt; `example` of what to write."""
+    for word in words:
+        if word.startswith("--"):
+            fix = did_you_mean(word.partition("=")[0], flags)
+            raise ConfigError(message(f"unknown flag '{word}'", where="command line", fix=fix))
+    if len(words) != 1:
+        got, fix = " ".join(words) or "nothing", f"fsdp-jax {command} {example}"
         raise ConfigError(message(f"{name} is one path", where="command line", expected=meaning, got=got, fix=fix))
     return words[0]
 

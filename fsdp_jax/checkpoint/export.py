@@ -123,12 +123,12 @@ def place_all(
     return jax.tree.unflatten(jax.tree.structure(target), made)
 
 
-def refuse_misfits(where: object, lines: Sequence[str]) -> None:
+def refuse_misfits(where: object, lines: Sequence[str], *, fix: str = "") -> None:
     """Raises ConfigError with all that does not fit, the first of many and the count of the rest."""
     if lines:
         more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
         got = "\n            ".join([*lines[:SHOWN], *more])
-        raise ConfigError(message("the weights do not fit the model", where=str(where), got=got))
+        raise ConfigError(message("the weights do not fit the model", where=str(where), got=got, fix=fix))
 
 
 def fits_dtype(tensor: Tensor, leaf: jax.ShapeDtypeStruct) -> bool:

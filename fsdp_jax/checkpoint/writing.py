@@ -58,6 +58,14 @@ def exported_dtype(dtype: np.dtype, asked: str | None, where: str) -> np.dtype:
     return dtype if asked is None or not jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(asked)
 
 
+def new_directory(directory: str | os.PathLike[str]) -> Path:
+    """Its absolute path. Raises ConfigError where it is there already."""
+    target = Path(directory).absolute()
+    if target.exists():
+        raise ConfigError(message("the directory is there already", where=str(target), fix="choose another"))
+    return target
+
+
 def write_weights(
     directory: str | os.PathLike[str], tensors: Sequence[Outline], values: Iterator[np.ndarray], *, file_bytes: int,
     metadata: Mapping[str, str], others: Mapping[str, bytes] | None = None,
@@ -77,9 +85,7 @@ def write_weights(
         CheckpointError: it cannot be written; nothing of it is left.
 
     """
-    target = Path(directory).absolute()
-    if target.exists():
-        raise ConfigError(message("the directory is there already", where=str(target), fix="choose another"))
+    target = new_directory(directory)
     files = list(batches(tensors, file_bytes, lambda each: each.size))
     names = [SINGLE if len(files) == 1 else f"model-{at + 1:05}-of-{len(files):05}.safetensors"
              for at in range(len(files))]  # fmt: skip

@@ -2,6 +2,10 @@
 
 Nothing is kept: each pass reads the files again, one document in memory at a time. A document is a file, or a field of
 a record.
+
+Each process of a run that trains on text makes three passes at its start: one that surveys all of it, and one for each
+part, whose tokens it keeps in memory. `fsdp-jax tokenize` is the way for more text than that is good for: it keeps one
+document in memory at a time, and a run reads of its shards what it needs.
 """
 
 import hashlib
@@ -82,12 +86,19 @@ def open_documents(path: str | Path, *, field: str = "text", invalid: Invalid = 
     return Documents(root.resolve().name, read)
 
 
-def dataset_documents(name: str, *, split: str = "train", field: str = "text") -> Documents:
-    """The `field` of each row of a Hugging Face dataset; see `read_dataset`."""
+def dataset_documents(
+    name: str, *, split: str = "train", field: str = "text", invalid: Invalid = "error"
+) -> Documents:  # fmt: skip
+    """The `field` of each row of a Hugging Face dataset; see `read_dataset`.
+
+    `invalid` says what becomes of what is not UTF-8.
+    """
+    check_invalid(invalid)
 
     def read(skipped: Skipped) -> Iterator[str]:
         for where, record in read_dataset(name, split):
-            yield from _unless_empty(field_of(record, field, where), skipped)
+            text = field_of(record, field, where, invalid=invalid, skipped=skipped)
+            yield from _unless_empty(text, skipped)
 
     return Documents(f"{Path(name).name} ({split})", read)
 

@@ -5,6 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
+from fsdp_jax.errors import ConfigError, message
+
 Row = dict[str, np.ndarray]
 """One example: {name: array}, without the dimension of the batch."""
 
@@ -31,6 +33,12 @@ class Tokens(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, part: slice) -> np.ndarray: ...
+
+
+def check_seed(seed: int) -> None:
+    """Raises ConfigError where it is not one that every generator here takes."""
+    if not 0 <= seed < 2**32:
+        raise ConfigError(message("The seed is out of range.", where="train.seed", expected="0 to 2**32 - 1", got=seed))
 
 
 def uniforms(seed: int, index: int, count: int) -> np.ndarray:

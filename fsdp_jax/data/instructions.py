@@ -20,7 +20,16 @@ import numpy as np
 
 from fsdp_jax.data.examples import Row, Settings, padded, real
 from fsdp_jax.data.files import Skipped, unreadable
-from fsdp_jax.data.records import Record, field_of, is_json, read_dataset, read_json
+from fsdp_jax.data.records import (
+    Invalid,
+    Record,
+    check_invalid,
+    field_of,
+    is_json,
+    read_dataset,
+    read_json,
+    would_be_ignored,
+)  # fmt: skip
 from fsdp_jax.data.tokenizer import Tokenizer
 from fsdp_jax.data.windows import check_positive
 from fsdp_jax.errors import ConfigError, message
@@ -69,37 +78,49 @@ class Pair:
         return len(self.prompt) + len(self.answer)
 
 
-def load_instructions(path: str | None, skipped: Skipped, *, split: str = "train") -> list[Instruction]:
+def load_instructions(
+    path: str | None, skipped: Skipped, *, split: str = "train", invalid: Invalid = "error"
+) -> list[Instruction]:
     """The records of a `.json` or `.jsonl`, of a Hugging Face dataset's split, or, for None, the set that comes along.
 
-    One with nothing in `output` is passed over and counted. Raises ConfigError, with file and line, at a record that is
-    none, and where there is none at all.
+    One with nothing in `output` is passed over and counted. `invalid` says what becomes of text that is not UTF-8; what
+    is skipped is the record. Raises ConfigError, with file and line, at a record that is none, and where there is none
+    at all.
     """
+    check_invalid(invalid)
+    if split != "train" and (path is None or is_json(path)):
+        raise would_be_ignored("split", split)
     if path is None:
         with resources.as_file(resources.files("fsdp_jax.data").joinpath(SHIPPED)) as file:
-            records = list(read_json(file, invalid="error", skipped=skipped))
+            records = list(read_json(file, invalid=invalid, skipped=skipped))
     elif is_json(path):
         file = Path(path).expanduser()
         if not file.is_file():
             raise unreadable(file, FileNotFoundError("no such file"))
-        records = list(read_json(file, invalid="error", skipped=skipped))
+        records = list(read_json(file, invalid=invalid, skipped=skipped))
     else:
         records = list(read_dataset(path, split))
-    found = [_instruction(where, record) for where, record in records]
+    read = (_instruction(where, record, invalid, skipped) for where, record in records)
+    found = [each for each in read if each is not None]
     kept = [each for each in found if each.output.strip()]
     skipped[NO_ANSWER] += len(found) - len(kept)
     if not kept:
-        got = f"{len(found)} records" + (f" ({skipped})" if skipped.total() else "")
+        got = f"{len(records)} records" + (f" ({skipped})" if skipped.total() else "")
         what, expected = "There are no instructions.", "at least one record with an output"
         raise ConfigError(message(what, where=path or SHIPPED, expected=expected, got=got))
     return kept
 
 
-def _instruction(where: str, record: Record) -> Instruction:
+def _instruction(where: str, record: Record, invalid: Invalid, skipped: Skipped) -> Instruction | None:
+    """None where one of its fields is passed over."""
     without = record | ({} if record.get("input") is not None else {"input": ""})  # datasets fill in None
-    texts = [field_of(without, name, where) for name in ("instruction", "input", "output")]
-    instruction, context, output = (text or "" for text in texts)
-    return Instruction(instruction, context, output)
+    texts = []
+    for name in ("instruction", "input", "output"):
+        text = field_of(without, name, where, invalid=invalid, skipped=skipped)
+        if text is None:
+            return None  # counted once, whatever the other fields are
+        texts.append(text)
+    return Instruction(*texts)
 
 
 def digest_of(instructions: Iterable[Instruction]) -> str:
@@ -126,7 +147,7 @@ def encode_pairs(instructions: Sequence[Instruction], tokenizer: Tokenizer) -> l
 
 
 class PackedInstructions:
-    """Random access to rows of T+1 tokens into which whole examples are packed, by best fit, the longest first.
+    """Random access to rows of T+1 tokens into which whole examples are packed, by best fit; see `pack`.
 
     Raises ConfigError where not one example fits. `skipped` counts what was cut or passed over.
     """
@@ -212,7 +233,9 @@ class TextToText:
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Rows of indices such that the lengths of a row are at most `room` together, by best fit decreasing.
 
-    Each index is in one row; the same lengths give the same rows. No length may be more than `room`.
+    Each index is in one row, the longest of a row stands first, and by it the rows are ordered: in the order of the
+    indices, not of the lengths, so that the first rows are like all others. The same lengths give the same rows. No
+    length may be more than `room`.
     """
     rows: list[list[int]] = []
     spaces: list[tuple[int, int]] = []  # (room that is left, row), sorted
@@ -225,7 +248,7 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
         rows[row].append(at)
         if left - lengths[at]:
             insort(spaces, (left - lengths[at], row))
-    return rows
+    return sorted(rows)
 
 
 def check_too_long(too_long: str) -> None:

@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from fsdp_jax.data.ahead import ReadAhead
-from fsdp_jax.data.examples import Examples, Row
+from fsdp_jax.data.examples import Examples, Row, check_seed
 from fsdp_jax.data.windows import check_positive
 from fsdp_jax.errors import ConfigError, message
 
@@ -87,7 +87,7 @@ class Loader:
                     where=", ".join(differing),
                     expected=", ".join(f"{name} {saved.get(name, _NONE)}" for name in differing) + " (saved)",
                     got=", ".join(f"{name} {self._settings.get(name, _NONE)}" for name in differing),
-                    fix="restore the saved settings, or start the data again without a saved position",
+                    fix="restore the saved settings, or begin anew: with another `output`, without a saved position",
                 )
             )
         self.close()
@@ -119,8 +119,7 @@ def make_loader(
     Raises ConfigError where the numbers do not fit together.
     """
     rows = _rows_per_process(global_batch_size, process_index, process_count)
-    if not 0 <= seed < 2**32:
-        raise ConfigError(message("The seed is out of range.", where="train.seed", expected="0 to 2**32 - 1", got=seed))
+    check_seed(seed)
     dataset = grain.MapDataset.source(examples)
     if shuffle:
         dataset = dataset.shuffle(seed)

@@ -48,7 +48,8 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
     """(where, row) of a Hugging Face dataset, memory-mapped: a local file or folder, or a name on their hub.
 
     `name`: a `.json`, `.jsonl`, `.parquet` or `.csv` file, a folder of such files or of `save_to_disk`, else a hub's.
-    Raises ConfigError where the package is missing, or there is no such dataset or split.
+    Text that is not UTF-8 is left as bytes, for `field_of` to judge. Raises ConfigError where the package is missing,
+    or there is no such dataset or split.
     """
     try:
         import datasets  # type: ignore[import-untyped]
@@ -76,10 +77,26 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
                 found = datasets.load_dataset(str(path) if path.exists() else name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         what, expected = "The dataset cannot be read.", "a local file or folder, or a name on the hub"
-        got = f"{type(error).__name__}: {error}"
+        cause = error.__cause__ or error  # the package wraps what a file has wrong
+        got = f"{type(cause).__name__}: {cause}"
         raise ConfigError(message(what, where=f"{name}, split {split}", expected=expected, got=got)) from error
-    for at, record in enumerate(found, 1):
-        yield _checked(record, f"{name}, split {split}, row {at}")
+    for at, row in enumerate(found.with_format("arrow"), 1):
+        yield _checked(_of_arrow(row), f"{name}, split {split}, row {at}")
+
+
+def _of_arrow(row: Any) -> Record:
+    """A row of a table; of columns that cannot be read, the bytes of texts, and all others as they are."""
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError:
+        return {name: _value(row.column(name)) for name in row.column_names}
+
+
+def _value(column: Any) -> Any:
+    try:
+        return column[0].as_py()
+    except UnicodeDecodeError:
+        return column.cast("binary")[0].as_py() if str(column.type).endswith("string") else column
 
 
 def field_of(
@@ -87,14 +104,16 @@ def field_of(
 ) -> str | None:
     """The text of a field; None where it is passed over.
 
-    JSON can spell half a surrogate pair, which is a string and yet no text: `invalid` says what becomes of it. Raises
-    ConfigError where the field is missing or no text.
+    JSON can spell half a surrogate pair, which is a string and yet no text, and datasets can hold bytes: `invalid` says
+    what becomes of them where they are not UTF-8. Raises ConfigError where the field is missing or no text.
     """
     if name not in record:
         what, got = "A record lacks a field.", ", ".join(map(repr, record)) or "an empty object"
         fix = did_you_mean(name, record) if record else ""
         raise ConfigError(message(what, where=where, expected=f"a field '{name}'", got=got, fix=fix))
     value, where = record[name], f"{where}, field '{name}'"
+    if isinstance(value, bytes):
+        return text_of(value, where, invalid=invalid, skipped=Skipped() if skipped is None else skipped)
     if not isinstance(value, str):
         what = "A field is not text."
         raise ConfigError(message(what, where=where, expected="a string", got=json_kind(value)))
@@ -126,6 +145,11 @@ def text_of(content: bytes, where: str, *, invalid: Invalid, skipped: Skipped, s
             raise ConfigError(message("Text is not UTF-8.", where=where, expected="UTF-8", got=got, fix=fix)) from error
         skipped[INVALID if invalid == "skip" else MENDED] += 1
         return None if invalid == "skip" else content.decode(errors="replace")
+
+
+def would_be_ignored(key: str, got: object, *, where: str = "") -> ConfigError:
+    """The refusal of a key of the data that what is read has no use for."""
+    return ConfigError(message(f"{key} would be ignored", where=where or f"data.{key}", got=got, fix="leave it out"))
 
 
 def check_invalid(invalid: str) -> None:

@@ -28,8 +28,9 @@ Say = Callable[[str], None]
 
 
 def tokenize(
-    documents: Split, tokenizer: Tokenizer, to: str | Path, *, shard_tokens: int = SHARD_TOKENS, say: Say | None = None
-) -> Manifest:
+    documents: Split, tokenizer: Tokenizer, to: str | Path, *, shard_tokens: int = SHARD_TOKENS,
+    asked: int | None = None, say: Say | None = None,
+) -> Manifest:  # fmt: skip
     """Writes `documents`, each with its end-of-text token, to the folder `to` as token shards.
 
     The same call goes on after the last whole shard where it was stopped, and ends with the same bytes as one that was
@@ -40,6 +41,7 @@ def tokenize(
         tokenizer: with what.
         to: a new or empty folder, or that of a stopped run.
         shard_tokens: a shard ends with the document that reaches so many; one document at a time is in memory.
+        asked: the vocabulary that was asked for, where `tokenizer` was trained for this; is written down.
         say: is told of every shard.
 
     Raises:
@@ -51,7 +53,7 @@ def tokenize(
     from fsdp_jax.checkpoint.lease import Lease  # here: it brings all that checkpoints need
 
     check_positive("the tokens of a shard", shard_tokens)
-    folder, plan = Path(to).expanduser(), _plan(documents, tokenizer, shard_tokens)
+    folder, plan = Path(to).expanduser(), _plan(documents, tokenizer, shard_tokens, asked)
     _check_folder(folder)
     with Lease(folder):
         if (folder / MANIFEST).exists():
@@ -68,7 +70,24 @@ def tokenize(
         return manifest
 
 
-def _plan(documents: Split, tokenizer: Tokenizer, shard_tokens: int) -> Plan:
+def plan_of(folder: Path) -> Plan | None:
+    """That of the shards that a folder holds, or was begun with; None where there are none.
+
+    Raises ConfigError where it cannot be read.
+    """
+    if (folder / MANIFEST).exists():
+        return read_manifest(folder).plan
+    progress = folder / PROGRESS
+    if not progress.exists():
+        return None
+    try:
+        return Plan(**json.loads(progress.read_text()))
+    except (TypeError, ValueError) as error:
+        what, fix = "The progress of a stopped run cannot be read.", "remove the folder"
+        raise ConfigError(message(what, where=str(progress), got=error, fix=fix)) from error
+
+
+def _plan(documents: Split, tokenizer: Tokenizer, shard_tokens: int, asked: int | None) -> Plan:
     found = documents.survey
     return Plan(
         name=documents.documents.name,
@@ -82,6 +101,7 @@ def _plan(documents: Split, tokenizer: Tokenizer, shard_tokens: int) -> Plan:
         vocab_size=tokenizer.vocab_size,
         dtype=token_dtype(tokenizer.vocab_size).str,
         shard_tokens=shard_tokens,
+        asked=asked,
     )
 
 
@@ -100,16 +120,11 @@ def _is_trace(path: Path) -> bool:
 
 def _begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
     """Writes the plan down, or compares it to that of the run that was stopped; removes what that left unfinished."""
-    progress = folder / PROGRESS
-    if progress.exists():
-        try:
-            before = Plan(**json.loads(progress.read_text()))
-        except (TypeError, ValueError) as error:
-            what, fix = "The progress of a stopped run cannot be read.", "remove the folder"
-            raise ConfigError(message(what, where=str(progress), got=error, fix=fix)) from error
-        _check_same(progress, before, plan)
+    before = plan_of(folder)
+    if before is not None:
+        _check_same(folder / PROGRESS, before, plan)
     else:
-        _write_json(progress, asdict(plan))
+        _write_json(folder / PROGRESS, asdict(plan))
     for left in folder.glob(f"*{UNFINISHED}"):
         left.unlink()
     for name, content in tokenizer.files.items():
@@ -117,7 +132,7 @@ def _begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
 
 
 def _check_same(file: Path, before: Plan, now: Plan) -> None:
-    # names are for people: the same corpus may have moved
+    # names are for people: the same corpus may have moved; and what a tokenizer is, its digest says
     was, is_now = ({key: value for key, value in asdict(plan).items() if key not in _NAMES} for plan in (before, now))
     differing = [name for name in was if was[name] != is_now[name]]
     if differing:
@@ -129,7 +144,7 @@ def _check_same(file: Path, before: Plan, now: Plan) -> None:
         raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
 
 
-_NAMES = ("name", "tokenizer")
+_NAMES = ("name", "tokenizer", "asked")
 
 
 def _write_part(

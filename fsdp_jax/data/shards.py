@@ -42,6 +42,8 @@ class Plan:
         vocab_size: of the tokenizer.
         dtype: of the ids.
         shard_tokens: a shard ends with the document that reaches so many.
+        asked: the vocabulary that was asked for, of a tokenizer trained for these shards, which may have got fewer
+            ids; None where a tokenizer was named.
 
     """
 
@@ -56,6 +58,7 @@ class Plan:
     vocab_size: int
     dtype: str
     shard_tokens: int
+    asked: int | None
     format: int = FORMAT
 
 

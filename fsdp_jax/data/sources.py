@@ -20,10 +20,11 @@ from fsdp_jax.data.documents import (
     open_documents,
     split_documents,
 )  # fmt: skip
-from fsdp_jax.data.examples import Examples, Tokens
+from fsdp_jax.data.examples import Examples, Tokens, check_seed
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.images import CLASSES, SIDE, ArrayImages, Chosen, DrawnImages, load_images
 from fsdp_jax.data.instructions import (
+    Instruction,
     PackedInstructions,
     Pair,
     TextToText,
@@ -33,7 +34,7 @@ from fsdp_jax.data.instructions import (
     encode_pairs,
     load_instructions,
 )  # fmt: skip
-from fsdp_jax.data.records import Invalid
+from fsdp_jax.data.records import Invalid, check_invalid, would_be_ignored
 from fsdp_jax.data.shards import TokenShards
 from fsdp_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from fsdp_jax.data.windows import Windows, stream_of
@@ -43,8 +44,18 @@ Kind = Literal["embedded", "text", "tokens", "datasets", "instructions", "images
 
 WITH_PATH, WITHOUT_PATH = ("text", "tokens", "datasets"), ("embedded",)
 HELD_OUT = 0.05
-PROMPT = 64  # tokens
 IMAGES = 50_000
+
+TEXT: tuple[Kind, ...] = ("embedded", "text", "tokens", "datasets", "instructions")
+USED: dict[str, tuple[object, tuple[Kind, ...]]] = {
+    "field": ("text", ("text", "datasets")),
+    "invalid": ("error", ("text", "datasets", "instructions")),
+    "packing": (False, TEXT),
+    "split": ("train", ("datasets", "instructions")),
+    "tokenizer": (None, TEXT),
+    "too_long": ("truncate", ("instructions",)),
+}
+"""{key: (its default, the kinds that use it)}."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,25 +64,17 @@ class Opened:
 
     Attributes:
         train, held_out: rows; held_out is None where there is not one row.
-        name: of what is read.
         description: one line about it, for people.
         digest: of the documents, records or images, held-out ones too, in order; SHA-256 in hexadecimal.
         tokenizer: what encoded the text; None for images.
-        skipped: what was passed over, by reason; the description says it too.
-        prompt: int32 [tokens], the beginning of a held-out text, to sample from; None for images.
-        classes: of images; None for text.
 
     """
 
     train: Examples
     held_out: Examples | None
-    name: str
     description: str
     digest: str
     tokenizer: Tokenizer | None
-    skipped: Skipped
-    prompt: np.ndarray | None
-    classes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,10 @@ def open_examples(
 ) -> Opened:
     """Opens the data of a run.
 
+    Every process of a run reads all of its text here (documents, datasets, instructions), tokenises it, and keeps the
+    tokens in memory. For more than that is good for, tokenise once with `fsdp-jax tokenize` and read `tokens`, of which
+    a process reads its own rows, when it needs them.
+
     Args:
         kind: `embedded` (the source of Python's standard library), `text` (files), `tokens` (what `tokenize` wrote),
             `datasets` (Hugging Face's), `instructions` (Alpaca's format) or `images`.
@@ -129,7 +136,7 @@ def open_examples(
         classes: of the model, for images, which must have every label; not checked if None.
 
     Raises:
-        ConfigError: what is missing, malformed or does not go together, with its key or its place.
+        ConfigError: what is missing, malformed, ignored or does not go together, with its key or its place.
 
     """
     if kind not in get_args(Kind):
@@ -139,6 +146,10 @@ def open_examples(
         what = "kind and path do not go together"
         raise ConfigError(message(what, where="data.path", got=f"kind {kind}, path {path}", fix=fix))
     check_too_long(too_long)
+    check_invalid(invalid)
+    check_seed(seed)
+    given = {"field": field, "invalid": invalid, "packing": apart, "split": split, "tokenizer": tokenizer}
+    _check_used(kind, given | {"too_long": too_long}, targets_length)
     check_share(share := HELD_OUT if held_out is None else held_out)
     rows = _Rows(sequence_length, targets_length, apart, too_long, seed, vocab_size)
     if kind == "images":
@@ -150,15 +161,26 @@ def open_examples(
     if vocab_size is not None:
         check_vocabulary(encoder, vocab_size)
     if kind == "instructions":
-        return _instructions(path, split, encoder, share, rows)
+        skipped = Skipped()
+        found = load_instructions(path, skipped, split=split, invalid=invalid)
+        return _instructions(path, found, skipped, encoder, share, rows)
     return _documents(_read(kind, path, split, field, invalid), encoder, share, rows)
+
+
+def _check_used(kind: Kind, given: dict[str, object], targets_length: int | None) -> None:
+    """Raises ConfigError for what differs from its default and would be ignored."""
+    for key, got in given.items():
+        default, kinds = USED[key]
+        spans = key == "packing" and targets_length is not None  # stretches for an encoder go across documents
+        if got != default and (kind not in kinds or spans):
+            raise would_be_ignored(key, got)
 
 
 def _read(kind: Kind, path: str | None, split: str, field: str, invalid: Invalid) -> Documents:
     if path is None:
         return embedded_documents()
     if kind == "datasets":
-        return dataset_documents(path, split=split, field=field)
+        return dataset_documents(path, split=split, field=field, invalid=invalid)
     return open_documents(path, field=field, invalid=invalid)
 
 
@@ -169,12 +191,9 @@ def _documents(documents: Documents, tokenizer: Tokenizer, share: float, rows: _
     return Opened(
         train=_of_stream(train.tokens, train.starts, tokenizer, rows),
         held_out=_unless_short(rest.tokens, rest.starts, tokenizer, rows),
-        name=documents.name,
         description=_line(documents.name, found.documents, train.tokens, rest.tokens, tokenizer.name, found.skipped),
         digest=found.digest,
         tokenizer=tokenizer,
-        skipped=found.skipped,
-        prompt=_prompt(train.tokens, rest.tokens),
     )
 
 
@@ -197,12 +216,9 @@ def _shards(path: str, tokenizer: str | None, held_out: float | None, rows: _Row
     return Opened(
         train=_of_stream(train, starts[0], own, rows),
         held_out=_unless_short(rest, starts[1], own, rows),
-        name=plan.name,
         description=_line(plan.name, plan.documents, train, rest, plan.tokenizer, skipped),
         digest=plan.corpus,
         tokenizer=own,
-        skipped=skipped,
-        prompt=_prompt(train, rest),
     )
 
 
@@ -229,13 +245,9 @@ def _unless_short(tokens: Tokens, starts: np.ndarray | None, tokenizer: Tokenize
     return _of_stream(tokens, starts, tokenizer, rows)
 
 
-def _prompt(train: Tokens, rest: Tokens) -> np.ndarray:
-    return np.asarray((rest if len(rest) else train)[:PROMPT]).astype(np.int32)
-
-
-def _instructions(path: str | None, split: str, tokenizer: Tokenizer, share: float, rows: _Rows) -> Opened:
-    skipped = Skipped()
-    found = load_instructions(path, skipped, split=split)
+def _instructions(
+    path: str | None, found: list[Instruction], skipped: Skipped, tokenizer: Tokenizer, share: float, rows: _Rows
+) -> Opened:
     pairs = encode_pairs(found, tokenizer)
     kept, rest = held_out_indices(len(pairs), share)
     train = _of_pairs([pairs[at] for at in kept], rows, skipped)
@@ -247,13 +259,10 @@ def _instructions(path: str | None, split: str, tokenizer: Tokenizer, share: flo
     return Opened(
         train=train,
         held_out=held_out,
-        name=name,
         description=f"{name}: {len(found):,} instructions, {len(rest):,} of them held out, the others in "
         f"{len(train):,} rows (tokenizer {tokenizer.name}){_passed_over(skipped)}",
         digest=digest_of(found),
         tokenizer=tokenizer,
-        skipped=skipped,
-        prompt=pairs[rest[0] if len(rest) else 0].prompt,
     )
 
 
@@ -278,13 +287,9 @@ def _drawn(count: int, side: int, share: float, seed: int, classes: int | None) 
     return Opened(
         train=DrawnImages(count, seed=seed, side=side),
         held_out=DrawnImages(rest, seed=seed, first=count, side=side) if rest else None,
-        name="drawn images",
         description=f"drawn images: {count:,} of {side}x{side} in {len(CLASSES)} classes, and {rest:,} held out",
         digest=hashlib.sha256(content.encode()).hexdigest(),
         tokenizer=None,
-        skipped=Skipped(),
-        prompt=None,
-        classes=len(CLASSES),
     )
 
 
@@ -297,14 +302,10 @@ def _arrays(path: str, share: float, classes: int | None) -> Opened:
     return Opened(
         train=Chosen(found, kept),
         held_out=Chosen(found, rest) if len(rest) else None,
-        name=name,
         description=f"{name}: {len(kept):,} images of {height}x{width} in {found.classes} classes, "
         f"and {len(rest):,} held out",
         digest=found.digest,
         tokenizer=None,
-        skipped=Skipped(),
-        prompt=None,
-        classes=found.classes,
     )
 
 
@@ -324,7 +325,7 @@ def _check_classes(found: int, classes: int | None) -> None:
 
 def _line(name: str, documents: int, train: Tokens, rest: Tokens, tokenizer: str, skipped: Skipped) -> str:
     return (
-        f"{name}: {len(train):,} tokens of {documents:,} documents, and {len(rest):,} held out "
+        f"{name}: {documents:,} documents, {len(train):,} tokens to learn from and {len(rest):,} held out "
         f"(tokenizer {tokenizer}){_passed_over(skipped)}"
     )
 

@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, of its `tokenizer.json`; "bytes" for bytes."""
+        """SHA-256, in hexadecimal, of its `tokenizer.json` and of `begin` and `end`; "bytes" for bytes."""
         ...
 
     @property
@@ -127,9 +127,10 @@ class HuggingFace:
         self._known[list(ids.values())] = True
         self.name = name
         self.vocab_size = len(self._known)
-        self.digest = hashlib.sha256(content).hexdigest()
         self.begin = self._before("a")
         self.end = _end(ids, settings, name)
+        decided = json.dumps({"begin": self.begin, "end": self.end})  # the settings are not in `content`
+        self.digest = hashlib.sha256(content + decided.encode()).hexdigest()
         numbers = iter(range(len(ids)))
         spans = iter(lambda: ids.get(f"<extra_id_{next(numbers)}>"), None)
         self.sentinels: tuple[int, ...] = tuple(spans)

@@ -36,6 +36,10 @@ class CaiTConfig:
     layer_scale: float | None = None
     """What every branch is multiplied with at first; None takes the paper's for the depth, see `initial_scale`."""
     norm_epsilon: float = 1e-6
+    mean: tuple[float, ...] = vision.HALF
+    """What is taken from uint8 pixels, red, green and blue, once they are divided by 255; see `vision.to_floats`."""
+    std: tuple[float, ...] = vision.HALF
+    """What they are then divided by."""
     scan_layers: bool = True
     """Stack the blocks' parameters and compile one block of each kind; False keeps lists of blocks."""
     dtype: str | None = None
@@ -220,13 +224,13 @@ class CaiT(nnx.Module):
         self.head = layers.linear(D, config.classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Floats [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
+        """Images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
 
-        ValueError for images of another shape or dtype. `deterministic` is what every family is called with; a CaiT
-        draws no random numbers.
+        uint8 pixels are normalised by the config's mean and std; floats are taken as they are. ValueError for images of
+        another shape or dtype. `deterministic` is what every family is called with; a CaiT draws no random numbers.
         """
         vision.check_images(images_BHWC, self.config.image_size)
-        x_BTD = self.patches(images_BHWC)
+        x_BTD = self.patches(vision.to_floats(images_BHWC, self.config.mean, self.config.std))
         x_BTD = x_BTD + self.positions[...].astype(x_BTD.dtype)
         x_BTD = layers.run_blocks(self.blocks, x_BTD)
         token = self.class_token[...].astype(x_BTD.dtype)

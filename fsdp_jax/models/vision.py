@@ -9,11 +9,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from fsdp_jax.models import layers
 
 CHANNELS = 3
+HALF = (0.5, 0.5, 0.5)
+"""Mean and standard deviation that take pixels to -1 to 1."""
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of ImageNet's pixels, red, green and blue, from 0 to 1."""
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -75,19 +80,30 @@ def check_sizes(config: Any) -> None:
         raise ValueError(f"{kind}.width must be a multiple of heads, got width {config.width}, heads {config.heads}")
     if not config.norm_epsilon > 0:
         raise ValueError(f"{kind}.norm_epsilon must be above 0, got {config.norm_epsilon}")
+    for name in ("mean", "std"):
+        if len(getattr(config, name)) != CHANNELS:
+            raise ValueError(f"{kind}.{name} must be {CHANNELS} numbers, got {getattr(config, name)}")
+    if not min(config.std) > 0:
+        raise ValueError(f"{kind}.std must be above 0, got {config.std}")
 
 
 def check_images(images: jax.Array, image_size: int) -> None:
-    """ValueError unless these are floats [B, image_size, image_size, 3]."""
+    """ValueError unless these are uint8 or floats, [B, image_size, image_size, 3]."""
     expected = (image_size, image_size, CHANNELS)
-    if images.ndim != 4 or images.shape[1:] != expected or not jnp.issubdtype(images.dtype, jnp.floating):
+    known = images.dtype == jnp.uint8 or jnp.issubdtype(images.dtype, jnp.floating)
+    if images.ndim != 4 or images.shape[1:] != expected or not known:
         got = f"{images.dtype} {list(images.shape)}"
-        raise ValueError(f"expected images as floats [B, {', '.join(map(str, expected))}], got {got}")
+        raise ValueError(f"expected images as uint8 or floats [B, {', '.join(map(str, expected))}], got {got}")
 
 
-def to_floats(images: jax.Array) -> jax.Array:
-    """uint8 pixels to float32 from -1 to 1, x / 127.5 - 1; floats as they are."""
-    return images.astype(jnp.float32) / 127.5 - 1.0 if images.dtype == jnp.uint8 else images
+def to_floats(
+    images_BHWC: jax.Array, mean: tuple[float, ...] = HALF, std: tuple[float, ...] = HALF
+) -> jax.Array:  # fmt: skip
+    """uint8 pixels [B, H, W, 3] to float32, (x / 255 - mean) / std for each colour; floats as they are."""
+    if images_BHWC.dtype != jnp.uint8:
+        return images_BHWC
+    shift, scale = (255 * np.array(each, np.float32)[None, None, None] for each in (mean, std))
+    return (images_BHWC.astype(jnp.float32) - shift) / scale
 
 
 def classification_loss(
@@ -95,10 +111,10 @@ def classification_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of the cross-entropy in nats and the number of images it is over, both float32 scalars.
 
-    `batch` has `images` [B, H, W, 3], uint8 or floats (see `to_floats`), and `labels`, int32 [B], and may have `mask`,
+    `batch` has `images` [B, H, W, 3], which the model takes as they are, and `labels`, int32 [B], and may have `mask`,
     [B], the weight of each image (absent: all 1); where it is 0 the label may be any number. They are returned apart so
     that sums over microbatches and devices can be divided once. `train=True` applies dropout.
     """
-    logits_BC = model(to_floats(batch["images"]), deterministic=not train)
+    logits_BC = model(batch["images"], deterministic=not train)
     loss_B = layers.cross_entropy(logits_BC[:, None], batch["labels"][:, None])[:, 0]
     return layers.masked_sum(loss_B, batch.get("mask"))

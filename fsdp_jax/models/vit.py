@@ -37,6 +37,10 @@ class ViTConfig:
     hidden: int
     """Hidden width of the MLP."""
     norm_epsilon: float = 1e-12
+    mean: tuple[float, ...] = vision.HALF
+    """What is taken from uint8 pixels, red, green and blue, once they are divided by 255; see `vision.to_floats`."""
+    std: tuple[float, ...] = vision.HALF
+    """What they are then divided by."""
     dropout: float = 0.0
     """The probability that a value is dropped; above 0 the model needs a `dropout` random stream."""
     scan_layers: bool = True
@@ -143,13 +147,13 @@ class ViT(nnx.Module):
         self.head = layers.linear(D, config.classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Floats [B, image_size, image_size, 3], from -1 to 1, to logits [B, classes] in the compute dtype.
+        """Images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
 
-        ValueError for images of another shape or dtype. `deterministic=False` applies dropout and advances its random
-        state.
+        uint8 pixels are normalised by the config's mean and std; floats are taken as they are. ValueError for images of
+        another shape or dtype. `deterministic=False` applies dropout and advances its random state.
         """
         vision.check_images(images_BHWC, self.config.image_size)
-        x_BND = self.patches(images_BHWC)
+        x_BND = self.patches(vision.to_floats(images_BHWC, self.config.mean, self.config.std))
         first_B1D = jnp.broadcast_to(self.class_token[...].astype(x_BND.dtype), (x_BND.shape[0], 1, x_BND.shape[2]))
         x_BTD = jnp.concatenate([first_B1D, x_BND], axis=1) + self.positions[...].astype(x_BND.dtype)
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)

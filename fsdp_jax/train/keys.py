@@ -25,9 +25,10 @@ class ModelConfig:
     vocab_size: int | None = None
     """Tokens that there are; the preset's where None. Of text alone."""
     classes: int | None = None
-    """Classes that there are; the preset's where None. Of images alone."""
+    """Classes that there are; the preset's or the weights' where None; another number than theirs starts a new head. Of
+    images alone."""
     dropout: float = 0.0
-    """Probability that a value is dropped while training; gpt and t5 only."""
+    """Probability that a value is dropped while training; gpt, t5 and vit."""
     scan_layers: bool = True
     """Stack the blocks and compile one of them; False compiles each."""
     attention: Literal["blockwise", "flash", "cudnn"] = "blockwise"
@@ -44,8 +45,8 @@ class LoraConfig:
     """Rank of the adapters; None trains without any."""
     alpha: float | None = None
     """What an adapter adds is scaled by alpha / rank; None is alpha = rank."""
-    targets: tuple[str, ...] = ("attn/",)
-    """Patterns of the linear layers that get one, by path."""
+    targets: tuple[str, ...] = (r"(attn|cross)/(qkv|q|k|v|o|out)$",)
+    """Patterns of the linear layers that get one, by path; those of attention where not said."""
     trained: tuple[str, ...] = ()
     """Patterns of other parameters that are trained too."""
 
@@ -162,7 +163,7 @@ class TrainConfig:
     eval_batches: int | None = 10
     """Batches of held-out text per evaluation; all of it where None."""
     sample: int = 400
-    """Tokens of the sample that is printed at the end; 0 prints none."""
+    """Tokens of the sample that is printed at the end, or predictions for a few images; 0 prints none."""
     abort_after: int | None = 10
     """Give up after so many steps in a row that were not finite; never where None."""
 
@@ -230,7 +231,8 @@ class Config:
 LEAST = {
     "optimizer.learning_rate": 0, "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0, "train.steps": 1,
     "train.global_batch_size": 1, "train.accumulation": 1, "train.devices": 1, "train.log_every": 1,
-    "train.eval_every": 1, "train.loss_chunk": 1, "train.sample": 0, "lora.rank": 1, "data.target_length": 1,
+    "train.eval_every": 1, "train.loss_chunk": 1, "train.sample": 0,
+    "train.seed": 0, "lora.rank": 1, "data.target_length": 1,
     "train.eval_batches": 1, "train.abort_after": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
     "checkpoint.every_minutes": 0, "checkpoint.keep_every": 1, "checkpoint.step": 0,
 }  # fmt: skip

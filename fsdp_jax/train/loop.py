@@ -48,7 +48,8 @@ class Training:
     def __init__(
         self, run: Run, data: Data, store: CheckpointStore, stop: StopSignal, screen: Screen, *,
         output: Path, lead: bool, steps: int, seed: int, log_every: int, eval_every: int | None,
-        save_every: int | None, save_seconds: float | None, sample: int, config_hash: str, lora_scale: float | None,
+        save_every: int | None, save_seconds: float | None, sample: int, weights: str | None,
+        config_hash: str, lora_scale: float | None,
     ) -> None:  # fmt: skip
         self.run, self.data, self.store, self.screen = run, data, store, screen
         self.output, self.lead, self.steps, self.seed = output, lead, steps, seed
@@ -70,7 +71,7 @@ class Training:
         }
         # Read on the host: asking the schedule in the loop would queue behind the step.
         self.learning_rates = np.asarray(jax.vmap(run.schedule)(jnp.arange(steps)))
-        self.stop, self.agree, self.sample = stop, Agreement(self.layout.mesh), sample
+        self.stop, self.agree, self.sample, self.weights = stop, Agreement(self.layout.mesh), sample, weights
         self.state: TrainState
         self.at = 0
         self.resumed: int | None = None
@@ -278,6 +279,7 @@ class Training:
     def _banner(self) -> str:
         return banner(
             self.layout,
+            weights=self.weights,
             corpus=self.data.opened.description,
             batch=self.batch_size,
             tokens=self.tokens_per_step,

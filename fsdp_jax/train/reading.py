@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import jax
 
-from fsdp_jax.data import Loader, Opened, eval_batches, make_loader, open_examples
+from fsdp_jax.data import Loader, Opened, eval_batches, load_tokenizer, make_loader, open_examples
 from fsdp_jax.data.loader import Batch
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.initial import tokenizer_beside
@@ -56,7 +57,11 @@ def open_data(settings: DataConfig, run: Run, weights: str | None, *, seed: int,
 
     """
     task, rows = run.family.task, jax.tree.leaves(run.batch)[0].shape[0]
-    beside = None if settings.kind == "tokens" else tokenizer_beside(weights)
+    beside = None if task == "images" else tokenizer_beside(weights)
+    given = settings.tokenizer or (None if settings.kind == "tokens" else beside)
+    if weights is not None and given is None and task != "images" and settings.kind != "tokens":
+        what, fix = "no tokenizer beside the weights", "the tokenizer.json that they were trained with, or bytes if so"
+        raise ConfigError(message(what, where="data.tokenizer", got=weights, fix=fix))
     opened = open_examples(
         settings.kind,
         sequence_length=settings.sequence_length,
@@ -64,7 +69,7 @@ def open_data(settings: DataConfig, run: Run, weights: str | None, *, seed: int,
         path=settings.path,
         split=settings.split,
         field=settings.field,
-        tokenizer=settings.tokenizer or beside,
+        tokenizer=given,
         vocab_size=getattr(run.shape, "vocab_size", None),
         held_out=settings.held_out,
         apart=settings.packing,
@@ -73,6 +78,7 @@ def open_data(settings: DataConfig, run: Run, weights: str | None, *, seed: int,
         seed=seed,
         **_of_images(run),
     )
+    _check_tokenizer(opened, beside)
     _check_rows(opened, run)
     share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     loader = make_loader(opened.train, global_batch_size=rows, seed=seed, **share)
@@ -84,6 +90,17 @@ def open_data(settings: DataConfig, run: Run, weights: str | None, *, seed: int,
 def _of_images(run: Run) -> dict[str, int]:
     """What drawn images shall be like, or labels at most."""
     return {} if run.family.task != "images" else {"image_size": run.shape.image_size, "classes": run.shape.classes}
+
+
+def _check_tokenizer(opened: Opened, beside: str | None) -> None:
+    """Weights know the tokens of their own tokenizer alone."""
+    if beside is None:
+        return
+    own = load_tokenizer(Path(beside).expanduser())
+    if opened.tokenizer is not None and opened.tokenizer.digest != own.digest:
+        what, got = "another tokenizer than the weights were trained with", opened.tokenizer.name
+        fix = "leave data.tokenizer out, or tokenize with theirs; if this one is meant, put it beside the weights"
+        raise ConfigError(message(what, where="data.tokenizer", expected=own.name, got=got, fix=fix))
 
 
 def _check_rows(opened: Opened, run: Run) -> None:

@@ -100,6 +100,9 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
     _check_attention(config.model, family, config.data.sequence_length)
     shape = make_shape(config.model, config.data, weights_shape(config.model.weights))
     make, frozen = make_model(config.model, config.lora, family, shape, mesh.devices.flat[0].platform)
+    if precision.frozen is not None and not frozen:
+        fix = "leave it out, or say what is frozen: model.frozen, lora.rank"
+        raise ConfigError(message("it would be ignored", where="precision.frozen", got=precision.frozen, fix=fix))
     schedule = make_schedule(config.optimizer, train.steps)
     sharded = fully_shard(
         make,
@@ -114,6 +117,9 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         prefetch=config.prefetch,
         frozen=frozen,
     )
+    if not any(leaf.trainable for leaf in sharded.layout.by_path.values()):
+        fix = "leave some parameters out of model.frozen"
+        raise ConfigError(message("nothing is trained", where="model.frozen", got=", ".join(frozen), fix=fix))
     loss = make_loss(family, train.loss_chunk)
     step = sharded.train_step(
         partial(loss, train=True),
@@ -144,6 +150,9 @@ def make_model(
         return family.make(shape, rngs=rngs, attention=attention)
 
     if lora.rank is None:
+        if lora != LoraConfig():
+            fix = "set lora.rank, or leave the others out"
+            raise ConfigError(message("adapters without a rank", where="lora", got=lora, fix=fix))
         return make, model.frozen
     if model.frozen:
         got, fix = "model.frozen and lora.rank", "leave model.frozen out: lora.trained says what is trained beside it"
@@ -166,7 +175,10 @@ def _check_attention(model: ModelConfig, family: Family, length: int) -> None:
     if model.family == "t5" and kind == "flash":
         got, fix = "flash, which adds no bias to the scores, as T5 does", "use blockwise or cudnn"
         raise ConfigError(message("no such kernel for this family", where=where, got=got, fix=fix))
-    if kind == "flash" and family.task == "text" and length % TILE:
+    if kind == "flash" and family.task == "images":
+        got, fix = f"flash, which takes multiples of {TILE} positions; images have a class token more", "use blockwise"
+        raise ConfigError(message("no such kernel for this family", where=where, got=got, fix=fix))
+    if kind == "flash" and length % TILE:
         fix = f"use {max(TILE, length // TILE * TILE)}, or model.attention blockwise"
         what, expected = "the sequence does not divide into blocks", f"a multiple of {TILE}, for flash attention"
         raise ConfigError(message(what, where="data.sequence_length", expected=expected, got=length, fix=fix))

@@ -1,6 +1,5 @@
 """What a trained model says: shown at the end of a run, from the beginning of what was held out."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 from fsdp_jax.api import Sharded
 from fsdp_jax.data import Examples, Tokenizer
 from fsdp_jax.data.examples import Row
-from fsdp_jax.models import Task, answer, sample, to_floats
+from fsdp_jax.models import Task, answer, sample
 from fsdp_jax.state import TrainState
 
 PROMPT = 64  # tokens of plain text that a sample goes on from
@@ -22,6 +21,8 @@ def make_sample(
     window: int, seed: int,
 ) -> str:  # fmt: skip
     """Text of at most `length` tokens, or predictions for a few images.
+
+    A model with an encoder writes no more than the targets that it is trained on.
 
     Args:
         sharded: the model.
@@ -39,16 +40,18 @@ def make_sample(
     assert tokenizer is not None, "text has one"
     row = examples[0]
     settings: dict[str, Any] = {"temperature": TEMPERATURE, "key": jax.random.key(seed)}
-    run: Callable[..., Any]
     if task == "text to text":
-        given, run = (
-            row["inputs"][row["inputs_mask"] > 0],
-            lambda model, given: answer(model, given, length, **settings),
-        )
+        given, longest = row["inputs"][row["inputs_mask"] > 0], min(length, len(row["targets"]))
+
+        def write(model: Any, given: jax.Array) -> jax.Array:
+            return answer(model, given, longest, **settings)
     else:
         given = prompt_of(row)
-        run = lambda model, given: sample(model, given, length, window=window, **settings)  # noqa: E731
-    written: np.ndarray = np.asarray(sharded.apply(run)(state, given))
+
+        def write(model: Any, given: jax.Array) -> jax.Array:
+            return sample(model, given, length, window=window, **settings)
+
+    written: np.ndarray = np.asarray(sharded.apply(write)(state, given))
     if task == "text":
         written = written[len(given) :]
     if tokenizer.end in written:
@@ -67,7 +70,7 @@ def prompt_of(row: Row) -> np.ndarray:
 
 def _predictions(sharded: Sharded, state: TrainState, rows: list[Row]) -> str:
     images, labels = (np.stack([row[name] for row in rows]) for name in ("images", "labels"))
-    found: np.ndarray = np.asarray(sharded.apply(lambda model, x: model(to_floats(x)).argmax(-1))(state, images))
+    found: np.ndarray = np.asarray(sharded.apply(lambda model, x: model(x).argmax(-1))(state, images))
     lines = [("class    ", labels), ("predicted", found)]
     table = "\n".join(f"{name} {' '.join(f'{label:>3}' for label in values)}" for name, values in lines)
     return f"{table}\n{int((found == labels).sum())} of {len(labels)} right"

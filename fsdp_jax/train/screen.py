@@ -85,11 +85,17 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def banner(layout: Layout, *, corpus: str, batch: int, tokens: int, checkpoints: str, resumed: int | None) -> str:
+def banner(
+    layout: Layout, *, weights: str | None, corpus: str, batch: int, tokens: int, checkpoints: str, resumed: int | None
+) -> str:
     """What a run is about to do."""
     devices = layout.mesh.devices.flatten()
     hosts = len({device.process_index for device in devices})
-    parameters = sum(leaf.bytes // leaf.dtype.itemsize for leaf in layout.by_path.values())
+    sizes = {path: leaf.bytes // leaf.dtype.itemsize for path, leaf in layout.by_path.items()}
+    parameters = sum(sizes.values())
+    trained = sum(size for path, size in sizes.items() if layout.by_path[path].trainable)
+    share = "" if trained == parameters else f", of which {trained:,} are trained ({100 * trained / parameters:.2g}%)"
+    origin = "random" if weights is None else weights
     mesh = " x ".join(f"{name}={size}" for name, size in shape_of(layout.mesh).items())
     whole = ", ".join(f"{leaf.path} {human_bytes(leaf.bytes)}" for leaf in largest_replicated(layout, 3))
     start = "starts at step 0" if resumed is None else f"resumes at step {resumed}"
@@ -97,7 +103,8 @@ def banner(layout: Layout, *, corpus: str, batch: int, tokens: int, checkpoints:
         "versions": f"fsdp_jax {fsdp_jax.__version__}, jax {jax.__version__}, flax {flax.__version__}, "
         f"python {sys.version.split()[0]}",
         "devices": f"{hosts} hosts x {len(devices) // hosts} {devices[0].device_kind}, mesh {mesh}",
-        "parameters": f"{parameters:,}",
+        "parameters": f"{parameters:,}{share}",
+        "weights": origin if resumed is None else f"of the checkpoint (the run started from {origin})",
         "state": layout.summary(),
         "replicated": whole or "nothing larger than a counter",
         "rules": _rules(layout),
@@ -117,11 +124,12 @@ def _rules(layout: Layout) -> str:
 
 
 def last_screen(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
-    """What is left when a run is done. `unit`: what the loss is per."""
+    """What is left when a run is done. `unit`: what the loss is per, a byte, a token or an image."""
     loss = "nothing is held out" if held_out is None else f"held-out loss {held_out:.4f} nats per {unit}"
     parts = [loss, f"memory per device, {layout.strategy.name}\n{totals_table(layout)}"]
     if sample is not None:
         shown = "".join(char if char.isprintable() or char == "\n" else " " for char in sample)  # no control codes
         text = "\n".join("  | " + line for line in shown.split("\n"))
-        parts.append(f"a sample that goes on from what is held out\n{text}")
+        head = "predictions for what is held out" if unit == "image" else "a sample that goes on from what is held out"
+        parts.append(f"{head}\n{text}")
     return "\n\n".join(parts)

@@ -111,7 +111,7 @@ def _of_weights(model: ModelConfig, family: Family, data: DataConfig, found: Any
             )
         )
     asked = {"preset": model.preset} | {name: getattr(model, name) for name in ("layers", "width", "heads")}
-    asked |= {name: getattr(model, name) for name in ("vocab_size", "classes")}
+    asked |= {"vocab_size": model.vocab_size}
     given = sorted(name for name, value in asked.items() if value is not None and value != getattr(found, name, None))
     if given:
         got, fix = ", ".join(f"model.{name} {asked[name]}" for name in given), "leave them out"
@@ -124,6 +124,8 @@ def _of_weights(model: ModelConfig, family: Family, data: DataConfig, found: Any
     changes: dict[str, Any] = {"scan_layers": model.scan_layers}
     if family.task == "text to text":
         changes |= lengths(family, data)
+    if model.classes is not None:  # a new head: see `initial_params`
+        changes |= {"classes": model.classes}
     if model.dropout:
         changes |= {"dropout": _fields(model, family)["dropout"]}
     return dataclasses.replace(found, **changes)

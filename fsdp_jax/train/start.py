@@ -1,16 +1,18 @@
 """Starts a run: joins the cluster, takes the lease on the output directory, and hands plain objects to the loop."""
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.inspect import layout_json
 from fsdp_jax.launch import is_lead, join_cluster, leave_cluster
 from fsdp_jax.processes import anywhere
-from fsdp_jax.train.config import digest, dump
+from fsdp_jax.train.config import digest, dump, flat, load
 from fsdp_jax.train.exchange import write_model
 from fsdp_jax.train.initial import initial_params
 from fsdp_jax.train.keys import Config
@@ -20,6 +22,8 @@ from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.run import build, lora_scale, start_devices
 from fsdp_jax.train.screen import Screen
 from fsdp_jax.train.stop import StopSignal
+
+T = TypeVar("T")
 
 
 def train(config: Config) -> int:
@@ -37,7 +41,8 @@ def _train(config: Config) -> int:
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         run = build(config)
-        data = open_data(config.data, run, config.model.weights, seed=settings.seed, eval_limit=settings.eval_batches)
+        reading = partial(open_data, config.data, run, config.model.weights)
+        data = _together("the data", lambda: reading(seed=settings.seed, eval_limit=settings.eval_batches))
         stack.callback(data.loader.close)
         _take(output, stack)
         store = stack.enter_context(
@@ -55,7 +60,7 @@ def _train(config: Config) -> int:
             output=output, lead=is_lead(), steps=settings.steps, seed=settings.seed, log_every=settings.log_every,
             eval_every=settings.eval_every, save_every=checkpoint.every,
             save_seconds=None if minutes is None else 60 * minutes, sample=settings.sample,
-            config_hash=digest(config), lora_scale=lora_scale(config.lora),
+            weights=config.model.weights, config_hash=digest(config), lora_scale=lora_scale(config.lora),
         )  # fmt: skip
         resuming = Resuming(
             store,
@@ -66,7 +71,9 @@ def _train(config: Config) -> int:
             verify=checkpoint.verify,
             allow_cast=checkpoint.allow_cast,
         )
-        training.resume(resuming, partial(initial_params, config.model.weights, run.sharded, run.shape))
+        weights = partial(initial_params, config.model.weights, run.sharded, run.shape, verify=checkpoint.verify)
+        training.resume(resuming, lambda: _together("the weights", weights))
+        _say_changes(output / "config.yaml", config, screen.say)
         if is_lead():  # after resuming: a directory that is refused stays as it was
             (output / "config.yaml").write_text(dump(config))
             write_model(output, run.shape, data.opened.tokenizer)
@@ -74,15 +81,40 @@ def _train(config: Config) -> int:
         return training.train()
 
 
+def _say_changes(file: Path, config: Config, say: Callable[[str], None]) -> None:
+    """Which keys are not what they were when the run last started."""
+    if not file.is_file():
+        return
+    try:
+        before = dict(flat(load(file)))
+    except ConfigError:  # of another release
+        return say(f"note: {file} is not of this release, so what has changed is not known")
+    changed = [f"{key} {before[key]} -> {value}" for key, value in flat(config) if value != before[key]]
+    if changed:
+        say(f"changed since the run last started: {', '.join(changed)}")
+
+
+def _together(what: str, action: Callable[[], T]) -> T:
+    """Runs an action in every process; where it fails in one, all end, and none waits for it."""
+    done: list[T] = []
+    failure = None
+    try:
+        done.append(action())
+    except Exception as error:  # whatever it is, the others must hear of it
+        failure = error
+    if anywhere(failure is not None):
+        raise failure or ConfigError(message(f"{what} could not be read, in another process", where=what))
+    return done[0]
+
+
 def _take(output: Path, stack: ExitStack) -> None:
     """Process 0 takes the lease; if it cannot, every process says so and ends, none waits."""
-    refusal = None
-    if is_lead():
-        try:
-            stack.enter_context(Lease(output))
-        except ConfigError as error:
-            refusal = error
-        except OSError as error:
-            refusal = ConfigError(message("the output directory cannot be used", where="output", got=error))
-    if anywhere(refusal is not None):
-        raise refusal or ConfigError(message("process 0 could not take the output directory", where="output"))
+
+    def take() -> None:
+        if is_lead():
+            try:
+                stack.enter_context(Lease(output))
+            except OSError as error:
+                raise ConfigError(message("the output directory cannot be used", where="output", got=error)) from error
+
+    _together("the output directory", take)

@@ -2,7 +2,7 @@
 
 from fsdp_jax.checkpoint.writing import Exported
 from fsdp_jax.weights.exporting import Source, export_weights, from_arrays, from_store
-from fsdp_jax.weights.families import EXCHANGED, config_json, read_config, table_of
+from fsdp_jax.weights.families import EXCHANGED, config_files, config_json, read_config, table_of, token_ids
 from fsdp_jax.weights.importing import import_weights
 from fsdp_jax.weights.table import Entry, Table
 
@@ -12,6 +12,7 @@ __all__ = [
     "Exported",
     "Source",
     "Table",
+    "config_files",
     "config_json",
     "export_weights",
     "from_arrays",
@@ -19,4 +20,5 @@ __all__ = [
     "import_weights",
     "read_config",
     "table_of",
+    "token_ids",
 ]

@@ -7,7 +7,8 @@ from typing import Any
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.models.cait import CaiTConfig
-from fsdp_jax.weights.keys import Json, refuse
+from fsdp_jax.models.vision import CHANNELS, IMAGENET_MEAN, IMAGENET_STD
+from fsdp_jax.weights.keys import Json, colours, refuse
 from fsdp_jax.weights.table import Entry, Table, linear, norm, patches, stacked
 
 ENDS = [
@@ -39,6 +40,7 @@ ARGUMENTS = ("img_size", "embed_dim", "depth", "num_heads", "init_values")  # of
 DEFAULTS = {"patch_size": 16, "mlp_ratio": 4.0, "mlp_ratio_token_only": 4.0, "depth_token_only": 2, "num_classes": 1000}
 FIXED = {"global_pool": ("token",), "in_chans": (3,), "qkv_bias": (True,)}
 HARMLESS = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")  # of training
+EPSILON = 1e-6  # of all norms; timm has no argument for it
 KNOWN = ("architecture", "num_classes", "num_features", "global_pool", "model_args", "pretrained_cfg")
 
 
@@ -78,15 +80,23 @@ def read(found: Json, where: object) -> CaiTConfig:
     if sizes["mlp_ratio"] != sizes["mlp_ratio_token_only"]:
         lines.append("mlp_ratio: is not implemented where mlp_ratio_token_only differs from it")
     refuse(lines, where)
+    given_colours = colours(found.get("pretrained_cfg") or {}, {"mean": "mean", "std": "std"}, where)
     return CaiTConfig(
         image_size=sizes["img_size"], patch=sizes["patch_size"], classes=sizes["num_classes"], layers=sizes["depth"],
         class_layers=sizes["depth_token_only"], width=sizes["embed_dim"], heads=sizes["num_heads"],
         hidden=int(sizes["embed_dim"] * sizes["mlp_ratio"]), layer_scale=sizes["init_values"],
+        norm_epsilon=EPSILON, mean=given_colours.get("mean", IMAGENET_MEAN), std=given_colours.get("std", IMAGENET_STD),
     )  # fmt: skip
 
 
 def write(config: CaiTConfig) -> Json:
-    """For `config.json`: the architecture that it is, or the smallest with all that differs from it."""
+    """For `config.json`: the architecture that it is, or the smallest with all that differs from it.
+
+    Raises ConfigError where timm cannot compute it.
+    """
+    if config.norm_epsilon != EPSILON:
+        what, got = "an epsilon that timm has no argument for", config.norm_epsilon
+        raise ConfigError(message(what, where="CaiTConfig.norm_epsilon", expected=EPSILON, got=got))
     sizes = (config.image_size, config.width, config.layers, config.heads, config.initial_scale)
     named = next((name for name, each in ARCHITECTURES.items() if each == sizes), None)
     more: dict[str, Any] = {"patch_size": config.patch, "depth_token_only": config.class_layers}
@@ -97,4 +107,9 @@ def write(config: CaiTConfig) -> Json:
     return {
         "architecture": named or next(iter(ARCHITECTURES)), "num_classes": config.classes,
         "num_features": config.width, "global_pool": "token", "model_args": given,
+        "pretrained_cfg": {
+            "input_size": [CHANNELS, config.image_size, config.image_size], "fixed_input_size": True,
+            "mean": list(config.mean), "std": list(config.std), "num_classes": config.classes,
+            "first_conv": "patch_embed.proj", "classifier": "head",
+        },
     }  # fmt: skip

@@ -1,6 +1,5 @@
 """Weights under the names that others give them: from a checkpoint, or from the arrays of a model that is running."""
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from fsdp_jax.checkpoint.tensors import Box
 from fsdp_jax.checkpoint.writing import Exported, Outline, exported_dtype, write_weights
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.tree import PyTree
-from fsdp_jax.weights.families import config_json, table_of
-from fsdp_jax.weights.keys import CONFIG
+from fsdp_jax.weights.families import config_files, table_of
+from fsdp_jax.weights.keys import Tokens
 
 FILE_BYTES = 5_000_000_000  # of tensors in one file
-TOKENIZER = "tokenizer.json"
-Change = Callable[[str, Any], Any]
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+Change = Callable[[str, Box, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,8 @@ def from_store(store: CheckpointStore, step: int) -> Source:
 
 def export_weights(
     source: Source, config: Any, folder: str | os.PathLike[str], *, dtype: str | None = "float32",
-    file_bytes: int = FILE_BYTES, tokenizer: str | os.PathLike[str] | None = None, change: Change | None = None,
+    file_bytes: int = FILE_BYTES, tokenizer: str | os.PathLike[str] | None = None, tokens: Tokens | None = None,
+    change: Change | None = None,
 ) -> Exported:  # fmt: skip
     """Writes a new folder that `from_pretrained` loads: safetensors in Hugging Face's layout, and `config.json`.
 
@@ -67,15 +67,18 @@ def export_weights(
         source: `from_store(store, step)` or `from_arrays(state.params)`.
         config: GPTConfig, LlamaConfig, T5Config, ViTConfig or CaiTConfig: the model's.
         folder: to be made; it appears under its name when all of it is written.
-        dtype: of the floating-point tensors; None leaves each as it is.
+        dtype: of the floating-point tensors; None leaves each as it is. Each is rounded to it once.
         file_bytes: tensors of one file; a larger tensor gets a file of its own. Host memory does not depend on it: it
             takes one array of the source and one tensor.
-        tokenizer: a `tokenizer.json`, or a folder with one, that is copied.
-        change: (path, the whole array) -> the array to write in its place, of the same shape: merges an adapter.
+        tokenizer: a `tokenizer.json`, or a folder with one, that is copied, and the `tokenizer_config.json` beside it.
+        tokens: ids for `config.json`, by name: `{"bos_token_id": 1, "eos_token_id": 2}`. What is not given is null.
+        change: (path, box of the array, the values in it) -> the values to write in their place, of the same shape and
+            any floating-point dtype: merges an adapter. A box is what becomes one tensor: of stacked layers, one.
 
     Raises:
         ConfigError: the folder is there already, the dtype is none of float32, bfloat16, float16, there is no such
-            tokenizer, or parameters and tensors do not fit each other: all at once, by our names and theirs.
+            tokenizer, tokens are not the model's, or parameters and tensors do not fit each other: all at once, by our
+            names and theirs.
         CheckpointError, DamageError: it cannot be written, or the source cannot be read; nothing of it is left.
 
     """
@@ -90,10 +93,9 @@ def export_weights(
     refuse_misfits("export_weights", lines)
     dtypes = {path: exported_dtype(np.dtype(leaf.dtype), dtype, "dtype") for path, leaf in source.leaves.items()}
     outlines = [Outline(piece.name, piece.shape, dtypes[path]) for path, each in pieces.items() for piece in each]
-    described = config_json(config, dtype=max(dtypes.values(), key=lambda each: each.itemsize).name)
-    others = {CONFIG: (json.dumps(described, indent=2) + "\n").encode()}
+    others = config_files(config, dtype=max(dtypes.values(), key=lambda each: each.itemsize).name, tokens=tokens)
     if tokenizer is not None:
-        others[TOKENIZER] = _tokenizer(Path(tokenizer))
+        others |= _tokenizer(Path(tokenizer))
     return write_weights(
         folder, outlines, _values(source, pieces, change), file_bytes=file_bytes, metadata={"format": "pt"},
         others=others,
@@ -103,13 +105,13 @@ def export_weights(
 def _values(source: Source, pieces: Mapping[str, Sequence[Piece]], change: Change | None) -> Iterator[np.ndarray]:
     """Every tensor in order; an array is held until its last one is written."""
     for path, array in source.read(list(pieces)):
-        changed = array if change is None else change(path, array)
-        if changed.shape != array.shape:
-            got = f"{describe(array)} to {describe(changed)}"
-            raise ConfigError(message("an array that another replaces keeps its shape", where=path, got=got))
-        del array
         for piece in pieces[path]:
-            yield piece.to_theirs(_on_host(changed, piece.box))
+            values = _on_host(array, piece.box)
+            changed = values if change is None else change(path, piece.box, values)
+            if changed.shape != values.shape:
+                got = f"{describe(values)} to {describe(changed)}"
+                raise ConfigError(message("values that others replace keep their shape", where=path, got=got))
+            yield piece.to_theirs(changed)
 
 
 def _on_host(array: Any, box: Box) -> np.ndarray:
@@ -137,9 +139,10 @@ def _sliced(data: jax.Array, start: Sequence[int], sizes: tuple[int, ...]) -> ja
     return jax.lax.dynamic_slice(data, start, sizes)
 
 
-def _tokenizer(path: Path) -> bytes:
+def _tokenizer(path: Path) -> dict[str, bytes]:
     file = path / TOKENIZER if path.is_dir() else path
+    beside = file.with_name(SETTINGS)
     try:
-        return file.read_bytes()
+        return {TOKENIZER: file.read_bytes()} | ({SETTINGS: beside.read_bytes()} if beside.is_file() else {})
     except OSError as error:
         raise ConfigError(message("no tokenizer there", where=str(file), got=error)) from error

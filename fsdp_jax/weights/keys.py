@@ -4,6 +4,7 @@ A key that is none of these is refused, unless it is switched off (null, false, 
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,14 @@ from fsdp_jax.errors import ConfigError, did_you_mean, message
 
 Json = dict[str, Any]
 CONFIG = "config.json"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What says how a text begins, ends and is filled up; written, and read by whoever continues texts."""
+Tokens = Mapping[str, int | Sequence[int] | None]
 
 # What says where a model comes from, how it is to be initialised, trained or sampled, and in which form it is returned.
 HARMLESS = (
     "model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "_commit_hash",
-    "name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+    "name_or_path", *TOKENS, "sep_token_id", "decoder_start_token_id",
     "forced_bos_token_id", "forced_eos_token_id", "use_cache", "return_dict", "return_dict_in_generate",
     "output_hidden_states", "output_attentions", "output_scores", "id2label", "label2id", "problem_type",
     "finetuning_task", "task_specific_params", "tokenizer_class", "prefix", "chunk_size_feed_forward",
@@ -78,9 +82,9 @@ def refuse(lines: Sequence[str], where: object) -> None:
         raise ConfigError(message("a model that is not one of ours", where=str(where), got=got))
 
 
-def read_json(folder: Path) -> Json:
-    """The folder's `config.json`. Raises ConfigError."""
-    path = folder / CONFIG
+def read_json(folder: Path, name: str = CONFIG) -> Json:
+    """The folder's `config.json`, or another file of its kind. Raises ConfigError."""
+    path = folder / name
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -88,6 +92,18 @@ def read_json(folder: Path) -> Json:
     if not isinstance(found, dict):
         raise ConfigError(message("no configuration of a model", where=str(path), got=type(found).__name__))
     return found
+
+
+def colours(found: Json, keys: Mapping[str, str], where: object) -> dict[str, tuple[float, ...]]:
+    """{field: three numbers} of keys that are there, {key: field}. Raises ConfigError where they are none."""
+    given = {key: found[key] for key in keys if found.get(key) is not None}
+    refuse([f"{key}: {value} is not three numbers" for key, value in given.items() if not _three(value)], where)
+    return {keys[key]: tuple(map(float, value)) for key, value in given.items()}
+
+
+def _three(value: Any) -> bool:
+    numbers = isinstance(value, list) and all(isinstance(each, int | float) and math.isfinite(each) for each in value)
+    return numbers and len(value) == 3
 
 
 def unknown_kind(kind: object, known: Sequence[str], where: object) -> ConfigError:

@@ -100,5 +100,5 @@ def write(config: T5Config) -> Json:
     return KEYS.write(config) | {
         "num_decoder_layers": config.decoder_layers, "feed_forward_proj": GATED if config.gated else PLAIN,
         "tie_word_embeddings": config.tie_head, "n_positions": max(config.inputs_length, config.targets_length),
-        "eos_token_id": 1, "dropout_rate": config.dropout, "architectures": ["T5ForConditionalGeneration"],
+        "dropout_rate": config.dropout, "architectures": ["T5ForConditionalGeneration"],
     }  # fmt: skip

@@ -1,8 +1,12 @@
 """ViT as `ViTForImageClassification` saves it (google/vit-base-patch16-224)."""
 
+import math
+from pathlib import Path
+from typing import Any
+
 from fsdp_jax.models.vision import CHANNELS
 from fsdp_jax.models.vit import ViTConfig
-from fsdp_jax.weights.keys import Json, Keys, refuse
+from fsdp_jax.weights.keys import Json, Keys, colours, read_json, refuse
 from fsdp_jax.weights.table import Entry, Table, linear, norm, patches, stacked
 
 BLOCK = [
@@ -34,6 +38,8 @@ KEYS = Keys(
     derived=("num_labels",),
 )  # fmt: skip
 LABELS = 2  # where neither labels nor their number are given, as in transformers
+IMAGES = "preprocessor_config.json"
+PIXEL = 1 / 255  # what pixels are multiplied with before they are normalised
 
 
 def table(config: ViTConfig) -> Table:
@@ -73,3 +79,30 @@ def write(config: ViTConfig) -> Json:
         "hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": 0.0,
         "architectures": ["ViTForImageClassification"],
     }  # fmt: skip
+
+
+def read_images(folder: Path) -> dict[str, Any]:
+    """How the images are normalised, by `preprocessor_config.json`; nothing where there is none. Raises ConfigError."""
+    if not (folder / IMAGES).exists():
+        return {}
+    found, where = read_json(folder, IMAGES), folder / IMAGES
+    factor, lines = found.get("rescale_factor", PIXEL), []
+    if not isinstance(factor, int | float) or not math.isclose(factor, PIXEL, rel_tol=1e-6):
+        lines.append(f"rescale_factor: {factor} is not implemented, only 1 / 255")
+    if not found.get("do_rescale", True):
+        lines.append("do_rescale: false is not implemented, only true")
+    refuse(lines, where)
+    if not found.get("do_normalize", True):
+        return {"mean": (0.0,) * CHANNELS, "std": (1.0,) * CHANNELS}
+    return colours(found, {"image_mean": "mean", "image_std": "std"}, where)
+
+
+def write_images(config: ViTConfig) -> dict[str, Json]:
+    """{name: content} of the file that `read_images` reads."""
+    size = {"height": config.image_size, "width": config.image_size}
+    found = {
+        "image_processor_type": "ViTImageProcessor", "do_resize": True, "size": size, "resample": 2,  # bilinear
+        "do_rescale": True, "rescale_factor": PIXEL, "do_normalize": True, "image_mean": list(config.mean),
+        "image_std": list(config.std),
+    }  # fmt: skip
+    return {IMAGES: found}

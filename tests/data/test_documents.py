@@ -5,6 +5,7 @@ import hashlib
 import json
 import warnings
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -196,6 +197,34 @@ def test_datasets_are_read_from_files_and_folders(cache, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ConfigError, match=r"Not a dataset(?s:.*)\*\.json, \*\.jsonl, \*\.parquet"):
         read(dataset_documents(str(tmp_path / "a.txt")))
+
+
+def test_bytes_in_a_dataset_are_mended_or_passed_over_and_counted(cache, tmp_path):
+    import pyarrow
+
+    offsets, content = np.array([0, 1, 4], np.int32), b"ab\xffc"
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, *map(pyarrow.py_buffer, (offsets, content))])
+    lists = pyarrow.ListArray.from_arrays(np.array([0, 1, 2], np.int32), texts)
+    table = pyarrow.table({"text": texts, "lists": lists, "blob": pyarrow.array([b"one", b"\xfe"])})
+    with warnings.catch_warnings(action="ignore"):
+        cache.Dataset(table).save_to_disk(tmp_path / "saved")
+    name = str(tmp_path / "saved")
+    with pytest.raises(ConfigError, match=r"not UTF-8(?s:.*)row 2, field 'text'\n(?s:.*)byte 0xff at offset 1"):
+        read(dataset_documents(name))
+    assert read(dataset_documents(name, invalid="skip")) == (["a"], {"not UTF-8": 1})
+    mended = {"with invalid UTF-8 replaced": 1}
+    assert read(dataset_documents(name, invalid="replace")) == (["a", "b\ufffdc"], mended)
+    assert read(dataset_documents(name, field="blob", invalid="skip")) == (["one"], {"not UTF-8": 1})
+    with pytest.raises(ConfigError, match=r"not text(?s:.*)field 'lists'"):
+        read(dataset_documents(name, field="lists"))
+    with pytest.raises(ConfigError, match="error, replace, skip"):
+        dataset_documents(name, invalid="maybe")
+
+
+def test_what_a_file_has_wrong_is_said(cache, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "a\\ud800"}\n')
+    with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)surrogate"):
+        read(dataset_documents(str(tmp_path / "a.jsonl")))
 
 
 def test_a_dataset_that_is_not_there_is_explained(cache, monkeypatch):

@@ -19,6 +19,7 @@ from fsdp_jax.data.instructions import (
     load_instructions,
     pack,
 )
+from fsdp_jax.data.loader import eval_batches
 from fsdp_jax.data.tokenizer import Bytes
 from fsdp_jax.errors import ConfigError
 
@@ -134,6 +135,9 @@ def test_rows_are_full_enough_and_hold_each_index_once(lengths, room):
     assert sorted(at for row in rows for at in row) == list(range(len(lengths)))
     filled = [sum(lengths[at] for at in row) for row in rows]
     assert all(0 < total <= room for total in filled)
+    # the longest opens a row; the rows are in the order of what opens them
+    assert all(lengths[row[0]] == max(lengths[at] for at in row) for row in rows)
+    assert rows == sorted(rows)
     # best fit opens a row only for what fits no other: no two rows fit one
     assert all(a + b > room for at, a in enumerate(filled) for b in filled[at + 1 :])
     assert pack(lengths, room) == rows
@@ -142,6 +146,17 @@ def test_rows_are_full_enough_and_hold_each_index_once(lengths, room):
 def test_the_fullest_row_that_still_has_room_is_taken():
     assert pack([6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
     assert pack([7, 5, 3], 10) == [[0, 2], [1]]
+
+
+def test_the_first_rows_are_not_the_longest():
+    assert pack([3, 7, 8, 9], 10) == [[1, 0], [2], [3]]
+    rng = np.random.default_rng(0)
+    examples = PackedInstructions(pairs_of([(1, int(n)) for n in rng.integers(1, 40, 400)]), sequence_length=40)
+    (batch,) = eval_batches(examples, batch_size=len(examples) // 4, limit=1)
+    longest = [max(len(examples.pairs[at]) for at in row) for row in examples.rows]
+    first = longest[: len(batch["tokens"])]
+    assert abs(np.mean(first) - np.mean(longest)) < 2
+    assert not (np.diff(first) <= 0).all()
 
 
 def test_text_to_text_pads_prompts_and_answers():
@@ -201,12 +216,28 @@ def test_records_are_read_from_datasets(tmp_path, monkeypatch):
         ('{"instruction": "a", "input": [], "output": "b"}', r"line 1, field 'input'\n(?s:.*)a list"),
         ('{"instruction": "a", "output": ""}', r"no instructions(?s:.*)1 records \(1 without an answer\)"),
         ("", "no instructions(?s:.*)0 records"),
+        ('{"instruction": "\\ud800", "output": "a"}', r"not UTF-8(?s:.*)line 1, field 'instruction'"),
     ],
 )
 def test_records_that_are_none_are_explained(tmp_path, content, says):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=says):
         load_instructions(str(tmp_path / "a.jsonl"), Skipped())
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+def test_what_is_not_utf8_is_mended_or_passed_over_and_counted_once(tmp_path, ending):
+    half = {"instruction": "a\ud800", "input": "\ud800", "output": "\ud800"}
+    records = [half, {"instruction": "b", "output": "c"}]
+    file = tmp_path / f"a.{ending}"
+    file.write_text(json.dumps(records) if ending == "json" else "\n".join(map(json.dumps, records)))
+    found, skipped = Instruction("b", "", "c"), Skipped()
+    assert load_instructions(str(file), skipped, invalid="skip") == [found]
+    assert +skipped == {"not UTF-8": 1}
+    mended = Instruction("a\ufffd", "\ufffd", "\ufffd")
+    assert load_instructions(str(file), skipped, invalid="replace") == [mended, found]
+    with pytest.raises(ConfigError, match="error, replace, skip"):
+        load_instructions(str(file), skipped, invalid="maybe")
 
 
 def test_other_mistakes_are_explained(tmp_path):

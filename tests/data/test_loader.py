@@ -133,7 +133,10 @@ def test_without_repetition_every_process_gets_the_same_whole_batches():
             {"of": Windows(TOKENS, sequence_length=T, starts=np.array([0]))},
             "segments missing .saved.(?s:.*)segments True",
         ),
-        ({"of": DrawnImages(64, seed=1)}, "where: +images, first_image, image_seed, sequence_length, corpus_tokens"),
+        (
+            {"of": DrawnImages(64, seed=1)},
+            "where: +images, first_image, image_seed, image_side, sequence_length, corpus_tokens",
+        ),
     ],
 )
 def test_a_position_in_another_stream_is_refused(change, says):

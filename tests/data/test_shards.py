@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jax.data.documents import Documents, split_documents
-from fsdp_jax.data.shard_writer import tokenize
+from fsdp_jax.data.shard_writer import plan_of, tokenize
 from fsdp_jax.data.shards import PARTS, TokenShards
-from fsdp_jax.data.tokenizer import Bytes
+from fsdp_jax.data.tokenizer import Bytes, HuggingFace, train_bpe
 from fsdp_jax.data.windows import Windows, stream_of
 from fsdp_jax.errors import ConfigError
 
@@ -304,6 +305,24 @@ def test_a_tokenizer_that_was_exchanged_is_refused(split, bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(bpe.files["tokenizer.json"] + b"\n")
     with pytest.raises(ConfigError, match="not the one that encoded"):
         _ = TokenShards.open(tmp_path).tokenizer
+
+
+def test_an_end_that_was_changed_beside_the_shards_is_refused(split, tmp_path):
+    added = tokenizers.Tokenizer.from_str(train_bpe(["to be"] * 9, 260).files["tokenizer.json"].decode())
+    added.add_special_tokens(["<stop>"])
+    tokenize(split, HuggingFace(added.to_str().encode(), name="added"), tmp_path)
+    assert TokenShards.open(tmp_path).tokenizer.end == 0
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    with pytest.raises(ConfigError, match="not the one that encoded"):
+        _ = TokenShards.open(tmp_path).tokenizer
+
+
+def test_the_size_that_was_asked_for_is_found_before_and_after_it_is_done(split, bpe, tmp_path):
+    assert plan_of(tmp_path) is None
+    seen = []
+    tokenize(split, bpe, tmp_path, asked=1000, say=lambda _: seen.append(plan_of(tmp_path)))
+    assert [plan.asked for plan in [*seen, plan_of(tmp_path)]] == [1000] * 3
+    assert tokenize(split, bpe, tmp_path).plan.asked == 1000  # the same tokenizer, by its name
 
 
 def test_opening_and_reading_does_not_read_all_of_it(split, tmp_path):

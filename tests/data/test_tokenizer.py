@@ -113,12 +113,13 @@ def test_training_stops_at_the_vocabulary_or_where_nothing_repeats(bpe):
     assert train_bpe(["abcdefg"], 1000).vocab_size == 257
 
 
-def test_a_file_or_its_folder_is_loaded_with_the_digest_of_its_bytes(bpe, tmp_path):
+def test_a_file_or_its_folder_is_loaded_with_the_digest_of_its_bytes_and_its_end(bpe, tmp_path):
     for name, content in bpe.files.items():
         (tmp_path / name).write_bytes(content)
     for path in (tmp_path, tmp_path / FILE):
         loaded = load_tokenizer(path)
-        assert loaded.digest == bpe.digest == hashlib.sha256(bpe.files[FILE]).hexdigest()
+        expected = hashlib.sha256(bpe.files[FILE] + b'{"begin": [], "end": 0}').hexdigest()
+        assert loaded.digest == bpe.digest == expected
         np.testing.assert_array_equal(loaded.encode("The river"), bpe.encode("The river"))
     assert load_tokenizer("bytes").name == "bytes"
 
@@ -131,7 +132,10 @@ def test_the_settings_beside_it_name_the_end_and_travel_with_it():
         tokenizer = HuggingFace(content, name="words", settings=settings)
         assert tokenizer.end == 4
         assert tokenizer.files == {FILE: content, SETTINGS: settings}
-    assert HuggingFace(content, name="words", settings=b'{"eos_token": null}').end == 3
+    plain = HuggingFace(content, name="words")
+    unsaid = HuggingFace(content, name="words", settings=b'{"eos_token": null}')
+    assert unsaid.end == 3
+    assert tokenizer.digest != plain.digest == unsaid.digest  # another end is another tokenizer
 
 
 def test_t5s_sentinels_are_found_in_their_order():

@@ -116,6 +116,14 @@ def test_logits_are_those_of_numpy():
     np.testing.assert_allclose(model(images), expected, rtol=5e-4, atol=5e-4)
 
 
+def test_pixels_are_normalised_by_the_config():
+    images, (mean, std) = some_batch()["images"], ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    expected = ((images / 255 - np.array(mean)) / np.array(std)).astype(np.float32)
+    model = make(mean=mean, std=std)
+    np.testing.assert_allclose(model(images), make()(expected), rtol=1e-4, atol=1e-4)
+    assert np.abs(model(images) - make()(images)).max() > 0.1
+
+
 def test_the_class_token_reads_every_patch_and_changes_none():
     model, images = make(), some_images()
     before = model(images)
@@ -219,7 +227,7 @@ def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
         (lambda: preset("cait-tiny", patch=5), "image_size 32, patch 5"),
         (lambda: preset("cait-tiny", class_layers=0), "class_layers must be at least 1, got 0"),
         (lambda: preset("cait-tiny", layer_scale=0.0), "layer_scale must be above 0, got 0.0"),
-        (lambda: make()(jnp.zeros((1, 16, 16, 3))), r"expected images as floats \[B, 12, 12, 3\], got float32 \[1, 16"),
+        (lambda: make()(jnp.zeros((1, 16, 16, 3))), r"images as uint8 or floats \[B, 12, 12, 3\], got float32 \[1, 16"),
     ],
 )
 def test_mistakes_are_explained(call, says):

@@ -88,6 +88,20 @@ def test_logits_are_those_of_numpy():
     np.testing.assert_allclose(model(images), expected, rtol=2e-4, atol=2e-4)
 
 
+def test_pixels_are_normalised_by_the_config():
+    """Each colour by its own mean and deviation; floats are nobody's business but the caller's."""
+    images, mean, std = some_batch()["images"], (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
+    expected = ((images / 255 - np.array(mean)) / np.array(std)).astype(np.float32)
+    model = make(mean=mean, std=std)
+    np.testing.assert_allclose(model(images), make()(expected), rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(model(expected), make()(expected))
+    np.testing.assert_allclose(make()(images), make()(floats(images)), rtol=1e-4, atol=1e-4)
+    assert np.abs(model(images) - make()(images)).max() > 0.1
+    batch = {"images": images, "labels": some_batch()["labels"]}
+    by_hand = classification_loss(make(), batch | {"images": expected})[0]
+    np.testing.assert_allclose(classification_loss(model, batch)[0], by_hand, rtol=1e-4)
+
+
 def test_patches_are_a_convolution():
     model, images = make(), floats(some_batch()["images"])
     kernel, bias = model.patches.kernel[...], model.patches.bias[...]
@@ -208,8 +222,10 @@ def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
         (lambda: preset("vit-tiny", classes=0), "classes must be at least 1, got 0"),
         (lambda: preset("vit-tiny", norm_epsilon=0.0), "norm_epsilon must be above 0, got 0.0"),
         (lambda: preset("vit-tiny", dropout=1.0), "below 1, got 1.0"),
-        (lambda: make()(jnp.zeros((1, 8, 12, 3))), r"expected images as floats \[B, 12, 12, 3\], got float32 \[1, 8"),
-        (lambda: make()(jnp.zeros((1, 12, 12, 3), jnp.uint8)), r"got uint8 \[1, 12, 12, 3\]"),
+        (lambda: make()(jnp.zeros((1, 8, 12, 3))), r"images as uint8 or floats \[B, 12, 12, 3\], got float32 \[1, 8"),
+        (lambda: make()(jnp.zeros((1, 12, 12, 3), jnp.int32)), r"got int32 \[1, 12, 12, 3\]"),
+        (lambda: preset("vit-tiny", mean=(0.5,)), r"ViTConfig.mean must be 3 numbers, got \(0.5,\)"),
+        (lambda: preset("vit-tiny", std=(0.5, 0.0, 0.5)), r"ViTConfig.std must be above 0"),
     ],
 )
 def test_mistakes_are_explained(call, says):

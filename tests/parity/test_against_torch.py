@@ -160,6 +160,69 @@ def test_what_we_export_others_load(name, family, saved, tmp_path, request):
         assert torch.equal(family.torch_logits(model, batch), family.torch_logits(theirs, batch))
 
 
+PIXELS = np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), dtype=np.uint8)
+COLOURS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+def of_pixels(family, folder, tmp_path):
+    """(our logits of uint8 images, normalised as ImageNet's, and the folder that is exported)."""
+    config, sharded, state = laid_out(family, folder, optax.identity(), **COLOURS)
+    export_weights(from_arrays(state.params), config, tmp_path / "out")
+    return np.asarray(sharded.apply(lambda model, x: model(x))(state, PIXELS)), tmp_path / "out"
+
+
+def test_transformers_normalises_images_as_we_do(tmp_path):
+    family = FAMILIES["vit"]
+    family.make().save_pretrained(tmp_path / "in")
+    found, out = of_pixels(family, tmp_path / "in", tmp_path)
+    processor = transformers.models.vit.image_processing_pil_vit.ViTImageProcessorPil.from_pretrained(out)
+    images = processor(list(PIXELS), return_tensors="pt", input_data_format="channels_last")
+    with torch.no_grad():
+        expected = loaded("vit", out)(**images).logits
+    np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS)
+    processor.save_pretrained(tmp_path / "again")  # in the words of this version
+    again = tmp_path / "again" / "config.json"
+    again.write_bytes((out / "config.json").read_bytes())
+    assert read_config(tmp_path / "again") == read_config(out)
+
+
+def test_timm_normalises_images_as_we_do(timm, tmp_path):
+    family = cait_like(timm)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file(family.make().state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps({"architecture": "cait_xxs24_224", "num_classes": 11, "model_args": CAIT})
+    )
+    assert read_config(folder).mean == COLOURS["mean"], "timm's own, where it does not say"
+    found, out = of_pixels(family, folder, tmp_path)
+    model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+    colours = timm.data.resolve_model_data_config(model)
+    assert colours["input_size"] == (3, 32, 32)
+    mean, std = (torch.tensor(colours[each])[:, None, None] for each in ("mean", "std"))
+    with torch.no_grad():
+        expected = model((torch.from_numpy(PIXELS).permute(0, 3, 1, 2) / 255 - mean) / std)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS)
+
+
+@pytest.mark.parametrize(
+    ("name", "bos", "eos"), [("gpt2", None, None), ("llama", 3, 4), ("llama", None, [4, 5]), ("t5", None, 1)]
+)
+def test_how_text_ends_is_what_we_write(name, bos, eos, tmp_path):
+    """Where it is not known, no number of their own is taken."""
+    family = FAMILIES[name]
+    family.make().save_pretrained(tmp_path / "in")
+    config, _, state = laid_out(family, tmp_path / "in", optax.identity())
+    tokens = {} if eos is None else {"bos_token_id": bos, "eos_token_id": eos}
+    export_weights(from_arrays(state.params), config, tmp_path / "out", tokens=tokens)
+    model = loaded(name, tmp_path / "out")
+    for found in (model.config, model.generation_config):
+        assert (found.bos_token_id, found.eos_token_id) == (bos, eos)
+    given = torch.ones(1, 3, dtype=torch.long)
+    written = model.generate(given, attention_mask=given, max_new_tokens=4, pad_token_id=0, do_sample=False)
+    assert written.shape[1] > 1
+
+
 def test_training_goes_the_same_way(family, saved):
     _, folder = saved
     rate = lambda step: PEAK * jnp.minimum(1.0, (step + 1) / WARM)  # noqa: E731

@@ -93,6 +93,10 @@ def test_adapters_are_merged(run, imported, tmp_path, capsys):
     assert run("lora", *words[:-1], "16", "--train.steps", "5") == 2
     assert "LoRA's scale has changed since the checkpoint" in capsys.readouterr().err
     assert run("lora", *words, "--train.steps", "5") == 0  # goes on
+    shown = capsys.readouterr().out
+    assert "changed since the run last started: train.steps 3 -> 5" in shown
+    assert re.search(r"parameters: .* of which 3,072 are trained", shown)
+    assert f"of the checkpoint (the run started from {imported})" in shown
     after, before = exported(tmp_path / "lora", tmp_path / "out"), tensors(imported.parent / "gpt2")
     changed = {name for name in after if not np.array_equal(after[name], before[name])}
     assert changed == {name for name in after if re.search(r"attn\.c_\w+\.weight$", name)}
@@ -112,6 +116,13 @@ def test_adapters_are_merged(run, imported, tmp_path, capsys):
         (("--lora.rank", "99"), ["rank"]),
         (("--lora.rank", "2", "--lora.targets", "atn/"), ["atn/"]),
         (("--lora.rank", "2", "--model.frozen", "embed"), ["LoRA freezes all the rest"]),
+        (("--lora.alpha", "8"), ["adapters without a rank", "set lora.rank"]),
+        (("--precision.frozen", "bfloat16"), ["it would be ignored", "precision.frozen"]),
+        (
+            ("--data.tokenizer", "bytes"),
+            ["another tokenizer than the weights were trained with", "leave data.tokenizer out"],
+        ),
+        (("--model.frozen", "."), ["nothing is trained"]),
         (("--model.frozen", "embd"), ["pattern 'embd' matches no parameter"]),
         (("--model.scan_layers", "False"), ["the weights do not fit the model", "blocks/0/attn/out/bias: missing"]),
         (("--data.kind", "images"), ["family and data do not go together", "for gpt"]),
@@ -131,6 +142,16 @@ def test_a_tokenizer_that_the_model_has_no_rows_for(run, theirs, capsys):
     error = capsys.readouterr().err
     assert "300" in error
     assert "256" in error
+
+
+def test_weights_without_a_tokenizer_are_not_taken_for_bytes(run, theirs, tmp_path, capsys):
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((theirs / name).read_bytes())
+    assert run("bare", "--model.weights", str(folder), *SIZES) == 2
+    assert "no tokenizer beside the weights" in capsys.readouterr().err
+    assert run("bare", "--model.weights", str(folder), *SIZES, "--data.tokenizer", "bytes", "--train.steps", "1") == 0
 
 
 def test_imported_weights_are_no_run(run, imported, capsys):
@@ -159,7 +180,8 @@ def test_weights_that_do_not_fit_are_named_on_both_sides(theirs, tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["import"], "DIR is one path"),
+        (["import"], "fsdp-jax import gpt2 --to output/gpt2"),
+        (["import", "gpt2", "--too", "run"], "did you mean '--to'?"),
         (["import", "nowhere", "--to", "run"], "config.json"),
         (["import", "nowhere"], "--to is missing"),
         (["export", "nowhere", "--to", "out", "--format", "hugingface"], "did you mean 'huggingface'"),

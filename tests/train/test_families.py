@@ -14,7 +14,7 @@ NONE = ("--model.layers", "2", "--model.width", "None", "--model.heads", "None")
 def test_a_t5_learns_to_answer(run, tmp_path, capsys):
     words = ("--model.family", "t5", *NONE, "--units.classes", "T5EncoderBlock", "T5DecoderBlock")
     data = ("--data.kind", "instructions", "--data.sequence_length", "256", "--data.target_length", "64")
-    assert run("t5", *words, *data, "--train.steps", "4", "--train.sample", "5", "--prefetch", "pre") == 0
+    assert run("t5", *words, *data, "--train.steps", "4", "--train.sample", "400", "--prefetch", "pre") == 0
     found = [loss for _, loss, *_ in losses(tmp_path / "t5")]
     assert found[-1] < found[0]
     shown = capsys.readouterr().out
@@ -33,6 +33,12 @@ def test_images_are_told_apart(run, tmp_path, capsys, family, blocks):
     words = ("--model.family", family, *NONE, "--units.classes", *blocks, "--data.kind", "images")
     assert run(family, *words, "--train.steps", "4", "--train.sample", "1", "--train.global_batch_size", "16") == 0
     shown = capsys.readouterr().out
+    # with a new head, from the run and from what is exported of it
+    assert main(["export", str(tmp_path / family), "--to", str(tmp_path / "out"), "--format", "huggingface"]) == 0
+    for weights in (family, "out"):
+        new = ("--model.weights", str(tmp_path / weights), "--model.classes", "9", "--train.steps", "1")
+        layers = ("--model.layers", "None", "--model.frozen", "^(?!head)")
+        assert run(f"new-{weights}", *words, *layers, *new) == 0
     assert re.search(r"\| \d+ of 16 right", shown)
     assert "nats per image" in shown
     assert "drawn images: 50,000 of 32x32 in 8 classes" in shown
@@ -52,14 +58,36 @@ def test_token_shards_train_as_the_text_does(run, tmp_path, capsys):
     assert "8 documents" in capsys.readouterr().out
 
 
-def test_a_tokenizer_is_trained_once(tmp_path, capsys):
+@pytest.mark.parametrize(("asked", "got"), [(260, 260), (1000, 266)])
+def test_a_tokenizer_is_trained_once_and_of_one_size(tmp_path, capsys, asked, got):
     (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
-    words = ["tokenize", str(tmp_path / "text.txt"), "--to", str(tmp_path / "shards"), "--vocab-size", "280"]
+    words = ["tokenize", str(tmp_path / "text.txt"), "--to", str(tmp_path / "shards"), "--vocab-size"]
     for _ in range(2):
-        assert main(words) == 0
+        assert main([*words, str(asked)]) == 0
     shown, told = capsys.readouterr()
-    assert shown.count("280 tokens") == 2 or shown.count("(tokenizer") == 2
+    assert shown.count(f"(tokenizer bpe, {got} tokens)") == 2
     assert told.count("training a tokenizer") == 1
+    assert main([*words, str(asked - 1)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(rf"where: +--vocab-size\n +expected: +{asked}, as was asked(?s:.*)got: +{asked - 1}\n", error)
+    assert main([*words[:-1], "--tokenizer", str(tmp_path / "shards")]) == 0  # the same one, by its name
+
+
+def test_no_tokenizer_is_trained_for_shards_of_a_named_one(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
+    words = ["tokenize", str(tmp_path / "text.txt"), "--to", str(tmp_path / "shards")]
+    assert main([*words, "--tokenizer", "bytes"]) == 0
+    assert main([*words, "--vocab-size", "300"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"where: +--vocab-size\n +expected: +--tokenizer, as it was made with one", error)
+    assert "training" not in error
+
+
+@pytest.mark.parametrize(("name", "value"), [("field", "body"), ("invalid", "skip")])
+def test_what_tokenize_would_ignore_is_refused(tmp_path, capsys, name, value):
+    words = ["tokenize", "embedded", "--to", str(tmp_path / "shards"), "--tokenizer", "bytes", f"--{name}", value]
+    assert main(words) == 2
+    assert re.search(rf"{name} would be ignored\n +where: +--{name}\n +got: +{value}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +96,7 @@ def test_a_tokenizer_is_trained_once(tmp_path, capsys):
         (("--model.family", "vit"), ["family and data do not go together", "set data.kind to images"]),
         (("--model.family", "t5", "--model.attention", "flash"), ["adds no bias", "blockwise or cudnn"]),
         (("--model.family", "cait", "--data.kind", "images", "--model.attention", "flash"), ["mixes its heads"]),
+        (("--model.family", "vit", "--data.kind", "images", "--model.attention", "flash"), ["a class token more"]),
         (("--model.family", "t5", "--data.packing", "True"), ["packing would be ignored"]),
         (("--model.family", "vit", "--data.kind", "images", "--train.loss_chunk", "9"), ["chunks would be ignored"]),
         (("--model.family", "vit", "--data.kind", "images", "--model.classes", "5"), ["too few classes", "at least 8"]),

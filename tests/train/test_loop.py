@@ -180,13 +180,13 @@ def finish(*processes):
             process.kill()
 
 
-def cluster(run, name, *words):
-    """Two processes of four devices each."""
+def cluster(run, name, *words, own=((), ())):
+    """Two processes of four devices each; `own`: words of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = ("--train.devices", "4", "--cluster.coordinator", f"127.0.0.1:{port}", "--cluster.processes", "2")
-    return [command(run, name, *words, *flags, "--cluster.process", str(i)) for i in range(2)]
+    return [command(run, name, *words, *own[i], *flags, "--cluster.process", str(i)) for i in range(2)]
 
 
 @pytest.mark.long
@@ -197,6 +197,17 @@ def test_two_processes_train_like_one(run, uninterrupted, tmp_path):
     assert "loss" not in silent
     for expected, found in zip(uninterrupted, losses(tmp_path / "two"), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.long
+def test_what_one_process_cannot_read_ends_both(run, tmp_path):
+    (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
+    paths = [("--data.path", str(tmp_path / name)) for name in ("text.txt", "gone.txt")]
+    (first, told), (second, reason) = finish(*cluster(run, "two", "--data.kind", "text", own=paths))
+    assert (first, second) == (2, 2), told + reason
+    assert "the data could not be read, in another process" in told
+    assert "gone.txt" in reason
+    assert not (tmp_path / "two" / "checkpoints").exists()
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """`config.json`: read as published, written for others to read, and refused where it says what we do not compute."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,8 @@ from test_tables import PRESETS
 
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.models.llama import LlamaConfig, RopeScaling
-from fsdp_jax.weights import config_json, read_config
+from fsdp_jax.models.vision import HALF, IMAGENET_MEAN, IMAGENET_STD
+from fsdp_jax.weights import config_files, config_json, read_config
 
 GPT2 = {
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
@@ -79,10 +81,78 @@ def test_published_ones_are_the_presets(tmp_path, found, preset):
 
 
 def test_timm_names_an_architecture(tmp_path):
-    assert read(tmp_path, CAIT, layer_scale=None) == PRESETS["cait-xxs24-224"]
+    normalised = dataclasses.replace(PRESETS["cait-xxs24-224"], mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    assert read(tmp_path, CAIT, layer_scale=None) == normalised
     more = {"num_classes": 10, "model_args": {"img_size": 96, "depth": 3, "drop_rate": 0.1}}
     config = read(tmp_path, CAIT | more)
     assert (config.image_size, config.layers, config.classes, config.layer_scale) == (96, 3, 10, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("processor", "mean", "std"),
+    [
+        (None, HALF, HALF),
+        ({}, HALF, HALF),
+        ({"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}, IMAGENET_MEAN, IMAGENET_STD),
+        ({"image_mean": [0, 0, 0], "rescale_factor": 0.00392156862745098, "do_rescale": True}, (0.0,) * 3, HALF),
+        ({"image_mean": [0.1, 0.1, 0.1], "do_normalize": False}, (0.0,) * 3, (1.0,) * 3),
+    ],
+)
+def test_how_the_images_of_a_vit_are_normalised(tmp_path, processor, mean, std):
+    if processor is not None:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    config = read(tmp_path, VIT)
+    assert (config.mean, config.std) == (mean, std)
+    for name, content in config_files(config).items():
+        (tmp_path / name).write_bytes(content)
+    assert read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("processor", "said"),
+    [
+        ({"rescale_factor": 1 / 127.5}, "rescale_factor: 0.0078.* is not implemented, only 1 / 255"),
+        ({"do_rescale": False}, "do_rescale: false is not implemented"),
+        ({"image_mean": 0.5}, "image_mean: 0.5 is not three numbers"),
+        ({"image_std": [1, "2", 3]}, "image_std: .* is not three numbers"),
+        ({"image_std": [1, 0, 1]}, "std must be above 0"),
+        ([], r"no configuration[^$]*preprocessor_config"),
+    ],
+)
+def test_images_that_we_do_not_normalise_so(tmp_path, processor, said):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    with pytest.raises(ConfigError, match=said):
+        read(tmp_path, VIT)
+
+
+def test_timm_says_how_images_are_normalised(tmp_path):
+    config = read(tmp_path, CAIT | {"pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.1, 0.2, 0.3]}})
+    assert (config.mean, config.std) == (HALF, (0.1, 0.2, 0.3))
+    with pytest.raises(ConfigError, match="mean: 3 is not three numbers"):
+        read(tmp_path, CAIT | {"pretrained_cfg": {"mean": 3}})
+
+
+def test_an_epsilon_that_timm_would_forget():
+    with pytest.raises(ConfigError, match=r"norm_epsilon[^$]*1e-06[^$]*1e-05"):
+        config_json(dataclasses.replace(PRESETS["cait-tiny"], norm_epsilon=1e-5))
+
+
+def test_ids_of_tokens_are_written_as_given_and_never_guessed():
+    unknown = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    for name in ("gpt2", LLAMA31):
+        assert unknown.items() <= config_json(PRESETS[name]).items()
+        given = {"bos_token_id": 5, "eos_token_id": [6, 7]}
+        assert (unknown | given).items() <= config_json(PRESETS[name], tokens=given).items()
+    wanted = unknown | {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
+    assert wanted.items() <= config_json(PRESETS["t5-v1_1-base"], tokens={"eos_token_id": 1}).items()
+    for name, key, said in (
+        ("t5-v1_1-base", "pad_token_id", r"pad_token_id[^$]*expected: 0"),  # which our loss computes with
+        ("gpt2", "sep_token_id", "bos_token_id or eos_token_id or pad_token_id"),
+        ("vit-b16", "eos_token_id", "none, for vit"),
+        ("cait-tiny", "eos_token_id", "none, for cait"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            config_json(PRESETS[name], tokens={key: 3})
 
 
 def test_fields_are_replaced(tmp_path):

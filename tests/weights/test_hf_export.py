@@ -13,7 +13,7 @@ from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.checkpoint.tensors import INDEX
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.tree import flatten
-from fsdp_jax.weights import export_weights, exporting, from_arrays, from_store, import_weights, read_config
+from fsdp_jax.weights import export_weights, exporting, from_arrays, from_store, import_weights, read_config, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 
@@ -86,22 +86,28 @@ def test_arrays_change_on_their_way(tmp_path):
     with pytest.raises(ConfigError, match=r"ours blocks/attn/q/lora_a, float32\[3,32,4\]: no tensor is known for it"):
         export_weights(source, config, tmp_path / "out")
 
-    def merged(path, array):
+    sizes = set()
+
+    def merged(path, box, values):
+        assert values.shape == tuple(hi - lo for lo, hi in box)
         if path != "blocks/attn/q/kernel":
-            return array
+            return values
+        sizes.add(values.shape)
         (_, a), (_, b) = source.read(list(low))
-        return array + a @ b
+        layer = slice(*box[0])
+        return values + np.asarray(a[layer] @ b[layer])
 
     base = dataclasses.replace(source, leaves={path: leaf for path, leaf in source.leaves.items() if path not in low})
     export_weights(base, config, tmp_path / "out", change=merged)
+    assert sizes == {(1, 32, 32)}, "a layer at a time"
     found = read(tmp_path / "out")
     for at in range(3):
         name = f"model.layers.{at}.self_attn.q_proj.weight"
         added = (low["blocks/attn/q/lora_a"][at] @ low["blocks/attn/q/lora_b"][at]).T
         np.testing.assert_allclose(found.pop(name), tensors.pop(name) + added, rtol=1e-5, atol=1e-5)
     assert_bits(found, tensors)
-    with pytest.raises(ConfigError, match=r"keeps its shape[^$]*k/kernel[^$]*float32\[3,32,16\] to float32\[32,16\]"):
-        export_weights(base, config, tmp_path / "other", change=lambda path, array: array[0])
+    with pytest.raises(ConfigError, match=r"keep their shape[^$]*k/kernel[^$]*float32\[1,32,16\] to float32\[32,16\]"):
+        export_weights(base, config, tmp_path / "other", change=lambda path, box, values: values[0])
     assert not (tmp_path / "other").exists()
 
 
@@ -111,8 +117,41 @@ def test_a_tokenizer_comes_along(tmp_path):
     for at, given in enumerate((tmp_path, tmp_path / "tokenizer.json")):
         export_weights(from_arrays(params), config, tmp_path / f"out{at}", tokenizer=given)
         assert (tmp_path / f"out{at}" / "tokenizer.json").read_text() == "{}"
+        assert not (tmp_path / f"out{at}" / "tokenizer_config.json").exists()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    for at, given in enumerate((tmp_path, tmp_path / "tokenizer.json")):
+        export_weights(from_arrays(params), config, tmp_path / f"with{at}", tokenizer=given)
+        assert (tmp_path / f"with{at}" / "tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
     with pytest.raises(ConfigError, match=r"no tokenizer there[^$]*nowhere"):
         export_weights(from_arrays(params), config, tmp_path / "other", tokenizer=tmp_path / "nowhere")
+
+
+def test_how_text_ends_is_written(tmp_path):
+    config, params, _ = imported("llama", tmp_path / "in")
+    tokens = {"bos_token_id": 90, "eos_token_id": [91, 92]}
+    export_weights(from_arrays(params), config, tmp_path / "out", tokens=tokens)
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: found[key] for key in found if key.endswith("token_id")} == tokens | {"pad_token_id": None}
+    assert token_ids(tmp_path / "out") == tokens
+    with pytest.raises(ConfigError, match=r"a token's id that cannot be[^$]*eos_id[^$]*eos_token_id"):
+        export_weights(from_arrays(params), config, tmp_path / "other", tokens={"eos_id": 3})
+
+
+def test_images_are_normalised_as_they_were(tmp_path):
+    """As transformers' processors have it beside the model, and timm within its `config.json`."""
+    mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+    for name in ("vit", "cait"):
+        config, params, _ = imported(name, tmp_path / f"{name}-in")
+        config = dataclasses.replace(config, mean=mean, std=std)
+        export_weights(from_arrays(params), config, tmp_path / name)
+        again = read_config(tmp_path / name)
+        assert (again.mean, again.std) == (mean, std)
+    found = json.loads((tmp_path / "vit" / "preprocessor_config.json").read_text())
+    assert (found["image_mean"], found["image_std"], found["size"]) == (
+        [0.1, 0.2, 0.3], [0.4, 0.5, 0.6], {"height": 16, "width": 16}
+    )  # fmt: skip
+    found = json.loads((tmp_path / "cait" / "config.json").read_text())["pretrained_cfg"]
+    assert (found["mean"], found["std"], found["input_size"]) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [3, 16, 16])
 
 
 def test_what_cannot_be_exported(tmp_path):

@@ -1,0 +1,187 @@
+"""Runs that are imported and exported: adapters merged exactly, how text ends, and an import that was killed."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny import folder_of, laid_out, target_of
+
+from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.data import load_tokenizer, train_bpe
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.train import exchange
+from fsdp_jax.train.exchange import export_model, import_run, write_model
+from fsdp_jax.tree import flatten, unflatten
+from fsdp_jax.weights import import_weights, token_ids
+
+pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
+
+LAYERS, WIDTH, HIDDEN, RANK, SCALE = 3, 32, 48, 4, 0.02  # of the small Llama, and of its adapters
+
+
+def adapted_run(run, *, scan_layers=True):
+    """(kernels [I, O], adapters) by layer and name, of a run whose frozen kernels are in bfloat16."""
+    path, _ = folder_of("llama", run.parent / "theirs")
+    config, _ = laid_out("llama", scan_layers=scan_layers)
+    params = flatten(import_weights(path, target_of("llama", "bfloat16", scan_layers=scan_layers), config))
+    draw, added = np.random.default_rng(0), {}
+    for at in sorted(path.removesuffix("/kernel") for path in params if path.endswith(("q/kernel", "down/kernel"))):
+        *stack, inputs, outputs = params[f"{at}/kernel"].shape
+        added[f"{at}/lora_a"] = draw.normal(size=(*stack, inputs, RANK)).astype(np.float32)
+        added[f"{at}/lora_b"] = draw.normal(size=(*stack, RANK, outputs)).astype(np.float32)
+    tree = unflatten(params | {path: jnp.asarray(value) for path, value in added.items()})
+    with CheckpointStore(run / "checkpoints") as store:
+        store.save(7, {"params": tree}, data={}, metadata={"lora_scale": SCALE})
+    write_model(run, config, None)
+    return params, added
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_adapters_of_kernels_in_bfloat16_are_not_rounded_away(tmp_path, scan_layers):
+    params, added = adapted_run(tmp_path / "run", scan_layers=scan_layers)
+    outs = {dtype: tmp_path / str(dtype) for dtype in ("float32", "bfloat16", None)}
+    for dtype, out in outs.items():
+        export_model(tmp_path / "run", out, step=None, dtype=dtype)
+    found = {dtype: load_file(out / "model.safetensors") for dtype, out in outs.items()}
+    lost = 0
+    for layer in range(LAYERS):
+        for ours, theirs in (("attn/q", "self_attn.q_proj"), ("mlp/down", "mlp.down_proj")):
+            at = f"blocks/{ours}" if scan_layers else f"blocks/{layer}/{ours}"
+            kernel, a, b = (
+                np.asarray((params | added)[f"{at}/{name}"]).astype(np.float64)
+                for name in ("kernel", "lora_a", "lora_b")
+            )
+            kernel, a, b = (x[layer] if scan_layers else x for x in (kernel, a, b))
+            exact, name = kernel + SCALE * a @ b, f"model.layers.{layer}.{theirs}.weight"
+            np.testing.assert_allclose(found["float32"][name].T, exact, rtol=1e-6, atol=1e-6)
+            for dtype in ("bfloat16", None):  # rounded once, from the same numbers
+                np.testing.assert_array_equal(found[dtype][name], found["float32"][name].astype(jnp.bfloat16))
+            lost += np.sum(kernel == found[None][name].astype(np.float32).T)
+    assert lost > 100, "what bfloat16 cannot hold"
+
+
+def test_a_merge_takes_a_layer_and_not_the_stack(tmp_path, monkeypatch):
+    adapted_run(tmp_path / "run")
+    shapes, reads, merge, read = [], [], exchange.merge, exchange.read_params
+    monkeypatch.setattr(exchange, "merge", lambda kernel, *more, **scale: (
+        shapes.append((kernel.dtype.name, kernel.shape)), merge(kernel, *more, **scale))[1])  # fmt: skip
+    monkeypatch.setattr(exchange, "read_params", lambda *given: (reads.extend(given[2]), read(*given))[1])
+    export_model(tmp_path / "run", tmp_path / "out", step=7, dtype="float32")
+    assert sorted(shapes) == LAYERS * [("float32", (1, WIDTH, WIDTH))] + LAYERS * [("float32", (1, HIDDEN, WIDTH))]
+    assert sum("lora" in path for path in reads) == 4, "each is read once"
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """A GPT-2 with a tokenizer whose settings name the token that ends a text."""
+    folder, _ = folder_of("gpt2", tmp_path / "theirs")
+    content = json.loads(train_bpe(["hello there, hello here"] * 9, 300).files["tokenizer.json"])
+    for token, name in ((1, "<s>"), (2, "</s>")):
+        content["added_tokens"].append({**content["added_tokens"][0], "id": 400 + token, "content": name})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return folder
+
+
+def test_how_text_ends_goes_along(theirs, tmp_path):
+    end = load_tokenizer(theirs).end
+    assert end not in (None, 0)
+    import_run(theirs, tmp_path / "run", dtype="float32")
+    export_model(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (found["eos_token_id"], found["bos_token_id"], found["pad_token_id"]) == (end, None, None)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (theirs / name).read_bytes()
+    # a run of before, whose config.json says nothing: the tokenizer beside it does
+    config = tmp_path / "run" / "config.json"
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if "token_id" not in k}))
+    export_model(tmp_path / "run", tmp_path / "again", step=None, dtype="float32")
+    assert token_ids(tmp_path / "again") == {"eos_token_id": end}
+
+
+def test_what_the_publisher_says_of_tokens_is_kept(theirs, tmp_path):
+    config = json.loads((theirs / "config.json").read_text())
+    tokens = {"bos_token_id": 90, "eos_token_id": [91, 92], "pad_token_id": 5}
+    (theirs / "config.json").write_text(json.dumps(config | tokens))
+    (theirs / "tokenizer.json").unlink()
+    import_run(theirs, tmp_path / "run", dtype="float32")
+    export_model(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
+    assert token_ids(tmp_path / "out") == tokens
+
+
+def test_images_have_no_tokens(tmp_path):
+    folder, _ = folder_of("vit", tmp_path / "theirs")
+    processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    import_run(folder, tmp_path / "run", dtype="float32")
+    export_model(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
+    found = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
+    assert processor.items() <= found.items()
+    assert "eos_token_id" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def killed(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["saving", "between", "writing"])
+def test_an_import_that_was_killed_is_begun_anew(theirs, tmp_path, monkeypatch, when):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        if when == "saving":
+            patch.setattr(CheckpointStore, "_seal", killed)
+        elif when == "between":
+            patch.setattr(exchange, "_write", killed)
+        else:
+            patch.setattr(exchange, "config_files", killed)
+        with pytest.raises(KeyboardInterrupt):
+            import_run(theirs, run, dtype="float32")
+    assert not (run / "config.json").exists()
+    (run / "lease.json").write_text("{}")  # which a killed process leaves
+    (run / "tokenizer.json.writing").write_text("{")
+    import_run(theirs, run, dtype="bfloat16")
+    export_model(run, tmp_path / "out", step=None, dtype=None)
+    assert load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"].dtype == jnp.bfloat16
+    with pytest.raises(ConfigError, match=r"holds something already[^$]*config\.json"):
+        import_run(theirs, run, dtype="float32")
+
+
+def test_what_is_no_import_stays(theirs, tmp_path):
+    for name, said in (
+        ("notes.txt", r"notes\.txt"),
+        ("config.json", r"config\.json"),
+        ("config.yaml", r"config\.yaml"),
+    ):
+        run = tmp_path / f"run-{name}"
+        run.mkdir()
+        (run / name).write_text("{}")
+        with pytest.raises(ConfigError, match=rf"holds something already[^$]*{said}"):
+            import_run(theirs, run, dtype="float32")
+    with CheckpointStore(tmp_path / "own" / "checkpoints") as store:
+        store.save(0, {"params": {"w": jax.device_put(1.0)}}, data={}, metadata={})
+    with pytest.raises(ConfigError, match=r"holds something already[^$]*checkpoints"):
+        import_run(theirs, tmp_path / "own", dtype="float32")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="not a directory"):
+        import_run(theirs, tmp_path / "file", dtype="float32")
+
+
+def test_a_dtype_is_looked_at_first(tmp_path):
+    for action in (import_run, lambda *given, dtype: export_model(*given, step=None, dtype=dtype)):
+        with pytest.raises(ConfigError, match=r"where:\s+--dtype[^$]*expected:\s+float32[^$]*int8"):
+            action(tmp_path / "nowhere", tmp_path / "out", dtype="int8")
+    with pytest.raises(ConfigError, match="--dtype"):
+        import_run(tmp_path / "nowhere", tmp_path / "out", dtype="float16")
+
+
+def test_home_is_where_it_is(theirs, tmp_path, monkeypatch):
+    monkeypatch.setitem(os.environ, "HOME", str(tmp_path))
+    import_run("~/theirs", "~/run", dtype="float32")
+    export_model("~/run", "~/out", step=None, dtype="float32")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    with pytest.raises(ConfigError, match="there already"):
+        export_model("~/run", "~/out", step=None, dtype="float32")
