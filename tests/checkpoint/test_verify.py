@@ -83,7 +83,7 @@ def test_an_export(run, capsys):
         (["verify", "RUN/checkpoints/10"], r"no checkpoint there[^$]*fix: +pass \S+\n$"),
         (["export", "RUN"], r"expected: --to DIR"),
         (["export", "RUN", "--to", "w", "--format", "pickle"], r"unknown format[^$]*safetensors"),
-        (["export", "RUN", "--to", "w", "--step", "two"], "not a step"),
+        (["export", "RUN", "--to", "w", "--step", "two"], "a whole number"),
         (["export", "RUN", "--to", "w", "--step", "3"], r"no such step[^$]*one of \[2, 10\]"),
         (["export", "RUN", "--to", "w", "--dtype", "int4"], "not a dtype to export"),
         (["export", "RUN", "--to", "RUN"], "there already"),

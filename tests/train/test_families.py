@@ -11,6 +11,7 @@ from fsdp_jax.cli import main
 NONE = ("--model.layers", "2", "--model.width", "None", "--model.heads", "None")
 
 
+@pytest.mark.long
 def test_a_t5_learns_to_answer(run, tmp_path, capsys):
     words = ("--model.family", "t5", *NONE, "--units.classes", "T5EncoderBlock", "T5DecoderBlock")
     data = ("--data.kind", "instructions", "--data.sequence_length", "256", "--data.target_length", "64")
@@ -22,12 +23,14 @@ def test_a_t5_learns_to_answer(run, tmp_path, capsys):
     assert records(tmp_path / "t5")[0]["tokens"] == 8 * (256 + 64)
 
 
+@pytest.mark.long
 def test_a_t5_restores_what_was_taken_out(run, tmp_path):
     words = ("--model.family", "t5", *NONE, "--units.classes", "T5EncoderBlock", "T5DecoderBlock")
     assert run("t5", *words, "--data.sequence_length", "64", "--data.target_length", "32", "--train.steps", "2") == 0
     assert np.isfinite([loss for _, loss, *_ in losses(tmp_path / "t5")]).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "blocks"), [("vit", ["ViTBlock"]), ("cait", ["CaiTBlock", "ClassAttentionBlock"])])
 def test_images_are_told_apart(run, tmp_path, capsys, family, blocks):
     words = ("--model.family", family, *NONE, "--units.classes", *blocks, "--data.kind", "images")
@@ -44,6 +47,7 @@ def test_images_are_told_apart(run, tmp_path, capsys, family, blocks):
     assert "drawn images: 50,000 of 32x32 in 8 classes" in shown
 
 
+@pytest.mark.long
 def test_token_shards_train_as_the_text_does(run, tmp_path, capsys):
     (tmp_path / "text").mkdir()
     for name in "abcdefgh":

@@ -24,6 +24,7 @@ IN_CONFIGS = {load(path).model.preset for path in CONFIGS.values()}
 OTHERS = [(name, preset) for name, each in FAMILIES.items() for preset in each.presets if preset not in IN_CONFIGS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_configuration_fits_where_it_says(name):
     plan = plan_of(load(CONFIGS[name]), parse_topology(PLANNED[name]), analytic=True)
