@@ -211,8 +211,11 @@ USES = {
 
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("option", OTHER)
-def test_what_would_be_ignored_is_refused(kind, option):
-    path = None if kind in ("embedded", "images") else "nowhere"
+def test_what_would_be_ignored_is_refused(tmp_path, monkeypatch, kind, option):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    record = {"text": "a text", "body": "another", "instruction": "say it", "input": "", "output": "it"}
+    (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n")  # here, or the hub would be asked for it
+    path = None if kind in ("embedded", "images") else str(tmp_path)
     key = "packing" if option == "apart" else option
     refusal = rf"{key} would be ignored\n +where: +data\.{key}\n +got: +{OTHER[option]}\n +fix: +leave it out"
     try:
