@@ -39,7 +39,7 @@ def test_a_program_is_kept_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"no gzip", gzip.compress(b"{", mtime=0), gzip.compress(json.dumps({"text": 1}).encode())]
+    "damage", [b"", b"no gzip", gzip.compress(b"{", mtime=0), gzip.compress(json.dumps({"text": 1}).encode(), mtime=0)]
 )
 def test_what_cannot_be_read_is_compiled_again(damage, tmp_path):
     path = tmp_path / "p.json.gz"
