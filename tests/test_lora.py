@@ -235,6 +235,7 @@ GPT_LORA = {scan: with_lora(gpt(scan), rank=4, alpha=8, targets=GPT_TARGETS) for
 LLAMA_LORA = with_lora(small_llama(), rank=4, targets=("attn/(q|v)$", "mlp/"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefetch", ["none", "pre"])
 @pytest.mark.parametrize("scan", [True, False])
 def test_it_trains_as_one_device_does(scan, prefetch):
@@ -283,6 +284,7 @@ def test_a_model_of_the_users_own_learns_and_is_merged():
     np.testing.assert_allclose(np.float32(found), np.float32(logits), rtol=2e-2, atol=0.1)  # its head is in bfloat16
 
 
+@pytest.mark.long
 def test_mixed_precision_keeps_what_is_trained_in_float32():
     make = with_lora(small_llama(), rank=4, targets=("attn/",))
     sharded = fsdp.fully_shard(
@@ -521,6 +523,7 @@ def test_paths_say_what_is_read_for_which_tensor():
 # Saved and loaded
 
 
+@pytest.mark.long
 def test_saved_restored_and_merged_tensor_by_tensor(tmp_path):
     make = with_lora(small_llama(), rank=4, alpha=8, targets=("attn/",))
     sharded = fsdp.fully_shard(

@@ -109,6 +109,7 @@ def numpy_forward(model: CaiT, image: np.ndarray) -> np.ndarray:
     return linear(norm(token[0], weights["norm"]), weights["head"])
 
 
+@pytest.mark.long
 def test_logits_are_those_of_numpy():
     model, images = make(), some_images()
     expected = np.stack([numpy_forward(model, image) for image in images])
@@ -124,6 +125,7 @@ def test_pixels_are_normalised_by_the_config():
     assert np.abs(model(images) - make()(images)).max() > 0.1
 
 
+@pytest.mark.long
 def test_the_class_token_reads_every_patch_and_changes_none():
     model, images = make(), some_images()
     before = model(images)

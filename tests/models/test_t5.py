@@ -283,6 +283,7 @@ def test_targets_of_weight_zero_may_be_any_number():
         np.testing.assert_allclose(text_to_text_loss(model, batch | {"targets": targets}), expected, rtol=1e-6)
 
 
+@pytest.mark.long
 @VERSIONS
 def test_the_loss_in_chunks_is_the_loss(version):
     graph, params, rest = nnx.split(make(**version), nnx.Param, ...)

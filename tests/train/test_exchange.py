@@ -12,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 from fsdp_jax.cli import main
 from fsdp_jax.data import train_bpe
 
+pytestmark = pytest.mark.long
+
 SIZES = ("--model.layers", "None", "--model.width", "None", "--model.heads", "None")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -57,7 +59,6 @@ def test_there_and_back(theirs, imported, tmp_path):
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.long
 def test_the_recipe_for_instructions(imported, tmp_path, capsys):
     """The configuration that is shipped, on weights that are imported, to a model that is exported."""
     words = ["--model.weights", str(imported), "--output", str(tmp_path / "tuned"), "--optimizer.learning_rate", "1e-3"]
@@ -74,14 +75,12 @@ def test_the_recipe_for_instructions(imported, tmp_path, capsys):
     assert not np.array_equal(after["transformer.wte.weight"], before["transformer.wte.weight"])
 
 
-@pytest.mark.long
 def test_a_folder_and_its_import_start_the_same_run(run, theirs, imported, tmp_path):
     for name, weights in (("folder", theirs), ("imported", imported)):
         assert run(name, "--model.weights", str(weights), *SIZES, "--train.steps", "2") == 0
     assert losses(tmp_path / "folder") == losses(tmp_path / "imported")
 
 
-@pytest.mark.long
 def test_what_is_frozen_stays(run, imported, tmp_path):
     words = ("--model.weights", str(imported), *SIZES, "--model.frozen", "^embed", "blocks/mlp", "--train.steps", "2")
     assert run("part", *words) == 0
@@ -90,7 +89,6 @@ def test_what_is_frozen_stays(run, imported, tmp_path):
     assert {name for name in after if "wte" in name or "mlp" in name} == same
 
 
-@pytest.mark.long
 def test_adapters_are_merged(run, imported, tmp_path, capsys):
     words = ("--model.weights", str(imported), *SIZES, "--lora.rank", "4", "--lora.alpha", "8")
     assert run("lora", *words, "--train.steps", "3") == 0

@@ -4,6 +4,7 @@ import dataclasses
 import socket
 from pathlib import Path
 
+import pytest
 from processes import finish, start
 from safetensors.numpy import save_file
 from tiny import FAMILIES, theirs
@@ -48,6 +49,7 @@ print(refused, sum(read))
 """
 
 
+@pytest.mark.long
 def test_each_reads_its_part(tmp_path):
     model, config = FAMILIES["gpt2"]
     config = dataclasses.replace(config, width=256)
