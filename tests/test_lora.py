@@ -258,6 +258,7 @@ def test_other_strategies_do_too(strategy, settings):
     held_against_the_control(LLAMA_LORA, strategy=strategy, mesh=mesh, **{"units": ("LlamaBlock",)} | settings)
 
 
+@pytest.mark.long
 def test_a_model_of_the_users_own_learns_and_is_merged():
     make = with_lora(own, **OWN, trainable=("norm/",))
     sharded = fsdp.fully_shard(
@@ -447,6 +448,7 @@ def test_arguments_that_cannot_be(settings, said):
 # Merged
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_merged_it_computes_the_same(name):
     make, targets = MODELS[name]

@@ -43,6 +43,7 @@ def test_every_size_has_a_configuration():
     }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "preset"), OTHERS)
 def test_other_presets_are_planned(family, preset, tmp_path):
     kind = "images" if FAMILIES[family].task == "images" else "embedded"
