@@ -131,27 +131,6 @@ class TalkingHeadsAttention(nnx.Module):
         return self.o(attended.reshape(B, T, D))
 
 
-class ClassAttention(nnx.Module):
-    """Attention whose one query is the class token."""
-
-    def __init__(self, config: CaiTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
-        D, dtype = config.width, config.dtype
-        self.heads = config.heads
-        self.attention = attention
-        self.q = layers.linear(D, D, dtype=dtype, rngs=rngs)
-        self.k = layers.linear(D, D, dtype=dtype, rngs=rngs)
-        self.v = layers.linear(D, D, dtype=dtype, rngs=rngs)
-        self.o = layers.linear(D, D, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """[B, 1 + T, D], the class token first, to [B, 1, D]."""
-        q_B1HK, k_BSHK, v_BSHK = (
-            project(x).reshape(*x.shape[:2], self.heads, -1)
-            for project, x in ((self.q, x_BSD[:, :1]), (self.k, x_BSD), (self.v, x_BSD))
-        )
-        return self.o(self.attention(q_B1HK, k_BSHK, v_BSHK, is_causal=False).reshape(x_BSD.shape[0], 1, -1))
-
-
 class _Scaled(nnx.Module):
     """What both blocks are: attention, then an MLP, each after a norm and times a LayerScale, gamma_1 and gamma_2."""
 
@@ -187,12 +166,13 @@ class ClassAttentionBlock(_Scaled):
     """One block in which the class token reads itself and the patches, which stay as they are."""
 
     def __init__(self, config: CaiTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
-        super().__init__(config, ClassAttention(config, attention=attention, rngs=rngs), rngs=rngs)
+        attn = vision.Attention(config.width, config.heads, attention=attention, dtype=config.dtype, rngs=rngs)
+        super().__init__(config, attn, rngs=rngs)
 
     def __call__(self, x_B1D: jax.Array, *, patches: jax.Array) -> jax.Array:
         """The class token [B, 1, D] and the patches [B, T, D] to the class token, in its dtype."""
         seen = self.attn_norm(jnp.concatenate([x_B1D, patches], axis=1))
-        x_B1D = x_B1D + _times(self.gamma_1, self.attn(seen), x_B1D.dtype)
+        x_B1D = x_B1D + _times(self.gamma_1, self.attn(seen[:, :1], seen), x_B1D.dtype)
         return x_B1D + _times(self.gamma_2, self.mlp(self.mlp_norm(x_B1D)), x_B1D.dtype)
 
 

@@ -99,7 +99,7 @@ class Block(nnx.Module):
         return x_BTD + branch(self.mlp(self.ln_2(x_BTD)))
 
 
-class GPT(nnx.Module):
+class GPT(layers.LanguageModel):
     """A decoder-only language model.
 
     `blocks` is one Block whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L Blocks. `rngs` needs a
@@ -120,28 +120,6 @@ class GPT(nnx.Module):
         self.ln_f = layers.layer_norm(D, dtype=dtype, rngs=rngs)
         if not config.tie_head:
             self.head = layers.head(D, V, dtype=dtype, rngs=rngs)
-
-    def __call__(
-        self, tokens_BT: jax.Array, *, segments: jax.Array | None = None, positions: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> jax.Array:  # fmt: skip
-        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
-
-        `segments` and `positions`, int32 [B, T], are of packed documents: a token sees those before it in its own
-        segment alone. `deterministic=False` applies dropout and advances its random state.
-        """
-        x_BTD = self._trunk(tokens_BT, segments, positions, deterministic)
-        logits = self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
-        return logits[..., : self.config.vocab_size]
-
-    def losses(
-        self, tokens_BT: jax.Array, targets_BT: jax.Array, *, chunk: int, segments: jax.Array | None = None,
-        positions: jax.Array | None = None, deterministic: bool = True,
-    ) -> jax.Array:  # fmt: skip
-        """Cross-entropy of each target, float32 [B, T], without ever holding all logits; see `chunked_losses`."""
-        x_BTD = self._trunk(tokens_BT, segments, positions, deterministic)
-        head = self.embed if self.config.tie_head else self.head
-        return head.losses(x_BTD, targets_BT, self.config.vocab_size, chunk)
 
     def _trunk(
         self, tokens_BT: jax.Array, segments: jax.Array | None, positions: jax.Array | None, deterministic: bool

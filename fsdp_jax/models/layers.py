@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+
+from fsdp_jax.models.chunked import chunked_losses
 
 INIT_STD = 0.02
 LAYER_NORM_EPSILON = 1e-5
@@ -265,6 +266,45 @@ def run_blocks(blocks: nnx.Module, x: jax.Array, **settings: Any) -> jax.Array:
     return run(blocks, x)
 
 
+class LanguageModel(nnx.Module):
+    """A decoder-only language model: `_trunk`, and a head that is the embedding's table or a matrix of its own.
+
+    Subclasses set `config` (with `tie_head` and `vocab_size`), `embed` and, where it is not tied, `head`.
+    """
+
+    config: Any
+    embed: Embedding
+    head: Head
+
+    def __call__(
+        self, tokens_BT: jax.Array, *, segments: jax.Array | None = None, positions: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:  # fmt: skip
+        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
+
+        `segments` and `positions`, int32 [B, T], are of packed documents: a token sees those before it in its own
+        segment alone. `deterministic=False` applies dropout, where there is any, and advances its random state.
+        """
+        x_BTD = self._trunk(tokens_BT, segments, positions, deterministic)
+        logits = self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
+        return logits[..., : self.config.vocab_size]
+
+    def losses(
+        self, tokens_BT: jax.Array, targets_BT: jax.Array, *, chunk: int, segments: jax.Array | None = None,
+        positions: jax.Array | None = None, deterministic: bool = True,
+    ) -> jax.Array:  # fmt: skip
+        """Cross-entropy of each target, float32 [B, T], without ever holding all logits; see `chunked.py`."""
+        x_BTD = self._trunk(tokens_BT, segments, positions, deterministic)
+        head = self.embed if self.config.tie_head else self.head
+        return head.losses(x_BTD, targets_BT, self.config.vocab_size, chunk)
+
+    def _trunk(
+        self, tokens_BT: jax.Array, segments: jax.Array | None, positions: jax.Array | None, deterministic: bool
+    ) -> jax.Array:
+        """All but the head, to [B, T, D]."""
+        raise NotImplementedError
+
+
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Negative log likelihood in nats, float32 [B, T], computed in float32 whatever the dtype of the logits.
 
@@ -278,81 +318,6 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     picked_BT = jnp.where(is_target_BTV, logits_BTV, 0.0).sum(-1)
     loss_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - picked_BT
     return jnp.where((targets_BT >= 0) & (targets_BT < V), loss_BT, jnp.nan)
-
-
-def chunked_losses(
-    x_BTD: jax.Array, weights: jax.Array, targets_BT: jax.Array, *, dim: int, vocab_size: int, chunk: int
-) -> jax.Array:
-    """`cross_entropy` of the logits x @ weights, float32 [B, T], made for `chunk` tokens of the vocabulary at a time.
-
-    `weights` are [D, V] (dim 1) or [V, D] (dim 0); what lies beyond vocab_size is no token's. No more than [B, T,
-    chunk] of logits is ever held, in float32: the forward keeps the sum of the exponentials as it goes (Milakov and
-    Gimelshein, arXiv:1805.02867), and the backward makes the logits again, for one product of the head more. Cut along
-    the vocabulary, a chunk's gradient of the weights is complete, so that nothing of their size is summed.
-    """
-    if chunk < 1:
-        raise ValueError(f"a loss chunk is at least 1 token of the vocabulary, got {chunk}")
-    size = min(chunk, vocab_size)
-    chunks: Any = np.arange(-(-vocab_size // size))
-    product = ("btd,dc->btc", "btc,dc->btd", "btd,btc->dc") if dim else ("btd,cd->btc", "btc,cd->btd", "btd,btc->cd")
-    valid_BT = (targets_BT >= 0) & (targets_BT < vocab_size)
-
-    def part(weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array, number: jax.Array) -> tuple[jax.Array, ...]:
-        """(where the chunk starts, its weights, its logits in float32, which of them are the target's)."""
-        start = jnp.minimum(number * size, vocab_size - size)  # the last one reaches back into the one before
-        cut = jax.lax.dynamic_slice_in_dim(weights, start, size, dim)
-        logits = jnp.einsum(product[0], x_BTD, cut, preferred_element_type=jnp.float32)
-        token = start + jnp.arange(size)
-        logits = jnp.where((token >= number * size)[None, None], logits, -jnp.inf)
-        return start, cut, logits, token[None, None] == targets_BT[..., None]
-
-    def sums(weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def add(carry: Any, number: jax.Array) -> tuple[Any, None]:
-            largest, total, picked = carry
-            _, _, logits, is_target = part(weights, x_BTD, targets_BT, number)
-            above = jnp.maximum(largest, logits.max(-1))
-            total = total * jnp.exp(largest - above) + jnp.exp(logits - above[..., None]).sum(-1)
-            found = jnp.where(is_target & (logits > -jnp.inf), logits, 0.0).sum(-1)
-            return (above, total, picked + found), None
-
-        # not zeros: in a mesh's manual mode these vary over devices as the logits do
-        nothing = 0.0 * x_BTD[..., 0].astype(jnp.float32)
-        (largest, total, picked), _ = jax.lax.scan(add, (nothing - jnp.inf, nothing, nothing), chunks)
-        return largest + jnp.log(total), picked
-
-    @jax.custom_vjp  # its functions close over no array: they may be traced again elsewhere
-    def run(*args: jax.Array) -> jax.Array:
-        log_total, picked = sums(*args)
-        return log_total - picked
-
-    def forward(*args: jax.Array) -> tuple[jax.Array, Any]:
-        log_total, picked = sums(*args)
-        return log_total - picked, (*args, log_total)
-
-    def backward(kept: Any, cotangent_BT: jax.Array) -> Any:
-        weights, x_BTD, targets_BT, log_total = kept
-
-        def add(carry: Any, number: jax.Array) -> tuple[Any, None]:
-            of_weights, of_x = carry
-            start, cut, logits, is_target = part(weights, x_BTD, targets_BT, number)
-            of_logits = cotangent_BT[..., None] * (
-                jnp.exp(logits - log_total[..., None]) - (is_target & (logits > -jnp.inf))
-            )
-            of_logits = of_logits.astype(weights.dtype)
-            of_x += jnp.einsum(product[1], of_logits, cut, preferred_element_type=jnp.float32)
-            new = jnp.einsum(product[2], x_BTD, of_logits, preferred_element_type=jnp.float32).astype(weights.dtype)
-            old = jax.lax.dynamic_slice_in_dim(of_weights, start, size, dim)
-            # what the last chunk shares with the one before is complete already
-            again = (start + jnp.arange(size) < number * size)[(None, slice(None)) if dim else (slice(None), None)]
-            new = jnp.where(again, old, new)
-            return (jax.lax.dynamic_update_slice_in_dim(of_weights, new, start, dim), of_x), None
-
-        nothing = (jnp.zeros_like(weights), jnp.zeros_like(x_BTD, jnp.float32))
-        (of_weights, of_x), _ = jax.lax.scan(add, nothing, chunks)
-        return of_weights, of_x.astype(x_BTD.dtype), None
-
-    run.defvjp(forward, backward)
-    return jnp.where(valid_BT, run(weights, x_BTD, targets_BT), jnp.nan)
 
 
 def next_token_loss(

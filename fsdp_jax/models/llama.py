@@ -217,7 +217,7 @@ class LlamaBlock(nnx.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)).astype(x_BTD.dtype)
 
 
-class Llama(nnx.Module):
+class Llama(layers.LanguageModel):
     """A decoder-only language model.
 
     `blocks` is one LlamaBlock whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L LlamaBlocks.
@@ -239,28 +239,9 @@ class Llama(nnx.Module):
         if not config.tie_head:
             self.head = layers.head(D, V, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, tokens_BT: jax.Array, *, segments: jax.Array | None = None, positions: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> jax.Array:  # fmt: skip
-        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
-
-        `segments` and `positions`, int32 [B, T], are of packed documents: a token sees those before it in its own
-        segment alone. `deterministic` is what every family is called with; a Llama draws no random numbers.
-        """
-        x_BTD = self._trunk(tokens_BT, segments, positions)
-        return self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
-
-    def losses(
-        self, tokens_BT: jax.Array, targets_BT: jax.Array, *, chunk: int, segments: jax.Array | None = None,
-        positions: jax.Array | None = None, deterministic: bool = True,
-    ) -> jax.Array:  # fmt: skip
-        """Cross-entropy of each target, float32 [B, T], without ever holding all logits; see `chunked_losses`."""
-        x_BTD = self._trunk(tokens_BT, segments, positions)
-        head = self.embed if self.config.tie_head else self.head
-        return head.losses(x_BTD, targets_BT, self.config.vocab_size, chunk)
-
-    def _trunk(self, tokens_BT: jax.Array, segments: jax.Array | None, positions: jax.Array | None) -> jax.Array:
+    def _trunk(
+        self, tokens_BT: jax.Array, segments: jax.Array | None, positions: jax.Array | None, deterministic: bool
+    ) -> jax.Array:
         """All but the head, to [B, T, D]."""
         T = tokens_BT.shape[1]
         if self.config.sequence_length < T:

@@ -50,6 +50,26 @@ class PatchEmbed(nnx.Module):
         return patches @ kernel.reshape(-1, D).astype(dtype) + bias.astype(dtype)[None, None]
 
 
+class Attention(nnx.Module):
+    """Multi-head attention with biases, in all directions; queries come from one stream, keys and values from any."""
+
+    def __init__(self, width: int, heads: int, *, attention: layers.Attention, dtype: str | None, rngs: nnx.Rngs):
+        self.heads = heads
+        self.attention = attention
+        self.q = layers.linear(width, width, dtype=dtype, rngs=rngs)
+        self.k = layers.linear(width, width, dtype=dtype, rngs=rngs)
+        self.v = layers.linear(width, width, dtype=dtype, rngs=rngs)
+        self.o = layers.linear(width, width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, seen_BSD: jax.Array) -> jax.Array:
+        """[B, T, D] and [B, S, D] to [B, T, D]."""
+        q_BTHK, k_BSHK, v_BSHK = (
+            project(x).reshape(*x.shape[:2], self.heads, x.shape[2] // self.heads)
+            for project, x in ((self.q, x_BTD), (self.k, seen_BSD), (self.v, seen_BSD))
+        )
+        return self.o(self.attention(q_BTHK, k_BSHK, v_BSHK, is_causal=False).reshape(x_BTD.shape))
+
+
 class MLP(nnx.Module):
     """Two Linears, D to F and back, with the exact gelu between them."""
 

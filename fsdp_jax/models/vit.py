@@ -82,33 +82,12 @@ def _norm(config: ViTConfig, *, rngs: nnx.Rngs) -> layers.LayerNorm:
     return layers.LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
 
 
-class ViTAttention(nnx.Module):
-    """Multi-head self-attention in both directions, with biases."""
-
-    def __init__(self, config: ViTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
-        D, dtype = config.width, config.dtype
-        self.heads = config.heads
-        self.attention = attention
-        self.q = layers.linear(D, D, dtype=dtype, rngs=rngs)
-        self.k = layers.linear(D, D, dtype=dtype, rngs=rngs)
-        self.v = layers.linear(D, D, dtype=dtype, rngs=rngs)
-        self.o = layers.linear(D, D, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
-        B, T, D = x_BTD.shape
-        q_BTHK, k_BTHK, v_BTHK = (
-            project(x_BTD).reshape(B, T, self.heads, D // self.heads) for project in (self.q, self.k, self.v)
-        )
-        return self.o(self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=False).reshape(B, T, D))
-
-
 class ViTBlock(nnx.Module):
     """One pre-norm transformer block: attention, then an MLP, each added to the residual stream."""
 
     def __init__(self, config: ViTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
         self.attn_norm = _norm(config, rngs=rngs)
-        self.attn = ViTAttention(config, attention=attention, rngs=rngs)
+        self.attn = vision.Attention(config.width, config.heads, attention=attention, dtype=config.dtype, rngs=rngs)
         self.mlp_norm = _norm(config, rngs=rngs)
         self.mlp = vision.MLP(config.width, config.hidden, dtype=config.dtype, rngs=rngs)
         self.dropout = layers.dropout(config.dropout, rngs=rngs)
@@ -119,7 +98,8 @@ class ViTBlock(nnx.Module):
         def branch(y_BTD: jax.Array) -> jax.Array:
             return self.dropout(y_BTD, deterministic=deterministic).astype(x_BTD.dtype)
 
-        x_BTD = x_BTD + branch(self.attn(self.attn_norm(x_BTD)))
+        y_BTD = self.attn_norm(x_BTD)
+        x_BTD = x_BTD + branch(self.attn(y_BTD, y_BTD))
         return x_BTD + branch(self.mlp(self.mlp_norm(x_BTD)))
 
 
