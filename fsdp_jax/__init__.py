@@ -2,10 +2,9 @@
 
 from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.compiled import NonFiniteError, Step
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, SlowerWarning
 from fsdp_jax.layout import Layout
 from fsdp_jax.mesh import make_mesh
-from fsdp_jax.modes import SlowerWarning
 from fsdp_jax.precision import Precision
 from fsdp_jax.rules import ReplicationWarning, lint, partition_specs
 from fsdp_jax.state import TrainState

@@ -13,13 +13,12 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from fsdp_jax.arguments import adapt, check_arguments, check_plan
+from fsdp_jax.arguments import adapt, check_arguments, check_plan, check_train_step
 from fsdp_jax.compiled import Step
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.layout import COPIES, Layout, make_layout
 from fsdp_jax.mesh import DATA, REPLICA, axes_of, check_mesh, data_axes, make_mesh, replicated, shape_of, split_data
 from fsdp_jax.model import Boundary, LossFn, Model
-from fsdp_jax.modes import settled
 from fsdp_jax.planner import Plan, Work, analytic_plan, cache_folder, compiled_plan, parse_topology, stand_ins
 from fsdp_jax.precision import Precision
 from fsdp_jax.prefetch import Prefetch
@@ -206,7 +205,7 @@ class Sharded:
             batch: arrays or shapes [global rows, ...] of all its devices.
             replica: of the mesh there, for hybrid strategies; as in this mesh if None.
             work: tokens and FLOPs of a step, for tokens per second and MFU.
-            analytic: reckon from the traced step, without a compiler.
+            analytic: estimate from the traced step, without a compiler, as if with `local_batch=True`.
             cache: keep the compiled program, and take it from there.
             settings: of `train_step`: accumulation, clip, ...
 
@@ -219,9 +218,10 @@ class Sharded:
         devices = stand_ins(machine) if analytic else machine.devices()
         replica = (kept if self.layout.strategy.hybrid else 1) if replica is None else replica
         there = self.on(make_mesh(-1, replica, devices=devices))
-        step = there.train_step(loss_fn, **settings)
-        if analytic:
+        if analytic:  # an estimate needs the shapes of one device, which an annotated program does not have
+            step = there.train_step(loss_fn, **(settings | {"local_batch": True}))
             return analytic_plan(step, batch, machine, work or Work())
+        step = there.train_step(loss_fn, **settings)
         return compiled_plan(step, batch, machine, work or Work(), cache_folder() if cache else None)
 
     def init(self, seed: int = 0, params: PyTree | None = None) -> TrainState:
@@ -257,7 +257,7 @@ class Sharded:
         *,
         accumulation: int = 1,
         deferred_reduction: bool = False,
-        local_batch: bool | None = None,
+        local_batch: bool = False,
         clip: float | None = None,
         abort_after: int | None = 10,
     ) -> Step:
@@ -266,46 +266,45 @@ class Sharded:
         Args:
             loss_fn: `(model, batch) -> (summed loss, count)`; microbatches are weighed by their counts.
             accumulation: microbatches per optimizer step; the batch is cut into that many.
-            deferred_reduction: reduce gradients once, after the last microbatch (PyTorch's `no_sync`): less on the
-                wire, gradients of full size on every device until then.
-            local_batch: whether `loss_fn` may see one device's part of the batch. It may if it is a sum over examples:
-                no statistic over the batch (contrastive or load-balancing terms), no penalty that reads parameters.
-                None has that proven on the traced program; True is your promise, where the proof is not found; False
-                keeps the whole batch together, by annotations alone.
+            deferred_reduction: reduce gradients once, after the last microbatch (PyTorch's `no_sync`): less is sent,
+                and every device holds gradients of full size until then. Needs `local_batch`.
+            local_batch: your promise that `loss_fn` is a sum over examples, so that each device may run it on its own
+                rows, with explicit collectives. Statistics over the batch (contrastive or load-balancing terms) and
+                penalties on parameters are no such sums; `fsdp_jax.testing.certify` checks a loss. Without the
+                promise the loss sees the global batch, as on one device, and XLA inserts the collectives.
             clip: largest global norm of the gradient.
             abort_after: raise after so many steps in a row whose gradients were not finite; None never does.
 
+        Raises:
+            ValueError: arguments out of range, or that need `local_batch`; when the step is compiled, a model or loss
+                that cannot run with local batches.
+
         Warns:
-            SlowerWarning: when the step is compiled, that something asked for needs `local_batch`, which is neither
-                proven nor promised, or which the model's own state (batch statistics) rules out; so it is not done, at
-                the cost that is stated. Also what `prefetch` could not move.
+            SlowerWarning: when the step is compiled, what `prefetch` could not move.
 
         """
-        if not isinstance(accumulation, int) or accumulation < 1:
-            raise ValueError(
-                message("accumulation is a whole number, at least 1", where="accumulation", got=accumulation)
-            )
-        if clip is not None and not clip > 0:
-            raise ValueError(message("clip is above 0, or None", where="clip", got=clip))
-        deferred = deferred_reduction and accumulation > 1 and self.layout.mesh.size > 1
-        asked = StepPlan(
-            self._model, self.layout, self._tx, self._routes("manual"), self._boundaries(), loss_fn, remat=self.remat,
-            accumulation=accumulation, deferred=deferred, clip=clip, prefetch=self.prefetch,
+        check_train_step(
+            self.layout, self.precision, self.prefetch, accumulation=accumulation, deferred=deferred_reduction,
+            local_batch=local_batch, clip=clip,
         )  # fmt: skip
-        return Step(
-            train_step, lambda batch: settled(asked, batch, local_batch), self.layout.mesh, self.abstract_state(),
-            (state_shardings(self.layout), replicated(self.layout.mesh)), accumulation=accumulation, donate=True,
-            abort_after=abort_after,
+        local_batch = local_batch and self.layout.mesh.size > 1
+        plan = StepPlan(
+            self._model, self.layout, self._tx, self._routes("manual" if local_batch else "annotate"),
+            self._boundaries(), loss_fn, remat=self.remat, accumulation=accumulation,
+            deferred=deferred_reduction and local_batch and accumulation > 1, clip=clip,
+            prefetch=self.prefetch if local_batch else "none", local_batch=local_batch,
         )  # fmt: skip
+        outputs = state_shardings(self.layout), replicated(self.layout.mesh)
+        return Step(train_step, plan, self.abstract_state(), outputs, donate=True, abort_after=abort_after)
 
     def eval_step(self, loss_fn: LossFn) -> Step:
         """`step(state, batch) -> (sum, count)` with the model in inference mode; the state is kept."""
         plan = self._plain(lambda model, batch: sum_and_count(loss_fn(model, batch)))
-        return Step(
-            lambda plan, state, batch: forward(plan, state, jax.tree.map(lambda x: x[0], batch)), lambda _: plan,
-            self.layout.mesh, self.abstract_state(), replicated(self.layout.mesh), accumulation=1, donate=False,
-            abort_after=None,
-        )  # fmt: skip
+
+        def run(plan: StepPlan, state: TrainState, batch: Any) -> Any:
+            return forward(plan, state, jax.tree.map(lambda x: x[0], batch))
+
+        return Step(run, plan, self.abstract_state(), replicated(self.layout.mesh), donate=False, abort_after=None)
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`apply(fn)(state, *args)` runs `fn(model, *args)` compiled, in inference mode; results are replicated."""
@@ -332,7 +331,7 @@ class Sharded:
             routes[path] = Route(
                 path, self.units[path], len(leaf.shape), leaf.mesh,
                 PartitionSpec() if path in copies else leaf.spec, leaf.work,
-                compute, reduced, leaf.dtype, mode, leaf.stacked, hops=_hops(leaf.mesh),
+                compute, reduced, leaf.dtype, mode, leaf.stacked, hops=mode == "manual" and _hops(leaf.mesh),
                 trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
             )  # fmt: skip
         return routes

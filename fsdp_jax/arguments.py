@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.layout import Layout
 from fsdp_jax.linen import LinenModel
 from fsdp_jax.model import Model
 from fsdp_jax.nnx import NnxModel
@@ -32,6 +33,46 @@ def check_arguments(tx: Any, mesh: Any, units: Any, precision: Any, remat: Any, 
     for name, value, known in (("remat", remat, get_args(Remat)), ("prefetch", prefetch, get_args(Prefetch))):
         if value not in known:
             raise ValueError(message(f"unknown {name} '{value}'", where=name, fix=did_you_mean(str(value), known)))
+
+
+def check_train_step(
+    layout: Layout, precision: Precision, prefetch: Prefetch, *, accumulation: Any, deferred: bool, local_batch: Any,
+    clip: Any,
+) -> None:  # fmt: skip
+    """Of `Sharded.train_step`. Raises ValueError."""
+    if not isinstance(accumulation, int) or accumulation < 1:
+        raise ValueError(message("accumulation is a whole number, at least 1", where="accumulation", got=accumulation))
+    if clip is not None and not clip > 0:
+        raise ValueError(message("clip is above 0, or None", where="clip", got=clip))
+    if not isinstance(local_batch, bool):
+        fix = "True if loss_fn is a sum over examples, or else False"
+        raise ValueError(message("not a bool", where="local_batch", got=local_batch, fix=fix))
+    if local_batch:
+        _check_stacks(layout)
+        return
+    reduce = precision.reduce
+    asked = {
+        "deferred_reduction": deferred,
+        f"prefetch='{prefetch}'": prefetch != "none",
+        f"Precision(compute='{precision.compute}', reduce='{reduce}')": reduce not in (None, precision.compute),
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            fix = (
+                "train_step(loss_fn, local_batch=True) if loss_fn is a sum over examples "
+                "(fsdp_jax.testing.certify checks it); otherwise leave this out"
+            )
+            what = f"{name} needs local_batch=True: on the global batch XLA places the collectives"
+            raise ValueError(message(what, where="train_step", fix=fix))
+
+
+def _check_stacks(layout: Layout) -> None:
+    """Raises ValueError where a device would hold some of the layers of a stack."""
+    for path, leaf in layout.by_path.items():
+        if any(leaf.spec[: leaf.stacked]):
+            what, expected = "a stack of layers is sharded along its layers", "a spec that keeps that dim whole"
+            fix = "shard another dim, or leave local_batch out"
+            raise ValueError(message(what, where=path, expected=expected, got=leaf.spec, fix=fix))
 
 
 def check_plan(topology: Any, batch: Any) -> None:

@@ -109,9 +109,8 @@ class UnitChain:
             for i, x in zip(stage.ins, inputs, strict=True):
                 if x.dtype != jax.dtypes.float0:
                     sums[i] = sums[i] + x if i in sums else x
-            waiting = {path: g for path, g in grads.items() if self.pre and self.routes[path].mode == "manual"}
-            now = {path: g for path, g in grads.items() if path not in waiting}
-            found[number] = land(self.routes, pending[number], now)
+            waiting = grads if self.pre else {}
+            found[number] = {} if self.pre else land(self.routes, pending[number], grads)
             if not self.pre and number:
                 shards, inputs = after(values[number - 1], [sums[i] for i in stage.ins if i in sums])
                 sums |= dict(zip([i for i in stage.ins if i in sums], inputs, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.mesh import batch_axes
@@ -18,6 +18,7 @@ from fsdp_jax.overlap import compile_overlapped, warn_of_left
 from fsdp_jax.state import TrainState
 from fsdp_jax.step import StepPlan
 from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.varying import check_local_program
 
 # Steps that may be in flight before a counter is read: every process reads the same one, and none waits for the device.
 _LAG = 2
@@ -43,27 +44,22 @@ class Step:
     of one, to overlap the transfer with the step before.
 
     Attributes:
-        plan: what was last lowered; it is settled then, for it depends on the batch.
+        plan: what the step is made from.
 
     """
 
     def __init__(
-        self, fn: Callable[..., Any], settle: Callable[[PyTree], StepPlan], mesh: Mesh, state: TrainState,
-        outputs: PyTree, *, accumulation: int, donate: bool, abort_after: int | None,
+        self, fn: Callable[..., Any], plan: StepPlan, state: TrainState, outputs: PyTree, *, donate: bool,
+        abort_after: int | None,
     ) -> None:  # fmt: skip
-        self._mesh, self._state, self._accumulation, self._abort_after = mesh, state, accumulation, abort_after
-        self.plan: StepPlan | None = None
-        self._settle = settle
-        self._plans: dict[str, StepPlan] = {}  # by signature of the batch, as jax keeps what it traced
+        self.plan = plan
+        mesh = self._mesh = plan.layout.mesh
+        self._state, self._accumulation, self._abort_after = state, plan.accumulation, abort_after
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
 
-        def traced(state: TrainState, batch: GlobalBatch) -> Any:
-            return fn(self._plans[_signature(batch)], state, batch.leaves)
-
-        self._traced = traced
         self._jitted = jax.jit(
-            traced,
+            lambda state, batch: fn(plan, state, batch.leaves),
             in_shardings=(shardings, self.batch_sharding),
             out_shardings=outputs,
             donate_argnums=(0,) if donate else (),
@@ -113,20 +109,19 @@ class Step:
 
     def lower(self, batch: PyTree) -> Any:
         """Traces and lowers for a batch of arrays or shapes [global rows, ...]; nothing is allocated."""
-        placed, new = self._settled(batch)
-        assert self.plan is not None
-        lowered = self._jitted.lower(self._state, placed)
-        if new:
-            warn_of_left(self.plan)
+        traced = self._jitted.trace(self._state, self._abstract(batch))
+        if self.plan.local_batch:
+            check_local_program(traced.jaxpr.jaxpr, list(flatten(self.plan.layout.other["model_state"])))
+        lowered = traced.lower()
+        warn_of_left(self.plan)
         return lowered
 
     def trace(self, batch: PyTree) -> Any:
-        """The traced program, a `ClosedJaxpr`; all that is asked of the mesh's devices is what they are called."""
-        placed, _ = self._settled(batch)
-        return jax.make_jaxpr(self._traced)(self._state, placed)
+        """The traced program, a `ClosedJaxpr`; of the mesh's devices only the names are asked."""
+        return self._jitted.trace(self._state, self._abstract(batch)).jaxpr
 
-    def _settled(self, batch: PyTree) -> tuple[GlobalBatch, bool]:
-        """The batch's shapes as they are placed, with the plan settled for them; whether it was not before."""
+    def _abstract(self, batch: PyTree) -> GlobalBatch:
+        """The batch's shapes as they are placed."""
         k = self._accumulation
 
         def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -137,23 +132,16 @@ class Step:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # NumPy's float64 arrives as float32
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
 
-        leaves = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding), batch.leaves
-        ) if isinstance(batch, GlobalBatch) else jax.tree.map(abstract, batch)  # fmt: skip
-        placed = GlobalBatch(leaves, k)
-        signature = _signature(placed)
-        new = signature not in self._plans
-        if new:
-            one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), leaves)
-            self._plans[signature] = self._settle(one)
-        self.plan = self._plans[signature]
-        return placed, new
+        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.batch_sharding)
+
+        if isinstance(batch, GlobalBatch):
+            return GlobalBatch(jax.tree.map(placed, batch.leaves), k)
+        return GlobalBatch(jax.tree.map(abstract, batch), k)
 
     def compile(self, batch: PyTree) -> Any:
         """The compiled program for a batch of arrays or shapes [global rows, ...], for whoever wants to read it."""
-        lowered = self.lower(batch)
-        assert self.plan is not None
-        return compile_overlapped(lowered, self.plan)
+        return compile_overlapped(self.lower(batch), self.plan)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         """Runs the step; compiles it at the first call.
@@ -217,11 +205,6 @@ class Step:
             raise NonFiniteError(
                 message(f"{in_a_row} steps in a row were not finite and not applied", where="step", fix=fix)
             )
-
-
-def _signature(batch: GlobalBatch) -> str:
-    """Of what a step is traced for: paths, shapes, dtypes."""
-    return str({path: (leaf.shape, str(leaf.dtype)) for path, leaf in flatten(batch.leaves).items()})
 
 
 def _show(signature: Any) -> str:

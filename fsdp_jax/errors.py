@@ -20,6 +20,10 @@ class DamageError(CheckpointError):
     """A checkpoint that is not as it was written; the command line exits with 3."""
 
 
+class SlowerWarning(UserWarning):
+    """A requested optimization was not applied; the message states its cost."""
+
+
 def message(what: str, *, where: str = "", expected: object = "", got: object = "", fix: str = "") -> str:
     """One readable block. Empty fields are left out; the order never changes."""
     fields = {"where": where, "expected": expected, "got": got, "fix": fix}

@@ -206,7 +206,7 @@ class _Backward:
         return self._land(state, 0, grads)
 
     def _layer(self, name: str, number: Any, state: _State, ready: Arrays, kept: list[Any]) -> tuple[_State, Arrays]:
-        """(the state, gradients of the gathered parameters): those that cannot wait are in the state already."""
+        """(the state, gradients of the gathered parameters, not reduced yet)."""
         scan, n = self.scan, len(self.consts)
         outputs = [*state.carry, *scan.at(self.ys, number)]
         grads, inputs = self.saved[name].pull(kept, ready, self.consts, outputs)
@@ -217,11 +217,7 @@ class _Backward:
             scan.set(state.others, number, typeful(to_others)),
             state.grads,
         )
-        grads = {path: g for path, g in grads.items() if scan.routes[path].trained}
-        # Under annotations a partial sum cannot be named, so it cannot be carried to the next layer.
-        waiting = {path for path in grads if scan.routes[path].mode == "manual"}
-        state = self._land(state, number, {path: g for path, g in grads.items() if path not in waiting})
-        return state, {path: g for path, g in grads.items() if path in waiting}
+        return state, {path: g for path, g in grads.items() if scan.routes[path].trained}
 
     def _land(self, state: _State, number: Any, grads: Arrays) -> _State:
         """The landed gradients put into their slots."""

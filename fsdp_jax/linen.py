@@ -39,7 +39,6 @@ class LinenModel:
         self._collections = list(self.rest)
         paths = list(flatten(meta.unbox(self.params)))
         self.modules: Sequence[ModuleInfo] = _modules(seen, paths)
-        self.batch_statistics: Sequence[str] = list(flatten(self.rest))
 
     def _variables(self, key: jax.Array) -> Any:
         zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x, self._inputs)

@@ -39,14 +39,12 @@ class Model(Protocol):
         params: abstract parameters, nested dicts with string keys; leaves may carry partitioning metadata.
         rest: abstract other state of the model: batch statistics, random streams.
         modules: what it is made of, parents before children.
-        batch_statistics: paths in `rest` whose update may depend on the whole batch: all but random streams.
 
     """
 
     params: PyTree
     rest: PyTree
     modules: Sequence[ModuleInfo]
-    batch_statistics: Sequence[str]
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """(params, rest), concrete; called inside jit."""

@@ -34,9 +34,6 @@ class NnxModel:
         self.params: PyTree = unflatten(_variables(params))
         self.rest: PyTree = self._rest.to_tree(rest)
         self.modules: Sequence[ModuleInfo] = list(_modules(model))
-        self.batch_statistics: Sequence[str] = [
-            path for path, var in _variables(rest).items() if not isinstance(var, nnx.RngState)
-        ]
         self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fsdp_jax.modes import SlowerWarning
+from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.step import StepPlan
 
 GPU = ("gpu", "cuda")

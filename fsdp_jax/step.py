@@ -8,10 +8,10 @@ Four ways to get the same sum of gradients differ in when parameters are gathere
 | per unit | each microbatch | the shards; the units' custom VJP reduces | | |
 | per unit | deferred | `pending` zeros, full size and local | | reduce |
 | once | each microbatch | the gathered copies | reduce | |
-| once | deferred | the gathered copies, local | cast to the reduce dtype | reduce |
+| once | deferred | the gathered copies, local | | reduce |
 
 Deferred reduction is what PyTorch calls `no_sync`: one reduction per optimizer step, for gradients of full size on
-every device.
+every device. Microbatches are summed in float32 at least, and cast to the reduce dtype once, as they are reduced.
 """
 
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,8 @@ class StepPlan:
         clip: largest global norm of the gradient; None leaves it.
         prefetch: when the next unit is gathered.
         report: which gathers that moved, once the step is traced.
-        together: why the batch is kept together, by annotations; empty where each device sees its own part of it.
+        local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit collectives; otherwise
+            the loss sees the global batch, and XLA inserts the collectives.
 
     """
 
@@ -64,12 +65,7 @@ class StepPlan:
     clip: float | None = None
     prefetch: Prefetch = "none"
     report: Report = field(default_factory=Report, repr=False)
-    together: str = ""
-
-    @property
-    def manual(self) -> bool:
-        """Whether each device sees its own part of the batch, inside `shard_map`."""
-        return any(route.mode == "manual" for route in self.routes.values())
+    local_batch: bool = False
 
     @property
     def per_unit(self) -> bool:
@@ -144,7 +140,7 @@ def _update(plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Arra
 def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree, Any, PyTree]:
     """(gradients of the summed loss, (sum, count), model state), reduced over the whole mesh."""
     params = _working(state)
-    if not plan.manual:
+    if not plan.local_batch:
         return _accumulate(plan, params, state.model_state, state.rng, state.step, batch, None)
     mesh, by_path = plan.layout.mesh, plan.layout.by_path
     axes = batch_axes(mesh)
@@ -169,8 +165,8 @@ def _accumulate(
     flat = flatten(params)
     trained = [path for path, leaf in plan.layout.by_path.items() if leaf.trainable]
     held = flat if plan.per_unit else {path: gather(plan.routes[path], value) for path, value in flat.items()}
+    leaves = plan.layout.by_path
     if plan.per_unit and plan.deferred:
-        leaves = plan.layout.by_path
         variables = {path: jnp.zeros(leaves[path].shape, plan.routes[path].reduce) for path in trained}
     else:
         variables = {path: held[path] for path in trained}
@@ -185,21 +181,37 @@ def _accumulate(
         ahead = plan.per_unit and plan.prefetch != "none"
         run = prefetched(loss, plan.routes, plan.prefetch, plan.report) if ahead else loss
         found, (total, count, after) = jax.grad(run, has_aux=True)(variables, rest, batch, key)
-        return {path: _landed(plan, path, found[path]) for path in trained}, (total, count), after
+        if not (plan.per_unit or plan.deferred):
+            found = {path: reduce(plan.routes[path], found[path]) for path in trained}
+        return found, (total, count), after
 
     def add(carry: Any, batch_and_index: Any) -> Any:
         gradients, sums, rest = carry
         found, more, rest = microbatch(rest, *batch_and_index)
-        gradients, sums = jax.tree.map(jnp.add, (gradients, sums), (found, more))
+        gradients, sums = jax.tree.map(lambda total, x: total + x.astype(total.dtype), (gradients, sums), (found, more))
         return (gradients, sums, rest), None
 
-    first = jax.tree.map(lambda x: x[0], batch)
-    gradients, sums, rest = microbatch(rest, first, 0)
-    if plan.accumulation > 1:
-        others = jax.tree.map(lambda x: x[1:], batch), jnp.arange(1, plan.accumulation)
-        (gradients, sums, rest), _ = lax.scan(add, (gradients, sums, rest), others)
-    ends = {path: reduce(plan.routes[path], g) if plan.deferred else g for path, g in gradients.items()}
-    return unflatten({path: g.astype(plan.routes[path].param) for path, g in ends.items()}), sums, rest
+    if plan.accumulation == 1:
+        gradients, sums, rest = microbatch(rest, jax.tree.map(lambda x: x[0], batch), 0)
+    else:
+        zeros = {path: _zeros(plan, path) for path in trained}
+        start = zeros, (jnp.zeros(()), jnp.zeros(())), rest
+        (gradients, sums, rest), _ = lax.scan(add, start, (batch, jnp.arange(plan.accumulation)))
+    if plan.deferred:
+        gradients = {path: reduce(plan.routes[path], g) for path, g in gradients.items()}
+    return unflatten({path: g.astype(plan.routes[path].param) for path, g in gradients.items()}), sums, rest
+
+
+def _zeros(plan: StepPlan, path: str) -> jax.Array:
+    """Where the gradients of microbatches are summed: sharded as they are reduced, in float32 at least."""
+    leaf = plan.layout.by_path[path]
+    dtype = jnp.promote_types(plan.routes[path].param, jnp.float32)
+    if plan.deferred:
+        return jnp.zeros(leaf.shape, dtype)
+    sharding = NamedSharding(leaf.mesh, leaf.work)
+    if plan.local_batch:
+        return jnp.zeros(sharding.shard_shape(leaf.shape), dtype)
+    return lax.with_sharding_constraint(jnp.zeros(leaf.shape, dtype), sharding)
 
 
 def forward(plan: StepPlan, state: TrainState, batch: PyTree) -> Any:
@@ -230,16 +242,6 @@ def _is_unit(plan: StepPlan) -> bool:
     return any(route.unit == ROOT for route in plan.routes.values())
 
 
-def _landed(plan: StepPlan, path: str, gradient: jax.Array) -> jax.Array:
-    """A microbatch's gradient as it is added up: scattered in float32, or local in the reduce dtype."""
-    route = plan.routes[path]
-    if plan.deferred:
-        return gradient.astype(route.reduce)
-    if not plan.per_unit:
-        gradient = reduce(route, gradient)
-    return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)) if plan.accumulation > 1 else gradient
-
-
 def sum_and_count(out: Any) -> tuple[jax.Array, jax.Array]:
     """What a loss function returned, as float32 scalars.
 
@@ -264,7 +266,7 @@ def _weights(plan: StepPlan, held: dict[str, jax.Array], variables: dict[str, ja
         shard = Shard(value, route, variables.get(path)) if deferred else Shard(variables.get(path, value), route)
         if route.unit is None:
             return shard.gather()
-        if plan.per_unit and plan.manual and value.ndim and jnp.issubdtype(value.dtype, jnp.floating):
+        if plan.local_batch and value.ndim and jnp.issubdtype(value.dtype, jnp.floating):
             # as long as the value along all dims that scans may slice, one inside the other
             shard.guard = jnp.full((*value.shape[:-1], 1 if value.ndim > 1 else value.shape[0]), jnp.nan, value.dtype)
         return shard

@@ -244,7 +244,7 @@ def main() -> int:
         precision=fsdp_jax.Precision(compute=args.compute),
     )  # fmt: skip
     # By annotations, as the other side: with local batches the collectives are others (and fewer bytes).
-    ours = sharded.train_step(next_token_loss, local_batch=False)
+    ours = sharded.train_step(next_token_loss)
     init, hand, hand_batch = by_hand(config, flat, tx, args.strategy, jnp.dtype(args.compute))
     states = {"ours": sharded.init(0), "hand": init(0)}
     rows = np.random.default_rng(0).integers(0, 256, (5, args.batch, args.sequence + 1), dtype=np.int32)

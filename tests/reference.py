@@ -207,7 +207,7 @@ def by_path(params: Any) -> dict[str, np.ndarray]:
 
 def train(
     case: Case, mesh: jax.sharding.Mesh, strategy: str = "full_shard", *, steps: int = STEPS, accumulation: int = 1,
-    deferred: bool = False, local_batch: bool | None = True, clip: float | None = None, **settings: Any,
+    deferred: bool = False, local_batch: bool = False, clip: float | None = None, **settings: Any,
 ) -> tuple[Run, fsdp.Step]:  # fmt: skip
     """The same run by the library, and its step."""
     sharded = fsdp.fully_shard(

@@ -220,8 +220,8 @@ def _foreign(sent: _Sent, accounts: Iterable[_Account]) -> Violation:
     alike = list(dict.fromkeys(each.path for each in accounts if each.alike(sent.shape)))
     if alike:
         cause = (
-            "by annotations, what is used in several places (a tied head) is reduced once for each: local batches, "
-            "proven or promised by local_batch=True, add that up first; or an activation travels"
+            "by annotations, what is used in several places (a tied head) is reduced once for each: with "
+            "local_batch=True they are added up first; or an activation travels"
         )
         return Violation(" or ".join(alike), f"one more array of its shape travels, {what}", sent.bytes, cause)
     cause = (
@@ -260,15 +260,15 @@ def _excess(each: _Account, done: str, over: int) -> Violation:
         and whole > sum(one.bytes for one in each.expected if one.op == "all-reduce") + over / 2
     ):
         cause = (
-            "annotations leave that to the compiler (local batches, proven or promised by local_batch=True, do not); "
-            "with local batches, this compiler finds no way to scatter an array of this shape"
+            "annotations leave that to the compiler; with local_batch=True, this compiler finds no way to scatter an "
+            "array of this shape"
         )
         return Violation(each.path, "reduced by an all-reduce, declared a reduce-scatter", over, cause)
     unnamed = next((sent for sent in each.found if sent.path != each.path and sent.path), None)
     where = f" ({unnamed.path})" if unnamed else ""
     cause = (
         "it is used in several places (a tied head), and by annotations each use's gradient is reduced by itself: "
-        "local batches, proven or promised by local_batch=True, add them up first"
+        "with local_batch=True they are added up first"
         if each.role == "reduce"
         else "it is used in several places, or outside its unit: leave it to no unit, and it is gathered once"
     )
@@ -289,8 +289,8 @@ def _violations(each: _Account, material: float) -> Iterator[Violation]:
     more = sum(sent.bytes for sent in other) * (dtype.itemsize - declared.itemsize) // dtype.itemsize
     if abs(more) > material and (each.role == "gather" or more < 0 or over > material):
         cause = (
-            "annotations reduce a gradient in the dtype that it is computed in; local batches, proven or promised by "
-            "local_batch=True, in the one asked for"
+            "annotations reduce a gradient in the dtype that it is computed in; local_batch=True reduces it in the one "
+            "that is declared"
             if each.role == "reduce"
             else "the cast moved past the gather: cast the shard and fence it (an optimization barrier) before it"
         )

@@ -125,7 +125,6 @@ def check_contract(step: Step, batch: PyTree) -> Contract:
     """
     with rematerializations() as repeated:
         compiled = step.compile(batch)
-    assert step.plan is not None
     return judge(step.plan, compiled.as_text(), repeated)
 
 
@@ -140,8 +139,6 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
     violations = [*traffic, *map(_replicated, _whole(plan)), *map(_repeated, repeated)]
     cpu = mesh.devices.flat[0].platform == "cpu"
     note = "XLA:CPU sends bfloat16 as float32; compile for a topology to see what an accelerator sends" if cpu else ""
-    if plan.together and violations:
-        note = f"by annotations, for {plan.together}" + (f"\n{note}" if note else "")
     order = sorted(violations, key=lambda violation: -violation.bytes)
     return Contract(expected, program.collectives, order, program.unread, note, parts)
 

@@ -62,6 +62,7 @@ class Family:
         preset: (name, **fields to replace) -> config; ValueError for an unknown name or field.
         presets: name -> config; the first is the smallest.
         loss: (model, batch, *, train) -> (sum, count).
+        local_batch: the loss is a sum over examples, so that each device may run it on its own rows.
         parameter_count: config -> parameters that are stored.
         positions: config -> tokens or patches that an example has.
         flops: config -> model FLOPs of a training step for one example; see each family for the convention.
@@ -77,6 +78,7 @@ class Family:
     parameter_count: Callable[[Any], int]
     positions: Callable[[Any], int]
     flops: Callable[[Any], float]
+    local_batch: bool = True
 
 
 FAMILIES = {

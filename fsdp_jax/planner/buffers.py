@@ -173,7 +173,7 @@ class _Reader:
         """By its shape: the optimizer has no scope, nor what adds up gradients, nor those reduced late or by XLA."""
         names = [place.one.op_name for place in chain if place.one.op_name]
         name = names[0] if names else ""
-        backward = "transpose(" in name and (self._plan.deferred or not self._plan.manual)
+        backward = "transpose(" in name and (self._plan.deferred or not self._plan.local_batch)
         if (backward or "jvp(" not in name) and _dims(alive.array) in self._shapes:
             return "gradients"
         return "activations"

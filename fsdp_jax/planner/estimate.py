@@ -86,16 +86,10 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
 
     """
     layout = plan.layout
-    if not plan.manual and layout.mesh.size > 1:
+    if not plan.local_batch and layout.mesh.size > 1:
         what = "only a step whose devices see their own part of the batch can be estimated"
-        raise ValueError(
-            message(
-                what,
-                where="local_batch",
-                got=plan.together,
-                fix="compile for a topology, or train_step(local_batch=True)",
-            )
-        )
+        fix = "compile for a topology, or train_step(local_batch=True)"
+        raise ValueError(message(what, where="local_batch", got=False, fix=fix))
     shapes, outer = _Shapes(layout), jaxpr.jaxpr
     reader = _Reader(shapes.bytes_outside, shapes.part_of)
     new = reader.run(outer, [_given(shapes.bytes_outside(v.aval)) for v in outer.invars])

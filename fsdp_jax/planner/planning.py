@@ -69,7 +69,6 @@ def compiled_plan(step: Step, batch: PyTree, topology: Topology, work: Work, cac
     _check(topology)
     program = compile_step(step, batch, topology, cache)
     plan = step.plan
-    assert plan is not None
     if program.dump is None:
         return _refused(step, batch, topology, work, program)
     module = parse(program.text)
@@ -101,7 +100,6 @@ def analytic_plan(step: Step, batch: PyTree, topology: Topology, work: Work) -> 
     _check(topology)
     jaxpr = step.trace(batch)
     plan = step.plan
-    assert plan is not None
     check_dtypes(plan, topology)
     found = estimate(plan, jaxpr)
     efficiency = efficiency_of(topology.hardware)
@@ -127,9 +125,8 @@ def _check(topology: Topology) -> None:
 def _refused(step: Step, batch: PyTree, topology: Topology, work: Work, program: Program) -> Plan:
     """XLA's word for the peak, and for the rest what can be known without a program."""
     assert program.refused_bytes is not None
-    assert step.plan is not None
     said = f"XLA refuses to compile it: it would take {human_bytes(program.refused_bytes)}"
-    if not step.plan.manual and topology.size > 1:  # an estimate needs to know what each device sees
+    if not step.plan.local_batch and topology.size > 1:  # an estimate needs to know what each device sees
         return _from_layout(step.plan, topology, work, program, said)
     guess = analytic_plan(step, batch, topology, work)
     rest = program.refused_bytes - guess.peak_bytes + guess.breakdown["other"]

@@ -72,7 +72,6 @@ def compile_step(step: Step, batch: PyTree, topology: Topology, cache: Path | No
 
     """
     lowered = step.lower(batch)
-    assert step.plan is not None
     check_dtypes(step.plan, topology)
     key = _key(lowered, step.plan, topology)
     kept = cache / f"{key}.json.gz" if cache else None

@@ -150,6 +150,9 @@ class TrainConfig:
     """Microbatches per optimizer step."""
     deferred_reduction: bool = False
     """Reduce gradients once per step, after the last microbatch: less traffic, more memory."""
+    local_batch: bool = True
+    """Each device runs the loss on its own rows, with explicit collectives (prefetch, precision.reduce and
+    deferred_reduction need it). False runs it on the global batch, where XLA inserts the collectives."""
     loss_chunk: int | None = None
     """Tokens of the vocabulary whose logits are made at once, and again in the backward; None makes all at once."""
     seed: int = 0

@@ -125,8 +125,7 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         partial(loss, train=True),
         accumulation=train.accumulation,
         deferred_reduction=train.deferred_reduction,
-        # What a kernel of its own does cannot be proven; that attention does not mix examples is known.
-        local_batch=None if config.model.attention == "blockwise" else True,
+        local_batch=train.local_batch and family.local_batch,
         clip=config.optimizer.clip,
         abort_after=train.abort_after,
     )

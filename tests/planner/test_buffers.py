@@ -138,7 +138,7 @@ def test_reports_in_another_format_are_refused(tmp_path):
 def plan():
     mesh = fsdp.make_mesh(data=8)
     sharded = fsdp.fully_shard(lambda rngs: Small(rngs), optax.adam(1e-3), mesh, min_size=1)
-    return SimpleNamespace(layout=sharded.layout, manual=True, deferred=False)
+    return SimpleNamespace(layout=sharded.layout, local_batch=True, deferred=False)
 
 
 def of(plan, name, array, element=(), parameter=None):
