@@ -20,7 +20,7 @@ from fsdp_jax.layout import COPIES, Layout, make_layout
 from fsdp_jax.mesh import DATA, REPLICA, axes_of, check_mesh, data_axes, make_mesh, replicated, shape_of, split_data
 from fsdp_jax.model import Boundary, LossFn, Model
 from fsdp_jax.planner import Plan, Work, analytic_plan, cache_folder, compiled_plan, parse_topology, stand_ins
-from fsdp_jax.precision import Precision
+from fsdp_jax.precision import AS_MADE, Precision
 from fsdp_jax.prefetch import Prefetch
 from fsdp_jax.rules import MIN_SIZE, Axis, Placement, Rule, Rules, stacked_dims
 from fsdp_jax.state import (
@@ -67,7 +67,7 @@ def fully_shard(
         units: what is gathered together: module classes, a least number of parameters, `scan` (the body of a layer
             scan) or `model`.
         inputs: example inputs of a Linen model, arrays or shapes.
-        precision: dtypes; float32 throughout where absent.
+        precision: dtypes; where absent, those that the model makes its parameters in.
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward.
         prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile, for one more unit in
             memory; `post` gathers in the backward as one has computed; `none` leaves it to XLA.
@@ -84,7 +84,7 @@ def fully_shard(
     """
     check_arguments(tx, mesh, units, precision, remat, prefetch)
     adapter, mesh, strategy = adapt(model, inputs), split_data(check_mesh(mesh)), get_strategy(strategy)
-    precision = precision or Precision()
+    precision = precision or AS_MADE
     settings = Rules(tuple(rules), _in_parts(logical_axes or {}, mesh), min_size, strict, strategy.shard_axes(mesh))
     made = flatten(adapter.params)
     shapes = {path: tuple(leaf.shape) for path, leaf in made.items()}
@@ -302,7 +302,8 @@ class Sharded:
         plan = self._plain(lambda model, batch: sum_and_count(loss_fn(model, batch)))
 
         def run(plan: StepPlan, state: TrainState, batch: Any) -> Any:
-            return forward(plan, state, jax.tree.map(lambda x: x[0], batch))
+            rows = jax.tree.leaves(batch)[0].shape[1]
+            return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows)
 
         return Step(run, plan, self.abstract_state(), replicated(self.layout.mesh), donate=False, abort_after=None)
 
@@ -338,8 +339,7 @@ class Sharded:
 
     def _boundaries(self) -> dict[str, Boundary]:
         """What happens at which module: units gather; where dtypes mix, inputs are cast and float32 islands end."""
-        compute = self.precision.compute_dtype if self.precision.mixed else None
-        output = jnp.dtype(self.precision.output) if self.precision.output else None
+        compute, output = self.precision.cast_dtype, self.precision.output_dtype
         units = {unit for unit in self.units.values() if unit}
         kept = _kept(self._model, self.precision) if compute is not None else set()
         found = {}
@@ -351,6 +351,7 @@ class Sharded:
                 unit, self.remat if unit else "none",
                 cast_in=compute if self.precision.cast_inputs and (unit is not None or root) else None,
                 cast_out=output if root else compute if island else None,
+                pin=root or unit is not None,
             )  # fmt: skip
             if boundary != Boundary():
                 found[module.path] = boundary

@@ -50,11 +50,11 @@ def check_train_step(
     if local_batch:
         _check_stacks(layout)
         return
-    reduce = precision.reduce
+    compute, reduce = precision.compute, precision.reduce
     asked = {
         "deferred_reduction": deferred,
         f"prefetch='{prefetch}'": prefetch != "none",
-        f"Precision(compute='{precision.compute}', reduce='{reduce}')": reduce not in (None, precision.compute),
+        f"Precision(compute='{compute}', reduce='{reduce}')": reduce is not None and reduce != compute,
     }
     for name, wanted in asked.items():
         if wanted:

@@ -12,7 +12,7 @@ import jax
 from flax.core import meta
 
 from fsdp_jax.errors import message
-from fsdp_jax.model import Boundary, LossFn, cast_floats, split_arrays
+from fsdp_jax.model import Boundary, LossFn, split_arrays
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units import ModuleInfo, all_shards, checkpoint_settings, gathered, shards_in
 
@@ -90,13 +90,13 @@ def _modules(seen: dict[str, type], paths: list[str]) -> list[ModuleInfo]:
 
 
 def _call(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, boundary: Boundary) -> Any:
-    args, kwargs = cast_floats((args, kwargs), boundary.cast_in)
+    args, kwargs = boundary.entering((args, kwargs))
     module = context.module
     if boundary.unit is None or not _waiting(module, boundary.unit):
         out = next_fun(*args, **kwargs)
     else:
         out = _call_unit(module, context.method_name, args, kwargs, boundary)
-    return cast_floats(out, boundary.cast_out)
+    return boundary.leaving(out)
 
 
 def _waiting(module: nn.Module, unit: str) -> bool:

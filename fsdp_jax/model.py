@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fsdp_jax.rows import pin_rows
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units import ModuleInfo, Remat
 
@@ -23,6 +24,7 @@ class Boundary:
         remat: of the unit.
         cast_in: float inputs take this dtype.
         cast_out: float outputs take this dtype.
+        pin: activations that enter or leave stay split along the batch; see `rows.py`.
 
     """
 
@@ -30,6 +32,17 @@ class Boundary:
     remat: Remat = "none"
     cast_in: np.dtype | None = None
     cast_out: np.dtype | None = None
+    pin: bool = False
+
+    def entering(self, arguments: PyTree) -> PyTree:
+        """A call's arguments, cast and split along the batch."""
+        arguments = cast_floats(arguments, self.cast_in)
+        return pin_rows(arguments) if self.pin else arguments
+
+    def leaving(self, results: PyTree) -> PyTree:
+        """A call's results, likewise."""
+        results = cast_floats(results, self.cast_out)
+        return pin_rows(results) if self.pin else results
 
 
 class Model(Protocol):

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from fsdp_jax.errors import message
-from fsdp_jax.model import Boundary, LossFn, cast_floats, split_arrays
+from fsdp_jax.model import Boundary, LossFn, split_arrays
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units import ModuleInfo, run_unit
 
@@ -154,7 +154,7 @@ def _bounded(cls: Hashable) -> type:
 
 def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
     boundary: Boundary = module._fsdp
-    args, kwargs = cast_floats((args, kwargs), boundary.cast_in)
+    args, kwargs = boundary.entering((args, kwargs))
     if boundary.unit is None:
         bounded = type(module)
         _become(module, cls)  # calls among its own methods are already inside
@@ -164,7 +164,7 @@ def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwarg
             _become(module, bounded)
     else:
         out = _call_unit(cls, original, module, args, kwargs, boundary)
-    return cast_floats(out, boundary.cast_out)
+    return boundary.leaving(out)
 
 
 def _become(module: Any, cls: type) -> None:

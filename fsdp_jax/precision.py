@@ -23,10 +23,13 @@ class Precision:
     """A mixed-precision policy; PyTorch's `MixedPrecision` with a parameter dtype of its own.
 
     Attributes:
-        param: parameters at rest; gradients come back in it, and the optimizer works in it.
-        compute: gathered parameters and the model's float inputs.
-        reduce: gradients while they travel; the compute dtype where absent.
-        output: float outputs of the whole model; left as the model made them where absent.
+        param: parameters at rest; gradients come back in it, and the optimizer works in it. None keeps the dtype that
+            the model made each of them in.
+        compute: gathered parameters and the model's float inputs. None gathers each parameter in the dtype it is
+            stored in, and casts nothing.
+        reduce: gradients while they are reduced; the compute dtype where absent.
+        output: float outputs of the whole model. Where absent: float32 with a narrower compute dtype, so that losses
+            are summed in float32, and else as the model made them.
         keep_float32: regular expressions searched in parameter paths and in the class names of modules. What matches
             is gathered in float32, and its outputs return to the compute dtype. Norms by default.
         frozen: parameters at rest that are not trained, which needs no master copy in float32; as `param` where absent.
@@ -35,8 +38,8 @@ class Precision:
 
     """
 
-    param: str = "float32"
-    compute: str = "float32"
+    param: str | None = "float32"
+    compute: str | None = "float32"
     reduce: str | None = None
     output: str | None = None
     keep_float32: tuple[str, ...] = ("[Nn]orm",)
@@ -57,19 +60,18 @@ class Precision:
             raise ValueError(message("not a sequence of patterns", where="precision.keep_float32", fix=fix))
 
     @property
-    def param_dtype(self) -> np.dtype:
-        """At rest."""
-        return jnp.dtype(self.param)
-
-    @property
-    def compute_dtype(self) -> np.dtype:
-        """In the model."""
+    def cast_dtype(self) -> np.dtype | None:
+        """What float inputs and the outputs of float32 modules are cast to; None where a model meets one dtype only."""
+        if self.compute is None or {self.param, self.compute, self.frozen or self.param} == {"float32"}:
+            return None
         return jnp.dtype(self.compute)
 
     @property
-    def mixed(self) -> bool:
-        """Whether a model can meet two dtypes, so that float inputs and float32 islands are cast."""
-        return {self.param, self.compute, self.frozen or self.param} != {"float32"}
+    def output_dtype(self) -> np.dtype | None:
+        """What float outputs of the model are cast to; None leaves them."""
+        if self.output is not None:
+            return jnp.dtype(self.output)
+        return jnp.dtype("float32") if self.compute == "bfloat16" else None
 
     def kept(self, names: Iterable[str]) -> bool:
         """Whether any of these names (a path, or a module's class names) asks for float32."""
@@ -80,11 +82,16 @@ class Precision:
         stored = jnp.dtype(stored)
         if not jnp.issubdtype(stored, jnp.floating):
             return stored, stored
-        if kept:
+        if kept and self.compute is not None:
             return jnp.dtype("float32"), jnp.dtype("float32")
-        return self.compute_dtype, jnp.dtype(self.reduce or self.compute)
+        compute = jnp.dtype(self.compute or stored)
+        return compute, jnp.dtype(self.reduce or compute)
 
     def at_rest(self, dtype: DTypeLike, trained: bool = True) -> np.dtype:
         """The dtype that a parameter made in `dtype` is stored in."""
-        floating = jnp.dtype(self.param if trained else self.frozen or self.param)
-        return floating if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype)
+        wanted = self.param if trained else self.frozen or self.param
+        return jnp.dtype(wanted if wanted and jnp.issubdtype(dtype, jnp.floating) else dtype)
+
+
+AS_MADE = Precision(param=None, compute=None)
+"""Every parameter is stored, gathered and reduced in the dtype that the model made it in."""

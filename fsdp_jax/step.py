@@ -14,6 +14,7 @@ Deferred reduction is what PyTorch calls `no_sync`: one reduction per optimizer 
 every device. Microbatches are summed in float32 at least, and cast to the reduce dtype once, as they are reduced.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from fsdp_jax.layout import COPIES, Layout
 from fsdp_jax.mesh import batch_axes
 from fsdp_jax.model import Boundary, LossFn, Model
 from fsdp_jax.prefetch import Prefetch, Report, prefetched
+from fsdp_jax.rows import batch_split
 from fsdp_jax.state import TrainState
 from fsdp_jax.travel import Route, fetch, gather, reduce
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
@@ -79,7 +81,8 @@ def train_step(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[TrainS
     Metrics, all float32 or int32 scalars: loss (sum / count), grad_norm (before clipping), count, skipped,
     skipped_in_a_row. Where the loss or a gradient is not finite nothing but the counters changes.
     """
-    gradients, (total, count), model_state = _gradients(plan, state, batch)
+    with _split(plan, jax.tree.leaves(batch)[0].shape[1]):
+        gradients, (total, count), model_state = _gradients(plan, state, batch)
     loss = total / count
     norm = optax.tree.norm(jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), gradients)) / count
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -214,12 +217,22 @@ def _zeros(plan: StepPlan, path: str) -> jax.Array:
     return lax.with_sharding_constraint(jnp.zeros(leaf.shape, dtype), sharding)
 
 
-def forward(plan: StepPlan, state: TrainState, batch: PyTree) -> Any:
-    """`loss_fn(model, batch)` in inference mode; nothing is differentiated and no state is kept."""
+def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None) -> Any:
+    """`loss_fn(model, batch)` in inference mode; nothing is differentiated and no state is kept.
+
+    `rows`: of the batch; None where the function takes something else.
+    """
     flat = flatten(_working(state))
     held = flat if plan.per_unit else {path: gather(plan.routes[path], value) for path, value in flat.items()}
     weights = _weights(plan, held, {})
-    return _run(plan, weights, state.model_state, batch, state.rng, training=False, device=None)[0]
+    with _split(plan, rows):
+        return _run(plan, weights, state.model_state, batch, state.rng, training=False, device=None)[0]
+
+
+def _split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
+    """Where XLA partitions the step, the model may ask how its batch lies; see `rows.py`."""
+    mesh = plan.layout.mesh
+    return nullcontext() if plan.local_batch else batch_split(mesh, batch_axes(mesh), rows)
 
 
 def _run(

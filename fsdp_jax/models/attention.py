@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fsdp_jax.models.layers import Attention, Segments, blockwise_attention, dense_attention
+from fsdp_jax.rows import on_local_rows
 
 Kind = Literal["blockwise", "flash", "cudnn"]
 
@@ -38,16 +39,33 @@ def make_attention(kind: Kind, platform: str) -> Attention:
     if kind == "cudnn" and platform in GPU:
         return partial(dense_attention, implementation="cudnn")
     if kind == "flash" and platform in (*GPU, "tpu"):
-        return _splash if platform == "tpu" else _triton
+        return partial(_on_local_rows, _splash if platform == "tpu" else _triton)
     raise ValueError(f"attention '{kind}' has no kernel for {platform}; use blockwise")
+
+
+def _on_local_rows(
+    kernel: Attention, query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool,
+    segments: Segments | None = None, bias: jax.Array | None = None, scale: float | None = None,
+) -> jax.Array:  # fmt: skip
+    """A kernel that XLA cannot partition, as an `Attention`."""
+    if bias is not None:
+        raise ValueError("flash attention adds no bias to the scores, as T5 needs; use blockwise attention, or cudnn")
+    given: tuple[jax.Array, ...] = () if segments is None else segments
+    given = given[:1] if segments is not None and segments[0] is segments[1] else given  # of one sequence
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, *given: jax.Array) -> jax.Array:
+        segments = (given[0], given[-1]) if given else None
+        return kernel(query, key, value, is_causal=is_causal, segments=segments, scale=scale)
+
+    out: jax.Array = on_local_rows(attend)(query, key, value, *given)
+    return out
 
 
 def _triton(
     query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
-    bias: jax.Array | None = None, scale: float | None = None,
+    scale: float | None = None,
 ) -> jax.Array:  # fmt: skip
     """Flash attention on GPUs (Dao, arXiv:2307.08691), of a sequence on itself; see `Attention`."""
-    _no_bias(bias)
     if segments is not None and segments[0] is not segments[1]:
         raise ValueError("flash attention on GPUs knows segments of one sequence only; use blockwise attention")
     with warnings.catch_warnings():  # newer releases of jax name a package of its own as the successor
@@ -65,10 +83,9 @@ def _triton(
 
 def _splash(
     query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
-    bias: jax.Array | None = None, scale: float | None = None,
+    scale: float | None = None,
 ) -> jax.Array:  # fmt: skip
     """Splash attention on TPUs; see `Attention`. The kernel wants heads first, and queries that are scaled."""
-    _no_bias(bias)
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     T, S, H = query.shape[1], key.shape[1], query.shape[2]
@@ -86,11 +103,6 @@ def _splash(
     of_tokens = None if segments is None else splash_attention_kernel.SegmentIds(*segments)
     out: jax.Array = jnp.moveaxis(jax.vmap(kernel)(*heads_first, of_tokens), 1, 2)
     return out
-
-
-def _no_bias(bias: jax.Array | None) -> None:
-    if bias is not None:
-        raise ValueError("flash attention adds no bias to the scores, as T5 needs; use blockwise attention, or cudnn")
 
 
 def _block(length: int) -> int:

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fsdp_jax.rows import on_local_rows
+
 
 def chunked_losses(
     x_BTD: jax.Array, weights: jax.Array, targets_BT: jax.Array, *, dim: int, vocab_size: int, chunk: int
@@ -29,7 +31,9 @@ def chunked_losses(
         raise ValueError(f"a loss chunk is at least 1 token of the vocabulary, got {chunk}")
     valid_BT = (targets_BT >= 0) & (targets_BT < vocab_size)
     cut = _Cut(dim, vocab_size, min(chunk, vocab_size))
-    return jnp.where(valid_BT, _losses(cut, weights, x_BTD, targets_BT), jnp.nan)
+    # On each device's rows: partitioned by XLA, every chunk's gradient of the weights would be reduced by itself.
+    losses_BT = on_local_rows(partial(_losses, cut), replicated=(0,))(weights, x_BTD, targets_BT)
+    return jnp.where(valid_BT, losses_BT, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)

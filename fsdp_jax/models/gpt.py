@@ -128,7 +128,8 @@ class GPT(layers.LanguageModel):
         T = tokens_BT.shape[1]
         if self.config.sequence_length < T:
             raise ValueError(f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}")
-        x_BTD = self.embed(tokens_BT) + self.positions(jnp.arange(T)[None] if positions is None else positions)
+        places = self.positions(jnp.arange(T))[None] if positions is None else self.positions(positions)
+        x_BTD = self.embed(tokens_BT) + places
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)
         x_BTD = layers.run_blocks(self.blocks, x_BTD, segments=segments, deterministic=deterministic)
         return self.ln_f(x_BTD)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fsdp_jax.models.chunked import chunked_losses
+from fsdp_jax.rows import on_local_rows
 
 INIT_STD = 0.02
 LAYER_NORM_EPSILON = 1e-5
@@ -158,11 +159,27 @@ def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
 class Embedding(nnx.Embed):
     """A table of vectors that can be an output head too."""
 
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Int [B, T] to [B, T, D] in `dtype`, or else the table's; tokens without a batch dim likewise."""
+        if tokens.ndim < 2:
+            return super().__call__(tokens)
+        # The gradient is added up on each device: left alone, XLA gathers what is added, from the whole batch.
+        return on_local_rows(_look_up, replicated=(1,))(tokens, self.table())
+
+    def table(self) -> jax.Array:
+        """The table [V, D] in the dtype that it is looked up in."""
+        table_VD: jax.Array = self.embedding[...]
+        return table_VD if self.dtype is None else table_VD.astype(self.dtype)
+
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int) -> jax.Array:
         """`chunked_losses` of the logits that `attend` makes."""
         dtype = self.dtype or jnp.result_type(x_BTD, self.embedding[...])
         x_BTD, table_VD = x_BTD.astype(dtype), self.embedding[...].astype(dtype)
         return chunked_losses(x_BTD, table_VD, targets_BT, dim=0, vocab_size=vocab_size, chunk=chunk)
+
+
+def _look_up(tokens: jax.Array, table_VD: jax.Array) -> jax.Array:
+    return jnp.take(table_VD, tokens, axis=0)
 
 
 class Head(nnx.Linear):

@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax.models import layers
+from fsdp_jax.rows import on_local_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,12 +140,12 @@ def relative_buckets(distance: np.ndarray, *, bidirectional: bool, buckets: int,
     return (first + np.where(distance < exact, distance, coarse)).astype(np.int32)
 
 
-def relative_bias(table: layers.Embedding, length: int, config: T5Config, *, bidirectional: bool) -> jax.Array:
+def relative_bias(table: jax.Array, length: int, config: T5Config, *, bidirectional: bool) -> jax.Array:
     """What self-attention adds to its scores: [1, H, T, T] from a table [buckets, H], T being `length`."""
     T, sizes = length, {"buckets": config.buckets, "max_distance": config.max_distance}
     # R = 2T - 1 distances; query t's row is the T values from T - 1 - t on
     rows = relative_buckets(np.arange(1 - T, T), bidirectional=bidirectional, **sizes)
-    by_distance_HR = table(jnp.asarray(rows)).T
+    by_distance_HR = table[rows].T
     # One value of padding, repeated T times and read as rows without it: each row starts one further to the left.
     # Slices have cheaper gradients than a lookup of T x T distances.
     H, R = by_distance_HR.shape
@@ -165,14 +166,32 @@ class T5Attention(nnx.Module):
         self.v = linear(D, inner, std=D**-0.5)
         self.o = linear(inner, D, std=inner**-0.5)
 
-    def __call__(self, x_BTD: jax.Array, seen_BSD: jax.Array, *, is_causal: bool = False, **more: Any) -> jax.Array:
-        """[B, T, D] that reads [B, S, D], to [B, T, D]; `more` is the attention's."""
+    def __call__(
+        self, x_BTD: jax.Array, seen_BSD: jax.Array, *, is_causal: bool = False, bias: jax.Array | None = None,
+        segments: layers.Segments | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """[B, T, D] that reads [B, S, D], to [B, T, D].
+
+        `bias`: [n, H, T, S] for n equal parts of the batch. `segments`: see `layers.Attention`.
+        """
         B, T, _ = x_BTD.shape
         q_BTHK, k_BSHK, v_BSHK = (
             project(x).reshape(B, x.shape[1], -1, self.head_dim)
             for project, x in ((self.q, x_BTD), (self.k, seen_BSD), (self.v, seen_BSD))
         )
-        attended = self.attention(q_BTHK, k_BSHK, v_BSHK, is_causal=is_causal, scale=1.0, **more)
+
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, segments: layers.Segments | None, bias_HTS: jax.Array | None
+        ) -> jax.Array:
+            bias = {} if bias_HTS is None else {"bias": bias_HTS[None]}
+            return self.attention(q, k, v, is_causal=is_causal, scale=1.0, **_given(segments), **bias)
+
+        if bias is None:
+            attended = attend(q_BTHK, k_BSHK, v_BSHK, segments, None)
+        else:  # each part has a bias of its own, so that a gradient is added up over the part's rows first
+            rows = (q_BTHK, k_BSHK, v_BSHK, segments)
+            parts = jax.tree.map(lambda x: x.reshape(bias.shape[0], -1, *x.shape[1:]), rows)
+            attended = jax.vmap(attend)(*parts, bias)
         return self.o(attended.reshape(B, T, -1))
 
 
@@ -214,13 +233,13 @@ class T5EncoderBlock(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, *, bias: jax.Array, segments: layers.Segments | None = None, deterministic: bool = True
     ) -> jax.Array:
-        """[B, S, D] to [B, S, D] in the dtype of the input; `bias` [1, H, S, S]."""
+        """[B, S, D] to [B, S, D] in the dtype of the input; `bias` [n, H, S, S] for n parts of the batch."""
 
         def branch(y_BSD: jax.Array) -> jax.Array:
             return self.dropout(y_BSD, deterministic=deterministic).astype(x_BSD.dtype)
 
         y_BSD = self.attn_norm(x_BSD)
-        x_BSD = x_BSD + branch(self.attn(y_BSD, y_BSD, bias=bias, **_given(segments)))
+        x_BSD = x_BSD + branch(self.attn(y_BSD, y_BSD, bias=bias, segments=segments))
         return x_BSD + branch(self.mlp(self.mlp_norm(x_BSD)))
 
 
@@ -240,7 +259,7 @@ class T5DecoderBlock(nnx.Module):
         self, x_BTD: jax.Array, *, seen: jax.Array, bias: jax.Array, segments: layers.Segments | None = None,
         deterministic: bool = True,
     ) -> jax.Array:  # fmt: skip
-        """[B, T, D] to [B, T, D] in the dtype of the input; `seen` [B, S, D], `bias` [1, H, T, T]."""
+        """[B, T, D] to [B, T, D] in the dtype of the input; `seen` [B, S, D], `bias` [n, H, T, T]."""
 
         def branch(y_BTD: jax.Array) -> jax.Array:
             return self.dropout(y_BTD, deterministic=deterministic).astype(x_BTD.dtype)
@@ -248,7 +267,7 @@ class T5DecoderBlock(nnx.Module):
         y_BTD = self.attn_norm(x_BTD)
         x_BTD = x_BTD + branch(self.attn(y_BTD, y_BTD, is_causal=True, bias=bias))
         y_BTD = self.cross_norm(x_BTD).astype(seen.dtype)
-        x_BTD = x_BTD + branch(self.cross(y_BTD, seen, **_given(segments)))
+        x_BTD = x_BTD + branch(self.cross(y_BTD, seen, segments=segments))
         return x_BTD + branch(self.mlp(self.mlp_norm(x_BTD)))
 
 
@@ -278,7 +297,12 @@ class T5Stack(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, *, deterministic: bool, **settings: Any) -> jax.Array:
         """[B, T, D] to [B, T, D] in the dtype of the input; `settings` are the blocks'."""
-        bias = relative_bias(self.relative_bias, x_BTD.shape[1], self.config, bidirectional=self.is_encoder)
+
+        def bias_of(x_BTD: jax.Array, table: jax.Array) -> jax.Array:
+            return relative_bias(table, x_BTD.shape[1], self.config, bidirectional=self.is_encoder)
+
+        # on each device: the gradient of the bias is added up to one of its small table before it is reduced
+        bias = on_local_rows(bias_of, replicated=(1,))(x_BTD, self.relative_bias.table())
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)
         y_BTD = layers.run_blocks(self.blocks, x_BTD, bias=bias, deterministic=deterministic, **settings)
         return self.dropout(self.norm(y_BTD), deterministic=deterministic).astype(x_BTD.dtype)

@@ -84,7 +84,7 @@ class PrecisionConfig:
     reduce: str | None = None
     """Gradients while they are reduced; the compute dtype where None."""
     output: str | None = None
-    """The model's output; as the model made it where None."""
+    """The model's output; float32 where None and `compute` is narrower."""
     frozen: str | None = None
     """Parameters at rest that are not trained; as `param` where None."""
 
