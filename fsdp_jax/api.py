@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from fsdp_jax.arguments import adapt, check_arguments, check_plan, check_train_step
+from fsdp_jax.arguments import adapt, check_arguments, check_patterns, check_plan, check_train_step, check_trained
 from fsdp_jax.compiled import Step
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.layout import COPIES, Layout, make_layout
@@ -97,6 +97,7 @@ def fully_shard(
     sizes = {path: prod(shape[depth.get(path, 0) :]) for path, shape in shapes.items()}
     owners = choose_units(adapter.modules, units, sizes, depth)
     trained = {path: leaf for path, leaf in resting.items() if path not in held}
+    check_trained(trained)
     copies = _copies(strategy, placements, trained, precision, _kept(adapter, precision))
     layout = make_layout(
         unflatten(resting), placements, abstract_rest(adapter, unflatten(copies)), tx, mesh, strategy, settings,
@@ -123,6 +124,8 @@ def _in_parts(logical_axes: Mapping[str, Axis], mesh: Mesh) -> dict[str, Axis]:
 
 def _kept(model: Model, precision: Precision) -> set[str]:
     """Paths of parameters that are gathered in float32."""
+    classes = {kind.__name__ for m in model.modules for kind in m.kind.__mro__}
+    check_patterns(precision, classes, flatten(model.params))
     by_class = {
         path for m in model.modules for path in m.direct if precision.kept(kind.__name__ for kind in m.kind.__mro__)
     }  # fmt: skip

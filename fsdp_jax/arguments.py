@@ -1,9 +1,12 @@
 """What is most often passed in place of what is meant, and what to write instead."""
 
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -73,6 +76,24 @@ def _check_stacks(layout: Layout) -> None:
             what, expected = "a stack of layers is sharded along its layers", "a spec that keeps that dim whole"
             fix = "shard another dim, or leave local_batch out"
             raise ValueError(message(what, where=path, expected=expected, got=leaf.spec, fix=fix))
+
+
+def check_trained(parameters: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises ValueError for trained parameters by path that have no gradient."""
+    for path, leaf in parameters.items():
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            fix = f"frozen=['{path}'] in fully_shard; or make it an nnx.Variable, not an nnx.Param"
+            what = "a parameter of integers has no gradient and cannot be trained"
+            raise ValueError(message(what, where=path, expected="a float dtype", got=leaf.dtype, fix=fix))
+
+
+def check_patterns(precision: Precision, classes: Collection[str], paths: Collection[str]) -> None:
+    """Raises ValueError for a pattern in `keep_float32`, of the user's own, that matches nothing in the model."""
+    for pattern in precision.keep_float32:
+        if pattern in Precision().keep_float32 or any(re.search(pattern, name) for name in (*classes, *paths)):
+            continue
+        what = f"pattern '{pattern}' matches no parameter and no class of a module"
+        raise ValueError(message(what, where="precision.keep_float32", fix=did_you_mean(pattern, paths)))
 
 
 def check_plan(topology: Any, batch: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -262,12 +263,20 @@ def sum_and_count(out: Any) -> tuple[jax.Array, jax.Array]:
         ValueError: anything else than a pair of scalars.
 
     """
-    if isinstance(out, tuple) and len(out) == 2 and all(jnp.ndim(x) == 0 for x in out):
+    numbers = jax.Array, np.ndarray, np.generic, int, float
+    if isinstance(out, tuple) and len(out) == 2 and all(isinstance(x, numbers) and jnp.ndim(x) == 0 for x in out):
         return jnp.asarray(out[0], jnp.float32), jnp.asarray(out[1], jnp.float32)
     fix = "return the summed loss and the number of tokens (or examples) in it; the step divides, over all microbatches"
     raise ValueError(
-        message("loss_fn returned something else", where="loss_fn", expected="(sum, count)", got=type(out), fix=fix)
+        message("loss_fn returned something else", where="loss_fn", expected="(sum, count)", got=_kinds(out), fix=fix)
     )
+
+
+def _kinds(out: Any) -> str:
+    """What was returned, in a word for each part: `(float32[8], dict)`."""
+    if isinstance(out, tuple):
+        return f"({', '.join(map(_kinds, out))})"
+    return f"{out.dtype}{list(out.shape)}" if isinstance(out, jax.Array | np.ndarray) else type(out).__name__
 
 
 def _weights(plan: StepPlan, held: dict[str, jax.Array], variables: dict[str, jax.Array]) -> PyTree:

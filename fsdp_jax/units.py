@@ -67,11 +67,17 @@ class Shard:
         what = "a parameter was read outside its unit"
         return UnitError(message(what, where=route.path, expected=f"unit '{route.unit}'", fix=fix))
 
-    def __jax_array__(self) -> jax.Array:
+    def _refuse(self, *_: Any) -> Any:
         raise self._outside()
 
-    def __getitem__(self, index: Any) -> Any:
-        raise self._outside()
+    __jax_array__ = __getitem__ = __neg__ = __abs__ = __pow__ = __rpow__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = _refuse
+
+    def __repr__(self) -> str:
+        # jax.numpy shows what it cannot take
+        route = self.route
+        return f"<parameter '{route.path}', gathered only inside its unit '{route.unit}': read it there>"
 
     def __getattr__(self, name: str) -> Any:
         # What an array would have: shape, dtype, T, astype. Protocols that JAX and NNX look for are simply not there.

@@ -6,15 +6,19 @@ import jax
 from jax.experimental import multihost_utils
 
 from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.planner.plugins import choose_platforms
 
 
 def use_virtual_devices(count: int) -> None:
     """Gives this process `count` virtual CPU devices. An accelerator, where there is one, stays the default backend.
 
+    Plugins whose hardware is absent are not started; see `fsdp_jax.planner.choose_platforms`.
+
     Raises ConfigError if `count` is not positive, and ValueError if jax has already started with another count.
     """
     if count < 1:
         raise ConfigError(message("no such number of devices", where="train.devices", expected="1 or more", got=count))
+    choose_platforms()
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # the backends run already; all is well if they need no change

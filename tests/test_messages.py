@@ -1,0 +1,124 @@
+"""What a user meets who passes something else than was meant: the path, and a fix that works."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fsdp_jax as fsdp
+
+pytestmark = pytest.mark.core
+
+BATCH = {"x": np.ones((8, 8), np.float32)}
+
+
+class Unit(nnx.Module):
+    def __init__(self, rngs, dtype=jnp.float32):
+        self.kernel = nnx.Param(jnp.ones((8, 8), dtype))
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x) @ self.kernel[...].astype(x.dtype)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs, dtype=jnp.float32):
+        self.a, self.b = Unit(rngs, dtype), Unit(rngs)
+
+    def __call__(self, x):
+        return self.b(self.a(x))
+
+
+def shard(model=Model, **settings):
+    return fsdp.fully_shard(
+        lambda rngs: model(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Unit], min_size=8, **settings
+    )
+
+
+@pytest.mark.parametrize("local_batch", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, kernel: x @ kernel,
+        lambda x, kernel: kernel * 2,
+        lambda x, kernel: 2 - kernel,
+        lambda x, kernel: x @ kernel.T,
+        lambda x, kernel: x @ kernel[...],
+        lambda x, kernel: jnp.sum(kernel),
+        lambda x, kernel: jnp.einsum("ab,bc->ac", x, kernel),
+    ],
+)
+def test_a_parameter_read_outside_its_unit_is_named(read, local_batch):
+    def loss(model, batch):
+        return (model(batch["x"]).sum() + read(batch["x"], model.a.kernel).sum()), 8
+
+    with pytest.raises((ValueError, TypeError), match=r"(?s)'?a/kernel'?.* unit 'a'"):
+        shard().train_step(loss, local_batch=local_batch).lower(BATCH)
+
+
+def test_a_trained_parameter_of_integers():
+    def model(rngs):
+        return Model(rngs, jnp.int32)
+
+    with pytest.raises(ValueError, match=r"no gradient(.*\n)+.*a/kernel\n.*float\w* dtype\n.*int32\n.*frozen="):
+        shard(model)
+    frozen = shard(model, frozen=["a/kernel"])
+    _, metrics = frozen.train_step(lambda model, batch: (model(batch["x"]).sum(), 8))(frozen.init(0), BATCH)
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_a_pattern_of_keep_float32_that_matches_nothing():
+    with pytest.raises(ValueError, match=r"'a/kernle' matches no parameter(.*\n)+.*keep_float32\n.*'a/kernel'"):
+        shard(precision=fsdp.Precision(compute="bfloat16", keep_float32=("[Nn]orm", "a/kernle")))
+
+
+@pytest.mark.parametrize(
+    ("out", "shown"),
+    [(lambda y: y.mean(), r"float32\[\]"), (lambda y: (y.mean(), {"accuracy": 1.0}), r"\(float32\[\], dict\)"),
+     (lambda y: (y.sum(-1), 8), r"\(float32\[8\], int\)")],
+)  # fmt: skip
+def test_a_loss_that_is_no_sum_and_count(out, shown):
+    with pytest.raises(ValueError, match=rf"loss_fn\n.*\(sum, count\)\n.*{shown}\n.*return the summed loss"):
+        shard().train_step(lambda model, batch: out(model(batch["x"]))).lower(BATCH)
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("made", ["float32", "bfloat16"])
+def test_parameters_keep_the_dtype_that_the_model_makes(made):
+    sharded = shard(lambda rngs: Model(rngs, made))
+    dtypes = {path: str(leaf.dtype) for path, leaf in sharded.layout.by_path.items()}
+    assert dtypes["a/kernel"] == made
+    assert dtypes["b/kernel"] == "float32"
+    assert sharded.init(0).params["a"]["kernel"].dtype == made
+    stored = shard(lambda rngs: Model(rngs, made), precision=fsdp.Precision()).layout.by_path["a/kernel"]
+    assert stored.dtype == jnp.float32
+
+
+def test_with_bfloat16_compute_losses_are_summed_in_float32():
+    """8 rows of 1.01 are 8.08 in float32; bfloat16 has 8.0625 and 8.125."""
+
+    def loss(model, batch):
+        y = model(batch["x"])
+        seen.append(y.dtype)
+        return (0 * y + 1.01)[:, 0].sum(), 1
+
+    seen = []
+    sharded = shard(precision=fsdp.Precision(compute="bfloat16"))
+    _, metrics = sharded.train_step(loss)(sharded.init(0), BATCH)
+    assert float(metrics["loss"]) == pytest.approx(8.08, rel=1e-6)
+    narrow = shard(precision=fsdp.Precision(compute="bfloat16", output="bfloat16"))
+    narrow.train_step(loss).lower(BATCH)
+    assert [str(dtype) for dtype in (seen[0], seen[-1])] == ["float32", "bfloat16"]
+
+
+def test_virtual_devices_start_no_plugin_whose_hardware_is_absent(monkeypatch):
+    from fsdp_jax.launch import cluster
+
+    called = []
+    monkeypatch.setattr(cluster, "choose_platforms", lambda: called.append(True))
+    cluster.use_virtual_devices(jax.local_device_count())
+    assert called
