@@ -109,7 +109,7 @@ class GPT(layers.LanguageModel):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs, attention: layers.Attention = layers.blockwise_attention):
         V, T, D, dtype = config.padded_vocab_size, config.sequence_length, config.width, config.dtype
         self.config = config
-        self.embed = layers.embedding(V, D, dtype=dtype, rngs=rngs)
+        self.embed = layers.embedding(V, D, tied=config.tie_head, dtype=dtype, rngs=rngs)
         self.positions = layers.embedding(T, D, dtype=dtype, rngs=rngs)
         self.dropout = layers.dropout(config.dropout, rngs=rngs)
 
@@ -128,8 +128,7 @@ class GPT(layers.LanguageModel):
         T = tokens_BT.shape[1]
         if self.config.sequence_length < T:
             raise ValueError(f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}")
-        places = self.positions(jnp.arange(T))[None] if positions is None else self.positions(positions)
-        x_BTD = self.embed(tokens_BT) + places
+        x_BTD = self.embed(tokens_BT) + self.positions(jnp.arange(T)[None] if positions is None else positions)
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)
         x_BTD = layers.run_blocks(self.blocks, x_BTD, segments=segments, deterministic=deterministic)
         return self.ln_f(x_BTD)

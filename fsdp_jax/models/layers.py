@@ -157,14 +157,17 @@ def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 class Embedding(nnx.Embed):
-    """A table of vectors that can be an output head too."""
+    """A table of vectors; a `tied` one is the output head too."""
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Int [B, T] to [B, T, D] in `dtype`, or else the table's; tokens without a batch dim likewise."""
-        if tokens.ndim < 2:
-            return super().__call__(tokens)
-        # The gradient is added up on each device: left alone, XLA gathers what is added, from the whole batch.
-        return on_local_rows(_look_up, replicated=(1,))(tokens, self.table())
+    tied: bool = False
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Int [B, T] to [B, T, D] in `dtype`, or else the table's."""
+        if not self.tied:
+            return super().__call__(inputs, out_sharding)
+        # A tied table has two gradients. Left alone, XLA reduces each by itself, or gathers the activations of one.
+        # Where the lookup's is added up on each device, it joins them and reduces their sum.
+        return on_local_rows(_look_up, replicated=(1,))(inputs, self.table())
 
     def table(self) -> jax.Array:
         """The table [V, D] in the dtype that it is looked up in."""
@@ -192,11 +195,14 @@ class Head(nnx.Linear):
         return chunked_losses(x_BTD, kernel_DV, targets_BT, dim=1, vocab_size=vocab_size, chunk=chunk)
 
 
-def embedding(count: int, width: int, *, dtype: str | None, rngs: nnx.Rngs) -> Embedding:
-    """A table [count, width] drawn from normal(0, 0.02); with dtype None its output has the table's dtype."""
-    table = Embedding(count, width, embedding_init=nnx.initializers.normal(INIT_STD), rngs=rngs)
+def embedding(
+    count: int, width: int, *, std: float = INIT_STD, tied: bool = False, dtype: str | None, rngs: nnx.Rngs
+) -> Embedding:
+    """A table [count, width] drawn from normal(0, std); with dtype None its output has the table's dtype."""
+    table = Embedding(count, width, embedding_init=nnx.initializers.normal(std), rngs=rngs)
     # nnx.Embed pins the dtype its table is created with; a table cast to bfloat16 later would be promoted back.
     table.dtype = dtype
+    table.tied = tied
     return table
 
 

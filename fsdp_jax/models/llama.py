@@ -229,7 +229,7 @@ class Llama(layers.LanguageModel):
     ):
         V, D, dtype = config.vocab_size, config.width, config.dtype
         self.config = config
-        self.embed = layers.embedding(V, D, dtype=dtype, rngs=rngs)
+        self.embed = layers.embedding(V, D, tied=config.tie_head, dtype=dtype, rngs=rngs)
 
         def make(rngs: nnx.Rngs) -> LlamaBlock:
             return LlamaBlock(config, attention=attention, rngs=rngs)

@@ -108,12 +108,6 @@ def preset(name: str, **overrides: Any) -> T5Config:
     return layers.from_preset(PRESETS, name, overrides)
 
 
-def _table(count: int, width: int, *, std: float, dtype: str | None, rngs: nnx.Rngs) -> layers.Embedding:
-    table = layers.Embedding(count, width, embedding_init=nnx.initializers.normal(std), rngs=rngs)
-    table.dtype = dtype  # see layers.embedding
-    return table
-
-
 def _norm(config: T5Config, *, rngs: nnx.Rngs) -> layers.RMSNorm:
     """RMSNorm over D, x / sqrt(mean(x^2) + epsilon) times a scale, in float32 whatever the dtype."""
     return layers.RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
@@ -183,14 +177,14 @@ class T5Attention(nnx.Module):
         def attend(
             q: jax.Array, k: jax.Array, v: jax.Array, segments: layers.Segments | None, bias_HTS: jax.Array | None
         ) -> jax.Array:
-            bias = {} if bias_HTS is None else {"bias": bias_HTS[None]}
-            return self.attention(q, k, v, is_causal=is_causal, scale=1.0, **_given(segments), **bias)
+            more: dict[str, Any] = _given(segments) | ({} if bias_HTS is None else {"bias": bias_HTS[None]})
+            return self.attention(q, k, v, is_causal=is_causal, scale=1.0, **more)
 
         if bias is None:
             attended = attend(q_BTHK, k_BSHK, v_BSHK, segments, None)
         else:  # each part has a bias of its own, so that a gradient is added up over the part's rows first
-            rows = (q_BTHK, k_BSHK, v_BSHK, segments)
-            parts = jax.tree.map(lambda x: x.reshape(bias.shape[0], -1, *x.shape[1:]), rows)
+            rows: tuple[Any, ...] = (q_BTHK, k_BSHK, v_BSHK, segments)
+            parts = (jax.tree.map(lambda x: x.reshape(bias.shape[0], -1, *x.shape[1:]), x) for x in rows)
             attended = jax.vmap(attend)(*parts, bias)
         return self.o(attended.reshape(B, T, -1))
 
@@ -286,7 +280,7 @@ class T5Stack(nnx.Module):
         self.is_encoder = issubclass(block, T5EncoderBlock)
         depth = config.layers if self.is_encoder else config.decoder_layers
         std, dtype = config.width**-0.5, config.dtype
-        self.relative_bias = _table(config.buckets, config.heads, std=std, dtype=dtype, rngs=rngs)
+        self.relative_bias = layers.embedding(config.buckets, config.heads, std=std, dtype=dtype, rngs=rngs)
 
         def make(rngs: nnx.Rngs) -> T5EncoderBlock | T5DecoderBlock:
             return block(config, attention=attention, rngs=rngs)
@@ -323,7 +317,7 @@ class T5(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs, attention: layers.Attention = layers.blockwise_attention):
         V, D, dtype = config.vocab_size, config.width, config.dtype
         self.config = config
-        self.embed = _table(V, D, std=1.0, dtype=dtype, rngs=rngs)
+        self.embed = layers.embedding(V, D, std=1.0, tied=config.tie_head, dtype=dtype, rngs=rngs)
         self.encoder = T5Stack(config, T5EncoderBlock, attention=attention, rngs=rngs)
         self.decoder = T5Stack(config, T5DecoderBlock, attention=attention, rngs=rngs)
         if not config.tie_head:
