@@ -4,6 +4,7 @@ Shapes: B batch, T sequence, H query heads, G key and value heads, K head dim.
 """
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
@@ -44,7 +45,7 @@ def make_attention(kind: Kind, platform: str) -> Attention:
 
 
 def _on_local_rows(
-    kernel: Attention, query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool,
+    kernel: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool,
     segments: Segments | None = None, bias: jax.Array | None = None, scale: float | None = None,
 ) -> jax.Array:  # fmt: skip
     """A kernel that XLA cannot partition, as an `Attention`."""

@@ -60,7 +60,9 @@ class Training:
         assert run.work.flops is not None, "known of a run"
         self.batch_size = jax.tree.leaves(run.batch)[0].shape[0]
         self.tokens_per_step, self.flops_per_step = run.work.tokens, run.work.flops
-        self.peak = peak_flops(self.layout.mesh.devices.flat[0].device_kind, run.sharded.precision.compute)
+        self.peak = peak_flops(
+            self.layout.mesh.devices.flat[0].device_kind, run.sharded.precision.compute or jnp.float32
+        )
         self.metadata: dict[str, Any] = {
             "config": config_hash,
             "strategy": self.layout.strategy.name,
