@@ -46,7 +46,7 @@ def fully_shard(
     strategy: str | Strategy = "full_shard",
     units: Units = "model",
     *,
-    inputs: tuple[Any, ...] | None = None,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     precision: Precision | None = None,
     remat: Remat = "none",
     prefetch: Prefetch = "none",
@@ -66,7 +66,7 @@ def fully_shard(
         strategy: `no_shard`, `zero1`, `shard_grad_op`, `full_shard`, `hybrid_shard`, `hybrid_shard_zero2`, or an alias.
         units: what is gathered together: module classes, a least number of parameters, `scan` (the body of a layer
             scan) or `model`.
-        inputs: example inputs of a Linen model, arrays or shapes.
+        inputs: example inputs of a Linen model, arrays or shapes: a tuple, or a dict by name.
         precision: dtypes; where absent, those that the model makes its parameters in.
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward.
         prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile, for one more unit in

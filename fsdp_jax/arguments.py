@@ -107,19 +107,43 @@ def check_plan(topology: Any, batch: Any) -> None:
         raise ValueError(message("not arrays, nor their shapes", where="batch", got=batch, fix=fix))
 
 
-def adapt(model: Any, inputs: tuple[Any, ...] | None) -> Model:
+def adapt(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> Model:
     """The adapter of a model of either library. Raises ValueError for what is none."""
-    if isinstance(model, type) and issubclass(model, nn.Module | nnx.Module):
-        fix = "lambda rngs: Model(..., rngs=rngs)" if issubclass(model, nnx.Module) else "Model(...), and inputs=(...)"
-        raise ValueError(message("a class, not a model", where="fully_shard", got=model.__name__, fix=fix))
-    if isinstance(model, nn.Module):
-        if inputs is None:
-            fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
-            raise ValueError(message("a Linen model needs example inputs", where="fully_shard", fix=fix))
-        return LinenModel(model, inputs)
+    mistake = _mistaken(model)
+    if mistake is not None:
+        what, fix = mistake
+        got = model if isinstance(model, type) else type(model)
+        expected = "a function of nnx.Rngs that makes an NNX model, or an unbound Linen module"
+        raise ValueError(message(what, where="model", expected=expected, got=got.__name__, fix=fix))
+    if not isinstance(model, nn.Module):
+        return NnxModel(model)
+    if inputs is None:
+        fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
+        raise ValueError(message("a Linen model needs example inputs", where="inputs", fix=fix))
+    return LinenModel(model, inputs)
+
+
+def _mistaken(model: Any) -> tuple[str, str] | None:
+    """(what, fix) for what is most often passed in place of a model; None for a model."""
+    if isinstance(model, type):
+        if issubclass(model, nn.Module):
+            return "a class, not a model", "Model(...), and inputs=(...)"
+        return "a class, not a model", "lambda rngs: Model(..., rngs=rngs)"
+    if isinstance(model, nnx.bridge.ToNNX):
+        return "a Linen module wrapped for NNX", "pass the Linen module itself, and inputs=(...)"
+    if isinstance(model, nnx.bridge.ToLinen):
+        return "an NNX model wrapped for Linen", "lambda rngs: Model(..., rngs=rngs), the NNX model itself"
     if isinstance(model, nnx.Module):
         fix = "pass the function that makes it, lambda rngs: Model(..., rngs=rngs), so that it is born sharded"
-        raise ValueError(
-            message("the model is already in memory, unsharded", where="fully_shard", got=type(model), fix=fix)
-        )
-    return NnxModel(model)
+        return "the model is already in memory, unsharded", fix
+    if isinstance(model, nn.Module):
+        if model.scope is None:
+            return None
+        return "a module bound to its variables", "pass the module that it was made from, or model.unbind()[0]"
+    if callable(getattr(model, "apply_fn", None)):
+        return "a train state, not a model", "pass the module whose `apply` is its apply_fn, and inputs=(...)"
+    if isinstance(getattr(model, "module", None), nn.Module | nnx.Module):
+        return "an object around a module", "pass the module that it holds, its attribute `module`, and inputs=(...)"
+    if not callable(model):
+        return "not a model", "lambda rngs: Model(..., rngs=rngs), or a Linen module and inputs=(...)"
+    return None

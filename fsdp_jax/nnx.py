@@ -25,7 +25,7 @@ class NnxModel:
     def __init__(self, make_model: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self._make = make_model
         with nnx.use_eager_sharding(False):
-            self._graphdef, *states = jax.eval_shape(lambda: nnx.split(make_model(nnx.Rngs(0)), nnx.Param, ...))
+            self._graphdef, *states = jax.eval_shape(lambda: nnx.split(self._made(nnx.Rngs(0)), nnx.Param, ...))
         params, rest = states
         model = nnx.merge(self._graphdef, params, rest)
         _refuse_plain_arrays(model)
@@ -35,6 +35,14 @@ class NnxModel:
         self.rest: PyTree = self._rest.to_tree(rest)
         self.modules: Sequence[ModuleInfo] = list(_modules(model))
         self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
+
+    def _made(self, rngs: nnx.Rngs) -> nnx.Module:
+        model = self._make(rngs)
+        if not isinstance(model, nnx.Module):
+            fix = "return the model; a Linen module is passed itself, with inputs=(...)"
+            what = "the function makes no NNX model"
+            raise ValueError(message(what, where="model", expected=nnx.Module, got=type(model), fix=fix))
+        return model
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """(params, rest), concrete; called inside jit."""
