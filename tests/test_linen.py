@@ -226,6 +226,32 @@ def test_units_inside_jit_gather_in_every_step(mesh):
         assert found["all_gather", "layer_0/Dense_0/kernel"] == found["all_gather", "layer_1/Dense_0/kernel"] == 2
 
 
+class Helping(nn.Module):
+    """Calls a method of its own, and one of a module that is bound to nothing."""
+
+    seen: Any
+
+    def setup(self):
+        self.embed, self.head = nn.Embed(32, 16), nn.Dense(32)
+
+    def hidden(self, tokens):
+        return self.embed(tokens)
+
+    def __call__(self, tokens):
+        assert Plain(parent=None).widened(jnp.zeros((1, 4))) == 8
+        hidden = self.hidden(tokens)
+        self.seen(hidden.dtype)
+        return self.head(hidden)
+
+
+def test_what_a_module_calls_on_itself_is_inside_already(mesh):
+    """Its outputs are cast as the outermost call returns, not before."""
+    seen = []
+    precision = fsdp.Precision(compute="bfloat16", output="float32")
+    lowered(shard(mesh, Helping(seen.append), units="model", precision=precision))
+    assert set(seen[1:]) == {jnp.dtype("bfloat16")}  # the first is of the example inputs
+
+
 # What is passed for a model
 
 
