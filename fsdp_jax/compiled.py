@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.mesh import batch_axes
-from fsdp_jax.overlap import compile_overlapped, warn_of_left
+from fsdp_jax.overlap import compile_overlapped, warn_of_left, warn_of_repeats
 from fsdp_jax.state import TrainState
 from fsdp_jax.step import StepPlan
 from fsdp_jax.tree import PyTree, flatten
@@ -112,6 +112,7 @@ class Step:
         traced = self._jitted.trace(self._state, self._abstract(batch))
         if self.plan.local_batch:
             check_local_program(traced.jaxpr.jaxpr, list(flatten(self.plan.layout.other["model_state"])))
+        warn_of_repeats(self.plan, traced.jaxpr.jaxpr)
         lowered = traced.lower()
         warn_of_left(self.plan)
         return lowered

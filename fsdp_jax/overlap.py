@@ -1,14 +1,18 @@
 """What XLA must be told so that the collectives that prefetch has moved run beside compute."""
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.step import StepPlan
+from fsdp_jax.travel import SITE
 
 GPU = ("gpu", "cuda")
 
@@ -89,3 +93,52 @@ def warn_of_left(plan: StepPlan) -> None:
     elif not plan.report.moved:
         fix = "two units or more, such as units=[Block] or units='scan'"
         warnings.warn(f"prefetch: there is no unit after another to gather ahead; {fix}", SlowerWarning, stacklevel=2)
+
+
+_GATHERED = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*?)"))
+
+
+def warn_of_repeats(plan: StepPlan, program: jex.Jaxpr) -> None:
+    """Names units that run inside a loop of the model's own, such as one over time: each turn gathers them again.
+
+    Args:
+        plan: of the step.
+        program: the traced step.
+
+    Warns:
+        SlowerWarning: with the unit, and how often.
+
+    """
+    if not plan.per_unit or plan.layout.mesh.size == 1:
+        return
+    repeats: dict[str, int | None] = {}
+    for path, operand, turns in _gathers(program, 1):
+        route, leaf = plan.routes[path], plan.layout.by_path[path]
+        layers = prod(leaf.shape[: max(0, route.ndim - operand.ndim)])  # a layer scan is no repetition
+        times = None if turns is None else turns // (plan.accumulation * layers)
+        if route.unit is not None and (times is None or times > 1) and any(route.rest):
+            repeats.setdefault(route.unit, times)
+    for unit, times in repeats.items():
+        often = "in every turn of a while loop" if times is None else f"{times} times in each forward and backward"
+        warnings.warn(
+            f"unit '{unit}' is gathered {often}, because it runs inside a loop of the model's own; "
+            "make the module around the loop the unit, and it is gathered once",
+            SlowerWarning,
+            stacklevel=3,
+        )
+
+
+def _gathers(program: jex.Jaxpr, turns: int | None) -> Iterator[tuple[str, Any, int | None]]:
+    """(path, operand, how often it runs) of every gather of a parameter; None inside a while loop."""
+    for eqn in program.eqns:
+        name = eqn.primitive.name
+        found = _GATHERED.search(str(eqn.source_info.name_stack))
+        if found and name in ("all_gather", "optimization_barrier"):
+            yield found.group(1), eqn.invars[0].aval, turns
+        inside = turns
+        if name == "while":
+            inside = None
+        elif name == "scan" and turns is not None:
+            inside = turns * eqn.params["length"]
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from _gathers(inner, inside)
