@@ -9,7 +9,7 @@ import gzip
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -140,15 +140,20 @@ def exchanges(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered
 
 
 class Stored(NamedTuple):
-    """What is compiled for which devices; `axes` are those that the weights lie along."""
+    """What is compiled for which devices, with which options of XLA's; `axes` are those that the weights lie along."""
 
     program: Callable[[Mesh, Sequence[str], Size], jax.stages.Lowered]
     topology: str
     mesh: dict[str, int]
     axes: tuple[str, ...]
     size: Size = SMALL
+    options: Mapping[str, bool] | None = None
 
 
+SPARSE_CORE = {
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": False,
+}
 STORED = {
     "cpu_mapped": Stored(mapped, "cpu:8", {"data": 8}, ("data",)),
     "cpu_exchanges": Stored(exchanges, "cpu:8", {"replica": 2, "data": 4}, ("data",)),
@@ -163,6 +168,7 @@ STORED = {
     "v5p_mapped": Stored(mapped, "v5p:2x2x2", {"data": 8}, ("data",)),
     "v5p_hybrid": Stored(mapped, "v5p:2x2x2", {"replica": 2, "data": 4}, ("data",)),
     "v5p_windowed": Stored(annotated, "v5p:2x2x2", {"data": 8}, ("data",), LARGE),
+    "v6e_sparse_core": Stored(mapped, "v6e:2x4", {"data": 8}, ("data",), options=SPARSE_CORE),
 }
 
 
@@ -196,7 +202,8 @@ def main() -> None:
             mesh = make_mesh(stored.topology, stored.mesh)
         except (ValueError, RuntimeError) as error:
             sys.exit(f"{name}: no compiler for {stored.topology}\n{error}")
-        text = without_sources(stored.program(mesh, stored.axes, stored.size).compile().as_text() or "")
+        compiled = stored.program(mesh, stored.axes, stored.size).compile(compiler_options=stored.options)
+        text = without_sources(compiled.as_text() or "")
         file = options.to / f"{name}.txt.gz"
         file.write_bytes(gzip.compress(text.encode(), mtime=0))
         print(f"{file}: {len(text) / 1e3:.0f} kB, {file.stat().st_size / 1e3:.1f} kB stored")

@@ -17,7 +17,7 @@ from fsdp_jax.errors import message
 from fsdp_jax.inspect.dataflow import only_sliced, paths_of
 from fsdp_jax.inspect.groups import Axes, Groups, groups_of
 from fsdp_jax.inspect.hlo import Computation, Instruction, Module, Shape, parse
-from fsdp_jax.inspect.overlap import Overlap, Span, meet
+from fsdp_jax.inspect.overlap import KERNELS, Overlap, Span, meet
 
 Op = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
 
@@ -119,7 +119,7 @@ def read_program(text: str, axes: Mapping[str, int]) -> Program:
         raise ValueError(message("the program is not for this mesh", got=got, expected=expected, fix=fix))
     reader = _Reader(module, inner, across)
     collectives = reader.read(module[module.entry], _Place(1, 0, {}))
-    return Program(tuple(collectives), tuple(dict.fromkeys(reader.unread)))
+    return Program(tuple(collectives), tuple(dict.fromkeys([*reader.unread, *reader.unreached()])))
 
 
 def _slices(axes: Mapping[str, int], slices: int) -> tuple[Axes, Groups]:
@@ -141,6 +141,13 @@ class _Place(NamedTuple):
     known: Mapping[int, int]
 
 
+class _Caller(NamedTuple):
+    """An instruction of a scheduled computation."""
+
+    within: Computation
+    position: int
+
+
 class _Scheduled(NamedTuple):
     """Where a collective stands in the schedule."""
 
@@ -153,26 +160,46 @@ class _Reader:
     def __init__(self, module: Module, axes: Axes, across: Groups):
         self.module, self.axes, self.across = module, axes, across
         self.unread: list[str] = []
+        self.entered: set[str] = set()
         self.overlap = Overlap(module)
 
-    def read(self, within: Computation, place: _Place) -> list[Collective]:
-        """The collectives of a computation and of all that it runs."""
+    def read(self, within: Computation, place: _Place, caller: _Caller | None = None) -> list[Collective]:
+        """The collectives of a computation and of all that it runs.
+
+        Args:
+            within: the computation.
+            place: where it runs.
+            caller: what is scheduled in its place, where it is one operation: a fusion, or what runs asynchronously.
+
+        """
         found: list[Collective] = []
+        self.entered.add(within.name)
         for position, one in enumerate(within.instructions):
+            at = caller or _Caller(within, position)
             if one.opcode == "while":
                 found += self._loop(within, one, place)
             elif one.opcode == "conditional":
                 branches = [self.read(self.module[name], place._replace(known={})) for name in one.calls]
                 found += max(branches, key=lambda branch: sum(each.bytes for each in branch), default=[])
             elif one.opcode.removesuffix("-start") in OPS:
-                found += self._collective(within, one, place, within, position)
+                found += self._collective(within, one, place, at)
             elif one.opcode == "send" and _MEGASCALE in one.attributes:
                 found += self._between_slices(within, one, place, position)
-            elif one.opcode in UNREAD and "is_host_transfer=true" not in one.attributes:
+            elif _transfers(one):
                 self.unread.append(f"{one.opcode} '{one.name}' in '{within.name}'")
             else:
-                found += self._called(within, one, place, position)
+                found += self._called(within, one, place, at)
         return found
+
+    def unreached(self) -> list[str]:
+        """What travels in computations that no instruction which is understood runs."""
+        return [
+            f"{one.opcode} '{one.name}' in '{name}', which is not run by an instruction that is understood"
+            for name, computation in self.module.computations.items()
+            if name not in self.entered
+            for one in computation.instructions
+            if _transfers(one) or _opaque(one)
+        ]
 
     def _loop(self, within: Computation, one: Instruction, place: _Place) -> list[Collective]:
         trips = self.module.trips(within, one, place.known)
@@ -186,31 +213,38 @@ class _Reader:
             *self.read(body, _Place(times, place.loop + 1, known)),
         ]
 
-    def _called(self, within: Computation, one: Instruction, place: _Place, position: int) -> list[Collective]:
+    def _called(self, within: Computation, one: Instruction, place: _Place, at: _Caller) -> list[Collective]:
         """What fusions, calls and asynchronous wrappers send."""
         found: list[Collective] = []
+        single = one.opcode in ("fusion", "async-start", "call-start")
         for called in (self.module[name] for name in one.calls):
-            direct = [each for each in called.instructions if each.opcode in OPS]
-            if one.opcode not in ("fusion", "async-start") or not direct:
-                found += self.read(called, place._replace(known={}))
-            elif not self.overlap.continues(called):
-                for each in direct:
-                    found += self._collective(called, each, place, within, position)
+            sent = self.read(called, place._replace(known={}), at if single else None)
+            continued = one.opcode == "fusion" and sent and self.overlap.continues(called)
+            found += [] if continued else sent
+        self.unread += [
+            f"what {one.opcode} '{one.name}' in '{within.name}' sends by '{called.name}'"
+            for called in self.module.named(one)
+            if called.name not in one.calls and self._sends(called)
+        ]
         return found
 
-    def _collective(
-        self, inner: Computation, one: Instruction, place: _Place, outer: Computation, position: int
-    ) -> list[Collective]:
+    def _sends(self, within: Computation) -> bool:
+        """Whether something may travel in a computation or in what its instructions name; it counts as entered."""
+        self.entered.add(within.name)
+        inside = [self._sends(called) for one in within.instructions for called in self.module.named(one)]
+        return any(inside) or any(_transfers(one) or _opaque(one) for one in within.instructions)
+
+    def _collective(self, inner: Computation, one: Instruction, place: _Place, at: _Caller) -> list[Collective]:
         """One collective per dtype.
 
         Args:
             inner: the computation that holds `one`.
             one: the collective.
             place: where it runs.
-            outer: the scheduled computation, `inner` itself or the one that calls it.
-            position: of `one`, or of the fusion or wrapper around it, in `outer`.
+            at: the collective itself, or the fusion or wrapper around it.
 
         """
+        outer, position = at
         op = OPS[one.opcode.removesuffix("-start")]
         groups = groups_of(one, self.axes)
         if groups.size == 1:
@@ -236,6 +270,18 @@ class _Reader:
         path = paths_of(self.module, within, replace(one, inside=f"%{one.operands[0]}"))
         where = _Scheduled(within.name, one.name, self.overlap.between(within, position))
         return [_record(op, self.across, part, where, place, one.name) for part in _by_dtype([whole], path)]
+
+
+def _transfers(one: Instruction) -> bool:
+    """Whether an instruction is itself an exchange between devices."""
+    if one.opcode in UNREAD:
+        return "is_host_transfer=true" not in one.attributes or _MEGASCALE in one.attributes
+    return one.opcode.removesuffix("-start") in OPS
+
+
+def _opaque(one: Instruction) -> bool:
+    """Whether it is a library's or the runtime's, and may exchange anything."""
+    return one.opcode == "custom-call" and not KERNELS.search(one.attribute("custom_call_target"))
 
 
 _Part = list[tuple[Shape, str]]

@@ -6,7 +6,7 @@ from fsdp_jax.inspect.hlo import Computation, Instruction, Module
 from fsdp_jax.inspect.names import expand, scopes, stripped
 
 _COLLECTIVES = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "async"}
-_HALVES = {f"{op}-{half}" for op in (*_COLLECTIVES, "copy") for half in ("start", "done")}
+_HALVES = {f"{op}-{half}" for op in (*_COLLECTIVES, "call", "copy") for half in ("start", "done")}
 _MOVES = {"bitcast", "copy", "convert", "reshape", "transpose", "slice", "get-tuple-element", *_HALVES}
 _SCALES = {"multiply", "divide", "add", "subtract", "negate"}
 _GATHERS = {"concatenate", "pad", "dynamic-slice", "tuple", *_COLLECTIVES}

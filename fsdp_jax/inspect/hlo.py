@@ -25,6 +25,7 @@ _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?(\S+) = (.*?) ([a-z][a-z0-9-]*)\(((?:[^()]|\([^()]*\))*)\)(.*)$")
 _SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d\w*)\[([\d,<=]*)\]")
 _OPERAND = re.compile(r"%([^\s,()]+)")
+_NAMED = re.compile(r'(?<!predecessors)=\{?((?:%[^\s,(){}"]+(?:, )?)+)')
 _TRANSPARENT = {"copy", "bitcast", "convert", "reshape"}
 
 
@@ -86,7 +87,7 @@ class Instruction:
     def calls(self) -> tuple[str, ...]:
         """The computations that it runs as they stand: not the reductions of a `to_apply`, not a loop's."""
         keys = ["calls", "called_computations", "branch_computations", "true_computation", "false_computation"]
-        keys += ["to_apply"] if self.opcode == "call" else []
+        keys += ["to_apply"] if self.opcode in ("call", "call-start") else []
         return tuple(name.strip(" %{}") for key in keys if (v := self.attribute(key)) for name in v.split(",") if name)
 
 
@@ -134,6 +135,12 @@ class Module:
         if name not in self.computations:
             raise malformed(f"the computation '{name}' is called but not defined", self.entry)
         return self.computations[name]
+
+    def named(self, one: Instruction) -> list[Computation]:
+        """All computations that an instruction's attributes name, for whatever it is that it does with them."""
+        lists = _NAMED.findall(one.attributes)
+        names = dict.fromkeys(name for each in lists for name in _OPERAND.findall(each))
+        return [self.computations[name] for name in names if name in self.computations]
 
     def trips(self, within: Computation, loop: Instruction, known: Mapping[int, int]) -> int | None:
         """How often a `while` runs its body: as XLA says, or by running its counter; None where neither tells.

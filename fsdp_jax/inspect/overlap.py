@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fsdp_jax.inspect.hlo import Computation, Instruction, Module, malformed
 
 # What GEMMs, convolutions and attention are called where the compiler or Pallas hands them to a library or a kernel.
-_KERNELS = re.compile(
+KERNELS = re.compile(
     r"__cublas|__cudnn\$(?!norm)|__triton|triton_kernel|mosaic_gpu|tpu_custom_call|xla\.gpu\.triton|cutlass"
 )
 _CHAIN = re.compile(r'chain_id="\w*"')
@@ -98,7 +98,7 @@ class Overlap:
         if one.opcode in ("dot", "convolution"):
             return 1
         if one.opcode == "custom-call":
-            return int(bool(_KERNELS.search(one.attribute("custom_call_target"))))
+            return int(bool(KERNELS.search(one.attribute("custom_call_target"))))
         if one.opcode == "while":
             _, body = self.module.parts(one)
             return self.kernels_in(body.name)

@@ -34,6 +34,7 @@ MESHES = {
     "v5p_mapped": {"data": 8},
     "v5p_hybrid": {"replica": 2, "data": 4},
     "v5p_windowed": {"data": 8},
+    "v6e_sparse_core": {"data": 8},
 }
 LOSS = 7  # the mean loss: an all-reduce of one float32 over 8, 16 or 256 devices sends 2 * 4 * (n-1)/n, rounded down
 
@@ -238,6 +239,56 @@ def test_a_tpu_carries_a_collective_on_inside_the_fusions_that_hide_it():
     [gather] = [one for one in stored("v5e_mapped").collectives if one.asynchronous]
     assert (gather.op, gather.paths, gather.count, gather.kernels) == ("all-gather", (DOWN,), LAYERS, 2)
     assert gather.hidden == gather.bytes == LAYERS * W * 15 // 16
+
+
+def test_a_sparse_core_scatters_beside_the_matmuls():
+    """`call-start ... to_apply=%called_computation, async_execution_thread="sparsecore"`, and its `call-done`."""
+    program = stored("v6e_sparse_core")
+    assert sent(program) == {
+        ("all-gather", "bfloat16", "data"): 2 * LAYERS * 2 * W * 7 // 8,
+        ("reduce-scatter", "bfloat16", "data"): LAYERS * 2 * W * 7 // 8,
+        ("all-reduce", "float32", "data"): LOSS,
+    }
+    down, up = [one for one in program.collectives if one.op == "reduce-scatter"]
+    assert (down.paths, down.shapes, up.paths, up.shapes) == ((DOWN,), ((4096, 1024),), (UP,), ((1024, 4096),))
+    # beside the first stand the product for the other weight's gradient and the one that goes through the relu;
+    # beside the second the one for x's
+    assert (down.kernels, up.kernels) == (2, 1)
+    assert (down.hidden, up.hidden) == (down.bytes, up.bytes)
+    assert all(one.begins.endswith("call-start") and one.ends.endswith("call-done") for one in (down, up))
+
+
+# What the reader does not enter never reads as clean.
+
+
+@pytest.mark.parametrize("key", ["to_apply", "some_computations"])
+def test_an_instruction_that_runs_what_sends_and_is_not_known_is_told(key):
+    """The SparseCore's calls by a name invented here."""
+    text = text_of("v6e_sparse_core").replace(" call-start(", " offload-begin(").replace("call-done(", "offload-end(")
+    text = text.replace("to_apply=%called_computation", f"{key}=%called_computation")
+    program = read_program(text, MESHES["v6e_sparse_core"])
+    told = [line for line in program.unread if line.startswith("what offload-begin 'reduce-scatter.")]
+    assert len(told) == len(program.unread) == 2
+    assert told[0].endswith("sends by 'called_computation'")
+
+
+def test_a_computation_that_is_run_by_two_of_which_one_is_not_known_is_told():
+    text, start = text_of("v6e_sparse_core"), "  %reduce-scatter.3.cloned.1.call-start = "
+    [line] = [line for line in text.splitlines() if line.startswith(start)]
+    again = line.replace(start, "  %again = ").replace(" call-start(", " call-again(")
+    [told] = read_program(text.replace(line, f"{line}\n{again}"), MESHES["v6e_sparse_core"]).unread
+    assert told.startswith("what call-again 'again' in ")
+
+
+@pytest.mark.parametrize(
+    "body", ["all-gather(%p), replica_groups={}, dimensions={0}", 'custom-call(%p), custom_call_target="exchange"']
+)
+def test_what_travels_in_a_computation_that_nothing_names_is_told(body):
+    planted = f"\n\n%planted (p: f32[8]) -> f32[64] {{\n  %p = f32[8] parameter(0)\n  ROOT %x = f32[64] {body}\n}}\n"
+    program = read_program(text_of("h100_mapped") + planted, MESHES["h100_mapped"])
+    assert program.collectives == stored("h100_mapped").collectives
+    opcode = body.partition("(")[0]
+    assert program.unread == (f"{opcode} 'x' in 'planted', which is not run by an instruction that is understood",)
 
 
 # Loops in loops, branches, two dtypes at once: x is [64, 128] float32 on each of 4, ids [64] int32.
