@@ -273,7 +273,9 @@ class _Reader:
 
 
 def _transfers(one: Instruction) -> bool:
-    """Whether an instruction is itself an exchange between devices."""
+    """Whether an instruction is itself an exchange between devices; a Pallas kernel says so."""
+    if one.opcode == "custom-call":
+        return '"has_communication":true' in one.attributes
     if one.opcode in UNREAD:
         return "is_host_transfer=true" not in one.attributes or _MEGASCALE in one.attributes
     return one.opcode.removesuffix("-start") in OPS

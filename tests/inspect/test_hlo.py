@@ -291,6 +291,17 @@ def test_what_travels_in_a_computation_that_nothing_names_is_told(body):
     assert program.unread == (f"{opcode} 'x' in 'planted', which is not run by an instruction that is understood",)
 
 
+def test_a_pallas_kernel_that_copies_to_another_device_is_told():
+    """As an `async_remote_copy` on a v5e:4x2 is printed."""
+    text = text_of("h100_mapped") + (
+        "\n%f (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n  ROOT %k = f32[8] custom-call(%p), "
+        'custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"has_communication":true}}\n}\n'
+    )
+    [told] = read_program(text, MESHES["h100_mapped"]).unread
+    assert told.startswith("custom-call 'k' in 'f'")
+    assert read_program(text.replace(":true}}", ":false}}"), MESHES["h100_mapped"]).unread == ()
+
+
 # Loops in loops, branches, two dtypes at once: x is [64, 128] float32 on each of 4, ids [64] int32.
 
 
