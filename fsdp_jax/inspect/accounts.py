@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -36,6 +36,7 @@ class Violation:
         what: in the user's terms.
         bytes: more per step on the wire than declared.
         cause: and fix.
+        kind: bytes: more than declared; dtype: another one; less: hardly anything is sent.
 
     """
 
@@ -43,6 +44,7 @@ class Violation:
     what: str
     bytes: int
     cause: str
+    kind: Literal["bytes", "dtype", "less"] = "bytes"
 
     def __str__(self) -> str:
         cost = f": +{human_bytes(self.bytes)} per step" if self.bytes > 0 else ""
@@ -99,6 +101,10 @@ class _Account:
     def sent(self) -> int:
         return sum(each.bytes for each in self.found)
 
+    def spared(self, material: float) -> bool:
+        """Whether hardly anything is sent of what is declared."""
+        return self.sent < FEW * self.budget and self.budget > material
+
     def room(self, op: str, *, instead: bool) -> int:
         """Bytes that it lacks by this operation; or by it in place of another, all-reduces counted twice."""
         if instead:
@@ -126,33 +132,101 @@ def judged(expected: Sequence[Expected], collectives: Sequence[Collective], path
         paths: of all parameters, those of which nothing is expected too.
 
     """
-    accounts: dict[tuple[str, Role], _Account] = {}
-    for each in expected:
-        accounts.setdefault((each.path, each.role), _Account(each.path, each.role)).expected.append(each)
-    lost = []
-    for sent in (operand for collective in collectives for operand in _operands(collective)):
-        roles = _ROLES.get(sent.op, ("reduce", "gather"))
-        own = [accounts[sent.path, role] for role in roles if (sent.path, role) in accounts]
-        if sent.path not in paths or len(sent.shape) < 2 or (own and not any(each.fits(sent) for each in own)):
-            lost.append(sent)
-        elif own:
-            next((each for each in own if sent.bytes <= each.room(sent.op, instead=True)), own[0]).found.append(sent)
-        else:
-            accounts[sent.path, roles[0]] = _Account(sent.path, roles[0], found=[sent])
-    material = sum(each.bytes for each in expected) * MATERIAL
-    foreign: dict[_Sent, int] = {}
-    for sent in sorted(lost, key=lambda sent: -sent.bytes):
-        if left := _placed(accounts.values(), sent, material):
-            foreign[left._replace(bytes=0)] = foreign.get(left._replace(bytes=0), 0) + left.bytes
-    found = [violation for each in accounts.values() for violation in _violations(each, material)]
-    found = found or _together(accounts.values(), material)
-    found += [_foreign(sent._replace(bytes=size), accounts.values()) for sent, size in foreign.items()]
-    declared = sum(each.bytes for each in expected)
-    over = sum(each.bytes for each in collectives) - declared
-    if not found and over > max((TOLERANCE - 1) * declared, 4096):
+    books = _Books(expected, collectives, paths)
+    found = [violation for each in books.accounts for violation in _violations(each, books.material)]
+    found = found or _together(books.accounts, books.material)
+    found += [_foreign(sent, books.accounts) for sent in books.foreign]
+    if not found and books.over > books.slack:
         cause = "many small parameters, each sent by what the compiler has: raise min_size, and they rest whole"
-        found = [Violation("", "more is sent than declared", over, cause)]
+        found = [Violation("", "more is sent than declared", books.over, cause)]
     return found
+
+
+def judged_by_sum(
+    expected: Sequence[Expected], collectives: Sequence[Collective], paths: Container[str]
+) -> tuple[list[Violation], list[str]]:
+    """What exceeds the declared bytes or dtypes, and what is sent in place of what is declared.
+
+    XLA may move activations in place of a parameter, or of its gradient, where that is less. What it saves so on some
+    parameters pays for the activations, the smallest first; what it does not pay for is a violation.
+
+    Args:
+        expected: as in `judged`.
+        collectives: as in `judged`.
+        paths: as in `judged`.
+
+    """
+    books = _Books(expected, collectives, paths)
+    found = [violation for each in books.accounts for violation in _violations(each, books.material)]
+    found = found or _together(books.accounts, books.material)
+    wrong = [violation for violation in found if violation.kind == "dtype"]
+    more = [violation for violation in found if violation.kind == "bytes"]
+    more += [_foreign(sent, books.accounts) for sent in books.foreign]
+    spared = [each for each in books.accounts if each.spared(books.material)]
+    left = sum(each.budget - each.sent for each in spared)
+    paid: list[Violation] = []
+    for violation in sorted(more, key=lambda violation: violation.bytes):
+        if books.over <= books.slack or violation.bytes <= left:
+            left -= violation.bytes
+            paid.append(violation)
+    over = [violation for violation in more if violation not in paid]
+    if books.over > books.slack and not over and not wrong:
+        cause = "many small parameters, each sent by what the compiler has: raise min_size, and they rest whole"
+        over = [Violation("", "more is sent than declared", books.over, cause)]
+    return wrong + over, _choices(spared, paid)
+
+
+def _choices(spared: Sequence[_Account], paid: Sequence[Violation]) -> list[str]:
+    """What XLA does in place of gathering or reducing some parameters, in the user's words."""
+    moved = sum(violation.bytes for violation in paid)
+    if not spared:
+        said = ", ".join(violation.what for violation in paid)
+        return [f"within the limit: {said} ({human_bytes(moved)} per step)"] if paid else []
+    kept = sum(each.budget - each.sent for each in spared)
+    names: dict[Role, list[str]] = {}
+    for each in spared:
+        names.setdefault(each.role, []).append(each.path)
+    done = {"gather": "not gathered", "reduce": "its gradient is not reduced"}
+    whose = "; ".join(f"{', '.join(paths)}: {done[role]}" for role, paths in names.items())
+    instead = f"and moved {human_bytes(moved)} of activations" if moved else "and moved no activations for it"
+    return [f"{whose}; XLA computed with its shards {instead} per step in place of {human_bytes(kept)}"]
+
+
+class _Books:
+    """Every byte of a program in the account of the parameter that it serves.
+
+    Attributes:
+        accounts: of each parameter, one way and the other.
+        foreign: what serves none of them.
+        material: bytes of a parameter that matter.
+        over: bytes that are sent above what is declared for all of them.
+        slack: how many of these do not matter.
+
+    """
+
+    def __init__(self, expected: Sequence[Expected], collectives: Sequence[Collective], paths: Container[str]):
+        accounts: dict[tuple[str, Role], _Account] = {}
+        for each in expected:
+            accounts.setdefault((each.path, each.role), _Account(each.path, each.role)).expected.append(each)
+        lost = []
+        for sent in (operand for collective in collectives for operand in _operands(collective)):
+            roles = _ROLES.get(sent.op, ("reduce", "gather"))
+            own = [accounts[sent.path, role] for role in roles if (sent.path, role) in accounts]
+            if sent.path not in paths or len(sent.shape) < 2 or (own and not any(each.fits(sent) for each in own)):
+                lost.append(sent)
+            elif own:
+                next((each for each in own if sent.bytes <= each.room(sent.op, instead=True)), own[0]).found.append(sent)
+            else:
+                accounts[sent.path, roles[0]] = _Account(sent.path, roles[0], found=[sent])
+        declared = sum(each.bytes for each in expected)
+        self.accounts, self.material = accounts.values(), declared * MATERIAL
+        self.over = sum(each.bytes for each in collectives) - declared
+        self.slack = max((TOLERANCE - 1) * declared, 4096)
+        foreign: dict[_Sent, int] = {}
+        for sent in sorted(lost, key=lambda sent: -sent.bytes):
+            if left := _placed(self.accounts, sent, self.material):
+                foreign[left._replace(bytes=0)] = foreign.get(left._replace(bytes=0), 0) + left.bytes
+        self.foreign = [sent._replace(bytes=size) for sent, size in foreign.items()]
 
 
 def _operands(collective: Collective) -> Iterator[_Sent]:
@@ -246,7 +320,8 @@ def _together(accounts: Collection[_Account], material: float) -> list[Violation
         if sum(weight for weight, _ in alike) > max(FEW_OF_MANY * material, 4096):
             first = max((violation for _, violation in alike), key=lambda violation: violation.bytes)
             where = f"{first.path} and {len(alike) - 1} more" if len(alike) > 1 else first.path
-            found.append(Violation(where, what, sum(violation.bytes for _, violation in alike), first.cause))
+            more = sum(violation.bytes for _, violation in alike)
+            found.append(Violation(where, what, more, first.cause, first.kind))
     return found
 
 
@@ -294,9 +369,9 @@ def _violations(each: _Account, material: float) -> Iterator[Violation]:
             if each.role == "reduce"
             else "the cast moved past the gather: cast the shard and fence it (an optimization barrier) before it"
         )
-        yield Violation(each.path, f"{done} in {dtype}, declared {declared}", max(more, 0), cause)
+        yield Violation(each.path, f"{done} in {dtype}, declared {declared}", max(more, 0), cause, "dtype")
     elif over > max(material, (TOLERANCE - 1) * each.budget):
         yield _excess(each, done, over)
-    elif each.sent < FEW * each.budget and each.budget > material:
+    elif each.spared(material):
         cause = "XLA computes on its shards and sends activations: make the module that uses it a unit"
-        yield Violation(each.path, f"never {done}", 0, cause)
+        yield Violation(each.path, f"never {done}", 0, cause, "less")

@@ -14,7 +14,7 @@ from math import gcd, prod
 from typing import Literal, NamedTuple
 
 from fsdp_jax.errors import message
-from fsdp_jax.inspect.dataflow import only_sliced, paths_of
+from fsdp_jax.inspect.dataflow import only_sliced, paths_of, pieces
 from fsdp_jax.inspect.groups import Axes, Groups, groups_of
 from fsdp_jax.inspect.hlo import Computation, Instruction, Module, Shape, parse
 from fsdp_jax.inspect.overlap import KERNELS, Overlap, Span, meet
@@ -252,8 +252,13 @@ class _Reader:
         sliced = op == "all-reduce" and only_sliced(self.module, inner, one.name)
         if sliced and inner is not outer:
             op, sliced = "reduce-scatter", False
-        shapes = [_whole(op, one, inner[name].shapes[0], groups.size) for name in one.operands]
-        paths = paths_of(self.module, inner, one)
+        if op == "all-reduce":  # XLA lays small arrays end to end before it reduces them
+            parts = [part for name in one.operands for part in pieces(self.module, inner, name)]
+        else:
+            parts = list(one.operands)
+        shapes = [_whole(op, one, inner[name].shapes[0], groups.size) for name in parts]
+        given = one if len(parts) == len(one.operands) else replace(one, inside=", ".join(f"%{name}" for name in parts))
+        paths = paths_of(self.module, inner, given)
         where = _Scheduled(outer.name, outer.instructions[position].name, self.overlap.between(outer, position))
         return [_record(op, groups, part, where, place, one.name, sliced) for part in _by_dtype(shapes, paths)]
 

@@ -1,7 +1,9 @@
 """The contract: what a step declares that it sends, held against what the compiled program sends.
 
 Every byte of the program is given to the parameter that it serves: by the scope that the library puts around its
-collectives, and where XLA has lost that, by the shape. What serves no parameter is an activation, and a violation.
+collectives, and where XLA has lost that, by the shape. What serves no parameter is an activation. In a step with
+explicit collectives that is a violation; by sharding annotations XLA may send activations where they are less than the
+parameter, and the contract holds while the declared bytes are not exceeded and the dtypes are those declared.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +15,7 @@ from typing import Any
 
 from fsdp_jax.compiled import Step
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.inspect.accounts import Violation, judged, other_axes
+from fsdp_jax.inspect.accounts import Violation, judged, judged_by_sum, other_axes
 from fsdp_jax.inspect.collectives import Collective, read_program
 from fsdp_jax.inspect.expected import Expected, axis_name, expected_of
 from fsdp_jax.inspect.stderr import Rematerialization, rematerializations
@@ -36,6 +38,7 @@ class Contract:
         collectives: what the program sends.
         violations: what differs, dearest first.
         unread: what the reader could not judge; where it is not empty the contract does not hold.
+        choices: by sharding annotations, what XLA sends in place of what is declared, within the limit.
         note: what the platform hides.
 
     """
@@ -44,6 +47,7 @@ class Contract:
     collectives: Sequence[Collective]
     violations: Sequence[Violation]
     unread: Sequence[str] = ()
+    choices: Sequence[str] = ()
     note: str = ""
     parts: Sequence[str] = field(default=(), repr=False)
 
@@ -86,6 +90,7 @@ class Contract:
                 "expected": _sums((e.op, e.dtype, e.axis, e.bytes) for e in self.expected),
                 "found": _sums((row["op"], row["dtype"], row["axis"], row["bytes"]) for row in self.rows()),
                 "violations": [str(violation) for violation in self.violations] + list(self.unread),
+                "choices": list(self.choices),
             },
             "wire_bytes": self.wire_bytes,
             "wire_bytes_limit": self.wire_bytes_limit,
@@ -110,6 +115,7 @@ class Contract:
             f"({ratio:.3f}); the contract {'holds' if self.holds else 'DOES NOT HOLD'}",
             *(f"  {violation}" for violation in self.violations),
             *(f"  not judged: {line}" for line in self.unread),
+            *(f"  {choice}" for choice in self.choices),
             *([self.note] if self.note else []),
         ]
         return "\n".join(lines)
@@ -134,13 +140,20 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
     program = read_program(text, mesh.shape)
     expected = expected_of(plan)
     parts = data_axes(mesh)
-    traffic = judged(expected, program.collectives, plan.layout.by_path)
+    choices: list[str] = []
+    if plan.local_batch:
+        traffic = judged(expected, program.collectives, plan.layout.by_path)
+    else:
+        traffic, choices = judged_by_sum(expected, program.collectives, plan.layout.by_path)
     traffic += other_axes(expected, program.collectives, parts)
     violations = [*traffic, *map(_replicated, _whole(plan)), *map(_repeated, repeated)]
     cpu = mesh.devices.flat[0].platform == "cpu"
     note = "XLA:CPU sends bfloat16 as float32; compile for a topology to see what an accelerator sends" if cpu else ""
+    if traffic and not plan.local_batch:
+        ours = "by sharding annotations, XLA chooses what is sent; train_step(local_batch=True) says it itself"
+        note = f"{ours}\n{note}" if note else ours
     order = sorted(violations, key=lambda violation: -violation.bytes)
-    return Contract(expected, program.collectives, order, program.unread, note, parts)
+    return Contract(expected, program.collectives, order, program.unread, choices, note, parts)
 
 
 def _whole(plan: StepPlan) -> list[Leaf]:

@@ -18,15 +18,69 @@ DEPTH = 10
 def paths_of(module: Module, within: Computation, one: Instruction) -> list[str]:
     """What each operand of a collective serves; "" where the program does not tell.
 
-    XLA names a combined collective after all that it combined, or after the first; then its operands are asked.
+    XLA names a combined collective after all that it combined, or after the first; then its operands are asked. A
+    gradient that the partitioner reduces has no name of its own, but what it becomes has.
     """
-    own, count = scopes(one.op_name), len(one.operands)
+    own, names, count = scopes(one.op_name), expand(one.op_name), len(one.operands)
     if own and (count == 1 or len(own) == count):
         return own if count > 1 else [_joined(own)]
     paths = [_joined(scopes_behind(module, within, name)) for name in one.operands]
-    rest = own or _scopes_of_reduction(module, one)
-    rest = [*rest[:1], *[""] * count] if rest else [_traced(within, one, i) for i in range(count)]
+    paths = [path or _joined(_scopes_ahead(module, within, one, i)) for i, path in enumerate(paths)]
+    if count > 1 and len(names) == count:  # parameters, and activations, which have no scope
+        rest = [_joined(scopes(name)) for name in names]
+    else:
+        rest = (own or _scopes_of_reduction(module, one))[:1]
+    if not rest or len(rest) == count > 1:
+        rest = [path or _traced(within, one, i) for i, path in enumerate(rest or [""] * count)]
+    rest += [""] * count
     return [path or other for path, other in zip(paths, rest, strict=False)]
+
+
+def pieces(module: Module, within: Computation, name: str) -> list[str]:
+    """The arrays that an operand is made of, by their names: of a concatenation its parts, as they were before."""
+    one = within[name]
+    made = one
+    if one.opcode == "fusion":
+        called = module[one.calls[0]]
+        made = called.root
+        given = [called[operand] for operand in made.operands] if made.opcode == "concatenate" else []
+        if not given or any(each.opcode != "parameter" for each in given):
+            return [name]
+        parts = [one.operands[int(each.inside)] for each in given]
+    else:
+        parts = list(one.operands)
+    if made.opcode != "concatenate":
+        return [name]
+    while flat := [i for i, part in enumerate(parts) if within[part].opcode == "bitcast"]:
+        for i in flat:
+            parts[i] = within[parts[i]].operands[0]
+    same = sum(prod(within[part].shapes[0].dims) for part in parts) == prod(one.shapes[0].dims)
+    return parts if same and all(len(within[part].shapes) == 1 for part in parts) else [name]
+
+
+def _scopes_ahead(module: Module, within: Computation, one: Instruction, operand: int) -> list[str]:
+    """The scope of the reduction that a collective's result is cast in, where it is but moved before."""
+    if one.opcode.removesuffix("-start") not in ("all-reduce", "reduce-scatter"):
+        return []
+    while done := [user for user in within.users.get(one.name, []) if user.opcode.endswith("-done")]:
+        one = done[0]
+    if len(one.shapes) == 1:
+        return _named_users(module, within, one.name)
+    place = str(operand)
+    mine = [user for user in within.users.get(one.name, []) if user.attribute("index") == place]
+    return [scope for user in mine for scope in _named_users(module, within, user.name)]
+
+
+def _named_users(module: Module, within: Computation, name: str, depth: int = DEPTH) -> list[str]:
+    found: list[str] = []
+    for user in within.users.get(name, []) if depth else []:
+        if user.opcode == "fusion":
+            called = module[user.calls[0]]
+            for given in _given(called, user, name):
+                found += _named_users(module, called, given, depth - 1)
+        elif user.opcode in _MOVES:
+            found += scopes(user.op_name) or _named_users(module, within, user.name, depth - 1)
+    return list(dict.fromkeys(found))
 
 
 def scopes_behind(module: Module, within: Computation, name: str, depth: int = DEPTH) -> list[str]:
@@ -111,6 +165,10 @@ def _slices(module: Module, within: Computation, user: Instruction, name: str) -
     if user.opcode != "fusion":
         return False
     called = module[user.calls[0]]
+    return all(only_sliced(module, called, parameter) for parameter in _given(called, user, name))
+
+
+def _given(called: Computation, user: Instruction, name: str) -> list[str]:
+    """The parameters of a fusion's computation that are given an array."""
     places = {str(place) for place, operand in enumerate(user.operands) if operand == name}
-    given = [one.name for one in called.instructions if one.opcode == "parameter" and one.inside in places]
-    return all(only_sliced(module, called, parameter) for parameter in given)
+    return [one.name for one in called.instructions if one.opcode == "parameter" and one.inside in places]

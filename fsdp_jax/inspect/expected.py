@@ -6,6 +6,9 @@ reduce it everywhere (Patarasuk and Yuan, 2009). A parameter that is gathered pe
 in backward, by each microbatch; one that belongs to no unit once, as the model is entered. `shard_grad_op` and `zero1`
 gather once per optimizer step. Gradients are reduced by each microbatch, or once where that is deferred: scattered
 along the axes that they are sharded along, and what is left of them reduced along the others.
+
+By sharding annotations this sum is a limit and no more: XLA may send activations in place of a parameter. A gradient is
+then reduced in the dtype that its matmul yields, which is the compute dtype; no other is declared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,15 +72,16 @@ def expected_of(plan: StepPlan) -> list[Expected]:
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         times = 1 if plan.deferred else plan.accumulation
+        reduce = route.reduce if plan.local_batch else route.compute
         scattered = _axes(leaf.work)
         rest = tuple(axis for axis in batch_axes(mesh) if axis not in scattered)
         if scattered:
-            found.append(_one(path, "reduce", "reduce-scatter", route.reduce, plan, scattered, times * size, shapes))
+            found.append(_one(path, "reduce", "reduce-scatter", reduce, plan, scattered, times * size, shapes))
         parts = prod(mesh.shape[axis] for axis in scattered)
         if prod(mesh.shape[axis] for axis in rest) > 1:
             part = NamedSharding(mesh, leaf.work).shard_shape(leaf.shape)
             kept = part[leaf.stacked :], part
-            found.append(_one(path, "reduce", "all-reduce", route.reduce, plan, rest, times * size // parts, kept))
+            found.append(_one(path, "reduce", "all-reduce", reduce, plan, rest, times * size // parts, kept))
     return [each for each in found if each.bytes]
 
 
