@@ -4,6 +4,7 @@ By the scope that the library puts around its collectives, and where XLA has los
 no parameter is an activation.
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -120,6 +121,12 @@ class _Account:
         return any(_alike(shape, other) for each in self.expected for other in each.shapes)
 
 
+_LOOKUP = re.compile(r"scatter-add|_take|gather$")
+_ONE_MORE = (
+    "by annotations, what is used in several places (a tied head, chunks of a loss) is gathered or reduced once for "
+    "each: train_step(local_batch=True) adds that up first; or an activation travels"
+)
+
 _ROLES: dict[str, tuple[Role, ...]] = {"all-gather": ("gather",), "reduce-scatter": ("reduce",)}
 
 
@@ -161,7 +168,7 @@ def judged_by_sum(
     found = found or _together(books.accounts, books.material)
     wrong = [violation for violation in found if violation.kind == "dtype"]
     more = [violation for violation in found if violation.kind == "bytes"]
-    more += [_foreign(sent, books.accounts) for sent in books.foreign]
+    more += [_foreign(sent, books.accounts, annotated=True) for sent in books.foreign]
     spared = [each for each in books.accounts if each.spared(books.material)]
     left = sum(each.budget - each.sent for each in spared)
     paid: list[Violation] = []
@@ -215,7 +222,9 @@ class _Books:
             if sent.path not in paths or len(sent.shape) < 2 or (own and not any(each.fits(sent) for each in own)):
                 lost.append(sent)
             elif own:
-                next((each for each in own if sent.bytes <= each.room(sent.op, instead=True)), own[0]).found.append(sent)
+                next((each for each in own if sent.bytes <= each.room(sent.op, instead=True)), own[0]).found.append(
+                    sent
+                )
             else:
                 accounts[sent.path, roles[0]] = _Account(sent.path, roles[0], found=[sent])
         declared = sum(each.bytes for each in expected)
@@ -255,7 +264,8 @@ def _placed(accounts: Collection[_Account], sent: _Sent, material: float) -> _Se
         return _unexplained(_shared(fits, _shared(joined, sent, instead=False), instead=False))
     for instead in (False, True):
         for each in fits:
-            if each.alike(sent.shape) and sent.bytes <= TOLERANCE * each.room(sent.op, instead=instead):
+            declared = sent.bytes * jnp.dtype(each.dtype).itemsize // jnp.dtype(sent.dtype).itemsize
+            if each.alike(sent.shape) and declared <= TOLERANCE * each.room(sent.op, instead=instead):
                 each.found.append(sent)
                 return None
     together = len(sent.shape) < 2 or (sent.op == "all-reduce" and sent.bytes <= material)
@@ -288,20 +298,32 @@ def _alike(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return sorted(size for size in shape if size > 1) == sorted(size for size in other if size > 1)
 
 
-def _foreign(sent: _Sent, accounts: Iterable[_Account]) -> Violation:
+def _foreign(sent: _Sent, accounts: Iterable[_Account], *, annotated: bool = False) -> Violation:
     """What serves no parameter, or one of those of its shape once more than declared."""
     what = f"{sent.dtype}{list(sent.shape)} by {sent.op}{f' ({sent.path})' if sent.path else ''}"
     alike = list(dict.fromkeys(each.path for each in accounts if each.alike(sent.shape)))
     if alike:
+        return Violation(" or ".join(alike), f"one more array of its shape travels, {what}", sent.bytes, _ONE_MORE)
+    if "pallas_call" in sent.path or "custom_call" in sent.path:
         cause = (
-            "by annotations, what is used in several places (a tied head) is reduced once for each: with "
-            "local_batch=True they are added up first; or an activation travels"
+            "XLA cannot partition a kernel, so each device runs it on the whole batch: call it inside jax.shard_map "
+            "over the batch axes, or give it a partitioning rule (jax.experimental.custom_partitioning)"
         )
-        return Violation(" or ".join(alike), f"one more array of its shape travels, {what}", sent.bytes, cause)
-    cause = (
-        "the loss or the model mixes the examples of a batch, or computes on a sharded operand: look at the operation "
-        "named, and at sharding constraints in the model"
-    )
+    elif annotated and sent.op == "all-reduce":
+        cause = (
+            "a gradient is reduced where it is made, before it becomes a parameter's: let the model make it smaller "
+            "first, or reduce it last by train_step(local_batch=True)"
+        )
+    elif annotated and _LOOKUP.search(sent.path):
+        cause = (
+            "the gradient of a lookup: XLA sends each device what flows back to all positions, for its own rows of the "
+            "table; train_step(local_batch=True) reduces the table's gradient instead"
+        )
+    else:
+        cause = (
+            "the loss or the model mixes the examples of a batch, or computes on a sharded operand: look at the "
+            "operation named, and at sharding constraints in the model"
+        )
     return Violation("", f"an activation travels, {what}", sent.bytes, cause)
 
 
@@ -343,7 +365,7 @@ def _excess(each: _Account, done: str, over: int) -> Violation:
     where = f" ({unnamed.path})" if unnamed else ""
     cause = (
         "it is used in several places (a tied head), and by annotations each use's gradient is reduced by itself: "
-        "with local_batch=True they are added up first"
+        "train_step(local_batch=True) adds them up first"
         if each.role == "reduce"
         else "it is used in several places, or outside its unit: leave it to no unit, and it is gathered once"
     )
@@ -363,12 +385,19 @@ def _violations(each: _Account, material: float) -> Iterator[Violation]:
     dtype = jnp.dtype(other[0].dtype) if other else declared
     more = sum(sent.bytes for sent in other) * (dtype.itemsize - declared.itemsize) // dtype.itemsize
     if abs(more) > material and (each.role == "gather" or more < 0 or over > material):
-        cause = (
-            "annotations reduce a gradient in the dtype that it is computed in; local_batch=True reduces it in the one "
-            "that is declared"
-            if each.role == "reduce"
-            else "the cast moved past the gather: cast the shard and fence it (an optimization barrier) before it"
-        )
+        if each.role == "gather":
+            cause = "the cast moved past the gather: cast the shard and fence it (an optimization barrier) before it"
+        elif more > 0:
+            module = each.path.rpartition("/")[0] or each.path
+            cause = (
+                f"'{module}' computes in {dtype}, and by annotations a gradient is reduced in the dtype that it is "
+                f"computed in: make it with dtype=None (an nnx.Embed, whose default is its table's own dtype, with "
+                f"dtype='{declared}'), or, if it is meant, declare it: keep_float32=('{module}',)"
+            )
+        else:
+            cause = (
+                "a gradient is reduced in the dtype that it is computed in; train_step(local_batch=True) casts it first"
+            )
         yield Violation(each.path, f"{done} in {dtype}, declared {declared}", max(more, 0), cause, "dtype")
     elif over > max(material, (TOLERANCE - 1) * each.budget):
         yield _excess(each, done, over)

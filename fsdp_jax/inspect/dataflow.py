@@ -94,7 +94,10 @@ def scopes_behind(module: Module, within: Computation, name: str, depth: int = D
         return found
     if one.opcode == "fusion":
         inside = module[one.calls[0]].instructions
-        if found := [scope for each in inside for scope in scopes(each.op_name) or _scopes_of_reduction(module, each)]:
+        named = inside
+        if any(each.opcode in ("dot", "convolution") for each in inside):  # of a weight it makes an activation
+            named = [each for each in inside if "fsdp.reduce[" in each.op_name]
+        if found := [scope for each in named for scope in scopes(each.op_name) or _scopes_of_reduction(module, each)]:
             return found
         if not all(each.opcode in _MOVES | _GATHERS | _IDLE for each in inside):
             return []
