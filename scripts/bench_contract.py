@@ -1,14 +1,17 @@
 """What each strategy sends per step on H100s and TPU pods, against the least it can send.
 
     python scripts/bench_contract.py [--models llama2_7b gpt2_xl] [--topologies h100:8 ...] [--json FILE]
-                                     [--strategies full_shard ...] [--prefetch none]
+                                     [--strategies full_shard ...] [--prefetch none] [--local-batch]
+                                     [--attention blockwise flash] [--layers N] [--rows 1]
 
-Steps are compiled for machines that need not be there, from configs/llama2_7b.yaml and configs/gpt2_xl.yaml: scanned
-layers, full recomputation, bfloat16 compute, float32 AdamW, one sequence per device.
+Steps are compiled for machines that need not be there, from configs/llama2_7b.yaml and so on: scanned layers, full
+recomputation, bfloat16 compute, float32 AdamW, one sequence per device (--rows).
 
 Conventions
 - Sent bytes are read from the compiled program, loop trips counted, by a ring: (n-1)/n of an array to gather it or to
   reduce and scatter it, twice that to all-reduce it. What the compiler pads is counted.
+- Without --local-batch XLA chooses the collectives by sharding annotations, and may send activations in place of a
+  parameter; then the limit is what it may not exceed. With it they are explicit.
 - The limit is the strategy's arithmetic in the declared dtypes (fsdp_jax/inspect/expected.py): 6 bytes per parameter
   for full_shard, less 2 for what is gathered once for forward and backward (embedding and head); 4 for the others.
 - Hidden bytes: a GEMM, a convolution or an attention kernel runs between start and done. `loop` counts the layer loop.
@@ -25,10 +28,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-MODELS = ("llama2_7b", "gpt2_xl")
+MODELS = ("llama2_7b", "gpt2_xl", "gpt2_medium", "t5_large", "t5_v1_1_large", "vit_l16", "cait_m36")
+ATTENTION = dict.fromkeys(("t5_large", "t5_v1_1_large", "vit_l16", "cait_m36"), ("blockwise",))
+"""Of models without `flash`. cuDNN's kernel is in no row: it cannot be traced where cuDNN is not installed."""
 TOPOLOGIES = {"h100:8": 2, "h100:64x8": 64, "v5e:16x16": 16, "v5p:2x2x2": 2}
 """With the number of replicas that hybrid strategies make of each."""
 STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -37,26 +42,44 @@ MOST = 1.02
 GIB = 2.0**30
 
 
-def compile_one(model: str, topology: str, strategy: str, prefetch: str, layers: str = "") -> dict[str, Any]:
+class Program(NamedTuple):
+    """What one row is compiled from."""
+
+    model: str
+    topology: str
+    strategy: str
+    attention: str
+    local_batch: bool
+    prefetch: str = "none"
+    rows: int = 1
+    layers: str = ""
+
+
+def compile_one(program: Program) -> dict[str, Any]:
     """The row of one program."""
     from fsdp_jax.inspect.contract import judge
     from fsdp_jax.planner import parse_topology
     from fsdp_jax.train.config import load
     from fsdp_jax.train.run import build
 
-    machine = parse_topology(topology)
-    replicas = TOPOLOGIES.get(topology, 2) if strategy.startswith("hybrid") else 1
+    machine = parse_topology(program.topology)
+    replicas = TOPOLOGIES.get(program.topology, 2) if program.strategy.startswith("hybrid") else 1
     overrides = {
-        "--strategy": strategy, "--prefetch": prefetch, "--mesh.replica": replicas,
-        "--train.global_batch_size": machine.size,
-    }  # fmt: skip
-    overrides |= {"--model.layers": layers} if layers else {}
+        "--strategy": program.strategy,
+        "--prefetch": program.prefetch,
+        "--mesh.replica": replicas,
+        "--model.attention": program.attention,
+        "--train.global_batch_size": machine.size * program.rows,
+        "--train.accumulation": 1,
+        "--train.deferred_reduction": False,
+        "--train.local_batch": program.local_batch,
+    }
+    overrides |= {"--model.layers": program.layers} if program.layers else {}
     words = [str(word) for pair in overrides.items() for word in pair]
-    run = build(load(CONFIGS / f"{model}.yaml", words), machine.devices())
+    run = build(load(CONFIGS / f"{program.model}.yaml", words), machine.devices())
     started = time.perf_counter()
     compiled = run.step.compile(run.batch)
     seconds = time.perf_counter() - started
-    assert run.step.plan is not None
     contract = judge(run.step.plan, compiled.as_text())
     loop = [each for each in contract.collectives if each.loop]
     hidden = {
@@ -64,11 +87,11 @@ def compile_one(model: str, topology: str, strategy: str, prefetch: str, layers:
         for op in ("all-gather", "reduce-scatter")
     }
     return {
-        "model": model, "topology": topology, "strategy": strategy, "prefetch": prefetch, "replicas": replicas,
-        "devices": machine.size, "layers": layers,
+        **program._asdict(), "replicas": replicas, "devices": machine.size,
         "wire_bytes": contract.wire_bytes, "wire_bytes_limit": contract.wire_bytes_limit,
         "ratio": contract.wire_bytes / contract.wire_bytes_limit, "holds": contract.holds,
         "violations": [str(violation) for violation in contract.violations] + list(contract.unread),
+        "choices": list(contract.choices),
         "loop_hidden_bytes": {op: pair[0] for op, pair in hidden.items()},
         "loop_bytes": {op: pair[1] for op, pair in hidden.items()},
         "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
@@ -77,27 +100,27 @@ def compile_one(model: str, topology: str, strategy: str, prefetch: str, layers:
     }  # fmt: skip
 
 
-def in_child(model: str, topology: str, strategy: str, prefetch: str, layers: str = "") -> dict[str, Any]:
+def in_child(program: Program) -> dict[str, Any]:
     """`compile_one` in a process of its own: a compiler that fails takes one row with it."""
-    words = [sys.executable, __file__, "--one", model, topology, strategy, prefetch, *([layers] if layers else [])]
+    words = [sys.executable, __file__, "--one", json.dumps(program)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    key = {"model": model, "topology": topology, "strategy": strategy, "prefetch": prefetch}
-    if done.returncode and "RESOURCE_EXHAUSTED" in done.stderr and not layers:
-        return in_child(model, topology, strategy, prefetch, FEW_LAYERS)
+    if done.returncode and "RESOURCE_EXHAUSTED" in done.stderr and not program.layers:
+        return in_child(program._replace(layers=FEW_LAYERS))
     if done.returncode:
-        return key | {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+        return program._asdict() | {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """As in the README."""
     lines = [
-        "| model | topology | strategy | sent GiB | limit GiB | ratio | loop gathers, scatters hidden | peak GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | attention | topology | strategy | by | sent GiB | limit GiB | ratio | loop gathers, scatters hidden | peak GiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        size = f", {row['layers']} layers: the whole does not fit" if row.get("layers") else ""
-        where = f"| {row['model']}{size} | {row['topology']} | {row['strategy']} "
+        size = f", {row['layers']} layers" if row["layers"] else ""
+        by = "explicit collectives" if row["local_batch"] else "annotations"
+        where = f"| {row['model']}{size} | {row['attention']} | {row['topology']} | {row['strategy']} | {by} "
         if "error" in row:
             lines.append(f"{where}| failed: {row['error'][:80]} | | | | |")
             continue
@@ -114,31 +137,42 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=MODELS[:2], choices=MODELS)
     parser.add_argument("--topologies", nargs="+", default=tuple(TOPOLOGIES))
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
-    parser.add_argument("--prefetch", default="none", choices=("none", "post", "pre"))
+    parser.add_argument("--attention", nargs="+", default=("blockwise",), choices=("blockwise", "flash"))
+    parser.add_argument("--local-batch", action="store_true", help="explicit collectives, in place of annotations")
+    parser.add_argument("--prefetch", default="none", choices=("none", "post", "pre"), help="with --local-batch")
+    parser.add_argument("--layers", default="", help="in place of the configuration's")
+    parser.add_argument("--rows", type=int, default=1, help="sequences or images per device")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(compile_one(*options.one)))
+        print(json.dumps(compile_one(Program(*json.loads(options.one)))))
         return 0
+    if options.prefetch != "none" and not options.local_batch:
+        parser.error("--prefetch needs --local-batch")
     done = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
-    known = {
-        (row["model"], row["topology"], row["strategy"], row["prefetch"]): row for row in done if "error" not in row
-    }
+    asked = {row.pop("asked"): row for row in done if "error" not in row}
+    programs = [
+        Program(
+            model, topology, strategy, attention, options.local_batch, options.prefetch, options.rows, options.layers
+        )
+        for model in options.models
+        for attention in options.attention
+        if attention in ATTENTION.get(model, ("blockwise", "flash"))
+        for topology in options.topologies
+        for strategy in options.strategies
+    ]
     rows = []
-    for model in options.models:
-        for topology in options.topologies:
-            for strategy in options.strategies:
-                key = (model, topology, strategy, options.prefetch)
-                row = known.get(key) or in_child(*key)
-                known[key] = row
-                rows.append(row)
-                print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps(list(known.values()), indent=1))
+    for program in programs:
+        key = json.dumps(program)
+        asked[key] = asked.get(key) or in_child(program)
+        rows.append(asked[key])
+        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+        if options.json:
+            options.json.write_text(json.dumps([{"asked": key} | row for key, row in asked.items()], indent=1))
     print(table(rows))
     if not options.json:
         print(json.dumps([{name: value for name, value in row.items() if name != "collectives"} for row in rows]))

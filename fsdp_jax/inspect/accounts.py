@@ -121,7 +121,7 @@ class _Account:
         return any(_alike(shape, other) for each in self.expected for other in each.shapes)
 
 
-_LOOKUP = re.compile(r"scatter-add|_take|gather$")
+_LOOKUP = re.compile(r"scatter-add|_take")
 _ONE_MORE = (
     "by annotations, what is used in several places (a tied head, chunks of a loss) is gathered or reduced once for "
     "each: train_step(local_batch=True) adds that up first; or an activation travels"
@@ -190,11 +190,13 @@ def _choices(spared: Sequence[_Account], paid: Sequence[Violation]) -> list[str]
         said = ", ".join(violation.what for violation in paid)
         return [f"within the limit: {said} ({human_bytes(moved)} per step)"] if paid else []
     kept = sum(each.budget - each.sent for each in spared)
-    names: dict[Role, list[str]] = {}
+    done: dict[str, list[str]] = {}
     for each in spared:
-        names.setdefault(each.role, []).append(each.path)
-    done = {"gather": "not gathered", "reduce": "its gradient is not reduced"}
-    whose = "; ".join(f"{', '.join(paths)}: {done[role]}" for role, paths in names.items())
+        done.setdefault(each.path, []).append("not gathered" if each.role == "gather" else "its gradient not reduced")
+    alike: dict[str, list[str]] = {}
+    for path, what in done.items():
+        alike.setdefault(", ".join(what), []).append(path)
+    whose = "; ".join(f"{', '.join(paths)}: {what}" for what, paths in alike.items())
     instead = f"and moved {human_bytes(moved)} of activations" if moved else "and moved no activations for it"
     return [f"{whose}; XLA computed with its shards {instead} per step in place of {human_bytes(kept)}"]
 
@@ -309,11 +311,6 @@ def _foreign(sent: _Sent, accounts: Iterable[_Account], *, annotated: bool = Fal
             "XLA cannot partition a kernel, so each device runs it on the whole batch: call it inside jax.shard_map "
             "over the batch axes, or give it a partitioning rule (jax.experimental.custom_partitioning)"
         )
-    elif annotated and sent.op == "all-reduce":
-        cause = (
-            "a gradient is reduced where it is made, before it becomes a parameter's: let the model make it smaller "
-            "first, or reduce it last by train_step(local_batch=True)"
-        )
     elif annotated and _LOOKUP.search(sent.path):
         cause = (
             "the gradient of a lookup: XLA sends each device what flows back to all positions, for its own rows of the "
@@ -321,8 +318,8 @@ def _foreign(sent: _Sent, accounts: Iterable[_Account], *, annotated: bool = Fal
         )
     else:
         cause = (
-            "the loss or the model mixes the examples of a batch, or computes on a sharded operand: look at the "
-            "operation named, and at sharding constraints in the model"
+            "the loss or the model mixes the examples of a batch, computes on a sharded operand, or makes a parameter's "
+            "gradient from a larger one: look at the operation named, and at sharding constraints in the model"
         )
     return Violation("", f"an activation travels, {what}", sent.bytes, cause)
 
@@ -390,9 +387,9 @@ def _violations(each: _Account, material: float) -> Iterator[Violation]:
         elif more > 0:
             module = each.path.rpartition("/")[0] or each.path
             cause = (
-                f"'{module}' computes in {dtype}, and by annotations a gradient is reduced in the dtype that it is "
-                f"computed in: make it with dtype=None (an nnx.Embed, whose default is its table's own dtype, with "
-                f"dtype='{declared}'), or, if it is meant, declare it: keep_float32=('{module}',)"
+                f"'{module}' computes in {dtype}, by its own dtype or its inputs', and by annotations a gradient is "
+                f"reduced in the dtype that it is computed in: make it with dtype=None (an nnx.Embed, whose default is "
+                f"its table's own dtype, with dtype='{declared}'), or declare it: keep_float32=('{module}',)"
             )
         else:
             cause = (
