@@ -114,7 +114,8 @@ def in_child(program: Program) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """As in the README."""
     lines = [
-        "| model | attention | topology | strategy | by | sent GiB | limit GiB | ratio | loop gathers, scatters hidden | peak GiB |",
+        "| model | attention | topology | strategy | by | sent GiB | limit GiB | ratio "
+        "| loop gathers, scatters hidden | peak GiB |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

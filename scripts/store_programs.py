@@ -9,7 +9,7 @@ import gzip
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -147,10 +147,10 @@ class Stored(NamedTuple):
     mesh: dict[str, int]
     axes: tuple[str, ...]
     size: Size = SMALL
-    options: Mapping[str, bool] | None = None
+    options: dict[str, str | bool] | None = None
 
 
-SPARSE_CORE = {
+SPARSE_CORE: dict[str, str | bool] = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": False,
 }

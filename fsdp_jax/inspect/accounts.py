@@ -318,8 +318,9 @@ def _foreign(sent: _Sent, accounts: Iterable[_Account], *, annotated: bool = Fal
         )
     else:
         cause = (
-            "the loss or the model mixes the examples of a batch, computes on a sharded operand, or makes a parameter's "
-            "gradient from a larger one: look at the operation named, and at sharding constraints in the model"
+            "the loss or the model mixes the examples of a batch, computes on a sharded operand, or makes a "
+            "parameter's gradient from a larger one: look at the operation named, and at sharding constraints in the "
+            "model"
         )
     return Violation("", f"an activation travels, {what}", sent.bytes, cause)
 
