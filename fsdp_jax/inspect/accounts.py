@@ -308,13 +308,13 @@ def _foreign(sent: _Sent, accounts: Iterable[_Account], *, annotated: bool = Fal
         return Violation(" or ".join(alike), f"one more array of its shape travels, {what}", sent.bytes, _ONE_MORE)
     if "pallas_call" in sent.path or "custom_call" in sent.path:
         cause = (
-            "XLA cannot partition a kernel, so each device runs it on the whole batch: call it inside jax.shard_map "
-            "over the batch axes, or give it a partitioning rule (jax.experimental.custom_partitioning)"
+            "XLA cannot partition a kernel, so each device runs it on the whole batch: wrap it in "
+            "fsdp_jax.rows.on_local_rows, or give it a partitioning rule (jax.experimental.custom_partitioning)"
         )
     elif annotated and _LOOKUP.search(sent.path):
         cause = (
             "the gradient of a lookup: XLA sends each device what flows back to all positions, for its own rows of the "
-            "table; train_step(local_batch=True) reduces the table's gradient instead"
+            "table; wrap the lookup in fsdp_jax.rows.on_local_rows, and the table's gradient is reduced instead"
         )
     else:
         cause = (

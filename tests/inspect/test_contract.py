@@ -426,7 +426,7 @@ def test_by_annotations_activations_may_travel_in_place_of_a_gradient():
     assert str(line).startswith(
         "no parameter: an activation travels, bfloat16[8, 48, 64] by all-gather (mha/pallas_call)"
     )
-    assert "call it inside jax.shard_map" in str(line)
+    assert "wrap it in fsdp_jax.rows.on_local_rows" in str(line)
     assert "19.5 KiB of activations" in choices[0]
     [line], choices = judged_by_sum(PAIR[:1], [a, activations], ours)
     assert "the gradient of a lookup" in str(line)
