@@ -122,11 +122,6 @@ class _Account:
 
 
 _LOOKUP = re.compile(r"scatter-add|_take")
-_ONE_MORE = (
-    "by annotations, what is used in several places (a tied head, chunks of a loss) is gathered or reduced once for "
-    "each: train_step(local_batch=True) adds that up first; or an activation travels"
-)
-
 _ROLES: dict[str, tuple[Role, ...]] = {"all-gather": ("gather",), "reduce-scatter": ("reduce",)}
 
 
@@ -143,10 +138,7 @@ def judged(expected: Sequence[Expected], collectives: Sequence[Collective], path
     found = [violation for each in books.accounts for violation in _violations(each, books.material)]
     found = found or _together(books.accounts, books.material)
     found += [_foreign(sent, books.accounts) for sent in books.foreign]
-    if not found and books.over > books.slack:
-        cause = "many small parameters, each sent by what the compiler has: raise min_size, and they rest whole"
-        found = [Violation("", "more is sent than declared", books.over, cause)]
-    return found
+    return found or books.excess()
 
 
 def judged_by_sum(
@@ -158,9 +150,7 @@ def judged_by_sum(
     parameters pays for the activations, the smallest first; what it does not pay for is a violation.
 
     Args:
-        expected: as in `judged`.
-        collectives: as in `judged`.
-        paths: as in `judged`.
+        expected, collectives, paths: as in `judged`.
 
     """
     books = _Books(expected, collectives, paths)
@@ -177,10 +167,7 @@ def judged_by_sum(
             left -= violation.bytes
             paid.append(violation)
     over = [violation for violation in more if violation not in paid]
-    if books.over > books.slack and not over and not wrong:
-        cause = "many small parameters, each sent by what the compiler has: raise min_size, and they rest whole"
-        over = [Violation("", "more is sent than declared", books.over, cause)]
-    return wrong + over, _choices(spared, paid)
+    return wrong + over or books.excess(), _choices(spared, paid)
 
 
 def _choices(spared: Sequence[_Account], paid: Sequence[Violation]) -> list[str]:
@@ -238,6 +225,11 @@ class _Books:
             if left := _placed(self.accounts, sent, self.material):
                 foreign[left._replace(bytes=0)] = foreign.get(left._replace(bytes=0), 0) + left.bytes
         self.foreign = [sent._replace(bytes=size) for sent, size in foreign.items()]
+
+    def excess(self) -> list[Violation]:
+        """What is sent above all that is declared, where no parameter and no array accounts for it."""
+        cause = "many small parameters, each sent by what the compiler has: raise min_size, and they rest whole"
+        return [Violation("", "more is sent than declared", self.over, cause)] if self.over > self.slack else []
 
 
 def _operands(collective: Collective) -> Iterator[_Sent]:
@@ -305,7 +297,11 @@ def _foreign(sent: _Sent, accounts: Iterable[_Account], *, annotated: bool = Fal
     what = f"{sent.dtype}{list(sent.shape)} by {sent.op}{f' ({sent.path})' if sent.path else ''}"
     alike = list(dict.fromkeys(each.path for each in accounts if each.alike(sent.shape)))
     if alike:
-        return Violation(" or ".join(alike), f"one more array of its shape travels, {what}", sent.bytes, _ONE_MORE)
+        cause = (
+            "by annotations, what is used in several places (a tied head, chunks of a loss) is gathered or reduced "
+            "once for each: local_batch=True adds that up first; or an activation travels"
+        )
+        return Violation(" or ".join(alike), f"one more array of its shape travels, {what}", sent.bytes, cause)
     if "pallas_call" in sent.path or "custom_call" in sent.path:
         cause = (
             "XLA cannot partition a kernel, so each device runs it on the whole batch: wrap it in "
@@ -393,9 +389,7 @@ def _violations(each: _Account, material: float) -> Iterator[Violation]:
                 f"its table's own dtype, with dtype='{declared}'), or declare it: keep_float32=('{module}',)"
             )
         else:
-            cause = (
-                "a gradient is reduced in the dtype that it is computed in; train_step(local_batch=True) casts it first"
-            )
+            cause = "it is reduced in the dtype that it is computed in; local_batch=True casts it first"
         yield Violation(each.path, f"{done} in {dtype}, declared {declared}", max(more, 0), cause, "dtype")
     elif over > max(material, (TOLERANCE - 1) * each.budget):
         yield _excess(each, done, over)

@@ -148,7 +148,12 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
     traffic += other_axes(expected, program.collectives, parts)
     violations = [*traffic, *map(_replicated, _whole(plan)), *map(_repeated, repeated)]
     cpu = mesh.devices.flat[0].platform == "cpu"
-    note = "XLA:CPU sends bfloat16 as float32; compile for a topology to see what an accelerator sends" if cpu else ""
+    note = ""
+    if cpu:
+        note = (
+            "XLA:CPU sends bfloat16 as float32, and reduces annotated gradients whole; compile for a topology to see "
+        )
+        note += "what an accelerator sends"
     if traffic and not plan.local_batch:
         ours = "by sharding annotations, XLA chooses what is sent; train_step(local_batch=True) says it itself"
         note = f"{ours}\n{note}" if note else ours
