@@ -150,7 +150,9 @@ def judged_by_sum(
     parameters pays for the activations, the smallest first; what it does not pay for is a violation.
 
     Args:
-        expected, collectives, paths: as in `judged`.
+        expected: as in `judged`.
+        collectives: as in `judged`.
+        paths: as in `judged`.
 
     """
     books = _Books(expected, collectives, paths)
