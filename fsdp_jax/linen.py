@@ -26,7 +26,7 @@ from flax.core import meta
 
 from fsdp_jax.errors import message
 from fsdp_jax.model import Boundary, LossFn, split_arrays
-from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.tree import PyTree, flatten, prefixes
 from fsdp_jax.units import ModuleInfo, all_shards, checkpoint_settings, gathered, shards_in
 
 _PARAMS = "params"
@@ -149,9 +149,11 @@ def _path(module: nn.Module) -> str | None:
 
 def _modules(seen: dict[str, type], paths: list[str]) -> list[ModuleInfo]:
     """Parameters belong to the deepest module whose path starts theirs."""
-    owner = {path: max((m for m in seen if not m or path.startswith(m + "/")), key=len) for path in paths}
+    owned: dict[str, set[str]] = {module: set() for module in seen}
+    for path in paths:
+        owned[next(module for module in prefixes(path) if module in seen)].add(path)
     return [
-        ModuleInfo(module, kind, frozenset(path for path in paths if owner[path] == module), True)
+        ModuleInfo(module, kind, frozenset(owned[module]), True)
         for module, kind in sorted(seen.items(), key=lambda item: item[0].count("/") + bool(item[0]))
     ]
 

@@ -25,7 +25,7 @@ class NnxModel:
     def __init__(self, make_model: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self._make = make_model
         with nnx.use_eager_sharding(False):
-            self._graphdef, *states = jax.eval_shape(lambda: nnx.split(self._made(nnx.Rngs(0)), nnx.Param, ...))
+            self._graphdef, *states = jax.eval_shape(lambda: self._split(0))
         params, rest = states
         model = nnx.merge(self._graphdef, params, rest)
         _refuse_plain_arrays(model)
@@ -36,18 +36,22 @@ class NnxModel:
         self.modules: Sequence[ModuleInfo] = list(_modules(model))
         self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
 
-    def _made(self, rngs: nnx.Rngs) -> nnx.Module:
+    def _split(self, key: Any) -> Any:
+        """A new model's (graphdef, params, rest); called inside jit."""
+        rngs = nnx.Rngs(key)
+        _swap_streams(rngs, nnx.RngStream, _Stream)
         model = self._make(rngs)
         if not isinstance(model, nnx.Module):
             fix = "return the model; a Linen module is passed itself, with inputs=(...)"
             what = "the function makes no NNX model"
             raise ValueError(message(what, where="model", expected=nnx.Module, got=type(model), fix=fix))
-        return model
+        _swap_streams(model, _Stream, nnx.RngStream)
+        return nnx.split(model, nnx.Param, ...)
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """(params, rest), concrete; called inside jit."""
         with nnx.use_eager_sharding(False):
-            _, *states = nnx.split(self._make(nnx.Rngs(key)), nnx.Param, ...)
+            _, *states = self._split(key)
         params, rest = states
         return self._params.to_tree(params), self._rest.to_tree(rest)
 
@@ -81,6 +85,25 @@ class NnxModel:
     def _unfold(self, after: PyTree, before: PyTree) -> PyTree:
         keys = flatten(before)
         return unflatten({p: keys[p] if p in self._keys else v for p, v in flatten(after).items()})
+
+
+class _Stream(nnx.RngStream):
+    """Draws the same keys, in time that does not depend on what was traced before.
+
+    NNX's `count[...] += 1` asks a tracer for its sharding, which has none, and for the message of that AttributeError
+    jax walks all that was traced so far: quadratic in the number of parameters.
+    """
+
+    def __call__(self) -> jax.Array:
+        count = self.count.get_value()
+        self.count.set_value(count + 1)
+        return jax.random.fold_in(self.key.get_value(), count)
+
+
+def _swap_streams(node: Any, old: type, new: type) -> None:
+    for _, each in _walk(node):
+        if type(each) is old:
+            _become(each, new)
 
 
 def _fold_in(keys: jax.Array, number: jax.Array) -> jax.Array:

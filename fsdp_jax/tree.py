@@ -33,6 +33,12 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def prefixes(path: str) -> list[str]:
+    """The path and every path that it lies under, the longest first; the last is empty, the root."""
+    parts = path.split(SEPARATOR)
+    return [SEPARATOR.join(parts[:count]) for count in range(len(parts), 0, -1)] + [""]
+
+
 def map_with_path(
     fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:

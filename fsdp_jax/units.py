@@ -13,7 +13,7 @@ from). So the backward gathers again, whether or not activations are recomputed.
 arithmetic, such as `w * scale`, is an activation like any other and is saved.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.mesh import shards_of
 from fsdp_jax.travel import Route, gather
-from fsdp_jax.tree import PyTree
+from fsdp_jax.tree import PyTree, prefixes
 
 Remat = Literal["none", "full"]
 ROOT = ""  # the unit of what belongs to no other: gathered as the model is entered
@@ -176,10 +176,6 @@ class ModuleInfo:
     callable: bool
     pinned: bool = False
 
-    def inside(self, unit: str) -> bool:
-        """Whether this is the unit or lies in it."""
-        return unit == ROOT or self.path == unit or self.path.startswith(unit + "/")
-
 
 Units = Sequence[type | str] | int | Literal["scan", "model"]
 
@@ -205,21 +201,33 @@ def choose_units(
     if units == "model":
         return dict.fromkeys(sizes, ROOT)
     inner = [module for module in modules if module.path and module.callable]
+    subtrees = _subtrees(modules)
     if isinstance(units, int):
-        chosen = _by_size(inner, modules, units, sizes)
+        chosen = _by_size(inner, subtrees, units, sizes)
     elif units == "scan":
-        chosen = _stacks(inner, modules, stacked)
+        chosen = _stacks(inner, subtrees, stacked)
     else:
-        chosen = _by_class(inner, modules, units)
+        chosen = _by_class(inner, subtrees, units)
     owners: dict[str, set[str | None]] = {path: set() for path in sizes}
     for module in modules:
-        around = [unit for unit in chosen if module.inside(unit)]
+        innermost = next((path for path in prefixes(module.path) if path in chosen), None)
         for path in module.direct:
-            owners[path].add(max(around, key=len) if around else None)
+            owners[path].add(innermost)
     return {path: next(iter(units)) if len(units) == 1 else None for path, units in owners.items()}
 
 
-def _by_class(inner: Sequence[ModuleInfo], modules: Sequence[ModuleInfo], units: Any) -> set[str]:
+Subtrees = Mapping[str, Set[str]]  # module path -> paths of the parameters in it, at any depth
+
+
+def _subtrees(modules: Sequence[ModuleInfo]) -> Subtrees:
+    found: dict[str, set[str]] = {}
+    for module in modules:
+        for path in prefixes(module.path):
+            found.setdefault(path, set()).update(module.direct)
+    return found
+
+
+def _by_class(inner: Sequence[ModuleInfo], subtrees: Subtrees, units: Any) -> set[str]:
     """PyTorch's transformer_auto_wrap_policy."""
     chosen: set[str] = set()
     if isinstance(units, str):
@@ -228,7 +236,7 @@ def _by_class(inner: Sequence[ModuleInfo], modules: Sequence[ModuleInfo], units:
         found = {m.path for m in inner if unit in m.kind.__mro__ or unit in (k.__name__ for k in m.kind.__mro__)}
         if not found:
             name = unit if isinstance(unit, str) else unit.__name__
-            present = {module.kind.__name__ for module in inner if _subtree(module, modules)}
+            present = {module.kind.__name__ for module in inner if subtrees[module.path]}
             raise ValueError(
                 message(f"no module of class '{name}' in the model", where="units", fix=did_you_mean(name, present))
             )
@@ -236,30 +244,26 @@ def _by_class(inner: Sequence[ModuleInfo], modules: Sequence[ModuleInfo], units:
     return chosen
 
 
-def _by_size(inner: Sequence[ModuleInfo], modules: Sequence[ModuleInfo], least: int, sizes: dict[str, int]) -> set[str]:
+def _by_size(inner: Sequence[ModuleInfo], subtrees: Subtrees, least: int, sizes: dict[str, int]) -> set[str]:
     """PyTorch's size_based_auto_wrap_policy: from the leaves up, what is not yet wrapped and is large enough."""
     chosen: set[str] = set()
     taken: set[str] = set()
     for module in reversed(inner):
-        free = _subtree(module, modules) - taken
+        free = subtrees[module.path] - taken
         if sum(sizes[path] for path in free) >= least:
             chosen.add(module.path)
             taken |= free
     if not chosen:
-        whole = max((sum(sizes[p] for p in _subtree(m, modules)) for m in inner), default=0)
+        whole = max((sum(sizes[p] for p in subtrees[m.path]) for m in inner), default=0)
         fix = f"at most {whole}, the largest module's, or units='model'"
         raise ValueError(message("no module has that many parameters", where="units.min_params", got=least, fix=fix))
     return chosen
 
 
-def _stacks(inner: Sequence[ModuleInfo], modules: Sequence[ModuleInfo], stacked: dict[str, int]) -> set[str]:
+def _stacks(inner: Sequence[ModuleInfo], subtrees: Subtrees, stacked: dict[str, int]) -> set[str]:
     """The outermost modules all of whose parameters are stacked: the body of a layer scan."""
-    whole = {m.path for m in inner if (paths := _subtree(m, modules)) and all(stacked.get(path) for path in paths)}
-    outermost = {path for path in whole if not any(path.startswith(other + "/") for other in whole)}
+    whole = {m.path for m in inner if (paths := subtrees[m.path]) and all(stacked.get(path) for path in paths)}
+    outermost = {path for path in whole if whole.isdisjoint(prefixes(path)[1:])}
     if not outermost:
         raise ValueError(message("no stacked layers in the model", where="units='scan'", fix="units=[YourBlock]"))
     return outermost
-
-
-def _subtree(module: ModuleInfo, modules: Sequence[ModuleInfo]) -> set[str]:
-    return {path for other in modules if other.inside(module.path) for path in other.direct}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from collections import Counter
 
 import jax
@@ -168,6 +169,41 @@ def test_the_users_classes_are_not_touched(mesh):
     sharded.train_step(next_token_loss).lower(TOKENS)
     assert dict(vars(Block)) == before
     assert type(sharded.model(sharded.init(0)).blocks[0]) is Block
+
+
+def test_what_a_layer_takes_to_lay_out_does_not_grow_with_their_number(mesh):
+    def calls(layers):
+        counted = [0]
+
+        def count(*_):
+            counted[0] += 1
+
+        sys.setprofile(count)
+        try:
+            shard(mesh, gpt(False, layers=layers))
+        finally:
+            sys.setprofile(None)
+        return counted[0]
+
+    calls(2)  # what happens once in a process
+    four, eight, sixteen = (calls(layers) for layers in (4, 8, 16))
+    assert sixteen - eight < 2.1 * (eight - four)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_random_streams_are_the_models_own_and_so_is_what_is_drawn(mesh, scan):
+    make_model = gpt(scan, dropout=0.5)
+    sharded = shard(mesh, make_model)
+    model, plain = sharded.model(sharded.init(3)), make_model(nnx.Rngs(jax.random.split(jax.random.key(3))[0]))
+    assert type(model.dropout.rngs) is nnx.RngStream
+    drawn, expected = (
+        {path: leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(m))} for m in (model, plain)
+    )
+    assert drawn.keys() == expected.keys()
+    for path, leaf in drawn.items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, expected[path] = jax.random.key_data(leaf), jax.random.key_data(expected[path])
+        np.testing.assert_allclose(leaf, expected[path], rtol=1e-6, err_msg=str(path))
 
 
 def test_paths_are_the_models_own(mesh):
