@@ -18,6 +18,7 @@ unreduced (`no_sync`), reduce it in another dtype than it was computed in, or sc
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -97,6 +98,8 @@ def gather(route: Route, value: jax.Array, pending: jax.Array | None = None) -> 
     With `pending` the gradient is not reduced: it becomes the cotangent of `pending`, local to the device. What is not
     trained has none: a custom derivative that nothing differentiates would be saved by the unit's checkpoint.
     """
+    if route.mode == "annotate":
+        return gather_annotated([route], [value])[0]
     if not route.trained:
 
         def still(value: jax.Array) -> jax.Array:
@@ -118,9 +121,29 @@ def gather(route: Route, value: jax.Array, pending: jax.Array | None = None) -> 
         return jnp.zeros(value.shape, value.dtype), cotangent.astype(pending.dtype)
 
     there.defvjp(forward, back)
-    # By this name the gather is found again, in the traced model and in the compiled program.
+    # By this name prefetch finds the gather in the traced model.
     there.__name__ = SITE.format(route.path)  # type: ignore[attr-defined]
     return jax.jit(there)(value, pending)
+
+
+def gather_annotated(routes: Sequence[Route], values: Sequence[jax.Array]) -> list[jax.Array]:
+    """`gather` of several parameters in mode `annotate`, with one custom derivative: each one more costs tracing time."""
+    trained = [route for route in routes if route.trained]
+
+    def whole(shards: list[jax.Array]) -> list[jax.Array]:
+        return [fetch(route, shard) for route, shard in zip(trained, shards, strict=True)]
+
+    def back(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
+        return ([reduce(route, cotangent) for route, cotangent in zip(trained, cotangents, strict=True)],)
+
+    there = jax.custom_vjp(whole)
+    there.defvjp(lambda shards: (whole(shards), None), back)
+    shards = [value for route, value in zip(routes, values, strict=True) if route.trained]
+    found = iter(there(shards) if trained else ())
+    return [
+        next(found) if route.trained else fetch(route, lax.stop_gradient(value))
+        for route, value in zip(routes, values, strict=True)
+    ]
 
 
 def site_of(eqn: JaxprEqn) -> str | None:

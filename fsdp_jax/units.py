@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_policies
 
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.mesh import shards_of
-from fsdp_jax.travel import Route, gather
+from fsdp_jax.travel import Route, gather, gather_annotated
 from fsdp_jax.tree import PyTree, prefixes
 
 Remat = Literal["none", "full"]
@@ -101,8 +101,13 @@ def shards_in(tree: PyTree, unit: str) -> list[Shard]:
 
 def gathered(tree: PyTree, unit: str) -> PyTree:
     """The tree with this unit's Shards turned into arrays; those of units inside it are left."""
+    own = shards_in(tree, unit)
+    if all(shard.route.mode == "annotate" and not shard.route.arrived for shard in own):
+        arrays = iter(gather_annotated([shard.route for shard in own], [shard.value for shard in own]))
+    else:
+        arrays = iter([shard.gather() for shard in own])
     return jax.tree.map(
-        lambda leaf: leaf.gather() if is_shard(leaf) and leaf.route.unit == unit else leaf, tree, is_leaf=is_shard
+        lambda leaf: next(arrays) if is_shard(leaf) and leaf.route.unit == unit else leaf, tree, is_leaf=is_shard
     )
 
 
