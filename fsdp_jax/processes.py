@@ -10,3 +10,8 @@ def anywhere(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.int32(flag)).max())
+
+
+def from_processes(values: np.ndarray) -> np.ndarray:
+    """What every process passes, [processes, ...]; waits for all of them."""
+    return np.asarray(multihost_utils.process_allgather(values))

@@ -127,7 +127,7 @@ def gather(route: Route, value: jax.Array, pending: jax.Array | None = None) -> 
 
 
 def gather_annotated(routes: Sequence[Route], values: Sequence[jax.Array]) -> list[jax.Array]:
-    """`gather` of several parameters in mode `annotate`, with one custom derivative: each one more costs tracing time."""
+    """`gather` of several parameters in mode `annotate`, with one custom derivative: each takes time to trace."""
     trained = [route for route in routes if route.trained]
 
     def whole(shards: list[jax.Array]) -> list[jax.Array]:

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from reference import CASES, CNN, gpt, make_model
 
 import fsdp_jax as fsdp
@@ -113,7 +114,7 @@ def test_another_signature_names_the_leaf(sharded):
     state, _ = step(sharded.init(0), GPT_CASE.batch(0))
     shorter = {key: value[:, :-1] for key, value in GPT_CASE.batch(1).items()}
     with pytest.raises(
-        ValueError, match=r"another signature\n.*batch/mask\n.*float32\[1, 32, 8\]\n.*float32\[1, 32, 7\]"
+        ValueError, match=r"another signature\n.*batch/mask\n.*float32\[32, 8\]\n.*float32\[32, 7\]"
     ):
         step(state, shorter)
     without = {"tokens": GPT_CASE.batch(1)["tokens"]}
@@ -135,6 +136,47 @@ def test_a_batch_that_does_not_divide(sharded, rows):
         ValueError, match=rf"does not divide\n.*batch\n.*16 rows: 8 devices .* accumulation 2\n.*{rows}\n.*16 or 32"
     ):
         step(sharded.init(0), batch)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_arrays_on_devices_do_not_pass_through_the_host(sharded, monkeypatch, accumulation):
+    step, batch = sharded.train_step(GPT_CASE.loss, accumulation=accumulation), GPT_CASE.batch(0)
+    expected = jax.tree.map(np.asarray, step.put(batch).leaves)
+    rows = NamedSharding(fsdp.make_mesh(data=8), PartitionSpec("data"))
+    kinds = {"placed": jax.device_put(batch, rows), "on one": jax.device_put(batch, jax.devices()[3])}
+    kinds["mixed"] = kinds["placed"] | {"tokens": batch["tokens"]}
+
+    def refuse(*_, **__):
+        raise AssertionError("through the host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(jnp.ones(1)), "__array__", refuse)
+        found = {kind: step.put(given).leaves for kind, given in kinds.items()}
+    for leaves in found.values():
+        jax.tree.map(np.testing.assert_array_equal, leaves, expected)
+    if accumulation == 1:
+        before, after = (leaves["tokens"].addressable_data(5) for leaves in (kinds["placed"], found["placed"]))
+        assert before.unsafe_buffer_pointer() == after.unsafe_buffer_pointer()
+    _, metrics = step(sharded.init(0), kinds["placed"])
+    _, same = step(sharded.init(0), batch)
+    assert float(metrics["loss"]) == float(same["loss"])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "said"),
+    [
+        (3.5, r"a scalar in the batch\n.*batch/extra\n.*\n.*float64\[\]\n.*numpy.full\(rows, value\)"),
+        (jax.ShapeDtypeStruct((), "int32"), r"a scalar in the batch\n.*batch/extra"),
+        (jax.random.key(0), r"a random key in the batch\n.*batch/extra\n(.*\n)*.*the model's own streams"),
+        (jax.random.split(jax.random.key(0), 32), r"a random key in the batch\n.*batch/extra"),
+        (np.array(["text"] * 32), r"not an array of numbers in the batch\n.*batch/extra"),
+    ],
+)
+def test_leaves_without_rows_of_numbers(sharded, leaf, said):
+    step, batch = sharded.train_step(GPT_CASE.loss), GPT_CASE.batch(0) | {"extra": leaf}
+    for use in (step.put, step.lower):
+        with pytest.raises(ValueError, match=said):
+            use(batch)
 
 
 def test_leaves_of_different_rows(sharded):

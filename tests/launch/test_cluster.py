@@ -133,6 +133,51 @@ print("left")
 """
 
 
+BATCHES = """
+import sys
+from fsdp_jax.launch import join_cluster, leave_cluster, use_virtual_devices
+port, process = int(sys.argv[1]), int(sys.argv[2])
+use_virtual_devices(4)
+join_cluster(f"127.0.0.1:{port}", 2, process)
+import jax, numpy as np, optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+import fsdp_jax as fsdp
+mesh = fsdp.make_mesh()
+sharded = fsdp.fully_shard(lambda rngs: nnx.Linear(4, 8, rngs=rngs), optax.sgd(0.1), mesh, min_size=1)
+loss = lambda model, batch: ((model(batch["x"]) * batch["w"][:, None]).sum(), batch["x"].shape[0])
+everything = {"x": np.arange(64, dtype=np.float32).reshape(16, 4), "w": np.arange(16, dtype=np.float32)}
+part = lambda start, count: {name: rows[start : start + count] for name, rows in everything.items()}
+for wrong in (part(8 * process, 4 + 4 * process), part(0, 8)):
+    try:
+        sharded.train_step(loss)(sharded.init(0), wrong)
+    except ValueError as error:
+        print("refused:", str(error).replace("\\n", " "))
+rows = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
+whole = {name: jax.make_array_from_callback(x.shape, rows, lambda i, x=x: x[i]) for name, x in everything.items()}
+own = part(8 * process, 8)
+for k in (1, 2):
+    losses = []
+    for batch in (own, jax.tree.map(jax.numpy.asarray, own), whole, own | {"w": whole["w"]} if k == 1 else whole):
+        losses.append(float(sharded.train_step(loss, accumulation=k)(sharded.init(0), batch)[1]["loss"]))
+    print(k, bool(np.allclose(losses, losses[0], rtol=1e-5)))
+leave_cluster()
+"""
+
+
+def test_batches_of_two_processes():
+    """Each passes its own rows, on the host or its devices, or both the same global arrays; else it is refused."""
+    port = free_port()
+    outputs = finish(*(start(BATCHES, port, process, JAX_PLATFORMS="cpu") for process in range(2)))
+    for out, _ in outputs:
+        counts, same, *rest = [line for line in out.splitlines() if line.startswith(("refused", "1 ", "2 "))]
+        assert "different numbers of rows" in counts
+        assert "4 in process 0, 8 in process 1" in counts
+        assert "all processes passed the same rows" in same
+        assert "jax.process_index()" in same
+        assert rest == ["1 True", "2 True"]
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
