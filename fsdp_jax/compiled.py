@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import canonicalize_dtype  # NumPy's float64 arrives as float32
 from jax.sharding import NamedSharding, PartitionSpec
@@ -271,7 +272,7 @@ class Step:
 def _refused(path: str, leaf: Any) -> ValueError:
     """Of a leaf that has no rows or no numbers."""
     where, got = "/".join(filter(None, ("batch", path))), f"{leaf.dtype}{list(leaf.shape)}"
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         what, fix = (
             "a random key in the batch",
             "leave it out: dropout draws from the model's own streams, a new key each step",

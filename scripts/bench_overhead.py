@@ -1,6 +1,7 @@
 """What fsdp_jax costs over a train step written by hand: collectives, losses and step time, side by side.
 
     python scripts/bench_overhead.py [--strategy full_shard|shard_grad_op|no_shard] [--pairs 40] [--compute float32]
+    python scripts/bench_overhead.py --host [--pairs 9] [--layers 12]
 
 Both sides train the same GPT (scanned) with AdamW on the same mesh of 8 virtual CPU devices, from the same parameters,
 on the same batches. The side written by hand is plain JAX and optax: it uses the model for the shapes of its parameters
@@ -18,11 +19,21 @@ Conventions
   `--hold-memory` starts again with glibc told never to give memory back, for both sides alike.
 - CPU seconds are those of the whole process during a step, all threads; they feel other programs less than the clock.
 - Exit code 1 if collectives or losses differ. The ratio is reported, with its target, and does not fail the run.
+
+With `--host`, what the host does before a step runs, with unrolled layers and `full_shard`:
+- Tracing and lowering: `jit(step).lower(shapes)` of a new function object each time, in CPU seconds of this process
+  after a garbage collection, ours and by hand in turns; medians. By hand is the same NNX model class: a merge for
+  each layer under a `jax.checkpoint` that drops what was gathered, constraints at each parameter, value_and_grad,
+  optax, and the same guard against steps that are not finite.
+- `put` of a batch of three NumPy arrays against `jax.device_put(batch, shardings)`, in microseconds by the clock, and
+  of arrays that lie on the devices already.
+- `fully_shard` for more and more layers, in CPU seconds; once each, after one run of two layers.
 """
 
 import argparse
 import collections
 import functools
+import gc
 import json
 import os
 import re
@@ -44,9 +55,11 @@ from jax.sharding import PartitionSpec as P
 import fsdp_jax
 from fsdp_jax.launch import use_virtual_devices
 from fsdp_jax.models import GPT, GPTConfig, next_token_loss, parameter_count
+from fsdp_jax.models.gpt import Block, preset
+from fsdp_jax.models.layers import cross_entropy
 
 DEVICES = 8
-TARGET = 1.02
+TARGET, TRACE_TARGET = 1.02, 1.3
 Tree = Any
 
 
@@ -162,6 +175,120 @@ def by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, str
     return init, compiled, batch
 
 
+def unrolled_by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation) -> tuple[Callable[..., Any], Any]:
+    """(a function that makes the jitted step, the shapes of its state): full_shard of the unrolled NNX model."""
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    graphdef, params = jax.eval_shape(lambda: nnx.split(GPT(config, rngs=nnx.Rngs(0)), nnx.Param))
+    block_def, _ = nnx.split(nnx.merge(graphdef, params).blocks[0])
+
+    def sharding(leaf: Any) -> NamedSharding:
+        dims = [i for i in range(leaf.ndim) if leaf.shape[i] % mesh.size == 0]
+        if not dims or leaf.size < 2**14:
+            return whole
+        return NamedSharding(mesh, P(*[None] * max(dims, key=lambda i: leaf.shape[i]), "data"))
+
+    def gather(x: jax.Array, at: NamedSharding) -> jax.Array:
+        pin = lax.with_sharding_constraint
+        return x if at is whole else pin(lax.optimization_barrier(pin(x, at)), whole)
+
+    def keep(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name not in ("convert_element_type", "sharding_constraint", "optimization_barrier")
+
+    specs = jax.tree.map(sharding, params)
+
+    def loss_sum(params: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        top = {name: jax.tree.map(gather, params[name], specs[name]) for name in params if name != "blocks"}
+        model = nnx.merge(graphdef, nnx.State({**top, "blocks": params["blocks"]}))
+        x_BTD = model.embed(tokens[:, :-1]) + model.positions(jnp.arange(tokens.shape[1] - 1)[None])
+        for number, block in params["blocks"].items():
+
+            def layer(block: Tree, x_BTD: jax.Array, number: int = number) -> jax.Array:
+                return nnx.merge(block_def, jax.tree.map(gather, block, specs["blocks"][number]))(x_BTD)
+
+            x_BTD = jax.checkpoint(layer, policy=keep)(block, x_BTD)
+        losses = cross_entropy(model.embed.attend(model.ln_f(x_BTD)), tokens[:, 1:])
+        return losses.sum(), jnp.float32(losses.size)
+
+    def step(state: Tree, tokens: jax.Array) -> tuple[Tree, Tree]:
+        params = state["params"]
+        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, tokens)
+        grads = jax.tree.map(lambda g, at: lax.with_sharding_constraint(g, at) / count, grads, specs)
+        loss, size = total / count, optax.tree.norm(grads)
+        fine = jnp.isfinite(loss) & jnp.isfinite(size)
+        updates, opt = tx.update(grads, state["opt"], params)
+        new = {"params": optax.apply_updates(params, updates), "opt": opt}
+        new = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, {name: state[name] for name in new})
+        new |= {"step": state["step"] + 1, "skipped": state["skipped"] + jnp.where(fine, 0, 1)}
+        return new, {"loss": loss, "grad_norm": size, "skipped": new["skipped"]}
+
+    def is_params(part: Any) -> bool:
+        return isinstance(part, nnx.State)
+
+    counter = jax.ShapeDtypeStruct((), jnp.int32)
+    state = {"params": params, "opt": jax.eval_shape(tx.init, params), "step": counter, "skipped": counter}
+    placed = jax.tree.map(lambda part: specs if is_params(part) else whole, state, is_leaf=is_params)
+
+    def make() -> Any:
+        return jax.jit(
+            lambda state, tokens: step(state, tokens),
+            in_shardings=(placed, rows), out_shardings=(placed, whole), donate_argnums=0,
+        )  # fmt: skip
+
+    return make, state
+
+
+def host_cost(layers: int, pairs: int) -> dict[str, Any]:
+    """Prints what the host does before a step runs; see the conventions."""
+    mesh = fsdp_jax.make_mesh(devices=jax.devices("cpu"))
+    flat, tx = Mesh(mesh.devices.reshape(-1), ("data",)), optax.adamw(1e-3)
+
+    def shard(count: int) -> fsdp_jax.Sharded:
+        config = preset("tiny", scan_layers=False, layers=count)
+        return fsdp_jax.fully_shard(lambda rngs: GPT(config, rngs=rngs), tx, mesh, units=[Block])
+
+    sharded, tokens = shard(layers), jax.ShapeDtypeStruct((16, 129), jnp.int32)
+    make, state = unrolled_by_hand(preset("tiny", scan_layers=False, layers=layers), flat, tx)
+
+    def cpu(run: Callable[[], Any]) -> float:
+        gc.collect()
+        began = time.process_time()
+        run()
+        return time.process_time() - began
+
+    lowering: dict[str, list[float]] = {"ours": [], "hand": []}
+    for number in range(pairs + 1):
+        step, by_hand = sharded.train_step(next_token_loss), make()
+        sides = {"ours": lambda step=step: step.lower({"tokens": tokens}),
+                 "hand": lambda by_hand=by_hand: by_hand.lower(state, tokens)}  # fmt: skip
+        for side in sorted(sides, reverse=bool(number % 2)):
+            spent = cpu(sides[side])
+            if number:  # the first round warms up
+                lowering[side].append(spent)
+    ratio, low, high = ratio_of(np.array(lowering["ours"]), np.array(lowering["hand"]))
+    ours, hand = (np.median(lowering[side]) for side in ("ours", "hand"))
+    print(f"trace and lower, {layers} unrolled layers (CPU s): ours {ours:.3f}, by hand {hand:.3f}")
+    print(f"ratio {ratio:.2f} [{low:.2f}, {high:.2f}], target {TRACE_TARGET}")
+
+    batch = {name: np.ones((64, 129), np.int32) for name in ("tokens", "segments", "positions")}
+    shardings = {name: NamedSharding(flat, P("data")) for name in batch}
+    placed, step = jax.device_put(batch, shardings), sharded.train_step(next_token_loss)
+    puts = {"device_put": lambda: jax.device_put(batch, shardings), "put": lambda: step.put(batch),
+            "put of placed arrays": lambda: step.put(placed)}  # fmt: skip
+    clocks: dict[str, list[float]] = {name: [] for name in puts}
+    for _ in range(400):
+        for name, run in puts.items():
+            clocks[name].append(timed(run)[0])
+    micro = {name: float(np.median(times)) * 1e6 for name, times in clocks.items()}
+    print("a batch to the devices (us): " + ", ".join(f"{name} {value:.0f}" for name, value in micro.items()))
+
+    shard(2)
+    growth = {count: cpu(functools.partial(shard, count)) for count in (12, 24, 48, 96)}
+    print("fully_shard (CPU s): " + ", ".join(f"{count} layers {value:.2f}" for count, value in growth.items()))
+    return {"bench": "host", "layers": layers, "pairs": pairs, "lower_cpu_seconds": lowering,
+            "lower_ratio_with_95_percent_interval": [ratio, low, high], "target": TRACE_TARGET, "put_us": micro,
+            "fully_shard_cpu_seconds": growth, "jax": jax.__version__}  # fmt: skip
+
+
 # --- comparison ---
 
 _OPS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
@@ -218,8 +345,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="full_shard", choices=("full_shard", "shard_grad_op", "no_shard"))
     parser.add_argument("--compute", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--pairs", type=int, default=40, help="timed rounds, after warm-up")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--host", action="store_true", help="what the host does before a step runs")
+    parser.add_argument("--pairs", type=int, help="timed rounds, after warm-up; 40, or 9 with --host")
+    parser.add_argument("--layers", type=int, help="4, or 12 with --host")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
@@ -232,6 +360,10 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **held})  # glibc reads them at its start
 
     use_virtual_devices(DEVICES)
+    args.pairs, args.layers = args.pairs or (9 if args.host else 40), args.layers or (12 if args.host else 4)
+    if args.host:
+        print(json.dumps(host_cost(args.layers, args.pairs)))
+        return 0
     config = GPTConfig(
         vocab_size=256, sequence_length=args.sequence, layers=args.layers, width=args.width, heads=args.width // 32
     )
