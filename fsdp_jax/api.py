@@ -95,7 +95,7 @@ def fully_shard(
     dtypes = {path: precision.at_rest(leaf.dtype, path not in held) for path, leaf in made.items()}
     resting = {path: jax.ShapeDtypeStruct(leaf.shape, dtypes[path]) for path, leaf in made.items()}
     sizes = {path: prod(shape[depth.get(path, 0) :]) for path, shape in shapes.items()}
-    owners = choose_units(adapter.modules, units, sizes, depth)
+    owners = choose_units(adapter.modules, units, sizes, depth, remat)
     trained = {path: leaf for path, leaf in resting.items() if path not in held}
     check_trained(trained)
     copies = _copies(strategy, placements, trained, precision, _kept(adapter, precision))

@@ -13,6 +13,7 @@ from). So the backward gathers again, whether or not activations are recomputed.
 arithmetic, such as `w * scale`, is an activation like any other and is saved.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_policies
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import SlowerWarning, did_you_mean, message
 from fsdp_jax.mesh import shards_of
 from fsdp_jax.travel import Route, gather, gather_annotated
 from fsdp_jax.tree import PyTree, prefixes
@@ -186,7 +187,7 @@ Units = Sequence[type | str] | int | Literal["scan", "model"]
 
 
 def choose_units(
-    modules: Sequence[ModuleInfo], units: Units, sizes: dict[str, int], stacked: dict[str, int]
+    modules: Sequence[ModuleInfo], units: Units, sizes: dict[str, int], stacked: dict[str, int], remat: Remat = "none"
 ) -> dict[str, str | None]:
     """{parameter path: unit path, or None for what is gathered on entering the model}.
 
@@ -195,12 +196,16 @@ def choose_units(
         units: module classes or their names; a number of parameters; `scan` for stacked layers; `model` for all.
         sizes: path -> elements of one layer.
         stacked: path -> leading dims that stack layers.
+        remat: of the units; one that owns no parameters is not recomputed.
 
     A parameter belongs to the innermost unit around it. One that several units share, such as a tied embedding, is
     gathered once, on entering the model.
 
     Raises:
         ValueError: units that fit nothing.
+
+    Warns:
+        SlowerWarning: units that are not recomputed.
 
     """
     if units == "model":
@@ -218,7 +223,21 @@ def choose_units(
         innermost = next((path for path in prefixes(module.path) if path in chosen), None)
         for path in module.direct:
             owners[path].add(innermost)
-    return {path: next(iter(units)) if len(units) == 1 else None for path, units in owners.items()}
+    found = {path: next(iter(units)) if len(units) == 1 else None for path, units in owners.items()}
+    if remat != "none":
+        _warn_of_idle(sorted(chosen.difference(found.values())), remat)
+    return found
+
+
+def _warn_of_idle(idle: Sequence[str], remat: Remat) -> None:
+    """Names chosen units that recompute nothing, since they gather nothing."""
+    if idle:
+        warnings.warn(
+            f"remat='{remat}' does nothing for {len(idle)} units, such as '{idle[0]}', and their activations are kept: "
+            "a unit owns no parameters where units inside it own them all, or where several modules share them",
+            SlowerWarning,
+            stacklevel=4,
+        )
 
 
 Subtrees = Mapping[str, Set[str]]  # module path -> paths of the parameters in it, at any depth

@@ -31,6 +31,14 @@ class Model(nnx.Module):
         return self.b(self.a(x))
 
 
+class Outer(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = Model(rngs)
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
 def shard(model=Model, **settings):
     return fsdp.fully_shard(
         lambda rngs: model(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Unit], min_size=8, **settings
@@ -82,6 +90,16 @@ def test_a_pattern_of_keep_float32_that_matches_nothing():
 def test_a_loss_that_is_no_sum_and_count(out, shown):
     with pytest.raises(ValueError, match=rf"loss_fn\n.*\(sum, count\)\n.*{shown}\n.*return the summed loss"):
         shard().train_step(lambda model, batch: out(model(batch["x"]))).lower(BATCH)
+
+
+def test_units_that_are_not_recomputed():
+    """The model owns no parameters itself: its units own them all."""
+    with pytest.warns(fsdp.SlowerWarning, match=r"remat='full' does nothing for 1 units, such as 'inner'"):
+        fsdp.fully_shard(
+            lambda rngs: Outer(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Model, Unit], min_size=8,
+            remat="full",
+        )  # fmt: skip
+    shard(remat="full")  # a warning would be an error
 
 
 # Dtypes

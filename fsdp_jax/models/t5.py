@@ -184,8 +184,8 @@ class T5Attention(nnx.Module):
             attended = attend(q_BTHK, k_BSHK, v_BSHK, segments, None)
         else:  # each part has a bias of its own, so that a gradient is added up over the part's rows first
             rows: tuple[Any, ...] = (q_BTHK, k_BSHK, v_BSHK, segments)
-            parts = (jax.tree.map(lambda x: x.reshape(bias.shape[0], -1, *x.shape[1:]), x) for x in rows)
-            attended = jax.vmap(attend)(*parts, bias)
+            q, k, v, numbers = (jax.tree.map(lambda x: x.reshape(bias.shape[0], -1, *x.shape[1:]), x) for x in rows)
+            attended = jax.vmap(attend)(q, k, v, numbers, bias)
         return self.o(attended.reshape(B, T, -1))
 
 
