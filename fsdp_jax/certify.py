@@ -1,0 +1,523 @@
+"""Holds a user's own model, loss and optimizer to the unsharded step, numerically, setting by setting.
+
+[Note: how a step is compared]
+The control is a run on one device in plain JAX (`unsharded.py`) from the same starting values. In each step the loss, its
+count, the gradient norm and every gradient of the sharded step are compared with the control's own. Then both optimizers
+take the gradients that the sharded step found, and the parameters are compared at the end. Were each optimizer given its
+own gradients, rounding would decide: Adam makes a step of the learning rate of a gradient of 1e-9.
+
+Differences are relative: the largest difference in an array, over the array's largest value plus 1% of the largest value
+in any array. Those of parameters are over the largest change in that parameter plus 1% of its largest value.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from fsdp_jax.api import Sharded, fully_shard
+from fsdp_jax.causes import Evidence, likely_cause
+from fsdp_jax.errors import message
+from fsdp_jax.mesh import make_mesh, shape_of
+from fsdp_jax.precision import Precision
+from fsdp_jax.rules import ReplicationWarning
+from fsdp_jax.state import TrainState
+from fsdp_jax.strategy import STRATEGIES, get_strategy
+from fsdp_jax.table import text_table
+from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.units import Units
+from fsdp_jax.unsharded import Arrays, Measured, Unsharded
+
+COLUMNS = ("setting", "loss", "count", "gradient norm", "gradients", "parameters", "model state", "")
+FLOOR = 0.01  # of the largest value in any array: below it, an array's own rounding is not worth a failure
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest relative differences that hold; see the note.
+
+    Attributes:
+        loss: also of the count.
+        grad_norm: of the reported gradient norm.
+        gradient: of each gradient, and of the model's other state.
+        parameter: of each parameter, over its change.
+
+    """
+
+    loss: float = 1e-5
+    grad_norm: float = 1e-4
+    gradient: float = 1e-4
+    parameter: float = 1e-4
+
+
+def tolerance_of(precision: Precision) -> Tolerance:
+    """What rounding to the dtypes of a precision makes: bfloat16 keeps 8 bits.
+
+    The control computes in float32 on parameters rounded to the compute dtype, so that bfloat16 is compared loosely.
+    """
+    found = Tolerance()
+    if precision.compute == "bfloat16":
+        found = replace(found, loss=2e-2, grad_norm=5e-2, gradient=2e-1)
+    if precision.param == "bfloat16":
+        found = replace(found, gradient=2e-1, parameter=0.5)
+    return found
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the step. `rows`: of the global batch."""
+
+    strategy: str
+    accumulation: int
+    rows: int
+    local_batch: bool = False
+    deferred_reduction: bool = False
+    one_row: bool = False
+
+    def __str__(self) -> str:
+        words = [self.strategy, f"accumulation {self.accumulation}"]
+        words += ["local_batch"] if self.local_batch else []
+        words += ["deferred_reduction"] if self.deferred_reduction else []
+        words += ["one row a device"] if self.one_row else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A difference above the tolerance, or an error in place of a number.
+
+    Attributes:
+        what: loss, count, gradient norm, gradients, parameters, model state, or error.
+        path: of the array that differs most; empty for numbers.
+        others: how many other arrays differ too.
+        difference: relative; infinite where there is no number.
+
+    """
+
+    setting: Setting
+    what: str
+    path: str
+    others: int
+    difference: float
+    tolerance: float
+    cause: str
+
+    def __str__(self) -> str:
+        at = f" of {self.path}" if self.path else ""
+        at += f" (and {self.others} more)" if self.others else ""
+        size = f": off by {self.difference:.1e}, tolerance {self.tolerance:.0e}"
+        size = size if math.isfinite(self.difference) else ""
+        return f"{self.setting}: {self.what}{at}{size}; likely cause: {self.cause}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting's largest relative differences over all steps, each with the path of its array."""
+
+    setting: Setting
+    differences: Mapping[str, tuple[float, str]]
+    failures: tuple[Failure, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all differences are within the tolerance."""
+        return not self.failures
+
+    def cells(self) -> list[str]:
+        """As the table shows them."""
+        shown = [_shown(*self.differences[name]) if name in self.differences else "-" for name in COLUMNS[1:-1]]
+        return [str(self.setting), *shown, "holds" if self.holds else "DOES NOT HOLD"]
+
+
+def _shown(difference: float, path: str) -> str:
+    return f"{difference:.1e} {path}".rstrip()
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What `certify` found: a row for each setting, and what does not hold."""
+
+    rows: tuple[Row, ...]
+    devices: int
+    steps: int
+    tolerance: Tolerance
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """Of all settings."""
+        return tuple(failure for row in self.rows for failure in row.failures)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every setting does what one device does."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        head = f"{self.devices} devices against one, {self.steps} steps; largest relative differences"
+        return f"{head}\n{text_table(COLUMNS, [row.cells() for row in self.rows])}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs; a difference that is no finite number is null."""
+        rows = []
+        for row in self.rows:
+            differences = {
+                name: {"difference": _finite(difference), "path": path}
+                for name, (difference, path) in row.differences.items()
+            }
+            rows.append({**vars(row.setting), "holds": row.holds, "differences": differences})
+        failures = [
+            {**vars(failure), "setting": str(failure.setting), "difference": _finite(failure.difference)}
+            for failure in self.failures
+        ]
+        found = {"holds": self.holds, "devices": self.devices, "steps": self.steps}
+        return {**found, "tolerance": vars(self.tolerance), "rows": rows, "failures": failures}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class CertifyError(AssertionError):
+    """A setting does not do what one device does.
+
+    Attributes:
+        certificate: all that was found.
+
+    """
+
+    def __init__(self, certificate: Certificate) -> None:
+        self.certificate = certificate
+        lines = ["not what one device does", *map(str, certificate.failures), "", str(certificate)]
+        super().__init__("\n".join(lines))
+
+
+def certify(
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: PyTree,
+    *,
+    tx: optax.GradientTransformation | None = None,
+    units: Units = "model",
+    inputs: tuple[Any, ...] | None = None,
+    mesh: Mesh | None = None,
+    precision: Precision | None = None,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    accumulation: Sequence[int] = (1, 4),
+    local_batch: bool = False,
+    steps: int = 3,
+    seed: int = 0,
+    min_size: int = 1,
+    tolerance: Tolerance | None = None,
+    **settings: Any,
+) -> Certificate:
+    """Trains a few steps with every strategy and compares each with the unsharded model on one device.
+
+    Args:
+        model: as `fully_shard` takes it; `units` and `inputs` too.
+        loss_fn: `(model, batch) -> (sum, count)`.
+        batch: arrays [rows, ...]; rows divide by devices x the largest accumulation.
+        tx: the optimizer; `optax.sgd(0.1)` if None.
+        mesh: of at least two devices. If None, all of this process's: `data` alone, and for hybrid strategies a
+            `replica` of 2.
+        precision: dtypes; float32 if None. Not float32: compared loosely, see `tolerance_of`.
+        strategies: which are run.
+        accumulation: numbers of microbatches that are run.
+        local_batch: also run each with `local_batch=True`, once more with `deferred_reduction`, and once with one row
+            on each device: whether the loss is the sum over examples that `local_batch=True` promises.
+        steps: of each run.
+        seed: of the starting values.
+        min_size: elements below which a parameter stays replicated; 1, so that a small model is sharded at all.
+        tolerance: largest differences; by the precision if None.
+        settings: more of `fully_shard`: remat, prefetch (in runs with local_batch), rules, frozen, ...
+
+    Returns:
+        The table of differences; all of them hold.
+
+    Raises:
+        CertifyError: an AssertionError that names setting, array, difference and likely cause. Its `certificate` has
+            everything.
+        ValueError: a batch that does not divide, one device alone, a loss that is not finite on one device.
+
+    """
+    precision = precision or Precision()
+    tx = optax.sgd(0.1) if tx is None else tx
+    devices = list(jax.devices() if mesh is None else mesh.devices.flat)
+    rows = _check(batch, len(devices), accumulation)
+    names = [get_strategy(name).name for name in strategies]
+    comparison = _Comparison(
+        model=model,
+        loss_fn=loss_fn,
+        batch=jax.tree.map(np.asarray, batch),
+        tx=tx,
+        arguments={"units": units, "inputs": inputs, "precision": precision, "min_size": min_size, **settings},
+        devices=devices,
+        mesh=mesh,
+        steps=steps,
+        seed=seed,
+        tolerance=tolerance or tolerance_of(precision),
+    )
+    found: list[Row] = []
+    for setting in _settings(names, accumulation, rows, len(devices), local_batch):
+        found.append(comparison.row(setting, found))
+    certificate = Certificate(tuple(found), len(devices), steps, comparison.tolerance)
+    if not certificate.holds:
+        raise CertifyError(certificate)
+    return certificate
+
+
+def _check(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:
+    """The rows of the batch. Raises ValueError."""
+    if devices < 2:
+        fix = "fsdp_jax.launch.use_virtual_devices(8), before jax starts"
+        raise ValueError(message("nothing is sharded on one device", where="certify", got=devices, fix=fix))
+    rows = {path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in flatten(batch).items()}
+    parts = devices * max(accumulation)
+    first = next(iter(rows.values()), None)
+    if first is None or first % parts or len(set(rows.values())) > 1:
+        expected = f"a multiple of {parts} rows: {devices} devices x accumulation {max(accumulation)}"
+        fix = "pass more rows, or accumulation=(1,)"
+        raise ValueError(message("the batch does not divide", where="batch", expected=expected, got=rows, fix=fix))
+    return first
+
+
+def _settings(
+    strategies: Sequence[str], accumulation: Sequence[int], rows: int, devices: int, local_batch: bool
+) -> Iterator[Setting]:
+    """In order: what a later one is compared with comes first."""
+    for strategy in strategies:
+        for number in accumulation:
+            yield Setting(strategy, number, rows)
+    if not local_batch:
+        return
+    for strategy in strategies:
+        for number in accumulation:
+            yield Setting(strategy, number, rows, local_batch=True)
+        if max(accumulation) > 1:
+            yield Setting(strategy, max(accumulation), rows, local_batch=True, deferred_reduction=True)
+    yield Setting(strategies[0], 1, devices, local_batch=True, one_row=True)
+
+
+class _Recorded(NamedTuple):
+    gradients: Any
+
+
+def _recording(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same optimizer, whose state shows the gradients that it was given last."""
+    record = optax.GradientTransformation(
+        lambda params: _Recorded(jax.tree.map(jnp.zeros_like, params)),
+        lambda updates, state, params=None: (updates, _Recorded(updates)),
+    )
+    return optax.chain(record, tx)
+
+
+@dataclass
+class _Comparison:
+    """The control, and the sharded steps that are compared with it."""
+
+    model: Any
+    loss_fn: Callable[[Any, Any], Any]
+    batch: PyTree
+    tx: optax.GradientTransformation
+    arguments: dict[str, Any]
+    devices: list[jax.Device]
+    mesh: Mesh | None
+    steps: int
+    seed: int
+    tolerance: Tolerance
+    _start: TrainState | None = field(default=None)
+    _control: Unsharded | None = field(default=None)
+    _drawn: tuple[bool, bool] | None = field(default=None)
+
+    def row(self, setting: Setting, before: Sequence[Row]) -> Row:
+        """Runs one setting. `before`: rows of settings that came earlier."""
+        alone = replace(setting, accumulation=1, deferred_reduction=False)
+        evidence = Evidence(
+            sizes=self._sizes(setting),
+            local_batch=setting.local_batch,
+            one_row=setting.one_row,
+            accumulation=setting.accumulation,
+            holds_alone=any(row.setting == alone and row.holds for row in before),
+            holds_local=any(row.setting.local_batch and row.holds for row in before),
+        )
+        if not setting.local_batch:  # an error is the user's own
+            return self._compare(setting, evidence)
+        try:
+            return self._compare(setting, evidence)
+        except Exception as error:
+            cause = f"with a part of the batch the step is refused: {str(error).strip() or type(error).__name__}"
+            failure = Failure(setting, "error", "", 0, math.inf, 0.0, cause)
+            return Row(setting, {}, (failure,))
+
+    def _sizes(self, setting: Setting) -> dict[str, int]:
+        return {"devices": len(self.devices), **shape_of(self._mesh_of(setting.strategy))}
+
+    def _mesh_of(self, strategy: str) -> Mesh:
+        if self.mesh is not None:
+            return self.mesh
+        replica = 2 if get_strategy(strategy).hybrid and len(self.devices) % 2 == 0 else 1
+        return make_mesh(-1, replica, devices=self.devices)
+
+    def _sharded(self, setting: Setting) -> Sharded:
+        arguments = dict(self.arguments)
+        if not setting.local_batch:  # what only explicit collectives serve
+            arguments["prefetch"] = "none"
+            arguments["precision"] = replace(arguments["precision"], reduce=None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here only numbers count
+            return fully_shard(
+                self.model, _recording(self.tx), self._mesh_of(setting.strategy), setting.strategy, **arguments
+            )
+
+    def _compare(self, setting: Setting, evidence: Evidence) -> Row:
+        sharded = self._sharded(setting)
+        step = sharded.train_step(
+            self.loss_fn,
+            accumulation=setting.accumulation,
+            deferred_reduction=setting.deferred_reduction,
+            local_batch=setting.local_batch,
+            abort_after=None,
+        )
+        batch = jax.tree.map(lambda leaf: leaf[: setting.rows], self.batch)
+        step.lower(batch)  # an error of the loss comes from here, with its own message
+        state = self._placed(sharded)
+        control = self._controlled(sharded, step.plan)
+        assert self._start is not None
+        params, rest = flatten(self._start.params), flatten(self._start.model_state)
+        first = {path: _wide(value) for path, value in params.items()}
+        opt_state = control.start(params)
+        differences: dict[str, tuple[float, str, int, float]] = {}
+        for number in range(self.steps):
+            expected = control.measure(params, rest, batch, self._start.rng, number, setting.accumulation)
+            self._check_finite(expected, number)
+            state, metrics = step(state, batch)
+            gradients = {path: _wide(value) for path, value in flatten(state.opt_state[0].gradients).items()}
+            metrics = {name: float(value) for name, value in metrics.items()}
+            evidence.add(expected, metrics, gradients)
+            _worst(differences, self._step_differences(expected, metrics, gradients, state))
+            params, opt_state = control.update(params, opt_state, gradients, expected.loss)
+            rest = expected.rest
+        moved = {path: _wide(value) for path, value in params.items()}
+        found = {path: _wide(value) for path, value in flatten(state.params).items()}
+        sizes = {p: np.abs(moved[p] - first[p]).max() + FLOOR * np.abs(moved[p]).max() for p in moved}
+        _worst(differences, {"parameters": _largest(found, moved, sizes, self.tolerance.parameter)})
+        return self._judged(setting, evidence, differences, control)
+
+    def _placed(self, sharded: Sharded) -> TrainState:
+        """A fresh state; the first is drawn, and later layouts take its values."""
+        if self._start is None:
+            state = sharded.init(self.seed)
+            whole = SingleDeviceSharding(self.devices[0])
+            self._start = jax.tree.map(lambda leaf: _copied(leaf, whole), sharded.to_checkpoint(state))
+            return state
+        target = sharded.checkpoint_target()
+        return sharded.from_checkpoint(jax.tree.map(lambda leaf, to: _copied(leaf, to.sharding), self._start, target))
+
+    def _controlled(self, sharded: Sharded, plan: Any) -> Unsharded:
+        if self._control is None:
+            leaves = sharded.layout.by_path
+            trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
+            compute = {path: route.compute for path, route in plan.routes.items()}
+            self._control = Unsharded(self.model, self.loss_fn, self.tx, trained, compute)
+        return self._control
+
+    def _check_finite(self, expected: Measured, number: int) -> None:
+        if not math.isfinite(expected.loss) or not math.isfinite(expected.grad_norm):
+            got = f"loss {expected.loss}, gradient norm {expected.grad_norm} in step {number + 1}"
+            fix = "a smaller learning rate, fewer steps, or another batch"
+            raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))
+
+    def _step_differences(
+        self, expected: Measured, metrics: Mapping[str, float], gradients: Mapping[str, np.ndarray], state: TrainState
+    ) -> dict[str, tuple[float, str, int, float]]:
+        at = self.tolerance
+        largest = max((np.abs(value).max() for value in expected.gradients.values()), default=0.0)
+        sizes = {path: np.abs(value).max() + FLOOR * largest for path, value in expected.gradients.items()}
+        numbers = {
+            "loss": (metrics["loss"], expected.loss, at.loss),
+            "count": (metrics["count"], expected.count, at.loss),
+            "gradient norm": (metrics["grad_norm"], expected.grad_norm, at.grad_norm),
+        }
+        differences = {}
+        for name, (found, wanted, limit) in numbers.items():
+            # Below 0.1 a loss is a difference of larger numbers, or nearly learned.
+            difference = abs(found - wanted) / max(abs(wanted), 0.1 if name == "loss" else 1e-30)
+            differences[name] = (difference, "", int(not difference <= limit), limit)
+        differences["gradients"] = _largest(gradients, expected.gradients, sizes, at.gradient)
+        differences["model state"] = _state_differences(state, expected.rest, at.gradient)
+        return differences
+
+    def _judged(
+        self,
+        setting: Setting,
+        evidence: Evidence,
+        differences: Mapping[str, tuple[float, str, int, float]],
+        control: Unsharded,
+    ) -> Row:
+        broken = {name: found for name, found in differences.items() if found[2]}
+        if setting.local_batch and (broken or self._drawn is None):
+            evidence = replace(evidence, drawn=self._draws(control))
+        failures = []
+        for name, (difference, path, count, limit) in broken.items():
+            cause = likely_cause(evidence, name, path, set(broken))
+            failures.append(Failure(setting, name, path, count - bool(path), difference, limit, cause))
+        worst = {name: (difference, path) for name, (difference, path, _, _) in differences.items()}
+        return Row(setting, worst, tuple(failures))
+
+    def _draws(self, control: Unsharded) -> tuple[bool, bool]:
+        """Whether the loss is random by its streams, and whether it draws at all."""
+        if self._drawn is None:
+            assert self._start is not None
+            start = (flatten(self._start.params), flatten(self._start.model_state), self.batch, self._start.rng)
+            self._drawn = (control.is_random(*start), control.draws(*start))
+        return self._drawn
+
+
+def _worst(differences: dict[str, tuple[float, str, int, float]], more: Mapping[str, Any]) -> None:
+    """Keeps the largest of each; what is not a number is larger than any."""
+    for name, found in more.items():
+        if name not in differences or not found[0] <= differences[name][0]:
+            differences[name] = found
+
+
+def _largest(
+    found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], sizes: Mapping[str, float], limit: float
+) -> tuple[float, str, int, float]:
+    """(largest relative difference, its path, how many are above the limit, the limit)."""
+    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
+    worst = (0.0, "")
+    above = 0
+    for path, value in expected.items():
+        difference = float(np.abs(found[path] - value).max(initial=0.0) / max(sizes[path], 1e-30))
+        difference = math.inf if math.isnan(difference) else difference
+        above += difference > limit
+        if difference > worst[0]:
+            worst = (difference, path)
+    return (*worst, above, limit)
+
+
+def _state_differences(state: TrainState, expected: Arrays, limit: float) -> tuple[float, str, int, float]:
+    found = flatten(state.model_state)
+    numbers = {path: value for path, value in expected.items() if jnp.issubdtype(value.dtype, jnp.number)}
+    wanted = {path: _wide(value) for path, value in numbers.items()}
+    sizes = {path: float(np.abs(value).max(initial=0.0)) + 1e-6 for path, value in wanted.items()}
+    return _largest({path: _wide(found[path]) for path in wanted}, wanted, sizes, limit)
+
+
+def _wide(value: Any) -> np.ndarray:
+    """A copy: the step takes the array over."""
+    return np.array(value).astype(np.float64)
+
+
+def _copied(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """Through the host, so that no buffer is shared: steps take theirs over."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = _copied(jax.random.key_data(array), SingleDeviceSharding(jax.devices()[0]))
+        return jax.device_put(jax.random.wrap_key_data(data, impl=jax.random.key_impl(array)), sharding)
+    return jax.device_put(np.array(array), sharding)

@@ -1,0 +1,180 @@
+"""A training step on one device in plain JAX: what `certify` compares sharded steps with.
+
+Nothing here comes from the library's core: the model is called as its own library calls it, `jax.value_and_grad`
+differentiates the summed loss, microbatches are added up one after another, and optax updates whole arrays.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from fsdp_jax.tree import PyTree, flatten, unflatten
+
+Arrays = dict[str, jax.Array]
+Apply = Callable[[Arrays, Arrays, PyTree, jax.Array], tuple[Any, Arrays]]
+"""(parameters, other state, batch, key) -> (what the loss returned, the other state afterwards), all by path."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A batch's loss on one device: float64 scalars, the gradient of the mean by path, the model's other state."""
+
+    total: float
+    count: float
+    gradients: dict[str, np.ndarray]
+    rest: Arrays
+
+    @property
+    def loss(self) -> float:
+        """The mean."""
+        return self.total / self.count
+
+    @property
+    def grad_norm(self) -> float:
+        """Over all parameters."""
+        return float(np.sqrt(sum(np.square(np.abs(gradient)).sum() for gradient in self.gradients.values())))
+
+
+class Unsharded:
+    """The model, its loss and its optimizer on one device.
+
+    Args:
+        model: as `fully_shard` takes it.
+        loss_fn: `(model, batch) -> (sum, count)`.
+        tx: the optimizer.
+        trained: paths of the parameters that are differentiated.
+        compute: path -> dtype that the parameter is rounded to before the model is run, in float32.
+
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        tx: optax.GradientTransformation,
+        trained: frozenset[str],
+        compute: Mapping[str, np.dtype],
+    ) -> None:
+        self._tx = optax.with_extra_args_support(tx)
+        self._apply = _apply_linen(model, loss_fn) if isinstance(model, nn.Module) else _apply_nnx(model, loss_fn)
+        self._trained = trained
+        self._compute = compute
+        self._differentiate = jax.jit(self._gradients)
+        self._updated = jax.jit(self._update)
+
+    def _loss(self, params: Arrays, rest: Arrays, batch: PyTree, key: jax.Array) -> Any:
+        rounded = {path: self._rounded(path, value) for path, value in params.items()}
+        (total, count), after = self._apply(rounded, rest, batch, key)
+        return jnp.asarray(total, jnp.float32), (jnp.asarray(count, jnp.float32), after)
+
+    def _rounded(self, path: str, value: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        if self._compute[path] == value.dtype:
+            return value
+        return value.astype(self._compute[path]).astype(jnp.float32)
+
+    def _gradients(self, params: Arrays, rest: Arrays, batch: PyTree, key: jax.Array) -> Any:
+        trained = {path: value for path, value in params.items() if path in self._trained}
+        frozen = {path: value for path, value in params.items() if path not in self._trained}
+
+        def loss(trained: Arrays) -> Any:
+            return self._loss({**frozen, **trained}, rest, batch, key)
+
+        (total, (count, after)), gradients = jax.value_and_grad(loss, has_aux=True)(trained)
+        return gradients, total, count, after
+
+    def measure(
+        self, params: Arrays, rest: Arrays, batch: PyTree, rng: jax.Array, step: int, accumulation: int
+    ) -> Measured:
+        """Sums over the microbatches of a batch [rows, ...], divided by the sum of their counts."""
+        gradients: dict[str, np.ndarray] = {}
+        total = 0.0
+        count = 0.0
+        for index in range(accumulation):
+            part = jax.tree.map(lambda leaf, index=index: np.split(leaf, accumulation)[index], batch)
+            key = jax.random.fold_in(rng, step * accumulation + index)
+            found, more, number, rest = self._differentiate(params, rest, part, key)
+            total += float(more)
+            count += float(number)
+            for path, gradient in found.items():
+                gradients[path] = gradients.get(path, 0.0) + _wide(gradient)
+        return Measured(total, count, {path: g / count for path, g in gradients.items()}, rest)
+
+    def start(self, params: Arrays) -> PyTree:
+        """The optimizer's state."""
+        return self._tx.init(self._tree(params))
+
+    def update(
+        self, params: Arrays, opt_state: PyTree, gradients: Mapping[str, np.ndarray], loss: float
+    ) -> tuple[Arrays, PyTree]:
+        """(parameters, optimizer state) after a step with these gradients of the mean."""
+        return self._updated(params, opt_state, dict(gradients), loss)
+
+    def _update(self, params: Arrays, opt_state: PyTree, gradients: Arrays, loss: jax.Array) -> tuple[Arrays, PyTree]:
+        cast = unflatten({path: gradient.astype(params[path].dtype) for path, gradient in gradients.items()})
+        trained = self._tree(params)
+        updates, opt_state = self._tx.update(cast, opt_state, trained, value=loss, grad=cast)
+        return {**params, **flatten(optax.apply_updates(trained, updates))}, opt_state
+
+    def _tree(self, params: Arrays) -> PyTree:
+        return unflatten({path: value for path, value in params.items() if path in self._trained})
+
+    def is_random(self, params: Arrays, rest: Arrays, batch: PyTree, rng: jax.Array) -> bool:
+        """Whether the loss depends on the model's random streams, as it does with dropout."""
+        other = {path: _another_key(value) if _is_key(value) else value for path, value in rest.items()}
+        one = self.measure(params, rest, batch, rng, 0, 1)
+        two = self.measure(params, other, batch, _another_key(rng), 0, 1)
+        return one.total != two.total
+
+    def draws(self, params: Arrays, rest: Arrays, batch: PyTree, rng: jax.Array) -> bool:
+        """Whether random numbers are drawn anywhere, be it from a constant key."""
+        return "random_bits" in str(jax.make_jaxpr(self._gradients)(params, rest, batch, rng))
+
+
+def _wide(value: Any) -> np.ndarray:
+    return np.asarray(value).astype(np.float64)
+
+
+def _is_key(value: jax.Array) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _another_key(keys: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(jax.random.key_data(keys) ^ 1, impl=jax.random.key_impl(keys))
+
+
+def _apply_nnx(make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[[Any, Any], Any]) -> Apply:
+    with nnx.use_eager_sharding(False):
+        graphdef, *states = jax.eval_shape(lambda: nnx.split(make_model(nnx.Rngs(0)), nnx.Param, ...))
+
+    def filled(state: nnx.State, arrays: Arrays) -> nnx.State:
+        paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+        return jax.tree.unflatten(jax.tree.structure(state), [arrays[path] for path in paths])
+
+    def apply(params: Arrays, rest: Arrays, batch: PyTree, key: jax.Array) -> tuple[Any, Arrays]:
+        del key  # NNX keeps its random streams in the model
+        model = nnx.merge(graphdef, filled(states[0], params), filled(states[1], rest), copy=True)
+        out = loss_fn(model, batch)
+        after = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))
+        return out, {"/".join(map(str, path)): variable.get_value() for path, variable in after}
+
+    return apply
+
+
+def _apply_linen(module: nn.Module, loss_fn: Callable[[Any, Any], Any]) -> Apply:
+    def apply(params: Arrays, rest: Arrays, batch: PyTree, key: jax.Array) -> tuple[Any, Arrays]:
+        collections = unflatten(rest)
+        run = nn.apply(lambda model: loss_fn(model, batch), module, mutable=list(collections))
+        rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+        out, after = run({"params": unflatten(params), **collections}, rngs=rngs)
+        return out, {**rest, **flatten(after)}
+
+    return apply
