@@ -301,7 +301,8 @@ def _settings(
             yield Setting(strategy, number, rows, local_batch=True)
         if max(accumulation) > 1:
             yield Setting(strategy, max(accumulation), rows, local_batch=True, deferred_reduction=True)
-    yield Setting(strategies[0], 1, devices, local_batch=True, one_row=True)
+    if rows > devices:
+        yield Setting(strategies[0], 1, devices, local_batch=True, one_row=True)
 
 
 class _Recorded(NamedTuple):
@@ -385,18 +386,18 @@ class _Comparison:
             abort_after=None,
         )
         batch = jax.tree.map(lambda leaf: leaf[: setting.rows], self.batch)
-        step.lower(batch)  # an error of the loss comes from here, with its own message
         state = self._placed(sharded)
-        control = self._controlled(sharded, step.plan)
         assert self._start is not None
         params, rest = flatten(self._start.params), flatten(self._start.model_state)
         first = {path: _wide(value) for path, value in params.items()}
-        opt_state = control.start(params)
+        opt_state = None
         differences: dict[str, tuple[float, str, int, float]] = {}
         for number in range(self.steps):
+            state, metrics = step(state, batch)  # first, so that an error of the loss comes with its own message
+            control = self._controlled(sharded, step.plan)
+            opt_state = control.start(params) if opt_state is None else opt_state
             expected = control.measure(params, rest, batch, self._start.rng, number, setting.accumulation)
             self._check_finite(expected, number)
-            state, metrics = step(state, batch)
             gradients = {path: _wide(value) for path, value in flatten(state.opt_state[0].gradients).items()}
             metrics = {name: float(value) for name, value in metrics.items()}
             evidence.add(expected, metrics, gradients)
@@ -407,7 +408,8 @@ class _Comparison:
         found = {path: _wide(value) for path, value in flatten(state.params).items()}
         sizes = {p: np.abs(moved[p] - first[p]).max() + FLOOR * np.abs(moved[p]).max() for p in moved}
         _worst(differences, {"parameters": _largest(found, moved, sizes, self.tolerance.parameter)})
-        return self._judged(setting, evidence, differences, control)
+        assert self._control is not None
+        return self._judged(setting, evidence, differences, self._control)
 
     def _placed(self, sharded: Sharded) -> TrainState:
         """A fresh state; the first is drawn, and later layouts take its values."""
@@ -461,7 +463,7 @@ class _Comparison:
         control: Unsharded,
     ) -> Row:
         broken = {name: found for name, found in differences.items() if found[2]}
-        if setting.local_batch and (broken or self._drawn is None):
+        if setting.local_batch and broken:
             evidence = replace(evidence, drawn=self._draws(control))
         failures = []
         for name, (difference, path, count, limit) in broken.items():
