@@ -13,6 +13,7 @@ in any array. Those of parameters are over the largest change in that parameter 
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -264,8 +265,9 @@ def certify(
         tolerance=tolerance or tolerance_of(precision),
     )
     found: list[Row] = []
-    for setting in _settings(names, accumulation, rows, len(devices), local_batch):
-        found.append(comparison.row(setting, found))
+    with jax.default_matmul_precision("highest"):  # GPUs and TPUs would round float32 to fewer bits
+        for setting in _settings(names, accumulation, rows, len(devices), local_batch):
+            found.append(comparison.row(setting, found))
     certificate = Certificate(tuple(found), len(devices), steps, comparison.tolerance)
     if not certificate.holds:
         raise CertifyError(certificate)
@@ -318,6 +320,27 @@ def _recording(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.chain(record, tx)
 
 
+class _Refused(Exception):
+    """The step cannot be made with local batches, or the loss cannot be traced."""
+
+
+@contextmanager
+def _refusals(setting: Setting) -> Iterator[None]:
+    """By default any error is the caller's own; with local batches it is an answer."""
+    try:
+        yield
+    except Exception as error:
+        if setting.local_batch:
+            raise _Refused from error
+        raise
+
+
+def _one_line(error: BaseException | None) -> str:
+    """An error's message without what jax puts below it."""
+    lines = [" ".join(line.split()) for line in str(error).partition("\n-----")[0].splitlines()]
+    return "; ".join(filter(None, lines)) or type(error).__name__
+
+
 @dataclass
 class _Comparison:
     """The control, and the sharded steps that are compared with it."""
@@ -347,12 +370,10 @@ class _Comparison:
             holds_alone=any(row.setting == alone and row.holds for row in before),
             holds_local=any(row.setting.local_batch and row.holds for row in before),
         )
-        if not setting.local_batch:  # an error is the user's own
-            return self._compare(setting, evidence)
         try:
             return self._compare(setting, evidence)
-        except Exception as error:
-            cause = f"with a part of the batch the step is refused: {str(error).strip() or type(error).__name__}"
+        except _Refused as refused:
+            cause = f"refused with local batches: {_one_line(refused.__cause__)}"
             failure = Failure(setting, "error", "", 0, math.inf, 0.0, cause)
             return Row(setting, {}, (failure,))
 
@@ -378,13 +399,14 @@ class _Comparison:
 
     def _compare(self, setting: Setting, evidence: Evidence) -> Row:
         sharded = self._sharded(setting)
-        step = sharded.train_step(
-            self.loss_fn,
-            accumulation=setting.accumulation,
-            deferred_reduction=setting.deferred_reduction,
-            local_batch=setting.local_batch,
-            abort_after=None,
-        )
+        with _refusals(setting):
+            step = sharded.train_step(
+                self.loss_fn,
+                accumulation=setting.accumulation,
+                deferred_reduction=setting.deferred_reduction,
+                local_batch=setting.local_batch,
+                abort_after=None,
+            )
         batch = jax.tree.map(lambda leaf: leaf[: setting.rows], self.batch)
         state = self._placed(sharded)
         assert self._start is not None
@@ -393,7 +415,8 @@ class _Comparison:
         opt_state = None
         differences: dict[str, tuple[float, str, int, float]] = {}
         for number in range(self.steps):
-            state, metrics = step(state, batch)  # first, so that an error of the loss comes with its own message
+            with _refusals(setting):  # before the control, so that a mistake in the loss has the library's message
+                state, metrics = step(state, batch)
             control = self._controlled(sharded, step.plan)
             opt_state = control.start(params) if opt_state is None else opt_state
             expected = control.measure(params, rest, batch, self._start.rng, number, setting.accumulation)
@@ -430,7 +453,8 @@ class _Comparison:
         return self._control
 
     def _check_finite(self, expected: Measured, number: int) -> None:
-        if not math.isfinite(expected.loss) or not math.isfinite(expected.grad_norm):
+        # The step squares gradients in float32.
+        if not math.isfinite(expected.loss) or not expected.grad_norm**2 < np.finfo(np.float32).max:
             got = f"loss {expected.loss}, gradient norm {expected.grad_norm} in step {number + 1}"
             fix = "a smaller learning rate, fewer steps, or another batch"
             raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))

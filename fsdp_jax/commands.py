@@ -154,6 +154,33 @@ def _compared(words: list[str]) -> list[tuple[str, list[str]]]:
     return [(name, rest) for name in files]
 
 
+def certify(arguments: list[str]) -> int:
+    """Compares every strategy and setting with the unsharded model, small: exit code 3 where a number differs.
+
+    fsdp-jax certify CONFIG [--json] [--dotted.key VALUE ...]: a model of the configured family with two layers and width
+    64, its loss, optimizer, units and precision, on virtual CPU devices (train.devices, or 8). Loss, gradient norm, every
+    gradient and the parameters after three steps, for every strategy, with accumulation 1 and 4, with and without local
+    batches and deferred reduction. --json prints the differences for programs.
+    """
+    from fsdp_jax.train.config import load, parse_help
+
+    if parse_help("certify", arguments, certify.__doc__):
+        return OK
+    as_json = flag(arguments, "--json")
+    config = load(*file_and_overrides("certify", arguments), prog="fsdp-jax certify CONFIG")
+    from fsdp_jax.certify import CertifyError
+    from fsdp_jax.train.small import certify_small
+
+    try:
+        found = certify_small(config)
+        said = str(found)
+    except CertifyError as error:
+        found = error.certificate
+        said = str(error)
+    print(json.dumps(found.to_json(), indent=1) if as_json else said)
+    return OK if found.holds else BROKEN
+
+
 def verify(arguments: list[str]) -> int:
     """Checks every checkpoint of a run against its manifest: exit code 3 where a file is not as it was written.
 
@@ -286,6 +313,6 @@ TOKENIZE_OPTIONS = (
 )  # fmt: skip
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train, "plan": plan, "inspect": inspect, "tokenize": tokenize, "import": import_, "export": export,
+    "train": train, "plan": plan, "inspect": inspect, "certify": certify, "tokenize": tokenize, "import": import_, "export": export,
     "verify": verify,
 }  # fmt: skip

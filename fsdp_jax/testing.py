@@ -1,4 +1,6 @@
-"""Holds a model to its communication contract, in a pytest or a notebook cell.
+"""Holds a model to its numbers on one device, and to its communication contract, in a pytest or a notebook cell.
+
+    certify(make_model, loss_fn, batch, tx=tx, units=[Block], local_batch=True)
 
     mesh = fsdp.make_mesh(devices=parse_topology("h100:8").devices())
     sharded = fsdp.fully_shard(make_model, tx, mesh, units=[Block])
@@ -12,11 +14,14 @@ from importlib.util import find_spec
 
 from jax.sharding import Mesh
 
+from fsdp_jax.certify import Certificate, CertifyError, Tolerance, certify
 from fsdp_jax.compiled import Step
 from fsdp_jax.inspect.contract import Contract, check_contract
 from fsdp_jax.mesh import make_mesh
 from fsdp_jax.planner import parse_topology
 from fsdp_jax.tree import PyTree
+
+__all__ = ["Certificate", "CertifyError", "Tolerance", "assert_contract", "certify", "mesh_of"]
 
 
 def assert_contract(step: Step, batch: PyTree) -> Contract:

@@ -296,7 +296,7 @@ NOT_SUMS = {
     **{
         name: of_outputs(f)
         for name, f in {
-            "reshaped in order F": lambda h, y: jnp.square(softmax(h.reshape(-1, CLASSES, order="F"))),
+            "reshaped in order F": lambda h, y: jnp.square(softmax(h.reshape(-1, 2, order="F"))),
             "raveled in order F": lambda h, y: h.ravel(order="F") * position(h.ravel()),
             "lax.reshape with dimensions": lambda h, y: jnp.square(
                 softmax(lax.reshape(h, h.shape, dimensions=(1, 0)))
@@ -304,7 +304,7 @@ NOT_SUMS = {
             "transposed and reshaped": lambda h, y: jnp.square(softmax(h.T.reshape(h.shape))),
             "rows from columns": lambda h, y: jnp.abs(h.T.reshape(-1, 2).prod(1)),
             "groups of rows": lambda h, y: h.reshape(2, -1).prod(0),
-            "squeezed": lambda h, y: jnp.square(softmax(h.squeeze(), 0) if len(h) == 1 else softmax(h)),
+            "squeezed": lambda h, y: jnp.square(h.squeeze()) * (len(h) / h.squeeze().shape[0]),
             "squeezed columns": lambda h, y: h.squeeze()[..., :2].max(-1) * h.squeeze()[0].mean(),
             "squeezed away": lambda h, y: jnp.square(cross_entropy(h, y).squeeze()).mean(-1) * 1.0
             if len(h) > 1
