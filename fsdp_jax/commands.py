@@ -157,10 +157,10 @@ def _compared(words: list[str]) -> list[tuple[str, list[str]]]:
 def certify(arguments: list[str]) -> int:
     """Compares every strategy and setting with the unsharded model, small: exit code 3 where a number differs.
 
-    fsdp-jax certify CONFIG [--json] [--dotted.key VALUE ...]: a model of the configured family with two layers and width
-    64, its loss, optimizer, units and precision, on virtual CPU devices (train.devices, or 8). Loss, gradient norm, every
-    gradient and the parameters after three steps, for every strategy, with accumulation 1 and 4, with and without local
-    batches and deferred reduction. --json prints the differences for programs.
+    fsdp-jax certify CONFIG [--json] [--dotted.key VALUE ...]: a model of the configured family with two layers and
+    width 64, its loss, optimizer, units and precision, on virtual CPU devices (train.devices, or 8). Loss, gradient
+    norm, every gradient and the parameters after three steps, for every strategy, with accumulation 1 and 4, and where
+    train.local_batch is set with local batches and deferred reduction too. --json prints it for programs.
     """
     from fsdp_jax.train.config import load, parse_help
 
@@ -313,6 +313,6 @@ TOKENIZE_OPTIONS = (
 )  # fmt: skip
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train, "plan": plan, "inspect": inspect, "certify": certify, "tokenize": tokenize, "import": import_, "export": export,
-    "verify": verify,
+    "train": train, "plan": plan, "inspect": inspect, "certify": certify, "tokenize": tokenize, "import": import_,
+    "export": export, "verify": verify,
 }  # fmt: skip

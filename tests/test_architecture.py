@@ -46,7 +46,7 @@ ROOMS = [
     {"arguments", "step", "overlap", "compiled", "checkpoint", "inspect"},
     {"planner", "weights", "data"},
     {"api"},
-    {"unsharded", "causes", "certify"},
+    {"certify"},
     {"train", "launch", "testing"},
     {"words", "commands", "cli", "__main__"},
 ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fsdp_jax.unsharded import Measured
+from fsdp_jax.certify.unsharded import Measured
 
 NEAR = 0.02  # a ratio counts as a number that it is so near to, relatively
 

@@ -1,13 +1,13 @@
-"""Holds a user's own model, loss and optimizer to the unsharded step, numerically, setting by setting.
+"""Sharded steps and the unsharded control, compared number by number.
 
 [Note: how a step is compared]
-The control is a run on one device in plain JAX (`unsharded.py`) from the same starting values. In each step the loss, its
-count, the gradient norm and every gradient of the sharded step are compared with the control's own. Then both optimizers
-take the gradients that the sharded step found, and the parameters are compared at the end. Were each optimizer given its
-own gradients, rounding would decide: Adam makes a step of the learning rate of a gradient of 1e-9.
+The control is a run on one device in plain JAX (`unsharded.py`) from the same starting values. In each step the loss,
+its count, the gradient norm and every gradient of the sharded step are compared with the control's own. Then both
+optimizers take the gradients that the sharded step found, and the parameters are compared at the end. Were each
+optimizer given its own gradients, rounding would decide: Adam makes a step of the learning rate of a gradient of 1e-9.
 
-Differences are relative: the largest difference in an array, over the array's largest value plus 1% of the largest value
-in any array. Those of parameters are over the largest change in that parameter plus 1% of its largest value.
+Differences are relative: the largest difference in an array, over the array's largest value plus 1% of the largest
+value in any array. Those of parameters are over the largest change in that parameter plus 1% of its largest value.
 """
 
 import math
@@ -24,287 +24,17 @@ import optax
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from fsdp_jax.api import Sharded, fully_shard
-from fsdp_jax.causes import Evidence, likely_cause
+from fsdp_jax.certify.causes import Evidence, likely_cause
+from fsdp_jax.certify.certificate import Failure, Row, Setting, Tolerance
+from fsdp_jax.certify.unsharded import Arrays, Measured, Unsharded
 from fsdp_jax.errors import message
 from fsdp_jax.mesh import make_mesh, shape_of
-from fsdp_jax.precision import Precision
 from fsdp_jax.rules import ReplicationWarning
 from fsdp_jax.state import TrainState
-from fsdp_jax.strategy import STRATEGIES, get_strategy
-from fsdp_jax.table import text_table
+from fsdp_jax.strategy import get_strategy
 from fsdp_jax.tree import PyTree, flatten
-from fsdp_jax.units import Units
-from fsdp_jax.unsharded import Arrays, Measured, Unsharded
 
-COLUMNS = ("setting", "loss", "count", "gradient norm", "gradients", "parameters", "model state", "")
 FLOOR = 0.01  # of the largest value in any array: below it, an array's own rounding is not worth a failure
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """The largest relative differences that hold; see the note.
-
-    Attributes:
-        loss: also of the count.
-        grad_norm: of the reported gradient norm.
-        gradient: of each gradient, and of the model's other state.
-        parameter: of each parameter, over its change.
-
-    """
-
-    loss: float = 1e-5
-    grad_norm: float = 1e-4
-    gradient: float = 1e-4
-    parameter: float = 1e-4
-
-
-def tolerance_of(precision: Precision) -> Tolerance:
-    """What rounding to the dtypes of a precision makes: bfloat16 keeps 8 bits.
-
-    The control computes in float32 on parameters rounded to the compute dtype, so that bfloat16 is compared loosely.
-    """
-    found = Tolerance()
-    if precision.compute == "bfloat16":
-        found = replace(found, loss=2e-2, grad_norm=5e-2, gradient=2e-1)
-    if precision.param == "bfloat16":
-        found = replace(found, gradient=2e-1, parameter=0.5)
-    return found
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to run the step. `rows`: of the global batch."""
-
-    strategy: str
-    accumulation: int
-    rows: int
-    local_batch: bool = False
-    deferred_reduction: bool = False
-    one_row: bool = False
-
-    def __str__(self) -> str:
-        words = [self.strategy, f"accumulation {self.accumulation}"]
-        words += ["local_batch"] if self.local_batch else []
-        words += ["deferred_reduction"] if self.deferred_reduction else []
-        words += ["one row a device"] if self.one_row else []
-        return ", ".join(words)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A difference above the tolerance, or an error in place of a number.
-
-    Attributes:
-        what: loss, count, gradient norm, gradients, parameters, model state, or error.
-        path: of the array that differs most; empty for numbers.
-        others: how many other arrays differ too.
-        difference: relative; infinite where there is no number.
-
-    """
-
-    setting: Setting
-    what: str
-    path: str
-    others: int
-    difference: float
-    tolerance: float
-    cause: str
-
-    def __str__(self) -> str:
-        at = f" of {self.path}" if self.path else ""
-        at += f" (and {self.others} more)" if self.others else ""
-        size = f": off by {self.difference:.1e}, tolerance {self.tolerance:.0e}"
-        size = size if math.isfinite(self.difference) else ""
-        return f"{self.setting}: {self.what}{at}{size}; likely cause: {self.cause}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A setting's largest relative differences over all steps, each with the path of its array."""
-
-    setting: Setting
-    differences: Mapping[str, tuple[float, str]]
-    failures: tuple[Failure, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether all differences are within the tolerance."""
-        return not self.failures
-
-    def cells(self) -> list[str]:
-        """As the table shows them."""
-        shown = [_shown(*self.differences[name]) if name in self.differences else "-" for name in COLUMNS[1:-1]]
-        return [str(self.setting), *shown, "holds" if self.holds else "DOES NOT HOLD"]
-
-
-def _shown(difference: float, path: str) -> str:
-    return f"{difference:.1e} {path}".rstrip()
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """What `certify` found: a row for each setting, and what does not hold."""
-
-    rows: tuple[Row, ...]
-    devices: int
-    steps: int
-    tolerance: Tolerance
-
-    @property
-    def failures(self) -> tuple[Failure, ...]:
-        """Of all settings."""
-        return tuple(failure for row in self.rows for failure in row.failures)
-
-    @property
-    def holds(self) -> bool:
-        """Whether every setting does what one device does."""
-        return not self.failures
-
-    def __str__(self) -> str:
-        head = f"{self.devices} devices against one, {self.steps} steps; largest relative differences"
-        return f"{head}\n{text_table(COLUMNS, [row.cells() for row in self.rows])}"
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs; a difference that is no finite number is null."""
-        rows = []
-        for row in self.rows:
-            differences = {
-                name: {"difference": _finite(difference), "path": path}
-                for name, (difference, path) in row.differences.items()
-            }
-            rows.append({**vars(row.setting), "holds": row.holds, "differences": differences})
-        failures = [
-            {**vars(failure), "setting": str(failure.setting), "difference": _finite(failure.difference)}
-            for failure in self.failures
-        ]
-        found = {"holds": self.holds, "devices": self.devices, "steps": self.steps}
-        return {**found, "tolerance": vars(self.tolerance), "rows": rows, "failures": failures}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-class CertifyError(AssertionError):
-    """A setting does not do what one device does.
-
-    Attributes:
-        certificate: all that was found.
-
-    """
-
-    def __init__(self, certificate: Certificate) -> None:
-        self.certificate = certificate
-        lines = ["not what one device does", *map(str, certificate.failures), "", str(certificate)]
-        super().__init__("\n".join(lines))
-
-
-def certify(
-    model: Any,
-    loss_fn: Callable[[Any, Any], Any],
-    batch: PyTree,
-    *,
-    tx: optax.GradientTransformation | None = None,
-    units: Units = "model",
-    inputs: tuple[Any, ...] | None = None,
-    mesh: Mesh | None = None,
-    precision: Precision | None = None,
-    strategies: Sequence[str] = tuple(STRATEGIES),
-    accumulation: Sequence[int] = (1, 4),
-    local_batch: bool = False,
-    steps: int = 3,
-    seed: int = 0,
-    min_size: int = 1,
-    tolerance: Tolerance | None = None,
-    **settings: Any,
-) -> Certificate:
-    """Trains a few steps with every strategy and compares each with the unsharded model on one device.
-
-    Args:
-        model: as `fully_shard` takes it; `units` and `inputs` too.
-        loss_fn: `(model, batch) -> (sum, count)`.
-        batch: arrays [rows, ...]; rows divide by devices x the largest accumulation.
-        tx: the optimizer; `optax.sgd(0.1)` if None.
-        mesh: of at least two devices. If None, all of this process's: `data` alone, and for hybrid strategies a
-            `replica` of 2.
-        precision: dtypes; float32 if None. Not float32: compared loosely, see `tolerance_of`.
-        strategies: which are run.
-        accumulation: numbers of microbatches that are run.
-        local_batch: also run each with `local_batch=True`, once more with `deferred_reduction`, and once with one row
-            on each device: whether the loss is the sum over examples that `local_batch=True` promises.
-        steps: of each run.
-        seed: of the starting values.
-        min_size: elements below which a parameter stays replicated; 1, so that a small model is sharded at all.
-        tolerance: largest differences; by the precision if None.
-        settings: more of `fully_shard`: remat, prefetch (in runs with local_batch), rules, frozen, ...
-
-    Returns:
-        The table of differences; all of them hold.
-
-    Raises:
-        CertifyError: an AssertionError that names setting, array, difference and likely cause. Its `certificate` has
-            everything.
-        ValueError: a batch that does not divide, one device alone, a loss that is not finite on one device.
-
-    """
-    precision = precision or Precision()
-    tx = optax.sgd(0.1) if tx is None else tx
-    devices = list(jax.devices() if mesh is None else mesh.devices.flat)
-    rows = _check(batch, len(devices), accumulation)
-    names = [get_strategy(name).name for name in strategies]
-    comparison = _Comparison(
-        model=model,
-        loss_fn=loss_fn,
-        batch=jax.tree.map(np.asarray, batch),
-        tx=tx,
-        arguments={"units": units, "inputs": inputs, "precision": precision, "min_size": min_size, **settings},
-        devices=devices,
-        mesh=mesh,
-        steps=steps,
-        seed=seed,
-        tolerance=tolerance or tolerance_of(precision),
-    )
-    found: list[Row] = []
-    with jax.default_matmul_precision("highest"):  # GPUs and TPUs would round float32 to fewer bits
-        for setting in _settings(names, accumulation, rows, len(devices), local_batch):
-            found.append(comparison.row(setting, found))
-    certificate = Certificate(tuple(found), len(devices), steps, comparison.tolerance)
-    if not certificate.holds:
-        raise CertifyError(certificate)
-    return certificate
-
-
-def _check(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:
-    """The rows of the batch. Raises ValueError."""
-    if devices < 2:
-        fix = "fsdp_jax.launch.use_virtual_devices(8), before jax starts"
-        raise ValueError(message("nothing is sharded on one device", where="certify", got=devices, fix=fix))
-    rows = {path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in flatten(batch).items()}
-    parts = devices * max(accumulation)
-    first = next(iter(rows.values()), None)
-    if first is None or first % parts or len(set(rows.values())) > 1:
-        expected = f"a multiple of {parts} rows: {devices} devices x accumulation {max(accumulation)}"
-        fix = "pass more rows, or accumulation=(1,)"
-        raise ValueError(message("the batch does not divide", where="batch", expected=expected, got=rows, fix=fix))
-    return first
-
-
-def _settings(
-    strategies: Sequence[str], accumulation: Sequence[int], rows: int, devices: int, local_batch: bool
-) -> Iterator[Setting]:
-    """In order: what a later one is compared with comes first."""
-    for strategy in strategies:
-        for number in accumulation:
-            yield Setting(strategy, number, rows)
-    if not local_batch:
-        return
-    for strategy in strategies:
-        for number in accumulation:
-            yield Setting(strategy, number, rows, local_batch=True)
-        if max(accumulation) > 1:
-            yield Setting(strategy, max(accumulation), rows, local_batch=True, deferred_reduction=True)
-    if rows > devices:
-        yield Setting(strategies[0], 1, devices, local_batch=True, one_row=True)
 
 
 class _Recorded(NamedTuple):
@@ -320,7 +50,7 @@ def _recording(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.chain(record, tx)
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """The step cannot be made with local batches, or the loss cannot be traced."""
 
 
@@ -331,7 +61,7 @@ def _refusals(setting: Setting) -> Iterator[None]:
         yield
     except Exception as error:
         if setting.local_batch:
-            raise _Refused from error
+            raise _RefusedError from error
         raise
 
 
@@ -342,7 +72,7 @@ def _one_line(error: BaseException | None) -> str:
 
 
 @dataclass
-class _Comparison:
+class Comparison:
     """The control, and the sharded steps that are compared with it."""
 
     model: Any
@@ -372,7 +102,7 @@ class _Comparison:
         )
         try:
             return self._compare(setting, evidence)
-        except _Refused as refused:
+        except _RefusedError as refused:
             cause = f"refused with local batches: {_one_line(refused.__cause__)}"
             failure = Failure(setting, "error", "", 0, math.inf, 0.0, cause)
             return Row(setting, {}, (failure,))
