@@ -1,7 +1,7 @@
 """Losses that were an attack on a reader of programs that decided whether a loss is a sum over examples.
 
-Each is `loss(model, batch) -> (sum, count)` on a small model. `is_sum` says whether sum and count are sums over examples,
-as `local_batch=True` promises, for any number of rows that a device has. B rows, C classes.
+Each is `loss(model, batch) -> (sum, count)` on a small model. `is_sum` says whether sum and count are sums over
+examples, as `local_batch=True` promises, for any number of rows that a device has. B rows, C classes.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """The README's first example runs as it is printed, and is as short as it says."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore, export_params
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
-from fsdp_jax.testing import assert_contract, topology_mesh  # noqa: F401, a fixture
+from fsdp_jax.testing import assert_contract, certify, topology_mesh  # noqa: F401, a fixture
 from fsdp_jax.weights import export_weights, from_arrays
 
 pytestmark = pytest.mark.core
@@ -45,6 +46,16 @@ def test_the_first_screen_says_what_it_is_and_names_both_commands():
     assert any(line.startswith("make quickstart") for line in screen)
     assert any(line.startswith("make test") for line in screen)
     assert "@@" not in README
+
+
+def test_the_certify_example_prints_a_table(monkeypatch, capsys):
+    (example,) = [block for block in blocks() if "import certify" in block]
+    small = partial(certify, strategies=["full_shard"], accumulation=[1])
+    monkeypatch.setattr("fsdp_jax.testing.certify", small)
+    case = CASES["nnx-gpt-scanned"]
+    names = {"optax": optax, "Block": Block, "make_model": case.model, "loss_fn": case.loss, "batch": case.batch(0)}
+    exec(example, names)
+    assert capsys.readouterr().out.count("holds") == 3
 
 
 class LinenUnit(nn.Module):
