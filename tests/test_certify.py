@@ -243,6 +243,7 @@ def test_an_update_that_is_not_applied_is_found():
 
 def test_programs_read_it():
     certificate = quick(NOT_SUMS["all pairs"], local_batch=True)
+    assert str(certificate.failures[0]).startswith("full_shard, accumulation 1, local_batch: loss: off by ")
     read = json.loads(json.dumps(certificate.to_json(), allow_nan=False))
     assert (read["holds"], read["devices"], len(read["rows"])) == (False, 8, 2)
     assert read["rows"][1]["differences"]["gradients"]["difference"] > read["tolerance"]["gradient"]

@@ -222,7 +222,7 @@ class Comparison:
         failures = []
         for name, (difference, path, count, limit) in broken.items():
             cause = likely_cause(evidence, name, path, set(broken))
-            failures.append(Failure(setting, name, path, count - bool(path), difference, limit, cause))
+            failures.append(Failure(setting, name, path, count - 1, difference, limit, cause))
         worst = {name: (difference, path) for name, (difference, path, _, _) in differences.items()}
         return Row(setting, worst, tuple(failures))
 
