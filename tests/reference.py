@@ -5,9 +5,10 @@ held against it, and a count of what a traced step gathers and reduces.
 """
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -55,9 +56,11 @@ class LinenTransformer(nn.Module):
 
 
 class CNN(nnx.Module):
+    norm_class = nnx.BatchNorm
+
     def __init__(self, *, rngs):
         self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.norm = self.norm_class(8, rngs=rngs)
         self.wide = nnx.Conv(8, 16, (3, 3), rngs=rngs)
         self.head = nnx.Linear(16, 8, rngs=rngs)
 
@@ -203,6 +206,34 @@ def by_path(params: Any) -> dict[str, np.ndarray]:
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     keys = {jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): leaf for path, leaf in flat}
     return {path: np.asarray(leaf, np.float32) for path, leaf in keys.items()}
+
+
+Choice = tuple[Hashable, ...]
+
+
+def pairs_of(case: Choice) -> set[tuple[Hashable, ...]]:
+    """The pairs of values of a member of a product, with their places."""
+    return {(a, b, case[a], case[b]) for a, b in itertools.combinations(range(len(case)), 2)}
+
+
+def covering(
+    axes: Sequence[Iterable[Hashable]], *, first: Sequence[Choice] = (), possible: Callable[..., bool] | None = None
+) -> list[Choice]:
+    """Members of the product of `axes` that hold every pair of values which a possible member holds.
+
+    Args:
+        axes: the values of each.
+        first: members to begin with.
+        possible: which members of the product there are; all of them if None.
+
+    """
+    product = [case for case in itertools.product(*axes) if possible is None or possible(*case)]
+    chosen = list(first)
+    missing = set().union(*map(pairs_of, product)).difference(*map(pairs_of, chosen))
+    while missing:
+        chosen.append(max(product, key=lambda case: len(pairs_of(case) & missing)))
+        missing -= pairs_of(chosen[-1])
+    return chosen
 
 
 def train(

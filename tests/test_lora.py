@@ -239,7 +239,9 @@ LLAMA_LORA = with_lora(small_llama(), rank=4, targets=("attn/(q|v)$", "mlp/"))
 @pytest.mark.parametrize("prefetch", ["none", "pre"])
 @pytest.mark.parametrize("scan", [True, False])
 def test_it_trains_as_one_device_does(scan, prefetch):
-    step = held_against_the_control(GPT_LORA[scan], (Block,), fsdp.make_mesh(data=8), prefetch=prefetch)
+    step = held_against_the_control(
+        GPT_LORA[scan], (Block,), fsdp.make_mesh(data=8), step={"local_batch": prefetch != "none"}, prefetch=prefetch
+    )
     moved = step.plan.report.moved
     assert any("lora_a" in path for path in moved) == any("mlp/down" in path for path in moved) == (prefetch == "pre")
 
@@ -248,7 +250,7 @@ def test_it_trains_as_one_device_does(scan, prefetch):
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [
-        ("hybrid_shard", {"step": {"accumulation": 4, "deferred_reduction": True}}),
+        ("hybrid_shard", {"step": {"accumulation": 4, "deferred_reduction": True, "local_batch": True}}),
         ("shard_grad_op", {"step": {"accumulation": 4}}),
         ("zero1", {"units": ("Linear",)}),
     ],
@@ -267,7 +269,7 @@ def test_a_model_of_the_users_own_learns_and_is_merged():
     trained = {path for path, leaf in sharded.layout.by_path.items() if leaf.trainable}
     ours = {f"{at}/{name}" for at in ("inner/0", "inner/1", "again", "head") for name in ("lora_a", "lora_b")}
     assert trained == ours | {"norm/scale", "norm/bias"}
-    step, state, losses = sharded.train_step(own_loss, local_batch=False), sharded.init(0), []
+    step, state, losses = sharded.train_step(own_loss), sharded.init(0), []
     for _ in range(30):
         state, metrics = step(state, own_batch())
         losses.append(float(metrics["loss"]))
@@ -334,7 +336,7 @@ def held_to_the_contract(mesh, **settings):
         make, optax.adamw(1e-4), mesh, units=[llama.LlamaBlock], min_size=64, frozen=make.frozen,
         precision=fsdp.Precision(compute="bfloat16"), **settings,
     )  # fmt: skip
-    contract = assert_contract(sharded.train_step(next_token_loss), BATCH)
+    contract = assert_contract(sharded.train_step(next_token_loss, local_batch=True), BATCH)
     declared = {each.path for each in contract.expected if each.role == "reduce"}
     assert declared == {f"blocks/attn/{at}/{name}" for at in "qv" for name in ("lora_a", "lora_b")}
     reduced = {path for each in contract.collectives if each.op != "all-gather" for path in each.paths}

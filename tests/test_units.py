@@ -111,7 +111,7 @@ def test_units_that_fit_nothing(units, said):
 def gathers(sharded, **settings):
     """{kernel or table: times a step} that it is gathered. (No gradient needs a bias again.)"""
     found = traffic(sharded, sharded.train_step(next_token_loss, **settings), TOKENS)
-    one = "optimization_barrier" if settings.get("local_batch") is False else "all_gather"
+    one = "all_gather" if settings.get("local_batch") else "optimization_barrier"
     return {
         path: times
         for (operation, path), times in found.items()
@@ -119,7 +119,7 @@ def gathers(sharded, **settings):
     }
 
 
-@pytest.mark.parametrize("local_batch", [None, False])
+@pytest.mark.parametrize("local_batch", [True, False])
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("scan", [True, False])
 def test_full_shard_gathers_in_forward_and_again_in_backward(mesh, scan, remat, local_batch):
@@ -135,14 +135,14 @@ def test_full_shard_gathers_in_forward_and_again_in_backward(mesh, scan, remat, 
 def test_what_xla_keeps_of_them_is_twice_a_layer_too(mesh):
     """In the compiled program, where the loops of forward and backward keep the two apart on every backend."""
     sharded = shard(mesh, gpt(True, layers=3), "full_shard")
-    text = sharded.train_step(next_token_loss).compile(TOKENS).as_text()
+    text = sharded.train_step(next_token_loss, local_batch=True).compile(TOKENS).as_text()
     found = Counter()
     for one in read_program(text, sharded.layout.mesh.shape).collectives:
         found.update({path: one.count for path in one.paths if one.op == "all-gather"})
     assert found["blocks/attn/qkv/kernel"] == 6
 
 
-@pytest.mark.parametrize("local_batch", [None, True, False])
+@pytest.mark.parametrize("local_batch", [True, False])
 def test_a_parameter_read_outside_its_unit_is_an_error(mesh, local_batch):
     def peeking(model, batch):
         return jnp.sum(model.blocks[0].mlp.up.kernel[...] * 1.0), 1
@@ -151,12 +151,15 @@ def test_a_parameter_read_outside_its_unit_is_an_error(mesh, local_batch):
         shard(mesh).train_step(peeking, local_batch=local_batch).lower(TOKENS)
 
 
-@pytest.mark.parametrize("local_batch", [None, True, False])
-def test_a_sharded_layer_dim_is_refused_where_the_scan_slices_it(mesh, local_batch):
+@pytest.mark.parametrize(
+    ("local_batch", "said"),
+    [(True, "a stack of layers is sharded along its layers"), (False, "a layer scan slices a sharded dim")],
+)
+def test_a_sharded_layer_dim_is_refused_where_the_scan_slices_it(mesh, local_batch, said):
     rules = [("blocks/mlp/up/kernel", ("data",))]
     config = preset("tiny", vocab_size=32, sequence_length=8, layers=8, width=16, heads=2)
     sharded = shard(mesh, lambda rngs: GPT(config, rngs=rngs), rules=rules)
-    with pytest.raises(ValueError, match=r"a layer scan slices a sharded dim\n.*blocks/mlp/up/kernel"):
+    with pytest.raises(ValueError, match=rf"{said}\n.*blocks/mlp/up/kernel"):
         sharded.train_step(next_token_loss, local_batch=local_batch).lower(TOKENS)
 
 
@@ -271,7 +274,7 @@ def test_dropout_differs_between_devices_where_each_sees_its_own_batch():
     def loss(model, batch):
         return next_token_loss(model, batch, train=True)
 
-    step = sharded.train_step(loss, accumulation=2, deferred_reduction=True)
+    step = sharded.train_step(loss, accumulation=2, deferred_reduction=True, local_batch=True)
     same = {key: np.repeat(value[:1], 32, axis=0) for key, value in case.batch(0).items()}
     state, first = step(sharded.init(0), same)
     _, second = step(state, same)
@@ -290,7 +293,7 @@ def mixed(mesh):
 
 def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mixed):
     """In the program that XLA is given, by annotations: every weight crosses the barrier in bfloat16."""
-    text = mixed.train_step(next_token_loss, local_batch=False).lower(TOKENS).as_text()
+    text = mixed.train_step(next_token_loss).lower(TOKENS).as_text()
     fenced = re.findall(r"stablehlo.optimization_barrier %\S+ : tensor<(\S+)x(bf16|f32)>", text)
     kernels = [dtype for shape, dtype in fenced if shape in KERNELS]
     assert kernels
@@ -300,7 +303,7 @@ def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mixed):
 @pytest.mark.parametrize("prefetch", ["none", "post", "pre"])
 def test_a_gather_by_name_is_of_the_shard_in_bfloat16(mixed, prefetch):
     mixed = dataclasses.replace(mixed, prefetch=prefetch)
-    text = mixed.train_step(next_token_loss).lower(TOKENS).as_text()
+    text = mixed.train_step(next_token_loss, local_batch=True).lower(TOKENS).as_text()
     gathered = re.findall(r"stablehlo.all_gather.*-> tensor<(\S+)x(bf16|f32)>", text)
     kernels = {shape: dtype for shape, dtype in gathered if shape in KERNELS}
     assert kernels == dict.fromkeys(KERNELS, "bf16")

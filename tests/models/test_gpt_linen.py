@@ -108,7 +108,8 @@ def trained(model: Any, units: Any, start: dict[str, np.ndarray], prefetch: Any,
         model, optimizer(), fsdp.make_mesh(data=8), "full_shard", units, min_size=8, prefetch=prefetch,
         **inputs,
     )  # fmt: skip
-    step, state, losses = sharded.train_step(next_token_loss), sharded.init(seed=0), []
+    step = sharded.train_step(next_token_loss, local_batch=prefetch != "none")
+    state, losses = sharded.init(seed=0), []
     placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), unflatten(start), state.params)
     state = dataclasses.replace(state, params=placed)
     for i in range(2):

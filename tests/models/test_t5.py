@@ -372,10 +372,10 @@ BFLOAT16 = fsdp.Precision(compute="bfloat16")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("prefetch", ["none", "pre"])
+@pytest.mark.parametrize(("name", "prefetch"), [("scanned", "none"), ("scanned", "pre"), ("unrolled", "pre")])
 def test_sharded_training_is_training(name, prefetch):
-    found, step = train(CASES[name], fsdp.make_mesh(data=8), steps=2, prefetch=prefetch)
+    local_batch = prefetch != "none"
+    found, step = train(CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch)
     check(found, alone(CASES[name], steps=2))
     gathered = {path for path, route in step.plan.routes.items() if route.unit is not None}
     assert {path.split("/")[0] for path in gathered} == {"encoder", "decoder"}
@@ -384,7 +384,8 @@ def test_sharded_training_is_training(name, prefetch):
 
 @pytest.mark.long
 def test_sharded_training_with_recomputation():
-    found, _ = train(CASES["scanned"], fsdp.make_mesh(data=8), steps=2, accumulation=2, prefetch="pre", remat="full")
+    settings = {"accumulation": 2, "local_batch": True, "prefetch": "pre", "remat": "full"}
+    found, _ = train(CASES["scanned"], fsdp.make_mesh(data=8), steps=2, **settings)
     check(found, alone(CASES["scanned"], 2, steps=2))
 
 

@@ -193,7 +193,7 @@ def test_the_sums_of_a_small_model_on_a_gpu(tmp_path):
         lambda rngs: llama.Llama(config, rngs=rngs), optax.adamw(1e-3), mesh, units=[llama.LlamaBlock],
         precision=half, remat="full", min_size=64,
     )  # fmt: skip
-    step = sharded.train_step(next_token_loss)
+    step = sharded.train_step(next_token_loss, local_batch=True)
     lowered = step.lower({"tokens": jax.ShapeDtypeStruct((8, 65), jnp.int32)})
     compiled = lowered.compile(compiler_options=compiler_options(step.plan) | {"xla_dump_to": str(tmp_path)})
     found = held(step.plan, compiled.as_text(), dumped(tmp_path))

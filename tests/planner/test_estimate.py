@@ -38,7 +38,7 @@ class NoLayout:
 
 
 def of(fn, *shapes) -> Estimate:
-    return estimate(SimpleNamespace(manual=False, layout=NoLayout()), jax.make_jaxpr(fn)(*shapes))
+    return estimate(SimpleNamespace(local_batch=False, layout=NoLayout()), jax.make_jaxpr(fn)(*shapes))
 
 
 def units(found: Estimate) -> float:
@@ -197,7 +197,7 @@ def test_a_step_on_one_of_its_devices(strategy):
     make = lambda rngs: Model(rngs)  # noqa: E731
     sharded = fsdp.fully_shard(make, optax.adam(1e-3), fsdp.make_mesh(8), strategy, [Block], min_size=1)
     batch = {"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)}
-    step = sharded.train_step(loss_fn)
+    step = sharded.train_step(loss_fn, local_batch=True)
     jaxpr = step.trace(batch)
     found = estimate(step.plan, jaxpr)
     assert tuple(found.breakdown) == PARTS
@@ -212,7 +212,7 @@ def test_a_step_on_one_of_its_devices(strategy):
 
 def test_a_step_by_annotations_is_refused():
     sharded = fsdp.fully_shard(lambda rngs: Model(rngs), optax.adam(1e-3), fsdp.make_mesh(8), units=[Block])
-    step = sharded.train_step(loss_fn, local_batch=False)
+    step = sharded.train_step(loss_fn)
     jaxpr = step.trace({"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)})
     with pytest.raises(ValueError, match=r"only a step whose devices see their own part(.*\n)+.*local_batch=False"):
         estimate(step.plan, jaxpr)

@@ -43,7 +43,7 @@ def make(knobs, devices, config=CONFIG, rows=32):
     there = sharded(
         devices, config, knobs.replica, strategy=knobs.strategy, remat=knobs.remat, prefetch=knobs.prefetch
     )  # fmt: skip
-    return there.train_step(TRAINS, accumulation=knobs.accumulation), batch(rows)
+    return there.train_step(TRAINS, accumulation=knobs.accumulation, local_batch=True), batch(rows)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_replicated_state_takes_eight_times_as_much():
 
 def test_virtual_devices_cannot_be_planned_for():
     with pytest.raises(ConfigError, match="no memory or speed of their own"):
-        analytic_plan(sharded().train_step(TRAINS), batch(8), parse_topology("cpu:8"), Work())
+        analytic_plan(sharded().train_step(TRAINS, local_batch=True), batch(8), parse_topology("cpu:8"), Work())
 
 
 def test_a_batch_that_does_not_divide_is_refused():
@@ -158,7 +158,7 @@ def test_logits_are_known_by_the_vocabulary():
     assert logits_bytes(buffers, 256) == 1
 
 
-@pytest.mark.parametrize("asked", [None, False])
+@pytest.mark.parametrize("asked", [True, False])
 def test_a_refusal_keeps_what_xla_says(asked, monkeypatch):
     """By annotations there is no estimate: the layout and XLA's word are left."""
     refused = Program("", None, 10**12, 1.0)
@@ -208,12 +208,12 @@ def test_the_compiled_plan_is_that_of_the_step(topology, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     work = Work(8 * 64, 1e9, "by hand", 256)
     there = sharded(prefetch="pre")
-    first = there.plan(topology, TRAINS, batch(8), work=work)
+    first = there.plan(topology, TRAINS, batch(8), work=work, local_batch=True)
     assert first.basis["peak_bytes"] == first.basis["time"] == "compiled"
     assert sum(first.breakdown.values()) == first.peak_bytes > first.valley_bytes
     held, padded = there.layout.per_device("optimizer"), topology.startswith("v5e")  # small arrays to whole tiles
     assert first.breakdown["optimizer"] > held if padded else first.breakdown["optimizer"] == held
     assert first.wire_bytes <= 1.02 * first.wire_bytes_limit
     assert first.events
-    again = there.plan(topology, TRAINS, batch(8), work=work)
+    again = there.plan(topology, TRAINS, batch(8), work=work, local_batch=True)
     assert again == first  # from the cache: the seconds that compiling took are the same

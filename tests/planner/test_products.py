@@ -206,7 +206,7 @@ def test_a_llama_of_two_layers_on_a_gpu():
         lambda rngs: llama.Llama(LLAMA, rngs=rngs), optax.adamw(1e-3), mesh, units=[llama.LlamaBlock], precision=half,
         remat="none",
     )  # fmt: skip
-    step = sharded.train_step(next_token_loss)
+    step = sharded.train_step(next_token_loss, local_batch=True)
     lowered = step.lower({"tokens": jax.ShapeDtypeStruct((16, LLAMA.sequence_length + 1), jnp.int32)})
     text = lowered.compile(compiler_options=compiler_options(step.plan)).as_text()
     chip = HARDWARE["h100"]
