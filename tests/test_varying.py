@@ -89,6 +89,9 @@ DIFFERENT = {
     "chosen by rows": lambda rows, shards, same: lax.cond(rows[0] > 0, lambda: same, lambda: -same),
     "one side of a branch": lambda rows, shards, same: lax.cond(same > 0, lambda: rows[0], lambda: same),
     "as many turns as a row says": counted(lambda rows, shards, same: rows[0], gathers=False),
+    "what a scan stacks": lambda rows, shards, same: lax.scan(lambda carry, _: (carry, rows[0]), same, length=2)[
+        1
+    ].sum(),
     "a carry that varies from its second turn on": repeated(3, lambda state, other, row: (other, row)),
 }
 
