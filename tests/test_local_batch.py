@@ -71,16 +71,6 @@ def test_one_device_has_no_one_to_send_to():
     assert (plan.local_batch, plan.deferred, plan.prefetch) == (False, False, "none")
 
 
-@pytest.mark.parametrize("local_batch", [True, False])
-def test_collectives_are_explicit_with_local_batches_alone(local_batch):
-    sharded = shard(mesh=split_data(fsdp.make_mesh(data=8), (2, 4)))
-    step = sharded.train_step(next_token_loss, accumulation=2, local_batch=local_batch)
-    text = str(step.trace(BATCH))
-    for name in ("shard_map", "all_gather", "reduce_scatter", "psum"):
-        assert (name in text) == local_batch, name
-    assert {bool(route.hops) for route in step.plan.routes.values()} == {local_batch}
-
-
 # The model's own state
 
 
@@ -260,6 +250,20 @@ def test_a_penalty_is_never_a_wrong_number_with_local_batches(strategy, model, p
     _, metrics = step(sharded.init(0), ROWS)
     assert int(metrics["skipped"]) == 1
     assert not np.isfinite(float(metrics["loss"]))
+
+
+# Collectives
+
+
+@pytest.mark.parametrize("local_batch", [True, False])
+def test_collectives_are_explicit_with_local_batches_alone(local_batch):
+    """By annotations nothing is mapped over devices but what XLA cannot partition, such as kernels: none is here."""
+    sharded = shard(lambda rngs: Chain(rngs), split_data(fsdp.make_mesh(data=8), (2, 4)), [Layer])
+    step = sharded.train_step(squares, accumulation=2, local_batch=local_batch)
+    text = str(step.trace(ROWS))
+    for name in ("shard_map", "all_gather", "reduce_scatter", "psum"):
+        assert (name in text) == local_batch, name
+    assert {bool(route.hops) for route in step.plan.routes.values()} == {local_batch}
 
 
 # Losses over the batch
