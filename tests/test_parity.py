@@ -36,6 +36,13 @@ def possible(strategy, mesh, way, model, remat):
 CHOSEN = covering(AXES, possible=possible)
 
 
+def name_of(case):
+    strategy, mesh, way, model, remat = case
+    batch = "local" if way.local_batch else "global"
+    deferred = "-deferred" if way.deferred else ""
+    return f"{strategy}-{mesh[0]}x{mesh[1]}-{batch}-{way.accumulation}{deferred}-{model}-remat_{remat}"
+
+
 def test_no_possible_pair_is_left_out_of_a_covering():
     axes = [[0, 1, 2], [0, 1], [0, 1]]
     found = covering(axes, first=[(2, 1, 1)], possible=lambda a, b, c: not a == b == 0)
@@ -52,7 +59,7 @@ def run(name, mesh, strategy, **settings):
     return train(CASES[name], mesh, strategy, **settings)[0]
 
 
-@pytest.mark.parametrize(("strategy", "mesh", "way", "model", "remat"), CHOSEN)
+@pytest.mark.parametrize(("strategy", "mesh", "way", "model", "remat"), CHOSEN, ids=map(name_of, CHOSEN))
 def test_strategy_trains_as_one_device_does(strategy, mesh, way, model, remat):
     found = run(model, mesh, strategy, remat=remat, **way._asdict())
     check(found, control(model, way.accumulation))

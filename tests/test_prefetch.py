@@ -180,8 +180,7 @@ class Packed(Case):
         return plain | {"segments": segments, "positions": positions}
 
 
-@pytest.mark.parametrize("prefetch", ["post", "pre"])
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(("scan", "prefetch"), [(True, "pre"), (False, "post")])
 def test_packed_rows_and_a_chunked_loss_train_as_one_device_does(scan, prefetch):
     """Arrays that every layer reads (segments), and a derivative of its own that belongs to no layer (the loss)."""
     case = Packed(gpt(scan, layers=3), partial(next_token_loss, chunk=12), (Block,))
