@@ -214,7 +214,7 @@ def test_a_step_by_annotations_is_refused():
     sharded = fsdp.fully_shard(lambda rngs: Model(rngs), optax.adam(1e-3), fsdp.make_mesh(8), units=[Block])
     step = sharded.train_step(loss_fn)
     jaxpr = step.trace({"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)})
-    with pytest.raises(ValueError, match=r"only a step whose devices see their own part(.*\n)+.*local_batch=False"):
+    with pytest.raises(ValueError, match=r"only a step whose devices see their own part(.*\n)+.*local_batch=True\)"):
         estimate(step.plan, jaxpr)
 
 

@@ -130,7 +130,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 def test_fixes_are_what_turning_a_knob_saves():
     topology, knobs = parse_topology("h100:8"), Knobs("no_shard", remat="none")
     config = preset("tiny", layers=6, width=256, heads=4)
-    build = partial(make, config=config, rows=64)
+    build = partial(make, config=config, rows=128)
     before = analytic_plan(*build(knobs, stand_ins(topology)), topology, Work())
     found = {fix.change: fix for fix in fixes(before, knobs, build, topology, Work())}
     together = "--strategy full_shard --remat full --train.accumulation 2"
