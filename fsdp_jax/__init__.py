@@ -6,6 +6,7 @@ from fsdp_jax.errors import ConfigError, SlowerWarning
 from fsdp_jax.layout import Layout
 from fsdp_jax.mesh import make_mesh
 from fsdp_jax.precision import Precision
+from fsdp_jax.rows import on_local_rows
 from fsdp_jax.rules import ReplicationWarning, lint, partition_specs
 from fsdp_jax.state import TrainState
 from fsdp_jax.strategy import STRATEGIES
@@ -24,6 +25,7 @@ __all__ = [
     "fully_shard",
     "lint",
     "make_mesh",
+    "on_local_rows",
     "partition_specs",
 ]
 __version__ = "0.1.0"
