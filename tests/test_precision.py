@@ -13,7 +13,8 @@ MIXED = Precision(compute="bfloat16")
 
 def test_float32_throughout_by_default():
     precision = Precision()
-    assert not precision.mixed
+    assert precision.cast_dtype is None
+    assert precision.output_dtype is None
     assert precision.travel(False, "float32") == ("float32", "float32")
     assert precision.output is None
 
@@ -62,9 +63,12 @@ def test_floats_rest_in_the_parameter_dtype():
         assert Precision().at_rest(dtype) == jnp.float32
 
 
-def test_mixed_means_compute_differs_from_rest():
-    assert MIXED.mixed
-    assert Precision(param="bfloat16", compute="bfloat16").mixed  # norms stay in float32
+def test_what_inputs_and_outputs_are_cast_to():
+    for precision in (MIXED, Precision(param="bfloat16", compute="bfloat16")):  # norms stay in float32
+        assert precision.cast_dtype == jnp.bfloat16
+        assert precision.output_dtype == jnp.float32
+    assert Precision(param=None, compute=None).cast_dtype is None
+    assert Precision(compute="bfloat16", output="bfloat16").output_dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

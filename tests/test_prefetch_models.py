@@ -297,6 +297,7 @@ class Lonely(Stacked):
         return self.last(scanned(self.inner, x))
 
 
+@pytest.mark.filterwarnings("ignore:unit 'inner/0' is gathered in every turn:fsdp_jax.SlowerWarning")  # of Settling
 @pytest.mark.parametrize(
     ("model", "left", "why", "prefetch"),
     [
