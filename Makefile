@@ -37,7 +37,7 @@ test-long: $(VENV)/.test ## the tests that take longest
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 test-core: $(VENV)/.test ## rooms 0 to 3 only
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m core
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "core and not long"
 
 # torch, transformers and timm in an environment of their own: nothing else here needs them. (timm asks for torchvision,
 # which the models that are compared do without.)
