@@ -81,9 +81,9 @@ def _check_stacks(layout: Layout) -> None:
 def check_trained(parameters: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Raises ValueError for trained parameters by path that have no gradient."""
     for path, leaf in parameters.items():
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             fix = f"frozen=['{path}'] in fully_shard; or make it an nnx.Variable, not an nnx.Param"
-            what = "a parameter of integers has no gradient and cannot be trained"
+            what = "only parameters of real floating-point numbers can be trained"
             raise ValueError(message(what, where=path, expected="a float dtype", got=leaf.dtype, fix=fix))
 
 

@@ -129,6 +129,8 @@ class Step:
 
     def _checked(self, leaves: list[Any], batch: PyTree, devices: int, which: str) -> list[Any]:
         """The leaves of a batch as arrays, once they have one number of rows that divides over these devices."""
+        if not leaves:
+            raise ValueError(message("the batch is empty", where="batch", expected="arrays [rows, ...]", got=batch))
         leaves = [leaf if isinstance(leaf, _ARRAYS) else np.asarray(leaf) for leaf in leaves]
         for number, leaf in enumerate(leaves):
             if not leaf.ndim or not isinstance(leaf.dtype, np.dtype) or leaf.dtype.kind in "OSUmM":

@@ -75,15 +75,26 @@ class NnxModel:
                 _become(module, _bounded(type(module)))  # type: ignore[arg-type]
         out = fn(model, batch)
         after = self._rest.to_tree(nnx.state(model, nnx.Not(nnx.Param)))
-        return out, after if device is None else self._unfold(after, rest)
+        return out, after if device is None else self._unfold(after, rest, local)
 
     def _fold(self, rest: PyTree, device: jax.Array) -> PyTree:
         """Random streams of each device's own."""
         flat = flatten(rest)
         return unflatten({p: _fold_in(v, device) if p in self._keys else v for p, v in flat.items()})
 
-    def _unfold(self, after: PyTree, before: PyTree) -> PyTree:
-        keys = flatten(before)
+    def _unfold(self, after: PyTree, before: PyTree, local: PyTree) -> PyTree:
+        """The state with its keys as before: a stream advances by its count, which is the same on every device."""
+        keys, folded = flatten(before), flatten(local)
+        for path, value in flatten(after).items():
+            own = path in self._keys and path.removesuffix("key") + "count" not in keys
+            if own and value is not folded[path]:
+                what, fix = (
+                    "the model writes a random key of its own",
+                    "draw from an nnx.RngStream, or leave local_batch out",
+                )
+                raise ValueError(
+                    message(what, where=path, expected="keys that are read only, with local_batch", fix=fix)
+                )
         return unflatten({p: keys[p] if p in self._keys else v for p, v in flatten(after).items()})
 
 
@@ -169,9 +180,9 @@ def _refuse_plain_arrays(model: nnx.Module) -> None:
 def _bounded(cls: Hashable) -> type:
     """A subclass whose public methods run inside the module's boundary."""
     assert isinstance(cls, type)
-    own = [c for c in cls.__mro__ if issubclass(c, nnx.Module) and c is not nnx.Module]
+    own = [c for c in cls.__mro__ if c not in nnx.Module.__mro__]
     names = {name for c in own for name in vars(c) if name == "__call__" or not name.startswith("_")}
-    methods = {name: getattr(cls, name) for name in names if inspect.isfunction(inspect.getattr_static(cls, name))}
+    methods = {name: getattr(cls, name) for name in names if _is_method(inspect.getattr_static(cls, name))}
 
     def inside(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -181,6 +192,11 @@ def _bounded(cls: Hashable) -> type:
         return method
 
     return type(cls.__name__, (cls,), {name: inside(original) for name, original in methods.items()})
+
+
+def _is_method(attribute: Any) -> bool:
+    """Whether it is called with the module: a function, or one that `nnx.jit` and the like wrap."""
+    return inspect.isfunction(attribute) or (hasattr(attribute, "__wrapped__") and callable(attribute))
 
 
 def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:

@@ -16,9 +16,10 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.errors import SlowerWarning, message
 from fsdp_jax.tree import PyTree
 
 
@@ -72,7 +73,12 @@ def on_local_rows(fn: Callable[..., Any], *, replicated: Collection[int] = ()) -
         if split is None:
             return fn(*args)
         devices = prod(split.mesh.shape[axis] for axis in split.axes)
-        rows = {x.shape[0] for i, arg in enumerate(args) if i not in replicated for x in jax.tree.leaves(arg)}
+        split_args = [x for i, arg in enumerate(args) if i not in replicated for x in jax.tree.leaves(arg)]
+        if any(not jnp.ndim(x) for x in split_args):
+            name = getattr(fn, "__name__", str(fn))
+            what, fix = "an argument without rows", "name its number in replicated, or close over it"
+            raise ValueError(message(what, where=f"on_local_rows({name})", expected="arrays [rows, ...]", fix=fix))
+        rows = {x.shape[0] for x in split_args}
         if any(count % devices for count in rows):
             if split.rows is not None:  # a step's rows divide: these are others
                 name = getattr(fn, "__name__", str(fn))

@@ -34,7 +34,7 @@ from fsdp_jax.rows import batch_split
 from fsdp_jax.state import TrainState
 from fsdp_jax.travel import Route, fetch, gather, reduce
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
-from fsdp_jax.units import ROOT, Remat, Shard, run_unit
+from fsdp_jax.units import ROOT, Remat, Shard, UnitError, run_unit
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,7 @@ def _accumulate(
         ahead = plan.per_unit and plan.prefetch != "none"
         run = prefetched(loss, plan.routes, plan.prefetch, plan.report) if ahead else loss
         found, (total, count, after) = jax.grad(run, has_aux=True)(variables, rest, batch, key)
+        _check_state(rest, after)
         if not (plan.per_unit or plan.deferred):
             found = {path: reduce(plan.routes[path], found[path]) for path in trained}
         return found, (total, count), after
@@ -204,6 +205,18 @@ def _accumulate(
     if plan.deferred:
         gradients = {path: reduce(plan.routes[path], g) for path, g in gradients.items()}
     return unflatten({path: g.astype(plan.routes[path].param) for path, g in gradients.items()}), sums, rest
+
+
+def _check_state(before: PyTree, after: PyTree) -> None:
+    """Raises ValueError where the model's new state has another shape or dtype: the next step could not take it."""
+    wanted = flatten(before)
+    for path, new in flatten(after).items():
+        old = wanted[path]
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            expected, got = (f"{x.dtype}{list(x.shape)}" for x in (old, new))
+            fix = "cast what is written to the dtype that the model makes it in"
+            what = "the model's state changes its shape or dtype in a step"
+            raise ValueError(message(what, where=path, expected=expected, got=got, fix=fix))
 
 
 def _zeros(plan: StepPlan, path: str) -> jax.Array:
@@ -243,9 +256,16 @@ def _run(
 
     def call(weights: PyTree, args: Any) -> tuple[Any, PyTree]:
         rest, batch, key = args
-        return plan.model.run(
-            plan.loss_fn, weights, rest, batch, key, plan.boundaries, training=training, device=device
-        )
+        try:
+            return plan.model.run(
+                plan.loss_fn, weights, rest, batch, key, plan.boundaries, training=training, device=device
+            )
+        except TypeError as error:
+            if not plan.local_batch or "key<" not in str(error):
+                raise
+            what = "the loss computes with parameters outside their units, such as a penalty"
+            fix = "leave local_batch out: a device has its own part of them alone, or would count them once more"
+            raise UnitError(message(what, where="loss_fn", fix=fix)) from error
 
     if not _is_unit(plan):
         return call(weights, (rest, batch, key))
@@ -288,9 +308,8 @@ def _weights(plan: StepPlan, held: dict[str, jax.Array], variables: dict[str, ja
         shard = Shard(value, route, variables.get(path)) if deferred else Shard(variables.get(path, value), route)
         if route.unit is None:
             return shard.gather()
-        if plan.local_batch and value.ndim and jnp.issubdtype(value.dtype, jnp.floating):
-            # as long as the value along all dims that scans may slice, one inside the other
-            shard.guard = jnp.full((*value.shape[:-1], 1 if value.ndim > 1 else value.shape[0]), jnp.nan, value.dtype)
+        if plan.local_batch:  # of the value's shape, so that scans and vmaps may slice both
+            shard.guard = jnp.broadcast_to(jax.random.key(0), value.shape)
         return shard
 
     return unflatten({path: weight(path, value) for path, value in held.items()})

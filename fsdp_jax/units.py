@@ -40,8 +40,8 @@ class Shard:
     """A parameter at rest, in the place where its unit will look for it.
 
     `pending` is there where reduction is deferred: zeros of the gathered shape; their cotangent is the local gradient.
-    `guard` is there where `value` is one device's part: NaN, never gathered, so that a loss that reads the tree's
-    leaves behind the unit's back (a penalty on all parameters, say) is not finite instead of wrong.
+    `guard` is there with local batches: an array of random keys, with which nothing can be computed, so that a loss
+    that reads the leaves of the tree (a penalty on all parameters, say) is an error instead of silently wrong.
     """
 
     def __init__(self, value: Any, route: Route, pending: Any = None, guard: Any = None) -> None:

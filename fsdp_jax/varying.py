@@ -9,7 +9,9 @@ Why not `shard_map(check_vma=True)`: it refuses models whose own scans start fro
 branches. An operation that this module does not know is taken to vary wherever any of its operands does.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax.extend.core as jex
@@ -20,6 +22,7 @@ from fsdp_jax.mesh import axes_of
 
 Axes = frozenset[str]
 NONE: Axes = frozenset()
+_IGNORED: ContextVar[Axes] = ContextVar("fsdp_jax_axes_of_one_device", default=NONE)
 
 SAME_AFTER = {"all_gather", "psum", "psum_invariant", "pmax", "pmin", "all_gather_invariant"}
 """Collectives whose result is the same along their axes."""
@@ -54,9 +57,9 @@ def _outputs_of(eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
     if name in MUTATING:
         what, fix = "a mutable array (jax.new_ref) cannot be followed from device to device", "leave local_batch out"
         raise ValueError(message(what, where=str(eqn.source_info.name_stack) or name, fix=fix))
-    if name in SAME_AFTER:
+    if name in SAME_AFTER and eqn.params.get("axis_index_groups") is None:
         return [axes - collective_axes(eqn) for axes in varying] or [NONE]
-    if name in DIFFERENT_AFTER:
+    if name in SAME_AFTER | DIFFERENT_AFTER:
         return [either | collective_axes(eqn) for _ in eqn.outvars]
     if name == "cond":
         return _cond(eqn, varying)
@@ -120,7 +123,7 @@ def collective_axes(eqn: jex.JaxprEqn) -> Axes:
     if eqn.primitive.name not in SAME_AFTER | DIFFERENT_AFTER:
         return NONE
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-    return frozenset(axis for axis in axes_of(axes) if isinstance(axis, str))
+    return frozenset(axis for axis in axes_of(axes) if isinstance(axis, str)) - _IGNORED.get()
 
 
 def _collectives(jaxpr: jex.Jaxpr) -> Iterable[jex.JaxprEqn]:
@@ -147,6 +150,15 @@ def _refuse_collectives(eqn: jex.JaxprEqn, decides: Axes, programs: Sequence[Any
         )
 
 
+@contextmanager
+def _ignoring(axes: Axes) -> Iterator[None]:
+    token = _IGNORED.set(axes)
+    try:
+        yield
+    finally:
+        _IGNORED.reset(token)
+
+
 def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
     """Holds the `shard_map` of a step with local batches to what all devices must agree on.
 
@@ -161,7 +173,10 @@ def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
     eqn = _shard_maps(program)[0]  # an optimizer may have others, after it
     specs = eqn.params["in_specs"]
     inputs = [frozenset(axis for entry in spec for axis in axes_of(entry)) for spec in specs]
-    outputs = varying_outputs(eqn.params["jaxpr"], inputs)
+    # Along an axis of one device nothing varies; the step names such axes too.
+    single = frozenset(axis for axis, size in eqn.params["mesh"].shape.items() if size == 1)
+    with _ignoring(single):
+        outputs = varying_outputs(eqn.params["jaxpr"], [axes - single for axes in inputs])
     for path, axes in zip(state, outputs[len(outputs) - len(state) :], strict=True):
         if axes:
             raise ValueError(

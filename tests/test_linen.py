@@ -145,6 +145,7 @@ SETTINGS = [(False, False, "full"), (True, True, "none"), (False, True, "none"),
 WRAPPED = [(kind, *settings) for kind in METHODS for settings in SETTINGS[: 4 if kind is Scanned else 2]]
 
 
+@pytest.mark.filterwarnings("ignore:unit .* runs inside a loop:fsdp_jax.SlowerWarning")
 @pytest.mark.parametrize(("kind", "scan", "local_batch", "remat"), WRAPPED)
 def test_a_unit_whose_method_is_wrapped_runs_once(mesh, kind, scan, local_batch, remat):
     as_alone(mesh, case(Model(kind, scan=scan)), local_batch=local_batch, remat=remat)

@@ -237,12 +237,44 @@ def test_a_penalty_on_the_parameters_is_exact_by_default(strategy, model):
     [(*each, "none") for each in EVERY_STRATEGY] + [("full_shard", Stack, "pre"), ("hybrid_shard", Chain, "post")],
 )
 def test_a_penalty_is_never_a_wrong_number_with_local_batches(strategy, model, prefetch, deferred):
-    """A device would see its own shards, or count whole ones once more: the step is not finite, and not applied."""
+    """A device would see its own shards, or count whole ones once more: the loss cannot be traced."""
     sharded = shard(lambda rngs: model(rngs), mesh_for(strategy), [Layer], strategy, prefetch=prefetch)
     step = sharded.train_step(penalised, accumulation=2, deferred_reduction=deferred, local_batch=True)
-    _, metrics = step(sharded.init(0), ROWS)
-    assert int(metrics["skipped"]) == 1
-    assert not np.isfinite(float(metrics["loss"]))
+    with pytest.raises(ValueError, match=r"parameters outside their units, such as a penalty\n(.*\n)*.*local_batch"):
+        step.lower(ROWS)
+
+
+@pytest.mark.parametrize("shrink", [lambda p: jnp.where(jnp.abs(p) > 0.1, p, 0), jnp.nansum, jnp.linalg.norm])
+def test_no_arithmetic_gets_past_the_guard(shrink):
+    def loss(model, batch):
+        total, count = squares(model, batch)
+        return total + sum(jnp.sum(shrink(p)) for p in jax.tree.leaves(nnx.state(model, nnx.Param))), count
+
+    with pytest.raises(ValueError, match="parameters outside their units"):
+        shard(lambda rngs: Chain(rngs), mesh_for("full_shard"), [Layer]).train_step(loss, local_batch=True).lower(ROWS)
+
+
+class OwnKey(nnx.Module):
+    def __init__(self, rngs, writes):
+        self.layer, self.writes = Layer(rngs), writes
+        self.key = nnx.RngKey(jax.random.key(0), tag="own")
+
+    def __call__(self, x):
+        kept, drawn = jax.random.split(self.key[...])
+        if self.writes:
+            self.key[...] = kept
+        return self.layer(x) + jax.random.normal(drawn, x.shape)
+
+
+def test_a_random_key_that_the_model_writes_is_refused():
+    """A stream advances by a counter; a key of the model's own would differ between devices."""
+    with pytest.raises(ValueError, match=r"random key of its own\n.*key\n"):
+        lower(lambda rngs: OwnKey(rngs, True))
+    lower(lambda rngs: OwnKey(rngs, False))
+
+
+def lower(model):
+    shard(model, units=[Layer]).train_step(squares, local_batch=True).lower(ROWS)
 
 
 # Collectives

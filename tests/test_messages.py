@@ -70,11 +70,86 @@ def test_a_trained_parameter_of_integers():
     def model(rngs):
         return Model(rngs, jnp.int32)
 
-    with pytest.raises(ValueError, match=r"no gradient(.*\n)+.*a/kernel\n.*float\w* dtype\n.*int32\n.*frozen="):
+    with pytest.raises(
+        ValueError, match=r"only parameters of real(.*\n)+.*a/kernel\n.*float\w* dtype\n.*int32\n.*frozen="
+    ):
         shard(model)
     frozen = shard(model, frozen=["a/kernel"])
     _, metrics = frozen.train_step(lambda model, batch: (model(batch["x"]).sum(), 8))(frozen.init(0), BATCH)
     assert np.isfinite(float(metrics["loss"]))
+
+
+def test_complex_parameters():
+    with pytest.raises(ValueError, match=r"only parameters of real(.*\n)+.*a/kernel\n.*\n.*complex64"):
+        shard(lambda rngs: Model(rngs, jnp.complex64))
+
+
+def test_state_that_changes_its_dtype():
+    class Ema(nnx.Module):
+        def __init__(self, rngs):
+            self.inner, self.mean = Model(rngs), nnx.BatchStat(jnp.zeros(8, jnp.bfloat16))
+
+        def __call__(self, x):
+            self.mean.set_value(0.9 * self.mean[...] + 0.1 * x.mean(0))
+            return self.inner(x)
+
+    step = shard(Ema).train_step(lambda model, batch: (model(batch["x"]).sum(), 8))
+    with pytest.raises(ValueError, match=r"changes its shape or dtype(.*\n)+.*mean\n.*bfloat16\[8\]\n.*float32\[8\]"):
+        step.lower(BATCH)
+
+
+class Mixin:
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class Inherits(Mixin, nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+
+class Jitted(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    @nnx.jit
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("unit", [Inherits, Jitted])
+@pytest.mark.parametrize("local_batch", [False, True])
+def test_units_whose_call_is_inherited_or_wrapped(unit, local_batch):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.a, self.b = unit(rngs), unit(rngs)
+
+        def __call__(self, x):
+            return self.b(self.a(x))
+
+    def loss(model, batch):
+        return (model(batch["x"]) ** 2).sum(), 8
+
+    def run(units):
+        sharded = fsdp.fully_shard(
+            lambda rngs: Net(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=units, min_size=8
+        )
+        return sharded.train_step(loss, local_batch=local_batch)(sharded.init(0), BATCH)[1]
+
+    np.testing.assert_allclose(run([unit])["loss"], run("model")["loss"], rtol=1e-5)
+    np.testing.assert_allclose(run([unit])["grad_norm"], run("model")["grad_norm"], rtol=1e-5)
+
+
+def test_an_argument_without_rows():
+    wrapped = fsdp.on_local_rows(lambda x, scale: x * scale)
+    step = shard().train_step(lambda model, batch: (wrapped(model(batch["x"]), jnp.float32(2)).sum(), 8))
+    with pytest.raises(ValueError, match=r"an argument without rows\n.*on_local_rows(.*\n)+.*replicated"):
+        step.lower(BATCH)
+
+
+def test_an_empty_batch():
+    with pytest.raises(ValueError, match="the batch is empty"):
+        shard().train_step(lambda model, batch: (jnp.float32(0), 8)).lower({})
 
 
 def test_a_pattern_of_keep_float32_that_matches_nothing():

@@ -1,4 +1,4 @@
-"""Rows stay on their devices under annotations: kernels run on local rows, activations are pinned; results are the same."""
+"""Rows stay on their devices under annotations: kernels run on local rows, activations are pinned, results stay."""
 
 import dataclasses
 

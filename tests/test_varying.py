@@ -87,6 +87,9 @@ DIFFERENT = {
     ),
     "inside a call": lambda rows, shards, same: jax.jit(lambda x, y: x + y)(same, rows[0]),
     "chosen by rows": lambda rows, shards, same: lax.cond(rows[0] > 0, lambda: same, lambda: -same),
+    "summed in groups of devices": lambda rows, shards, same: lax.psum(
+        rows[0], BOTH, axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]
+    ),
     "one side of a branch": lambda rows, shards, same: lax.cond(same > 0, lambda: rows[0], lambda: same),
     "as many turns as a row says": counted(lambda rows, shards, same: rows[0], gathers=False),
     "what a scan stacks": lambda rows, shards, same: lax.scan(lambda carry, _: (carry, rows[0]), same, length=2)[
@@ -136,3 +139,12 @@ def test_a_collective_that_some_devices_may_not_come_to_is_refused(fn):
 def test_the_axes_are_named():
     with pytest.raises(ValueError, match=r"differs along replica\n"):
         check(lambda rows, shards, same: lax.psum(rows[0], "data"))
+
+
+def test_nothing_varies_along_an_axis_of_one_device():
+    mesh = fsdp.make_mesh(data=8)
+    assert mesh.shape == {"replica": 1, "data": 8}
+    local = jax.shard_map(
+        lambda rows: lax.psum(rows[0], "data"), mesh=mesh, in_specs=(ROWS,), out_specs=SAME, check_vma=False
+    )
+    check_local_program(jax.make_jaxpr(local)(jax.ShapeDtypeStruct((8,), jnp.float32)).jaxpr, ("state",))

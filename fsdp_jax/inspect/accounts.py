@@ -160,7 +160,12 @@ def judged_by_sum(
     found = found or _together(books.accounts, books.material)
     wrong = [violation for violation in found if violation.kind == "dtype"]
     more = [violation for violation in found if violation.kind == "bytes"]
-    more += [_foreign(sent, books.accounts, annotated=True) for sent in books.foreign]
+    # A wider all-gather than any parameter declares may be of weights in disguise (concatenated, say): never paid for.
+    gathers = [each for each in expected if each.role == "gather" and each.bytes > books.material]
+    declared = max((jnp.dtype(each.dtype).itemsize for each in gathers), default=4)
+    for sent in books.foreign:
+        wide = sent.op == "all-gather" and jnp.dtype(sent.dtype).itemsize > declared and sent.bytes > books.material
+        (wrong if wide else more).append(_foreign(sent, books.accounts, annotated=True))
     spared = [each for each in books.accounts if each.spared(books.material)]
     left = sum(each.budget - each.sent for each in spared)
     paid: list[Violation] = []
