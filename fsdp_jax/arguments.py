@@ -54,16 +54,16 @@ def check_train_step(
         _check_stacks(layout)
         return
     compute, reduce = precision.compute, precision.reduce
-    asked = {
-        "deferred_reduction": deferred,
-        f"prefetch='{prefetch}'": prefetch != "none",
-        f"Precision(compute='{compute}', reduce='{reduce}')": reduce is not None and reduce != compute,
-    }
-    for name, wanted in asked.items():
+    asked = [
+        (deferred, "deferred_reduction=True", "leave deferred_reduction out"),
+        (prefetch != "none", f"prefetch='{prefetch}'", "fully_shard(..., prefetch='none')"),
+        (reduce is not None and reduce != compute, f"Precision(compute='{compute}', reduce='{reduce}')", "reduce=None"),
+    ]
+    for wanted, name, otherwise in asked:
         if wanted:
             fix = (
                 "train_step(loss_fn, local_batch=True) if loss_fn is a sum over examples "
-                "(fsdp_jax.testing.certify checks it); otherwise leave this out"
+                f"(fsdp_jax.testing.certify checks it); otherwise {otherwise}"
             )
             what = f"{name} needs local_batch=True: on the global batch XLA places the collectives"
             raise ValueError(message(what, where="train_step", fix=fix))

@@ -197,9 +197,7 @@ class Step:
         self._check_signature(state, placed)
         if state.step.is_deleted():
             fix = "go on with the state that the step returned: state, metrics = step(state, batch)"
-            raise ValueError(
-                message("this state was given to a step before, which took it over", where="state", fix=fix)
-            )
+            raise ValueError(message("this state was donated to an earlier step", where="state", fix=fix))
         if self._compiled is None:
             self._check_processes()
             self._compiled = self.compile(placed)

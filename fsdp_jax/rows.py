@@ -59,48 +59,70 @@ def on_local_rows(fn: Callable[..., Any], *, replicated: Collection[int] = ()) -
     Args:
         fn: a function of positional arrays (or trees of them) that treats rows alike: dim 0 of every argument and
             result is the batch, and a row of a result comes from the same rows of the arguments. That is your promise.
+            A result may also have one row a device.
         replicated: numbers of the arguments that have no rows, such as a table; they are whole on every device, and
             their gradients are summed over devices.
+
+    Raises:
+        ValueError: when traced, arguments or results whose dim 0 is not the batch.
 
     Warns:
         SlowerWarning: when traced, that the rows do not divide by the devices, so that XLA partitions `fn`.
 
     """
+    where = f"on_local_rows({getattr(fn, '__name__', fn)})"
+    if not isinstance(replicated, Collection) or not all(isinstance(number, int) for number in replicated):
+        fix = "replicated=(1,)"
+        raise ValueError(message("not numbers of arguments", where=where, got=replicated, fix=fix))
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
         split = _SPLIT.get()
         if split is None:
             return fn(*args)
+        rows = _rows(args, replicated, where)
         devices = prod(split.mesh.shape[axis] for axis in split.axes)
-        split_args = [x for i, arg in enumerate(args) if i not in replicated for x in jax.tree.leaves(arg)]
-        if any(not jnp.ndim(x) for x in split_args):
-            name = getattr(fn, "__name__", str(fn))
-            what, fix = "an argument without rows", "name its number in replicated, or close over it"
-            raise ValueError(message(what, where=f"on_local_rows({name})", expected="arrays [rows, ...]", fix=fix))
-        rows = {x.shape[0] for x in split_args}
         if any(count % devices for count in rows):
             if split.rows is not None:  # a step's rows divide: these are others
-                name = getattr(fn, "__name__", str(fn))
-                said = f"{name} runs on all of its rows on every device: {sorted(rows)} do not divide by {devices}"
+                said = f"{where}: all rows run on every device, for {sorted(rows)} do not divide by {devices}"
                 warnings.warn(said, SlowerWarning, stacklevel=2)
             return fn(*args)
         by_rows = PartitionSpec(split.axes)
-        specs = tuple(PartitionSpec() if i in replicated else by_rows for i in range(len(args)))
-        return jax.shard_map(_alone(fn), mesh=split.mesh, in_specs=specs, out_specs=by_rows, check_vma=False)(*args)
+        specs = tuple(PartitionSpec() if number in replicated else by_rows for number in range(len(args)))
+        local = _alone(fn, {count // devices for count in rows}, where)
+        return jax.shard_map(local, mesh=split.mesh, in_specs=specs, out_specs=by_rows, check_vma=False)(*args)
 
     return run
 
 
-def _alone(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with nothing left to split: inside, a device has its own rows alone."""
+def _rows(args: tuple[Any, ...], replicated: Collection[int], where: str) -> set[int]:
+    """Sizes of dim 0 of what is split. Raises ValueError."""
+    if any(number >= len(args) for number in replicated):
+        expected = f"numbers below {len(args)}, the arguments"
+        raise ValueError(message("no such argument", where=where, expected=expected, got=f"replicated={replicated}"))
+    leaves = [x for number, arg in enumerate(args) if number not in replicated for x in jax.tree.leaves(arg)]
+    if any(not jnp.ndim(x) for x in leaves):
+        fix = "name its number in replicated, or close over it"
+        raise ValueError(message("an argument without rows", where=where, expected="arrays [rows, ...]", fix=fix))
+    return {x.shape[0] for x in leaves}
+
+
+def _alone(fn: Callable[..., Any], rows: set[int], where: str) -> Callable[..., Any]:
+    """`fn` on a device's own rows, with nothing left to split. Raises ValueError for results that have other rows."""
 
     def run(*args: Any) -> Any:
         token = _SPLIT.set(None)
         try:
-            return fn(*args)
+            out = fn(*args)
         finally:
             _SPLIT.reset(token)
+        for leaf in jax.tree.leaves(out):
+            if not jnp.ndim(leaf) or leaf.shape[0] not in {1, *rows}:
+                expected = f"dim 0 of {sorted(rows)}, a device's rows, or of 1"
+                fix = "keep the rows in dim 0 of every result; sum over them outside"
+                what = "a result without the rows of the arguments"
+                raise ValueError(message(what, where=where, expected=expected, got=jnp.shape(leaf), fix=fix))
+        return out
 
     return run
 

@@ -263,9 +263,10 @@ def _run(
         except TypeError as error:
             if not plan.local_batch or "key<" not in str(error):
                 raise
-            what = "the loss computes with parameters outside their units, such as a penalty"
-            fix = "leave local_batch out: a device has its own part of them alone, or would count them once more"
-            raise UnitError(message(what, where="loss_fn", fix=fix)) from error
+            what = "the loss reads parameters outside their units, as a penalty on them does"
+            expected = "a sum over examples: a device has its own shards alone, and would count whole ones once more"
+            fix = "leave local_batch out, or let the optimizer do it, as optax.add_decayed_weights does"
+            raise UnitError(message(what, where="loss_fn", expected=expected, fix=fix)) from error
 
     if not _is_unit(plan):
         return call(weights, (rest, batch, key))

@@ -52,10 +52,29 @@ def test_results_and_gradients_are_the_same_on_local_rows(mesh):
 def test_rows_that_do_not_divide(mesh):
     x, table = np.ones((3, 4), np.float32), np.ones((4, 3), np.float32)
     wrapped = fsdp.on_local_rows(kernel, replicated=(1,))
-    with batch_split(mesh, batch_axes(mesh), 16), pytest.warns(fsdp.SlowerWarning, match=r"kernel runs .*\[3\] do not"):
+    with batch_split(mesh, batch_axes(mesh), 16), pytest.warns(fsdp.SlowerWarning, match=r"kernel\): .*\[3\] do not"):
         np.testing.assert_array_equal(wrapped(x, table), kernel(x, table))
     with batch_split(mesh, batch_axes(mesh), None):  # of `Sharded.apply`: no batch was promised
         np.testing.assert_array_equal(wrapped(x, table), kernel(x, table))
+
+
+@pytest.mark.parametrize(
+    ("fn", "replicated", "said"),
+    [
+        (kernel, (2,), r"no such argument\n.*on_local_rows\(kernel\)\n.*below 2"),
+        (lambda x, table: x.sum(0) @ table, (1,), r"result without the rows(.*\n)+.*\[2\]"),
+        (lambda x, table: (x @ table).sum(), (1,), "result without the rows"),
+    ],
+)
+def test_what_does_not_keep_its_rows(mesh, fn, replicated, said):
+    with batch_split(mesh, batch_axes(mesh), 16), pytest.raises((ValueError, TypeError), match=said):
+        fsdp.on_local_rows(fn, replicated=replicated)(np.ones((16, 4), np.float32), np.ones((8, 3), np.float32)[:4])
+
+
+@pytest.mark.parametrize("replicated", [1, ("table",)])
+def test_what_is_no_number_of_an_argument(replicated):
+    with pytest.raises(ValueError, match=r"not numbers of arguments\n.*kernel(.*\n)+.*replicated=\(1,\)"):
+        fsdp.on_local_rows(kernel, replicated=replicated)
 
 
 def test_what_is_pinned(mesh):

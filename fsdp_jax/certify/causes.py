@@ -67,9 +67,7 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: set[str]) -> 
     """In a few words, for a failure in `what` (a column of the table) at `path`."""
     if evidence.skipped:
         return "the step was not finite and was not applied" + (
-            ": a part of the batch alone, or parameters read outside their unit, give NaN"
-            if evidence.local_batch
-            else ""
+            ": a part of the batch alone gives NaN" if evidence.local_batch else ""
         )
     if evidence.local_batch:
         return _of_local_batch(evidence)

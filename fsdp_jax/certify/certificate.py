@@ -1,7 +1,7 @@
 """What `certify` found: a table of differences, and failures with their likely causes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,15 +29,16 @@ class Tolerance:
     parameter: float = 1e-4
 
 
-def tolerance_of(precision: Precision) -> Tolerance:
-    """What rounding to the dtypes of a precision makes: bfloat16 keeps 8 bits.
+def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Tolerance:
+    """What rounding makes with this precision, and parameters stored in these dtypes: bfloat16 keeps 8 bits.
 
     The control computes in float32 on parameters rounded to the compute dtype, so that bfloat16 is compared loosely.
     """
     found = Tolerance()
-    if precision.compute == "bfloat16":
+    narrow = "bfloat16" in stored
+    if precision.compute == "bfloat16" or (precision.compute is None and narrow):
         found = replace(found, loss=2e-2, grad_norm=5e-2, gradient=2e-1)
-    if precision.param == "bfloat16":
+    if precision.param == "bfloat16" or narrow:
         found = replace(found, gradient=2e-1, parameter=0.5)
     return found
 
@@ -166,5 +167,5 @@ class CertifyError(AssertionError):
 
     def __init__(self, certificate: Certificate) -> None:
         self.certificate = certificate
-        lines = ["not what one device does", *map(str, certificate.failures), "", str(certificate)]
+        lines = ["the model differs from a run on one device", *map(str, certificate.failures), "", str(certificate)]
         super().__init__("\n".join(lines))

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.certify.causes import Evidence, likely_cause
-from fsdp_jax.certify.certificate import Failure, Row, Setting, Tolerance
+from fsdp_jax.certify.certificate import Failure, Row, Setting, Tolerance, tolerance_of
 from fsdp_jax.certify.unsharded import Arrays, Measured, Unsharded
 from fsdp_jax.errors import message
 from fsdp_jax.mesh import make_mesh, shape_of
@@ -84,7 +84,7 @@ class Comparison:
     mesh: Mesh | None
     steps: int
     seed: int
-    tolerance: Tolerance
+    tolerance: Tolerance | None
     _start: TrainState | None = field(default=None)
     _control: Unsharded | None = field(default=None)
     _drawn: tuple[bool, bool] | None = field(default=None)
@@ -123,9 +123,13 @@ class Comparison:
             arguments["precision"] = replace(arguments["precision"], reduce=None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here only numbers count
-            return fully_shard(
+            sharded = fully_shard(
                 self.model, _recording(self.tx), self._mesh_of(setting.strategy), setting.strategy, **arguments
             )
+        if self.tolerance is None:
+            stored = {leaf.dtype.name for leaf in sharded.layout.by_path.values()}
+            self.tolerance = tolerance_of(sharded.precision, stored)
+        return sharded
 
     def _compare(self, setting: Setting, evidence: Evidence) -> Row:
         sharded = self._sharded(setting)
@@ -159,6 +163,7 @@ class Comparison:
             rest = expected.rest
         moved = {path: _wide(value) for path, value in params.items()}
         found = {path: _wide(value) for path, value in flatten(state.params).items()}
+        assert self.tolerance is not None
         sizes = {p: np.abs(moved[p] - first[p]).max() + FLOOR * np.abs(moved[p]).max() for p in moved}
         _worst(differences, {"parameters": _largest(found, moved, sizes, self.tolerance.parameter)})
         assert self._control is not None
@@ -193,6 +198,7 @@ class Comparison:
         self, expected: Measured, metrics: Mapping[str, float], gradients: Mapping[str, np.ndarray], state: TrainState
     ) -> dict[str, tuple[float, str, int, float]]:
         at = self.tolerance
+        assert at is not None
         largest = max((np.abs(value).max() for value in expected.gradients.values()), default=0.0)
         sizes = {path: np.abs(value).max() + FLOOR * largest for path, value in expected.gradients.items()}
         numbers = {

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from fsdp_jax.certify.certificate import Certificate, CertifyError, Row, Setting, Tolerance, tolerance_of
+from fsdp_jax.certify.certificate import Certificate, CertifyError, Row, Setting, Tolerance
 from fsdp_jax.certify.comparison import Comparison
 from fsdp_jax.errors import message
-from fsdp_jax.precision import Precision
+from fsdp_jax.precision import AS_MADE, Precision
 from fsdp_jax.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units import Units
@@ -47,7 +47,8 @@ def certify(
         inputs: example inputs of a Linen model.
         mesh: of at least two devices. If None, all of this process's: `data` alone, and for hybrid strategies a
             `replica` of 2.
-        precision: dtypes; float32 if None. Not float32: compared loosely, see `tolerance_of`.
+        precision: dtypes; those that the model makes its parameters in if None. bfloat16 is compared loosely, see
+            `tolerance_of`.
         strategies: which are run.
         accumulation: numbers of microbatches that are run.
         local_batch: also run each with `local_batch=True`, once more with `deferred_reduction`, and once with one row
@@ -55,7 +56,7 @@ def certify(
         steps: of each run.
         seed: of the starting values.
         min_size: elements below which a parameter stays replicated; 1, so that a small model is sharded at all.
-        tolerance: largest differences; by the precision if None.
+        tolerance: largest differences; by the dtypes if None.
         settings: more of `fully_shard`: remat, prefetch (in runs with local_batch), rules, frozen, ...
 
     Returns:
@@ -67,7 +68,7 @@ def certify(
         ValueError: a batch that does not divide, one device alone, a loss that is not finite on one device.
 
     """
-    precision = precision or Precision()
+    precision = precision or AS_MADE
     tx = optax.sgd(0.1) if tx is None else tx
     devices = list(jax.devices() if mesh is None else mesh.devices.flat)
     rows = _check(batch, len(devices), accumulation)
@@ -82,12 +83,13 @@ def certify(
         mesh=mesh,
         steps=steps,
         seed=seed,
-        tolerance=tolerance or tolerance_of(precision),
+        tolerance=tolerance,
     )
     found: list[Row] = []
     with jax.default_matmul_precision("highest"):  # GPUs and TPUs would round float32 to fewer bits
         for setting in _settings(names, accumulation, rows, len(devices), local_batch):
             found.append(comparison.row(setting, found))
+    assert comparison.tolerance is not None, "known of the first setting"
     certificate = Certificate(tuple(found), len(devices), steps, comparison.tolerance)
     if not certificate.holds:
         raise CertifyError(certificate)

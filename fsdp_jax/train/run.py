@@ -103,6 +103,7 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
     if precision.frozen is not None and not frozen:
         fix = "leave it out, or say what is frozen: model.frozen, lora.rank"
         raise ConfigError(message("it would be ignored", where="precision.frozen", got=precision.frozen, fix=fix))
+    _check_local_batch(config, family)
     schedule = make_schedule(config.optimizer, train.steps)
     sharded = fully_shard(
         make,
@@ -191,6 +192,22 @@ def make_loss(family: Family, chunk: int | None) -> Callable[..., Any]:
         fix = "leave it out: the logits of images are few"
         raise ConfigError(message("chunks would be ignored", where="train.loss_chunk", got=chunk, fix=fix))
     return partial(family.loss, chunk=chunk)
+
+
+def _check_local_batch(config: Config, family: Family) -> None:
+    """ConfigError for keys that only explicit collectives serve."""
+    if config.train.local_batch and family.local_batch:
+        return
+    precision = config.precision
+    asked = {
+        "prefetch": (config.prefetch, "none"),
+        "train.deferred_reduction": (config.train.deferred_reduction, False),
+        "precision.reduce": (precision.reduce, None if precision.reduce != precision.compute else precision.reduce),
+    }
+    for key, (got, plain) in asked.items():
+        if got != plain:
+            what, fix = f"{key} needs train.local_batch", f"--train.local_batch True, or --{key} {plain}"
+            raise ConfigError(message(what, where=key, expected=plain, got=got, fix=fix))
 
 
 def _check_batch(rows: int, devices: int, accumulation: int) -> None:

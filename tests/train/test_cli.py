@@ -49,7 +49,11 @@ def test_help_without_a_file(words, capsys):
         ("train", ["--mesh.data", "16"], ["the mesh has more devices than there are", "train.devices"]),
         ("train", ["--train.global_batch_size", "12"], ["train.global_batch_size", "8 devices x", "use 8 or 16"]),
         ("train", ["--train.accumulation", "2"], ["8 devices x accumulation 2", "got:      8"]),
-        ("train", ["--train.local_batch", "False", "--prefetch", "pre"], ["prefetch='pre' needs local_batch=True"]),
+        (
+            "train",
+            ["--train.local_batch", "False", "--prefetch", "pre"],
+            ["--prefetch none"],
+        ),
         ("train", ["--units.classes", "Blok"], ["no module of class 'Blok'", "did you mean 'Block'?"]),
         ("train", ["--units.classes", "--units.min_params", "9999999"], ["units.min_params", "at most"]),
         ("train", ["--precision.compute", "bf16"], ["unknown dtype 'bf16'", "did you mean 'bfloat16'?"]),

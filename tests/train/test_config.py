@@ -6,6 +6,7 @@ import pytest
 
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.config import Config, digest, dump, flat, load
+from fsdp_jax.train.run import build
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")
@@ -120,3 +121,14 @@ def test_help_shows_every_key(written, capsys):
     shown = capsys.readouterr().out
     assert [key for key, _ in flat(Config()) if f"--{key}" not in shown] == []
     assert "default: 77" in shown
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("prefetch", "pre"), ("train.deferred_reduction", "True"), ("precision.reduce", "bfloat16")]
+)
+def test_keys_that_need_local_batches_are_refused_in_the_commands_words(key, value):
+    config = load(QUICKSTART, ["--train.local_batch", "False", f"--{key}", value, "--train.devices", "8"])
+    with pytest.raises(
+        ConfigError, match=rf"{key} needs train.local_batch\n.*{key}(.*\n)+.*--train.local_batch True, or"
+    ):
+        build(config)
