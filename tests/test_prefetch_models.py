@@ -282,7 +282,7 @@ class Gated(Base):
         gate = self.inner[0].gate()
         x = self.inner[0](x)
         graphdef, state = nnx.split(self.inner[1])
-        x = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf * gate, state))(x)
+        x = nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.where(gate > 0, leaf, leaf), state))(x)
         return self.inner[2](x)
 
 
