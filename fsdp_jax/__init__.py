@@ -1,15 +1,15 @@
 """Fully Sharded Data Parallel for JAX and Flax: ZeRO-1, -2, -3 and hybrid, by sharding annotations."""
 
 from fsdp_jax.api import Sharded, fully_shard
-from fsdp_jax.compiled import NonFiniteError, Step
 from fsdp_jax.errors import ConfigError, SlowerWarning
-from fsdp_jax.layout import Layout
-from fsdp_jax.mesh import make_mesh
-from fsdp_jax.precision import Precision
-from fsdp_jax.rows import on_local_rows
-from fsdp_jax.rules import ReplicationWarning, lint, partition_specs
-from fsdp_jax.state import TrainState
-from fsdp_jax.strategy import STRATEGIES
+from fsdp_jax.local_rows import on_local_rows
+from fsdp_jax.sharding.layout import Layout
+from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
+from fsdp_jax.sharding.strategy import STRATEGIES
+from fsdp_jax.step.compiled_step import NonFiniteError, Step
+from fsdp_jax.step.state import TrainState
 
 __all__ = [
     "STRATEGIES",

@@ -2,6 +2,6 @@
 
 import sys
 
-from fsdp_jax.cli import main
+from fsdp_jax.cli.main import main
 
 sys.exit(main())

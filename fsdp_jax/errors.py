@@ -1,4 +1,6 @@
-"""Messages for the user: what went wrong, where, what was expected, what was found, and what to do about it."""
+"""Messages for the user: what went wrong, where, what was expected, what was found, and what to do
+about it.
+"""
 
 import difflib
 from collections.abc import Iterable
@@ -13,7 +15,9 @@ class FitError(ValueError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read: a full disk, a damaged file. Not a mistake of the user."""
+    """A checkpoint that could not be written or read: a full disk, a damaged file. Not a mistake of
+    the user.
+    """
 
 
 class DamageError(CheckpointError):
@@ -24,10 +28,14 @@ class SlowerWarning(UserWarning):
     """A requested optimization was not applied; the message states its cost."""
 
 
-def message(what: str, *, where: str = "", expected: object = "", got: object = "", fix: str = "") -> str:
+def message(
+    what: str, *, where: str = "", expected: object = "", got: object = "", fix: str = ""
+) -> str:
     """One readable block. Empty fields are left out; the order never changes."""
     fields = {"where": where, "expected": expected, "got": got, "fix": fix}
-    return "\n".join([what, *(f"  {name + ':':<9} {value}" for name, value in fields.items() if value != "")])
+    return "\n".join(
+        [what, *(f"  {name + ':':<9} {value}" for name, value in fields.items() if value != "")]
+    )
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -1,4 +1,5 @@
-"""Holds a model to its numbers on one device, and to its communication contract, in a pytest or a notebook cell.
+"""Holds a model to its numbers on one device, and to its communication contract, in a pytest or a
+notebook cell.
 
     certify(make_model, loss_fn, batch, tx=tx, units=[Block], local_batch=True)
 
@@ -6,7 +7,8 @@
     sharded = fsdp.fully_shard(make_model, tx, mesh, units=[Block])
     assert_contract(sharded.train_step(loss_fn), batch)
 
-With `pytest_plugins = ["fsdp_jax.testing"]` in a `conftest.py`, tests also have the fixture `topology_mesh`.
+With `pytest_plugins = ["fsdp_jax.testing"]` in a `conftest.py`, tests also have the fixture
+`topology_mesh`.
 """
 
 from collections.abc import Callable
@@ -15,10 +17,10 @@ from importlib.util import find_spec
 from jax.sharding import Mesh
 
 from fsdp_jax.certify import Certificate, CertifyError, Tolerance, certify
-from fsdp_jax.compiled import Step
-from fsdp_jax.inspect.contract import Contract, check_contract
-from fsdp_jax.mesh import make_mesh
+from fsdp_jax.contract.contract import Contract, check_contract
 from fsdp_jax.planner import parse_topology
+from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.step.compiled_step import Step
 from fsdp_jax.tree import PyTree
 
 __all__ = ["Certificate", "CertifyError", "Tolerance", "assert_contract", "certify", "mesh_of"]
@@ -28,7 +30,8 @@ def assert_contract(step: Step, batch: PyTree) -> Contract:
     """Compiles a step for its mesh and holds what the program sends to what the layout declares.
 
     Args:
-        step: from `Sharded.train_step`; nothing is allocated, and the mesh's devices need not be there.
+        step: from `Sharded.train_step`; nothing is allocated, and the mesh's devices need not be
+            there.
         batch: arrays or shapes [global rows, ...].
 
     Raises:
@@ -37,7 +40,10 @@ def assert_contract(step: Step, batch: PyTree) -> Contract:
     """
     contract = check_contract(step, batch)
     if not contract.holds:
-        broken = [*map(str, contract.violations), *(f"not judged: {line}" for line in contract.unread)]
+        broken = [
+            *map(str, contract.violations),
+            *(f"not judged: {line}" for line in contract.unread),
+        ]
         raise AssertionError("\n".join(["the contract does not hold", *broken, "", str(contract)]))
     return contract
 
@@ -46,7 +52,8 @@ def mesh_of(topology: str, *, data: int = -1, replica: int = 1) -> Mesh:
     """A mesh of a machine by name, as `h100:8`, `v5p:2x2x2` or `cpu:8`, to compile for.
 
     Raises:
-        ConfigError: an unknown name, or a compiler that is not installed: nothing is skipped in its place.
+        ConfigError: an unknown name, or a compiler that is not installed: nothing is skipped in its
+            place.
         ValueError: sizes that do not fit the machine.
 
     """

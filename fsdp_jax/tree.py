@@ -11,14 +11,21 @@ SEPARATOR = "/"
 
 def path_of(keys: tuple[Any, ...]) -> str:
     """A key path as `blocks/0/attn/kernel`; what merely boxes a value (`.value`) is left out."""
-    if keys and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name in ("value", "raw_value"):
+    if (
+        keys
+        and isinstance(keys[-1], jax.tree_util.GetAttrKey)
+        and keys[-1].name in ("value", "raw_value")
+    ):
         keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator=SEPARATOR)
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """{path: leaf} in the tree's own order."""
-    return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]}
+    return {
+        path_of(keys): leaf
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    }
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +47,10 @@ def prefixes(path: str) -> list[str]:
 
 
 def map_with_path(
-    fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
+    fn: Callable[..., Any],
+    tree: PyTree,
+    *rest: PyTree,
+    is_leaf: Callable[[Any], bool] | None = None,
 ) -> PyTree:
     """`jax.tree.map` that hands `fn` the slash-joined path first."""
     return jax.tree_util.tree_map_with_path(

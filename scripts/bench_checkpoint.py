@@ -1,19 +1,23 @@
-"""Throughput, host memory and blocking time of checkpoints, against plain files and plain copies of the same bytes.
+"""Throughput, host memory and blocking time of checkpoints, against plain files and plain copies of
+the same bytes.
 
     python scripts/bench_checkpoint.py [--gib 2] [--rounds 3] [--directory DIR] [--json FILE]
 
 The state is a GPT with AdamW, float32, sharded over 8 virtual CPU devices by `full_shard`.
 
 Conventions
-- Each measurement runs in a child process of its own; rounds alternate between ours and plain, medians are compared.
-- save: from the call until the step is in place, digested and flushed to disk. Plain write: the same bytes in one file,
-  from memory, in blocks of 8 MiB, flushed.
-- restore: `CheckpointStore.restore`, with and without verification. Plain read: the checkpoint's own files, one after
-  another, into memory that is kept, as the state is; streamed: through one block of 8 MiB, which is no restore, and for
-  information. Before each, the kernel is told to forget the files (`posix_fadvise`).
-- blocked: how long an asynchronous `save` keeps its caller. Copy: every shard to an array of the host's own.
-- Peak memory is the child's largest resident set less that before the call. The restored state itself is in it: the
-  devices' memory is the host's.
+- Each measurement runs in a child process of its own; rounds alternate between ours and plain,
+  medians are compared.
+- save: from the call until the step is in place, digested and flushed to disk. Plain write: the
+  same bytes in one file, from memory, in blocks of 8 MiB, flushed.
+- restore: `CheckpointStore.restore`, with and without verification. Plain read: the checkpoint's
+  own files, one after another, into memory that is kept, as the state is; streamed: through one
+  block of 8 MiB, which is no restore, and for information. Before each, the kernel is told to
+  forget the files (`posix_fadvise`).
+- blocked: how long an asynchronous `save` keeps its caller. Copy: every shard to an array of the
+  host's own.
+- Peak memory is the child's largest resident set less that before the call. The restored state
+  itself is in it: the devices' memory is the host's.
 - Exit code 1 where a target is missed.
 """
 
@@ -49,11 +53,15 @@ def make(gib: float) -> Any:
     from fsdp_jax.models import GPT, GPTConfig
 
     use_virtual_devices(DEVICES)
-    layers = max(1, round((gib * GIB / 12 - 33e6) / 12.6e6))  # 12 bytes a parameter; 12.6M a block, 33M the embedding
+    layers = max(
+        1, round((gib * GIB / 12 - 33e6) / 12.6e6)
+    )  # 12 bytes a parameter; 12.6M a block, 33M the embedding
     config = GPTConfig(vocab_size=32_000, sequence_length=1024, layers=layers, width=1024, heads=16)
     mesh = fsdp_jax.make_mesh(devices=jax.devices("cpu"))
     jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(8))())
-    return fsdp_jax.fully_shard(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, "full_shard", "scan")
+    return fsdp_jax.fully_shard(
+        lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, "full_shard", "scan"
+    )
 
 
 def initialised(gib: float) -> tuple[Any, Any, int]:
@@ -72,8 +80,14 @@ def initialised(gib: float) -> tuple[Any, Any, int]:
                  for k, x in zip(keys, leaves, strict=True)]  # fmt: skip
         return jax.tree.unflatten(tree, drawn)
 
-    state = dataclasses.replace(state, opt_state=jax.jit(random, out_shardings=shardings)(state.opt_state))
-    return sharded, jax.block_until_ready(state), sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    state = dataclasses.replace(
+        state, opt_state=jax.jit(random, out_shardings=shardings)(state.opt_state)
+    )
+    return (
+        sharded,
+        jax.block_until_ready(state),
+        sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+    )
 
 
 def child_save(directory: Path, gib: float, rounds: int) -> Figures:
@@ -108,8 +122,16 @@ def child_blocked(directory: Path, gib: float, rounds: int) -> Figures:
     with CheckpointStore(directory / "asynchronous", keep=1) as store:
         for step in range(rounds):
             started = time.perf_counter()
-            shards = [shard.data for leaf in jax.tree.leaves(state.params) for shard in leaf.addressable_shards]
-            shards += [shard.data for leaf in jax.tree.leaves(state.opt_state) for shard in leaf.addressable_shards]
+            shards = [
+                shard.data
+                for leaf in jax.tree.leaves(state.params)
+                for shard in leaf.addressable_shards
+            ]
+            shards += [
+                shard.data
+                for leaf in jax.tree.leaves(state.opt_state)
+                for shard in leaf.addressable_shards
+            ]
             copies = [np.array(shard) for shard in shards]
             plain.append(time.perf_counter() - started)
             del copies, shards
@@ -149,7 +171,9 @@ def child_restore(directory: Path, gib: float, verify: bool) -> Figures:
     with CheckpointStore(directory / "checkpoints") as store:
         step, target = max(store.steps()), sharded.checkpoint_target()
         size = sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target) if leaf.dtype != target.rng.dtype
+            leaf.size * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(target)
+            if leaf.dtype != target.rng.dtype
         )
         forget(directory)
         before, started = resident(), time.perf_counter()
@@ -206,36 +230,57 @@ def rate(figures: Figures, seconds: str) -> float:
     return figures["bytes"] / GIB / figures[seconds]
 
 
-def measure(directory: Path, gib: float, rounds: int) -> tuple[list[tuple[str, str, str, str, bool]], dict[str, Any]]:
+def measure(
+    directory: Path, gib: float, rounds: int
+) -> tuple[list[tuple[str, str, str, str, bool]], dict[str, Any]]:
     """(rows of the table, all figures)."""
     found: dict[str, Any] = {"save": run("save", directory, gib, rounds)}
     names = ("read", "restore", "verified")
     each = [{name: run(name, directory, gib, 1) for name in names} for _ in range(rounds)]
     for name in names:
-        found[name] = {key: statistics.median(one[name][key] for one in each) for key in each[0][name]}
-    found["export"], found["blocked"] = run("export", directory, gib, 1), run("blocked", directory, gib, rounds)
+        found[name] = {
+            key: statistics.median(one[name][key] for one in each) for key in each[0][name]
+        }
+    found["export"], found["blocked"] = (
+        run("export", directory, gib, 1),
+        run("blocked", directory, gib, rounds),
+    )
     rows = []
     write, read = rate(found["save"], "plain_s"), rate(found["read"], "plain_s")
-    rows.append(("plain read, streamed", "", f"{rate(found['read'], 'streamed_s'):.2f} GiB/s", "", True))
+    rows.append(
+        ("plain read, streamed", "", f"{rate(found['read'], 'streamed_s'):.2f} GiB/s", "", True)
+    )
     for name, plain in (("save", write), ("restore", read), ("verified", read)):
         ours = rate(found[name], "ours_s")
         label = {"save": "save", "restore": "restore, unverified", "verified": "restore"}[name]
         target = f">= {THROUGHPUT}x" if name != "verified" else ""
         fits = name == "verified" or ours >= THROUGHPUT * plain
-        rows.append((label, f"{ours:.2f} GiB/s", f"{plain:.2f} GiB/s, {ours / plain:.2f}x", target, fits))
+        rows.append(
+            (label, f"{ours:.2f} GiB/s", f"{plain:.2f} GiB/s, {ours / plain:.2f}x", target, fits)
+        )
     for name, label in (("restore", "peak of a restore"), ("verified", "peak of a verified one")):
         times = found[name]["peak"] / found[name]["bytes"]
         against = f"{found[name]['bytes'] / GIB:.2f} GiB, {times:.2f}x"
         rows.append(
-            (label, f"{found[name]['peak'] / GIB:.2f} GiB", against, f"< {RESTORE_PEAK}x", times < RESTORE_PEAK)
+            (
+                label,
+                f"{found[name]['peak'] / GIB:.2f} GiB",
+                against,
+                f"< {RESTORE_PEAK}x",
+                times < RESTORE_PEAK,
+            )
         )
     above = found["export"]["peak"] - found["export"]["largest"]
     size, largest = (found["export"][name] / GIB for name in ("peak", "largest"))
     against = f"{largest:.2f} GiB, {above / GIB:+.2f}"
-    rows.append(("peak of an export", f"{size:.2f} GiB", against, "< 0.5 GiB more", above < EXPORT_PEAK))
+    rows.append(
+        ("peak of an export", f"{size:.2f} GiB", against, "< 0.5 GiB more", above < EXPORT_PEAK)
+    )
     ours, plain = found["blocked"]["ours_s"], found["blocked"]["plain_s"]
     against = f"{plain:.2f} s, {ours / plain:.2f}x"
-    rows.append(("blocked by a save", f"{ours:.2f} s", against, f"<= {BLOCKED}x", ours <= BLOCKED * plain))
+    rows.append(
+        ("blocked by a save", f"{ours:.2f} s", against, f"<= {BLOCKED}x", ours <= BLOCKED * plain)
+    )
     return rows, found
 
 
@@ -251,7 +296,7 @@ def main() -> int:
     if options.child:
         print(json.dumps(CHILDREN[options.child](options.directory, options.gib, options.rounds)))
         return 0
-    from fsdp_jax.table import text_table
+    from fsdp_jax.tables import text_table
 
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         rows, found = measure(Path(directory), options.gib, options.rounds)

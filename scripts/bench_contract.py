@@ -1,24 +1,33 @@
 """What each strategy sends per step on H100s and TPU pods, against the least it can send.
 
-    python scripts/bench_contract.py [--models llama2_7b gpt2_xl] [--topologies h100:8 ...] [--json FILE]
+    python scripts/bench_contract.py [--models llama2_7b gpt2_xl] [--topologies h100:8 ...] [--json
+    FILE]
                                      [--strategies full_shard ...] [--prefetch none] [--local-batch]
                                      [--attention blockwise flash] [--layers N] [--rows 1]
 
-Steps are compiled for machines that need not be there, from configs/llama2_7b.yaml and so on: scanned layers, full
-recomputation, bfloat16 compute, float32 AdamW, one sequence per device (--rows).
+Steps are compiled for machines that need not be there, from configs/llama2_7b.yaml and so on:
+scanned layers, full recomputation, bfloat16 compute, float32 AdamW, one sequence per device
+(--rows).
 
 Conventions
-- Sent bytes are read from the compiled program, loop trips counted, by a ring: (n-1)/n of an array to gather it or to
-  reduce and scatter it, twice that to all-reduce it. What the compiler pads is counted.
-- Without --local-batch XLA chooses the collectives by sharding annotations, and may send activations in place of a
-  parameter; then the limit is what it may not exceed. With it they are explicit.
-- The limit is the strategy's arithmetic in the declared dtypes (fsdp_jax/inspect/expected.py): 6 bytes per parameter
-  for full_shard, less 2 for what is gathered once for forward and backward (embedding and head); 4 for the others.
-- Hidden bytes: a GEMM, a convolution or an attention kernel runs between start and done. `loop` counts the layer loop.
+- Sent bytes are read from the compiled program, loop trips counted, by a ring: (n-1)/n of an array
+  to gather it or to reduce and scatter it, twice that to all-reduce it. What the compiler pads is
+  counted.
+- Without --local-batch XLA chooses the collectives by sharding annotations, and may send
+  activations in place of a parameter; then the limit is what it may not exceed. With it they are
+  explicit.
+- The limit is the strategy's arithmetic in the declared dtypes (fsdp_jax/inspect/expected.py): 6
+  bytes per parameter for full_shard, less 2 for what is gathered once for forward and backward
+  (embedding and head); 4 for the others.
+- Hidden bytes: a GEMM, a convolution or an attention kernel runs between start and done. `loop`
+  counts the layer loop.
 - Peak is XLA's own figure for one device, state included.
-- Hybrid strategies: 2 replicas on 8 devices, one replica per host of h100:64x8, 16 x 16 on v5e:16x16.
-- XLA refuses to compile for a TPU what does not fit its memory: then 4 layers stand for all, and the row says so.
-- Each program is compiled in a process of its own; --json keeps what is done and goes on from there.
+- Hybrid strategies: 2 replicas on 8 devices, one replica per host of h100:64x8, 16 x 16 on
+  v5e:16x16.
+- XLA refuses to compile for a TPU what does not fit its memory: then 4 layers stand for all, and
+  the row says so.
+- Each program is compiled in a process of its own; --json keeps what is done and goes on from
+  there.
 - Exit code 3 if a ratio exceeds 1.02 or a contract does not hold.
 """
 
@@ -36,7 +45,14 @@ ATTENTION = dict.fromkeys(("t5_large", "t5_v1_1_large", "vit_l16", "cait_m36"), 
 """Of models without `flash`. cuDNN's kernel is in no row: it cannot be traced where cuDNN is not installed."""
 TOPOLOGIES = {"h100:8": 2, "h100:64x8": 64, "v5e:16x16": 16, "v5p:2x2x2": 2}
 """With the number of replicas that hybrid strategies make of each."""
-STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2")
+STRATEGIES = (
+    "no_shard",
+    "zero1",
+    "shard_grad_op",
+    "full_shard",
+    "hybrid_shard",
+    "hybrid_shard_zero2",
+)
 FEW_LAYERS = "4"
 MOST = 1.02
 GIB = 2.0**30
@@ -57,10 +73,10 @@ class Program(NamedTuple):
 
 def compile_one(program: Program) -> dict[str, Any]:
     """The row of one program."""
-    from fsdp_jax.inspect.contract import judge
+    from fsdp_jax.contract.contract import judge
     from fsdp_jax.planner import parse_topology
-    from fsdp_jax.train.config import load
-    from fsdp_jax.train.run import build
+    from fsdp_jax.train.build import build
+    from fsdp_jax.train.config_file import load
 
     machine = parse_topology(program.topology)
     replicas = TOPOLOGIES.get(program.topology, 2) if program.strategy.startswith("hybrid") else 1
@@ -107,7 +123,9 @@ def in_child(program: Program) -> dict[str, Any]:
     if done.returncode and "RESOURCE_EXHAUSTED" in done.stderr and not program.layers:
         return in_child(program._replace(layers=FEW_LAYERS))
     if done.returncode:
-        return program._asdict() | {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+        return program._asdict() | {
+            "error": (done.stderr.strip().splitlines() or ["no message"])[-1]
+        }
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -126,24 +144,38 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"{where}| failed: {row['error'][:80]} | | | | |")
             continue
         shares = [
-            f"{100 * row['loop_hidden_bytes'][op] / row['loop_bytes'][op]:.0f}%" if row["loop_bytes"][op] else "-"
+            f"{100 * row['loop_hidden_bytes'][op] / row['loop_bytes'][op]:.0f}%"
+            if row["loop_bytes"][op]
+            else "-"
             for op in ("all-gather", "reduce-scatter")
         ]
         verdict = "" if row["holds"] else " (contract broken)"
-        sent, limit, peak = (row[name] / GIB for name in ("wire_bytes", "wire_bytes_limit", "peak_bytes"))
+        sent, limit, peak = (
+            row[name] / GIB for name in ("wire_bytes", "wire_bytes_limit", "peak_bytes")
+        )
         ratio = f"{row['ratio']:.3f}{verdict}"
-        lines.append(f"{where}| {sent:.2f} | {limit:.2f} | {ratio} | {', '.join(shares)} | {peak:.2f} |")
+        lines.append(
+            f"{where}| {sent:.2f} | {limit:.2f} | {ratio} | {', '.join(shares)} | {peak:.2f} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=MODELS[:2], choices=MODELS)
     parser.add_argument("--topologies", nargs="+", default=tuple(TOPOLOGIES))
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
-    parser.add_argument("--attention", nargs="+", default=("blockwise",), choices=("blockwise", "flash"))
-    parser.add_argument("--local-batch", action="store_true", help="explicit collectives, in place of annotations")
-    parser.add_argument("--prefetch", default="none", choices=("none", "post", "pre"), help="with --local-batch")
+    parser.add_argument(
+        "--attention", nargs="+", default=("blockwise",), choices=("blockwise", "flash")
+    )
+    parser.add_argument(
+        "--local-batch", action="store_true", help="explicit collectives, in place of annotations"
+    )
+    parser.add_argument(
+        "--prefetch", default="none", choices=("none", "post", "pre"), help="with --local-batch"
+    )
     parser.add_argument("--layers", default="", help="in place of the configuration's")
     parser.add_argument("--rows", type=int, default=1, help="sequences or images per device")
     parser.add_argument("--json", type=Path)
@@ -158,7 +190,14 @@ def main() -> int:
     asked = {row.pop("asked"): row for row in done if "error" not in row}
     programs = [
         Program(
-            model, topology, strategy, attention, options.local_batch, options.prefetch, options.rows, options.layers
+            model,
+            topology,
+            strategy,
+            attention,
+            options.local_batch,
+            options.prefetch,
+            options.rows,
+            options.layers,
         )
         for model in options.models
         for attention in options.attention
@@ -173,10 +212,19 @@ def main() -> int:
         rows.append(asked[key])
         print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
         if options.json:
-            options.json.write_text(json.dumps([{"asked": key} | row for key, row in asked.items()], indent=1))
+            options.json.write_text(
+                json.dumps([{"asked": key} | row for key, row in asked.items()], indent=1)
+            )
     print(table(rows))
     if not options.json:
-        print(json.dumps([{name: value for name, value in row.items() if name != "collectives"} for row in rows]))
+        print(
+            json.dumps(
+                [
+                    {name: value for name, value in row.items() if name != "collectives"}
+                    for row in rows
+                ]
+            )
+        )
     broken = [row for row in rows if "error" in row or not row["holds"] or row["ratio"] > MOST]
     return 3 if broken else 0
 

@@ -1,22 +1,27 @@
-"""Speed and host memory of reading foreign weights into shards, against plain reads of the same files.
+"""Speed and host memory of reading foreign weights into shards, against plain reads of the same
+files.
 
-    python scripts/bench_import.py [--gib 3] [--rounds 3] [--dir DIR] [--json FILE] [--cases llama-bfloat16 ...]
+    python scripts/bench_import.py [--gib 3] [--rounds 3] [--dir DIR] [--json FILE] [--cases
+    llama-bfloat16 ...]
 
-The models are a Llama and a GPT-2 of `--gib` bytes of random numbers each, in files of about 500 MB under Hugging
-Face's names, imported in the dtype of the files over 8 virtual CPU devices by `full_shard`, and also from bfloat16 into
-float32. The files are deleted afterwards.
+The models are a Llama and a GPT-2 of `--gib` bytes of random numbers each, in files of about 500 MB
+under Hugging Face's names, imported in the dtype of the files over 8 virtual CPU devices by
+`full_shard`, and also from bfloat16 into float32. The files are deleted afterwards.
 
 Conventions
 - Each measurement runs in a child process of its own; rounds alternate, medians are compared.
-- Before each, the kernel is told to forget the files (`posix_fadvise`, DONTNEED), after they have been flushed.
-- The machine's memory has been in use before: a child that fills three times the bytes and ends goes ahead of each
-  measurement. A virtual machine gets memory from its host at the first touch, at a tenth of the speed.
+- Before each, the kernel is told to forget the files (`posix_fadvise`, DONTNEED), after they have
+  been flushed.
+- The machine's memory has been in use before: a child that fills three times the bytes and ends
+  goes ahead of each measurement. A virtual machine gets memory from its host at the first touch, at
+  a tenth of the speed.
 - import: `import_weights`, the first in its process, from the call until every shard is in place.
-- Sequential read: the same files, one after another, streamed through one block of 8 MiB, which takes no new memory;
-  the target is of the import against that. Kept: read into new memory, as an import has to, for information.
-- Peak memory is the child's largest resident set (`VmHWM`) less what was resident before the call, jax's devices
-  having been started; the imported arrays are in it, for the devices' memory is the host's. Against the bytes of the
-  arrays as they are laid out, replicas counted for each device.
+- Sequential read: the same files, one after another, streamed through one block of 8 MiB, which
+  takes no new memory; the target is of the import against that. Kept: read into new memory, as an
+  import has to, for information.
+- Peak memory is the child's largest resident set (`VmHWM`) less what was resident before the call,
+  jax's devices having been started; the imported arrays are in it, for the devices' memory is the
+  host's. Against the bytes of the arrays as they are laid out, replicas counted for each device.
 - Exit code 1 where a target is missed.
 """
 
@@ -61,7 +66,13 @@ def config_of(case: str, gib: float) -> Any:
     config: Any
     if family == "llama":
         config = LlamaConfig(
-            vocab_size=32_000, sequence_length=4096, layers=1, width=2048, heads=32, kv_heads=8, hidden=5632
+            vocab_size=32_000,
+            sequence_length=4096,
+            layers=1,
+            width=2048,
+            heads=32,
+            kv_heads=8,
+            hidden=5632,
         )
     else:
         config = GPTConfig(vocab_size=50_257, sequence_length=1024, layers=1, width=1600, heads=25)
@@ -75,7 +86,7 @@ def make_files(case: str, gib: float, folder: Path) -> None:
     """Random weights under foreign names."""
     import numpy as np
 
-    from fsdp_jax.checkpoint.writing import Outline, write_weights
+    from fsdp_jax.io.safetensors_writer import Outline, write_weights
     from fsdp_jax.weights import config_json, table_of
 
     config, dtype = config_of(case, gib), np.dtype(CASES[case][1])
@@ -94,7 +105,9 @@ def make_files(case: str, gib: float, folder: Path) -> None:
 
     outlines = [Outline(piece.name, piece.shape, dtype) for piece in pieces]
     others = {"config.json": json.dumps(config_json(config)).encode()}
-    write_weights(folder, outlines, values(), file_bytes=FILE_BYTES, metadata={"format": "pt"}, others=others)
+    write_weights(
+        folder, outlines, values(), file_bytes=FILE_BYTES, metadata={"format": "pt"}, others=others
+    )
 
 
 def laid_out(case: str, gib: float) -> Any:
@@ -113,7 +126,12 @@ def laid_out(case: str, gib: float) -> Any:
     model = Llama if CASES[case][0] == "llama" else GPT
     precision = fsdp_jax.Precision(param=dtype, compute=dtype)
     return fsdp_jax.fully_shard(
-        lambda rngs: model(config, rngs=rngs), optax.sgd(0.0), mesh, "full_shard", "scan", precision=precision
+        lambda rngs: model(config, rngs=rngs),
+        optax.sgd(0.0),
+        mesh,
+        "full_shard",
+        "scan",
+        precision=precision,
     )
 
 
@@ -194,7 +212,18 @@ CHILDREN = {
 
 def run(name: str, case: str, folder: Path, gib: float) -> Figures:
     """One measurement in a process of its own."""
-    words = [sys.executable, __file__, "--child", name, "--cases", case, "--dir", str(folder), "--gib", str(gib)]
+    words = [
+        sys.executable,
+        __file__,
+        "--child",
+        name,
+        "--cases",
+        case,
+        "--dir",
+        str(folder),
+        "--gib",
+        str(gib),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -216,7 +245,9 @@ def measure(case: str, folder: Path, gib: float, rounds: int) -> Figures:
 
 def row(case: str, found: Figures) -> tuple[list[str], bool]:
     """(of the table, whether the targets are met)."""
-    speed = {name: found["bytes"] / GIB / found[f"{name}_s"] for name in ("import", "stream", "keep")}
+    speed = {
+        name: found["bytes"] / GIB / found[f"{name}_s"] for name in ("import", "stream", "keep")
+    }
     times, rate = found["peak"] / found["placed"], speed["import"] / speed["stream"]
     fits = times < PEAK and rate >= SPEED
     cells = [
@@ -246,7 +277,7 @@ def main() -> int:
     if options.child:
         print(json.dumps(CHILDREN[options.child](options.cases[0], options.dir, options.gib)))
         return 0
-    from fsdp_jax.table import text_table
+    from fsdp_jax.tables import text_table
 
     found = {}
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:

@@ -2,14 +2,15 @@
 
     python scripts/bench_init_memory.py [--layers 28] [--width 1024] [--strategy full_shard]
 
-`fully_shard(...).init()` makes a GPT of about 400M parameters (GPT-2 medium with four more layers) and its AdamW state,
-float32, 12 bytes a parameter, over 8 virtual CPU devices.
+`fully_shard(...).init()` makes a GPT of about 400M parameters (GPT-2 medium with four more layers)
+and its AdamW state, float32, 12 bytes a parameter, over 8 virtual CPU devices.
 
 Conventions
-- It runs in a child process of its own. Peak is the child's largest resident set (`ru_maxrss`) when the state is ready,
-  less its resident set after imports and the start of the devices. Compilation is included.
-- All 8 devices share this machine's memory, so the least possible is the state's bytes, summed over devices; what is
-  replicated counts once for each device that holds it.
+- It runs in a child process of its own. Peak is the child's largest resident set (`ru_maxrss`) when
+  the state is ready, less its resident set after imports and the start of the devices. Compilation
+  is included.
+- All 8 devices share this machine's memory, so the least possible is the state's bytes, summed over
+  devices; what is replicated counts once for each device that holds it.
 - Exit code 1 above the target.
 """
 
@@ -49,10 +50,14 @@ def measure(layers: int, width: int, vocab: int, strategy: str) -> dict[str, Any
     from fsdp_jax.models import GPT, GPTConfig, parameter_count
 
     use_virtual_devices(DEVICES)
-    config = GPTConfig(vocab_size=vocab, sequence_length=1024, layers=layers, width=width, heads=width // 64)
+    config = GPTConfig(
+        vocab_size=vocab, sequence_length=1024, layers=layers, width=width, heads=width // 64
+    )
     mesh = fsdp_jax.make_mesh(devices=jax.devices("cpu"))
     jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(8))())  # the compiler has been loaded
-    sharded = fsdp_jax.fully_shard(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, strategy, "scan")
+    sharded = fsdp_jax.fully_shard(
+        lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, strategy, "scan"
+    )
     before, before_peak = resident(), peak()
     start = time.perf_counter()
     state = jax.block_until_ready(sharded.init())
@@ -73,19 +78,25 @@ def measure(layers: int, width: int, vocab: int, strategy: str) -> dict[str, Any
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=50257)
     parser.add_argument("--strategy", default="full_shard")
-    parser.add_argument("--in-process", action="store_true", help="measure here and print JSON alone")
+    parser.add_argument(
+        "--in-process", action="store_true", help="measure here and print JSON alone"
+    )
     args = parser.parse_args()
     if args.in_process:
         print(json.dumps(measure(args.layers, args.width, args.vocab, args.strategy)))
         return 0
 
     child = subprocess.run(
-        [sys.executable, __file__, *sys.argv[1:], "--in-process"], stdout=subprocess.PIPE, check=True
+        [sys.executable, __file__, *sys.argv[1:], "--in-process"],
+        stdout=subprocess.PIPE,
+        check=True,
     )
     record = json.loads(child.stdout.splitlines()[-1])
     above = record["peak_bytes"] - record["before_bytes"]

@@ -1,32 +1,39 @@
-"""What fsdp_jax costs over a train step written by hand: collectives, losses and step time, side by side.
+"""What fsdp_jax costs over a train step written by hand: collectives, losses and step time, side by
+side.
 
-    python scripts/bench_overhead.py [--strategy full_shard|shard_grad_op|no_shard] [--pairs 40] [--compute float32]
-    python scripts/bench_overhead.py --host [--pairs 9] [--layers 12]
+    python scripts/bench_overhead.py [--strategy full_shard|shard_grad_op|no_shard] [--pairs 40]
+    [--compute float32] python scripts/bench_overhead.py --host [--pairs 9] [--layers 12]
 
-Both sides train the same GPT (scanned) with AdamW on the same mesh of 8 virtual CPU devices, from the same parameters,
-on the same batches. The side written by hand is plain JAX and optax: it uses the model for the shapes of its parameters
-and for its initialisation, and nothing else of fsdp_jax.
+Both sides train the same GPT (scanned) with AdamW on the same mesh of 8 virtual CPU devices, from
+the same parameters, on the same batches. The side written by hand is plain JAX and optax: it uses
+the model for the shapes of its parameters and for its initialisation, and nothing else of fsdp_jax.
 
 Conventions
-- Collectives are counted in the text of the compiled programs, each once: how often a loop runs its body is ignored.
-  Bytes are those of a collective's result on one device.
-- A step is timed from the NumPy batch on the host to the last array of the new state, `block_until_ready`.
-- Runs are interleaved in rounds of three: ours, by hand, and by hand once more as a control, in rotating order. The
-  ratio is the median of ours over the median by hand; its interval is a 95 % bootstrap over rounds. The control's, of
-  a program to itself, is the noise within this process. From one process to the next the ratio of the same two programs
-  moves by several percent more, which no interval here shows: run it several times before believing a small difference.
-- Page faults are the process's minor ones: temporary buffers that the allocator gave back and takes anew.
-  `--hold-memory` starts again with glibc told never to give memory back, for both sides alike.
-- CPU seconds are those of the whole process during a step, all threads; they feel other programs less than the clock.
-- Exit code 1 if collectives or losses differ. The ratio is reported, with its target, and does not fail the run.
+- Collectives are counted in the text of the compiled programs, each once: how often a loop runs its
+  body is ignored. Bytes are those of a collective's result on one device.
+- A step is timed from the NumPy batch on the host to the last array of the new state,
+  `block_until_ready`.
+- Runs are interleaved in rounds of three: ours, by hand, and by hand once more as a control, in
+  rotating order. The ratio is the median of ours over the median by hand; its interval is a 95 %
+  bootstrap over rounds. The control's, of a program to itself, is the noise within this process.
+  From one process to the next the ratio of the same two programs moves by several percent more,
+  which no interval here shows: run it several times before believing a small difference.
+- Page faults are the process's minor ones: temporary buffers that the allocator gave back and takes
+  anew. `--hold-memory` starts again with glibc told never to give memory back, for both sides
+  alike.
+- CPU seconds are those of the whole process during a step, all threads; they feel other programs
+  less than the clock.
+- Exit code 1 if collectives or losses differ. The ratio is reported, with its target, and does not
+  fail the run.
 
 With `--host`, what the host does before a step runs, with unrolled layers and `full_shard`:
-- Tracing and lowering: `jit(step).lower(shapes)` of a new function object each time, in CPU seconds of this process
-  after a garbage collection, ours and by hand in turns; medians. By hand is the same NNX model class: a merge for
-  each layer under a `jax.checkpoint` that drops what was gathered, constraints at each parameter, value_and_grad,
-  optax, and the same guard against steps that are not finite.
-- `put` of a batch of three NumPy arrays against `jax.device_put(batch, shardings)`, in microseconds by the clock, and
-  of arrays that lie on the devices already.
+- Tracing and lowering: `jit(step).lower(shapes)` of a new function object each time, in CPU seconds
+  of this process after a garbage collection, ours and by hand in turns; medians. By hand is the
+  same NNX model class: a merge for each layer under a `jax.checkpoint` that drops what was
+  gathered, constraints at each parameter, value_and_grad, optax, and the same guard against steps
+  that are not finite.
+- `put` of a batch of three NumPy arrays against `jax.device_put(batch, shardings)`, in microseconds
+  by the clock, and of arrays that lie on the devices already.
 - `fully_shard` for more and more layers, in CPU seconds; once each, after one run of two layers.
 """
 
@@ -66,7 +73,9 @@ Tree = Any
 # --- by hand ---
 
 
-def by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, strategy: str, compute: Any) -> Any:
+def by_hand(
+    config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, strategy: str, compute: Any
+) -> Any:
     """(init, step, shardings of the state): what one writes for this one model, without a library.
 
     B batch, T sequence, D width, H heads.
@@ -91,7 +100,9 @@ def by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, str
     param_shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs["blocks"])
     opt_shardings = jax.tree.map(
-        lambda part: param_shardings if isinstance(part, dict) else whole,  # moments are trees like the parameters
+        lambda part: (
+            param_shardings if isinstance(part, dict) else whole
+        ),  # moments are trees like the parameters
         jax.eval_shape(tx.init, abstract),
         is_leaf=lambda part: isinstance(part, dict),
     )
@@ -121,13 +132,19 @@ def by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, str
         B, T, D = x_BTD.shape
         qkv = jnp.split(linear(p["attn"]["qkv"], norm(p["ln_1"], x_BTD)), 3, axis=-1)
         q, k, v = (part.reshape(B, T, config.heads, D // config.heads) for part in qkv)
-        x_BTD += linear(p["attn"]["out"], jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(B, T, D))
+        x_BTD += linear(
+            p["attn"]["out"], jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(B, T, D)
+        )
         hidden = jax.nn.gelu(linear(p["mlp"]["up"], norm(p["ln_2"], x_BTD)), approximate=True)
         return x_BTD + linear(p["mlp"]["down"], hidden)
 
     def keep(primitive: Any, *_: Any, **__: Any) -> bool:
         """Saves activations, not what gathering made: the backward gathers again."""
-        return primitive.name not in ("convert_element_type", "sharding_constraint", "optimization_barrier")
+        return primitive.name not in (
+            "convert_element_type",
+            "sharding_constraint",
+            "optimization_barrier",
+        )
 
     def layer(x_BTD: jax.Array, p: Tree) -> tuple[jax.Array, None]:
         return block(gather(p, layer_specs), x_BTD), None
@@ -138,7 +155,11 @@ def by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, str
     def loss_sum(params: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if strategy == "full_shard":
-            top = {name: gather({name: params[name]}, {name: specs[name]})[name] for name in params if name != "blocks"}
+            top = {
+                name: gather({name: params[name]}, {name: specs[name]})[name]
+                for name in params
+                if name != "blocks"
+            }
         else:  # gathered already, or never apart
             top = params
         x_BTD = jnp.take(top["embed"]["embedding"], inputs, axis=0)
@@ -155,12 +176,16 @@ def by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, str
         params = state["params"]
         held = params if strategy == "full_shard" else gather(params, specs)
         (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(held, tokens)
-        grads = jax.tree.map(lambda g, p, s: put(g, s).astype(p.dtype) / count, grads, params, specs)
+        grads = jax.tree.map(
+            lambda g, p, s: put(g, s).astype(p.dtype) / count, grads, params, specs
+        )
         loss, size = total / count, optax.tree.norm(grads)
         fine = jnp.isfinite(loss) & jnp.isfinite(size)
         updates, opt = tx.update(grads, state["opt"], params)
         new = {"params": optax.apply_updates(params, updates), "opt": opt}
-        new = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, {name: state[name] for name in new})
+        new = jax.tree.map(
+            lambda a, b: jnp.where(fine, a, b), new, {name: state[name] for name in new}
+        )
         new |= {"step": state["step"] + 1, "skipped": state["skipped"] + jnp.where(fine, 0, 1)}
         return new, {"loss": loss, "grad_norm": size, "skipped": new["skipped"]}
 
@@ -171,12 +196,18 @@ def by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, str
         counters = jax.jit(lambda: (jnp.int32(0), jnp.int32(0)), out_shardings=(whole, whole))()
         return {"params": params, "opt": opt, "step": counters[0], "skipped": counters[1]}
 
-    compiled = jax.jit(step, in_shardings=(shardings, batch), out_shardings=(shardings, whole), donate_argnums=0)
+    compiled = jax.jit(
+        step, in_shardings=(shardings, batch), out_shardings=(shardings, whole), donate_argnums=0
+    )
     return init, compiled, batch
 
 
-def unrolled_by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation) -> tuple[Callable[..., Any], Any]:
-    """(a function that makes the jitted step, the shapes of its state): full_shard of the unrolled NNX model."""
+def unrolled_by_hand(
+    config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation
+) -> tuple[Callable[..., Any], Any]:
+    """(a function that makes the jitted step, the shapes of its state): full_shard of the unrolled
+    NNX model.
+    """
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     graphdef, params = jax.eval_shape(lambda: nnx.split(GPT(config, rngs=nnx.Rngs(0)), nnx.Param))
     block_def, _ = nnx.split(nnx.merge(graphdef, params).blocks[0])
@@ -192,18 +223,28 @@ def unrolled_by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransforma
         return x if at is whole else pin(lax.optimization_barrier(pin(x, at)), whole)
 
     def keep(primitive: Any, *_: Any, **__: Any) -> bool:
-        return primitive.name not in ("convert_element_type", "sharding_constraint", "optimization_barrier")
+        return primitive.name not in (
+            "convert_element_type",
+            "sharding_constraint",
+            "optimization_barrier",
+        )
 
     specs = jax.tree.map(sharding, params)
 
     def loss_sum(params: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        top = {name: jax.tree.map(gather, params[name], specs[name]) for name in params if name != "blocks"}
+        top = {
+            name: jax.tree.map(gather, params[name], specs[name])
+            for name in params
+            if name != "blocks"
+        }
         model = nnx.merge(graphdef, nnx.State({**top, "blocks": params["blocks"]}))
         x_BTD = model.embed(tokens[:, :-1]) + model.positions(jnp.arange(tokens.shape[1] - 1)[None])
         for number, block in params["blocks"].items():
 
             def layer(block: Tree, x_BTD: jax.Array, number: int = number) -> jax.Array:
-                return nnx.merge(block_def, jax.tree.map(gather, block, specs["blocks"][number]))(x_BTD)
+                return nnx.merge(block_def, jax.tree.map(gather, block, specs["blocks"][number]))(
+                    x_BTD
+                )
 
             x_BTD = jax.checkpoint(layer, policy=keep)(block, x_BTD)
         losses = cross_entropy(model.embed.attend(model.ln_f(x_BTD)), tokens[:, 1:])
@@ -212,12 +253,16 @@ def unrolled_by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransforma
     def step(state: Tree, tokens: jax.Array) -> tuple[Tree, Tree]:
         params = state["params"]
         (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, tokens)
-        grads = jax.tree.map(lambda g, at: lax.with_sharding_constraint(g, at) / count, grads, specs)
+        grads = jax.tree.map(
+            lambda g, at: lax.with_sharding_constraint(g, at) / count, grads, specs
+        )
         loss, size = total / count, optax.tree.norm(grads)
         fine = jnp.isfinite(loss) & jnp.isfinite(size)
         updates, opt = tx.update(grads, state["opt"], params)
         new = {"params": optax.apply_updates(params, updates), "opt": opt}
-        new = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, {name: state[name] for name in new})
+        new = jax.tree.map(
+            lambda a, b: jnp.where(fine, a, b), new, {name: state[name] for name in new}
+        )
         new |= {"step": state["step"] + 1, "skipped": state["skipped"] + jnp.where(fine, 0, 1)}
         return new, {"loss": loss, "grad_norm": size, "skipped": new["skipped"]}
 
@@ -225,8 +270,15 @@ def unrolled_by_hand(config: GPTConfig, mesh: Mesh, tx: optax.GradientTransforma
         return isinstance(part, nnx.State)
 
     counter = jax.ShapeDtypeStruct((), jnp.int32)
-    state = {"params": params, "opt": jax.eval_shape(tx.init, params), "step": counter, "skipped": counter}
-    placed = jax.tree.map(lambda part: specs if is_params(part) else whole, state, is_leaf=is_params)
+    state = {
+        "params": params,
+        "opt": jax.eval_shape(tx.init, params),
+        "step": counter,
+        "skipped": counter,
+    }
+    placed = jax.tree.map(
+        lambda part: specs if is_params(part) else whole, state, is_leaf=is_params
+    )
 
     def make() -> Any:
         return jax.jit(
@@ -279,11 +331,17 @@ def host_cost(layers: int, pairs: int) -> dict[str, Any]:
         for name, run in puts.items():
             clocks[name].append(timed(run)[0])
     micro = {name: float(np.median(times)) * 1e6 for name, times in clocks.items()}
-    print("a batch to the devices (us): " + ", ".join(f"{name} {value:.0f}" for name, value in micro.items()))
+    print(
+        "a batch to the devices (us): "
+        + ", ".join(f"{name} {value:.0f}" for name, value in micro.items())
+    )
 
     shard(2)
     growth = {count: cpu(functools.partial(shard, count)) for count in (12, 24, 48, 96)}
-    print("fully_shard (CPU s): " + ", ".join(f"{count} layers {value:.2f}" for count, value in growth.items()))
+    print(
+        "fully_shard (CPU s): "
+        + ", ".join(f"{count} layers {value:.2f}" for count, value in growth.items())
+    )
     return {"bench": "host", "layers": layers, "pairs": pairs, "lower_cpu_seconds": lowering,
             "lower_ratio_with_95_percent_interval": [ratio, low, high], "target": TRACE_TARGET, "put_us": micro,
             "fully_shard_cpu_seconds": growth, "jax": jax.__version__}  # fmt: skip
@@ -342,30 +400,53 @@ def ratio_of(above: np.ndarray, below: np.ndarray) -> tuple[float, float, float]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="full_shard", choices=("full_shard", "shard_grad_op", "no_shard"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--strategy", default="full_shard", choices=("full_shard", "shard_grad_op", "no_shard")
+    )
     parser.add_argument("--compute", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--host", action="store_true", help="what the host does before a step runs")
-    parser.add_argument("--pairs", type=int, help="timed rounds, after warm-up; 40, or 9 with --host")
+    parser.add_argument(
+        "--pairs", type=int, help="timed rounds, after warm-up; 40, or 9 with --host"
+    )
     parser.add_argument("--layers", type=int, help="4, or 12 with --host")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--hold-memory", action="store_true", help="no page faults for temporary buffers; see above")
-    parser.add_argument("--dump", help="write both compiled programs to DUMP.ours.txt and DUMP.hand.txt")
+    parser.add_argument(
+        "--hold-memory", action="store_true", help="no page faults for temporary buffers; see above"
+    )
+    parser.add_argument(
+        "--dump", help="write both compiled programs to DUMP.ours.txt and DUMP.hand.txt"
+    )
     args = parser.parse_args()
 
-    held = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_TOP_PAD_": str(2**28)}
+    held = {
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**32),
+        "MALLOC_TOP_PAD_": str(2**28),
+    }
     if args.hold_memory and any(os.environ.get(name) != value for name, value in held.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **held})  # glibc reads them at its start
+        os.execve(
+            sys.executable, [sys.executable, *sys.argv], {**os.environ, **held}
+        )  # glibc reads them at its start
 
     use_virtual_devices(DEVICES)
-    args.pairs, args.layers = args.pairs or (9 if args.host else 40), args.layers or (12 if args.host else 4)
+    args.pairs, args.layers = (
+        args.pairs or (9 if args.host else 40),
+        args.layers or (12 if args.host else 4),
+    )
     if args.host:
         print(json.dumps(host_cost(args.layers, args.pairs)))
         return 0
     config = GPTConfig(
-        vocab_size=256, sequence_length=args.sequence, layers=args.layers, width=args.width, heads=args.width // 32
+        vocab_size=256,
+        sequence_length=args.sequence,
+        layers=args.layers,
+        width=args.width,
+        heads=args.width // 32,
     )
     mesh = fsdp_jax.make_mesh(devices=jax.devices("cpu"))
     flat = Mesh(mesh.devices.reshape(-1), ("data",))
@@ -375,13 +456,19 @@ def main() -> int:
         lambda rngs: GPT(config, rngs=rngs), tx, mesh, args.strategy, "scan",
         precision=fsdp_jax.Precision(compute=args.compute),
     )  # fmt: skip
-    # By annotations, as the other side: with local batches the collectives are others (and fewer bytes).
+    # By annotations, as the other side: with local batches the collectives are others (and fewer
+    # bytes).
     ours = sharded.train_step(next_token_loss)
     init, hand, hand_batch = by_hand(config, flat, tx, args.strategy, jnp.dtype(args.compute))
     states = {"ours": sharded.init(0), "hand": init(0)}
-    rows = np.random.default_rng(0).integers(0, 256, (5, args.batch, args.sequence + 1), dtype=np.int32)
+    rows = np.random.default_rng(0).integers(
+        0, 256, (5, args.batch, args.sequence + 1), dtype=np.int32
+    )
     hand_compiled = hand.lower(states["hand"], jax.device_put(rows[0], hand_batch)).compile()
-    texts = {"ours": ours.lower({"tokens": rows[0]}).compile().as_text(), "hand": hand_compiled.as_text()}
+    texts = {
+        "ours": ours.lower({"tokens": rows[0]}).compile().as_text(),
+        "hand": hand_compiled.as_text(),
+    }
     if args.dump:
         for side, text in texts.items():
             with open(f"{args.dump}.{side}.txt", "w") as file:
@@ -410,7 +497,9 @@ def main() -> int:
     apart = max(abs(a - b) for a, b in zip(losses["ours"], losses["hand"], strict=True))
     tolerance = 1e-5 if args.compute == "float32" else 2e-2
     measured = {side: np.array(values) for side, values in times.items()}
-    medians = {side: [float(x) for x in np.median(values, axis=0)] for side, values in measured.items()}
+    medians = {
+        side: [float(x) for x in np.median(values, axis=0)] for side, values in measured.items()
+    }
     ratios = {
         f"{name}_{clock}": ratio_of(measured[above][:, i], measured["hand"][:, i])
         for name, above in (("ours", "ours"), ("control", "control"))
@@ -422,13 +511,18 @@ def main() -> int:
     print(f"{'':<34}{'ours':>20}{'by hand':>20}")
     by_op = {side: totals(counted) for side, counted in found.items()}
     for op in sorted({*by_op["ours"], *by_op["hand"]}):
-        cells = [f"{n} ({size:,} B)" for n, size in (by_op[side].get(op, (0, 0)) for side in ("ours", "hand"))]
+        cells = [
+            f"{n} ({size:,} B)"
+            for n, size in (by_op[side].get(op, (0, 0)) for side in ("ours", "hand"))
+        ]
         print(f"{op + ', arrays (bytes)':<34}{cells[0]:>20}{cells[1]:>20}")
     for i in range(len(rows)):
         print(f"{f'loss, step {i + 1}':<34}{losses['ours'][i]:>20.7f}{losses['hand'][i]:>20.7f}")
     for i, clock in enumerate(("step, median (ms)", "step, median (CPU ms)")):
         print(f"{clock:<34}{medians['ours'][i] * 1e3:>20.2f}{medians['hand'][i] * 1e3:>20.2f}")
-    print(f"{'step, median page faults':<34}{medians['ours'][2]:>20,.0f}{medians['hand'][2]:>20,.0f}")
+    print(
+        f"{'step, median page faults':<34}{medians['ours'][2]:>20,.0f}{medians['hand'][2]:>20,.0f}"
+    )
     print(f"\ncollectives the same: {same}; losses at most {apart:.1e} apart")
     for label, key in (("ours / by hand, clock", "ours_wall"), ("ours / by hand, CPU", "ours_cpu"),
                        ("control, clock", "control_wall"), ("control, CPU", "control_cpu")):  # fmt: skip

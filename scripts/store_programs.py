@@ -1,7 +1,8 @@
-"""Compiles the small programs that tests/inspect/test_hlo.py reads, and stores their texts.
+"""Compiles the small programs that tests/hlo/test_parser.py reads, and stores their texts.
 
-Needs the extras `cuda-aot` and `tpu-aot` for the accelerators, which need not be there. Run it again when a release of
-XLA prints something new; then derive the tests' expectations again, by hand.
+Needs the extras `cuda-aot` and `tpu-aot` for the accelerators, which need not be there. Run it
+again when a release of XLA prints something new; then derive the tests' expectations again, by
+hand.
 """
 
 import argparse
@@ -24,10 +25,10 @@ from jax import lax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax.planner.topology import parse_topology
+from fsdp_jax.planner.machines.topology import parse_topology
 
 LAYERS = 3
-PROGRAMS = Path(__file__).parent.parent / "tests" / "inspect" / "programs"
+PROGRAMS = Path(__file__).parent.parent / "tests" / "hlo" / "programs"
 
 Weights = dict[str, jax.Array]
 
@@ -40,11 +41,18 @@ class Size(NamedTuple):
     tokens: int
 
 
-SMALL, LARGE = Size(1024, 4096, 256), Size(4096, 16384, 2048)  # from LARGE on, a v5p's matmuls are windowed
+SMALL, LARGE = (
+    Size(1024, 4096, 256),
+    Size(4096, 16384, 2048),
+)  # from LARGE on, a v5p's matmuls are windowed
 
 
-def travelling(axes: Sequence[str], path: str, replica: Sequence[str]) -> Callable[[jax.Array], jax.Array]:
-    """A shard -> the whole array, one axis at a time; its gradient comes back on the same road, then over `replica`."""
+def travelling(
+    axes: Sequence[str], path: str, replica: Sequence[str]
+) -> Callable[[jax.Array], jax.Array]:
+    """A shard -> the whole array, one axis at a time; its gradient comes back on the same road,
+    then over `replica`.
+    """
 
     def gather(shard: jax.Array) -> jax.Array:
         with jax.named_scope(f"fsdp.gather[{path}]"):
@@ -64,7 +72,9 @@ def travelling(axes: Sequence[str], path: str, replica: Sequence[str]) -> Callab
 
 
 def mapped(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered:
-    """A scanned MLP by hand: weights gathered forward and again backward, gradients scattered, the loss averaged."""
+    """A scanned MLP by hand: weights gathered forward and again backward, gradients scattered, the
+    loss averaged.
+    """
     replica = [str(name) for name in mesh.axis_names if name not in axes]
     up, down = (travelling(axes, f"blocks/mlp/{name}/kernel", replica) for name in ("up", "down"))
 
@@ -84,12 +94,20 @@ def mapped(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered:
 
     specs = {"up": PartitionSpec(None, tuple(axes)), "down": PartitionSpec(None, tuple(axes))}
     batch = PartitionSpec(tuple(mesh.axis_names))
-    ours = jax.shard_map(step, mesh=mesh, in_specs=(specs, batch), out_specs=(PartitionSpec(), specs), check_vma=False)
+    ours = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(specs, batch),
+        out_specs=(PartitionSpec(), specs),
+        check_vma=False,
+    )
     return jax.jit(ours).lower(*arguments(mesh, specs["up"], batch, size))
 
 
 def annotated(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered:
-    """The same MLP by plain sharding annotations, which leave the choice of collectives to the partitioner."""
+    """The same MLP by plain sharding annotations, which leave the choice of collectives to the
+    partitioner.
+    """
     shard, batch = PartitionSpec(None, tuple(axes)), PartitionSpec(tuple(mesh.axis_names))
 
     def loss(weights: Weights, x: jax.Array) -> jax.Array:
@@ -102,7 +120,9 @@ def annotated(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered
 
     def step(weights: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
         value, gradients = jax.value_and_grad(loss)(weights, x)
-        return value, jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, weights, gradients)
+        return value, jax.tree.map(
+            lambda weight, gradient: weight - 0.1 * gradient, weights, gradients
+        )
 
     placed = {name: NamedSharding(mesh, shard) for name in ("up", "down")}
     out = (NamedSharding(mesh, PartitionSpec()), placed)
@@ -113,14 +133,19 @@ def arguments(
     mesh: Mesh, shard: PartitionSpec, batch: PartitionSpec, size: Size
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
     placed = partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=NamedSharding(mesh, shard))
-    weights = {"up": placed((LAYERS, size.width, size.hidden)), "down": placed((LAYERS, size.hidden, size.width))}
+    weights = {
+        "up": placed((LAYERS, size.width, size.hidden)),
+        "down": placed((LAYERS, size.hidden, size.width)),
+    }
     shape = (size.tokens * mesh.size, size.width)
     tokens = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, batch))
     return weights, tokens
 
 
 def exchanges(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered:
-    """An all-to-all and a permute in nested loops; a branch that sends and one that does not; two dtypes gathered."""
+    """An all-to-all and a permute in nested loops; a branch that sends and one that does not; two
+    dtypes gathered.
+    """
     axis, devices = axes[0], mesh.shape[axes[0]]
 
     def local(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -128,19 +153,29 @@ def exchanges(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered
             x = lax.all_to_all(x, axis, 0, 0, tiled=True) + 1
             return lax.ppermute(x, axis, [(i, (i + 1) % devices) for i in range(devices)]) * 2, None
 
-        x, _ = lax.scan(lambda x, _: (lax.scan(inner, x, None, length=5)[0], None), x, None, length=2)
+        x, _ = lax.scan(
+            lambda x, _: (lax.scan(inner, x, None, length=5)[0], None), x, None, length=2
+        )
         x = lax.cond(x[0, 0] > 0, lambda x: lax.psum(x, axis), lambda x: x - 1, x)
-        return x, lax.all_gather(x.astype(jnp.bfloat16), axis, tiled=True), lax.all_gather(ids, axis, tiled=True)
+        return (
+            x,
+            lax.all_gather(x.astype(jnp.bfloat16), axis, tiled=True),
+            lax.all_gather(ids, axis, tiled=True),
+        )
 
     spec, whole = PartitionSpec(axis), PartitionSpec()
-    ours = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, whole, whole), check_vma=False)
+    ours = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, whole, whole), check_vma=False
+    )
     shapes = ((size.tokens, 128), jnp.float32), ((size.tokens,), jnp.int32)
     placed = (jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec)) for shape in shapes)
     return jax.jit(ours).lower(*placed)
 
 
 class Stored(NamedTuple):
-    """What is compiled for which devices, with which options of XLA's; `axes` are those that the weights lie along."""
+    """What is compiled for which devices, with which options of XLA's; `axes` are those that the
+    weights lie along.
+    """
 
     program: Callable[[Mesh, Sequence[str], Size], jax.stages.Lowered]
     topology: str
@@ -173,14 +208,21 @@ STORED = {
 
 
 def make_mesh(topology: str, shape: dict[str, int]) -> Mesh:
-    """Axes of the mesh along the links of a torus, one by one, where it is one; the first from slice to slice."""
+    """Axes of the mesh along the links of a torus, one by one, where it is one; the first from
+    slice to slice.
+    """
     slices: dict[int, list[jax.Device]] = {}
     for device in parse_topology(topology).devices():
         slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
     sizes = tuple(shape.values())
     inner = sizes if len(slices) == 1 else sizes[1:]
-    parts = [mesh_utils.create_device_mesh(inner, part, allow_split_physical_axes=True) for part in slices.values()]
-    return Mesh(np.stack(parts).reshape(sizes), tuple(shape), axis_types=(AxisType.Auto,) * len(sizes))
+    parts = [
+        mesh_utils.create_device_mesh(inner, part, allow_split_physical_axes=True)
+        for part in slices.values()
+    ]
+    return Mesh(
+        np.stack(parts).reshape(sizes), tuple(shape), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def without_sources(text: str) -> str:
@@ -189,12 +231,23 @@ def without_sources(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"which to store, all by default: {', '.join(STORED)}")
-    parser.add_argument("--to", type=Path, default=PROGRAMS, help="the directory they are written to")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="name",
+        help=f"which to store, all by default: {', '.join(STORED)}",
+    )
+    parser.add_argument(
+        "--to", type=Path, default=PROGRAMS, help="the directory they are written to"
+    )
     options = parser.parse_args()
     if unknown := set(options.names) - set(STORED):
-        parser.error(f"no such program: {', '.join(sorted(unknown))}; there are {', '.join(STORED)}")
+        parser.error(
+            f"no such program: {', '.join(sorted(unknown))}; there are {', '.join(STORED)}"
+        )
     options.to.mkdir(parents=True, exist_ok=True)
     for name in options.names or STORED:
         stored = STORED[name]
@@ -202,7 +255,9 @@ def main() -> None:
             mesh = make_mesh(stored.topology, stored.mesh)
         except (ValueError, RuntimeError) as error:
             sys.exit(f"{name}: no compiler for {stored.topology}\n{error}")
-        compiled = stored.program(mesh, stored.axes, stored.size).compile(compiler_options=stored.options)
+        compiled = stored.program(mesh, stored.axes, stored.size).compile(
+            compiler_options=stored.options
+        )
         text = without_sources(compiled.as_text() or "")
         file = options.to / f"{name}.txt.gz"
         file.write_bytes(gzip.compress(text.encode(), mtime=0))

@@ -3,16 +3,18 @@
     python scripts/torture_checkpoint.py [--trials 200] [--seed 0] [--directory DIR] [--json FILE]
 
 Conventions
-- One run of a tiny GPT over 8 virtual devices, a checkpoint every second step, the newest two kept. Each trial starts
-  it, waits for a phase that is drawn at random, waits a random moment more, and kills it (SIGKILL). Phases are those
-  that the run logs: `step` (the metrics of a step are written), `saving`, `sealed` (digested, and about to be renamed
-  into place), `saved`, `deleting` (the oldest is renamed away and being removed), `restored` (just resumed).
-- After each kill: the newest step in place is as it was written (every file against its digest), and it is not older
-  than the newest that the run had logged as saved. Otherwise the trial has lost something.
-- A run that reaches its last step starts anew, in another directory, so that there is always something to kill. When
-  all trials are done the last one runs to its end.
-- Bit differences: the losses and gradient norms of every step, as written, and the last state, leaf by leaf, against
-  those of the run that was left alone. All runs must agree on every bit.
+- One run of a tiny GPT over 8 virtual devices, a checkpoint every second step, the newest two kept.
+  Each trial starts it, waits for a phase that is drawn at random, waits a random moment more, and
+  kills it (SIGKILL). Phases are those that the run logs: `step` (the metrics of a step are
+  written), `saving`, `sealed` (digested, and about to be renamed into place), `saved`, `deleting`
+  (the oldest is renamed away and being removed), `restored` (just resumed).
+- After each kill: the newest step in place is as it was written (every file against its digest),
+  and it is not older than the newest that the run had logged as saved. Otherwise the trial has lost
+  something.
+- A run that reaches its last step starts anew, in another directory, so that there is always
+  something to kill. When all trials are done the last one runs to its end.
+- Bit differences: the losses and gradient norms of every step, as written, and the last state, leaf
+  by leaf, against those of the run that was left alone. All runs must agree on every bit.
 - Exit code 1 if anything was lost or differs.
 """
 
@@ -72,7 +74,15 @@ class Found:
 
 def start(directory: Path, output: Path) -> subprocess.Popen[str]:
     """The run, as a user starts it; what it logs comes line by line."""
-    words = [sys.executable, "-u", "-c", RUN, str(directory / "compiled"), "train", str(directory / "run.yaml")]
+    words = [
+        sys.executable,
+        "-u",
+        "-c",
+        RUN,
+        str(directory / "compiled"),
+        "train",
+        str(directory / "run.yaml"),
+    ]
     # stderr is its own file: a pipe that nobody reads would stop it
     return subprocess.Popen(
         [*words, "--output", str(output)], stdout=subprocess.PIPE, stderr=(directory / "stderr").open("w"), text=True,
@@ -92,7 +102,9 @@ def phase_of(line: str) -> str | None:
 
 def steps_in(output: Path) -> list[int]:
     """The steps in place, by name."""
-    return sorted(int(path.name) for path in (output / "checkpoints").glob("*") if path.name.isdecimal())
+    return sorted(
+        int(path.name) for path in (output / "checkpoints").glob("*") if path.name.isdecimal()
+    )
 
 
 def trial(directory: Path, output: Path, numbers: random.Random, found: Found) -> bool:
@@ -103,7 +115,9 @@ def trial(directory: Path, output: Path, numbers: random.Random, found: Found) -
     process = start(directory, output)
     killed, saved = False, 0
     assert process.stdout is not None
-    watchdog = threading.Timer(PATIENCE, process.send_signal, [signal.SIGQUIT])  # for one that hangs
+    watchdog = threading.Timer(
+        PATIENCE, process.send_signal, [signal.SIGQUIT]
+    )  # for one that hangs
     watchdog.start()
     for line in process.stdout:
         if line.startswith("saved "):
@@ -146,7 +160,10 @@ def check(output: Path, saved: int, found: Found) -> None:
 def losses(output: Path) -> list[tuple[object, ...]]:
     """What each step has measured, to the last bit."""
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [(record["step"], record["loss"], record["grad_norm"], record["learning_rate"]) for record in records]
+    return [
+        (record["step"], record["loss"], record["grad_norm"], record["learning_rate"])
+        for record in records
+    ]
 
 
 def last_state(output: Path) -> dict[str, bytes]:
@@ -155,7 +172,7 @@ def last_state(output: Path) -> dict[str, bytes]:
     import jax.numpy as jnp
 
     from fsdp_jax.checkpoint import CheckpointStore
-    from fsdp_jax.checkpoint.arrays import parse
+    from fsdp_jax.io.array_specs import parse
 
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with CheckpointStore(output / "checkpoints") as store:
@@ -167,7 +184,9 @@ def last_state(output: Path) -> dict[str, bytes]:
             target[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=here)
         state, data, _ = store.restore(STEPS, target)
     arrays = {p: jax.random.key_data(x) if record["keys"].get(p) else x for p, x in state.items()}
-    return {path: jax.device_get(array).tobytes() for path, array in arrays.items()} | {"data": repr(data).encode()}
+    return {path: jax.device_get(array).tobytes() for path, array in arrays.items()} | {
+        "data": repr(data).encode()
+    }
 
 
 def compare(output: Path, control: Path, found: Found) -> None:
@@ -186,7 +205,9 @@ def to_the_end(directory: Path, output: Path) -> None:
     process = start(directory, output)
     process.communicate(timeout=PATIENCE)
     if process.returncode:
-        raise SystemExit(f"the run failed with {process.returncode}:\n{(directory / 'stderr').read_text()}")
+        raise SystemExit(
+            f"the run failed with {process.returncode}:\n{(directory / 'stderr').read_text()}"
+        )
 
 
 def torture(directory: Path, trials: int, seed: int) -> Found:
@@ -220,14 +241,16 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         found = torture(Path(directory), options.trials, options.seed)
-    from fsdp_jax.table import text_table
+    from fsdp_jax.tables import text_table
 
     print(text_table(["killed at", "trials"], sorted(found.kills.items())))
     print(
         f"kills after which a half-written step lay there: {found.unsealed}; a half-deleted one: {found.half_deleted}"
     )
     print(f"runs compared with the one left alone: {found.finished}")
-    print(f"lost beyond the last good step: {len(found.lost)}; bit differences: {len(found.differences)}")
+    print(
+        f"lost beyond the last good step: {len(found.lost)}; bit differences: {len(found.differences)}"
+    )
     for line in [*found.lost, *found.differences][:40]:
         print(f"  {line}")
     figures = {

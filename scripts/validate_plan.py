@@ -1,23 +1,28 @@
-"""Plans against what others measured: step times of published runs, and the peak of a real GPU's allocator.
+"""Plans against what others measured: step times of published runs, and the peak of a real GPU's
+allocator.
 
     python scripts/validate_plan.py [--rows NAME ...] [--json FILE]      published runs; needs the compilers, no device
     python scripts/validate_plan.py --estimates [--json FILE]            analytic peaks against compiled ones
     python scripts/validate_plan.py --allocator [--json FILE]            needs an NVIDIA GPU; under eight minutes
 
 Conventions
-- Published: tokens per second and device of the plan over the published ones; above 1 the plan is too fast. Each run's
-  model, sequence, devices and recomputation are built from our own families, compiled for its topology and played by
-  the planner; MFU is proportional to tokens per second, so the ratio is that of MFU too.
-- `recomputed` is the share of a block's FLOPs that the run computes twice. Between 0 and 1 the plan is the mean of no
-  and full recomputation, so weighted; on TPUs, where the plan without it does not fit, the full plan less the forward
-  loop's time so weighted.
-- `batch` is rows of a device at once. Where the published one does not fit ours (no chunked loss, no selective
-  recomputation yet) it is smaller, which the row says; a token then costs as much, but more is sent for it.
-- `attention` is the share of peak of the run's own kernel: 0.46 cuDNN on an H100, 0.30 FlashAttention-2 or Triton on an
-  H100, 0.52 and 0.45 on an A100.
-- Constants are fitted on the rows marked fit: `product` of h100, a100 and of the TPUs. Ratios of the rows marked test
-  are what the planner is worth. Exit code 3 where fewer than eight of them are within 15%.
-- Allocator: `peak_bytes_in_use` of jax's allocator over the plan's peak, for one of eight mocked H100s or for one GPU.
+- Published: tokens per second and device of the plan over the published ones; above 1 the plan is
+  too fast. Each run's model, sequence, devices and recomputation are built from our own families,
+  compiled for its topology and played by the planner; MFU is proportional to tokens per second, so
+  the ratio is that of MFU too.
+- `recomputed` is the share of a block's FLOPs that the run computes twice. Between 0 and 1 the plan
+  is the mean of no and full recomputation, so weighted; on TPUs, where the plan without it does not
+  fit, the full plan less the forward loop's time so weighted.
+- `batch` is rows of a device at once. Where the published one does not fit ours (no chunked loss,
+  no selective recomputation yet) it is smaller, which the row says; a token then costs as much, but
+  more is sent for it.
+- `attention` is the share of peak of the run's own kernel: 0.46 cuDNN on an H100, 0.30
+  FlashAttention-2 or Triton on an H100, 0.52 and 0.45 on an A100.
+- Constants are fitted on the rows marked fit: `product` of h100, a100 and of the TPUs. Ratios of
+  the rows marked test are what the planner is worth. Exit code 3 where fewer than eight of them are
+  within 15%.
+- Allocator: `peak_bytes_in_use` of jax's allocator over the plan's peak, for one of eight mocked
+  H100s or for one GPU.
 """
 
 import argparse
@@ -70,7 +75,11 @@ _LLAMA4K = "--data.sequence_length 4096"
 _LLAMA8K = "--data.sequence_length 8192"
 _FLOAT32 = "--precision.reduce float32"
 _FEWER = "batch 6 there"
-_7B, _13B, _70B = ("--model.preset llama2-7b", "--model.preset llama2-13b", "--model.preset llama2-70b")
+_7B, _13B, _70B = (
+    "--model.preset llama2-7b",
+    "--model.preset llama2-13b",
+    "--model.preset llama2-70b",
+)
 _464 = "464 GPUs there, which divide no dim"
 
 
@@ -79,13 +88,22 @@ def _mpt(
     note: str = "",
 ) -> Row:  # fmt: skip
     layers, width, heads = shape
-    model = (
-        f"--model.family gpt --model.preset gpt2 --units.classes Block --model.layers {layers} --model.width {width}"
-    )
+    model = f"--model.family gpt --model.preset gpt2 --units.classes Block --model.layers {layers} --model.width {width}"
     model += f" --model.heads {heads} --data.sequence_length {sequence} {_FLOAT32}"
     attention = 0.30 if chip == "h100" else 0.45
     name = f"MPT {size} {sequence} {chip}"
-    return Row(name, "MosaicML", f"{chip}:8", model, batch, recomputed, attention, tokens, fit=True, note=note)
+    return Row(
+        name,
+        "MosaicML",
+        f"{chip}:8",
+        model,
+        batch,
+        recomputed,
+        attention,
+        tokens,
+        fit=True,
+        note=note,
+    )
 
 
 ROWS = (
@@ -139,11 +157,15 @@ class Measured:
 def play(row: Row, product: float | None = None) -> Measured:
     """A row's step, with another product constant if given."""
     from fsdp_jax.planner import parse_topology
-    from fsdp_jax.planner.efficiency import Efficiency, efficiency_of
+    from fsdp_jax.planner.machines.efficiency import Efficiency, efficiency_of
 
     topology = parse_topology(row.topology)
     constants = efficiency_of(topology.hardware).constants
-    constants = replace(constants, attention=row.attention or constants.attention, product=product or constants.product)
+    constants = replace(
+        constants,
+        attention=row.attention or constants.attention,
+        product=product or constants.product,
+    )
     efficiency = Efficiency(topology.hardware, constants)
     tpu = topology.hardware.platform == "tpu"
     full = _played(row, "full", efficiency) if row.recomputed or tpu else None
@@ -152,12 +174,15 @@ def play(row: Row, product: float | None = None) -> Measured:
         seconds = full["step"] - (1 - row.recomputed) * full["forward"]
         return Measured(row, constants.product, seconds, full["compute"])
     f = row.recomputed
-    step, compute = (f * (full or {key: 0.0})[key] + (1 - f) * (none or {key: 0.0})[key] for key in ("step", "compute"))
+    step, compute = (
+        f * (full or {key: 0.0})[key] + (1 - f) * (none or {key: 0.0})[key]
+        for key in ("step", "compute")
+    )
     return Measured(row, constants.product, step, compute)
 
 
 def _played(row: Row, remat: str, efficiency: Any) -> dict[str, float]:
-    from fsdp_jax.planner.planning import player_of
+    from fsdp_jax.planner.planner import player_of
 
     module, sent, plan = _program(row, remat)
     player = player_of(module, sent, plan, efficiency)
@@ -169,12 +194,12 @@ def _played(row: Row, remat: str, efficiency: Any) -> dict[str, float]:
 @cache
 def _program(row: Row, remat: str) -> tuple[Any, Any, Any]:
     """(module, what it sends, the step's plan), compiled once."""
-    from fsdp_jax.inspect.collectives import read_program
-    from fsdp_jax.inspect.hlo import parse
+    from fsdp_jax.hlo.collectives import read_program
+    from fsdp_jax.hlo.parser import parse
     from fsdp_jax.planner import cache_folder, parse_topology
-    from fsdp_jax.planner.program import compile_step
-    from fsdp_jax.train.config import load
-    from fsdp_jax.train.run import build, topology_devices
+    from fsdp_jax.planner.compiled.program import compile_step
+    from fsdp_jax.train.build import build, topology_devices
+    from fsdp_jax.train.config_file import load
 
     topology = parse_topology(row.topology)
     words = [*row.model.split(), "--remat", remat, "--model.attention", "flash"]
@@ -183,7 +208,9 @@ def _program(row: Row, remat: str) -> tuple[Any, Any, Any]:
     program = compile_step(run.step, run.batch, topology, cache_folder())
     assert run.step.plan is not None
     if not program.text:
-        raise SystemExit(f"{row.name} on {row.topology} does not fit: {program.refused_bytes} bytes")
+        raise SystemExit(
+            f"{row.name} on {row.topology} does not fit: {program.refused_bytes} bytes"
+        )
     sent = read_program(program.text, run.step.plan.layout.mesh.shape)
     return parse(program.text), sent, run.step.plan
 
@@ -202,7 +229,9 @@ def published(names: list[str]) -> list[dict[str, Any]]:
     """A row for each run."""
     found = []
     for row in ROWS:
-        if names and not any(name.lower() in f"{row.name} {row.source} {row.topology}".lower() for name in names):
+        if names and not any(
+            name.lower() in f"{row.name} {row.source} {row.topology}".lower() for name in names
+        ):
             continue
         measured = play(row)
         found.append(
@@ -218,7 +247,10 @@ def published(names: list[str]) -> list[dict[str, Any]]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """As in the README."""
-    lines = ["| run | by | topology | | tokens/s a device | plan | ratio | |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| run | by | topology | | tokens/s a device | plan | ratio | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     lines += [
         f"| {r['run']} | {r['source']} | {r['topology']} | {r['role']} | {r['published']:.0f} | {r['plan']:.0f} "
         f"| {r['ratio']:.2f} | {r['note']} |"
@@ -228,11 +260,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def estimates() -> list[dict[str, Any]]:
-    """The analytic peak over the compiled one, for the models of scripts/bench_contract.py on H100s."""
+    """The analytic peak over the compiled one, for the models of scripts/bench_contract.py on
+    H100s.
+    """
     from fsdp_jax.planner import cache_folder, parse_topology
-    from fsdp_jax.strategy import STRATEGIES
-    from fsdp_jax.train.config import load
-    from fsdp_jax.train.plans import plan_of
+    from fsdp_jax.sharding.strategy import STRATEGIES
+    from fsdp_jax.train.config_file import load
+    from fsdp_jax.train.planning import plan_of
 
     rows = []
     for model in ("llama2_7b", "gpt2_xl"):
@@ -264,7 +298,9 @@ def allocator() -> list[dict[str, Any]]:
     rows = []
     for words in ALLOCATED:
         command = [sys.executable, __file__, "--one", words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | _GPU)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=os.environ | _GPU
+        )
         if done.returncode:
             raise SystemExit(f"{words}\n{done.stderr[-3000:]}")
         rows.append(json.loads(done.stdout.splitlines()[-1]))
@@ -272,17 +308,23 @@ def allocator() -> list[dict[str, Any]]:
     return rows
 
 
-_GPU = {"JAX_PLATFORMS": "cuda,cpu", "JAX_MOCK_GPU_TOPOLOGY": "1x1x8", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+_GPU = {
+    "JAX_PLATFORMS": "cuda,cpu",
+    "JAX_MOCK_GPU_TOPOLOGY": "1x1x8",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
 
 
 def one_allocation(words: str) -> dict[str, Any]:
-    """The peak of this process's GPU, which stands for one of eight, against the plan for eight that are not there."""
+    """The peak of this process's GPU, which stands for one of eight, against the plan for eight
+    that are not there.
+    """
     import jax
 
     from fsdp_jax.planner import compiled_plan, parse_topology
-    from fsdp_jax.planner.hardware import hardware_of
-    from fsdp_jax.train.config import load
-    from fsdp_jax.train.run import build
+    from fsdp_jax.planner.machines.hardware import hardware_of
+    from fsdp_jax.train.build import build
+    from fsdp_jax.train.config_file import load
 
     device = jax.local_devices()[0]
     chip = hardware_of(device.device_kind)
@@ -294,20 +336,37 @@ def one_allocation(words: str) -> dict[str, Any]:
     plan = compiled_plan(there.step, there.batch, topology, there.work, None)
     run = build(config, jax.devices())
     state, rows = run.sharded.init(0), 2 * len(jax.local_devices())
-    batch = {name: jax.numpy.zeros((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in run.batch.items()}
+    batch = {
+        name: jax.numpy.zeros((rows, *leaf.shape[1:]), leaf.dtype)
+        for name, leaf in run.batch.items()
+    }
     for _ in range(2):
         state, metrics = run.step(state, batch)
     jax.block_until_ready(metrics)
     stats = device.memory_stats()
     real = stats["peak_bytes_in_use"]
-    return {"config": words, "devices": devices, "real": real, "plan": plan.peak_bytes, "ratio": plan.peak_bytes / real}
+    return {
+        "config": words,
+        "devices": devices,
+        "real": real,
+        "plan": plan.peak_bytes,
+        "ratio": plan.peak_bytes / real,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="*", default=[], help="words that a row's name, source or topology has")
-    parser.add_argument("--fit", nargs="*", metavar="CHIP", help="fit the constants again and print them")
-    parser.add_argument("--estimates", action="store_true", help="analytic peaks against compiled ones")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows", nargs="*", default=[], help="words that a row's name, source or topology has"
+    )
+    parser.add_argument(
+        "--fit", nargs="*", metavar="CHIP", help="fit the constants again and print them"
+    )
+    parser.add_argument(
+        "--estimates", action="store_true", help="analytic peaks against compiled ones"
+    )
     parser.add_argument("--allocator", action="store_true", help="on a GPU: the allocator's peak")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
@@ -320,19 +379,31 @@ def main() -> int:
             of = [row for row in ROWS if row.fit and row.topology.partition(":")[0] == chip]
             print(f"{chip}: product {fitted(of):.3f}")
         return 0
-    rows = estimates() if options.estimates else allocator() if options.allocator else published(options.rows)
+    rows = (
+        estimates()
+        if options.estimates
+        else allocator()
+        if options.allocator
+        else published(options.rows)
+    )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     if options.estimates:
         return 0 if all(abs(r["ratio"] - 1) < 0.10 for r in rows) else 3
     if options.allocator:
-        print("\n".join(f"| {r['config']} | {r['real']} | {r['plan']} | {r['ratio']:.3f} |" for r in rows))
+        print(
+            "\n".join(
+                f"| {r['config']} | {r['real']} | {r['plan']} | {r['ratio']:.3f} |" for r in rows
+            )
+        )
         return 0 if all(abs(r["ratio"] - 1) < 0.05 for r in rows) else 3
     print(markdown(rows))
     near = [r for r in rows if r["role"] == "test" and abs(log(r["ratio"])) < log(1 + WITHIN)]
     test = [r for r in rows if r["role"] == "test"]
     mean = exp(sum(log(r["ratio"]) for r in test) / max(1, len(test)))
-    print(f"{len(near)} of {len(test)} test rows are within {WITHIN:.0%}; their geometric mean is {mean:.2f}")
+    print(
+        f"{len(near)} of {len(test)} test rows are within {WITHIN:.0%}; their geometric mean is {mean:.2f}"
+    )
     return 0 if len(near) >= min(LEAST, len(test)) else 3
 
 

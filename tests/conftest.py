@@ -10,7 +10,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=8",
         # what LLVM makes of each program is not what is tested here, and takes half of the time
         "--xla_backend_optimization_level=0",
-        # a busy machine may keep one of the eight threads waiting for long; the default aborts the process after 40 s
+        # a busy machine may keep one of the eight threads waiting for long; the default aborts the
+        # process after 40 s
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]
@@ -25,7 +26,11 @@ COMPILERS = (sys.platform, platform.machine()) == ("linux", "x86_64")
 
 
 def pytest_report_header():
-    return None if COMPILERS else "no TPU and CUDA compilers on this platform: tests marked needs_plugin are left out"
+    return (
+        None
+        if COMPILERS
+        else "no TPU and CUDA compilers on this platform: tests marked needs_plugin are left out"
+    )
 
 
 def pytest_collection_modifyitems(config, items):

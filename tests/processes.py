@@ -30,5 +30,7 @@ def finish(*processes):
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(err for _, err in outputs)
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(
+        err for _, err in outputs
+    )
     return outputs

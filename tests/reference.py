@@ -1,7 +1,8 @@
-"""What the tests hold the library against: small models of four kinds, and training written out by hand, unsharded.
+"""What the tests hold the library against: small models of four kinds, and training written out by
+hand, unsharded.
 
-Nothing in the control comes from the library's core but the models' starting values. Below it stand the run that is
-held against it, and a count of what a traced step gathers and reduces.
+Nothing in the control comes from the library's core but the models' starting values. Below it stand
+the run that is held against it, and a count of what a traced step gathers and reduces.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from flax import nnx
 import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import GPT, Block, preset
-from fsdp_jax.step import train_step
+from fsdp_jax.step.train_step import train_step
 
 STEPS = 10
 
@@ -82,7 +83,9 @@ def linen_loss(model, batch):
 
 
 def image_loss(model, batch):
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]).astype(jnp.float32), batch["y"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["x"]).astype(jnp.float32), batch["y"]
+    )
     return losses.sum(), losses.size
 
 
@@ -97,7 +100,9 @@ class Case:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        return {"inputs": (jnp.zeros((1, 8), jnp.int32),)} if isinstance(self.model, nn.Module) else {}
+        return (
+            {"inputs": (jnp.zeros((1, 8), jnp.int32),)} if isinstance(self.model, nn.Module) else {}
+        )
 
     def batch(self, step: int, rows: int = 32) -> dict[str, np.ndarray]:
         random = np.random.default_rng(step)
@@ -108,7 +113,9 @@ class Case:
         tokens = random.integers(0, 32, (rows, 9)).astype(np.int32)
         # Uneven masks: a mean of means would show.
         mask = (np.arange(8)[None] < random.integers(1, 9, (rows, 1))).astype(np.float32)
-        return {"tokens": tokens, "mask": mask} if self.loss is next_token_loss else {"tokens": tokens}
+        return (
+            {"tokens": tokens, "mask": mask} if self.loss is next_token_loss else {"tokens": tokens}
+        )
 
 
 CASES = {
@@ -176,15 +183,22 @@ def alone(case: Case, accumulation: int = 1, clip: float | None = None, steps: i
 
 
 def microbatches(batch: dict[str, np.ndarray], accumulation: int) -> list[dict[str, np.ndarray]]:
-    return [{key: np.split(value, accumulation)[i] for key, value in batch.items()} for i in range(accumulation)]
+    return [
+        {key: np.split(value, accumulation)[i] for key, value in batch.items()}
+        for i in range(accumulation)
+    ]
 
 
 def _start(case: Case) -> tuple[Any, Any, Callable[..., Any]]:
-    """(params, rest, apply) with the values that `fully_shard(...).init(seed=0)` starts from, made unsharded."""
+    """(params, rest, apply) with the values that `fully_shard(...).init(seed=0)` starts from, made
+    unsharded.
+    """
     key, _ = jax.random.split(jax.random.key(0))
     if isinstance(case.model, nn.Module):
         params_key, dropout_key = jax.random.split(key, 2)
-        variables = case.model.init({"params": params_key, "dropout": dropout_key}, *case.inputs["inputs"])
+        variables = case.model.init(
+            {"params": params_key, "dropout": dropout_key}, *case.inputs["inputs"]
+        )
 
         def apply_linen(params, rest, batch):
             bound = case.model.bind({"params": params})
@@ -204,7 +218,10 @@ def _start(case: Case) -> tuple[Any, Any, Callable[..., Any]]:
 def by_path(params: Any) -> dict[str, np.ndarray]:
     """{slash-joined path: array}, for NNX states and nested dicts alike."""
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    keys = {jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): leaf for path, leaf in flat}
+    keys = {
+        jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): leaf
+        for path, leaf in flat
+    }
     return {path: np.asarray(leaf, np.float32) for path, leaf in keys.items()}
 
 
@@ -217,9 +234,13 @@ def pairs_of(case: Choice) -> set[tuple[Hashable, ...]]:
 
 
 def covering(
-    axes: Sequence[Iterable[Hashable]], *, first: Sequence[Choice] = (), possible: Callable[..., bool] | None = None
+    axes: Sequence[Iterable[Hashable]],
+    *,
+    first: Sequence[Choice] = (),
+    possible: Callable[..., bool] | None = None,
 ) -> list[Choice]:
-    """Members of the product of `axes` that hold every pair of values which a possible member holds.
+    """Members of the product of `axes` that hold every pair of values which a possible member
+    holds.
 
     Args:
         axes: the values of each.
@@ -242,10 +263,21 @@ def train(
 ) -> tuple[Run, fsdp.Step]:  # fmt: skip
     """The same run by the library, and its step."""
     sharded = fsdp.fully_shard(
-        make_model(case), optimizer(), mesh, strategy, case.units, min_size=8, **case.inputs, **settings
+        make_model(case),
+        optimizer(),
+        mesh,
+        strategy,
+        case.units,
+        min_size=8,
+        **case.inputs,
+        **settings,
     )
     step = sharded.train_step(
-        case.loss, accumulation=accumulation, deferred_reduction=deferred, local_batch=local_batch, clip=clip
+        case.loss,
+        accumulation=accumulation,
+        deferred_reduction=deferred,
+        local_batch=local_batch,
+        clip=clip,
     )
     state, losses = sharded.init(seed=0), []
     for i in range(steps):
@@ -262,20 +294,31 @@ def check(found: Run, expected: Run, *, loss: float = 1e-5, params: float = 1e-4
 
 
 def traffic(sharded: fsdp.Sharded, step: fsdp.Step, batch: Any) -> Counter[tuple[str, str]]:
-    """{(operation, parameter): times a step} of the traced step, before XLA merges or moves anything.
+    """{(operation, parameter): times a step} of the traced step, before XLA merges or moves
+    anything.
 
-    Operations are JAX's names, of those that communicate and of the fence before an annotated gather. The parameter is
-    that of the scope around it; "" where there is none.
+    Operations are JAX's names, of those that communicate and of the fence before an annotated
+    gather. The parameter is that of the scope around it; "" where there is none.
     """
     step.lower(batch)
     k = step.plan.accumulation
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((k, x.shape[0] // k, *x.shape[1:]), x.dtype), batch)
-    traced = jax.make_jaxpr(lambda state, batch: train_step(step.plan, state, batch))(sharded.abstract_state(), rows)
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((k, x.shape[0] // k, *x.shape[1:]), x.dtype), batch
+    )
+    traced = jax.make_jaxpr(lambda state, batch: train_step(step.plan, state, batch))(
+        sharded.abstract_state(), rows
+    )
     found: Counter[tuple[str, str]] = Counter()
 
     def visit(jaxpr: jex.Jaxpr, times: int) -> None:
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name in ("all_gather", "reduce_scatter", "psum", "all_to_all", "optimization_barrier"):
+            if eqn.primitive.name in (
+                "all_gather",
+                "reduce_scatter",
+                "psum",
+                "all_to_all",
+                "optimization_barrier",
+            ):
                 scope = re.search(r"fsdp\.\w+\[(.*?)\]", str(eqn.source_info.name_stack))
                 found[eqn.primitive.name, scope.group(1) if scope else ""] += times
             for inner in jex.jaxprs_in_params(eqn.params):

@@ -1,8 +1,10 @@
-"""Imports point down, the graph has no cycle, and what is foreign stays in the one room that adapts it."""
+"""The order of the packages, and the habits of the code that a reader of one file cannot see."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,44 +15,21 @@ pytestmark = pytest.mark.core
 
 ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
-ROOMS = [
-    {
-        "errors",
-        "tree",
-        "jaxprs",
-        "rows",
-        "varying",
-        "processes",
-        "table",
-        "mesh",
-        "strategy",
-        "precision",
-        "rules",
-        "models",
-    },
-    {"optimizer", "layout", "offload", "remat"},
-    {
-        "travel",
-        "sites",
-        "units",
-        "pipeline",
-        "layerscan",
-        "chain",
-        "prefetch",
-        "model",
-        "nnx",
-        "linen",
-        "lora",
-        "state",
-    },
-    {"arguments", "step", "overlap", "compiled", "checkpoint", "inspect"},
-    {"planner", "weights", "data"},
-    {"api"},
-    {"certify"},
-    {"train", "launch", "testing"},
-    {"words", "commands", "cli", "__main__"},
+# A package or a top-level module imports only from the lines above its own.
+ORDER = [
+    {"errors", "tree", "tables", "compat", "processes"},
+    {"hlo", "io", "sharding", "local_rows", "lora"},
+    {"models", "units"},
+    {"prefetch"},
+    {"step", "validation"},
+    {"checkpoint", "contract"},
+    {"data", "planner", "weights"},
+    {"api", "launch"},
+    {"certify", "train", "__init__"},
+    {"cli", "testing"},
+    {"__main__"},
 ]
-LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 
 def name_of(path: Path) -> str:
@@ -60,16 +39,18 @@ def name_of(path: Path) -> str:
 
 
 FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
-MODULES = [name for name in FILES if name != PACKAGE]
+SOURCES = {name: path.read_text() for name, path in FILES.items()}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 
 
-def room_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else "api"  # the facade is as high as what it shows
+def place_of(module: str) -> str:
+    """The package or top-level module that a module belongs to."""
+    return module.split(".")[1] if "." in module else "__init__"
 
 
-def imports(source: str) -> Iterator[str]:
-    """Every module that this source imports, wherever the statement stands."""
-    for node in ast.walk(ast.parse(source)):
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported, wherever the statement stands."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -79,61 +60,68 @@ def imports(source: str) -> Iterator[str]:
                 yield inner if inner in FILES else str(node.module)
 
 
-def own_imports(module: str) -> set[str]:
-    return {name for name in imports(FILES[module].read_text()) if name.split(".")[0] == PACKAGE}
+IMPORTS = {name: set(imports(tree)) for name, tree in TREES.items()}
 
 
-def uses(module: str, package: str) -> bool:
-    return any(name == package or name.startswith(package + ".") for name in imports(FILES[module].read_text()))
+def own(module: str) -> set[str]:
+    return {name for name in IMPORTS[module] if name.split(".")[0] == PACKAGE}
 
 
-def test_the_reader_sees_imports_inside_functions_and_of_submodules():
-    assert set(imports("def f():\n    import a.b\n    from c import d")) == {"a.b", "c"}
-    assert f"{PACKAGE}.models.layers" in own_imports(f"{PACKAGE}.models.gpt")
+def users_of(package: str) -> set[str]:
+    """The places that import a package that is not ours."""
+    return {
+        place_of(module)
+        for module, names in IMPORTS.items()
+        if any(name == package or name.startswith(package + ".") for name in names)
+    }
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_has_a_room(module):
-    assert room_of(module) in LEVEL, "give the new room a level here and in the design notes"
+def test_imports_inside_functions_and_of_submodules_are_counted():
+    assert set(imports(ast.parse("def f():\n    import a.b\n    from c import d"))) == {"a.b", "c"}
+    assert f"{PACKAGE}.models.layers" in own(f"{PACKAGE}.models.gpt")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module):
-    level = LEVEL[room_of(module)]
-    above = {name for name in own_imports(module) if LEVEL[room_of(name)] > level}
-    assert not above, f"{module} (level {level}) imports from above"
+def test_packages_import_only_from_packages_before_them():
+    assert {place_of(module) for module in FILES} == set(LEVEL), (
+        "every package has its place in ORDER"
+    )
+    upward = [
+        f"{module} imports {name}"
+        for module in FILES
+        for name in own(module)
+        if place_of(name) != place_of(module) and LEVEL[place_of(name)] >= LEVEL[place_of(module)]
+    ]
+    assert upward == []
 
 
-def test_imports_have_no_cycle():
-    assert cycle({module: own_imports(module) for module in FILES}) == []
-    assert cycle({"a": {"b"}, "b": {"a"}}) == ["a", "b", "a"]
+def test_modules_have_no_import_cycle():
+    TopologicalSorter({module: own(module) for module in FILES}).prepare()
 
 
-def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of an import cycle in their order; empty where there is none."""
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
+def test_a_foreign_library_is_used_where_it_belongs():
+    assert users_of("orbax") == {"checkpoint"}
+    assert users_of("flax") <= {
+        "lora",
+        "models",
+        "units",
+        "validation",
+        "api",
+        "train",
+        "certify",
+        "cli",
+    }
+    models = {
+        place_of(name) for module in FILES if place_of(module) == "models" for name in own(module)
+    }
+    assert models <= {"models", "errors", "io", "local_rows"}, "models know nothing of sharding"
+    assert [name for name, source in SOURCES.items() if "jax._src" in source] == []
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) == "models"])
-def test_models_know_nothing_of_sharding(module):
-    assert {room_of(name) for name in own_imports(module)} <= {"models", "rows"}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_orbax_is_imported_by_the_checkpoint_room_alone(module):
-    assert room_of(module) == "checkpoint" or not uses(module, "orbax")
-
-
-@pytest.mark.parametrize("module", [m for m in MODULES if LEVEL.get(room_of(m), 9) < 2 and room_of(m) != "models"])
-def test_the_ground_knows_no_flax(module):
-    assert not uses(module, "flax")
-
-
-@pytest.mark.parametrize("module", FILES)
-def test_private_jax_is_not_used(module):
-    assert not uses(module, "jax._src")
-    assert "jax._src" not in FILES[module].read_text()
+def test_importing_the_library_loads_no_planner():
+    code = "import sys, fsdp_jax; print(*(name for name in sys.modules if name.startswith('fsdp_jax.')))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    loaded = {place_of(name) for name in result.stdout.split()}
+    assert "api" in loaded
+    assert not loaded & {"planner", "contract", "hlo"}

@@ -1,4 +1,6 @@
-"""LoRA against training written out by hand, what it leaves alone, and what comes of it when it is merged."""
+"""LoRA against training written out by hand, what it leaves alone, and what comes of it when it is
+merged.
+"""
 
 import dataclasses
 import functools
@@ -19,14 +21,7 @@ from safetensors.numpy import save_file
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore, import_params
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.lora import (
-    AdaptedLinear,
-    frozen_but,
-    merge,
-    merged_paths,
-    split_lora,
-    with_lora,
-)
+from fsdp_jax.lora import AdaptedLinear, frozen_but, merge, merged_paths, split_lora, with_lora
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.testing import assert_contract, mesh_of
@@ -39,7 +34,15 @@ GPT_TARGETS = ("attn/", "mlp/up$")  # among them the fused projection to queries
 
 
 def small_llama(scan=True, **overrides):
-    sizes = {"vocab_size": 32, "sequence_length": 8, "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "hidden": 48}
+    sizes = {
+        "vocab_size": 32,
+        "sequence_length": 8,
+        "layers": 2,
+        "width": 16,
+        "heads": 2,
+        "kv_heads": 1,
+        "hidden": 48,
+    }
     config = llama.preset("llama-tiny", scan_layers=scan, **sizes | overrides)
     return lambda rngs: llama.Llama(config, rngs=rngs)
 
@@ -71,7 +74,9 @@ def own(rngs):
 
 
 def own_loss(model, batch):
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]).astype(jnp.float32), batch["y"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["x"]).astype(jnp.float32), batch["y"]
+    )
     return losses.sum(), losses.size
 
 
@@ -101,7 +106,9 @@ def moved(params, seed=0):
 def all_merged(tensors, scale):
     """{path: tensor} of the model without, as `merged_paths` says."""
     return {
-        path: tensors[path] if len(parts) == 1 else merge(*(tensors[part] for part in parts), scale=scale)
+        path: tensors[path]
+        if len(parts) == 1
+        else merge(*(tensors[part] for part in parts), scale=scale)
         for path, parts in merged_paths(tensors).items()
     }
 
@@ -140,10 +147,17 @@ def test_it_starts_as_the_model_was(name):
         out = plain(TOKENS[:, :8], deterministic=deterministic)
         np.testing.assert_array_equal(adapted(TOKENS[:, :8], deterministic=deterministic), out)
     kinds = dict(nnx.iter_modules(plain))
-    changed = {path: module for path, module in nnx.iter_modules(adapted) if type(module) is not type(kinds[path])}
-    assert {"/".join(map(str, path)) for path in changed} == {path.rsplit("/", 1)[0] for path in added}
+    changed = {
+        path: module
+        for path, module in nnx.iter_modules(adapted)
+        if type(module) is not type(kinds[path])
+    }
+    assert {"/".join(map(str, path)) for path in changed} == {
+        path.rsplit("/", 1)[0] for path in added
+    }
     assert all(
-        isinstance(module, AdaptedLinear) and isinstance(module, type(kinds[path])) for path, module in changed.items()
+        isinstance(module, AdaptedLinear) and isinstance(module, type(kinds[path]))
+        for path, module in changed.items()
     )
 
 
@@ -156,7 +170,10 @@ def test_each_layer_and_each_kernel_draws_numbers_of_its_own():
     assert np.abs(qkv).max() > 0.8 * 16**-0.5
     assert not found["blocks/attn/qkv/lora_b"].any()
     make, rngs = with_lora(gpt(True), rank=3, targets=("attn/",)), nnx.Rngs(0)
-    for other in (make(nnx.Rngs(1)), (make(rngs), make(rngs))[1]):  # another seed; the second of one seed
+    for other in (
+        make(nnx.Rngs(1)),
+        (make(rngs), make(rngs))[1],
+    ):  # another seed; the second of one seed
         assert (params_of(other)["blocks/attn/qkv/lora_a"] != qkv).all()
 
 
@@ -167,7 +184,9 @@ def test_it_is_the_formula_of_the_paper():
     linear.lora_b[...] = jnp.ones((2, 5))
     x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
     low = x @ np.asarray(linear.lora_a[...]) @ np.ones((2, 5), np.float32)
-    np.testing.assert_allclose(linear(x), x @ linear.kernel[...] + linear.bias[...][None] + 3 * low, atol=1e-5)
+    np.testing.assert_allclose(
+        linear(x), x @ linear.kernel[...] + linear.bias[...][None] + 3 * low, atol=1e-5
+    )
     assert make.scale == 3
     assert with_lora(make.make_model, rank=2, targets=("^$",)).scale == 1
 
@@ -178,7 +197,11 @@ def test_the_product_has_the_dtype_that_the_linear_computes_in():
     traced = jax.make_jaxpr(lambda x: model.head(x))(jnp.ones((2, 16)))
     assert str(traced).count("dot_general") == 3
     assert not re.findall(r"f32\S* = dot_general", str(traced))
-    assert model.head(jnp.ones((2, 16))).dtype == Own(nnx.Rngs(0)).head(jnp.ones((2, 16))).dtype == jnp.bfloat16
+    assert (
+        model.head(jnp.ones((2, 16))).dtype
+        == Own(nnx.Rngs(0)).head(jnp.ones((2, 16))).dtype
+        == jnp.bfloat16
+    )
 
 
 # Training
@@ -214,7 +237,9 @@ def control(make):
 
 
 def held_against_the_control(make, units, mesh, strategy="full_shard", *, step=None, **settings):
-    sharded = fsdp.fully_shard(make, optimizer(), mesh, strategy, units, min_size=8, frozen=make.frozen, **settings)
+    sharded = fsdp.fully_shard(
+        make, optimizer(), mesh, strategy, units, min_size=8, frozen=make.frozen, **settings
+    )
     train = sharded.train_step(next_token_loss, **step or {})
     state, losses = sharded.init(0), []
     start = by_path(state.params)
@@ -231,7 +256,9 @@ def held_against_the_control(make, units, mesh, strategy="full_shard", *, step=N
     return train
 
 
-GPT_LORA = {scan: with_lora(gpt(scan), rank=4, alpha=8, targets=GPT_TARGETS) for scan in (True, False)}
+GPT_LORA = {
+    scan: with_lora(gpt(scan), rank=4, alpha=8, targets=GPT_TARGETS) for scan in (True, False)
+}
 LLAMA_LORA = with_lora(small_llama(), rank=4, targets=("attn/(q|v)$", "mlp/"))
 
 
@@ -240,34 +267,56 @@ LLAMA_LORA = with_lora(small_llama(), rank=4, targets=("attn/(q|v)$", "mlp/"))
 @pytest.mark.parametrize("scan", [True, False])
 def test_it_trains_as_one_device_does(scan, prefetch):
     step = held_against_the_control(
-        GPT_LORA[scan], (Block,), fsdp.make_mesh(data=8), step={"local_batch": prefetch != "none"}, prefetch=prefetch
+        GPT_LORA[scan],
+        (Block,),
+        fsdp.make_mesh(data=8),
+        step={"local_batch": prefetch != "none"},
+        prefetch=prefetch,
     )
     moved = step.plan.report.moved
-    assert any("lora_a" in path for path in moved) == any("mlp/down" in path for path in moved) == (prefetch == "pre")
+    assert (
+        any("lora_a" in path for path in moved)
+        == any("mlp/down" in path for path in moved)
+        == (prefetch == "pre")
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [
-        ("hybrid_shard", {"step": {"accumulation": 4, "deferred_reduction": True, "local_batch": True}}),
+        (
+            "hybrid_shard",
+            {"step": {"accumulation": 4, "deferred_reduction": True, "local_batch": True}},
+        ),
         ("shard_grad_op", {"step": {"accumulation": 4}}),
         ("zero1", {"units": ("Linear",)}),
     ],
 )
 def test_other_strategies_do_too(strategy, settings):
     mesh = fsdp.make_mesh(data=4, replica=2)
-    held_against_the_control(LLAMA_LORA, strategy=strategy, mesh=mesh, **{"units": ("LlamaBlock",)} | settings)
+    held_against_the_control(
+        LLAMA_LORA, strategy=strategy, mesh=mesh, **{"units": ("LlamaBlock",)} | settings
+    )
 
 
 @pytest.mark.long
 def test_a_model_of_the_users_own_learns_and_is_merged():
     make = with_lora(own, **OWN, trainable=("norm/",))
     sharded = fsdp.fully_shard(
-        make, optax.adam(1e-2), fsdp.make_mesh(data=8), units=[nnx.Linear], min_size=8, frozen=make.frozen
+        make,
+        optax.adam(1e-2),
+        fsdp.make_mesh(data=8),
+        units=[nnx.Linear],
+        min_size=8,
+        frozen=make.frozen,
     )
     trained = {path for path, leaf in sharded.layout.by_path.items() if leaf.trainable}
-    ours = {f"{at}/{name}" for at in ("inner/0", "inner/1", "again", "head") for name in ("lora_a", "lora_b")}
+    ours = {
+        f"{at}/{name}"
+        for at in ("inner/0", "inner/1", "again", "head")
+        for name in ("lora_a", "lora_b")
+    }
     assert trained == ours | {"norm/scale", "norm/bias"}
     step, state, losses = sharded.train_step(own_loss), sharded.init(0), []
     for _ in range(30):
@@ -277,14 +326,20 @@ def test_a_model_of_the_users_own_learns_and_is_merged():
 
     x = own_batch()["x"]
     logits = sharded.apply(lambda model, x: model(x))(state, x)
-    plain = fsdp.fully_shard(own, optax.adam(1e-2), fsdp.make_mesh(data=8), units=[nnx.Linear], min_size=8)
+    plain = fsdp.fully_shard(
+        own, optax.adam(1e-2), fsdp.make_mesh(data=8), units=[nnx.Linear], min_size=8
+    )
     merged = all_merged(flatten(state.params), scale=make.scale)
     assert {path: leaf.sharding for path, leaf in merged.items()} == {
         path: leaf.sharding for path, leaf in plain.layout.by_path.items()
     }
-    whole = dataclasses.replace(plain.init(0), params=unflatten(merged), model_state=state.model_state)
+    whole = dataclasses.replace(
+        plain.init(0), params=unflatten(merged), model_state=state.model_state
+    )
     found = plain.apply(lambda model, x: model(x))(whole, x)
-    np.testing.assert_allclose(np.float32(found), np.float32(logits), rtol=2e-2, atol=0.1)  # its head is in bfloat16
+    np.testing.assert_allclose(
+        np.float32(found), np.float32(logits), rtol=2e-2, atol=0.1
+    )  # its head is in bfloat16
 
 
 @pytest.mark.long
@@ -307,15 +362,24 @@ def test_mixed_precision_keeps_what_is_trained_in_float32():
 
 def test_only_what_is_trained_has_optimizer_state():
     config = llama.preset("llama-tiny")
-    make = with_lora(lambda rngs: llama.Llama(config, rngs=rngs), rank=8, targets=("attn/(q|k|v|o)$",))
+    make = with_lora(
+        lambda rngs: llama.Llama(config, rngs=rngs), rank=8, targets=("attn/(q|k|v|o)$",)
+    )
     sharded = fsdp.fully_shard(
-        make, optax.adamw(1e-4), fsdp.make_mesh(data=8), units=[llama.LlamaBlock], frozen=frozen_but()
+        make,
+        optax.adamw(1e-4),
+        fsdp.make_mesh(data=8),
+        units=[llama.LlamaBlock],
+        frozen=frozen_but(),
     )
     D, shared, R, L = config.width, config.kv_heads * config.head_dim, 8, config.layers
     elements = L * R * (2 * (D + D) + 2 * (D + shared))
     counter = 4
     assert sharded.layout.total("optimizer") == 2 * 4 * elements + counter
-    assert sharded.layout.by_path["blocks/mlp/up/kernel"].bytes_per_device * 8 == L * D * config.hidden * 4
+    assert (
+        sharded.layout.by_path["blocks/mlp/up/kernel"].bytes_per_device * 8
+        == L * D * config.hidden * 4
+    )
     assert sharded.layout.by_path["blocks/attn/q/lora_a"].replicated  # 128 x 8, below min_size
 
 
@@ -339,19 +403,26 @@ def held_to_the_contract(mesh, **settings):
     contract = assert_contract(sharded.train_step(next_token_loss, local_batch=True), BATCH)
     declared = {each.path for each in contract.expected if each.role == "reduce"}
     assert declared == {f"blocks/attn/{at}/{name}" for at in "qv" for name in ("lora_a", "lora_b")}
-    reduced = {path for each in contract.collectives if each.op != "all-gather" for path in each.paths}
+    reduced = {
+        path for each in contract.collectives if each.op != "all-gather" for path in each.paths
+    }
     assert reduced & sharded.layout.by_path.keys() == declared
 
 
 def test_a_tied_embedding_is_as_it_was():
     make = with_lora(gpt(True), rank=4, targets=GPT_TARGETS)
     with_it, without = (
-        fsdp.fully_shard(m, optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Block], min_size=8, frozen=frozen)
+        fsdp.fully_shard(
+            m, optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Block], min_size=8, frozen=frozen
+        )
         for m, frozen in ((make, make.frozen), (gpt(True), ()))
     )
     assert {p: u for p, u in with_it.units.items() if "lora_" not in p} == without.units
     assert with_it.units["embed/embedding"] is None
-    assert with_it.layout.by_path["embed/embedding"].spec == without.layout.by_path["embed/embedding"].spec
+    assert (
+        with_it.layout.by_path["embed/embedding"].spec
+        == without.layout.by_path["embed/embedding"].spec
+    )
 
 
 # Which parameters are frozen
@@ -365,7 +436,9 @@ def test_what_is_to_be_trained_beside_it():
         "blocks/mlp_norm/scale",
     }  # fmt: skip
     assert frozen_but() == with_lora(gpt(True), rank=1, targets=(".",)).frozen
-    with pytest.raises(ConfigError, match=r"pattern 'haed' matches no parameter\n.*where: *trainable"):
+    with pytest.raises(
+        ConfigError, match=r"pattern 'haed' matches no parameter\n.*where: *trainable"
+    ):
         with_lora(small_llama(), rank=4, targets=("attn/q",), trainable=("haed",))(nnx.Rngs(0))
 
 
@@ -401,9 +474,21 @@ def odd(rngs):
 @pytest.mark.parametrize(
     ("make", "settings", "said"),
     [
-        (odd, {"targets": ("scaled",)}, "arithmetic is not known\n.*scaled, a Scaled\n.*\n.*__call__ of its own"),
-        (odd, {"targets": ("past",)}, "arithmetic is not known\n.*past, a Past\n.*\n.*losses of its own"),
-        (small_llama(), {"targets": ("head",)}, "arithmetic is not known\n.*head, a Head\n.*\n.*losses of its own"),
+        (
+            odd,
+            {"targets": ("scaled",)},
+            "arithmetic is not known\n.*scaled, a Scaled\n.*\n.*__call__ of its own",
+        ),
+        (
+            odd,
+            {"targets": ("past",)},
+            "arithmetic is not known\n.*past, a Past\n.*\n.*losses of its own",
+        ),
+        (
+            small_llama(),
+            {"targets": ("head",)},
+            "arithmetic is not known\n.*head, a Head\n.*\n.*losses of its own",
+        ),
         (odd, {"targets": ("general",)}, "arithmetic is not known\n.*general, a LinearGeneral"),
         (odd, {"targets": ("einsum",)}, "arithmetic is not known\n.*einsum, a Einsum"),
         (odd, {"targets": ("flax",)}, "has LoRA already"),
@@ -415,7 +500,11 @@ def odd(rngs):
             {"targets": ("attn/", "atn/qkv")},
             r"matches no Linear\n.*\n.*blocks/\\d\+/attn/qkv.*\n.*'attn/qkv'",
         ),
-        (gpt(True), {"targets": ("attn/",), "rank": 16}, "rank is as large as the kernel's\n.*\n.*rank below 16"),
+        (
+            gpt(True),
+            {"targets": ("attn/",), "rank": 16},
+            "rank is as large as the kernel's\n.*\n.*rank below 16",
+        ),
         (lambda rngs: {}, {"targets": ("a",)}, "not an NNX model"),
     ],
 )
@@ -468,10 +557,16 @@ def test_merged_it_computes_the_same(name):
 
 def put(model, params):
     flat = flatten(params)
-    paths = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    paths = {
+        "/".join(map(str, path)): variable
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
     assert flat.keys() == paths.keys()
     nnx.update(
-        model, nnx.from_flat_state([(tuple(map(_key, p.split("/"))), v.replace(flat[p])) for p, v in paths.items()])
+        model,
+        nnx.from_flat_state(
+            [(tuple(map(_key, p.split("/"))), v.replace(flat[p])) for p, v in paths.items()]
+        ),
     )
 
 
@@ -489,10 +584,15 @@ def _key(part):
 def test_a_merge_is_rounded_once(stack, sizes, scale, dtypes, seed):
     (inputs, outputs, rank), random = sizes, np.random.default_rng(seed)
     kernel = random.normal(size=(*stack, inputs, outputs)).astype(dtypes[0])
-    a, b = (random.normal(size=(*stack, *shape)).astype(dtypes[1]) for shape in ((inputs, rank), (rank, outputs)))
+    a, b = (
+        random.normal(size=(*stack, *shape)).astype(dtypes[1])
+        for shape in ((inputs, rank), (rank, outputs))
+    )
     found = merge(kernel, a, b, scale=scale)
     exact = kernel.astype(np.float64) + scale * (a.astype(np.float64) @ b.astype(np.float64))
-    size = np.abs(kernel.astype(np.float64)) + scale * (np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64))
+    size = np.abs(kernel.astype(np.float64)) + scale * (
+        np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)
+    )
     unit = float(ml_dtypes.finfo(kernel.dtype).eps) / 2
     assert found.dtype == kernel.dtype
     assert (np.abs(found.astype(np.float64) - exact) <= unit * np.abs(exact) + 1e-6 * size).all()
@@ -500,7 +600,10 @@ def test_a_merge_is_rounded_once(stack, sizes, scale, dtypes, seed):
 
 def test_arrays_of_jax_are_merged_where_they_are():
     random = np.random.default_rng(0)
-    kernel, a, b = (random.normal(size=shape).astype(np.float32) for shape in ((2, 16, 8), (2, 16, 3), (2, 3, 8)))
+    kernel, a, b = (
+        random.normal(size=shape).astype(np.float32)
+        for shape in ((2, 16, 8), (2, 16, 3), (2, 3, 8))
+    )
     sharding = jax.NamedSharding(fsdp.make_mesh(data=8), jax.P(None, "data"))
     placed = jax.device_put(kernel.astype(jnp.bfloat16), sharding)
     found = merge(placed, jnp.asarray(a), jnp.asarray(b), scale=0.5)
@@ -518,7 +621,9 @@ def test_paths_say_what_is_read_for_which_tensor():
         "a/bias": ("a/bias",), "a/kernel": ("a/kernel", "a/lora_a", "a/lora_b"), "b/kernel": ("b/kernel",),
         "my_lora_a": ("my_lora_a",),
     }  # fmt: skip
-    assert merged_paths(["kernel", "lora_a", "lora_b"]) == {"kernel": ("kernel", "lora_a", "lora_b")}
+    assert merged_paths(["kernel", "lora_a", "lora_b"]) == {
+        "kernel": ("kernel", "lora_a", "lora_b")
+    }
     for missing in ("a/kernel", "a/lora_a", "a/lora_b"):
         with pytest.raises(ConfigError, match=f"missing: {missing}"):
             merged_paths([path for path in paths if path != missing])
@@ -531,15 +636,25 @@ def test_paths_say_what_is_read_for_which_tensor():
 def test_saved_restored_and_merged_tensor_by_tensor(tmp_path):
     make = with_lora(small_llama(), rank=4, alpha=8, targets=("attn/",))
     sharded = fsdp.fully_shard(
-        make, optax.adam(1e-2), fsdp.make_mesh(data=8), units=[llama.LlamaBlock], min_size=8, frozen=make.frozen
+        make,
+        optax.adam(1e-2),
+        fsdp.make_mesh(data=8),
+        units=[llama.LlamaBlock],
+        min_size=8,
+        frozen=make.frozen,
     )
     step = sharded.train_step(next_token_loss)
     state, _ = step(sharded.init(0), BATCH)
     with CheckpointStore(tmp_path / "checkpoints") as store:
-        store.save(1, sharded.to_checkpoint(state), data={}, metadata={"lora": {"scale": make.scale}})
+        store.save(
+            1, sharded.to_checkpoint(state), data={}, metadata={"lora": {"scale": make.scale}}
+        )
         store.wait()
         saved, _, metadata = store.restore(1, sharded.checkpoint_target())
-        shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in flatten(state.params).items()}
+        shapes = {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for path, x in flatten(state.params).items()
+        }
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
         def read(path):
@@ -548,7 +663,9 @@ def test_saved_restored_and_merged_tensor_by_tensor(tmp_path):
             return np.asarray(store.read(1, wanted)[f"params/{path}"])
 
         merged = {
-            path: read(*parts) if len(parts) == 1 else merge(*map(read, parts), scale=metadata["lora"]["scale"])
+            path: read(*parts)
+            if len(parts) == 1
+            else merge(*map(read, parts), scale=metadata["lora"]["scale"])
             for path, parts in merged_paths(shapes).items()
         }
     expected = all_merged(jax.device_get(flatten(state.params)), scale=2.0)
@@ -557,7 +674,8 @@ def test_saved_restored_and_merged_tensor_by_tensor(tmp_path):
         np.testing.assert_array_equal(merged[path], value)
     went_on, resumed = step(state, BATCH), step(sharded.from_checkpoint(saved), BATCH)
     jax.tree.map(
-        np.testing.assert_array_equal, *(jax.device_get((s.params, s.opt_state)) for s, _ in (went_on, resumed))
+        np.testing.assert_array_equal,
+        *(jax.device_get((s.params, s.opt_state)) for s, _ in (went_on, resumed)),
     )
 
 
@@ -565,11 +683,15 @@ def test_weights_of_the_model_without_are_loaded_by_path(tmp_path):
     weights = {path: np.asarray(x) for path, x in params_of(small_llama()(nnx.Rngs(7))).items()}
     save_file(weights, tmp_path / "model.safetensors")
     make = with_lora(small_llama(), rank=4, targets=("attn/",))
-    sharded = fsdp.fully_shard(make, optax.adam(1e-2), fsdp.make_mesh(data=8), min_size=8, frozen=make.frozen)
+    sharded = fsdp.fully_shard(
+        make, optax.adam(1e-2), fsdp.make_mesh(data=8), min_size=8, frozen=make.frozen
+    )
     state = sharded.init(0)
     _, lora = split_lora(state.params)
     wanted, _ = split_lora(sharded.checkpoint_target().params)
-    state = dataclasses.replace(state, params=unflatten(flatten(import_params(tmp_path, wanted)) | flatten(lora)))
+    state = dataclasses.replace(
+        state, params=unflatten(flatten(import_params(tmp_path, wanted)) | flatten(lora))
+    )
     assert jax.tree.structure(state) == jax.tree.structure(sharded.abstract_state())
     logits = sharded.apply(lambda model, tokens: model(tokens))(state, TOKENS[:, :8])
     np.testing.assert_allclose(logits, small_llama()(nnx.Rngs(7))(TOKENS[:, :8]), atol=1e-5)

@@ -41,7 +41,12 @@ class Outer(nnx.Module):
 
 def shard(model=Model, **settings):
     return fsdp.fully_shard(
-        lambda rngs: model(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Unit], min_size=8, **settings
+        lambda rngs: model(rngs),
+        optax.sgd(0.1),
+        fsdp.make_mesh(data=8),
+        units=[Unit],
+        min_size=8,
+        **settings,
     )
 
 
@@ -71,16 +76,21 @@ def test_a_trained_parameter_of_integers():
         return Model(rngs, jnp.int32)
 
     with pytest.raises(
-        ValueError, match=r"only parameters of real(.*\n)+.*a/kernel\n.*float\w* dtype\n.*int32\n.*frozen="
+        ValueError,
+        match=r"only parameters of real(.*\n)+.*a/kernel\n.*float\w* dtype\n.*int32\n.*frozen=",
     ):
         shard(model)
     frozen = shard(model, frozen=["a/kernel"])
-    _, metrics = frozen.train_step(lambda model, batch: (model(batch["x"]).sum(), 8))(frozen.init(0), BATCH)
+    _, metrics = frozen.train_step(lambda model, batch: (model(batch["x"]).sum(), 8))(
+        frozen.init(0), BATCH
+    )
     assert np.isfinite(float(metrics["loss"]))
 
 
 def test_complex_parameters():
-    with pytest.raises(ValueError, match=r"only parameters of real(.*\n)+.*a/kernel\n.*\n.*complex64"):
+    with pytest.raises(
+        ValueError, match=r"only parameters of real(.*\n)+.*a/kernel\n.*\n.*complex64"
+    ):
         shard(lambda rngs: Model(rngs, jnp.complex64))
 
 
@@ -94,7 +104,10 @@ def test_state_that_changes_its_dtype():
             return self.inner(x)
 
     step = shard(Ema).train_step(lambda model, batch: (model(batch["x"]).sum(), 8))
-    with pytest.raises(ValueError, match=r"changes its shape or dtype(.*\n)+.*mean\n.*bfloat16\[8\]\n.*float32\[8\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"changes its shape or dtype(.*\n)+.*mean\n.*bfloat16\[8\]\n.*float32\[8\]",
+    ):
         step.lower(BATCH)
 
 
@@ -142,8 +155,12 @@ def test_units_whose_call_is_inherited_or_wrapped(unit, local_batch):
 
 def test_an_argument_without_rows():
     wrapped = fsdp.on_local_rows(lambda x, scale: x * scale)
-    step = shard().train_step(lambda model, batch: (wrapped(model(batch["x"]), jnp.float32(2)).sum(), 8))
-    with pytest.raises(ValueError, match=r"an argument without rows\n.*on_local_rows(.*\n)+.*replicated"):
+    step = shard().train_step(
+        lambda model, batch: (wrapped(model(batch["x"]), jnp.float32(2)).sum(), 8)
+    )
+    with pytest.raises(
+        ValueError, match=r"an argument without rows\n.*on_local_rows(.*\n)+.*replicated"
+    ):
         step.lower(BATCH)
 
 
@@ -153,7 +170,9 @@ def test_an_empty_batch():
 
 
 def test_a_pattern_of_keep_float32_that_matches_nothing():
-    with pytest.raises(ValueError, match=r"'a/kernle' matches no parameter(.*\n)+.*keep_float32\n.*'a/kernel'"):
+    with pytest.raises(
+        ValueError, match=r"'a/kernle' matches no parameter(.*\n)+.*keep_float32\n.*'a/kernel'"
+    ):
         shard(precision=fsdp.Precision(compute="bfloat16", keep_float32=("[Nn]orm", "a/kernle")))
 
 
@@ -163,13 +182,17 @@ def test_a_pattern_of_keep_float32_that_matches_nothing():
      (lambda y: (y.sum(-1), 8), r"\(float32\[8\], int\)")],
 )  # fmt: skip
 def test_a_loss_that_is_no_sum_and_count(out, shown):
-    with pytest.raises(ValueError, match=rf"loss_fn\n.*\(sum, count\)\n.*{shown}\n.*return the summed loss"):
+    with pytest.raises(
+        ValueError, match=rf"loss_fn\n.*\(sum, count\)\n.*{shown}\n.*return the summed loss"
+    ):
         shard().train_step(lambda model, batch: out(model(batch["x"]))).lower(BATCH)
 
 
 def test_units_that_are_not_recomputed():
     """The model owns no parameters itself: its units own them all."""
-    with pytest.warns(fsdp.SlowerWarning, match=r"remat='full' does nothing for 1 units, such as 'inner'"):
+    with pytest.warns(
+        fsdp.SlowerWarning, match=r"remat='full' does nothing for 1 units, such as 'inner'"
+    ):
         fsdp.fully_shard(
             lambda rngs: Outer(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Model, Unit], min_size=8,
             remat="full",
@@ -187,7 +210,9 @@ def test_parameters_keep_the_dtype_that_the_model_makes(made):
     assert dtypes["a/kernel"] == made
     assert dtypes["b/kernel"] == "float32"
     assert sharded.init(0).params["a"]["kernel"].dtype == made
-    stored = shard(lambda rngs: Model(rngs, made), precision=fsdp.Precision()).layout.by_path["a/kernel"]
+    stored = shard(lambda rngs: Model(rngs, made), precision=fsdp.Precision()).layout.by_path[
+        "a/kernel"
+    ]
     assert stored.dtype == jnp.float32
 
 

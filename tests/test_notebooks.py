@@ -15,26 +15,37 @@ def first_steps(tmp_path_factory):
     notebook = nbformat.read(NOTEBOOKS / "01_first_steps.ipynb", as_version=4)
     # raises CellExecutionError at the first cell that fails
     NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path_factory.mktemp("nb")}}
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": tmp_path_factory.mktemp("nb")}},
     ).execute()
     return notebook
 
 
 def outputs(notebook):
-    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return [
+        output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
 
 
 @pytest.mark.long
 def test_runs_without_error_or_noise(first_steps):
     found = outputs(first_steps)
     assert not [output for output in found if output.output_type == "error"]
-    assert not [output.text for output in found if output.output_type == "stream" and output.name == "stderr"]
+    assert not [
+        output.text
+        for output in found
+        if output.output_type == "stream" and output.name == "stderr"
+    ]
 
 
 @pytest.mark.long
 def test_losses_fall(first_steps):
     text = "".join(output.text for output in outputs(first_steps) if output.output_type == "stream")
-    losses = [tuple(map(float, pair)) for pair in re.findall(r"loss (\d+\.\d+) -> (\d+\.\d+)", text)]
+    losses = [
+        tuple(map(float, pair)) for pair in re.findall(r"loss (\d+\.\d+) -> (\d+\.\d+)", text)
+    ]
     assert len(losses) == 2  # NNX and Linen
     assert all(last < first for first, last in losses)
 

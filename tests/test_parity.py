@@ -1,6 +1,8 @@
-"""Every strategy, mesh, way to run a step and kind of model against an unsharded run written by hand.
+"""Every strategy, mesh, way to run a step and kind of model against an unsharded run written by
+hand.
 
-The whole product has 708 possible members; each pair of values from any two axes is run at least once.
+The whole product has 708 possible members; each pair of values from any two axes is run at least
+once.
 """
 
 import dataclasses
@@ -40,7 +42,9 @@ def name_of(case):
     strategy, mesh, way, model, remat = case
     batch = "local" if way.local_batch else "global"
     deferred = "-deferred" if way.deferred else ""
-    return f"{strategy}-{mesh[0]}x{mesh[1]}-{batch}-{way.accumulation}{deferred}-{model}-remat_{remat}"
+    return (
+        f"{strategy}-{mesh[0]}x{mesh[1]}-{batch}-{way.accumulation}{deferred}-{model}-remat_{remat}"
+    )
 
 
 def test_no_possible_pair_is_left_out_of_a_covering():
@@ -59,7 +63,9 @@ def run(name, mesh, strategy, **settings):
     return train(CASES[name], mesh, strategy, **settings)[0]
 
 
-@pytest.mark.parametrize(("strategy", "mesh", "way", "model", "remat"), CHOSEN, ids=map(name_of, CHOSEN))
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "way", "model", "remat"), CHOSEN, ids=map(name_of, CHOSEN)
+)
 def test_strategy_trains_as_one_device_does(strategy, mesh, way, model, remat):
     found = run(model, mesh, strategy, remat=remat, **way._asdict())
     check(found, control(model, way.accumulation))
@@ -75,7 +81,9 @@ def test_strategy_trains_as_one_device_does(strategy, mesh, way, model, remat):
     ],
 )
 def test_bfloat16_compute_stays_near(model, reduce):
-    """bfloat16 has 8 bits of mantissa: losses within 2%, parameters within 2 learning rates a step of float32's."""
+    """bfloat16 has 8 bits of mantissa: losses within 2%, parameters within 2 learning rates a step
+    of float32's.
+    """
     precision = fsdp.Precision(compute="bfloat16", reduce=reduce, output="float32")
     found = run(model, (2, 4), "full_shard", precision=precision, local_batch=reduce is not None)
     check(found, control(model, 1), loss=2e-2, params=2e-3 * STEPS)
@@ -87,7 +95,9 @@ def test_clipping_is_by_the_global_norm():
     assert abs(found[0][-1] - control("nnx-gpt-scanned", 1)[0][-1]) > 1e-6
 
 
-@pytest.mark.parametrize("units", ["model", "scan", 1000, ["Block", "SelfAttention", "MLP"]], ids=str)
+@pytest.mark.parametrize(
+    "units", ["model", "scan", 1000, ["Block", "SelfAttention", "MLP"]], ids=str
+)
 def test_units_change_what_is_gathered_not_what_is_computed(units):
     case = dataclasses.replace(CASES["nnx-gpt-scanned"], units=units)
     found, _ = train(case, fsdp.make_mesh(data=8))

@@ -53,7 +53,13 @@ def test_the_certify_example_prints_a_table(monkeypatch, capsys):
     small = partial(certify, strategies=["full_shard"], accumulation=[1])
     monkeypatch.setattr("fsdp_jax.testing.certify", small)
     case = CASES["nnx-gpt-scanned"]
-    names = {"optax": optax, "Block": Block, "make_model": case.model, "loss_fn": case.loss, "batch": case.batch(0)}
+    names = {
+        "optax": optax,
+        "Block": Block,
+        "make_model": case.model,
+        "loss_fn": case.loss,
+        "batch": case.batch(0),
+    }
     exec(example, names)
     assert capsys.readouterr().out.count("holds") == 3
 
@@ -79,7 +85,9 @@ def test_the_checkpoint_example_goes_to_another_mesh(tmp_path, monkeypatch, caps
     (weights,) = [block for block in blocks() if "import_params" in block]
     monkeypatch.chdir(tmp_path)
     layouts = [
-        fsdp.fully_shard(gpt(True), optax.adamw(3e-4), fsdp.make_mesh(data=8, devices=jax.devices()), strategy)
+        fsdp.fully_shard(
+            gpt(True), optax.adamw(3e-4), fsdp.make_mesh(data=8, devices=jax.devices()), strategy
+        )
         for strategy in ("full_shard", "zero1")
     ]
     names = {"sharded": layouts[0], "state": layouts[0].init(), "other": layouts[1]}
@@ -89,7 +97,11 @@ def test_the_checkpoint_example_goes_to_another_mesh(tmp_path, monkeypatch, caps
         export_params(store, 100, "weights")
     trained = names["state"].params
     exec("import dataclasses\n" + weights, names)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), names["state"].params, trained)))
+    assert all(
+        jax.tree.leaves(
+            jax.tree.map(lambda a, b: bool((a == b).all()), names["state"].params, trained)
+        )
+    )
     assert "of host memory at a time" in capsys.readouterr().out
 
 
@@ -107,7 +119,11 @@ CONTRACTS = [block for block in blocks() if "assert_contract(" in block]
 
 def names_for_contracts(**more):
     names = {"fsdp": fsdp, "jax": jax, "optax": optax, "Block": Block}
-    return names | {"make_model": gpt(True, sequence_length=128, width=128), "loss_fn": next_token_loss} | more
+    return (
+        names
+        | {"make_model": gpt(True, sequence_length=128, width=128), "loss_fn": next_token_loss}
+        | more
+    )
 
 
 @pytest.mark.needs_plugin
@@ -136,7 +152,10 @@ def test_a_linen_model_is_held_to_the_contract_in_six_lines(topology_mesh):  # n
 def test_the_weights_example_goes_there_and_back(tmp_path, monkeypatch):
     (example,) = [block for block in blocks() if "import_weights" in block]
     monkeypatch.chdir(tmp_path)
-    mesh, config = fsdp.make_mesh(data=8), llama.preset("llama-tiny", layers=2, width=64, heads=4, hidden=96)
+    mesh, config = (
+        fsdp.make_mesh(data=8),
+        llama.preset("llama-tiny", layers=2, width=64, heads=4, hidden=96),
+    )
     sharded = fsdp.fully_shard(lambda rngs: llama.Llama(config, rngs=rngs), optax.adamw(1e-5), mesh)
     export_weights(from_arrays(sharded.init(seed=3).params), config, "llama")
     names = {"fsdp": fsdp, "optax": optax, "mesh": mesh}
@@ -144,5 +163,9 @@ def test_the_weights_example_goes_there_and_back(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
         tmp_path / "llama" / "model.safetensors"
     ).read_bytes()
-    optimized = [leaf.path for leaf in jax.tree.leaves(names["sharded"].layout.optimizer) if "kernel" in leaf.path]
+    optimized = [
+        leaf.path
+        for leaf in jax.tree.leaves(names["sharded"].layout.optimizer)
+        if "kernel" in leaf.path
+    ]
     assert optimized == []

@@ -34,7 +34,9 @@ def test_one_that_does_not_is_told_violations_first():
     first, *violations = str(caught.value).partition("\n\n")[0].splitlines()
     assert first == "the contract does not hold"
     assert all(": +" in line for line in violations)
-    assert any("reduced by an all-reduce, declared a reduce-scatter: +" in line for line in violations)
+    assert any(
+        "reduced by an all-reduce, declared a reduce-scatter: +" in line for line in violations
+    )
     assert "DOES NOT HOLD" in str(caught.value)
 
 
@@ -46,5 +48,7 @@ def test_a_mesh_by_name():
 
 def test_the_fixture_in_a_suite_of_ones_own(pytester):
     pytester.makeconftest('pytest_plugins = ["fsdp_jax.testing"]')
-    pytester.makepyfile("def test(topology_mesh):\n    assert topology_mesh('cpu:8', data=8).size == 8")
+    pytester.makepyfile(
+        "def test(topology_mesh):\n    assert topology_mesh('cpu:8', data=8).size == 8"
+    )
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)

@@ -1,6 +1,25 @@
-"""Holds a user's own model, loss and optimizer to the unsharded step, numerically, setting by setting."""
+"""Holds a user's own model, loss and optimizer to the unsharded step, numerically, setting by
+setting.
+"""
 
-from fsdp_jax.certify.certificate import Certificate, CertifyError, Failure, Row, Setting, Tolerance, tolerance_of
+from fsdp_jax.certify.certificate import (
+    Certificate,
+    CertifyError,
+    Failure,
+    Row,
+    Setting,
+    Tolerance,
+    tolerance_of,
+)
 from fsdp_jax.certify.runs import certify
 
-__all__ = ["Certificate", "CertifyError", "Failure", "Row", "Setting", "Tolerance", "certify", "tolerance_of"]
+__all__ = [
+    "Certificate",
+    "CertifyError",
+    "Failure",
+    "Row",
+    "Setting",
+    "Tolerance",
+    "certify",
+    "tolerance_of",
+]

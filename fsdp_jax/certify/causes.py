@@ -1,4 +1,6 @@
-"""Why a sharded step differs from the unsharded one: the likely cause, read from how the numbers differ."""
+"""Why a sharded step differs from the unsharded one: the likely cause, read from how the numbers
+differ.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ class Evidence:
         sizes: devices, and the axes of the mesh.
         holds_alone: whether the same setting holds with one microbatch.
         holds_local: whether `local_batch` holds with more than one row on each device.
-        drawn: whether the loss depends on the model's random streams, and whether it draws random numbers at all.
+        drawn: whether the loss depends on the model's random streams, and whether it draws random
+            numbers at all.
 
     """
 
@@ -33,7 +36,9 @@ class Evidence:
     ratios: dict[str, float] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
 
-    def add(self, expected: Measured, metrics: Mapping[str, float], gradients: Mapping[str, np.ndarray]) -> None:
+    def add(
+        self, expected: Measured, metrics: Mapping[str, float], gradients: Mapping[str, np.ndarray]
+    ) -> None:
         """Takes up the first step; later ones follow from it."""
         self.skipped = self.skipped or metrics["skipped"] > 0
         if self.ratios:
@@ -46,7 +51,9 @@ class Evidence:
             "gradients": _common(gradients, expected.gradients),
         }
         self.lost = frozenset(
-            path for path, value in expected.gradients.items() if value.any() and not gradients[path].any()
+            path
+            for path, value in expected.gradients.items()
+            if value.any() and not gradients[path].any()
         )
 
 
@@ -89,7 +96,9 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: set[str]) -> 
             return f"scaled by {scale:.3g}: the number of {_plural(axis)} ({size}) is multiplied in or divided by"
         if size > 1 and name == "gradient norm" and _is(scale, size, power=0.5):
             return f"scaled by {scale:.3g}, the root of {size}: the norm counts each of the {_plural(axis)} once"
-    return "unknown: the loss means something else on several devices; please report it with the model"
+    return (
+        "unknown: the loss means something else on several devices; please report it with the model"
+    )
 
 
 def _of_local_batch(evidence: Evidence) -> str:
@@ -108,7 +117,9 @@ def _of_local_batch(evidence: Evidence) -> str:
     if draws:
         return "random numbers from a constant key: every device draws the same ones"
     if evidence.one_row and evidence.holds_local:
-        return "one row on each device is treated in another way than several (squeeze, `if rows > 1`)"
+        return (
+            "one row on each device is treated in another way than several (squeeze, `if rows > 1`)"
+        )
     return (
         "the loss is not a sum over examples: rows are compared, a statistic over the batch is taken, or a term "
         "stands beside the sum, which every device adds"

@@ -5,10 +5,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_jax.precision import Precision
-from fsdp_jax.table import text_table
+from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.tables import text_table
 
-COLUMNS = ("setting", "loss", "count", "gradient norm", "gradients", "parameters", "model state", "")
+COLUMNS = (
+    "setting",
+    "loss",
+    "count",
+    "gradient norm",
+    "gradients",
+    "parameters",
+    "model state",
+    "",
+)
 
 
 @dataclass(frozen=True)
@@ -30,9 +39,11 @@ class Tolerance:
 
 
 def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Tolerance:
-    """What rounding makes with this precision, and parameters stored in these dtypes: bfloat16 keeps 8 bits.
+    """What rounding makes with this precision, and parameters stored in these dtypes: bfloat16
+    keeps 8 bits.
 
-    The control computes in float32 on parameters rounded to the compute dtype, so that bfloat16 is compared loosely.
+    The control computes in float32 on parameters rounded to the compute dtype, so that bfloat16 is
+    compared loosely.
     """
     found = Tolerance()
     narrow = "bfloat16" in stored
@@ -105,7 +116,10 @@ class Row:
 
     def cells(self) -> list[str]:
         """As the table shows them."""
-        shown = [_shown(*self.differences[name]) if name in self.differences else "-" for name in COLUMNS[1:-1]]
+        shown = [
+            _shown(*self.differences[name]) if name in self.differences else "-"
+            for name in COLUMNS[1:-1]
+        ]
         return [str(self.setting), *shown, "holds" if self.holds else "DOES NOT HOLD"]
 
 
@@ -133,7 +147,9 @@ class Certificate:
         return not self.failures
 
     def __str__(self) -> str:
-        head = f"{self.devices} devices against one, {self.steps} steps; largest relative differences"
+        head = (
+            f"{self.devices} devices against one, {self.steps} steps; largest relative differences"
+        )
         return f"{head}\n{text_table(COLUMNS, [row.cells() for row in self.rows])}"
 
     def to_json(self) -> dict[str, Any]:
@@ -146,7 +162,11 @@ class Certificate:
             }
             rows.append({**vars(row.setting), "holds": row.holds, "differences": differences})
         failures = [
-            {**vars(failure), "setting": str(failure.setting), "difference": _finite(failure.difference)}
+            {
+                **vars(failure),
+                "setting": str(failure.setting),
+                "difference": _finite(failure.difference),
+            }
             for failure in self.failures
         ]
         found = {"holds": self.holds, "devices": self.devices, "steps": self.steps}
@@ -167,5 +187,10 @@ class CertifyError(AssertionError):
 
     def __init__(self, certificate: Certificate) -> None:
         self.certificate = certificate
-        lines = ["the model differs from a run on one device", *map(str, certificate.failures), "", str(certificate)]
+        lines = [
+            "the model differs from a run on one device",
+            *map(str, certificate.failures),
+            "",
+            str(certificate),
+        ]
         super().__init__("\n".join(lines))

@@ -1,13 +1,14 @@
 """Sharded steps and the unsharded control, compared number by number.
 
-[Note: how a step is compared]
-The control is a run on one device in plain JAX (`unsharded.py`) from the same starting values. In each step the loss,
-its count, the gradient norm and every gradient of the sharded step are compared with the control's own. Then both
-optimizers take the gradients that the sharded step found, and the parameters are compared at the end. Were each
-optimizer given its own gradients, rounding would decide: Adam makes a step of the learning rate of a gradient of 1e-9.
+[Note: how a step is compared] The control is a run on one device in plain JAX (`unsharded.py`) from
+the same starting values. In each step the loss, its count, the gradient norm and every gradient of
+the sharded step are compared with the control's own. Then both optimizers take the gradients that
+the sharded step found, and the parameters are compared at the end. Were each optimizer given its
+own gradients, rounding would decide: Adam makes a step of the learning rate of a gradient of 1e-9.
 
-Differences are relative: the largest difference in an array, over the array's largest value plus 1% of the largest
-value in any array. Those of parameters are over the largest change in that parameter plus 1% of its largest value.
+Differences are relative: the largest difference in an array, over the array's largest value plus 1%
+of the largest value in any array. Those of parameters are over the largest change in that parameter
+plus 1% of its largest value.
 """
 
 import math
@@ -28,10 +29,10 @@ from fsdp_jax.certify.causes import Evidence, likely_cause
 from fsdp_jax.certify.certificate import Failure, Row, Setting, Tolerance, tolerance_of
 from fsdp_jax.certify.unsharded import Arrays, Measured, Unsharded
 from fsdp_jax.errors import message
-from fsdp_jax.mesh import make_mesh, shape_of
-from fsdp_jax.rules import ReplicationWarning
-from fsdp_jax.state import TrainState
-from fsdp_jax.strategy import get_strategy
+from fsdp_jax.sharding.mesh import make_mesh, shape_of
+from fsdp_jax.sharding.rules import ReplicationWarning
+from fsdp_jax.sharding.strategy import get_strategy
+from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten
 
 FLOOR = 0.01  # of the largest value in any array: below it, an array's own rounding is not worth a failure
@@ -124,7 +125,11 @@ class Comparison:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here only numbers count
             sharded = fully_shard(
-                self.model, _recording(self.tx), self._mesh_of(setting.strategy), setting.strategy, **arguments
+                self.model,
+                _recording(self.tx),
+                self._mesh_of(setting.strategy),
+                setting.strategy,
+                **arguments,
             )
         if self.tolerance is None:
             stored = {leaf.dtype.name for leaf in sharded.layout.by_path.values()}
@@ -149,13 +154,19 @@ class Comparison:
         opt_state = None
         differences: dict[str, tuple[float, str, int, float]] = {}
         for number in range(self.steps):
-            with _refusals(setting):  # before the control, so that a mistake in the loss has the library's message
+            with _refusals(
+                setting
+            ):  # before the control, so that a mistake in the loss has the library's message
                 state, metrics = step(state, batch)
             control = self._controlled(sharded, step.plan)
             opt_state = control.start(params) if opt_state is None else opt_state
-            expected = control.measure(params, rest, batch, self._start.rng, number, setting.accumulation)
+            expected = control.measure(
+                params, rest, batch, self._start.rng, number, setting.accumulation
+            )
             self._check_finite(expected, number)
-            gradients = {path: _wide(value) for path, value in flatten(state.opt_state[0].gradients).items()}
+            gradients = {
+                path: _wide(value) for path, value in flatten(state.opt_state[0].gradients).items()
+            }
             metrics = {name: float(value) for name, value in metrics.items()}
             evidence.add(expected, metrics, gradients)
             _worst(differences, self._step_differences(expected, metrics, gradients, state))
@@ -164,7 +175,9 @@ class Comparison:
         moved = {path: _wide(value) for path, value in params.items()}
         found = {path: _wide(value) for path, value in flatten(state.params).items()}
         assert self.tolerance is not None
-        sizes = {p: np.abs(moved[p] - first[p]).max() + FLOOR * np.abs(moved[p]).max() for p in moved}
+        sizes = {
+            p: np.abs(moved[p] - first[p]).max() + FLOOR * np.abs(moved[p]).max() for p in moved
+        }
         _worst(differences, {"parameters": _largest(found, moved, sizes, self.tolerance.parameter)})
         assert self._control is not None
         return self._judged(setting, evidence, differences, self._control)
@@ -174,10 +187,14 @@ class Comparison:
         if self._start is None:
             state = sharded.init(self.seed)
             whole = SingleDeviceSharding(self.devices[0])
-            self._start = jax.tree.map(lambda leaf: _copied(leaf, whole), sharded.to_checkpoint(state))
+            self._start = jax.tree.map(
+                lambda leaf: _copied(leaf, whole), sharded.to_checkpoint(state)
+            )
             return state
         target = sharded.checkpoint_target()
-        return sharded.from_checkpoint(jax.tree.map(lambda leaf, to: _copied(leaf, to.sharding), self._start, target))
+        return sharded.from_checkpoint(
+            jax.tree.map(lambda leaf, to: _copied(leaf, to.sharding), self._start, target)
+        )
 
     def _controlled(self, sharded: Sharded, plan: Any) -> Unsharded:
         if self._control is None:
@@ -195,12 +212,19 @@ class Comparison:
             raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))
 
     def _step_differences(
-        self, expected: Measured, metrics: Mapping[str, float], gradients: Mapping[str, np.ndarray], state: TrainState
+        self,
+        expected: Measured,
+        metrics: Mapping[str, float],
+        gradients: Mapping[str, np.ndarray],
+        state: TrainState,
     ) -> dict[str, tuple[float, str, int, float]]:
         at = self.tolerance
         assert at is not None
         largest = max((np.abs(value).max() for value in expected.gradients.values()), default=0.0)
-        sizes = {path: np.abs(value).max() + FLOOR * largest for path, value in expected.gradients.items()}
+        sizes = {
+            path: np.abs(value).max() + FLOOR * largest
+            for path, value in expected.gradients.items()
+        }
         numbers = {
             "loss": (metrics["loss"], expected.loss, at.loss),
             "count": (metrics["count"], expected.count, at.loss),
@@ -236,7 +260,12 @@ class Comparison:
         """Whether the loss is random by its streams, and whether it draws at all."""
         if self._drawn is None:
             assert self._start is not None
-            start = (flatten(self._start.params), flatten(self._start.model_state), self.batch, self._start.rng)
+            start = (
+                flatten(self._start.params),
+                flatten(self._start.model_state),
+                self.batch,
+                self._start.rng,
+            )
             self._drawn = (control.is_random(*start), control.draws(*start))
         return self._drawn
 
@@ -249,7 +278,10 @@ def _worst(differences: dict[str, tuple[float, str, int, float]], more: Mapping[
 
 
 def _largest(
-    found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], sizes: Mapping[str, float], limit: float
+    found: Mapping[str, np.ndarray],
+    expected: Mapping[str, np.ndarray],
+    sizes: Mapping[str, float],
+    limit: float,
 ) -> tuple[float, str, int, float]:
     """(largest relative difference, its path, how many are above the limit, the limit)."""
     assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
@@ -264,9 +296,13 @@ def _largest(
     return (*worst, above, limit)
 
 
-def _state_differences(state: TrainState, expected: Arrays, limit: float) -> tuple[float, str, int, float]:
+def _state_differences(
+    state: TrainState, expected: Arrays, limit: float
+) -> tuple[float, str, int, float]:
     found = flatten(state.model_state)
-    numbers = {path: value for path, value in expected.items() if jnp.issubdtype(value.dtype, jnp.number)}
+    numbers = {
+        path: value for path, value in expected.items() if jnp.issubdtype(value.dtype, jnp.number)
+    }
     wanted = {path: _wide(value) for path, value in numbers.items()}
     sizes = {path: float(np.abs(value).max(initial=0.0)) + 1e-6 for path, value in wanted.items()}
     return _largest({path: _wide(found[path]) for path in wanted}, wanted, sizes, limit)
@@ -281,5 +317,7 @@ def _copied(array: jax.Array, sharding: Sharding) -> jax.Array:
     """Through the host, so that no buffer is shared: steps take theirs over."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = _copied(jax.random.key_data(array), SingleDeviceSharding(jax.devices()[0]))
-        return jax.device_put(jax.random.wrap_key_data(data, impl=jax.random.key_impl(array)), sharding)
+        return jax.device_put(
+            jax.random.wrap_key_data(data, impl=jax.random.key_impl(array)), sharding
+        )
     return jax.device_put(np.array(array), sharding)

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from fsdp_jax.certify.certificate import Certificate, CertifyError, Row, Setting, Tolerance
 from fsdp_jax.certify.comparison import Comparison
 from fsdp_jax.errors import message
-from fsdp_jax.precision import AS_MADE, Precision
-from fsdp_jax.strategy import STRATEGIES, get_strategy
+from fsdp_jax.sharding.precision import AS_MADE, Precision
+from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tree import PyTree, flatten
-from fsdp_jax.units import Units
+from fsdp_jax.units.unit import Units
 
 
 def certify(
@@ -36,7 +36,8 @@ def certify(
     tolerance: Tolerance | None = None,
     **settings: Any,
 ) -> Certificate:
-    """Trains a few steps with every strategy and compares each with the unsharded model on one device.
+    """Trains a few steps with every strategy and compares each with the unsharded model on one
+    device.
 
     Args:
         model: as `fully_shard` takes it.
@@ -45,27 +46,31 @@ def certify(
         tx: the optimizer; `optax.sgd(0.1)` if None.
         units: as `fully_shard` takes them.
         inputs: example inputs of a Linen model.
-        mesh: of at least two devices. If None, all of this process's: `data` alone, and for hybrid strategies a
-            `replica` of 2.
-        precision: dtypes; those that the model makes its parameters in if None. bfloat16 is compared loosely, see
-            `tolerance_of`.
+        mesh: of at least two devices. If None, all of this process's: `data` alone, and for hybrid
+            strategies a `replica` of 2.
+        precision: dtypes; those that the model makes its parameters in if None. bfloat16 is
+            compared loosely, see `tolerance_of`.
         strategies: which are run.
         accumulation: numbers of microbatches that are run.
-        local_batch: also run each with `local_batch=True`, once more with `deferred_reduction`, and once with one row
-            on each device: whether the loss is the sum over examples that `local_batch=True` promises.
+        local_batch: also run each with `local_batch=True`, once more with `deferred_reduction`, and
+            once with one row on each device: whether the loss is the sum over examples that
+            `local_batch=True` promises.
         steps: of each run.
         seed: of the starting values.
-        min_size: elements below which a parameter stays replicated; 1, so that a small model is sharded at all.
+        min_size: elements below which a parameter stays replicated; 1, so that a small model is
+            sharded at all.
         tolerance: largest differences; by the dtypes if None.
-        settings: more of `fully_shard`: remat, prefetch (in runs with local_batch), rules, frozen, ...
+        settings: more of `fully_shard`: remat, prefetch (in runs with local_batch), rules, frozen,
+            ...
 
     Returns:
         The table of differences; all of them hold.
 
     Raises:
-        CertifyError: an AssertionError that names setting, array, difference and likely cause. Its `certificate` has
-            everything.
-        ValueError: a batch that does not divide, one device alone, a loss that is not finite on one device.
+        CertifyError: an AssertionError that names setting, array, difference and likely cause. Its
+            `certificate` has everything.
+        ValueError: a batch that does not divide, one device alone, a loss that is not finite on one
+            device.
 
     """
     precision = precision or AS_MADE
@@ -78,7 +83,13 @@ def certify(
         loss_fn=loss_fn,
         batch=jax.tree.map(np.asarray, batch),
         tx=tx,
-        arguments={"units": units, "inputs": inputs, "precision": precision, "min_size": min_size, **settings},
+        arguments={
+            "units": units,
+            "inputs": inputs,
+            "precision": precision,
+            "min_size": min_size,
+            **settings,
+        },
         devices=devices,
         mesh=mesh,
         steps=steps,
@@ -100,19 +111,33 @@ def _check(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:
     """The rows of the batch. Raises ValueError."""
     if devices < 2:
         fix = "fsdp_jax.launch.use_virtual_devices(8), before jax starts"
-        raise ValueError(message("nothing is sharded on one device", where="certify", got=devices, fix=fix))
-    rows = {path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in flatten(batch).items()}
+        raise ValueError(
+            message("nothing is sharded on one device", where="certify", got=devices, fix=fix)
+        )
+    rows = {
+        path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in flatten(batch).items()
+    }
     parts = devices * max(accumulation)
     first = next(iter(rows.values()), None)
     if first is None or first % parts or len(set(rows.values())) > 1:
-        expected = f"a multiple of {parts} rows: {devices} devices x accumulation {max(accumulation)}"
+        expected = (
+            f"a multiple of {parts} rows: {devices} devices x accumulation {max(accumulation)}"
+        )
         fix = "pass more rows, or accumulation=(1,)"
-        raise ValueError(message("the batch does not divide", where="batch", expected=expected, got=rows, fix=fix))
+        raise ValueError(
+            message(
+                "the batch does not divide", where="batch", expected=expected, got=rows, fix=fix
+            )
+        )
     return first
 
 
 def _settings(
-    strategies: Sequence[str], accumulation: Sequence[int], rows: int, devices: int, local_batch: bool
+    strategies: Sequence[str],
+    accumulation: Sequence[int],
+    rows: int,
+    devices: int,
+    local_batch: bool,
 ) -> Iterator[Setting]:
     """In order: what a later one is compared with comes first."""
     for strategy in strategies:
@@ -124,6 +149,8 @@ def _settings(
         for number in accumulation:
             yield Setting(strategy, number, rows, local_batch=True)
         if max(accumulation) > 1:
-            yield Setting(strategy, max(accumulation), rows, local_batch=True, deferred_reduction=True)
+            yield Setting(
+                strategy, max(accumulation), rows, local_batch=True, deferred_reduction=True
+            )
     if rows > devices:
         yield Setting(strategies[0], 1, devices, local_batch=True, one_row=True)

@@ -1,7 +1,8 @@
 """A training step on one device in plain JAX: what `certify` compares sharded steps with.
 
-Nothing here comes from the library's core: the model is called as its own library calls it, `jax.value_and_grad`
-differentiates the summed loss, microbatches are added up one after another, and optax updates whole arrays.
+Nothing here comes from the library's core: the model is called as its own library calls it,
+`jax.value_and_grad` differentiates the summed loss, microbatches are added up one after another,
+and optax updates whole arrays.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,9 @@ Apply = Callable[[Arrays, Arrays, PyTree, jax.Array], tuple[Any, Arrays]]
 
 @dataclass(frozen=True)
 class Measured:
-    """A batch's loss on one device: float64 scalars, the gradient of the mean by path, the model's other state."""
+    """A batch's loss on one device: float64 scalars, the gradient of the mean by path, the model's
+    other state.
+    """
 
     total: float
     count: float
@@ -39,7 +42,9 @@ class Measured:
     @property
     def grad_norm(self) -> float:
         """Over all parameters."""
-        return float(np.sqrt(sum(np.square(np.abs(gradient)).sum() for gradient in self.gradients.values())))
+        return float(
+            np.sqrt(sum(np.square(np.abs(gradient)).sum() for gradient in self.gradients.values()))
+        )
 
 
 class Unsharded:
@@ -63,7 +68,11 @@ class Unsharded:
         compute: Mapping[str, np.dtype],
     ) -> None:
         self._tx = optax.with_extra_args_support(tx)
-        self._apply = _apply_linen(model, loss_fn) if isinstance(model, nn.Module) else _apply_nnx(model, loss_fn)
+        self._apply = (
+            _apply_linen(model, loss_fn)
+            if isinstance(model, nn.Module)
+            else _apply_nnx(model, loss_fn)
+        )
         self._trained = trained
         self._compute = compute
         self._differentiate = jax.jit(self._gradients)
@@ -92,14 +101,22 @@ class Unsharded:
         return gradients, total, count, after
 
     def measure(
-        self, params: Arrays, rest: Arrays, batch: PyTree, rng: jax.Array, step: int, accumulation: int
+        self,
+        params: Arrays,
+        rest: Arrays,
+        batch: PyTree,
+        rng: jax.Array,
+        step: int,
+        accumulation: int,
     ) -> Measured:
         """Sums over the microbatches of a batch [rows, ...], divided by the sum of their counts."""
         gradients: dict[str, np.ndarray] = {}
         total = 0.0
         count = 0.0
         for index in range(accumulation):
-            part = jax.tree.map(lambda leaf, index=index: np.split(leaf, accumulation)[index], batch)
+            part = jax.tree.map(
+                lambda leaf, index=index: np.split(leaf, accumulation)[index], batch
+            )
             key = jax.random.fold_in(rng, step * accumulation + index)
             found, more, number, rest = self._differentiate(params, rest, part, key)
             total += float(more)
@@ -118,8 +135,12 @@ class Unsharded:
         """(parameters, optimizer state) after a step with these gradients of the mean."""
         return self._updated(params, opt_state, dict(gradients), loss)
 
-    def _update(self, params: Arrays, opt_state: PyTree, gradients: Arrays, loss: jax.Array) -> tuple[Arrays, PyTree]:
-        cast = unflatten({path: gradient.astype(params[path].dtype) for path, gradient in gradients.items()})
+    def _update(
+        self, params: Arrays, opt_state: PyTree, gradients: Arrays, loss: jax.Array
+    ) -> tuple[Arrays, PyTree]:
+        cast = unflatten(
+            {path: gradient.astype(params[path].dtype) for path, gradient in gradients.items()}
+        )
         trained = self._tree(params)
         updates, opt_state = self._tx.update(cast, opt_state, trained, value=loss, grad=cast)
         return {**params, **flatten(optax.apply_updates(trained, updates))}, opt_state
@@ -129,7 +150,9 @@ class Unsharded:
 
     def is_random(self, params: Arrays, rest: Arrays, batch: PyTree, rng: jax.Array) -> bool:
         """Whether the loss depends on the model's random streams, as it does with dropout."""
-        other = {path: _another_key(value) if _is_key(value) else value for path, value in rest.items()}
+        other = {
+            path: _another_key(value) if _is_key(value) else value for path, value in rest.items()
+        }
         one = self.measure(params, rest, batch, rng, 0, 1)
         two = self.measure(params, other, batch, _another_key(rng), 0, 1)
         return one.total != two.total
@@ -151,9 +174,13 @@ def _another_key(keys: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jax.random.key_data(keys) ^ 1, impl=jax.random.key_impl(keys))
 
 
-def _apply_nnx(make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[[Any, Any], Any]) -> Apply:
+def _apply_nnx(
+    make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[[Any, Any], Any]
+) -> Apply:
     with nnx.use_eager_sharding(False):
-        graphdef, *states = jax.eval_shape(lambda: nnx.split(make_model(nnx.Rngs(0)), nnx.Param, ...))
+        graphdef, *states = jax.eval_shape(
+            lambda: nnx.split(make_model(nnx.Rngs(0)), nnx.Param, ...)
+        )
 
     def filled(state: nnx.State, arrays: Arrays) -> nnx.State:
         paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]

@@ -1,12 +1,14 @@
-"""Sharded checkpoints, the manifest that proves them whole, and the lease that keeps a second writer out."""
+"""Sharded checkpoints, the manifest that proves them whole, and the lease that keeps a second
+writer out.
+"""
 
 from fsdp_jax.checkpoint.export import export_params, import_params
 from fsdp_jax.checkpoint.lease import Lease
 from fsdp_jax.checkpoint.manifest import Checked
 from fsdp_jax.checkpoint.preflight import Preflight
 from fsdp_jax.checkpoint.store import CheckpointStore
-from fsdp_jax.checkpoint.writing import Exported
 from fsdp_jax.errors import CheckpointError, DamageError
+from fsdp_jax.io.safetensors_writer import Exported
 
 __all__ = [
     "Checked",
@@ -18,4 +20,4 @@ __all__ = [
     "Preflight",
     "export_params",
     "import_params",
-]  # fmt: skip
+]

@@ -12,10 +12,12 @@ from fsdp_jax.errors import ConfigError, message
 
 
 class Lease:
-    """Holds `DIRECTORY/lease.json` for as long as the `with` block runs; only the lead process of a run takes it.
+    """Holds `DIRECTORY/lease.json` for as long as the `with` block runs; only the lead process of a
+    run takes it.
 
-    The file names the owner (`host`, `pid`, `process`, `started`), but what counts is the kernel's lock on it, which
-    goes with its owner: the file of a killed run keeps nobody out. Readers never look at the lease.
+    The file names the owner (`host`, `pid`, `process`, `started`), but what counts is the kernel's
+    lock on it, which goes with its owner: the file of a killed run keeps nobody out. Readers never
+    look at the lease.
 
     Raises ConfigError on entry, at once, if another run holds it.
     """
@@ -59,7 +61,9 @@ class Lease:
     def _taken(self, file: IO[str]) -> ConfigError:
         file.seek(0)
         try:
-            owner = "host {host}, pid {pid}, process {process}, since {started}".format(**json.load(file))
+            owner = "host {host}, pid {pid}, process {process}, since {started}".format(
+                **json.load(file)
+            )
         except (ValueError, KeyError):  # locked, and not written yet
             owner = "a run that is just starting"
         return ConfigError(
@@ -73,7 +77,12 @@ class Lease:
 
     def _owner(self) -> dict[str, str | int]:
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        return {"host": socket.gethostname(), "pid": os.getpid(), "process": self._process, "started": started}
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": self._process,
+            "started": started,
+        }
 
 
 def _is_at(file: IO[str], path: Path) -> bool:

@@ -1,7 +1,9 @@
-"""What makes a checkpoint good: a list of its files with a digest of each, written last, and a digest of that list.
+"""What makes a checkpoint good: a list of its files with a digest of each, written last, and a
+digest of that list.
 
-Orbax keeps no digest of the data: a flipped bit loads as another number (measured). A step is renamed into place only
-once its list is written and all of it is on the disk, so a step that is there is whole, or was damaged since.
+Orbax keeps no digest of the data: a flipped bit loads as another number (measured). A step is
+renamed into place only once its list is written and all of it is on the disk, so a step that is
+there is whole, or was damaged since.
 """
 
 import json
@@ -17,6 +19,7 @@ from typing import Any
 import xxhash
 
 from fsdp_jax.errors import DamageError, message
+from fsdp_jax.io.atomic import flush_folder
 
 Json = dict[str, Any]
 
@@ -26,7 +29,16 @@ FORMAT = 1
 BLOCK = 4 << 20  # bytes read at a time
 READERS = 4  # files digested at a time
 SHOWN = 10  # damaged files listed before the rest is only counted
-PACKAGES = ("fsdp_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy")
+PACKAGES = (
+    "fsdp_jax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "tensorstore",
+    "numpy",
+)
 
 
 @dataclass(frozen=True)
@@ -53,22 +65,35 @@ class Checked:
     def summary(self) -> str:
         """The problems in a few lines."""
         more = len(self.problems) - SHOWN
-        return "\n            ".join([*self.problems[:SHOWN], *([f"and {more} more"] if more > 0 else [])])
+        return "\n            ".join(
+            [*self.problems[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        )
 
 
 def numbered(directory: Path) -> list[tuple[int, bool]]:
-    """(number, whether it is a directory with a checkpoint, good or damaged) of all that is named like a step."""
+    """(number, whether it is a directory with a checkpoint, good or damaged) of all that is named
+    like a step.
+    """
     if not directory.is_dir():
         return []
-    named = [path for path in directory.iterdir() if path.name.isdecimal() and path.name == str(int(path.name))]
+    named = [
+        path
+        for path in directory.iterdir()
+        if path.name.isdecimal() and path.name == str(int(path.name))
+    ]
     return sorted(
-        (int(path.name), not path.is_symlink() and any((path / mark).exists() for mark in (MANIFEST, ORBAX)))
+        (
+            int(path.name),
+            not path.is_symlink() and any((path / mark).exists() for mark in (MANIFEST, ORBAX)),
+        )
         for path in named
     )
 
 
 def list_files(root: Path) -> list[str]:
-    """Every file under `root` but its manifest, relative, with `/`; links count as files and are never followed."""
+    """Every file under `root` but its manifest, relative, with `/`; links count as files and are
+    never followed.
+    """
     found = []
     for folder, folders, files in os.walk(root):
         linked = [name for name in folders if (Path(folder) / name).is_symlink()]
@@ -77,10 +102,14 @@ def list_files(root: Path) -> list[str]:
 
 
 def digest_files(root: Path, names: Iterable[str], *, flush: bool = False) -> dict[str, Json]:
-    """{name: {bytes, xxh3_128}}. `flush`: also waits until they are on the disk, not in the kernel's memory alone."""
+    """{name: {bytes, xxh3_128}}. `flush`: also waits until they are on the disk, not in the
+    kernel's memory alone.
+    """
     names = list(names)
     with ThreadPoolExecutor(READERS) as pool:  # the digest lets go of the interpreter
-        return dict(zip(names, pool.map(lambda name: _digest(root / name, flush), names), strict=True))
+        return dict(
+            zip(names, pool.map(lambda name: _digest(root / name, flush), names), strict=True)
+        )
 
 
 def _digest(path: Path, flush: bool) -> Json:
@@ -96,7 +125,9 @@ def _digest(path: Path, flush: bool) -> Json:
 
 
 def seal(root: Path, contents: Json, files: dict[str, Json]) -> None:
-    """Writes the manifest of a checkpoint that is complete, with what is recorded beside its arrays."""
+    """Writes the manifest of a checkpoint that is complete, with what is recorded beside its
+    arrays.
+    """
     body: Json = {"format": FORMAT, "packages": packages(), **contents, "files": files}
     body["digest"] = _digest_of(body)
     with (root / MANIFEST).open("w") as file:
@@ -105,15 +136,6 @@ def seal(root: Path, contents: Json, files: dict[str, Json]) -> None:
         os.fsync(file.fileno())
     for folder, _, _ in os.walk(root, topdown=False):
         flush_folder(Path(folder))
-
-
-def flush_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def packages() -> dict[str, str]:
@@ -139,7 +161,11 @@ def read_manifest(root: Path) -> Json:
         text = path.read_text()
         body = json.loads(text)
         # letter by letter: a flipped bit in white space is a flipped bit too
-        if not isinstance(body, dict) or _text(body) != text or body.get("digest") != _digest_of(body):
+        if (
+            not isinstance(body, dict)
+            or _text(body) != text
+            or body.get("digest") != _digest_of(body)
+        ):
             raise ValueError("its own digest does not fit it")
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']}, which this version does not read")
@@ -150,7 +176,8 @@ def read_manifest(root: Path) -> Json:
 
 
 def check_files(root: Path, *, part: int = 0, parts: int = 1) -> Checked:
-    """Reads the files and compares them to the manifest; of several readers, each takes every `parts`-th file.
+    """Reads the files and compares them to the manifest; of several readers, each takes every
+    `parts`-th file.
 
     With 0 parts no file is read: the manifest alone is.
 
@@ -165,9 +192,18 @@ def check_files(root: Path, *, part: int = 0, parts: int = 1) -> Checked:
     mine = sorted(expected)[part::parts] if parts else []
     there = set(list_files(root))  # what is found on the disk: a name such as ../x leads nowhere
     with ThreadPoolExecutor(READERS) as pool:
-        found = list(pool.map(lambda name: _problem(root, name, expected[name]) if name in there else "missing", mine))
-    problems = tuple(f"{name}: {problem}" for name, problem in zip(mine, found, strict=True) if problem)
-    read = [expected[name]["bytes"] for name, problem in zip(mine, found, strict=True) if not problem]
+        found = list(
+            pool.map(
+                lambda name: _problem(root, name, expected[name]) if name in there else "missing",
+                mine,
+            )
+        )
+    problems = tuple(
+        f"{name}: {problem}" for name, problem in zip(mine, found, strict=True) if problem
+    )
+    read = [
+        expected[name]["bytes"] for name, problem in zip(mine, found, strict=True) if not problem
+    ]
     return Checked(len(read), sum(read), time.perf_counter() - started, problems)
 
 
@@ -189,4 +225,6 @@ def _text(body: Json) -> str:
 
 
 def _digest_of(body: Json) -> str:
-    return xxhash.xxh3_128_hexdigest(_text({key: value for key, value in body.items() if key != "digest"}).encode())
+    return xxhash.xxh3_128_hexdigest(
+        _text({key: value for key, value in body.items() if key != "digest"}).encode()
+    )

@@ -1,7 +1,7 @@
 """Text, instructions and images, and batches of them that resume exactly.
 
-Documents become tokens, in memory or as shards on the disk; examples are rows by number; a loader makes batches.
-`open_examples` is the door to all of it.
+Documents become tokens, in memory or as shards on the disk; examples are rows by number; a loader
+makes batches. `open_examples` is the door to all of it.
 """
 
 from fsdp_jax.data.documents import (
@@ -11,7 +11,7 @@ from fsdp_jax.data.documents import (
     embedded_documents,
     open_documents,
     split_documents,
-)  # fmt: skip
+)
 from fsdp_jax.data.examples import Examples
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.loader import Loader, eval_batches, make_loader
@@ -43,4 +43,4 @@ __all__ = [
     "split_documents",
     "tokenize",
     "train_bpe",
-]  # fmt: skip
+]

@@ -1,11 +1,13 @@
-"""Documents: texts in an order that never changes, read as often as one likes, and what of them is held out.
+"""Documents: texts in an order that never changes, read as often as one likes, and what of them is
+held out.
 
-Nothing is kept: each pass reads the files again, one document in memory at a time. A document is a file, or a field of
-a record.
+Nothing is kept: each pass reads the files again, one document in memory at a time. A document is a
+file, or a field of a record.
 
-Each process of a run that trains on text makes three passes at its start: one that surveys all of it, and one for each
-part, whose tokens it keeps in memory. `fsdp-jax tokenize` is the way for more text than that is good for: it keeps one
-document in memory at a time, and a run reads of its shards what it needs.
+Each process of a run that trains on text makes three passes at its start: one that surveys all of
+it, and one for each part, whose tokens it keeps in memory. `fsdp-jax tokenize` is the way for more
+text than that is good for: it keeps one document in memory at a time, and a run reads of its shards
+what it needs.
 """
 
 import hashlib
@@ -15,7 +17,15 @@ from pathlib import Path
 from typing import Literal
 
 from fsdp_jax.data.files import EMBEDDED_NAME, Skipped, embedded_files, read_bytes, text_files
-from fsdp_jax.data.records import Invalid, check_invalid, field_of, is_json, read_dataset, read_json, text_of
+from fsdp_jax.data.records import (
+    Invalid,
+    check_invalid,
+    field_of,
+    is_json,
+    read_dataset,
+    read_json,
+    text_of,
+)
 from fsdp_jax.errors import ConfigError, message
 
 EMPTY = "empty"
@@ -29,8 +39,8 @@ class Documents:
 
     Attributes:
         name: of what is read, for people.
-        read: a pass over all of it; what is passed over on the way is counted in its argument. Raises ConfigError,
-            with file and place, at what cannot be read.
+        read: a pass over all of it; what is passed over on the way is counted in its argument.
+            Raises ConfigError, with file and place, at what cannot be read.
 
     """
 
@@ -44,7 +54,8 @@ class Survey:
 
     Attributes:
         documents, characters: how many.
-        digest: SHA-256, in hexadecimal, of each document's length (8 bytes, little-endian) and UTF-8, in order.
+        digest: SHA-256, in hexadecimal, of each document's length (8 bytes, little-endian) and
+            UTF-8, in order.
 
     """
 
@@ -55,7 +66,9 @@ class Survey:
 
 
 def embedded_documents() -> Documents:
-    """The source text of the running Python's standard library, at most 8 MiB: there on every machine."""
+    """The source text of the running Python's standard library, at most 8 MiB: there on every
+    machine.
+    """
 
     def read(skipped: Skipped) -> Iterator[str]:
         for file in embedded_files():
@@ -64,11 +77,15 @@ def embedded_documents() -> Documents:
     return Documents(EMBEDDED_NAME, read)
 
 
-def open_documents(path: str | Path, *, field: str = "text", invalid: Invalid = "error") -> Documents:
-    """A file, or every text file below a folder in the order of their paths; of JSON the `field` of each record.
+def open_documents(
+    path: str | Path, *, field: str = "text", invalid: Invalid = "error"
+) -> Documents:
+    """A file, or every text file below a folder in the order of their paths; of JSON the `field` of
+    each record.
 
-    Empty documents (nothing but white space) are passed over and counted. `invalid` says what becomes of what is not
-    UTF-8. Raises ConfigError where there is no such path; all other faults are found by reading.
+    Empty documents (nothing but white space) are passed over and counted. `invalid` says what
+    becomes of what is not UTF-8. Raises ConfigError where there is no such path; all other faults
+    are found by reading.
     """
     check_invalid(invalid)
     root = Path(path).expanduser()
@@ -88,7 +105,7 @@ def open_documents(path: str | Path, *, field: str = "text", invalid: Invalid = 
 
 def dataset_documents(
     name: str, *, split: str = "train", field: str = "text", invalid: Invalid = "error"
-) -> Documents:  # fmt: skip
+) -> Documents:
     """The `field` of each row of a Hugging Face dataset; see `read_dataset`.
 
     `invalid` says what becomes of what is not UTF-8.
@@ -112,9 +129,13 @@ def survey(documents: Documents) -> Survey:
         digest.update(content)
         count, characters = count + 1, characters + len(text)
     if not count:
-        got = f"nothing in {documents.name}" + (f" ({skipped} passed over)" if skipped.total() else "")
+        got = f"nothing in {documents.name}" + (
+            f" ({skipped} passed over)" if skipped.total() else ""
+        )
         expected, fix = "at least one document with text", "point data.path at text"
-        raise ConfigError(message("The corpus is empty.", where="data.path", expected=expected, got=got, fix=fix))
+        raise ConfigError(
+            message("The corpus is empty.", where="data.path", expected=expected, got=got, fix=fix)
+        )
     return Survey(count, characters, skipped, digest.hexdigest())
 
 
@@ -122,8 +143,8 @@ def survey(documents: Documents) -> Survey:
 class Split:
     """Documents in two parts, of which one is held out from training.
 
-    Every k-th document is held out (k = 1/share) where that makes at least two, so that no text is cut in two; else the
-    end of the text, and the document where the cut falls is one in each part.
+    Every k-th document is held out (k = 1/share) where that makes at least two, so that no text is
+    cut in two; else the end of the text, and the document where the cut falls is one in each part.
     """
 
     documents: Documents
@@ -149,7 +170,9 @@ class Split:
                 yield text
 
     def _cut(self, part: Part) -> Iterator[str]:
-        cut = round(self.survey.characters * (1 - self.share))  # characters that are left for training
+        cut = round(
+            self.survey.characters * (1 - self.share)
+        )  # characters that are left for training
         for text in self.documents.read(Skipped()):
             kept = text[:cut] if part == "train" else text[cut:]
             cut = max(0, cut - len(text))
@@ -158,7 +181,8 @@ class Split:
 
 
 def split_documents(documents: Documents, *, held_out: float = 0.05) -> Split:
-    """Surveys documents, in one pass, and splits them. `held_out`: the share to keep from training, from 0 to 0.5.
+    """Surveys documents, in one pass, and splits them. `held_out`: the share to keep from training,
+    from 0 to 0.5.
 
     Raises ConfigError where the share is out of range or there is no text.
     """
@@ -179,7 +203,9 @@ def check_share(held_out: float) -> None:
 
 
 def _text(file: Path, invalid: Invalid, skipped: Skipped) -> Iterator[str]:
-    yield from _unless_empty(text_of(read_bytes(file), str(file), invalid=invalid, skipped=skipped), skipped)
+    yield from _unless_empty(
+        text_of(read_bytes(file), str(file), invalid=invalid, skipped=skipped), skipped
+    )
 
 
 def _unless_empty(text: str | None, skipped: Skipped) -> Iterator[str]:

@@ -38,11 +38,17 @@ class Tokens(Protocol):
 def check_seed(seed: int) -> None:
     """Raises ConfigError where it is not one that every generator here takes."""
     if not 0 <= seed < 2**32:
-        raise ConfigError(message("The seed is out of range.", where="train.seed", expected="0 to 2**32 - 1", got=seed))
+        raise ConfigError(
+            message(
+                "The seed is out of range.", where="train.seed", expected="0 to 2**32 - 1", got=seed
+            )
+        )
 
 
 def uniforms(seed: int, index: int, count: int) -> np.ndarray:
-    """float64 [count] in [0, 1) that `seed` and `index` fix, whatever numpy's release (Philox, Salmon et al., 2011)."""
+    """float64 [count] in [0, 1) that `seed` and `index` fix, whatever numpy's release (Philox,
+    Salmon et al., 2011).
+    """
     raw = np.random.Philox(key=np.array([seed, index], np.uint64)).random_raw(count)
     return (raw >> np.uint64(11)) * 2.0**-53
 

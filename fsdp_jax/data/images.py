@@ -13,8 +13,15 @@ from fsdp_jax.data.windows import check_positive
 from fsdp_jax.errors import ConfigError, message
 
 CLASSES = (
-    "disc", "square", "triangle", "ring", "cross", "horizontal stripes", "vertical stripes", "checkerboard",
-)  # fmt: skip
+    "disc",
+    "square",
+    "triangle",
+    "ring",
+    "cross",
+    "horizontal stripes",
+    "vertical stripes",
+    "checkerboard",
+)
 """What is drawn; the label is the place here."""
 
 SIDE = 32
@@ -23,17 +30,23 @@ DARK = 0.4  # of the range of a colour: dark ones lie below, bright ones as near
 
 
 class DrawnImages:
-    """Random access to `count` square drawings: colours, place, size and noise are chance, the class is not.
+    """Random access to `count` square drawings: colours, place, size and noise are chance, the
+    class is not.
 
-    Image i shows class i mod 8; all else depends on `seed` and `first + i` alone, so that ranges that do not overlap
-    give different images. Nothing is stored. `side`: of an image, in pixels.
+    Image i shows class i mod 8; all else depends on `seed` and `first + i` alone, so that ranges
+    that do not overlap give different images. Nothing is stored. `side`: of an image, in pixels.
     """
 
     def __init__(self, count: int, *, seed: int, first: int = 0, side: int = SIDE):
         check_positive("the number of images", count)
         check_positive("the side of an image", side)
         self._count, self._seed, self._first, self._side = count, seed, first, side
-        self.settings: Settings = {"images": count, "first_image": first, "image_seed": seed, "image_side": side}
+        self.settings: Settings = {
+            "images": count,
+            "first_image": first,
+            "image_seed": seed,
+            "image_side": side,
+        }
 
     def __len__(self) -> int:
         return self._count
@@ -48,18 +61,30 @@ class DrawnImages:
         image = np.where(_shape(kind, self._side, *chance[7:10])[..., None], front, back)
         noise = random_bytes(self._seed, number, image.size).reshape(image.shape)
         image += NOISE * (noise / 127.5 - 1)
-        return {"images": (255 * image.clip(0, 1) + 0.5).astype(np.uint8), "labels": np.array(kind, np.int32)}
+        return {
+            "images": (255 * image.clip(0, 1) + 0.5).astype(np.uint8),
+            "labels": np.array(kind, np.int32),
+        }
 
 
 def _shape(kind: int, side: int, x: float, y: float, size: float) -> np.ndarray:
-    """Where the shape is, bool [H, W]. The numbers are chance, 0 to 1; the shape lies within the image."""
+    """Where the shape is, bool [H, W]. The numbers are chance, 0 to 1; the shape lies within the
+    image.
+    """
     name = CLASSES[kind]
     places = np.arange(side) + 0.5
     if kind >= CLASSES.index("horizontal stripes"):
         half = side * (0.1 + 0.1 * size)  # of a period
         rows, columns = (np.floor(places / half + 2 * phase) % 2 == 0 for phase in (y, x))
-        across = np.broadcast_to(rows[:, None], (side, side)), np.broadcast_to(columns, (side, side))
-        return rows[:, None] == columns if name == "checkerboard" else across[name == "vertical stripes"]
+        across = (
+            np.broadcast_to(rows[:, None], (side, side)),
+            np.broadcast_to(columns, (side, side)),
+        )
+        return (
+            rows[:, None] == columns
+            if name == "checkerboard"
+            else across[name == "vertical stripes"]
+        )
     radius = side * (0.2 + 0.2 * size)
     down, right = (places - (radius + (side - 2 * radius) * place) for place in (y, x))
     down, square = down[:, None], np.maximum(abs(down)[:, None], abs(right))
@@ -106,7 +131,9 @@ class ArrayImages:
 
 
 def load_images(path: str | Path) -> ArrayImages:
-    """An `.npz` with `images`, uint8 [N, H, W, 3], and `labels`, integers [N]. Raises ConfigError where it is not."""
+    """An `.npz` with `images`, uint8 [N, H, W, 3], and `labels`, integers [N]. Raises ConfigError
+    where it is not.
+    """
     file, fix = Path(path).expanduser(), "numpy.savez(path, images=..., labels=...)"
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
@@ -114,13 +141,19 @@ def load_images(path: str | Path) -> ArrayImages:
             if missing:
                 got = ", ".join(arrays) or "nothing"
                 what = "An array is missing."
-                raise ConfigError(message(what, where=str(file), expected=", ".join(missing), got=got, fix=fix))
+                raise ConfigError(
+                    message(what, where=str(file), expected=", ".join(missing), got=got, fix=fix)
+                )
             return ArrayImages(arrays["images"], arrays["labels"], where=str(file))
     except ConfigError:
         raise
-    except Exception as error:  # a damaged archive fails in many ways: OSError, ValueError, BadZipFile, zlib.error
+    except (
+        Exception
+    ) as error:  # a damaged archive fails in many ways: OSError, ValueError, BadZipFile, zlib.error
         what, expected = "The images cannot be read.", "an .npz with images and labels"
-        raise ConfigError(message(what, where=str(file), expected=expected, got=error, fix=fix)) from error
+        raise ConfigError(
+            message(what, where=str(file), expected=expected, got=error, fix=fix)
+        ) from error
 
 
 class Chosen:
@@ -141,11 +174,21 @@ def _check_arrays(images: np.ndarray, labels: np.ndarray, where: str) -> None:
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or not images.size:
         got = f"{images.dtype} {list(images.shape)}"
         what = "The images have another form."
-        raise ConfigError(message(what, where=f"{where}, images", expected="uint8 [N, H, W, 3]", got=got))
-    if labels.dtype.kind not in "iu" or labels.shape != (len(images),):
-        expected, got = f"integers [{len(images)}], one an image", f"{labels.dtype} {list(labels.shape)}"
         raise ConfigError(
-            message("The labels have another form.", where=f"{where}, labels", expected=expected, got=got)
+            message(what, where=f"{where}, images", expected="uint8 [N, H, W, 3]", got=got)
+        )
+    if labels.dtype.kind not in "iu" or labels.shape != (len(images),):
+        expected, got = (
+            f"integers [{len(images)}], one an image",
+            f"{labels.dtype} {list(labels.shape)}",
+        )
+        raise ConfigError(
+            message(
+                "The labels have another form.",
+                where=f"{where}, labels",
+                expected=expected,
+                got=got,
+            )
         )
     wrong = np.flatnonzero((labels < 0) | (labels >= 1 << 31))
     if len(wrong):

@@ -1,8 +1,8 @@
-"""Instructions with their answers, in the format of Alpaca (Taori et al., 2023): records of `instruction`, `input`
-(optional) and `output`.
+"""Instructions with their answers, in the format of Alpaca (Taori et al., 2023): records of
+`instruction`, `input` (optional) and `output`.
 
-Decoder-only models read prompt and answer as one row, several of them packed into it; models with an encoder read the
-prompt there and write the answer. Only what is answered counts in the loss.
+Decoder-only models read prompt and answer as one row, several of them packed into it; models with
+an encoder read the prompt there and write the answer. Only what is answered counts in the loss.
 
 Shapes: T sequence, S inputs.
 """
@@ -29,7 +29,7 @@ from fsdp_jax.data.records import (
     read_dataset,
     read_json,
     would_be_ignored,
-)  # fmt: skip
+)
 from fsdp_jax.data.tokenizer import Tokenizer
 from fsdp_jax.data.windows import check_positive
 from fsdp_jax.errors import ConfigError, message
@@ -81,11 +81,12 @@ class Pair:
 def load_instructions(
     path: str | None, skipped: Skipped, *, split: str = "train", invalid: Invalid = "error"
 ) -> list[Instruction]:
-    """The records of a `.json` or `.jsonl`, of a Hugging Face dataset's split, or, for None, the set that comes along.
+    """The records of a `.json` or `.jsonl`, of a Hugging Face dataset's split, or, for None, the
+    set that comes along.
 
-    One with nothing in `output` is passed over and counted. `invalid` says what becomes of text that is not UTF-8; what
-    is skipped is the record. Raises ConfigError, with file and line, at a record that is none, and where there is none
-    at all.
+    One with nothing in `output` is passed over and counted. `invalid` says what becomes of text
+    that is not UTF-8; what is skipped is the record. Raises ConfigError, with file and line, at a
+    record that is none, and where there is none at all.
     """
     check_invalid(invalid)
     if split != "train" and (path is None or is_json(path)):
@@ -111,9 +112,13 @@ def load_instructions(
     return kept
 
 
-def _instruction(where: str, record: Record, invalid: Invalid, skipped: Skipped) -> Instruction | None:
+def _instruction(
+    where: str, record: Record, invalid: Invalid, skipped: Skipped
+) -> Instruction | None:
     """None where one of its fields is passed over."""
-    without = record | ({} if record.get("input") is not None else {"input": ""})  # datasets fill in None
+    without = record | (
+        {} if record.get("input") is not None else {"input": ""}
+    )  # datasets fill in None
     texts = []
     for name in ("instruction", "input", "output"):
         text = field_of(without, name, where, invalid=invalid, skipped=skipped)
@@ -137,25 +142,36 @@ def encode_pairs(instructions: Sequence[Instruction], tokenizer: Tokenizer) -> l
     Raises ConfigError where the tokenizer has no end-of-text token: no answer would ever end.
     """
     if tokenizer.end is None:
-        what, fix = "The tokenizer has no end-of-text token.", "name one as eos_token in its tokenizer_config.json"
+        what, fix = (
+            "The tokenizer has no end-of-text token.",
+            "name one as eos_token in its tokenizer_config.json",
+        )
         raise ConfigError(message(what, where="data.tokenizer", got=tokenizer.name, fix=fix))
     begin, end = np.array(tokenizer.begin, np.int32), np.array([tokenizer.end], np.int32)
     prompts = tokenizer.encode_batch([each.prompt for each in instructions])
     answers = tokenizer.encode_batch([each.output for each in instructions])
     found = zip(prompts, answers, strict=True)
-    return [Pair(np.concatenate([begin, prompt]), np.concatenate([answer, end])) for prompt, answer in found]
+    return [
+        Pair(np.concatenate([begin, prompt]), np.concatenate([answer, end]))
+        for prompt, answer in found
+    ]
 
 
 class PackedInstructions:
-    """Random access to rows of T+1 tokens into which whole examples are packed, by best fit; see `pack`.
+    """Random access to rows of T+1 tokens into which whole examples are packed, by best fit; see
+    `pack`.
 
     Raises ConfigError where not one example fits. `skipped` counts what was cut or passed over.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], *, sequence_length: int, too_long: TooLong = "truncate",
+        self,
+        pairs: Sequence[Pair],
+        *,
+        sequence_length: int,
+        too_long: TooLong = "truncate",
         skipped: Skipped | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_positive("data.sequence_length", sequence_length)
         room = sequence_length + 1
         fitting = (_fit(pair, room, too_long, skipped) for pair in pairs)
@@ -172,7 +188,8 @@ class PackedInstructions:
     def __getitem__(self, index: int) -> Row:
         """`tokens`, int32 [T+1]; `segments` and `positions`, int32 [T]; `mask`, float32 [T].
 
-        Segments are numbered from 1, padding is segment 0 and token 0. Positions start again with each example.
+        Segments are numbered from 1, padding is segment 0 and token 0. Positions start again with
+        each example.
         """
         length = self.sequence_length
         tokens, segments, positions = (np.zeros(length + 1, np.int32) for _ in range(3))
@@ -186,20 +203,30 @@ class PackedInstructions:
             positions[first:last] = np.arange(len(pair))
             answered[first + len(pair.prompt) : last] = 1
             first = last
-        return {"tokens": tokens, "segments": segments[:-1], "positions": positions[:-1], "mask": answered[1:]}
+        return {
+            "tokens": tokens,
+            "segments": segments[:-1],
+            "positions": positions[:-1],
+            "mask": answered[1:],
+        }
 
 
 class TextToText:
     """Random access to prompts and answers of fixed lengths, for models with an encoder.
 
-    Prompts end in the end-of-text token too, as T5's inputs do. Raises ConfigError where not one example fits.
-    `skipped` counts what was cut or passed over.
+    Prompts end in the end-of-text token too, as T5's inputs do. Raises ConfigError where not one
+    example fits. `skipped` counts what was cut or passed over.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], *, inputs_length: int, targets_length: int, too_long: TooLong = "truncate",
+        self,
+        pairs: Sequence[Pair],
+        *,
+        inputs_length: int,
+        targets_length: int,
+        too_long: TooLong = "truncate",
         skipped: Skipped | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_positive("data.sequence_length", inputs_length)
         check_positive("data.target_length", targets_length)
         self.inputs_length, self.targets_length = inputs_length, targets_length
@@ -220,7 +247,9 @@ class TextToText:
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Row:
-        """`inputs`, `inputs_mask`, int32 [S]; `targets`, int32 [T], and `mask`, float32 [T]; padding is 0."""
+        """`inputs`, `inputs_mask`, int32 [S]; `targets`, int32 [T], and `mask`, float32 [T];
+        padding is 0.
+        """
         pair = self.pairs[index]
         return {
             "inputs": padded(pair.prompt, self.inputs_length),
@@ -231,11 +260,12 @@ class TextToText:
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of indices such that the lengths of a row are at most `room` together, by best fit decreasing.
+    """Rows of indices such that the lengths of a row are at most `room` together, by best fit
+    decreasing.
 
-    Each index is in one row, the longest of a row stands first, and by it the rows are ordered: in the order of the
-    indices, not of the lengths, so that the first rows are like all others. The same lengths give the same rows. No
-    length may be more than `room`.
+    Each index is in one row, the longest of a row stands first, and by it the rows are ordered: in
+    the order of the indices, not of the lengths, so that the first rows are like all others. The
+    same lengths give the same rows. No length may be more than `room`.
     """
     rows: list[list[int]] = []
     spaces: list[tuple[int, int]] = []  # (room that is left, row), sorted
@@ -255,7 +285,9 @@ def check_too_long(too_long: str) -> None:
     """Raises ConfigError where it is not one of `TooLong`."""
     if too_long not in get_args(TooLong):
         expected = ", ".join(get_args(TooLong))
-        raise ConfigError(message("No such choice.", where="data.too_long", expected=expected, got=too_long))
+        raise ConfigError(
+            message("No such choice.", where="data.too_long", expected=expected, got=too_long)
+        )
 
 
 def _sums(pairs: Sequence[Pair]) -> dict[str, int]:
@@ -263,7 +295,9 @@ def _sums(pairs: Sequence[Pair]) -> dict[str, int]:
 
 
 def _fit(pair: Pair, room: int, too_long: TooLong, skipped: Skipped | None) -> Pair | None:
-    """The example as a row can hold it; None where it cannot, or where nothing of the answer would be left."""
+    """The example as a row can hold it; None where it cannot, or where nothing of the answer would
+    be left.
+    """
     if len(pair) <= room:
         return pair
     keep = too_long == "truncate" and len(pair.prompt) < room
@@ -274,5 +308,8 @@ def _fit(pair: Pair, room: int, too_long: TooLong, skipped: Skipped | None) -> P
 
 def _none_fits(pairs: Sequence[Pair], length: int, needs: Callable[[Pair], int]) -> ConfigError:
     shortest = min(map(needs, pairs), default=1)
-    what, expected = "No instruction fits a row.", f"at least {shortest}, what the shortest of {len(pairs)} needs"
+    what, expected = (
+        "No instruction fits a row.",
+        f"at least {shortest}, what the shortest of {len(pairs)} needs",
+    )
     return ConfigError(message(what, where="data.sequence_length", expected=expected, got=length))

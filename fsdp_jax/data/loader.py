@@ -1,8 +1,9 @@
 """Batches of examples that resume exactly, read ahead of the step.
 
-The stream of rows is one sequence that the seed fixes: epoch after epoch, each shuffled in its own way. Step s takes
-the rows s·G to (s+1)·G of it (G the global batch), and of those process p of n takes every n-th, from p on. So what a
-step sees does not depend on how many processes read it, and a number of steps is all there is to remember.
+The stream of rows is one sequence that the seed fixes: epoch after epoch, each shuffled in its own
+way. Step s takes the rows s·G to (s+1)·G of it (G the global batch), and of those process p of n
+takes every n-th, from p on. So what a step sees does not depend on how many processes read it, and
+a number of steps is all there is to remember.
 
 Shapes: G global batch, n processes, T sequence.
 """
@@ -14,8 +15,8 @@ from typing import Any, Self
 import grain
 import numpy as np
 
-from fsdp_jax.data.ahead import ReadAhead
 from fsdp_jax.data.examples import Examples, Row, check_seed
+from fsdp_jax.data.read_ahead import ReadAhead
 from fsdp_jax.data.windows import check_positive
 from fsdp_jax.errors import ConfigError, message
 
@@ -27,9 +28,9 @@ AHEAD = 2  # batches
 class Loader:
     """An iterator over this process's rows of each batch, whose position can be saved and restored.
 
-    A thread of its own reads up to `ahead` batches before they are asked for, from the first `next` on; none, and no
-    thread, for 0. `settings` is what fixes the stream: a state made under other settings is refused. Close it, or use
-    it in a `with` block; one that is dropped closes itself.
+    A thread of its own reads up to `ahead` batches before they are asked for, from the first `next`
+    on; none, and no thread, for 0. `settings` is what fixes the stream: a state made under other
+    settings is refused. Close it, or use it in a `with` block; one that is dropped closes itself.
     """
 
     def __init__(self, batches: grain.MapDataset, settings: dict[str, Any], *, ahead: int = AHEAD):
@@ -42,7 +43,9 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """{name: array [G/n, ...]}. Raises what reading raised; the position stays, so the next call tries again."""
+        """{name: array [G/n, ...]}. Raises what reading raised; the position stays, so the next
+        call tries again.
+        """
         if self._position >= len(self._batches):
             raise StopIteration
         if not self._ahead:
@@ -72,21 +75,28 @@ class Loader:
         self._reader = self._stop = None
 
     def get_state(self) -> dict[str, Any]:
-        """What resumes after the batch delivered last: JSON-serialisable, and the same on every process."""
+        """What resumes after the batch delivered last: JSON-serialisable, and the same on every
+        process.
+        """
         return {"position": {"next_index": self._position}, "settings": dict(self._settings)}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues where `state` was taken; ConfigError where it belongs to another stream."""
         saved = state.get("settings", {}) if "position" in state else {}
         names = dict.fromkeys([*self._settings, *saved])
-        differing = [name for name in names if saved.get(name, _NONE) != self._settings.get(name, _NONE)]
+        differing = [
+            name for name in names if saved.get(name, _NONE) != self._settings.get(name, _NONE)
+        ]
         if differing:
             raise ConfigError(
                 message(
                     "The saved position belongs to another stream of data.",
                     where=", ".join(differing),
-                    expected=", ".join(f"{name} {saved.get(name, _NONE)}" for name in differing) + " (saved)",
-                    got=", ".join(f"{name} {self._settings.get(name, _NONE)}" for name in differing),
+                    expected=", ".join(f"{name} {saved.get(name, _NONE)}" for name in differing)
+                    + " (saved)",
+                    got=", ".join(
+                        f"{name} {self._settings.get(name, _NONE)}" for name in differing
+                    ),
                     fix="restore the saved settings, or begin anew: with another `output`, without a saved position",
                 )
             )
@@ -94,7 +104,9 @@ class Loader:
         self._position = int(state["position"]["next_index"])
 
     def _start(self) -> None:
-        self._reader = reader = ReadAhead(self._batches.__getitem__, self._position, len(self._batches), self._ahead)
+        self._reader = reader = ReadAhead(
+            self._batches.__getitem__, self._position, len(self._batches), self._ahead
+        )
         self._stop = weakref.finalize(self, reader.close)
 
 
@@ -114,16 +126,17 @@ def make_loader(
 ) -> Loader:
     """The batches of process `process_index`.
 
-    `repeat=True` never ends; otherwise one epoch, without the rows that do not fill a last global batch. `ahead`:
-    batches read before they are asked for.
-    Raises ConfigError where the numbers do not fit together.
+    `repeat=True` never ends; otherwise one epoch, without the rows that do not fill a last global
+    batch. `ahead`: batches read before they are asked for. Raises ConfigError where the numbers do
+    not fit together.
     """
     rows = _rows_per_process(global_batch_size, process_index, process_count)
     check_seed(seed)
     dataset = grain.MapDataset.source(examples)
     if shuffle:
         dataset = dataset.shuffle(seed)
-    # Repeated before it is sliced: an epoch need not be a multiple of the processes or of the batch.
+    # Repeated before it is sliced: an epoch need not be a multiple of the processes or of the
+    # batch.
     dataset = dataset.repeat() if repeat else dataset[: _whole_batches(examples, global_batch_size)]
     dataset = dataset[process_index::process_count].batch(rows, drop_remainder=True)
     settings = {
@@ -144,11 +157,12 @@ def eval_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[Batch]:
-    """Every row once, in order, at most `limit` batches; `batch_size` is global, the rows are this process's.
+    """Every row once, in order, at most `limit` batches; `batch_size` is global, the rows are this
+    process's.
 
-    Yields {name: array [batch_size/n, ...]}, always with `mask`: float32 [batch_size/n, T], or [batch_size/n] where
-    rows have labels. Rows that fill up the last batch repeat one, with mask 0. Every process gets as many batches.
-    Raises ConfigError as `make_loader` does, at the call.
+    Yields {name: array [batch_size/n, ...]}, always with `mask`: float32 [batch_size/n, T], or
+    [batch_size/n] where rows have labels. Rows that fill up the last batch repeat one, with mask 0.
+    Every process gets as many batches. Raises ConfigError as `make_loader` does, at the call.
     """
     rows = _rows_per_process(batch_size, process_index, process_count)
     found = examples
@@ -181,7 +195,12 @@ def _rows_per_process(global_batch_size: int, process_index: int, process_count:
     if not 0 <= process_index < process_count:
         expected = f"0 to {process_count - 1}"
         raise ConfigError(
-            message("There is no such process.", where="process_index", expected=expected, got=process_index)
+            message(
+                "There is no such process.",
+                where="process_index",
+                expected=expected,
+                got=process_index,
+            )
         )
     if global_batch_size % process_count:
         raise ConfigError(

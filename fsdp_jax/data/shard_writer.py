@@ -1,7 +1,9 @@
-"""The work behind `fsdp-jax tokenize`: documents become token shards, and a stopped run goes on where it was.
+"""The work behind `fsdp-jax tokenize`: documents become token shards, and a stopped run goes on
+where it was.
 
-A shard is written under another name and renamed when all of it is on the disk, so a shard that is there is whole. What
-must stay the same between the runs is written down first (`progress.json`) and compared.
+A shard is written under another name and renamed when all of it is on the disk, so a shard that is
+there is whole. What must stay the same between the runs is written down first (`progress.json`) and
+compared.
 """
 
 import json
@@ -14,7 +16,17 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_jax.data.documents import Part, Split
-from fsdp_jax.data.shards import DOCUMENTS, MANIFEST, OFFSET, PARTS, TOKENS, Manifest, Plan, Shard, read_manifest
+from fsdp_jax.data.shards import (
+    DOCUMENTS,
+    MANIFEST,
+    OFFSET,
+    PARTS,
+    TOKENS,
+    Manifest,
+    Plan,
+    Shard,
+    read_manifest,
+)
 from fsdp_jax.data.tokenizer import Tokenizer, encoded, token_dtype
 from fsdp_jax.data.windows import check_positive
 from fsdp_jax.errors import ConfigError, message
@@ -28,25 +40,33 @@ Say = Callable[[str], None]
 
 
 def tokenize(
-    documents: Split, tokenizer: Tokenizer, to: str | Path, *, shard_tokens: int = SHARD_TOKENS,
-    asked: int | None = None, say: Say | None = None,
-) -> Manifest:  # fmt: skip
+    documents: Split,
+    tokenizer: Tokenizer,
+    to: str | Path,
+    *,
+    shard_tokens: int = SHARD_TOKENS,
+    asked: int | None = None,
+    say: Say | None = None,
+) -> Manifest:
     """Writes `documents`, each with its end-of-text token, to the folder `to` as token shards.
 
-    The same call goes on after the last whole shard where it was stopped, and ends with the same bytes as one that was
-    not; where all is done it changes nothing.
+    The same call goes on after the last whole shard where it was stopped, and ends with the same
+    bytes as one that was not; where all is done it changes nothing.
 
     Args:
         documents: what to encode, split.
         tokenizer: with what.
         to: a new or empty folder, or that of a stopped run.
-        shard_tokens: a shard ends with the document that reaches so many; one document at a time is in memory.
-        asked: the vocabulary that was asked for, where `tokenizer` was trained for this; is written down.
+        shard_tokens: a shard ends with the document that reaches so many; one document at a time is
+            in memory.
+        asked: the vocabulary that was asked for, where `tokenizer` was trained for this; is written
+            down.
         say: is told of every shard.
 
     Raises:
-        ConfigError: the folder holds something else, or shards of another corpus, tokenizer or setting, each by name;
-            another process writes there; or an id is not of the tokenizer's vocabulary.
+        ConfigError: the folder holds something else, or shards of another corpus, tokenizer or
+            setting, each by name; another process writes there; or an id is not of the tokenizer's
+            vocabulary.
         OSError: it cannot be written.
 
     """
@@ -62,7 +82,11 @@ def tokenize(
             (folder / PROGRESS).unlink(missing_ok=True)  # killed just before it was done
             return manifest
         _begin(folder, plan, tokenizer)
-        shards = [shard for part in PARTS for shard in _write_part(folder, part, documents, tokenizer, plan, say)]
+        shards = [
+            shard
+            for part in PARTS
+            for shard in _write_part(folder, part, documents, tokenizer, plan, say)
+        ]
         largest = max((_largest(folder, shard, plan) for shard in shards), default=-1)
         manifest = Manifest(plan, tuple(shards), largest)
         _write_json(folder / MANIFEST, manifest.to_json())
@@ -109,8 +133,13 @@ def _check_folder(folder: Path) -> None:
     """What is not ours is not written to."""
     ours = not folder.exists() or any((folder / name).exists() for name in (PROGRESS, MANIFEST))
     if not ours and not (folder.is_dir() and all(_is_trace(path) for path in folder.iterdir())):
-        what, expected = "The folder holds something else.", "a new or empty folder, or one of a stopped run"
-        raise ConfigError(message(what, where="--to", expected=expected, got=folder, fix="choose another folder"))
+        what, expected = (
+            "The folder holds something else.",
+            "a new or empty folder, or one of a stopped run",
+        )
+        raise ConfigError(
+            message(what, where="--to", expected=expected, got=folder, fix="choose another folder")
+        )
 
 
 def _is_trace(path: Path) -> bool:
@@ -119,7 +148,9 @@ def _is_trace(path: Path) -> bool:
 
 
 def _begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
-    """Writes the plan down, or compares it to that of the run that was stopped; removes what that left unfinished."""
+    """Writes the plan down, or compares it to that of the run that was stopped; removes what that
+    left unfinished.
+    """
     before = plan_of(folder)
     if before is not None:
         _check_same(folder / PROGRESS, before, plan)
@@ -133,7 +164,10 @@ def _begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
 
 def _check_same(file: Path, before: Plan, now: Plan) -> None:
     # names are for people: the same corpus may have moved; and what a tokenizer is, its digest says
-    was, is_now = ({key: value for key, value in asdict(plan).items() if key not in _NAMES} for plan in (before, now))
+    was, is_now = (
+        {key: value for key, value in asdict(plan).items() if key not in _NAMES}
+        for plan in (before, now)
+    )
     differing = [name for name in was if was[name] != is_now[name]]
     if differing:
         what = "The folder holds shards of another corpus, tokenizer or setting."
@@ -190,7 +224,9 @@ def _write_shard(
             if piece.size and piece.max() >= plan.vocab_size:
                 where, got = f"document {len(starts)} of {name}", f"id {piece.max()}"
                 expected = f"less than {plan.vocab_size}"
-                raise ConfigError(message("A token is no token.", where=where, expected=expected, got=got))
+                raise ConfigError(
+                    message("A token is no token.", where=where, expected=expected, got=got)
+                )
             file.write(piece.astype(plan.dtype).tobytes())
             starts.append(tokens)
             tokens += len(piece)

@@ -1,4 +1,5 @@
-"""Token shards: a tokenised corpus on the disk, as `fsdp-jax tokenize` writes it, read through memory maps.
+"""Token shards: a tokenised corpus on the disk, as `fsdp-jax tokenize` writes it, read through
+memory maps.
 
     DIR/manifest.json           written last; what all the rest is
     DIR/tokenizer.json          and tokenizer_config.json; neither for bytes
@@ -42,8 +43,8 @@ class Plan:
         vocab_size: of the tokenizer.
         dtype: of the ids.
         shard_tokens: a shard ends with the document that reaches so many.
-        asked: the vocabulary that was asked for, of a tokenizer trained for these shards, which may have got fewer
-            ids; None where a tokenizer was named.
+        asked: the vocabulary that was asked for, of a tokenizer trained for these shards, which may
+            have got fewer ids; None where a tokenizer was named.
 
     """
 
@@ -90,7 +91,9 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """As the file has it; the sums are for people."""
-        sums = {part: {"tokens": self.tokens(part), "documents": self.documents(part)} for part in PARTS}
+        sums = {
+            part: {"tokens": self.tokens(part), "documents": self.documents(part)} for part in PARTS
+        }
         return asdict(self) | {"sums": sums}
 
     @classmethod
@@ -98,12 +101,17 @@ class Manifest:
         """Raises KeyError, TypeError or ValueError where it is none."""
         if body["plan"]["format"] != FORMAT:
             raise ValueError(f"format {body['plan']['format']}, which this version does not read")
-        return cls(Plan(**body["plan"]), tuple(Shard(**shard) for shard in body["shards"]), int(body["largest"]))
+        return cls(
+            Plan(**body["plan"]),
+            tuple(Shard(**shard) for shard in body["shards"]),
+            int(body["largest"]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedTokens:
-    """The tokens of one part, across its shards, as one stream; each slice is read through the memory maps.
+    """The tokens of one part, across its shards, as one stream; each slice is read through the
+    memory maps.
 
     Raises ConfigError, with shard and place, at an id that the tokenizer does not have.
     """
@@ -116,8 +124,13 @@ class ShardedTokens:
     _maps: list[np.ndarray] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_ends", np.cumsum([shard.tokens for shard in self.shards], dtype=np.int64))
-        maps = [np.memmap(self.folder / (shard.name + TOKENS), np.dtype(self.dtype), "r") for shard in self.shards]
+        object.__setattr__(
+            self, "_ends", np.cumsum([shard.tokens for shard in self.shards], dtype=np.int64)
+        )
+        maps = [
+            np.memmap(self.folder / (shard.name + TOKENS), np.dtype(self.dtype), "r")
+            for shard in self.shards
+        ]
         object.__setattr__(self, "_maps", maps)
 
     def __len__(self) -> int:
@@ -143,7 +156,9 @@ class ShardedTokens:
             where = f"{self.folder / (self.shards[at].name + TOKENS)}, token {first + wrong[0]}"
             got, fix = f"id {piece[wrong[0]]}", "the file is damaged: tokenize again"
             expected = f"less than {self.vocab_size}, the tokenizer's vocabulary"
-            raise ConfigError(message("A token is no token.", where=where, expected=expected, got=got, fix=fix))
+            raise ConfigError(
+                message("A token is no token.", where=where, expected=expected, got=got, fix=fix)
+            )
 
 
 @dataclass(frozen=True)
@@ -155,7 +170,9 @@ class TokenShards:
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenShards":
-        """Checks the manifest against the files' sizes. Raises ConfigError where they do not go together."""
+        """Checks the manifest against the files' sizes. Raises ConfigError where they do not go
+        together.
+        """
         path = Path(folder).expanduser()
         manifest = read_manifest(path)
         for shard in manifest.shards:
@@ -175,7 +192,8 @@ class TokenShards:
         shards = self._shards(part)
         begins = np.cumsum([0, *(shard.tokens for shard in shards)])
         starts = [
-            np.fromfile(self.folder / (shard.name + DOCUMENTS), OFFSET) + begins[at] for at, shard in enumerate(shards)
+            np.fromfile(self.folder / (shard.name + DOCUMENTS), OFFSET) + begins[at]
+            for at, shard in enumerate(shards)
         ]
         return np.concatenate([np.zeros(0, np.int64), *starts])
 
@@ -186,16 +204,26 @@ class TokenShards:
     def tokenizer(self) -> Tokenizer:
         """What encoded the text. Raises ConfigError where it is no longer beside the shards."""
         plan = self.manifest.plan
-        tokenizer = load_tokenizer(Bytes.name if plan.tokenizer_digest == Bytes.digest else self.folder)
+        tokenizer = load_tokenizer(
+            Bytes.name if plan.tokenizer_digest == Bytes.digest else self.folder
+        )
         if tokenizer.digest != plan.tokenizer_digest:
-            what, expected = "The tokenizer is not the one that encoded the text.", f"digest {plan.tokenizer_digest}"
-            raise ConfigError(message(what, where=str(self.folder), expected=expected, got=tokenizer.digest))
+            what, expected = (
+                "The tokenizer is not the one that encoded the text.",
+                f"digest {plan.tokenizer_digest}",
+            )
+            raise ConfigError(
+                message(what, where=str(self.folder), expected=expected, got=tokenizer.digest)
+            )
         return tokenizer
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises ConfigError where there is none, or it cannot be read."""
-    file, fix = folder / MANIFEST, "make it with `fsdp-jax tokenize`; run it again if it was stopped"
+    file, fix = (
+        folder / MANIFEST,
+        "make it with `fsdp-jax tokenize`; run it again if it was stopped",
+    )
     what = "There are no finished token shards."
     if not file.is_file():
         raise ConfigError(message(what, where="data.path", expected=MANIFEST, got=folder, fix=fix))
@@ -203,7 +231,9 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.from_json(json.loads(file.read_text()))
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         got = f"{type(error).__name__}: {error}"
-        raise ConfigError(message(what, where=str(file), expected="a manifest", got=got, fix=fix)) from error
+        raise ConfigError(
+            message(what, where=str(file), expected="a manifest", got=got, fix=fix)
+        ) from error
 
 
 def _check_size(file: Path, size: int) -> None:

@@ -1,4 +1,5 @@
-"""One door to all data: what kind, where it lies, how rows are made of it; out come examples and what to say of them.
+"""One door to all data: what kind, where it lies, how rows are made of it; out come examples and
+what to say of them.
 
 Shapes: T sequence; S inputs and T targets of models with an encoder.
 """
@@ -19,7 +20,7 @@ from fsdp_jax.data.documents import (
     every,
     open_documents,
     split_documents,
-)  # fmt: skip
+)
 from fsdp_jax.data.examples import Examples, Tokens, check_seed
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.images import CLASSES, SIDE, ArrayImages, Chosen, DrawnImages, load_images
@@ -33,7 +34,7 @@ from fsdp_jax.data.instructions import (
     digest_of,
     encode_pairs,
     load_instructions,
-)  # fmt: skip
+)
 from fsdp_jax.data.records import Invalid, check_invalid, would_be_ignored
 from fsdp_jax.data.shards import TokenShards
 from fsdp_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -65,7 +66,8 @@ class Opened:
     Attributes:
         train, held_out: rows; held_out is None where there is not one row.
         description: one line about it, for people.
-        digest: of the documents, records or images, held-out ones too, in order; SHA-256 in hexadecimal.
+        digest: of the documents, records or images, held-out ones too, in order; SHA-256 in
+            hexadecimal.
         tokenizer: what encoded the text; None for images.
 
     """
@@ -110,24 +112,27 @@ def open_examples(
 ) -> Opened:
     """Opens the data of a run.
 
-    Every process of a run reads all of its text here (documents, datasets, instructions), tokenises it, and keeps the
-    tokens in memory. For more than that is good for, tokenise once with `fsdp-jax tokenize` and read `tokens`, of which
-    a process reads its own rows, when it needs them.
+    Every process of a run reads all of its text here (documents, datasets, instructions), tokenises
+    it, and keeps the tokens in memory. For more than that is good for, tokenise once with `fsdp-jax
+    tokenize` and read `tokens`, of which a process reads its own rows, when it needs them.
 
     Args:
-        kind: `embedded` (the source of Python's standard library), `text` (files), `tokens` (what `tokenize` wrote),
-            `datasets` (Hugging Face's), `instructions` (Alpaca's format) or `images`.
+        kind: `embedded` (the source of Python's standard library), `text` (files), `tokens` (what
+            `tokenize` wrote), `datasets` (Hugging Face's), `instructions` (Alpaca's format) or
+            `images`.
         sequence_length: T of a decoder-only model; S of one with an encoder. Images have none.
-        targets_length: T of a model with an encoder, whose rows are prompts and answers, or corrupted text; None for a
-            decoder-only model.
-        path: of a file or folder, or a dataset's name. None for embedded text, for the instructions that come along
-            and for drawn images.
+        targets_length: T of a model with an encoder, whose rows are prompts and answers, or
+            corrupted text; None for a decoder-only model.
+        path: of a file or folder, or a dataset's name. None for embedded text, for the instructions
+            that come along and for drawn images.
         split: of a dataset.
         field: of a dataset, or of the records in JSON files, that holds a document.
         tokenizer: as `load_tokenizer` takes it; None is bytes, or what the tokens were made with.
         vocab_size: of the model, which must have every id; not checked if None.
-        held_out: share that is kept from training, 0 to 0.5; None is 0.05, or what the tokens were split with.
-        apart: documents do not see each other, with `segments` and `positions`; instructions never do.
+        held_out: share that is kept from training, 0 to 0.5; None is 0.05, or what the tokens were
+            split with.
+        apart: documents do not see each other, with `segments` and `positions`; instructions never
+            do.
         invalid: what becomes of text that is not UTF-8.
         too_long: what becomes of instructions that no row can hold.
         seed: of the corruption of text, and of drawn images.
@@ -136,24 +141,41 @@ def open_examples(
         classes: of the model, for images, which must have every label; not checked if None.
 
     Raises:
-        ConfigError: what is missing, malformed, ignored or does not go together, with its key or its place.
+        ConfigError: what is missing, malformed, ignored or does not go together, with its key or
+            its place.
 
     """
     if kind not in get_args(Kind):
-        raise ConfigError(message("No such data.", where="data.kind", got=kind, fix=did_you_mean(kind, get_args(Kind))))
+        raise ConfigError(
+            message(
+                "No such data.", where="data.kind", got=kind, fix=did_you_mean(kind, get_args(Kind))
+            )
+        )
     if (path is None and kind in WITH_PATH) or (path is not None and kind in WITHOUT_PATH):
         fix = "leave data.path out" if kind in WITHOUT_PATH else "set data.path"
         what = "kind and path do not go together"
-        raise ConfigError(message(what, where="data.path", got=f"kind {kind}, path {path}", fix=fix))
+        raise ConfigError(
+            message(what, where="data.path", got=f"kind {kind}, path {path}", fix=fix)
+        )
     check_too_long(too_long)
     check_invalid(invalid)
     check_seed(seed)
-    given = {"field": field, "invalid": invalid, "packing": apart, "split": split, "tokenizer": tokenizer}
+    given = {
+        "field": field,
+        "invalid": invalid,
+        "packing": apart,
+        "split": split,
+        "tokenizer": tokenizer,
+    }
     _check_used(kind, given | {"too_long": too_long}, targets_length)
     check_share(share := HELD_OUT if held_out is None else held_out)
     rows = _Rows(sequence_length, targets_length, apart, too_long, seed, vocab_size)
     if kind == "images":
-        return _drawn(images, image_size, share, seed, classes) if path is None else _arrays(path, share, classes)
+        return (
+            _drawn(images, image_size, share, seed, classes)
+            if path is None
+            else _arrays(path, share, classes)
+        )
     if kind == "tokens":
         assert path is not None, "checked above"
         return _shards(path, tokenizer, held_out, rows)
@@ -171,7 +193,9 @@ def _check_used(kind: Kind, given: dict[str, object], targets_length: int | None
     """Raises ConfigError for what differs from its default and would be ignored."""
     for key, got in given.items():
         default, kinds = USED[key]
-        spans = key == "packing" and targets_length is not None  # stretches for an encoder go across documents
+        spans = (
+            key == "packing" and targets_length is not None
+        )  # stretches for an encoder go across documents
         if got != default and (kind not in kinds or spans):
             raise would_be_ignored(key, got)
 
@@ -191,7 +215,14 @@ def _documents(documents: Documents, tokenizer: Tokenizer, share: float, rows: _
     return Opened(
         train=_of_stream(train.tokens, train.starts, tokenizer, rows),
         held_out=_unless_short(rest.tokens, rest.starts, tokenizer, rows),
-        description=_line(documents.name, found.documents, train.tokens, rest.tokens, tokenizer.name, found.skipped),
+        description=_line(
+            documents.name,
+            found.documents,
+            train.tokens,
+            rest.tokens,
+            tokenizer.name,
+            found.skipped,
+        ),
         digest=found.digest,
         tokenizer=tokenizer,
     )
@@ -202,12 +233,19 @@ def _shards(path: str, tokenizer: str | None, held_out: float | None, rows: _Row
     plan, own = shards.manifest.plan, shards.tokenizer
     asked = None if tokenizer is None else load_tokenizer(tokenizer)
     if asked is not None and asked.digest != own.digest:
-        what, fix = "The tokens are of another tokenizer.", "leave data.tokenizer out, or tokenize again"
+        what, fix = (
+            "The tokens are of another tokenizer.",
+            "leave data.tokenizer out, or tokenize again",
+        )
         expected, got = f"{own.name}, digest {own.digest}", f"{asked.name}, digest {asked.digest}"
-        raise ConfigError(message(what, where="data.tokenizer", expected=expected, got=got, fix=fix))
+        raise ConfigError(
+            message(what, where="data.tokenizer", expected=expected, got=got, fix=fix)
+        )
     if held_out not in (None, plan.held_out):
         what, fix = "The tokens are split otherwise.", "leave data.held_out out, or tokenize again"
-        raise ConfigError(message(what, where="data.held_out", expected=plan.held_out, got=held_out, fix=fix))
+        raise ConfigError(
+            message(what, where="data.held_out", expected=plan.held_out, got=held_out, fix=fix)
+        )
     if rows.vocab_size is not None:
         check_vocabulary(shards.manifest.largest, rows.vocab_size)
     train, rest = shards.tokens("train"), shards.tokens("held_out")
@@ -222,9 +260,13 @@ def _shards(path: str, tokenizer: str | None, held_out: float | None, rows: _Row
     )
 
 
-def _of_stream(tokens: Tokens, starts: np.ndarray | None, tokenizer: Tokenizer, rows: _Rows) -> Examples:
+def _of_stream(
+    tokens: Tokens, starts: np.ndarray | None, tokenizer: Tokenizer, rows: _Rows
+) -> Examples:
     if rows.targets_length is None:
-        return Windows(tokens, sequence_length=rows.sequence_length, starts=starts if rows.apart else None)
+        return Windows(
+            tokens, sequence_length=rows.sequence_length, starts=starts if rows.apart else None
+        )
     return SpanCorruption(
         tokens,
         inputs_length=rows.sequence_length,
@@ -235,7 +277,9 @@ def _of_stream(tokens: Tokens, starts: np.ndarray | None, tokenizer: Tokenizer, 
     )
 
 
-def _unless_short(tokens: Tokens, starts: np.ndarray | None, tokenizer: Tokenizer, rows: _Rows) -> Examples | None:
+def _unless_short(
+    tokens: Tokens, starts: np.ndarray | None, tokenizer: Tokenizer, rows: _Rows
+) -> Examples | None:
     """Rows of the held-out part; None where there is not one."""
     needed = rows.sequence_length + 1
     if rows.targets_length is not None:
@@ -246,7 +290,12 @@ def _unless_short(tokens: Tokens, starts: np.ndarray | None, tokenizer: Tokenize
 
 
 def _instructions(
-    path: str | None, found: list[Instruction], skipped: Skipped, tokenizer: Tokenizer, share: float, rows: _Rows
+    path: str | None,
+    found: list[Instruction],
+    skipped: Skipped,
+    tokenizer: Tokenizer,
+    share: float,
+    rows: _Rows,
 ) -> Opened:
     pairs = encode_pairs(found, tokenizer)
     kept, rest = held_out_indices(len(pairs), share)
@@ -270,7 +319,7 @@ def _of_pairs(pairs: list[Pair], rows: _Rows, skipped: Skipped) -> Examples:
     if rows.targets_length is None:
         return PackedInstructions(
             pairs, sequence_length=rows.sequence_length, too_long=rows.too_long, skipped=skipped
-        )  # fmt: skip
+        )
     return TextToText(
         pairs,
         inputs_length=rows.sequence_length,
@@ -283,7 +332,9 @@ def _of_pairs(pairs: list[Pair], rows: _Rows, skipped: Skipped) -> Examples:
 def _drawn(count: int, side: int, share: float, seed: int, classes: int | None) -> Opened:
     _check_classes(len(CLASSES), classes)
     rest = round(count * share)
-    content = f"drawn images 1: {count} and {rest} of {side}x{side}, {', '.join(CLASSES)}, seed {seed}"
+    content = (
+        f"drawn images 1: {count} and {rest} of {side}x{side}, {', '.join(CLASSES)}, seed {seed}"
+    )
     return Opened(
         train=DrawnImages(count, seed=seed, side=side),
         held_out=DrawnImages(rest, seed=seed, first=count, side=side) if rest else None,
@@ -310,7 +361,9 @@ def _arrays(path: str, share: float, classes: int | None) -> Opened:
 
 
 def held_out_indices(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """(kept, held out) of 0 to `count`: every k-th where that makes at least two, else the end; int64, in order."""
+    """(kept, held out) of 0 to `count`: every k-th where that makes at least two, else the end;
+    int64, in order.
+    """
     places, step = np.arange(count), every(share)
     whole = bool(step) and count >= 2 * step
     out = places % step == step - 1 if whole else places >= count - round(count * share)
@@ -323,7 +376,9 @@ def _check_classes(found: int, classes: int | None) -> None:
         raise ConfigError(message(what, where="model.classes", expected=expected, got=classes))
 
 
-def _line(name: str, documents: int, train: Tokens, rest: Tokens, tokenizer: str, skipped: Skipped) -> str:
+def _line(
+    name: str, documents: int, train: Tokens, rest: Tokens, tokenizer: str, skipped: Skipped
+) -> str:
     return (
         f"{name}: {documents:,} documents, {len(train):,} tokens to learn from and {len(rest):,} held out "
         f"(tokenizer {tokenizer}){_passed_over(skipped)}"

@@ -1,4 +1,5 @@
-"""Windows of a stream of tokens: documents joined end to end and cut into rows, nothing padded, nothing left out.
+"""Windows of a stream of tokens: documents joined end to end and cut into rows, nothing padded,
+nothing left out.
 
 Shapes: T sequence.
 """
@@ -40,9 +41,10 @@ def stream_of(texts: Iterable[str], tokenizer: Tokenizer) -> Stream:
 class Windows:
     """Random access to windows of T+1 tokens, each starting at the last token of the one before.
 
-    Every token is predicted once per epoch; what is left at the end, less than T tokens, is not used. With `starts`,
-    documents are kept apart: none sees another, and the target that would cross into the next one does not count.
-    Raises ConfigError where the stream is shorter than one window.
+    Every token is predicted once per epoch; what is left at the end, less than T tokens, is not
+    used. With `starts`, documents are kept apart: none sees another, and the target that would
+    cross into the next one does not count. Raises ConfigError where the stream is shorter than one
+    window.
     """
 
     def __init__(self, tokens: Tokens, *, sequence_length: int, starts: np.ndarray | None = None):
@@ -69,9 +71,11 @@ class Windows:
         return (len(self.tokens) - 1) // self.sequence_length
 
     def __getitem__(self, index: int) -> Row:
-        """`tokens`, int32 [T+1]; with `starts` also `segments` and `positions`, int32 [T], and `mask`, float32 [T].
+        """`tokens`, int32 [T+1]; with `starts` also `segments` and `positions`, int32 [T], and
+        `mask`, float32 [T].
 
-        Segments are numbered from 1 in each row. Positions are counted from where the document begins, or the row.
+        Segments are numbered from 1 in each row. Positions are counted from where the document
+        begins, or the row.
         """
         first = int(index) * self.sequence_length
         tokens = np.asarray(self.tokens[first : first + self.sequence_length + 1]).astype(np.int32)
@@ -91,4 +95,6 @@ class Windows:
 def check_positive(where: str, value: int) -> None:
     """Raises ConfigError where a size is less than 1."""
     if value < 1:
-        raise ConfigError(message("A size is not positive.", where=where, expected="at least 1", got=value))
+        raise ConfigError(
+            message("A size is not positive.", where=where, expected="at least 1", got=value)
+        )

@@ -1,4 +1,6 @@
-"""What must happen before jax starts its backends: virtual devices, and several processes joined into one run."""
+"""What must happen before jax starts its backends: virtual devices, and several processes joined
+into one run.
+"""
 
 import os
 
@@ -6,18 +8,24 @@ import jax
 from jax.experimental import multihost_utils
 
 from fsdp_jax.errors import ConfigError, message
-from fsdp_jax.planner.plugins import choose_platforms
+from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
 
 
 def use_virtual_devices(count: int) -> None:
-    """Gives this process `count` virtual CPU devices. An accelerator, where there is one, stays the default backend.
+    """Gives this process `count` virtual CPU devices. An accelerator, where there is one, stays the
+    default backend.
 
     Plugins whose hardware is absent are not started; see `fsdp_jax.planner.choose_platforms`.
 
-    Raises ConfigError if `count` is not positive, and ValueError if jax has already started with another count.
+    Raises ConfigError if `count` is not positive, and ValueError if jax has already started with
+    another count.
     """
     if count < 1:
-        raise ConfigError(message("no such number of devices", where="train.devices", expected="1 or more", got=count))
+        raise ConfigError(
+            message(
+                "no such number of devices", where="train.devices", expected="1 or more", got=count
+            )
+        )
     choose_platforms()
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -35,9 +43,11 @@ def use_virtual_devices(count: int) -> None:
         ) from None
     _set_xla_flags(
         {
-            # jax's own setting above decides; this one agrees with it, and processes started from here inherit it
+            # jax's own setting above decides; this one agrees with it, and processes started from
+            # here inherit it
             "--xla_force_host_platform_device_count": count,
-            # a busy machine may keep one device's thread waiting for long; the default aborts the process after 40 s
+            # a busy machine may keep one device's thread waiting for long; the default aborts the
+            # process after 40 s
             "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
             "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
         }
@@ -45,15 +55,23 @@ def use_virtual_devices(count: int) -> None:
 
 
 def _set_xla_flags(flags: dict[str, int]) -> None:
-    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([*kept, *(f"{name}={value}" for name, value in flags.items())])
+    kept = [
+        flag
+        for flag in os.environ.get("XLA_FLAGS", "").split()
+        if flag.partition("=")[0] not in flags
+    ]
+    os.environ["XLA_FLAGS"] = " ".join(
+        [*kept, *(f"{name}={value}" for name, value in flags.items())]
+    )
 
 
 def join_cluster(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Joins this process into a run of several: all three arguments, or none for a run of one process.
+    """Joins this process into a run of several: all three arguments, or none for a run of one
+    process.
 
-    `coordinator` is the HOST:PORT where process 0 listens, `processes` how many there are, `process` which one this is,
-    from 0. Waits until all have come. Raises ConfigError if the arguments do not make sense.
+    `coordinator` is the HOST:PORT where process 0 listens, `processes` how many there are,
+    `process` which one this is, from 0. Waits until all have come. Raises ConfigError if the
+    arguments do not make sense.
     """
     if coordinator is None and processes is None and process is None:
         return
@@ -68,10 +86,16 @@ def join_cluster(coordinator: str | None, processes: int | None, process: int | 
         )
     _check_address(coordinator)
     if processes < 1:
-        raise ConfigError(message("an empty cluster", where="cluster.processes", expected="1 or more", got=processes))
+        raise ConfigError(
+            message(
+                "an empty cluster", where="cluster.processes", expected="1 or more", got=processes
+            )
+        )
     if not 0 <= process < processes:
         expected = f"0 to {processes - 1} for {processes} processes"
-        raise ConfigError(message("no such process", where="cluster.process", expected=expected, got=process))
+        raise ConfigError(
+            message("no such process", where="cluster.process", expected=expected, got=process)
+        )
     jax.distributed.initialize(coordinator, processes, process)
 
 
@@ -90,17 +114,23 @@ def _check_address(coordinator: str) -> None:
 
 
 def leave_cluster() -> None:
-    """Leaves the cluster, waiting for the others to do so too; does nothing if this process never joined one."""
+    """Leaves the cluster, waiting for the others to do so too; does nothing if this process never
+    joined one.
+    """
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
 
 
 def is_lead() -> bool:
-    """Whether this is the process that logs, and writes what is written once. Starts jax's backends."""
+    """Whether this is the process that logs, and writes what is written once. Starts jax's
+    backends.
+    """
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has come here; `name` must be the same in all of them. From the main thread only."""
+    """Waits until every process has come here; `name` must be the same in all of them. From the
+    main thread only.
+    """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

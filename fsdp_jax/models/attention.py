@@ -1,4 +1,5 @@
-"""Attention by name, for whoever chooses one in a configuration; a model takes any callable like these.
+"""Attention by name, for whoever chooses one in a configuration; a model takes any callable like
+these.
 
 Shapes: B batch, T sequence, H query heads, G key and value heads, K head dim.
 """
@@ -11,8 +12,8 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from fsdp_jax.local_rows import on_local_rows
 from fsdp_jax.models.layers import Attention, Segments, blockwise_attention, dense_attention
-from fsdp_jax.rows import on_local_rows
 
 Kind = Literal["blockwise", "flash", "cudnn"]
 
@@ -25,8 +26,9 @@ def make_attention(kind: Kind, platform: str) -> Attention:
     """The attention of that name for a platform of jax.
 
     Args:
-        kind: `blockwise` runs everywhere; `flash` is jax's Pallas kernel for the platform, which compiles for a machine
-            that is not there; `cudnn` is NVIDIA's, which needs cuDNN where it is compiled.
+        kind: `blockwise` runs everywhere; `flash` is jax's Pallas kernel for the platform, which
+            compiles for a machine that is not there; `cudnn` is NVIDIA's, which needs cuDNN where
+            it is compiled.
         platform: of the devices that it will run on: cpu, gpu, cuda or tpu.
 
     Raises:
@@ -45,14 +47,25 @@ def make_attention(kind: Kind, platform: str) -> Attention:
 
 
 def _on_local_rows(
-    kernel: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool,
-    segments: Segments | None = None, bias: jax.Array | None = None, scale: float | None = None,
-) -> jax.Array:  # fmt: skip
+    kernel: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    is_causal: bool,
+    segments: Segments | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+) -> jax.Array:
     """A kernel that XLA cannot partition, as an `Attention`."""
     if bias is not None:
-        raise ValueError("flash attention adds no bias to the scores, as T5 needs; use blockwise attention, or cudnn")
+        raise ValueError(
+            "flash attention adds no bias to the scores, as T5 needs; use blockwise attention, or cudnn"
+        )
     given: tuple[jax.Array, ...] = () if segments is None else segments
-    given = given[:1] if segments is not None and segments[0] is segments[1] else given  # of one sequence
+    given = (
+        given[:1] if segments is not None and segments[0] is segments[1] else given
+    )  # of one sequence
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, *given: jax.Array) -> jax.Array:
         segments = (given[0], given[-1]) if given else None
@@ -63,14 +76,25 @@ def _on_local_rows(
 
 
 def _triton(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    is_causal: bool,
+    segments: Segments | None = None,
     scale: float | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Flash attention on GPUs (Dao, arXiv:2307.08691), of a sequence on itself; see `Attention`."""
     if segments is not None and segments[0] is not segments[1]:
-        raise ValueError("flash attention on GPUs knows segments of one sequence only; use blockwise attention")
-    with warnings.catch_warnings():  # newer releases of jax name a package of its own as the successor
-        warnings.filterwarnings("ignore", "jax.experimental.pallas.ops.gpu.attention is deprecated", DeprecationWarning)
+        raise ValueError(
+            "flash attention on GPUs knows segments of one sequence only; use blockwise attention"
+        )
+    with (
+        warnings.catch_warnings()
+    ):  # newer releases of jax name a package of its own as the successor
+        warnings.filterwarnings(
+            "ignore", "jax.experimental.pallas.ops.gpu.attention is deprecated", DeprecationWarning
+        )
         from jax.experimental.pallas.ops.gpu.attention import mha
 
     _block(query.shape[1])
@@ -83,21 +107,44 @@ def _triton(
 
 
 def _splash(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    is_causal: bool,
+    segments: Segments | None = None,
     scale: float | None = None,
-) -> jax.Array:  # fmt: skip
-    """Splash attention on TPUs; see `Attention`. The kernel wants heads first, and queries that are scaled."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+) -> jax.Array:
+    """Splash attention on TPUs; see `Attention`. The kernel wants heads first, and queries that are
+    scaled.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
 
     T, S, H = query.shape[1], key.shape[1], query.shape[2]
-    mask = splash_attention_mask.CausalMask((T, S)) if is_causal else splash_attention_mask.FullMask((T, S))
+    mask = (
+        splash_attention_mask.CausalMask((T, S))
+        if is_causal
+        else splash_attention_mask.FullMask((T, S))
+    )
     rows, columns = _block(T), _block(S)
     sizes = splash_attention_kernel.BlockSizes(
-        block_q=rows, block_kv=columns, block_kv_compute=columns, block_q_dkv=rows, block_kv_dkv=columns,
-        block_kv_dkv_compute=columns, block_q_dq=rows, block_kv_dq=columns,
-    )  # fmt: skip
+        block_q=rows,
+        block_kv=columns,
+        block_kv_compute=columns,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_kv_dkv_compute=columns,
+        block_q_dq=rows,
+        block_kv_dq=columns,
+    )
     kernel = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([mask] * H), block_sizes=sizes, head_shards=1, q_seq_shards=1
+        splash_attention_mask.MultiHeadMask([mask] * H),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
     )
     scaled = query * jnp.asarray(query.shape[3] ** -0.5 if scale is None else scale, query.dtype)
     heads_first = (jnp.moveaxis(x, 2, 1) for x in (scaled, key, value))

@@ -1,9 +1,11 @@
-"""CaiT in plain Flax NNX: talking heads over an image's patches, then class attention; LayerScale on every branch.
+"""CaiT in plain Flax NNX: talking heads over an image's patches, then class attention; LayerScale
+on every branch.
 
 Shapes: B batch, T patches, D width, H heads, K head dim, F hidden width of the MLP, L layers.
 
-The arithmetic is that of timm's `cait_*` models and weights. Sources: CaiT, arXiv:2103.17239; talking heads,
-arXiv:2003.02436. What the paper drops at random, whole branches, is not dropped here.
+The arithmetic is that of timm's `cait_*` models and weights. Sources: CaiT, arXiv:2103.17239;
+talking heads, arXiv:2003.02436. What the paper drops at random, whole branches, is not dropped
+here.
 """
 
 import dataclasses
@@ -59,13 +61,17 @@ class CaiTConfig:
 
     @property
     def initial_scale(self) -> float:
-        """`layer_scale`, or the paper's (section 2): 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 beyond."""
+        """`layer_scale`, or the paper's (section 2): 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6
+        beyond.
+        """
         by_depth = 0.1 if self.layers <= 18 else 1e-5 if self.layers <= 24 else 1e-6
         return by_depth if self.layer_scale is None else self.layer_scale
 
 
 def _cait(depth: int, width: int, heads: int, image_size: int) -> CaiTConfig:
-    return CaiTConfig(image_size=image_size, layers=depth, width=width, heads=heads, hidden=4 * width)
+    return CaiTConfig(
+        image_size=image_size, layers=depth, width=width, heads=heads, hidden=4 * width
+    )
 
 
 PRESETS: dict[str, CaiTConfig] = {
@@ -81,12 +87,16 @@ PRESETS: dict[str, CaiTConfig] = {
 
 
 def preset(name: str, **overrides: Any) -> CaiTConfig:
-    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was probably meant."""
+    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was
+    probably meant.
+    """
     return layers.from_preset(PRESETS, name, overrides)
 
 
 def _norm(config: CaiTConfig, *, rngs: nnx.Rngs) -> layers.LayerNorm:
-    return layers.LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
+    return layers.LayerNorm(
+        config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs
+    )
 
 
 class HeadMix(nnx.Module):
@@ -99,7 +109,9 @@ class HeadMix(nnx.Module):
 
     def __call__(self, x_BHTS: jax.Array) -> jax.Array:
         """[B, H, T, S] to [B, H, T, S] in the dtype of the input."""
-        kernel, bias = (value[...].astype(self.dtype or x_BHTS.dtype) for value in (self.kernel, self.bias))
+        kernel, bias = (
+            value[...].astype(self.dtype or x_BHTS.dtype) for value in (self.kernel, self.bias)
+        )
         mixed = jnp.einsum("bhts,hg->bgts", x_BHTS, kernel) + bias[None, :, None, None]
         return mixed.astype(x_BHTS.dtype)
 
@@ -107,8 +119,8 @@ class HeadMix(nnx.Module):
 class TalkingHeadsAttention(nnx.Module):
     """Self-attention whose heads are mixed before the softmax (`proj_l`) and after it (`proj_w`).
 
-    Written out, not with an `Attention`: a fused kernel keeps the scores of one head at a time, and here each head's
-    depend on all of them.
+    Written out, not with an `Attention`: a fused kernel keeps the scores of one head at a time, and
+    here each head's depend on all of them.
     """
 
     def __init__(self, config: CaiTConfig, *, rngs: nnx.Rngs):
@@ -132,7 +144,9 @@ class TalkingHeadsAttention(nnx.Module):
 
 
 class _Scaled(nnx.Module):
-    """What both blocks are: attention, then an MLP, each after a norm and times a LayerScale, gamma_1 and gamma_2."""
+    """What both blocks are: attention, then an MLP, each after a norm and times a LayerScale,
+    gamma_1 and gamma_2.
+    """
 
     def __init__(self, config: CaiTConfig, attn: nnx.Module, *, rngs: nnx.Rngs):
         def scale() -> nnx.Param:
@@ -166,7 +180,9 @@ class ClassAttentionBlock(_Scaled):
     """One block in which the class token reads itself and the patches, which stay as they are."""
 
     def __init__(self, config: CaiTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
-        attn = vision.Attention(config.width, config.heads, attention=attention, dtype=config.dtype, rngs=rngs)
+        attn = vision.Attention(
+            config.width, config.heads, attention=attention, dtype=config.dtype, rngs=rngs
+        )
         super().__init__(config, attn, rngs=rngs)
 
     def __call__(self, x_B1D: jax.Array, *, patches: jax.Array) -> jax.Array:
@@ -179,12 +195,19 @@ class ClassAttentionBlock(_Scaled):
 class CaiT(nnx.Module):
     """A classifier of images.
 
-    `blocks` is one CaiTBlock whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L CaiTBlocks; so are
-    `class_blocks` ClassAttentionBlocks. `rngs` needs a `params` stream. `attention` replaces the class attention alone.
-    Weights start from normal(0, 0.02), biases from zero, as in timm.
+    `blocks` is one CaiTBlock whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L
+    CaiTBlocks; so are `class_blocks` ClassAttentionBlocks. `rngs` needs a `params` stream.
+    `attention` replaces the class attention alone. Weights start from normal(0, 0.02), biases from
+    zero, as in timm.
     """
 
-    def __init__(self, config: CaiTConfig, *, rngs: nnx.Rngs, attention: layers.Attention = layers.blockwise_attention):
+    def __init__(
+        self,
+        config: CaiTConfig,
+        *,
+        rngs: nnx.Rngs,
+        attention: layers.Attention = layers.blockwise_attention,
+    ):
         D, dtype = config.width, config.dtype
         self.config = config
         self.patches = vision.PatchEmbed(config.patch, D, dtype=dtype, rngs=rngs)
@@ -199,15 +222,18 @@ class CaiT(nnx.Module):
 
         scan = config.scan_layers
         self.blocks = layers.make_blocks(make, config.layers, scan_layers=scan, rngs=rngs)
-        self.class_blocks = layers.make_blocks(make_class, config.class_layers, scan_layers=scan, rngs=rngs)
+        self.class_blocks = layers.make_blocks(
+            make_class, config.class_layers, scan_layers=scan, rngs=rngs
+        )
         self.norm = _norm(config, rngs=rngs)
         self.head = layers.linear(D, config.classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
 
-        uint8 pixels are normalised by the config's mean and std; floats are taken as they are. ValueError for images of
-        another shape or dtype. `deterministic` is what every family is called with; a CaiT draws no random numbers.
+        uint8 pixels are normalised by the config's mean and std; floats are taken as they are.
+        ValueError for images of another shape or dtype. `deterministic` is what every family is
+        called with; a CaiT draws no random numbers.
         """
         vision.check_images(images_BHWC, self.config.image_size)
         x_BTD = self.patches(vision.to_floats(images_BHWC, self.config.mean, self.config.std))
@@ -220,9 +246,13 @@ class CaiT(nnx.Module):
 
 
 def _sizes(config: CaiTConfig) -> tuple[int, int, int]:
-    """Parameters of a block less its head mixes, of its head mixes, and of the final norm with the head."""
+    """Parameters of a block less its head mixes, of its head mixes, and of the final norm with the
+    head.
+    """
     D, F, H = config.width, config.hidden, config.heads
-    block = 4 * D * D + 2 * D * F + 11 * D + F  # products; their biases, 5 D + F; two norms, 4 D; two scales, 2 D
+    block = (
+        4 * D * D + 2 * D * F + 11 * D + F
+    )  # products; their biases, 5 D + F; two norms, 4 D; two scales, 2 D
     return block, 2 * (H * H + H), 2 * D + config.classes * (D + 1)
 
 
@@ -238,16 +268,22 @@ def parameter_count(config: CaiTConfig) -> int:
 def flops_per_example(config: CaiTConfig) -> float:
     """Model FLOPs of one image of a training step, forward and backward.
 
-    The convention is 6 N + 12 L D T per position (PaLM, appendix B), with what each parameter is multiplied with
-    counted apart: the patches' kernel and the blocks T times, the mixes of heads T x T times; of a class block the keys
-    and values and the norm before them T + 1 times, all else once, as the final norm and the head. The class token and
-    the positions are added, not multiplied. Nothing is added for recomputation.
+    The convention is 6 N + 12 L D T per position (PaLM, appendix B), with what each parameter is
+    multiplied with counted apart: the patches' kernel and the blocks T times, the mixes of heads T
+    x T times; of a class block the keys and values and the norm before them T + 1 times, all else
+    once, as the final norm and the head. The class token and the positions are added, not
+    multiplied. Nothing is added for recomputation.
     """
     block, mixes, head = _sizes(config)
     D, T = config.width, config.patches
     patches = (vision.CHANNELS * config.patch**2 + 1) * D * T
     read = 2 * D * D + 2 * D + 2 * D  # k and v with their biases, a norm
     class_block = read * (T + 1) + block - read
-    multiplied = patches + config.layers * (block * T + mixes * T * T) + config.class_layers * class_block + head
+    multiplied = (
+        patches
+        + config.layers * (block * T + mixes * T * T)
+        + config.class_layers * class_block
+        + head
+    )
     pairs = config.layers * T * T + config.class_layers * (T + 1)
     return 6.0 * multiplied + 12.0 * D * pairs

@@ -1,4 +1,5 @@
-"""GPT-2 in Flax Linen: the configuration, the arithmetic, and the names and shapes of parameters of `gpt.GPT`.
+"""GPT-2 in Flax Linen: the configuration, the arithmetic, and the names and shapes of parameters of
+`gpt.GPT`.
 
 Shapes: B batch, T sequence, D width, H heads, V vocab, L layers.
 """
@@ -14,7 +15,9 @@ from fsdp_jax.models import layers
 from fsdp_jax.models.gpt import GPTConfig
 
 
-def _linear(outputs: int, config: GPTConfig, *, std: float = layers.INIT_STD, bias: bool = True, name: str) -> nn.Dense:
+def _linear(
+    outputs: int, config: GPTConfig, *, std: float = layers.INIT_STD, bias: bool = True, name: str
+) -> nn.Dense:
     init = nn.initializers.normal(std)
     return nn.Dense(outputs, use_bias=bias, kernel_init=init, dtype=config.dtype, name=name)
 
@@ -29,7 +32,9 @@ def _layer_norm(config: GPTConfig, *, name: str) -> nn.LayerNorm:
 
 
 class LinenSelfAttention(nn.Module):
-    """Causal multi-head self-attention with one fused projection to queries, keys and values, in that order."""
+    """Causal multi-head self-attention with one fused projection to queries, keys and values, in
+    that order.
+    """
 
     config: GPTConfig
     out_std: float
@@ -37,12 +42,16 @@ class LinenSelfAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there are segments."""
+        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there
+        are segments.
+        """
         B, T, D = x_BTD.shape
         H = self.config.heads
         parts = jnp.split(_linear(3 * D, self.config, name="qkv")(x_BTD), 3, axis=-1)
         q_BTHK, k_BTHK, v_BTHK = (part.reshape(B, T, H, D // H) for part in parts)
-        attended = self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **layers.within(segments_BT))
+        attended = self.attention(
+            q_BTHK, k_BTHK, v_BTHK, is_causal=True, **layers.within(segments_BT)
+        )
         return _linear(D, self.config, std=self.out_std, name="out")(attended.reshape(B, T, D))
 
 
@@ -61,15 +70,21 @@ class LinenMLP(nn.Module):
 
 
 class LinenBlock(nn.Module):
-    """One pre-norm transformer block: attention, then an MLP four times as wide, each added to the residual stream."""
+    """One pre-norm transformer block: attention, then an MLP four times as wide, each added to the
+    residual stream.
+    """
 
     config: GPTConfig
     attention: layers.Attention
     deterministic: bool = True
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> tuple[jax.Array, None]:
-        """[B, T, D] to ([B, T, D] in the dtype of the input, None): a carry and no output, as `nn.scan` has it."""
+    def __call__(
+        self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, None]:
+        """[B, T, D] to ([B, T, D] in the dtype of the input, None): a carry and no output, as
+        `nn.scan` has it.
+        """
         config = self.config
         out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
         dropout = nn.Dropout(config.dropout, deterministic=self.deterministic)
@@ -91,18 +106,23 @@ class LinenBlocks(nn.Module):
     deterministic: bool = True
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, None]:
         """[B, T, D] to ([B, T, D], None), like a scan of them."""
         for i in range(self.config.layers):
-            x_BTD, _ = LinenBlock(self.config, self.attention, self.deterministic, name=str(i))(x_BTD, segments_BT)
+            x_BTD, _ = LinenBlock(self.config, self.attention, self.deterministic, name=str(i))(
+                x_BTD, segments_BT
+            )
         return x_BTD, None
 
 
 class LinenGPT(nn.Module):
     """A decoder-only language model.
 
-    The parameters of `blocks` have a leading dim L (`scan_layers`), or are those of blocks 0 to L-1. Dropout above 0
-    needs a `dropout` random stream. `attention` replaces the attention of every block.
+    The parameters of `blocks` have a leading dim L (`scan_layers`), or are those of blocks 0 to
+    L-1. Dropout above 0 needs a `dropout` random stream. `attention` replaces the attention of
+    every block.
     """
 
     config: GPTConfig
@@ -110,16 +130,23 @@ class LinenGPT(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens_BT: jax.Array, *, segments: jax.Array | None = None, positions: jax.Array | None = None,
+        self,
+        tokens_BT: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
         deterministic: bool = True,
-    ) -> jax.Array:  # fmt: skip
-        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
+    ) -> jax.Array:
+        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the
+        config's.
 
         `segments` and `positions`, int32 [B, T], are of packed documents, as `gpt.GPT` takes them.
         """
         config, T = self.config, tokens_BT.shape[1]
         if config.sequence_length < T:
-            raise ValueError(f"expected at most {config.sequence_length} tokens (sequence_length), got {T}")
+            raise ValueError(
+                f"expected at most {config.sequence_length} tokens (sequence_length), got {T}"
+            )
         embed = _embedding(config.padded_vocab_size, config, name="embed")
         table = _embedding(config.sequence_length, config, name="positions")
         x_BTD = embed(tokens_BT) + table(jnp.arange(T)[None] if positions is None else positions)
@@ -127,7 +154,11 @@ class LinenGPT(nn.Module):
         blocks: type[nn.Module] = LinenBlocks
         if config.scan_layers:
             streams = {"params": True, "dropout": True}
-            scanned: dict[str, Any] = {"split_rngs": streams, "in_axes": (nn.broadcast,), "length": config.layers}
+            scanned: dict[str, Any] = {
+                "split_rngs": streams,
+                "in_axes": (nn.broadcast,),
+                "length": config.layers,
+            }
             blocks = nn.scan(LinenBlock, {"params": 0}, **scanned)
         x_BTD, _ = blocks(config, self.attention, deterministic, name="blocks")(x_BTD, segments)
         x_BTD = _layer_norm(config, name="ln_f")(x_BTD)

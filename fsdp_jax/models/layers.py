@@ -1,9 +1,11 @@
-"""What the model families share, in plain Flax NNX: layers, the stack of them, the loss, presets by name.
+"""What the model families share, in plain Flax NNX: layers, the stack of them, the loss, presets by
+name.
 
-Shapes: B batch, T sequence, D width, H heads, K head dim, F hidden width of the MLP, V vocab, L layers.
+Shapes: B batch, T sequence, D width, H heads, K head dim, F hidden width of the MLP, V vocab, L
+layers.
 
-Dtypes: with `dtype=None` a layer computes in the dtype that its inputs and parameters promote to, so whoever casts the
-parameters chooses the compute dtype. Parameters are created in float32.
+Dtypes: with `dtype=None` a layer computes in the dtype that its inputs and parameters promote to,
+so whoever casts the parameters chooses the compute dtype. Parameters are created in float32.
 """
 
 import dataclasses
@@ -16,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fsdp_jax.models.chunked import chunked_losses
-from fsdp_jax.rows import on_local_rows
+from fsdp_jax.local_rows import on_local_rows
+from fsdp_jax.models.chunked_loss import chunked_losses
 
 INIT_STD = 0.02
 LAYER_NORM_EPSILON = 1e-5
@@ -27,26 +29,36 @@ Segments = tuple[jax.Array, jax.Array]
 
 
 class Attention(Protocol):
-    """`dense_attention`, or anything called like it. A model passes only those keywords that it needs."""
+    """`dense_attention`, or anything called like it. A model passes only those keywords that it
+    needs.
+    """
 
     def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
-        bias: jax.Array | None = None, scale: float | None = None,
-    ) -> jax.Array:  # fmt: skip
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        is_causal: bool,
+        segments: Segments | None = None,
+        bias: jax.Array | None = None,
+        scale: float | None = None,
+    ) -> jax.Array:
         """Queries [B, T, H, K], keys and values [B, S, G, K], H a multiple of G, to [B, T, H, K].
 
-        `segments`: a pair of int32 [B, T] and [B, S]; a query sees keys of its own number alone. `bias`: [1 or B, H, T,
-        S], added to the scores. `scale`: of the scores, K^-0.5 where absent.
+        `segments`: a pair of int32 [B, T] and [B, S]; a query sees keys of its own number alone.
+        `bias`: [1 or B, H, T, S], added to the scores. `scale`: of the scores, K^-0.5 where absent.
         """
 
 
 def recomputed(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`fn` of arrays (or trees of them), whose backward keeps the arguments alone and runs it again.
+    """`fn` of arrays (or trees of them), whose backward keeps the arguments alone and runs it
+    again.
 
-    For what is cheap beside the products around it: left alone, jax keeps every array between two products, which of a
-    GPT's block are two thirds of all that is kept. Not `jax.checkpoint`: inside another one, whose policy keeps
-    activations as a unit's does, it keeps what that one keeps. Derivatives are of reverse mode: `jax.jvp` of it is
-    refused by jax.
+    For what is cheap beside the products around it: left alone, jax keeps every array between two
+    products, which of a GPT's block are two thirds of all that is kept. Not `jax.checkpoint`:
+    inside another one, whose policy keeps activations as a unit's does, it keeps what that one
+    keeps. Derivatives are of reverse mode: `jax.jvp` of it is refused by jax.
     """
 
     @jax.custom_vjp
@@ -57,7 +69,9 @@ def recomputed(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return fn(*args), args
 
     def backward(args: Any, cotangent: jax.Array) -> Any:
-        args = jax.lax.optimization_barrier(args)  # or XLA, seeing it computed before, keeps that after all
+        args = jax.lax.optimization_barrier(
+            args
+        )  # or XLA, seeing it computed before, keeps that after all
         return jax.vjp(fn, *args)[1](cotangent)
 
     run.defvjp(forward, backward)
@@ -68,34 +82,63 @@ BLOCK = 512  # queries that are attended together where a sequence is long
 
 
 def dense_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
-    bias: jax.Array | None = None, scale: float | None = None, implementation: Literal["xla", "cudnn"] | None = None,
-) -> jax.Array:  # fmt: skip
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    is_causal: bool,
+    segments: Segments | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+) -> jax.Array:
     """`jax.nn.dot_product_attention` with segments; see `Attention`."""
     mask = None if segments is None else (segments[0][:, :, None] == segments[1][:, None])[:, None]
     return jax.nn.dot_product_attention(
-        query, key, value, bias, mask, is_causal=is_causal, scale=scale, implementation=implementation
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        is_causal=is_causal,
+        scale=scale,
+        implementation=implementation,
     )
 
 
 def blockwise_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, segments: Segments | None = None,
-    bias: jax.Array | None = None, scale: float | None = None,
-) -> jax.Array:  # fmt: skip
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    is_causal: bool,
+    segments: Segments | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+) -> jax.Array:
     """`dense_attention`, in blocks of queries where there are more than two blocks of them.
 
-    At T 2048 and H 32 the whole [H, T, T] of scores and weights takes 1.5 GiB per example; a block at a time,
-    recomputed in the backward, a quarter of it (Rabe and Staats, 2021). Kernels take less still: see `attention.py`.
+    At T 2048 and H 32 the whole [H, T, T] of scores and weights takes 1.5 GiB per example; a block
+    at a time, recomputed in the backward, a quarter of it (Rabe and Staats, 2021). Kernels take
+    less still: see `attention.py`.
     """
     B, T, H, K = query.shape
     if T <= 2 * BLOCK or T % BLOCK:
-        return dense_attention(query, key, value, is_causal=is_causal, segments=segments, bias=bias, scale=scale)
+        return dense_attention(
+            query, key, value, is_causal=is_causal, segments=segments, bias=bias, scale=scale
+        )
     of_queries, of_keys = segments or (None, None)
 
-    def attend(block: Any, key: jax.Array, value: jax.Array, of_keys: jax.Array | None) -> jax.Array:
+    def attend(
+        block: Any, key: jax.Array, value: jax.Array, of_keys: jax.Array | None
+    ) -> jax.Array:
         first, query, of_queries, bias = block
         S = key.shape[1]
-        seen = (first + jnp.arange(BLOCK))[:, None] >= jnp.arange(S)[None] if is_causal else jnp.ones((BLOCK, S), bool)
+        seen = (
+            (first + jnp.arange(BLOCK))[:, None] >= jnp.arange(S)[None]
+            if is_causal
+            else jnp.ones((BLOCK, S), bool)
+        )
         seen = seen[None, None]
         if of_keys is not None:
             seen &= (of_queries[:, :, None] == of_keys[:, None])[:, None]
@@ -104,7 +147,9 @@ def blockwise_attention(
     def cut(x: jax.Array | None, dim: int) -> jax.Array | None:
         if x is None:
             return None
-        return jnp.moveaxis(x.reshape(*x.shape[:dim], T // BLOCK, BLOCK, *x.shape[dim + 1 :]), dim, 0)
+        return jnp.moveaxis(
+            x.reshape(*x.shape[:dim], T // BLOCK, BLOCK, *x.shape[dim + 1 :]), dim, 0
+        )
 
     blocks = (jnp.arange(0, T, BLOCK), cut(query, 1), cut(of_queries, 1), cut(bias, 2))
     out = jax.lax.map(lambda block: recomputed(attend)(block, key, value, of_keys), blocks)
@@ -112,7 +157,13 @@ def blockwise_attention(
 
 
 def linear(
-    inputs: int, outputs: int, *, std: float = INIT_STD, bias: bool = True, dtype: str | None, rngs: nnx.Rngs
+    inputs: int,
+    outputs: int,
+    *,
+    std: float = INIT_STD,
+    bias: bool = True,
+    dtype: str | None,
+    rngs: nnx.Rngs,
 ) -> nnx.Linear:
     """A Linear: kernel [inputs, outputs] drawn from normal(0, std), bias zero or none."""
     init = nnx.initializers.normal(std)
@@ -127,7 +178,9 @@ class LayerNorm(nnx.LayerNorm):
         if mask is not None:
             return super().__call__(x, mask=mask)
         structure, params = nnx.split(self)
-        return recomputed(lambda params, x: super(LayerNorm, nnx.merge(structure, params)).__call__(x))(params, x)
+        return recomputed(
+            lambda params, x: super(LayerNorm, nnx.merge(structure, params)).__call__(x)
+        )(params, x)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -138,7 +191,9 @@ class RMSNorm(nnx.RMSNorm):
         if mask is not None:
             return super().__call__(x, mask=mask)
         structure, params = nnx.split(self)
-        return recomputed(lambda params, x: super(RMSNorm, nnx.merge(structure, params)).__call__(x))(params, x)
+        return recomputed(
+            lambda params, x: super(RMSNorm, nnx.merge(structure, params)).__call__(x)
+        )(params, x)
 
 
 def layer_norm(width: int, *, dtype: str | None, rngs: nnx.Rngs) -> LayerNorm:
@@ -165,8 +220,9 @@ class Embedding(nnx.Embed):
         """Int [B, T] to [B, T, D] in `dtype`, or else the table's."""
         if not self.tied:
             return super().__call__(inputs, out_sharding)
-        # A tied table has two gradients. Left alone, XLA reduces each by itself, or gathers the activations of one.
-        # Where the lookup's is added up on each device, it joins them and reduces their sum.
+        # A tied table has two gradients. Left alone, XLA reduces each by itself, or gathers the
+        # activations of one. Where the lookup's is added up on each device, it joins them and
+        # reduces their sum.
         return on_local_rows(_look_up, replicated=(1,))(inputs, self.table())
 
     def table(self) -> jax.Array:
@@ -174,11 +230,15 @@ class Embedding(nnx.Embed):
         table_VD: jax.Array = self.embedding[...]
         return table_VD if self.dtype is None else table_VD.astype(self.dtype)
 
-    def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int) -> jax.Array:
+    def losses(
+        self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int
+    ) -> jax.Array:
         """`chunked_losses` of the logits that `attend` makes."""
         dtype = self.dtype or jnp.result_type(x_BTD, self.embedding[...])
         x_BTD, table_VD = x_BTD.astype(dtype), self.embedding[...].astype(dtype)
-        return chunked_losses(x_BTD, table_VD, targets_BT, dim=0, vocab_size=vocab_size, chunk=chunk)
+        return chunked_losses(
+            x_BTD, table_VD, targets_BT, dim=0, vocab_size=vocab_size, chunk=chunk
+        )
 
 
 def _look_up(tokens: jax.Array, table_VD: jax.Array) -> jax.Array:
@@ -188,19 +248,32 @@ def _look_up(tokens: jax.Array, table_VD: jax.Array) -> jax.Array:
 class Head(nnx.Linear):
     """The Linear from the residual stream to logits."""
 
-    def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int) -> jax.Array:
+    def losses(
+        self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int
+    ) -> jax.Array:
         """`chunked_losses` of its logits."""
         dtype = self.dtype or jnp.result_type(x_BTD, self.kernel[...])
         x_BTD, kernel_DV = x_BTD.astype(dtype), self.kernel[...].astype(dtype)
-        return chunked_losses(x_BTD, kernel_DV, targets_BT, dim=1, vocab_size=vocab_size, chunk=chunk)
+        return chunked_losses(
+            x_BTD, kernel_DV, targets_BT, dim=1, vocab_size=vocab_size, chunk=chunk
+        )
 
 
 def embedding(
-    count: int, width: int, *, std: float = INIT_STD, tied: bool = False, dtype: str | None, rngs: nnx.Rngs
+    count: int,
+    width: int,
+    *,
+    std: float = INIT_STD,
+    tied: bool = False,
+    dtype: str | None,
+    rngs: nnx.Rngs,
 ) -> Embedding:
-    """A table [count, width] drawn from normal(0, std); with dtype None its output has the table's dtype."""
+    """A table [count, width] drawn from normal(0, std); with dtype None its output has the table's
+    dtype.
+    """
     table = Embedding(count, width, embedding_init=nnx.initializers.normal(std), rngs=rngs)
-    # nnx.Embed pins the dtype its table is created with; a table cast to bfloat16 later would be promoted back.
+    # nnx.Embed pins the dtype its table is created with; a table cast to bfloat16 later would be
+    # promoted back.
     table.dtype = dtype
     table.tied = tied
     return table
@@ -213,10 +286,19 @@ def head(width: int, vocab_size: int, *, dtype: str | None, rngs: nnx.Rngs) -> H
 
 
 class SelfAttention(nnx.Module):
-    """Causal multi-head self-attention with one fused projection to queries, keys and values, in that order."""
+    """Causal multi-head self-attention with one fused projection to queries, keys and values, in
+    that order.
+    """
 
     def __init__(
-        self, width: int, heads: int, *, out_std: float, attention: Attention, dtype: str | None, rngs: nnx.Rngs
+        self,
+        width: int,
+        heads: int,
+        *,
+        out_std: float,
+        attention: Attention,
+        dtype: str | None,
+        rngs: nnx.Rngs,
     ):
         self.heads = heads
         self.attention = attention
@@ -224,7 +306,9 @@ class SelfAttention(nnx.Module):
         self.out = linear(width, width, std=out_std, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there are segments."""
+        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there
+        are segments.
+        """
         B, T, D = x_BTD.shape
         parts = jnp.split(self.qkv(x_BTD), 3, axis=-1)
         q_BTHK, k_BTHK, v_BTHK = (part.reshape(B, T, self.heads, D // self.heads) for part in parts)
@@ -240,7 +324,9 @@ def within(segments_BT: jax.Array | None) -> dict[str, Any]:
 class MLP(nnx.Module):
     """Two Linears, D to F and back, with the tanh approximation of gelu between them."""
 
-    def __init__(self, width: int, hidden: int, *, out_std: float, dtype: str | None, rngs: nnx.Rngs):
+    def __init__(
+        self, width: int, hidden: int, *, out_std: float, dtype: str | None, rngs: nnx.Rngs
+    ):
         self.up = linear(width, hidden, dtype=dtype, rngs=rngs)
         self.down = linear(hidden, width, std=out_std, dtype=dtype, rngs=rngs)
 
@@ -250,15 +336,20 @@ class MLP(nnx.Module):
 
 
 def dropout(rate: float, *, rngs: nnx.Rngs) -> nnx.Dropout:
-    """A Dropout with a `dropout` stream of its own; at rate 0 it has no stream, so the model has no random state."""
+    """A Dropout with a `dropout` stream of its own; at rate 0 it has no stream, so the model has no
+    random state.
+    """
     return nnx.Dropout(rate, rngs=rngs if rate > 0 else None)
 
 
 M = TypeVar("M", bound=nnx.Module)
 
 
-def make_blocks(make: Callable[[nnx.Rngs], M], count: int, *, scan_layers: bool, rngs: nnx.Rngs) -> "M | nnx.List[M]":
-    """`count` blocks for `run_blocks`: with `scan_layers` one module whose leaves have a leading dim L, else a list.
+def make_blocks(
+    make: Callable[[nnx.Rngs], M], count: int, *, scan_layers: bool, rngs: nnx.Rngs
+) -> "M | nnx.List[M]":
+    """`count` blocks for `run_blocks`: with `scan_layers` one module whose leaves have a leading
+    dim L, else a list.
 
     Every block draws from random streams of its own.
     """
@@ -274,14 +365,17 @@ def make_blocks(make: Callable[[nnx.Rngs], M], count: int, *, scan_layers: bool,
 
 
 def run_blocks(blocks: nnx.Module, x: jax.Array, **settings: Any) -> jax.Array:
-    """Passes `x` through `make_blocks`' blocks in order, each called with `settings` too; all keep its shape, dtype."""
+    """Passes `x` through `make_blocks`' blocks in order, each called with `settings` too; all keep
+    its shape, dtype.
+    """
     if isinstance(blocks, nnx.List):
         for block in blocks:
             x = block(x, **settings)
         return x
 
-    # Layers change their state (dropout counters), never their structure. Saying so also lets a model that is closed
-    # over be called inside other transformations, such as the loop of a sampler.
+    # Layers change their state (dropout counters), never their structure. Saying so also lets a
+    # model that is closed over be called inside other transformations, such as the loop of a
+    # sampler.
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, graph_updates=False)
     def run(block: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
         return block(x, **settings)
@@ -290,9 +384,11 @@ def run_blocks(blocks: nnx.Module, x: jax.Array, **settings: Any) -> jax.Array:
 
 
 class LanguageModel(nnx.Module):
-    """A decoder-only language model: `_trunk`, and a head that is the embedding's table or a matrix of its own.
+    """A decoder-only language model: `_trunk`, and a head that is the embedding's table or a matrix
+    of its own.
 
-    Subclasses set `config` (with `tie_head` and `vocab_size`), `embed` and, where it is not tied, `head`.
+    Subclasses set `config` (with `tie_head` and `vocab_size`), `embed` and, where it is not tied,
+    `head`.
     """
 
     config: Any
@@ -300,44 +396,65 @@ class LanguageModel(nnx.Module):
     head: Head
 
     def __call__(
-        self, tokens_BT: jax.Array, *, segments: jax.Array | None = None, positions: jax.Array | None = None,
+        self,
+        tokens_BT: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
         deterministic: bool = True,
-    ) -> jax.Array:  # fmt: skip
-        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the config's.
+    ) -> jax.Array:
+        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the
+        config's.
 
-        `segments` and `positions`, int32 [B, T], are of packed documents: a token sees those before it in its own
-        segment alone. `deterministic=False` applies dropout, where there is any, and advances its random state.
+        `segments` and `positions`, int32 [B, T], are of packed documents: a token sees those before
+        it in its own segment alone. `deterministic=False` applies dropout, where there is any, and
+        advances its random state.
         """
         x_BTD = self._trunk(tokens_BT, segments, positions, deterministic)
         logits = self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
         return logits[..., : self.config.vocab_size]
 
     def losses(
-        self, tokens_BT: jax.Array, targets_BT: jax.Array, *, chunk: int, segments: jax.Array | None = None,
-        positions: jax.Array | None = None, deterministic: bool = True,
-    ) -> jax.Array:  # fmt: skip
-        """Cross-entropy of each target, float32 [B, T], without ever holding all logits; see `chunked.py`."""
+        self,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        *,
+        chunk: int,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Cross-entropy of each target, float32 [B, T], without ever holding all logits; see
+        `chunked.py`.
+        """
         x_BTD = self._trunk(tokens_BT, segments, positions, deterministic)
         head = self.embed if self.config.tie_head else self.head
         return head.losses(x_BTD, targets_BT, self.config.vocab_size, chunk)
 
     def _trunk(
-        self, tokens_BT: jax.Array, segments: jax.Array | None, positions: jax.Array | None, deterministic: bool
+        self,
+        tokens_BT: jax.Array,
+        segments: jax.Array | None,
+        positions: jax.Array | None,
+        deterministic: bool,
     ) -> jax.Array:
         """All but the head, to [B, T, D]."""
         raise NotImplementedError
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Negative log likelihood in nats, float32 [B, T], computed in float32 whatever the dtype of the logits.
+    """Negative log likelihood in nats, float32 [B, T], computed in float32 whatever the dtype of
+    the logits.
 
     Where a target is not one of 0 to V-1 the loss is NaN.
     """
     logits_BTV = logits_BTV.astype(jnp.float32)
     V = logits_BTV.shape[-1]
-    # Not take_along_axis: its gradient scatters into a float32 [B, T, V] of zeros. This one fuses with the softmax's,
-    # and no float32 logits are stored.
-    is_target_BTV = jax.lax.broadcasted_iota(targets_BT.dtype, logits_BTV.shape, 2) == targets_BT[..., None]
+    # Not take_along_axis: its gradient scatters into a float32 [B, T, V] of zeros. This one fuses
+    # with the softmax's, and no float32 logits are stored.
+    is_target_BTV = (
+        jax.lax.broadcasted_iota(targets_BT.dtype, logits_BTV.shape, 2) == targets_BT[..., None]
+    )
     picked_BT = jnp.where(is_target_BTV, logits_BTV, 0.0).sum(-1)
     loss_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - picked_BT
     return jnp.where((targets_BT >= 0) & (targets_BT < V), loss_BT, jnp.nan)
@@ -346,15 +463,19 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 def next_token_loss(
     model: Any, batch: Mapping[str, jax.Array], *, train: bool = False, chunk: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum of the cross-entropy in nats and the number of targets it is over, both float32 scalars.
+    """The sum of the cross-entropy in nats and the number of targets it is over, both float32
+    scalars.
 
-    `batch` has `tokens`, int32 [B, T+1], and may have `mask`, [B, T], the weight of each target (absent: all 1);
-    where it is 0 the target may be any number. Packed documents have `segments` and `positions`, int32 [B, T]. They are
-    returned apart so that sums over microbatches and devices can be divided once. `train=True` applies dropout.
-    `chunk`: tokens of the vocabulary whose logits are made at once, for models that have `losses` (`chunked_losses`).
+    `batch` has `tokens`, int32 [B, T+1], and may have `mask`, [B, T], the weight of each target
+    (absent: all 1); where it is 0 the target may be any number. Packed documents have `segments`
+    and `positions`, int32 [B, T]. They are returned apart so that sums over microbatches and
+    devices can be divided once. `train=True` applies dropout. `chunk`: tokens of the vocabulary
+    whose logits are made at once, for models that have `losses` (`chunked_losses`).
     """
     tokens = batch["tokens"]
-    settings: dict[str, Any] = {name: batch[name] for name in ("segments", "positions") if name in batch}
+    settings: dict[str, Any] = {
+        name: batch[name] for name in ("segments", "positions") if name in batch
+    }
     settings["deterministic"] = not train
     if chunk is None:
         loss_BT = cross_entropy(model(tokens[:, :-1], **settings), tokens[:, 1:])
@@ -364,7 +485,9 @@ def next_token_loss(
 
 
 def masked_sum(losses: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(the sum of losses times mask, the sum of the mask), float32 scalars. Losses where the mask is 0 may be NaN."""
+    """(the sum of losses times mask, the sum of the mask), float32 scalars. Losses where the mask
+    is 0 may be NaN.
+    """
     weight = jnp.ones_like(losses) if mask is None else mask.astype(jnp.float32)
     return jnp.where(weight == 0, 0.0, losses * weight).sum(), weight.sum()
 
@@ -373,7 +496,9 @@ C = TypeVar("C")
 
 
 def from_preset(presets: Mapping[str, C], name: str, overrides: Mapping[str, Any]) -> C:
-    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was probably meant."""
+    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was
+    probably meant.
+    """
     _check_known("preset", name, presets)
     config: Any = presets[name]
     for field in overrides:

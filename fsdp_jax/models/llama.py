@@ -1,10 +1,12 @@
-"""Llama 2 and 3 in plain Flax NNX: pre-norm blocks with RMSNorm, rotary positions, grouped queries and SwiGLU.
+"""Llama 2 and 3 in plain Flax NNX: pre-norm blocks with RMSNorm, rotary positions, grouped queries
+and SwiGLU.
 
-Shapes: B batch, T sequence, D width, H query heads, G key and value heads, K head dim, F hidden width, V vocab,
-L layers.
+Shapes: B batch, T sequence, D width, H query heads, G key and value heads, K head dim, F hidden
+width, V vocab, L layers.
 
-Parameters are named after what they do; their order, and the halves that the rotary embedding turns, are those of the
-weights on Hugging Face. Sources: Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783.
+Parameters are named after what they do; their order, and the halves that the rotary embedding
+turns, are those of the weights on Hugging Face. Sources: Llama 2, arXiv:2307.09288; Llama 3,
+arXiv:2407.21783.
 """
 
 import dataclasses
@@ -20,10 +22,12 @@ from fsdp_jax.models import layers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How Llama 3.1 and later stretch the rotary embedding to longer sequences than they were first trained on.
+    """How Llama 3.1 and later stretch the rotary embedding to longer sequences than they were first
+    trained on.
 
-    Frequencies that turn less than `low_frequency_factor` times in `original_length` tokens are divided by `factor`,
-    those that turn more than `high_frequency_factor` times stay, and between them it is interpolated.
+    Frequencies that turn less than `low_frequency_factor` times in `original_length` tokens are
+    divided by `factor`, those that turn more than `high_frequency_factor` times stay, and between
+    them it is interpolated.
     """
 
     factor: float
@@ -34,9 +38,13 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.factor < 1 or self.original_length < 1:
-            raise ValueError(f"RopeScaling.factor and original_length must be at least 1, got {self}")
+            raise ValueError(
+                f"RopeScaling.factor and original_length must be at least 1, got {self}"
+            )
         if not 0 < self.low_frequency_factor < self.high_frequency_factor:
-            raise ValueError(f"RopeScaling.low_frequency_factor must be above 0 and below the high one, got {self}")
+            raise ValueError(
+                f"RopeScaling.low_frequency_factor must be above 0 and below the high one, got {self}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,15 +74,27 @@ class LlamaConfig:
     """Compute dtype by name; None follows the parameters and inputs."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "sequence_length", "layers", "width", "heads", "kv_heads", "hidden"):
+        for name in (
+            "vocab_size",
+            "sequence_length",
+            "layers",
+            "width",
+            "heads",
+            "kv_heads",
+            "hidden",
+        ):
             if getattr(self, name) < 1:
-                raise ValueError(f"LlamaConfig.{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"LlamaConfig.{name} must be at least 1, got {getattr(self, name)}"
+                )
         for name in ("rope_theta", "norm_epsilon"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"LlamaConfig.{name} must be above 0, got {getattr(self, name)}")
         if self.width % (2 * self.heads):
             where = f"width {self.width}, heads {self.heads}"
-            raise ValueError(f"LlamaConfig.width must be a multiple of 2 x heads (rotary pairs), got {where}")
+            raise ValueError(
+                f"LlamaConfig.width must be a multiple of 2 x heads (rotary pairs), got {where}"
+            )
         if self.heads % self.kv_heads:
             where = f"heads {self.heads}, kv_heads {self.kv_heads}"
             raise ValueError(f"LlamaConfig.heads must be a multiple of kv_heads, got {where}")
@@ -86,11 +106,22 @@ class LlamaConfig:
 
 
 _LLAMA2 = LlamaConfig(
-    vocab_size=32_000, sequence_length=4096, layers=32, width=4096, heads=32, kv_heads=32, hidden=11_008
+    vocab_size=32_000,
+    sequence_length=4096,
+    layers=32,
+    width=4096,
+    heads=32,
+    kv_heads=32,
+    hidden=11_008,
 )
 
 _LLAMA3 = dataclasses.replace(
-    _LLAMA2, vocab_size=128_256, sequence_length=8192, kv_heads=8, hidden=14_336, rope_theta=500_000.0
+    _LLAMA2,
+    vocab_size=128_256,
+    sequence_length=8192,
+    kv_heads=8,
+    hidden=14_336,
+    rope_theta=500_000.0,
 )
 _70B: dict[str, Any] = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28_672}
 _LONG: dict[str, Any] = {"sequence_length": 131_072, "rope_scaling": RopeScaling(factor=8.0)}
@@ -100,7 +131,9 @@ PRESETS: dict[str, LlamaConfig] = {
         vocab_size=256, sequence_length=128, layers=4, width=128, heads=4, kv_heads=2, hidden=320
     ),
     "llama2-7b": _LLAMA2,  # 6.74B
-    "llama2-13b": dataclasses.replace(_LLAMA2, layers=40, width=5120, heads=40, kv_heads=40, hidden=13_824),  # 13.0B
+    "llama2-13b": dataclasses.replace(
+        _LLAMA2, layers=40, width=5120, heads=40, kv_heads=40, hidden=13_824
+    ),  # 13.0B
     "llama2-70b": dataclasses.replace(_LLAMA2, **_70B),  # 69.0B
     "llama3-8b": _LLAMA3,  # 8.03B
     "llama3-70b": dataclasses.replace(_LLAMA3, **_70B),  # 70.6B
@@ -119,17 +152,22 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str, **overrides: Any) -> LlamaConfig:
-    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was probably meant."""
+    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was
+    probably meant.
+    """
     return layers.from_preset(PRESETS, name, overrides)
 
 
 def rms_norm(config: LlamaConfig, *, rngs: nnx.Rngs) -> layers.RMSNorm:
-    """RMSNorm over D, x / sqrt(mean(x^2) + epsilon) times a scale, in float32 whatever the dtype (arXiv:1910.07467)."""
+    """RMSNorm over D, x / sqrt(mean(x^2) + epsilon) times a scale, in float32 whatever the dtype
+    (arXiv:1910.07467).
+    """
     return layers.RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
-    """Radians that each pair of the head turns per position, float32 [K/2]: theta^(-2i/K), stretched by `scaling`.
+    """Radians that each pair of the head turns per position, float32 [K/2]: theta^(-2i/K),
+    stretched by `scaling`.
 
     The stretching is that of Llama 3.1's published code (`apply_scaling`).
     """
@@ -142,15 +180,21 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
     return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
-def rotary(x_BTHK: jax.Array, frequency: jax.Array, positions_BT: jax.Array | None = None) -> jax.Array:
-    """Turns pair i of the head at position t by the angle t * frequency[i], in float32; keeps shape and dtype.
+def rotary(
+    x_BTHK: jax.Array, frequency: jax.Array, positions_BT: jax.Array | None = None
+) -> jax.Array:
+    """Turns pair i of the head at position t by the angle t * frequency[i], in float32; keeps shape
+    and dtype.
 
-    Pair i is (x[i], x[i + K/2]): the layout of the weights on Hugging Face. RoFormer, arXiv:2104.09864, equation 34,
-    and Meta's own weights pair neighbours (x[2i], x[2i+1]) instead. Positions are 0 to T-1 where none are given.
+    Pair i is (x[i], x[i + K/2]): the layout of the weights on Hugging Face. RoFormer,
+    arXiv:2104.09864, equation 34, and Meta's own weights pair neighbours (x[2i], x[2i+1]) instead.
+    Positions are 0 to T-1 where none are given.
     """
     if positions_BT is None:
         positions_BT = jnp.arange(x_BTHK.shape[1])[None]
-    angle = positions_BT.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]  # [B or 1, T, 1, K/2]
+    angle = (
+        positions_BT.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
+    )  # [B or 1, T, 1, K/2]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -158,9 +202,13 @@ def rotary(x_BTHK: jax.Array, frequency: jax.Array, positions_BT: jax.Array | No
 
 
 class GroupedQueryAttention(nnx.Module):
-    """Causal self-attention with rotary positions; query head h reads key and value head h // (H / G)."""
+    """Causal self-attention with rotary positions; query head h reads key and value head h // (H /
+    G).
+    """
 
-    def __init__(self, config: LlamaConfig, *, out_std: float, attention: layers.Attention, rngs: nnx.Rngs):
+    def __init__(
+        self, config: LlamaConfig, *, out_std: float, attention: layers.Attention, rngs: nnx.Rngs
+    ):
         D, shared, dtype = config.width, config.kv_heads * config.head_dim, config.dtype
         self.head_dim = config.head_dim
         self.rope = (config.head_dim, config.rope_theta, config.rope_scaling)
@@ -171,16 +219,26 @@ class GroupedQueryAttention(nnx.Module):
         self.o = layers.linear(D, D, std=out_std, bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, segments_BT: jax.Array | None = None, positions_BT: jax.Array | None = None
+        self,
+        x_BTD: jax.Array,
+        segments_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there are segments."""
+        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there
+        are segments.
+        """
         B, T, D = x_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = (
             project(x_BTD).reshape(B, T, -1, self.head_dim) for project in (self.q, self.k, self.v)
         )
         frequency = frequencies(*self.rope)
-        q_BTHK, k_BTGK = rotary(q_BTHK, frequency, positions_BT), rotary(k_BTGK, frequency, positions_BT)
-        attended = self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **layers.within(segments_BT))
+        q_BTHK, k_BTGK = (
+            rotary(q_BTHK, frequency, positions_BT),
+            rotary(k_BTGK, frequency, positions_BT),
+        )
+        attended = self.attention(
+            q_BTHK, k_BTGK, v_BTGK, is_causal=True, **layers.within(segments_BT)
+        )
         return self.o(attended.reshape(B, T, D))
 
 
@@ -210,9 +268,15 @@ class LlamaBlock(nnx.Module):
         self.mlp = SwiGLU(config, out_std=out_std, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, *, segments: jax.Array | None = None, positions: jax.Array | None = None
+        self,
+        x_BTD: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input, also where a norm kept in float32 widens a branch."""
+        """[B, T, D] to [B, T, D] in the dtype of the input, also where a norm kept in float32
+        widens a branch.
+        """
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), segments, positions).astype(x_BTD.dtype)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)).astype(x_BTD.dtype)
 
@@ -220,12 +284,17 @@ class LlamaBlock(nnx.Module):
 class Llama(layers.LanguageModel):
     """A decoder-only language model.
 
-    `blocks` is one LlamaBlock whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L LlamaBlocks.
-    `rngs` needs a `params` stream. `attention` replaces the attention of every block.
+    `blocks` is one LlamaBlock whose leaves have a leading dim L (`scan_layers`), or an nnx.List of
+    L LlamaBlocks. `rngs` needs a `params` stream. `attention` replaces the attention of every
+    block.
     """
 
     def __init__(
-        self, config: LlamaConfig, *, rngs: nnx.Rngs, attention: layers.Attention = layers.blockwise_attention
+        self,
+        config: LlamaConfig,
+        *,
+        rngs: nnx.Rngs,
+        attention: layers.Attention = layers.blockwise_attention,
     ):
         V, D, dtype = config.vocab_size, config.width, config.dtype
         self.config = config
@@ -234,19 +303,29 @@ class Llama(layers.LanguageModel):
         def make(rngs: nnx.Rngs) -> LlamaBlock:
             return LlamaBlock(config, attention=attention, rngs=rngs)
 
-        self.blocks = layers.make_blocks(make, config.layers, scan_layers=config.scan_layers, rngs=rngs)
+        self.blocks = layers.make_blocks(
+            make, config.layers, scan_layers=config.scan_layers, rngs=rngs
+        )
         self.norm = rms_norm(config, rngs=rngs)
         if not config.tie_head:
             self.head = layers.head(D, V, dtype=dtype, rngs=rngs)
 
     def _trunk(
-        self, tokens_BT: jax.Array, segments: jax.Array | None, positions: jax.Array | None, deterministic: bool
+        self,
+        tokens_BT: jax.Array,
+        segments: jax.Array | None,
+        positions: jax.Array | None,
+        deterministic: bool,
     ) -> jax.Array:
         """All but the head, to [B, T, D]."""
         T = tokens_BT.shape[1]
         if self.config.sequence_length < T:
-            raise ValueError(f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}")
-        x_BTD = layers.run_blocks(self.blocks, self.embed(tokens_BT), segments=segments, positions=positions)
+            raise ValueError(
+                f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}"
+            )
+        x_BTD = layers.run_blocks(
+            self.blocks, self.embed(tokens_BT), segments=segments, positions=positions
+        )
         return self.norm(x_BTD)
 
 
@@ -261,9 +340,9 @@ def parameter_count(config: LlamaConfig) -> int:
 def flops_per_token(config: LlamaConfig) -> float:
     """Model FLOPs per token of a training step, forward and backward, at the full sequence length.
 
-    The convention is 6 N + 12 L D T (PaLM, appendix B). N leaves out the embedding where the head is its own matrix: it
-    is looked up, not multiplied. Attention is counted in full, not halved for causality; sharing keys and values does
-    not change it. Nothing is added for recomputation.
+    The convention is 6 N + 12 L D T (PaLM, appendix B). N leaves out the embedding where the head
+    is its own matrix: it is looked up, not multiplied. Attention is counted in full, not halved for
+    causality; sharing keys and values does not change it. Nothing is added for recomputation.
     """
     looked_up = 0 if config.tie_head else config.vocab_size * config.width
     multiplied = parameter_count(config) - looked_up

@@ -27,10 +27,12 @@ def gelu(x: jax.Array) -> jax.Array:
 
 
 class PatchEmbed(nnx.Module):
-    """A convolution whose stride is its size, as one product: every patch of P x P pixels becomes a vector.
+    """A convolution whose stride is its size, as one product: every patch of P x P pixels becomes a
+    vector.
 
-    `kernel` [P, P, 3, D] (HWIO), drawn from normal(0, 0.02), and `bias` [D]. The images are cast to `dtype`, or where
-    that is None to the kernel's: pixels do not choose the dtype that a model computes in.
+    `kernel` [P, P, 3, D] (HWIO), drawn from normal(0, 0.02), and `bias` [D]. The images are cast to
+    `dtype`, or where that is None to the kernel's: pixels do not choose the dtype that a model
+    computes in.
     """
 
     def __init__(self, patch: int, width: int, *, dtype: str | None, rngs: nnx.Rngs):
@@ -51,9 +53,19 @@ class PatchEmbed(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Multi-head attention with biases, in all directions; queries come from one stream, keys and values from any."""
+    """Multi-head attention with biases, in all directions; queries come from one stream, keys and
+    values from any.
+    """
 
-    def __init__(self, width: int, heads: int, *, attention: layers.Attention, dtype: str | None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        attention: layers.Attention,
+        dtype: str | None,
+        rngs: nnx.Rngs,
+    ):
         self.heads = heads
         self.attention = attention
         self.q = layers.linear(width, width, dtype=dtype, rngs=rngs)
@@ -97,12 +109,16 @@ def check_sizes(config: Any) -> None:
         where = f"image_size {config.image_size}, patch {config.patch}"
         raise ValueError(f"{kind}.image_size must be a multiple of patch, got {where}")
     if config.width % config.heads:
-        raise ValueError(f"{kind}.width must be a multiple of heads, got width {config.width}, heads {config.heads}")
+        raise ValueError(
+            f"{kind}.width must be a multiple of heads, got width {config.width}, heads {config.heads}"
+        )
     if not config.norm_epsilon > 0:
         raise ValueError(f"{kind}.norm_epsilon must be above 0, got {config.norm_epsilon}")
     for name in ("mean", "std"):
         if len(getattr(config, name)) != CHANNELS:
-            raise ValueError(f"{kind}.{name} must be {CHANNELS} numbers, got {getattr(config, name)}")
+            raise ValueError(
+                f"{kind}.{name} must be {CHANNELS} numbers, got {getattr(config, name)}"
+            )
     if not min(config.std) > 0:
         raise ValueError(f"{kind}.std must be above 0, got {config.std}")
 
@@ -113,13 +129,17 @@ def check_images(images: jax.Array, image_size: int) -> None:
     known = images.dtype == jnp.uint8 or jnp.issubdtype(images.dtype, jnp.floating)
     if images.ndim != 4 or images.shape[1:] != expected or not known:
         got = f"{images.dtype} {list(images.shape)}"
-        raise ValueError(f"expected images as uint8 or floats [B, {', '.join(map(str, expected))}], got {got}")
+        raise ValueError(
+            f"expected images as uint8 or floats [B, {', '.join(map(str, expected))}], got {got}"
+        )
 
 
 def to_floats(
     images_BHWC: jax.Array, mean: tuple[float, ...] = HALF, std: tuple[float, ...] = HALF
-) -> jax.Array:  # fmt: skip
-    """uint8 pixels [B, H, W, 3] to float32, (x / 255 - mean) / std for each colour; floats as they are."""
+) -> jax.Array:
+    """uint8 pixels [B, H, W, 3] to float32, (x / 255 - mean) / std for each colour; floats as they
+    are.
+    """
     if images_BHWC.dtype != jnp.uint8:
         return images_BHWC
     shift, scale = (255 * np.array(each, np.float32)[None, None, None] for each in (mean, std))
@@ -129,11 +149,13 @@ def to_floats(
 def classification_loss(
     model: Callable[..., jax.Array], batch: Mapping[str, jax.Array], *, train: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum of the cross-entropy in nats and the number of images it is over, both float32 scalars.
+    """The sum of the cross-entropy in nats and the number of images it is over, both float32
+    scalars.
 
-    `batch` has `images` [B, H, W, 3], which the model takes as they are, and `labels`, int32 [B], and may have `mask`,
-    [B], the weight of each image (absent: all 1); where it is 0 the label may be any number. They are returned apart so
-    that sums over microbatches and devices can be divided once. `train=True` applies dropout.
+    `batch` has `images` [B, H, W, 3], which the model takes as they are, and `labels`, int32 [B],
+    and may have `mask`, [B], the weight of each image (absent: all 1); where it is 0 the label may
+    be any number. They are returned apart so that sums over microbatches and devices can be divided
+    once. `train=True` applies dropout.
     """
     logits_BC = model(batch["images"], deterministic=not train)
     loss_B = layers.cross_entropy(logits_BC[:, None], batch["labels"][:, None])[:, 0]

@@ -1,14 +1,16 @@
-"""Hardware that need not be there: what it can do, compilers for it, and plans of what a step takes on it."""
+"""Hardware that need not be there: what it can do, compilers for it, and plans of what a step takes
+on it.
+"""
 
+from fsdp_jax.planner.compiled.program import cache_folder
 from fsdp_jax.planner.figures import Fix, Time, plans_table
-from fsdp_jax.planner.hardware import HARDWARE, Hardware, hardware_of, peak_flops
+from fsdp_jax.planner.html import compare_html, plan_html
+from fsdp_jax.planner.machines.fake_devices import stand_ins
+from fsdp_jax.planner.machines.hardware import HARDWARE, Hardware, hardware_of, peak_flops
+from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
+from fsdp_jax.planner.machines.topology import Topology, parse_topology
 from fsdp_jax.planner.plan import Plan
-from fsdp_jax.planner.planning import Work, analytic_plan, compiled_plan
-from fsdp_jax.planner.plugins import choose_platforms
-from fsdp_jax.planner.program import cache_folder
-from fsdp_jax.planner.report import compare_html, plan_html
-from fsdp_jax.planner.stand_ins import stand_ins
-from fsdp_jax.planner.topology import Topology, parse_topology
+from fsdp_jax.planner.planner import Work, analytic_plan, compiled_plan
 
 __all__ = [
     "HARDWARE",

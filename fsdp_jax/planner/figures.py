@@ -1,13 +1,15 @@
-"""The figures of a plan: what a step takes on hardware that need not be there, as numbers, rows and text."""
+"""The figures of a plan: what a step takes on hardware that need not be there, as numbers, rows and
+text.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.planner.buffers import KINDS, Buffer
-from fsdp_jax.planner.timeline import Event
-from fsdp_jax.table import text_table
+from fsdp_jax.planner.compiled.peak_memory import KINDS, Buffer
+from fsdp_jax.planner.compiled.timeline import Event
+from fsdp_jax.tables import text_table
 
 Basis = Literal["compiled", "analytic"]
 
@@ -67,7 +69,8 @@ class Figures:
         mesh: sizes of `replica` and `data`.
         parameters: of the model.
         valley_bytes: of state on a device between steps.
-        peak_bytes: that a device takes at most; what the driver and the network library keep is not in it.
+        peak_bytes: that a device takes at most; what the driver and the network library keep is not
+            in it.
         host_bytes: of the host's memory, for each device.
         capacity_bytes: of a device.
         usable_bytes: of it, less what the driver and the network library keep.
@@ -140,21 +143,31 @@ class Figures:
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """(what for, bytes, share of the peak)."""
         return [
-            (kind, human_bytes(self.breakdown[kind]), f"{100 * self.breakdown[kind] / max(self.peak_bytes, 1):.0f}%")
+            (
+                kind,
+                human_bytes(self.breakdown[kind]),
+                f"{100 * self.breakdown[kind] / max(self.peak_bytes, 1):.0f}%",
+            )
             for kind in KINDS
         ]
 
     def buffer_rows(self) -> list[tuple[str, str, str, str]]:
-        """(bytes, what for, array, of what) of the largest arrays; those of one shape and purpose share a row."""
+        """(bytes, what for, array, of what) of the largest arrays; those of one shape and purpose
+        share a row.
+        """
         groups: dict[tuple[str, str], list[Buffer]] = {}
         for one in self.buffers:
             groups.setdefault((one.kind, one.array), []).append(one)
         rows = []
-        for (kind, array), members in sorted(groups.items(), key=lambda item: -sum(one.bytes for one in item[1])):
+        for (kind, array), members in sorted(
+            groups.items(), key=lambda item: -sum(one.bytes for one in item[1])
+        ):
             names = list(dict.fromkeys(one.path or one.operation for one in members))
             name = names[0] + (f" (+{len(names) - 1})" if len(names) > 1 else "")
             count = f"{len(members)} x " if len(members) > 1 else ""
-            rows.append((human_bytes(sum(one.bytes for one in members)), kind, f"{count}{array}", name))
+            rows.append(
+                (human_bytes(sum(one.bytes for one in members)), kind, f"{count}{array}", name)
+            )
         return rows[:BUFFERS]
 
     def time_rows(self) -> list[tuple[str, str, str]]:
@@ -204,7 +217,9 @@ class Figures:
             blocks.append(text_table(largest, self.buffer_rows(), right=largest[:1]))
         if self.time:
             step = ("a step", "takes", "share")
-            blocks.append(f"{text_table(step, self.time_rows(), right=step[1:])}\n{self.speed()}".rstrip())
+            blocks.append(
+                f"{text_table(step, self.time_rows(), right=step[1:])}\n{self.speed()}".rstrip()
+            )
         blocks.append(self.wire())
         if self.fixes:
             fixes = ("to take less (analytic)", "saves", "peak", "fits", "costs")
@@ -224,7 +239,10 @@ class Figures:
 
     def bases(self) -> str:
         """Which figures are compiled and which are analytic."""
-        kinds = {kind: [name for name, of in self.basis.items() if of == kind] for kind in ("compiled", "analytic")}
+        kinds = {
+            kind: [name for name, of in self.basis.items() if of == kind]
+            for kind in ("compiled", "analytic")
+        }
         return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
 
     def __repr__(self) -> str:

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from fsdp_jax.planner.figures import Figures
-from fsdp_jax.planner.report import plan_fragment
+from fsdp_jax.planner.html import plan_fragment
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Figures):
-    """What a step takes on hardware that need not be there. `print(plan)` shows it, and so does a notebook."""
+    """What a step takes on hardware that need not be there. `print(plan)` shows it, and so does a
+    notebook.
+    """
 
     def _repr_html_(self) -> str:
         return plan_fragment(self)

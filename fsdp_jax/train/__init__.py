@@ -1,1 +1,3 @@
-"""Training from a configuration: config, run (configuration to objects), start, loop, metrics, screen, stop."""
+"""Training from a configuration: config, run (configuration to objects), start, loop, metrics,
+screen, stop.
+"""

@@ -1,6 +1,7 @@
 """The training loop: resume, step, measure, evaluate, save, stop.
 
-The host runs one step ahead of the devices: metrics of a step are read after the next one is dispatched.
+The host runs one step ahead of the devices: metrics of a step are read after the next one is
+dispatched.
 """
 
 import time
@@ -14,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
-from fsdp_jax.mesh import shape_of
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
-from fsdp_jax.state import TrainState
+from fsdp_jax.sharding.mesh import shape_of
+from fsdp_jax.step.state import TrainState
+from fsdp_jax.train.build import Run
+from fsdp_jax.train.console import Screen, banner, last_screen
+from fsdp_jax.train.dataset import Data
 from fsdp_jax.train.metrics import JsonLines, device_memory, now
-from fsdp_jax.train.reading import Data
 from fsdp_jax.train.resume import Resuming
-from fsdp_jax.train.run import Run
 from fsdp_jax.train.samples import make_sample
-from fsdp_jax.train.screen import Screen, banner, last_screen
-from fsdp_jax.train.stop import Agreement, StopSignal
+from fsdp_jax.train.signals import Agreement, StopSignal
 from fsdp_jax.tree import PyTree
 
 DONE, STOPPED = 0, 75  # exit codes
@@ -40,17 +41,33 @@ class Pending:
 
 
 class Training:
-    """One run, from resuming to the last screen. Every process makes the same calls; `lead` writes the files.
+    """One run, from resuming to the last screen. Every process makes the same calls; `lead` writes
+    the files.
 
     `save_every`, `eval_every`: steps; None is at the end only. `save_seconds`: also after so long.
     """
 
     def __init__(
-        self, run: Run, data: Data, store: CheckpointStore, stop: StopSignal, screen: Screen, *,
-        output: Path, lead: bool, steps: int, seed: int, log_every: int, eval_every: int | None,
-        save_every: int | None, save_seconds: float | None, sample: int, weights: str | None,
-        config_hash: str, lora_scale: float | None,
-    ) -> None:  # fmt: skip
+        self,
+        run: Run,
+        data: Data,
+        store: CheckpointStore,
+        stop: StopSignal,
+        screen: Screen,
+        *,
+        output: Path,
+        lead: bool,
+        steps: int,
+        seed: int,
+        log_every: int,
+        eval_every: int | None,
+        save_every: int | None,
+        save_seconds: float | None,
+        sample: int,
+        weights: str | None,
+        config_hash: str,
+        lora_scale: float | None,
+    ) -> None:
         self.run, self.data, self.store, self.screen = run, data, store, screen
         self.output, self.lead, self.steps, self.seed = output, lead, steps, seed
         self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
@@ -61,7 +78,8 @@ class Training:
         self.batch_size = jax.tree.leaves(run.batch)[0].shape[0]
         self.tokens_per_step, self.flops_per_step = run.work.tokens, run.work.flops
         self.peak = peak_flops(
-            self.layout.mesh.devices.flat[0].device_kind, run.sharded.precision.compute or jnp.float32
+            self.layout.mesh.devices.flat[0].device_kind,
+            run.sharded.precision.compute or jnp.float32,
         )
         self.metadata: dict[str, Any] = {
             "config": config_hash,
@@ -73,7 +91,12 @@ class Training:
         }
         # Read on the host: asking the schedule in the loop would queue behind the step.
         self.learning_rates = np.asarray(jax.vmap(run.schedule)(jnp.arange(steps)))
-        self.stop, self.agree, self.sample, self.weights = stop, Agreement(self.layout.mesh), sample, weights
+        self.stop, self.agree, self.sample, self.weights = (
+            stop,
+            Agreement(self.layout.mesh),
+            sample,
+            weights,
+        )
         self.state: TrainState
         self.at = 0
         self.resumed: int | None = None
@@ -91,7 +114,8 @@ class Training:
         """From the checkpoint that is chosen, or a fresh state with the `initial` parameters.
 
         Raises:
-            ConfigError: the checkpoint belongs to another corpus or another state; or the weights do not fit.
+            ConfigError: the checkpoint belongs to another corpus or another state; or the weights
+                do not fit.
             DamageError: it is not as it was written.
 
         """
@@ -102,7 +126,9 @@ class Training:
         self.data.loader.set_state(resuming.check(chosen.step, self.metadata))
         self.state = resuming.restore(chosen.step, self.run.sharded)
         assert int(self.state.step) == chosen.step, "the state counts its own steps"
-        resuming.set_aside(chosen)  # after all that might be refused: what is refused stays as it was
+        resuming.set_aside(
+            chosen
+        )  # after all that might be refused: what is refused stays as it was
         self.metadata["stated"] = chosen.stated
         self.at = self.resumed = self.saved = chosen.step
         self.skipped = int(self.state.skipped)
@@ -143,16 +169,21 @@ class Training:
             if pending is not None:
                 self._record(pending)
             pending = Pending(self.at, metrics, wait)
-            stopped, late, failed = self.agree(self.stop.asked, self._long_since_saved(), self.store.failed())
+            stopped, late, failed = self.agree(
+                self.stop.asked, self._long_since_saved(), self.store.failed()
+            )
             save, evaluate = (
-                every is not None and self.at % every == 0 for every in (self.save_every, self.eval_every)
+                every is not None and self.at % every == 0
+                for every in (self.save_every, self.eval_every)
             )
             save = save or late or failed
             if stopped or save or evaluate or self.at == self.steps:
                 self._settle(pending)
                 pending = None
                 if self.at < self.steps and evaluate and not stopped:
-                    stopped = self._evaluate()  # before the save: a run that goes on from there does not evaluate again
+                    stopped = (
+                        self._evaluate()
+                    )  # before the save: a run that goes on from there does not evaluate again
                 if self.at < self.steps and save:
                     self._save()
                 self.clock = time.perf_counter()
@@ -196,10 +227,14 @@ class Training:
         self.blocked = None
         if self.metrics is not None:
             self.metrics.write(record)
-        self.screen.step(record, log=pending.step % self.log_every == 0 or pending.step == self.steps)
+        self.screen.step(
+            record, log=pending.step % self.log_every == 0 or pending.step == self.steps
+        )
 
     def _evaluate(self) -> bool:
-        """Held-out loss in nats per token, each token counting once; True if asked to stop meanwhile."""
+        """Held-out loss in nats per token, each token counting once; True if asked to stop
+        meanwhile.
+        """
         if self.data.evaluation is None:
             self.screen.say("no evaluation: what is held out is less than one example")
             return False
@@ -210,20 +245,33 @@ class Training:
                 return True
         total, count = np.sum([[float(x) for x in pair] for pair in sums], axis=0)
         self.held_out = float(total / count)
-        self.screen.say(f"step {self.at}: held-out loss {self.held_out:.4f} over {count:,.0f} {self.data.unit}s")
+        self.screen.say(
+            f"step {self.at}: held-out loss {self.held_out:.4f} over {count:,.0f} {self.data.unit}s"
+        )
         if self.evals is not None:
-            self.evals.write({"step": self.at, "held_out_loss": self.held_out, "tokens": int(count), "time": now()})
+            self.evals.write(
+                {
+                    "step": self.at,
+                    "held_out_loss": self.held_out,
+                    "tokens": int(count),
+                    "time": now(),
+                }
+            )
         return False
 
     def _save(self) -> None:
         self._report_failure()
         if self.at != self.saved:
             state = self.run.sharded.to_checkpoint(self.state)
-            self.blocked = self.store.save(self.at, state, data=self.data.loader.get_state(), metadata=self.metadata)
+            self.blocked = self.store.save(
+                self.at, state, data=self.data.loader.get_state(), metadata=self.metadata
+            )
             self.saved, self.saved_at = self.at, time.monotonic()
 
     def _report_failure(self) -> None:
-        """A save that failed behind our back is made up for by the next, at once; if that fails too, the run ends."""
+        """A save that failed behind our back is made up for by the next, at once; if that fails
+        too, the run ends.
+        """
         error = None
         try:
             self.store.wait()
@@ -241,8 +289,14 @@ class Training:
         self.retrying = failed
 
     def _long_since_saved(self) -> bool:
-        """Whether it is time for a save by process 0's clock, said once: clocks disagree, and the answer comes late."""
-        if not self.lead or self.save_seconds is None or time.monotonic() - self.saved_at < self.save_seconds:
+        """Whether it is time for a save by process 0's clock, said once: clocks disagree, and the
+        answer comes late.
+        """
+        if (
+            not self.lead
+            or self.save_seconds is None
+            or time.monotonic() - self.saved_at < self.save_seconds
+        ):
             return False
         self.saved_at = time.monotonic()
         return True
@@ -251,7 +305,9 @@ class Training:
         self.screen.end_bar()
         self._save()
         self.store.wait()
-        self.screen.say(f"stopped by a signal; saved at step {self.at}. Run the same command again to go on.")
+        self.screen.say(
+            f"stopped by a signal; saved at step {self.at}. Run the same command again to go on."
+        )
         return STOPPED
 
     def _finish(self, *, save: bool) -> int:
@@ -274,9 +330,15 @@ class Training:
         if "tokens" in self.run.batch:
             window = min(window, self.run.batch["tokens"].shape[1] - 1)
         return make_sample(
-            self.run.sharded, self.state, self.run.family.task, opened.held_out or opened.train, opened.tokenizer,
-            length=self.sample, window=window, seed=self.seed,
-        )  # fmt: skip
+            self.run.sharded,
+            self.state,
+            self.run.family.task,
+            opened.held_out or opened.train,
+            opened.tokenizer,
+            length=self.sample,
+            window=window,
+            seed=self.seed,
+        )
 
     def _banner(self) -> str:
         return banner(

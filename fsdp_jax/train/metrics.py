@@ -10,10 +10,22 @@ from typing import Any
 import jax
 
 FIELDS = (
-    "step", "loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "data_wait_s", "tokens_per_s",
-    "tflops_per_device", "mfu", "memory_valley_bytes", "memory_peak_bytes", "skipped_steps",
-    "checkpoint_blocked_s", "time",
-)  # fmt: skip
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "step_time_s",
+    "data_wait_s",
+    "tokens_per_s",
+    "tflops_per_device",
+    "mfu",
+    "memory_valley_bytes",
+    "memory_peak_bytes",
+    "skipped_steps",
+    "checkpoint_blocked_s",
+    "time",
+)
 """Of `metrics.jsonl`. `tokens` counts from the start of the run; `checkpoint_blocked_s` is how long the loop stood
 still for a save before this step, without what was written behind its back; what is unknown or not finite is null."""
 
@@ -21,7 +33,8 @@ still for a save before this step, without what was written behind its back; wha
 class JsonLines:
     """A file of one JSON object per line with ascending `step`, continued after step `after`.
 
-    What an earlier run wrote beyond that step, or did not finish writing, is dropped: each step occurs once.
+    What an earlier run wrote beyond that step, or did not finish writing, is dropped: each step
+    occurs once.
     """
 
     def __init__(self, path: Path, *, after: int):
@@ -33,7 +46,10 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one object; it is on disk when this returns, short of a crash of the machine."""
-        self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False) + "\n")
+        self._file.write(
+            json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False)
+            + "\n"
+        )
 
     def close(self) -> None:
         """Closes the file."""
@@ -43,7 +59,11 @@ class JsonLines:
 def _whole_lines(path: Path) -> list[str]:
     if not path.exists():
         return []
-    return [line.rstrip("\n") for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+    return [
+        line.rstrip("\n")
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("}\n")
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -56,9 +76,12 @@ def now() -> str:
 
 
 def device_memory() -> tuple[int | None, int | None]:
-    """(bytes held now, most ever held) of this process's fullest device; None where the backend does not tell."""
+    """(bytes held now, most ever held) of this process's fullest device; None where the backend
+    does not tell.
+    """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     held, peak = (
-        [stat[key] for stat in stats if key in stat] for key in ("bytes_in_use", "peak_bytes_in_use")
-    )  # fmt: skip
+        [stat[key] for stat in stats if key in stat]
+        for key in ("bytes_in_use", "peak_bytes_in_use")
+    )
     return max(held, default=None), max(peak, default=None)

@@ -8,15 +8,21 @@ from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore, DamageError
 from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.launch import barrier
-from fsdp_jax.state import TrainState
+from fsdp_jax.step.state import TrainState
 
 Damaged = Literal["stop", "previous"]
 Say = Callable[[str], None]
 
 MUST_MATCH = {
     "corpus": ("the corpus has changed since the checkpoint", "restore the text it was trained on"),
-    "tokenizer": ("the tokenizer has changed since the checkpoint", "use the tokenizer it was trained with"),
-    "lora_scale": ("LoRA's scale has changed since the checkpoint", "set lora.alpha and lora.rank as they were"),
+    "tokenizer": (
+        "the tokenizer has changed since the checkpoint",
+        "use the tokenizer it was trained with",
+    ),
+    "lora_scale": (
+        "LoRA's scale has changed since the checkpoint",
+        "set lora.alpha and lora.rank as they were",
+    ),
 }
 """What a checkpoint's metadata must have in common with the run: name -> (what is wrong otherwise, the fix)."""
 
@@ -29,7 +35,8 @@ class Chosen:
 
     Attributes:
         aside: steps that are renamed once nothing can be refused any more -> why.
-        stated: the step that `checkpoint.step` named, and that this run has gone on from; None where it named none.
+        stated: the step that `checkpoint.step` named, and that this run has gone on from; None
+            where it named none.
 
     """
 
@@ -59,34 +66,51 @@ class Resuming:
         """The step to go on from; None where there is none yet. Changes nothing.
 
         Raises:
-            ConfigError: the stated step is not there, or something else is where a later one will be.
+            ConfigError: the stated step is not there, or something else is where a later one will
+                be.
             DamageError: the newest is damaged and the policy is to stop, or none is good.
 
         """
         found = self.store.steps()
         stated = None if self.step is None or self._gone_on(found) else self.step
         if stated is not None and stated not in found:
-            fix = f"one of {found}" if found else "leave checkpoint.step out: there is no checkpoint yet"
+            fix = (
+                f"one of {found}"
+                if found
+                else "leave checkpoint.step out: there is no checkpoint yet"
+            )
             where = str(self.store.directory)
-            raise ConfigError(message("no such step", where=f"checkpoint.step, in {where}", got=self.step, fix=fix))
+            raise ConfigError(
+                message(
+                    "no such step", where=f"checkpoint.step, in {where}", got=self.step, fix=fix
+                )
+            )
         bad: list[int] = []
         for step in sorted(found, reverse=True) if stated is None else [stated]:
             if self._is_good(step, stated):
                 aside = dict.fromkeys(bad, "damaged")
-                aside |= dict.fromkeys([later for later in found if stated is not None and later > step], "superseded")
+                aside |= dict.fromkeys(
+                    [later for later in found if stated is not None and later > step], "superseded"
+                )
                 self._check_foreign(step)
                 return Chosen(step, aside, self.step)
             bad.append(step)
         if bad:
             fix = "restore one from elsewhere, or choose another `output`"
             where = str(self.store.directory)
-            raise DamageError(message("no checkpoint is as it was written", where=where, got=f"steps {bad}", fix=fix))
+            raise DamageError(
+                message(
+                    "no checkpoint is as it was written", where=where, got=f"steps {bad}", fix=fix
+                )
+            )
         self._check_foreign(0)
         self.say(f"no checkpoint in {self.store.directory}: starting afresh")
         return None
 
     def check(self, step: int, metadata: dict[str, Any]) -> dict[str, Any]:
-        """The data position of a chosen step. Raises ConfigError if it is of another corpus or tokenizer."""
+        """The data position of a chosen step. Raises ConfigError if it is of another corpus or
+        tokenizer.
+        """
         record = self.store.record(step)
         saved = record["metadata"]
         if "imported" in saved:
@@ -104,7 +128,9 @@ class Resuming:
         return record["data"]
 
     def restore(self, step: int, sharded: Sharded) -> TrainState:
-        """The state of a chosen step. Raises ConfigError, before any array is read, with every path that differs."""
+        """The state of a chosen step. Raises ConfigError, before any array is read, with every path
+        that differs.
+        """
         target = sharded.checkpoint_target()
         plan = self.store.preflight(step, target, allow_cast=self.allow_cast)
         try:
@@ -124,27 +150,37 @@ class Resuming:
             barrier("set aside")
 
     def _gone_on(self, found: list[int]) -> bool:
-        """Whether the newest step already comes of the stated one: the same command, run again, goes on from there."""
+        """Whether the newest step already comes of the stated one: the same command, run again,
+        goes on from there.
+        """
         later = [step for step in found if self.step is not None and step > self.step]
         try:
-            return bool(later) and self.store.record(later[-1])["metadata"].get("stated") == self.step
+            return (
+                bool(later) and self.store.record(later[-1])["metadata"].get("stated") == self.step
+            )
         except DamageError:  # whose it was cannot be told; the stated step is asked for
             return False
 
     def _is_good(self, step: int, stated: int | None) -> bool:
-        """Whether a step is as it was written. Raises DamageError where it is not, and another must not be taken."""
+        """Whether a step is as it was written. Raises DamageError where it is not, and another must
+        not be taken.
+        """
         if self.verify:
             checked = self.store.check(step)
         else:
             checked = self.store.check_manifest(step)
             self.say(f"step {step} is not verified (checkpoint.verify)")
         if not checked.good:
-            fix = "restore its files, or resume from an older step with --checkpoint.damaged previous"
+            fix = (
+                "restore its files, or resume from an older step with --checkpoint.damaged previous"
+            )
             if stated is not None:
                 fix = "restore its files, or choose another step"
             if self.damaged == "stop" or stated is not None:
                 where = str(self.store.path(step))
-                raise DamageError(message("a checkpoint is damaged", where=where, got=checked.summary(), fix=fix))
+                raise DamageError(
+                    message("a checkpoint is damaged", where=where, got=checked.summary(), fix=fix)
+                )
             self.say(f"step {step} is damaged, trying the one before: {checked.summary()}")
         elif self.verify:
             size = human_bytes(checked.size)
@@ -154,11 +190,15 @@ class Resuming:
         return checked.good
 
     def _check_foreign(self, step: int) -> None:
-        """Directories that are named like steps: those behind are left alone, one ahead would end the run there."""
+        """Directories that are named like steps: those behind are left alone, one ahead would end
+        the run there.
+        """
         foreign = self.store.foreign()
         ahead = [str(self.store.path(number)) for number in foreign if number > step]
         if ahead:
             what, fix = "something else is where a later step will be", "remove or rename it"
-            raise ConfigError(message(what, where=", ".join(ahead), expected="a checkpoint", fix=fix))
+            raise ConfigError(
+                message(what, where=", ".join(ahead), expected="a checkpoint", fix=fix)
+            )
         for number in foreign:
             self.say(f"note: {self.store.path(number)} holds no checkpoint; it is left alone")

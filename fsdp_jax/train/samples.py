@@ -9,7 +9,7 @@ from fsdp_jax.api import Sharded
 from fsdp_jax.data import Examples, Tokenizer
 from fsdp_jax.data.examples import Row
 from fsdp_jax.models import Task, answer, sample
-from fsdp_jax.state import TrainState
+from fsdp_jax.step.state import TrainState
 
 PROMPT = 64  # tokens of plain text that a sample goes on from
 TEMPERATURE = 0.7
@@ -17,9 +17,16 @@ IMAGES = 16
 
 
 def make_sample(
-    sharded: Sharded, state: TrainState, task: Task, examples: Examples, tokenizer: Tokenizer | None, *, length: int,
-    window: int, seed: int,
-) -> str:  # fmt: skip
+    sharded: Sharded,
+    state: TrainState,
+    task: Task,
+    examples: Examples,
+    tokenizer: Tokenizer | None,
+    *,
+    length: int,
+    window: int,
+    seed: int,
+) -> str:
     """Text of at most `length` tokens, or predictions for a few images.
 
     A model with an encoder writes no more than the targets that it is trained on.
@@ -36,7 +43,9 @@ def make_sample(
 
     """
     if task == "images":
-        return _predictions(sharded, state, [examples[at] for at in range(min(IMAGES, len(examples)))])
+        return _predictions(
+            sharded, state, [examples[at] for at in range(min(IMAGES, len(examples)))]
+        )
     assert tokenizer is not None, "text has one"
     row = examples[0]
     settings: dict[str, Any] = {"temperature": TEMPERATURE, "key": jax.random.key(seed)}
@@ -61,7 +70,9 @@ def make_sample(
 
 
 def prompt_of(row: Row) -> np.ndarray:
-    """int32 [P] to go on from: up to where the loss begins of a row with a prompt, else the first tokens."""
+    """int32 [P] to go on from: up to where the loss begins of a row with a prompt, else the first
+    tokens.
+    """
     tokens, mask = row["tokens"], row.get("mask")
     if mask is None or mask[0]:
         return tokens[:PROMPT]
@@ -70,7 +81,11 @@ def prompt_of(row: Row) -> np.ndarray:
 
 def _predictions(sharded: Sharded, state: TrainState, rows: list[Row]) -> str:
     images, labels = (np.stack([row[name] for row in rows]) for name in ("images", "labels"))
-    found: np.ndarray = np.asarray(sharded.apply(lambda model, x: model(x).argmax(-1))(state, images))
+    found: np.ndarray = np.asarray(
+        sharded.apply(lambda model, x: model(x).argmax(-1))(state, images)
+    )
     lines = [("class    ", labels), ("predicted", found)]
-    table = "\n".join(f"{name} {' '.join(f'{label:>3}' for label in values)}" for name, values in lines)
+    table = "\n".join(
+        f"{name} {' '.join(f'{label:>3}' for label in values)}" for name, values in lines
+    )
     return f"{table}\n{int((found == labels).sum())} of {len(labels)} right"

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, export_params, import_params, writing
-from fsdp_jax.checkpoint.tensors import INDEX
+from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, export_params, import_params
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.io import safetensors_writer
+from fsdp_jax.io.safetensors import INDEX
 from fsdp_jax.tree import map_with_path
 
 pytestmark = pytest.mark.core
@@ -100,7 +101,9 @@ def test_another_reader_finds_every_parameter(tmp_path, store, params, dtype, fi
         content = json.loads(index.read_text())
         assert content["metadata"]["total_size"] == done.size
         assert content["weight_map"].keys() == params.keys()
-        assert set(content["weight_map"].values()) == {path.name for path in (tmp_path / "out").glob("model-*")}
+        assert set(content["weight_map"].values()) == {
+            path.name for path in (tmp_path / "out").glob("model-*")
+        }
     else:
         assert done.files == ("model.safetensors",)
 
@@ -118,13 +121,21 @@ def test_there_and_back_is_bitwise(tmp_path, store, params, devices, file_bytes)
 
 def test_weights_come_back_as_the_tree_that_is_asked_for(tmp_path, store, params):
     export_params(store, 3, tmp_path / "out", dtype=None)
-    tree = {"embed": {"embedding": 0}, "blocks": {"kernel": 0, "count": 0}, "scale": 0, "nothing": 0}
+    tree = {
+        "embed": {"embedding": 0},
+        "blocks": {"kernel": 0, "count": 0},
+        "scale": 0,
+        "nothing": 0,
+    }
     wanted = map_with_path(lambda path, _: targets(params, 8)[path], tree)
     found = import_params(tmp_path / "out", wanted)
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     assert (found["blocks"]["kernel"] == params["blocks/kernel"]).all()
     with pytest.raises(ValueError, match=r"without shardings[^$]*blocks/count"):
-        import_params(tmp_path / "out", jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), wanted))
+        import_params(
+            tmp_path / "out",
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), wanted),
+        )
 
 
 def test_an_export_is_as_readable_as_the_umask_says(tmp_path, store):
@@ -140,7 +151,9 @@ def test_an_export_is_as_readable_as_the_umask_says(tmp_path, store):
 def test_weights_are_cast_to_what_the_model_wants(tmp_path, store, params):
     export_params(store, 3, tmp_path / "out")
     found = import_params(tmp_path / "out", targets(params, 8, "bfloat16"))
-    assert_bits(found, {p: x.astype("bfloat16") if x.dtype == jnp.float32 else x for p, x in params.items()})
+    assert_bits(
+        found, {p: x.astype("bfloat16") if x.dtype == jnp.float32 else x for p, x in params.items()}
+    )
 
 
 def test_what_cannot_be_exported(tmp_path, store, monkeypatch):
@@ -148,7 +161,9 @@ def test_what_cannot_be_exported(tmp_path, store, monkeypatch):
     with pytest.raises(ConfigError, match="there already"):
         export_params(store, 3, tmp_path / "there")
     for dtype in ("int8", "float33", "float64", "pi"):
-        with pytest.raises(ConfigError, match=rf"--dtype[^$]*float32, bfloat16, float16[^$]*{dtype}"):
+        with pytest.raises(
+            ConfigError, match=rf"--dtype[^$]*float32, bfloat16, float16[^$]*{dtype}"
+        ):
             export_params(store, 3, tmp_path / "out", dtype=dtype)
     with pytest.raises(ValueError, match="no such step"):
         export_params(store, 4, tmp_path / "out")
@@ -156,7 +171,7 @@ def test_what_cannot_be_exported(tmp_path, store, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing.os, "fsync", full)
+    monkeypatch.setattr(safetensors_writer.os, "fsync", full)
     with pytest.raises(CheckpointError, match=r"could not be written[^$]*No space left"):
         export_params(store, 3, tmp_path / "out")
     assert not (tmp_path / "out").exists(), "a half export has not the name of a whole one"
@@ -169,12 +184,18 @@ def test_weights_that_do_not_fit_are_named(tmp_path, store, params):
     export_params(store, 3, tmp_path / "out")
     wanted = targets(params, 8)
     wanted["other"] = wanted.pop("scale")
-    wanted["embed/embedding"] = jax.ShapeDtypeStruct((64, 25), jnp.float32, sharding=sharding((64, 25)))
+    wanted["embed/embedding"] = jax.ShapeDtypeStruct(
+        (64, 25), jnp.float32, sharding=sharding((64, 25))
+    )
     wanted["blocks/count"] = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding((4,)))
     with pytest.raises(ConfigError) as refused:
         import_params(tmp_path / "out", wanted)
     assert "blocks/count: expected float32[4], got I32[4]" in str(refused.value)
-    for line in ("embed/embedding: expected float32[64,25], got F32[64, 24]", "other: missing", "scale: unknown"):
+    for line in (
+        "embed/embedding: expected float32[64,25], got F32[64, 24]",
+        "other: missing",
+        "scale: unknown",
+    ):
         assert line in str(refused.value)
 
 

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.core
 CASE = CASES["nnx-gpt-scanned"]
 MIXED = fsdp.Precision(compute="bfloat16")
 
-# Each restores what the one before has saved. zero1 in mixed precision computes with a copy that no other layout has.
+# Each restores what the one before has saved. zero1 in mixed precision computes with a copy that no
+# other layout has.
 CHAIN = [
     ("full_shard", {"data": 8}, "float32", CASE.units),
     ("full_shard", {"data": 4}, "float32", "model"),
@@ -35,13 +36,22 @@ def sharded(strategy, axes, compute, units):
     count = axes["data"] * axes.get("replica", 1)
     mesh = fsdp.make_mesh(**axes, devices=jax.devices()[:count])
     return fsdp.fully_shard(
-        gpt(True), optimizer(), mesh, strategy, units, min_size=8, precision=fsdp.Precision(compute=compute)
+        gpt(True),
+        optimizer(),
+        mesh,
+        strategy,
+        units,
+        min_size=8,
+        precision=fsdp.Precision(compute=compute),
     )
 
 
 def bits(state):
     leaves = flatten(state)
-    data = {p: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for p, x in leaves.items()}
+    data = {
+        p: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for p, x in leaves.items()
+    }
     return {path: np.asarray(leaf).tobytes() for path, leaf in data.items()}
 
 
@@ -63,7 +73,9 @@ def test_bits_survive_every_layout(tmp_path):
             saved, *_ = store.restore(at, model.checkpoint_target())
             state = model.from_checkpoint(saved)
             assert bits(model.to_checkpoint(state)) == expected, layout
-            for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(model.abstract_state()), strict=True):
+            for leaf, wanted in zip(
+                jax.tree.leaves(state), jax.tree.leaves(model.abstract_state()), strict=True
+            ):
                 assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
             store.save(at + 1, model.to_checkpoint(state), data={}, metadata={})
 
@@ -91,7 +103,10 @@ def test_another_layout_trains_on(tmp_path, layout):
 
 def test_copies_are_not_saved(tmp_path):
     model = sharded("zero1", {"data": 8}, "bfloat16", CASE.units)
-    with CheckpointStore(tmp_path) as store, pytest.raises(ValueError, match=r"copies[^$]*to_checkpoint\(state\)"):
+    with (
+        CheckpointStore(tmp_path) as store,
+        pytest.raises(ValueError, match=r"copies[^$]*to_checkpoint\(state\)"),
+    ):
         store.save(1, model.init(), data={}, metadata={})
 
 
@@ -130,7 +145,9 @@ def test_preflight_counts_what_is_read_and_held(store):
         plan = store.preflight(1, wanted(devices))
         assert plan.read_bytes == 64 * 32 * 4 + counter + key, "a replicated array is read once"
         assert plan.device_bytes == 64 * 32 * 4 // devices + counter + key
-        assert plan.host_bytes == 2 * plan.read_bytes, "what is read, and the part of it that is kept"
+        assert plan.host_bytes == 2 * plan.read_bytes, (
+            "what is read, and the part of it that is kept"
+        )
         assert "into" in str(plan)
     plan.require_fit()
 
@@ -138,10 +155,13 @@ def test_preflight_counts_what_is_read_and_held(store):
 def test_a_cast_is_said_and_is_that_of_jax(store):
     narrow = wanted(w=target((64, 32), "bfloat16", 8, "data"))
     with pytest.raises(
-        ValueError, match=r"w: expected bfloat16\[64,32\], got float32\[64,32\][^$]*fix: +allow_cast=True"
+        ValueError,
+        match=r"w: expected bfloat16\[64,32\], got float32\[64,32\][^$]*fix: +allow_cast=True",
     ):
         store.restore(1, narrow)
-    assert store.preflight(1, narrow, allow_cast=True).casts == ("w: float32[64,32] to bfloat16[64,32]",)
+    assert store.preflight(1, narrow, allow_cast=True).casts == (
+        "w: float32[64,32] to bfloat16[64,32]",
+    )
     found, *_ = store.restore(1, narrow, allow_cast=True)
     whole, *_ = store.restore(1, wanted())
     assert found["w"].dtype == jnp.bfloat16
@@ -161,7 +181,10 @@ def test_preflight_counts_what_is_cut_through(store):
     ("other", "line"),
     [
         ({"n": target((8,), "float32", 8)}, r"n: expected float32\[8\], got int32\[8\]\n"),
-        ({"w": target((64, 33), "bfloat16", 8)}, r"w: expected bfloat16\[64,33\], got float32\[64,32\]\n"),
+        (
+            {"w": target((64, 33), "bfloat16", 8)},
+            r"w: expected bfloat16\[64,33\], got float32\[64,32\]\n",
+        ),
         ({"key": target((), "float32", 8)}, r"key: expected float32\[\], got key<fry>\[\]\n"),
         ({"new": target((2,), "float32", 8)}, r"new: expected float32\[2\], got nothing\n"),
     ],

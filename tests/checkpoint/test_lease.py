@@ -25,7 +25,10 @@ with Lease(sys.argv[1]):
 def owner(tmp_path):
     """Another process that holds the lease of tmp_path until its stdin closes."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout.readline() == "held\n"
         yield process
@@ -82,7 +85,9 @@ def test_owner_that_has_not_written_its_name_yet(tmp_path):
 
 
 def test_lock_on_a_removed_file_does_not_count(tmp_path, monkeypatch):
-    """The owner leaves between the newcomer's open and its lock: the newcomer must lock the file that others see."""
+    """The owner leaves between the newcomer's open and its lock: the newcomer must lock the file
+    that others see.
+    """
     import fcntl
 
     path = tmp_path / "lease.json"

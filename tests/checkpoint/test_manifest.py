@@ -58,7 +58,12 @@ def test_every_flipped_bit_is_found(step):
         before = file.read_bytes()
         if not before:  # orbax writes an empty one; there is no bit to flip
             continue
-        for place in {0, len(before) // 2, len(before) - 1, *(numbers.randrange(len(before)) for _ in range(5))}:
+        for place in {
+            0,
+            len(before) // 2,
+            len(before) - 1,
+            *(numbers.randrange(len(before)) for _ in range(5)),
+        }:
             after = bytearray(before)
             after[place] ^= 1 << numbers.randrange(8)
             file.write_bytes(after)

@@ -61,7 +61,9 @@ def test_slow_and_failing(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    outputs = finish(*(start(PROGRAM, port, process, tmp_path, JAX_PLATFORMS="cpu") for process in range(2)))
+    outputs = finish(
+        *(start(PROGRAM, port, process, tmp_path, JAX_PLATFORMS="cpu") for process in range(2))
+    )
     for (out, _), refusal in zip(outputs, ["ValueError", "CheckpointError"], strict=True):
         assert out.splitlines()[-4:] == ["True", "True", refusal, "[0, 1, 2] True"], out
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]

@@ -38,14 +38,17 @@ def sharding(devices, *spec):
 
 
 def make_state(devices=8):
-    """Everything that a training state is made of; the parameters are sharded, the rest is replicated."""
+    """Everything that a training state is made of; the parameters are sharded, the rest is
+    replicated.
+    """
     rows, whole = sharding(devices, "data"), sharding(devices)
     numbers = np.random.default_rng(0)
     params = {
         "embed": jnp.asarray(numbers.normal(size=(16, 24)), jnp.float32),
         "blocks": [{"kernel": jnp.asarray(numbers.normal(size=(8, 4)), jnp.bfloat16)}, {}],
     }
-    # a chain with EmptyState, a mask with MaskedNode, injected numbers: each has its own empty or odd places
+    # a chain with EmptyState, a mask with MaskedNode, injected numbers: each has its own empty or
+    # odd places
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.masked(optax.adam(1e-3), {"embed": True, "blocks": False}),
@@ -57,13 +60,20 @@ def make_state(devices=8):
         "scale": Scale(jnp.float32(2.0**15), jnp.int32(3)),
         "key": jax.random.key(7),
         "dropout": jax.random.split(jax.random.key(8, impl="rbg"), 8),
-        "nothing": {"empty": jnp.zeros((0, 4), jnp.bfloat16), "keys": jax.random.split(jax.random.key(0), 0)},
+        "nothing": {
+            "empty": jnp.zeros((0, 4), jnp.bfloat16),
+            "keys": jax.random.split(jax.random.key(0), 0),
+        },
     }
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, rows if leaf.ndim and leaf.shape[0] else whole), state)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, rows if leaf.ndim and leaf.shape[0] else whole), state
+    )
 
 
 def target_of(state):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
 
 
 def small(value=1.0):
@@ -71,7 +81,9 @@ def small(value=1.0):
 
 
 def host(leaf):
-    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+    return np.asarray(
+        jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    )
 
 
 def assert_same(found, expected):
@@ -117,7 +129,10 @@ def test_resharding_is_bitwise(tmp_path):
 
 def test_state_may_be_donated_right_after_save(tmp_path):
     """The step that follows overwrites the buffers that are still being written."""
-    state = {str(i): jax.device_put(jnp.full((512, 512), float(i)), sharding(8, "data")) for i in range(8)}
+    state = {
+        str(i): jax.device_put(jnp.full((512, 512), float(i)), sharding(8, "data"))
+        for i in range(8)
+    }
     target = target_of(state)
     spoil = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 - 1, tree), donate_argnums=0)
     data = {"position": [1]}
@@ -134,7 +149,12 @@ def test_state_may_be_donated_right_after_save(tmp_path):
 
 def test_newest_steps_are_kept(tmp_path):
     with CheckpointStore(tmp_path, keep=2) as store:
-        for step in (1, 5, 10, 9):  # 9: taken up again from 5; step 10 is not ours to delete, and 9 is not the oldest
+        for step in (
+            1,
+            5,
+            10,
+            9,
+        ):  # 9: taken up again from 5; step 10 is not ours to delete, and 9 is not the oldest
             save(store, step, small(float(step)))
             store.wait()
         assert store.steps() == [5, 9, 10]
@@ -173,14 +193,22 @@ def test_reader_changes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("wanted", "expected", "got"),
     [
-        ({"w": ((16, 4), jnp.bfloat16)}, r"w: expected bfloat16\[16,4\], got float32\[16,4\]", None),
+        (
+            {"w": ((16, 4), jnp.bfloat16)},
+            r"w: expected bfloat16\[16,4\], got float32\[16,4\]",
+            None,
+        ),
         ({"w": ((16, 8), jnp.float32)}, r"w: expected float32\[16,8\], got float32\[16,4\]", None),
         (
             {"v": ((16, 4), jnp.float32)},
             r"v: expected float32\[16,4\], got nothing",
             "w: expected nothing, got float32",
         ),
-        ({"w": {"0": ((16, 4), jnp.float32)}}, r"w/0: expected float32\[16,4\], got nothing", "w: expected nothing"),
+        (
+            {"w": {"0": ((16, 4), jnp.float32)}},
+            r"w/0: expected float32\[16,4\], got nothing",
+            "w: expected nothing",
+        ),
     ],
 )
 def test_differences_are_listed_path_by_path(tmp_path, monkeypatch, wanted, expected, got):
@@ -188,7 +216,9 @@ def test_differences_are_listed_path_by_path(tmp_path, monkeypatch, wanted, expe
 
     is_entry = lambda node: isinstance(node, tuple)  # noqa: E731
     target = jax.tree.map(
-        lambda entry: jax.ShapeDtypeStruct(*entry, sharding=sharding(8, "data")), wanted, is_leaf=is_entry
+        lambda entry: jax.ShapeDtypeStruct(*entry, sharding=sharding(8, "data")),
+        wanted,
+        is_leaf=is_entry,
     )
     with CheckpointStore(tmp_path) as store:
         save(store, 1, small())
@@ -237,7 +267,9 @@ def test_directory_that_cannot_be_made(tmp_path):
     directory = tmp_path / "checkpoints"
     directory.write_text("in the way")
     with CheckpointStore(directory) as store:
-        with pytest.raises(CheckpointError, match=rf"could not be written[^$]*{directory}/2[^$]*NotADirectoryError"):
+        with pytest.raises(
+            CheckpointError, match=rf"could not be written[^$]*{directory}/2[^$]*NotADirectoryError"
+        ):
             save(store, 2, small())
         directory.unlink()
         save(store, 2, small())  # the same step again: nothing was left in its way
@@ -299,7 +331,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 def run(program, directory):
     tests = os.path.dirname(os.path.dirname(__file__))
     return subprocess.run(
-        [sys.executable, "-c", program, str(directory), tests], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program, str(directory), tests],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -348,10 +383,14 @@ def test_all_lies_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
 
 
 def test_full_disk(tmp_path):
-    """A limit on the size of files stands for it. The error comes with the next call, whichever that is, and once."""
+    """A limit on the size of files stands for it. The error comes with the next call, whichever
+    that is, and once.
+    """
     done = run(DISK_FULL, tmp_path)
     assert done.returncode == 0, done.stderr
-    failed = r"a checkpoint could not be written\n  where: +{}/{}\n  got: [^\n]*File too large[^\n]*\n"
+    failed = (
+        r"a checkpoint could not be written\n  where: +{}/{}\n  got: [^\n]*File too large[^\n]*\n"
+    )
     failed += r"  fix: +make room there\n"
     lines = [
         failed.format(tmp_path, 2),
@@ -371,8 +410,11 @@ def test_killed_while_saving(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
-# Where a file is missing, orbax gives up on the first array and leaves the coroutines of the others unawaited.
-@pytest.mark.filterwarnings("ignore:coroutine '.*_get_array_metadatas' was never awaited:RuntimeWarning")
+# Where a file is missing, orbax gives up on the first array and leaves the coroutines of the others
+# unawaited.
+@pytest.mark.filterwarnings(
+    "ignore:coroutine '.*_get_array_metadatas' was never awaited:RuntimeWarning"
+)
 def test_damage_that_reading_meets_is_named(tmp_path, monkeypatch):
     """Where nothing was verified before; and what is no damage is orbax's own error, in one line."""
     with CheckpointStore(tmp_path) as store:
@@ -386,6 +428,8 @@ def test_damage_that_reading_meets_is_named(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="could not be read") as missing:
             store.restore(1, target_of(small()), verify=False)
         assert "incompatible handler" not in str(missing.value)
-        assert re.search(rf"NOT_FOUND: .*{tmp_path}/1/state/d/\w+\"$", str(missing.value)), missing.value
+        assert re.search(rf"NOT_FOUND: .*{tmp_path}/1/state/d/\w+\"$", str(missing.value)), (
+            missing.value
+        )
         assert len(str(missing.value).splitlines()) == 3
     gc.collect()  # those coroutines warn as they are collected: here, not in a later test

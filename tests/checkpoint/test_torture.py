@@ -12,7 +12,16 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "torture_checkpoint.py"
 
 @pytest.mark.long
 def test_killed_again_and_again(tmp_path):
-    words = [sys.executable, str(SCRIPT), "--trials", "10", "--seed", "1", "--directory", str(tmp_path)]
+    words = [
+        sys.executable,
+        str(SCRIPT),
+        "--trials",
+        "10",
+        "--seed",
+        "1",
+        "--directory",
+        str(tmp_path),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from fsdp_jax.checkpoint import CheckpointStore, verify
-from fsdp_jax.cli import main
+from fsdp_jax.cli.main import main
 
 
 @pytest.fixture
@@ -32,7 +32,10 @@ def test_a_good_run(run, capsys):
 
 
 def test_a_damaged_run(run, capsys):
-    file = max((path for path in (run / "checkpoints" / "10").rglob("*") if path.is_file()), key=lambda p: p.name)
+    file = max(
+        (path for path in (run / "checkpoints" / "10").rglob("*") if path.is_file()),
+        key=lambda p: p.name,
+    )
     content = bytearray(file.read_bytes())
     content[0] ^= 1
     file.write_bytes(content)
@@ -64,7 +67,20 @@ def test_a_step_that_its_run_deletes_meanwhile_is_not_damaged(run, capsys, monke
 
 
 def test_an_export(run, capsys):
-    assert main(["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16", "--format=gguf"]) == 2
+    assert (
+        main(
+            [
+                "export",
+                str(run),
+                "--to",
+                str(run / "weights"),
+                "--dtype",
+                "bfloat16",
+                "--format=gguf",
+            ]
+        )
+        == 2
+    )
     assert main(["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16"]) == 0
     assert "1 tensors of step 10, 128 B in 1 files" in capsys.readouterr().out
     with safe_open(run / "weights" / "model.safetensors", framework="numpy") as opened:

@@ -14,10 +14,29 @@ TEXT = np.arange(2, 5002, dtype=np.uint16)
 SENTINELS = list(range(60_000, 59_000, -1))
 
 
-def corrupted(tokens=TEXT, *, inputs_length=50, targets_length=None, end=1, seed=3, sentinels=SENTINELS, **options):
-    needed = targets_needed(inputs_length, end=end, **options) if targets_length is None else targets_length
+def corrupted(
+    tokens=TEXT,
+    *,
+    inputs_length=50,
+    targets_length=None,
+    end=1,
+    seed=3,
+    sentinels=SENTINELS,
+    **options,
+):
+    needed = (
+        targets_needed(inputs_length, end=end, **options)
+        if targets_length is None
+        else targets_length
+    )
     return SpanCorruption(
-        tokens, inputs_length=inputs_length, targets_length=needed, sentinels=sentinels, end=end, seed=seed, **options
+        tokens,
+        inputs_length=inputs_length,
+        targets_length=needed,
+        sentinels=sentinels,
+        end=end,
+        seed=seed,
+        **options,
     )
 
 
@@ -42,7 +61,9 @@ def spans(tokens, end):
     mean_span=st.floats(1, 6),
     spare=st.integers(0, 5),
 )
-def test_inputs_and_targets_together_are_the_text(inputs_length, seed, end, noise, mean_span, spare):
+def test_inputs_and_targets_together_are_the_text(
+    inputs_length, seed, end, noise, mean_span, spare
+):
     options = {"noise": noise, "mean_span": mean_span}
     needed = targets_needed(inputs_length, end=end, **options)
     examples = corrupted(
@@ -75,7 +96,10 @@ def test_inputs_and_targets_together_are_the_text(inputs_length, seed, end, nois
 def test_the_sizes_are_t5s():
     examples = corrupted(inputs_length=512)
     assert (examples.stretch, examples.noisy, examples.spans) == (568, 85, 28)
-    assert (tokens_needed(512, end=1), targets_needed(512, end=1)) == (568, 114)  # as T5 computes for 512 inputs
+    assert (tokens_needed(512, end=1), targets_needed(512, end=1)) == (
+        568,
+        114,
+    )  # as T5 computes for 512 inputs
     row = examples[0]
     assert (row["inputs_mask"].sum(), row["mask"].sum()) == (512, 114)
     assert {name: array.dtype.name for name, array in row.items()} == {
@@ -84,7 +108,12 @@ def test_the_sizes_are_t5s():
 
 
 def test_the_same_row_is_always_the_same_and_others_are_not():
-    row, again, other, elsewhere = corrupted()[4], corrupted()[4], corrupted(seed=4)[4], corrupted()[5]
+    row, again, other, elsewhere = (
+        corrupted()[4],
+        corrupted()[4],
+        corrupted(seed=4)[4],
+        corrupted()[5],
+    )
     np.testing.assert_array_equal(row["inputs"], again["inputs"])
     assert (row["inputs"] != other["inputs"]).any()
     assert ((row["inputs"] >= 59_000) != (elsewhere["inputs"] >= 59_000)).any()
@@ -95,11 +124,16 @@ def test_every_place_is_taken_out_about_as_often():
     taken = np.zeros(examples.stretch)
     for index in range(len(examples)):
         start = index * examples.stretch
-        gone = ~np.isin(examples.tokens[start : start + examples.stretch], examples[index]["inputs"])
+        gone = ~np.isin(
+            examples.tokens[start : start + examples.stretch], examples[index]["inputs"]
+        )
         taken += gone
     rate = taken / len(examples)
     assert rate.mean() == pytest.approx(examples.noisy / examples.stretch)
-    assert (rate[0], rate[-1]) == (0, 1)  # a text begins with what is kept and ends with what is not, as T5's do
+    assert (rate[0], rate[-1]) == (
+        0,
+        1,
+    )  # a text begins with what is kept and ends with what is not, as T5's do
     assert rate[3:-6].min() > 0.05
     assert rate[3:-6].max() < 0.2
 

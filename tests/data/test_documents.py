@@ -26,7 +26,9 @@ few = settings(max_examples=100, deadline=None)
 
 def read(documents):
     skipped = Skipped()
-    return list(documents.read(skipped)), {reason: count for reason, count in skipped.items() if count}
+    return list(documents.read(skipped)), {
+        reason: count for reason, count in skipped.items() if count
+    }
 
 
 def of(texts):
@@ -99,20 +101,30 @@ def test_faults_are_explained_with_their_place(tmp_path, name, content, says):
 @pytest.mark.parametrize("invalid", ["replace", "skip"])
 def test_what_is_not_utf8_is_mended_or_passed_over_and_counted(tmp_path, invalid):
     (tmp_path / "a.txt").write_bytes(b"abc\xe9")
-    (tmp_path / "b.jsonl").write_bytes(b'{"text": "\xff"}\n{"text": "x\\ud800"}\n{"text": "good"}\n')
+    (tmp_path / "b.jsonl").write_bytes(
+        b'{"text": "\xff"}\n{"text": "x\\ud800"}\n{"text": "good"}\n'
+    )
     texts, skipped = read(open_documents(tmp_path, invalid=invalid))
-    assert texts == (["abc\ufffd", "\ufffd", "x\ufffd", "good"] if invalid == "replace" else ["good"])
-    assert skipped == ({"with invalid UTF-8 replaced": 3} if invalid == "replace" else {"not UTF-8": 3})
+    assert texts == (
+        ["abc\ufffd", "\ufffd", "x\ufffd", "good"] if invalid == "replace" else ["good"]
+    )
+    assert skipped == (
+        {"with invalid UTF-8 replaced": 3} if invalid == "replace" else {"not UTF-8": 3}
+    )
 
 
 def test_what_cannot_be_opened_is_explained(tmp_path):
     with pytest.raises(ConfigError, match=r"does not exist(?s:.*)data\.path(?s:.*)nowhere"):
         open_documents(tmp_path / "nowhere")
     (tmp_path / ".hidden.txt").write_text("hidden")
-    with pytest.raises(ConfigError, match=r"is empty(?s:.*)\*\.json, \*\.jsonl, \*\.md(?s:.*)1 hidden or linked"):
+    with pytest.raises(
+        ConfigError, match=r"is empty(?s:.*)\*\.json, \*\.jsonl, \*\.md(?s:.*)1 hidden or linked"
+    ):
         open_documents(tmp_path)
     (tmp_path / "blank.txt").write_text(" ")
-    with pytest.raises(ConfigError, match=r"is empty(?s:.*)1 empty, 1 hidden or linked passed over"):
+    with pytest.raises(
+        ConfigError, match=r"is empty(?s:.*)1 empty, 1 hidden or linked passed over"
+    ):
         survey(open_documents(tmp_path))
     with pytest.raises(ConfigError, match="error, replace, skip"):
         open_documents(tmp_path, invalid="maybe")
@@ -131,7 +143,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 
 def test_the_digest_tells_where_documents_end():
-    digests = {survey(of(texts)).digest for texts in (["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"])}
+    digests = {
+        survey(of(texts)).digest for texts in (["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"])
+    }
     assert len(digests) == 4
     content = b"\2\0\0\0\0\0\0\0ab\1\0\0\0\0\0\0\0c"
     assert survey(of(["ab", "c"])).digest == hashlib.sha256(content).hexdigest()
@@ -184,7 +198,10 @@ def test_datasets_are_read_from_files_and_folders(cache, tmp_path):
         cache.Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
         cache.DatasetDict({"test": cache.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "both")
     for path in (file, folder, saved, tmp_path / "rows.parquet"):
-        assert read(dataset_documents(str(path))) == ([f"text {number}" for number in range(5)], {"empty": 1})
+        assert read(dataset_documents(str(path))) == (
+            [f"text {number}" for number in range(5)],
+            {"empty": 1},
+        )
     assert len(read(dataset_documents(str(tmp_path / "both"), split="test"))[0]) == 5
     with pytest.raises(ConfigError, match=r"no split 'train'(?s:.*)test"):
         read(dataset_documents(str(tmp_path / "both")))
@@ -203,18 +220,25 @@ def test_bytes_in_a_dataset_are_mended_or_passed_over_and_counted(cache, tmp_pat
     import pyarrow
 
     offsets, content = np.array([0, 1, 4], np.int32), b"ab\xffc"
-    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, *map(pyarrow.py_buffer, (offsets, content))])
+    texts = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, *map(pyarrow.py_buffer, (offsets, content))]
+    )
     lists = pyarrow.ListArray.from_arrays(np.array([0, 1, 2], np.int32), texts)
     table = pyarrow.table({"text": texts, "lists": lists, "blob": pyarrow.array([b"one", b"\xfe"])})
     with warnings.catch_warnings(action="ignore"):
         cache.Dataset(table).save_to_disk(tmp_path / "saved")
     name = str(tmp_path / "saved")
-    with pytest.raises(ConfigError, match=r"not UTF-8(?s:.*)row 2, field 'text'\n(?s:.*)byte 0xff at offset 1"):
+    with pytest.raises(
+        ConfigError, match=r"not UTF-8(?s:.*)row 2, field 'text'\n(?s:.*)byte 0xff at offset 1"
+    ):
         read(dataset_documents(name))
     assert read(dataset_documents(name, invalid="skip")) == (["a"], {"not UTF-8": 1})
     mended = {"with invalid UTF-8 replaced": 1}
     assert read(dataset_documents(name, invalid="replace")) == (["a", "b\ufffdc"], mended)
-    assert read(dataset_documents(name, field="blob", invalid="skip")) == (["one"], {"not UTF-8": 1})
+    assert read(dataset_documents(name, field="blob", invalid="skip")) == (
+        ["one"],
+        {"not UTF-8": 1},
+    )
     with pytest.raises(ConfigError, match=r"not text(?s:.*)field 'lists'"):
         read(dataset_documents(name, field="lists"))
     with pytest.raises(ConfigError, match="error, replace, skip"):
@@ -234,7 +258,9 @@ def test_a_dataset_that_is_not_there_is_explained(cache, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", refuse)
     monkeypatch.setattr("socket.getaddrinfo", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"The dataset cannot be read\.\n +where: +nobody/nothing, split train"):
+    with pytest.raises(
+        ConfigError, match=r"The dataset cannot be read\.\n +where: +nobody/nothing, split train"
+    ):
         read(dataset_documents("nobody/nothing"))
 
 

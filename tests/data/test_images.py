@@ -25,12 +25,18 @@ def test_an_image_is_bytes_with_a_label():
 def test_the_number_and_the_seed_fix_the_image():
     np.testing.assert_array_equal(drawn()[5]["images"], drawn()[5]["images"])
     np.testing.assert_array_equal(drawn(first=40)[5]["images"], drawn(first=0)[45]["images"])
-    every = {image[index]["images"].tobytes() for image in (drawn(), drawn(seed=2)) for index in range(64)}
+    every = {
+        image[index]["images"].tobytes()
+        for image in (drawn(), drawn(seed=2))
+        for index in range(64)
+    }
     assert len(every) == 128
 
 
 def shape_of(image):
-    """Where the shape is, whatever the colours: told by the colour of the first corner. bool [H, W]."""
+    """Where the shape is, whatever the colours: told by the colour of the first corner. bool [H,
+    W].
+    """
     far = np.abs(image.astype(int) - image[0, 0]).max(axis=-1)
     return far > 2 * 255 * NOISE + 2
 
@@ -79,7 +85,11 @@ def test_a_file_of_arrays_is_read(tmp_path):
     found = load_images(tmp_path / "a.npz")
     assert (len(found), found.classes) == (4, 3)
     np.testing.assert_array_equal(found[2]["images"], IMAGES[2])
-    assert (found[1]["labels"], found[1]["labels"].dtype, found[1]["labels"].shape) == (2, np.int32, ())
+    assert (found[1]["labels"], found[1]["labels"].dtype, found[1]["labels"].shape) == (
+        2,
+        np.int32,
+        (),
+    )
     assert found.digest == ArrayImages(IMAGES, LABELS, where="").digest
     assert found.digest != ArrayImages(IMAGES, LABELS[::-1], where="").digest
 
@@ -114,7 +124,9 @@ def test_files_that_are_none_are_explained(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)a\.npz(?s:.*)numpy\.savez"):
         load_images(file)
     np.savez(file, images=IMAGES, classes=LABELS)
-    with pytest.raises(ConfigError, match=r"missing(?s:.*)expected: +labels\n +got: +images, classes"):
+    with pytest.raises(
+        ConfigError, match=r"missing(?s:.*)expected: +labels\n +got: +images, classes"
+    ):
         load_images(file)
     np.savez(file, images=IMAGES, labels=LABELS)
     content = bytearray(file.read_bytes())

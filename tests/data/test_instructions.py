@@ -1,4 +1,6 @@
-"""Instructions: templates, masks, packing that loses and mixes nothing, and the set that comes along."""
+"""Instructions: templates, masks, packing that loses and mixes nothing, and the set that comes
+along.
+"""
 
 import json
 
@@ -29,7 +31,9 @@ SIZES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8)), min_size=1, m
 
 
 def pairs_of(sizes):
-    """Pairs whose tokens tell the example, the place in it, and whether it is an answer: all different, none 0."""
+    """Pairs whose tokens tell the example, the place in it, and whether it is an answer: all
+    different, none 0.
+    """
     found = []
     for number, (prompt, answer) in enumerate(sizes, 1):
         tokens = 1000 * number + np.arange(prompt + answer, dtype=np.int32)
@@ -63,7 +67,9 @@ def test_prompts_and_answers_are_encoded_apart_and_answers_end(bpe):
     for tokenizer in (Bytes(), bpe):
         for pair, each in zip(encode_pairs(instructions, tokenizer), instructions, strict=True):
             np.testing.assert_array_equal(pair.prompt, tokenizer.encode(each.prompt))
-            np.testing.assert_array_equal(pair.answer, [*tokenizer.encode(each.output), tokenizer.end])
+            np.testing.assert_array_equal(
+                pair.answer, [*tokenizer.encode(each.output), tokenizer.end]
+            )
 
 
 def test_a_tokenizer_without_an_end_is_refused():
@@ -94,7 +100,9 @@ def test_packing_loses_and_mixes_nothing(sizes, length):
     examples = PackedInstructions(pairs, sequence_length=length, skipped=skipped)
     seen, answered = [], []
     for row in rows_of(examples):
-        tokens, segments, positions, mask = (row[name] for name in ("tokens", "segments", "positions", "mask"))
+        tokens, segments, positions, mask = (
+            row[name] for name in ("tokens", "segments", "positions", "mask")
+        )
         seen += tokens[tokens > 0].tolist()
         numbers = tokens[:-1] // 1000
         np.testing.assert_array_equal(numbers[:, None] == numbers, segments[:, None] == segments)
@@ -122,7 +130,9 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(sizes, length, too_long
         return
     examples = PackedInstructions(pairs, sequence_length=length, too_long=too_long, skipped=skipped)
     tokens = np.concatenate([row["tokens"] for row in rows_of(examples)])
-    assert sorted(tokens[tokens > 0].tolist()) == sorted(token for each in expected for token in each)
+    assert sorted(tokens[tokens > 0].tolist()) == sorted(
+        token for each in expected for token in each
+    )
     truncated = len(cut) if too_long == "truncate" else 0
     assert skipped["truncated"] == truncated
     assert skipped["too long"] == len(pairs) - len(expected)
@@ -151,7 +161,9 @@ def test_the_fullest_row_that_still_has_room_is_taken():
 def test_the_first_rows_are_not_the_longest():
     assert pack([3, 7, 8, 9], 10) == [[1, 0], [2], [3]]
     rng = np.random.default_rng(0)
-    examples = PackedInstructions(pairs_of([(1, int(n)) for n in rng.integers(1, 40, 400)]), sequence_length=40)
+    examples = PackedInstructions(
+        pairs_of([(1, int(n)) for n in rng.integers(1, 40, 400)]), sequence_length=40
+    )
     (batch,) = eval_batches(examples, batch_size=len(examples) // 4, limit=1)
     longest = [max(len(examples.pairs[at]) for at in row) for row in examples.rows]
     first = longest[: len(batch["tokens"])]
@@ -162,7 +174,13 @@ def test_the_first_rows_are_not_the_longest():
 def test_text_to_text_pads_prompts_and_answers():
     examples = TextToText(pairs_of([(2, 3), (4, 1)]), inputs_length=5, targets_length=4)
     row = examples[0]
-    assert row["inputs"].tolist() == [1000, 1001, 1504, 0, 0]  # the last token of the answer is the end
+    assert row["inputs"].tolist() == [
+        1000,
+        1001,
+        1504,
+        0,
+        0,
+    ]  # the last token of the answer is the end
     assert row["inputs_mask"].tolist() == [1, 1, 1, 0, 0]
     assert row["targets"].tolist() == [1502, 1503, 1504, 0]
     assert row["mask"].tolist() == [1, 1, 1, 0]
@@ -193,7 +211,11 @@ def test_records_are_read_in_both_forms_and_without_input(tmp_path):
     for name in ("a.json", "a.jsonl"):
         skipped = Skipped()
         found = load_instructions(str(tmp_path / name), skipped)
-        assert found == [Instruction("a", "b", "c"), Instruction("d", "", "e"), Instruction("f", "", "g")]
+        assert found == [
+            Instruction("a", "b", "c"),
+            Instruction("d", "", "e"),
+            Instruction("f", "", "g"),
+        ]
         assert dict(skipped) == {"without an answer": 1}
 
 
@@ -201,7 +223,10 @@ def test_records_are_read_from_datasets(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = [{"instruction": "a", "input": None, "output": "b"}, {"instruction": "c", "input": "d", "output": "e"}]
+    rows = [
+        {"instruction": "a", "input": None, "output": "b"},
+        {"instruction": "c", "input": "d", "output": "e"},
+    ]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     assert load_instructions(str(tmp_path / "saved"), Skipped()) == [
         Instruction("a", "", "b"), Instruction("c", "d", "e"),
@@ -213,10 +238,19 @@ def test_records_are_read_from_datasets(tmp_path, monkeypatch):
     [
         ('{"instruction": "a"}', r"line 1\n +expected: +a field 'output'"),
         ('{"instruction": "a", "output": 5}', r"line 1, field 'output'\n(?s:.*)a number"),
-        ('{"instruction": "a", "input": [], "output": "b"}', r"line 1, field 'input'\n(?s:.*)a list"),
-        ('{"instruction": "a", "output": ""}', r"no instructions(?s:.*)1 records \(1 without an answer\)"),
+        (
+            '{"instruction": "a", "input": [], "output": "b"}',
+            r"line 1, field 'input'\n(?s:.*)a list",
+        ),
+        (
+            '{"instruction": "a", "output": ""}',
+            r"no instructions(?s:.*)1 records \(1 without an answer\)",
+        ),
         ("", "no instructions(?s:.*)0 records"),
-        ('{"instruction": "\\ud800", "output": "a"}', r"not UTF-8(?s:.*)line 1, field 'instruction'"),
+        (
+            '{"instruction": "\\ud800", "output": "a"}',
+            r"not UTF-8(?s:.*)line 1, field 'instruction'",
+        ),
     ],
 )
 def test_records_that_are_none_are_explained(tmp_path, content, says):
@@ -230,7 +264,9 @@ def test_what_is_not_utf8_is_mended_or_passed_over_and_counted_once(tmp_path, en
     half = {"instruction": "a\ud800", "input": "\ud800", "output": "\ud800"}
     records = [half, {"instruction": "b", "output": "c"}]
     file = tmp_path / f"a.{ending}"
-    file.write_text(json.dumps(records) if ending == "json" else "\n".join(map(json.dumps, records)))
+    file.write_text(
+        json.dumps(records) if ending == "json" else "\n".join(map(json.dumps, records))
+    )
     found, skipped = Instruction("b", "", "c"), Skipped()
     assert load_instructions(str(file), skipped, invalid="skip") == [found]
     assert +skipped == {"not UTF-8": 1}
@@ -254,7 +290,11 @@ def test_the_set_that_comes_along_is_good_to_train_with():
     assert not skipped.total()
     assert 0.2 < sum(bool(each.input) for each in found) / len(found) < 0.3
     assert len({(each.instruction, each.input) for each in found}) == len(found)
-    assert all(text == text.strip() for each in found for text in (each.instruction, each.input, each.output))
+    assert all(
+        text == text.strip()
+        for each in found
+        for text in (each.instruction, each.input, each.output)
+    )
     assert digest_of(found) == digest_of(load_instructions(None, Skipped()))
     assert digest_of(found) != digest_of(found[::-1])
 

@@ -48,10 +48,15 @@ def test_a_batch_is_int32_rows_of_one_token_more_than_the_sequence():
     seed=st.integers(0, 2**32 - 1),
     shuffle=st.booleans(),
 )
-def test_what_a_step_sees_does_not_depend_on_the_number_of_processes(processes, multiple, length, seed, shuffle):
+def test_what_a_step_sees_does_not_depend_on_the_number_of_processes(
+    processes, multiple, length, seed, shuffle
+):
     options = {"batch": processes * multiple, "seed": seed, "shuffle": shuffle}
     alone = loader(TOKENS[:length], **options)
-    together = [loader(TOKENS[:length], process_index=p, process_count=processes, **options) for p in range(processes)]
+    together = [
+        loader(TOKENS[:length], process_index=p, process_count=processes, **options)
+        for p in range(processes)
+    ]
     for _ in range(6):
         rows = [firsts(next(one)) for one in together]
         # process p's j-th row is row j * processes + p of the batch that one process would read
@@ -64,7 +69,9 @@ def test_every_epoch_holds_every_window_once(windows, batch, seed):
     stream = loader(TOKENS[: windows * T + 1], batch=batch, seed=seed)
     seen = list(itertools.islice(itertools.chain.from_iterable(map(firsts, stream)), 3 * windows))
     for epoch in range(3):
-        assert sorted(seen[epoch * windows : (epoch + 1) * windows]) == list(range(0, windows * T, T))
+        assert sorted(seen[epoch * windows : (epoch + 1) * windows]) == list(
+            range(0, windows * T, T)
+        )
 
 
 def test_epochs_and_seeds_are_shuffled_differently():
@@ -101,19 +108,26 @@ def test_the_state_is_the_same_on_every_process():
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_position_does_not_depend_on_the_number_of_processes(processes):
-    alone, others = loader(), [loader(process_index=p, process_count=processes) for p in range(processes)]
+    alone, others = (
+        loader(),
+        [loader(process_index=p, process_count=processes) for p in range(processes)],
+    )
     next(alone)
     for part in others:
         part.set_state(alone.get_state())
     for _ in range(9):  # into the next epoch
-        assert sorted(firsts(next(alone))) == sorted(first for part in others for first in firsts(next(part)))
+        assert sorted(firsts(next(alone))) == sorted(
+            first for part in others for first in firsts(next(part))
+        )
     again = loader()
     again.set_state(others[0].get_state())
     assert firsts(next(again)) == firsts(next(alone))
 
 
 def test_without_repetition_every_process_gets_the_same_whole_batches():
-    streams = [list(loader(batch=6, process_index=p, process_count=3, repeat=False)) for p in range(3)]
+    streams = [
+        list(loader(batch=6, process_index=p, process_count=3, repeat=False)) for p in range(3)
+    ]
     assert [len(stream) for stream in streams] == [8, 8, 8]  # 49 windows: one is left out
     assert all(len(firsts(batch)) == 2 for stream in streams for batch in stream)
     assert len({first for stream in streams for batch in stream for first in firsts(batch)}) == 48
@@ -141,7 +155,11 @@ def test_without_repetition_every_process_gets_the_same_whole_batches():
 )
 def test_a_position_in_another_stream_is_refused(change, says):
     state = loader().get_state()
-    other = make_loader(change["of"], global_batch_size=8, seed=3) if "of" in change else loader(**change)
+    other = (
+        make_loader(change["of"], global_batch_size=8, seed=3)
+        if "of" in change
+        else loader(**change)
+    )
     with pytest.raises(ConfigError, match=says):
         other.set_state(state)
 
@@ -179,9 +197,15 @@ def test_evaluation_sees_every_window_once_with_constant_shapes(processes, multi
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: loader(TOKENS[:4]), r"shorter than one sequence(?s:.*)at least 5 tokens(?s:.*)a corpus of 4 tokens"),
+        (
+            lambda: loader(TOKENS[:4]),
+            r"shorter than one sequence(?s:.*)at least 5 tokens(?s:.*)a corpus of 4 tokens",
+        ),
         (lambda: loader(TOKENS[:0]), "a corpus of 0 tokens"),
-        (lambda: loader(batch=8, process_count=3), r"a multiple of 3 processes\n +got: +8\n +fix: +use 6"),
+        (
+            lambda: loader(batch=8, process_count=3),
+            r"a multiple of 3 processes\n +got: +8\n +fix: +use 6",
+        ),
         (lambda: loader(batch=0), "batch size(?s:.*)at least 1"),
         (lambda: loader(sequence_length=0), "data.sequence_length(?s:.*)at least 1"),
         (lambda: loader(process_count=2, process_index=2), "no such process(?s:.*)0 to 1"),
@@ -197,7 +221,10 @@ def test_mistakes_are_explained(call, says):
 
 def pairs(count):
     """Pairs of 3 to 7 tokens, all different."""
-    return [Pair(10 * n + np.arange(2 + n % 4, dtype=np.int32), 10 * n + np.array([8], np.int32)) for n in range(count)]
+    return [
+        Pair(10 * n + np.arange(2 + n % 4, dtype=np.int32), 10 * n + np.array([8], np.int32))
+        for n in range(count)
+    ]
 
 
 KINDS = {
@@ -221,12 +248,18 @@ def equal(one, other):
 def test_every_kind_resumes_exactly_across_numbers_of_processes(kind, before, after):
     options = {"global_batch_size": 8, "seed": 5}
     alone = make_loader(KINDS[kind], **options)
-    stopped = [make_loader(KINDS[kind], process_index=p, process_count=before, **options) for p in range(before)]
+    stopped = [
+        make_loader(KINDS[kind], process_index=p, process_count=before, **options)
+        for p in range(before)
+    ]
     for _ in range(9):  # past an epoch
         next(alone), [next(one) for one in stopped]
     state = json.loads(json.dumps(stopped[-1].get_state()))
     assert state == alone.get_state()
-    resumed = [make_loader(KINDS[kind], process_index=p, process_count=after, **options) for p in range(after)]
+    resumed = [
+        make_loader(KINDS[kind], process_index=p, process_count=after, **options)
+        for p in range(after)
+    ]
     for one in resumed:
         one.set_state(state)
     for _ in range(4):
@@ -240,12 +273,19 @@ def test_every_kind_is_evaluated_with_a_mask_that_counts_each_row_once(kind):
     examples = KINDS[kind]
     batches = list(eval_batches(examples, batch_size=16))
     assert len(batches) == -(-len(examples) // 16)
-    assert len({tuple((name, array.shape) for name, array in batch.items()) for batch in batches}) == 1
-    rows = [{name: array[at] for name, array in batch.items()} for batch in batches for at in range(16)]
+    assert (
+        len({tuple((name, array.shape) for name, array in batch.items()) for batch in batches}) == 1
+    )
+    rows = [
+        {name: array[at] for name, array in batch.items()} for batch in batches for at in range(16)
+    ]
     for row, index in zip(rows, range(len(examples)), strict=False):
         expected = examples[index]
         whole = np.ones((T,) if kind == "windows" else (), np.float32)
-        equal({name: row[name] for name in [*expected, "mask"]}, {**expected, "mask": expected.get("mask", whole)})
+        equal(
+            {name: row[name] for name in [*expected, "mask"]},
+            {**expected, "mask": expected.get("mask", whole)},
+        )
     assert not any(row["mask"].any() for row in rows[len(examples) :])
 
 
@@ -293,7 +333,9 @@ def test_batches_are_read_ahead_in_a_thread_and_no_further():
         time.sleep(0.05)
         assert [index for index, _ in examples.read] == [0, 1, 2, 3]
         assert {name for _, name in examples.read} == {"fsdp_jax reads ahead"}
-        assert stream.get_state()["position"] == {"next_index": 1}  # what was delivered, not what was read
+        assert stream.get_state()["position"] == {
+            "next_index": 1
+        }  # what was delivered, not what was read
 
 
 def test_without_reading_ahead_there_is_no_thread():

@@ -1,4 +1,6 @@
-"""Token shards: the same bytes however often the writing was stopped, read without reading all of them."""
+"""Token shards: the same bytes however often the writing was stopped, read without reading all of
+them.
+"""
 
 import json
 import os
@@ -54,7 +56,9 @@ def test_shards_hold_the_stream_that_memory_would(split, tokenizer, written):
         tokens, starts = shards.tokens(part), shards.starts(part)
         np.testing.assert_array_equal(tokens[:], expected.tokens)
         np.testing.assert_array_equal(starts, expected.starts)
-        apart, memory = (Windows(t, sequence_length=7, starts=starts) for t in (tokens, expected.tokens))
+        apart, memory = (
+            Windows(t, sequence_length=7, starts=starts) for t in (tokens, expected.tokens)
+        )
         for index in range(len(memory)):
             for name, array in memory[index].items():
                 np.testing.assert_array_equal(apart[index][name], array)
@@ -74,7 +78,11 @@ def test_the_manifest_says_what_there_is(split, written, tokenizer):
     assert body["plan"]["dtype"] == "<u2"
     assert body["sums"]["held_out"]["documents"] == 4
     assert body["largest"] == max(int(found.tokens(part)[:].max()) for part in PARTS)
-    names = {f"{shard['name']}{suffix}" for shard in body["shards"] for suffix in (".tokens", ".documents")}
+    names = {
+        f"{shard['name']}{suffix}"
+        for shard in body["shards"]
+        for suffix in (".tokens", ".documents")
+    }
     assert set(contents(written)) == names | {"manifest.json"} | set(tokenizer.files)
 
 
@@ -129,7 +137,9 @@ def test_after_a_failure_anywhere_the_same_bytes_come_out(split, bpe, tmp_path, 
 @pytest.mark.parametrize("done", [True, False])
 def test_after_a_failure_at_any_rename_the_same_bytes_come_out(bpe, tmp_path, monkeypatch, done):
     """Whether it fails just before a file gets its name, or just after."""
-    split = split_documents(Documents("t", lambda skipped: iter(["one text", "another", "third"] * 4)), held_out=0.25)
+    split = split_documents(
+        Documents("t", lambda skipped: iter(["one text", "another", "third"] * 4)), held_out=0.25
+    )
     tokenize(split, bpe, tmp_path / "whole", shard_tokens=40)
     rename, left = Path.rename, 0
 
@@ -177,7 +187,9 @@ tokenize(split_documents(Documents("texts", lambda skipped: iter(TEXTS)), held_o
 def test_after_a_kill_the_same_bytes_come_out(split, tmp_path):
     folder = tmp_path / "killed"
     program = PROGRAM.format(tests=str(Path(__file__).parent), to=str(folder))
-    killed = subprocess.run([sys.executable, "-c", program], check=False, env=os.environ, capture_output=True)
+    killed = subprocess.run(
+        [sys.executable, "-c", program], check=False, env=os.environ, capture_output=True
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert {"lease.json", "progress.json", "train-00003.tokens"} <= set(contents(folder))
     assert "manifest.json" not in contents(folder)
@@ -198,7 +210,9 @@ def test_what_is_done_is_not_done_again(split, tokenizer, written):
 
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("change", ["corpus", "tokenizer_digest", "held_out", "shard_tokens"])
-def test_another_corpus_tokenizer_or_setting_is_refused(split, documents, bpe, tmp_path, finished, change):
+def test_another_corpus_tokenizer_or_setting_is_refused(
+    split, documents, bpe, tmp_path, finished, change
+):
     tokenize(split, bpe, tmp_path, shard_tokens=SHARD)
     if not finished:
         manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -207,12 +221,18 @@ def test_another_corpus_tokenizer_or_setting_is_refused(split, documents, bpe, t
     before = contents(tmp_path)
     texts = [*documents.read(None)]
     other = {
-        "corpus": (split_documents(Documents("texts", lambda _: iter([*texts[:-1], "!"])), held_out=0.1), bpe, SHARD),
+        "corpus": (
+            split_documents(Documents("texts", lambda _: iter([*texts[:-1], "!"])), held_out=0.1),
+            bpe,
+            SHARD,
+        ),
         "tokenizer_digest": (split, Bytes(), SHARD),
         "held_out": (split_documents(documents, held_out=0.2), bpe, SHARD),
         "shard_tokens": (split, bpe, SHARD + 1),
     }[change]
-    with pytest.raises(ConfigError, match=f"of another corpus, tokenizer or setting(?s:.*)where: .*: .*{change}"):
+    with pytest.raises(
+        ConfigError, match=f"of another corpus, tokenizer or setting(?s:.*)where: .*: .*{change}"
+    ):
         tokenize(*other[:2], tmp_path, shard_tokens=other[2])
     assert contents(tmp_path) == before
 
@@ -238,7 +258,9 @@ def test_a_second_writer_is_refused(split, tmp_path):
 
 def test_broken_progress_is_refused(split, tmp_path):
     (tmp_path / "progress.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)progress\.json(?s:.*)remove the folder"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read(?s:.*)progress\.json(?s:.*)remove the folder"
+    ):
         tokenize(split, Bytes(), tmp_path)
 
 
@@ -246,7 +268,9 @@ def test_ids_beyond_the_vocabulary_are_not_written(split, tmp_path):
     class Lying(Bytes):
         vocab_size = 100
 
-    with pytest.raises(ConfigError, match=r"no token(?s:.*)document 0 of train-00000(?s:.*)less than 100"):
+    with pytest.raises(
+        ConfigError, match=r"no token(?s:.*)document 0 of train-00000(?s:.*)less than 100"
+    ):
         tokenize(split, Lying(), tmp_path)
 
 
@@ -260,7 +284,9 @@ def test_large_ids_take_four_bytes(tmp_path):
 
     split = split_documents(Documents("t", lambda skipped: iter(["ab"])), held_out=0)
     assert tokenize(split, Large(), tmp_path).largest == (1 << 16) + 98
-    assert (tmp_path / "train-00000.tokens").read_bytes() == np.array([65633, 65634, 0], "<u4").tobytes()
+    assert (tmp_path / "train-00000.tokens").read_bytes() == np.array(
+        [65633, 65634, 0], "<u4"
+    ).tobytes()
 
 
 def test_little_text_is_cut_at_its_end(tmp_path):
@@ -275,7 +301,10 @@ def test_a_shard_that_is_cut_or_gone_is_named(written, suffix):
     file = written / f"train-00001{suffix}"
     size = file.stat().st_size
     os.truncate(file, size - 1)
-    with pytest.raises(ConfigError, match=rf"train-00001{suffix}\n +expected: +{size} bytes\n +got: +{size - 1} bytes"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"train-00001{suffix}\n +expected: +{size} bytes\n +got: +{size - 1} bytes",
+    ):
         TokenShards.open(written)
     file.unlink()
     with pytest.raises(ConfigError, match=r"got: +no file"):
@@ -293,7 +322,9 @@ def test_a_damaged_token_is_named_where_it_is_read(written):
         tokens[first - 3 : first + 9]
 
 
-@pytest.mark.parametrize("body", ["[]", "{", "{}", '{"plan": {"format": 99}}', '{"plan": {"format": 1}, "shards": []}'])
+@pytest.mark.parametrize(
+    "body", ["[]", "{", "{}", '{"plan": {"format": 99}}', '{"plan": {"format": 1}, "shards": []}']
+)
 def test_a_broken_manifest_is_refused(tmp_path, body):
     (tmp_path / "manifest.json").write_text(body)
     with pytest.raises(ConfigError, match=r"manifest\.json\n +expected: +a manifest"):
@@ -308,7 +339,9 @@ def test_a_tokenizer_that_was_exchanged_is_refused(split, bpe, tmp_path):
 
 
 def test_an_end_that_was_changed_beside_the_shards_is_refused(split, tmp_path):
-    added = tokenizers.Tokenizer.from_str(train_bpe(["to be"] * 9, 260).files["tokenizer.json"].decode())
+    added = tokenizers.Tokenizer.from_str(
+        train_bpe(["to be"] * 9, 260).files["tokenizer.json"].decode()
+    )
     added.add_special_tokens(["<stop>"])
     tokenize(split, HuggingFace(added.to_str().encode(), name="added"), tmp_path)
     assert TokenShards.open(tmp_path).tokenizer.end == 0

@@ -26,7 +26,12 @@ def folder(tmp_path):
 
 @pytest.fixture
 def tokens(folder, bpe, tmp_path):
-    tokenize(split_documents(open_documents(folder), held_out=0.1), bpe, tmp_path / "tokens", shard_tokens=500)
+    tokenize(
+        split_documents(open_documents(folder), held_out=0.1),
+        bpe,
+        tmp_path / "tokens",
+        shard_tokens=500,
+    )
     return tmp_path / "tokens"
 
 
@@ -44,7 +49,9 @@ def test_embedded_text():
 
 def test_text_in_windows_and_apart(folder):
     found = open_examples("text", path=str(folder), sequence_length=32, held_out=0.1)
-    total, held = (sum(len(f"document {n} " * 20) + 1 for n in numbers) for numbers in (range(20), (9, 19)))
+    total, held = (
+        sum(len(f"document {n} " * 20) + 1 for n in numbers) for numbers in (range(20), (9, 19))
+    )
     assert found.description == (
         f"texts: 20 documents, {total - held:,} tokens to learn from and {held} held out (tokenizer bytes)"
         "; passed over or mended: 1 empty"
@@ -75,12 +82,16 @@ def test_tokens_are_what_the_text_would_be(folder, tokens, bpe):
 
 def test_text_for_models_with_an_encoder(folder, tokens):
     for kind, path, more in (("text", folder, {"held_out": 0.1}), ("tokens", tokens, {})):
-        found = open_examples(kind, path=str(path), sequence_length=48, targets_length=24, vocab_size=400, **more)
+        found = open_examples(
+            kind, path=str(path), sequence_length=48, targets_length=24, vocab_size=400, **more
+        )
         assert set(found.train[0]) == {"inputs", "inputs_mask", "targets", "mask"}
         assert 399 in found.train[0]["inputs"]
         assert len(found.held_out) > 0
     with pytest.raises(ConfigError, match="too few sentinels"):
-        open_examples("text", path=str(folder), sequence_length=48, targets_length=24, vocab_size=256)
+        open_examples(
+            "text", path=str(folder), sequence_length=48, targets_length=24, vocab_size=256
+        )
 
 
 def test_too_little_text_to_hold_out(tmp_path):
@@ -90,7 +101,9 @@ def test_too_little_text_to_hold_out(tmp_path):
     assert found.held_out is None
     assert found.tokenizer.decode(found.train[0]["tokens"]).startswith("abcdefgh")
     little = {"path": str(tmp_path), "sequence_length": 16, "targets_length": 8, "vocab_size": 300}
-    assert open_examples("text", held_out=0.15, **little).held_out is None  # 13 tokens; the inputs take 17
+    assert (
+        open_examples("text", held_out=0.15, **little).held_out is None
+    )  # 13 tokens; the inputs take 17
     assert open_examples("text", held_out=0.2, **little).held_out is not None
 
 
@@ -98,7 +111,9 @@ def test_instructions():
     found = open_examples("instructions", sequence_length=512)
     assert set(found.train[0]) == {"tokens", "segments", "positions", "mask"}
     assert found.held_out is not None
-    assert found.description.startswith("instructions: 211 instructions, 10 of them held out, the others in ")
+    assert found.description.startswith(
+        "instructions: 211 instructions, 10 of them held out, the others in "
+    )
     assert "rows (tokenizer bytes)" in found.description
     assert found.tokenizer.decode(found.held_out[0]["tokens"]).startswith(PROMPT[:40])
     pairs = open_examples("instructions", sequence_length=512, targets_length=64)
@@ -140,7 +155,9 @@ def test_drawn_images():
     assert not held & {row["images"].tobytes() for row in rows(found.train)}
     assert found.digest != open_examples("images", sequence_length=1, images=80, seed=4).digest
     assert found.digest != open_examples("images", sequence_length=1, images=81, seed=3).digest
-    with pytest.raises(ConfigError, match=r"too few classes(?s:.*)model\.classes\n +expected: +at least 8"):
+    with pytest.raises(
+        ConfigError, match=r"too few classes(?s:.*)model\.classes\n +expected: +at least 8"
+    ):
         open_examples("images", sequence_length=1, classes=7)
 
 
@@ -177,7 +194,11 @@ def test_every_kth_is_held_out_where_there_are_enough():
         ("text", {"path": ".", "invalid": "maybe"}, "error, replace, skip"),
         ("embedded", {"sequence_length": 0}, "at least 1"),
         ("instructions", {"invalid": "maybe"}, "error, replace, skip"),
-        ("images", {"seed": -1}, r"seed is out of range(?s:.*)train\.seed\n +expected: +0 to 2\*\*32 - 1"),
+        (
+            "images",
+            {"seed": -1},
+            r"seed is out of range(?s:.*)train\.seed\n +expected: +0 to 2\*\*32 - 1",
+        ),
         ("embedded", {"seed": -1, "targets_length": 8}, r"seed is out of range"),
         ("embedded", {"seed": 2**32}, r"seed is out of range"),
     ],
@@ -188,17 +209,28 @@ def test_mistakes_are_explained(kind, options, says):
 
 
 def test_tokens_that_were_made_otherwise_are_refused(tokens):
-    with pytest.raises(ConfigError, match=r"of another tokenizer(?s:.*)expected: +(?s:.*)got: +bytes"):
+    with pytest.raises(
+        ConfigError, match=r"of another tokenizer(?s:.*)expected: +(?s:.*)got: +bytes"
+    ):
         open_examples("tokens", path=str(tokens), sequence_length=16, tokenizer="bytes")
     with pytest.raises(ConfigError, match=r"split otherwise(?s:.*)expected: +0\.1\n +got: +0\.2"):
         open_examples("tokens", path=str(tokens), sequence_length=16, held_out=0.2)
     with pytest.raises(ConfigError, match=r"model\.vocab_size(?s:.*)in the tokens"):
         open_examples("tokens", path=str(tokens), sequence_length=16, vocab_size=200)
-    found = open_examples("tokens", path=str(tokens), sequence_length=16, held_out=0.1, tokenizer=str(tokens))
+    found = open_examples(
+        "tokens", path=str(tokens), sequence_length=16, held_out=0.1, tokenizer=str(tokens)
+    )
     assert len(found.train) > 0
 
 
-OTHER = {"field": "body", "invalid": "skip", "apart": True, "split": "test", "tokenizer": "t", "too_long": "skip"}
+OTHER = {
+    "field": "body",
+    "invalid": "skip",
+    "apart": True,
+    "split": "test",
+    "tokenizer": "t",
+    "too_long": "skip",
+}
 USES = {
     "embedded": {"apart", "tokenizer"},
     "text": {"apart", "tokenizer", "field", "invalid"},
@@ -213,8 +245,16 @@ USES = {
 @pytest.mark.parametrize("option", OTHER)
 def test_what_would_be_ignored_is_refused(tmp_path, monkeypatch, kind, option):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    record = {"text": "a text", "body": "another", "instruction": "say it", "input": "", "output": "it"}
-    (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n")  # here, or the hub would be asked for it
+    record = {
+        "text": "a text",
+        "body": "another",
+        "instruction": "say it",
+        "input": "",
+        "output": "it",
+    }
+    (tmp_path / "records.jsonl").write_text(
+        json.dumps(record) + "\n"
+    )  # here, or the hub would be asked for it
     path = None if kind in ("embedded", "images") else str(tmp_path)
     key = "packing" if option == "apart" else option
     refusal = rf"{key} would be ignored\n +where: +data\.{key}\n +got: +{OTHER[option]}\n +fix: +leave it out"
@@ -238,11 +278,18 @@ def test_a_split_of_what_is_no_dataset_would_be_ignored(path):
 
 
 def test_what_is_not_utf8_is_passed_over_in_instructions_too(tmp_path):
-    lines = [b'{"instruction": "a", "output": "b"}'] * 4 + [b'{"instruction": "\xff", "output": "c"}']
+    lines = [b'{"instruction": "a", "output": "b"}'] * 4 + [
+        b'{"instruction": "\xff", "output": "c"}'
+    ]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     options = {"path": str(tmp_path / "a.jsonl"), "sequence_length": 200}
     with pytest.raises(ConfigError, match=r"not UTF-8(?s:.*)line 5(?s:.*)set data\.invalid"):
         open_examples("instructions", **options)
-    assert "4 instructions" in (found := open_examples("instructions", invalid="skip", **options)).description
+    assert (
+        "4 instructions"
+        in (found := open_examples("instructions", invalid="skip", **options)).description
+    )
     assert found.description.endswith("; passed over or mended: 1 not UTF-8")
-    assert "5 instructions" in open_examples("instructions", invalid="replace", **options).description
+    assert (
+        "5 instructions" in open_examples("instructions", invalid="replace", **options).description
+    )

@@ -1,4 +1,6 @@
-"""Tokenizers: text comes back, special tokens in a text are text, and a vocabulary that does not fit is refused."""
+"""Tokenizers: text comes back, special tokens in a text are text, and a vocabulary that does not
+fit is refused.
+"""
 
 import builtins
 import hashlib
@@ -168,13 +170,25 @@ def test_a_vocabulary_that_fits_is_accepted(bpe):
             lambda path: check_vocabulary(Bytes(), 255),
             r"model\.vocab_size\n(?s:.*)at least 256\n(?s:.*)tokenizer bytes",
         ),
-        (lambda path: check_vocabulary(300, 300), r"at least 301\n(?s:.*)in the tokens\n(?s:.*)set it to 384"),
-        (lambda path: load_tokenizer(path / "nowhere"), r"no such tokenizer(?s:.*)data\.tokenizer(?s:.*)nowhere"),
+        (
+            lambda path: check_vocabulary(300, 300),
+            r"at least 301\n(?s:.*)in the tokens\n(?s:.*)set it to 384",
+        ),
+        (
+            lambda path: load_tokenizer(path / "nowhere"),
+            r"no such tokenizer(?s:.*)data\.tokenizer(?s:.*)nowhere",
+        ),
         (lambda path: load_tokenizer(path), r"no such tokenizer(?s:.*)tokenizer\.json"),
         (lambda path: HuggingFace(b"{}", name="broken"), "Not a tokenizer(?s:.*)broken"),
         (lambda path: HuggingFace(b"\xff", name="broken"), "Not a tokenizer(?s:.*)broken"),
-        (lambda path: HuggingFace(word_level(WORDS), name="w", settings=b'{"eos_token": "x"}'), "no id(?s:.*)got: +x"),
-        (lambda path: HuggingFace(word_level(WORDS), name="w", settings=b"["), "settings(?s:.*)tokenizer_config.json"),
+        (
+            lambda path: HuggingFace(word_level(WORDS), name="w", settings=b'{"eos_token": "x"}'),
+            "no id(?s:.*)got: +x",
+        ),
+        (
+            lambda path: HuggingFace(word_level(WORDS), name="w", settings=b"["),
+            "settings(?s:.*)tokenizer_config.json",
+        ),
         (lambda path: train_bpe(["a"], 256), "too small(?s:.*)at least 257"),
     ],
 )
@@ -201,9 +215,13 @@ def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
 @pytest.fixture
 def with_a_template():
     """`<begin>` before a text, as Llama's does, and something after, as BERT's, which is not taken."""
-    whole = tokenizers.Tokenizer.from_str(train_bpe(["to be, or not to be"] * 9, 270).files["tokenizer.json"].decode())
+    whole = tokenizers.Tokenizer.from_str(
+        train_bpe(["to be, or not to be"] * 9, 270).files["tokenizer.json"].decode()
+    )
     specials = [("<begin>", 7), (END, whole.token_to_id(END))]
-    whole.post_processor = tokenizers.processors.TemplateProcessing(single=f"<begin> $A {END}", special_tokens=specials)
+    whole.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"<begin> $A {END}", special_tokens=specials
+    )
     return HuggingFace(whole.to_str().encode(), name="with a template")
 
 

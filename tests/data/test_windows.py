@@ -52,7 +52,9 @@ def test_a_row_with_two_documents():
 def test_segments_never_mix_documents(lengths, length):
     starts = np.cumsum(lengths) - lengths
     # each token tells its document and its place there
-    tokens = np.concatenate([[100 * number + place for place in range(n)] for number, n in enumerate(lengths, 1)])
+    tokens = np.concatenate(
+        [[100 * number + place for place in range(n)] for number, n in enumerate(lengths, 1)]
+    )
     if len(tokens) <= length:
         return
     windows = Windows(tokens, sequence_length=length, starts=starts)
@@ -67,7 +69,9 @@ def test_segments_never_mix_documents(lengths, length):
         begins = np.r_[True, segments[1:] != segments[:-1]]
         assert not positions[begins].any()
         np.testing.assert_array_equal(np.diff(positions)[~begins[1:]], 1)
-        np.testing.assert_array_equal(positions[inside != inside[0]], place[:-1][inside != inside[0]])
+        np.testing.assert_array_equal(
+            positions[inside != inside[0]], place[:-1][inside != inside[0]]
+        )
         seen += row["tokens"][:-1].tolist()
     assert seen == tokens[: len(seen)].tolist()
     assert len(tokens) - len(seen) <= length

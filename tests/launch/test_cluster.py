@@ -166,11 +166,15 @@ leave_cluster()
 
 
 def test_batches_of_two_processes():
-    """Each passes its own rows, on the host or its devices, or both the same global arrays; else it is refused."""
+    """Each passes its own rows, on the host or its devices, or both the same global arrays; else it
+    is refused.
+    """
     port = free_port()
     outputs = finish(*(start(BATCHES, port, process, JAX_PLATFORMS="cpu") for process in range(2)))
     for out, _ in outputs:
-        counts, same, *rest = [line for line in out.splitlines() if line.startswith(("refused", "1 ", "2 "))]
+        counts, same, *rest = [
+            line for line in out.splitlines() if line.startswith(("refused", "1 ", "2 "))
+        ]
         assert "different numbers of rows" in counts
         assert "4 in process 0, 8 in process 1" in counts
         assert "all processes passed the same rows" in same
@@ -185,8 +189,15 @@ def free_port():
 
 
 def test_two_processes(tmp_path):
-    """Two of four devices each: one reduction over all eight, and a checkpoint that both write and both read."""
+    """Two of four devices each: one reduction over all eight, and a checkpoint that both write and
+    both read.
+    """
     port = free_port()
-    outputs = finish(*(start(TWO, port, process, tmp_path, JAX_PLATFORMS="cpu") for process in range(2)))
-    assert [out.splitlines()[-1] for out, _ in outputs] == ["left", "left"]  # after what Gloo has to say
+    outputs = finish(
+        *(start(TWO, port, process, tmp_path, JAX_PLATFORMS="cpu") for process in range(2))
+    )
+    assert [out.splitlines()[-1] for out, _ in outputs] == [
+        "left",
+        "left",
+    ]  # after what Gloo has to say
     assert sorted(os.listdir(tmp_path)) == ["2"]

@@ -35,7 +35,10 @@ def make(seed: int = 0, **overrides) -> CaiT:
     model = CaiT(dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed))
     leaves, tree = jax.tree.flatten(nnx.state(model))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    drawn = [
+        leaf + 0.3 * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
     nnx.update(model, jax.tree.unflatten(tree, drawn))
     return model
 
@@ -47,14 +50,18 @@ def some_images(rows: int = 2) -> np.ndarray:
 def some_batch(rows: int = 2, seed: int = 7) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     labels = random.integers(0, CONFIG.classes, rows).astype(np.int32)
-    images = (random.integers(0, 128, (rows, 12, 12, 3)) + 16 * labels[:, None, None, None]).astype(np.uint8)
+    images = (random.integers(0, 128, (rows, 12, 12, 3)) + 16 * labels[:, None, None, None]).astype(
+        np.uint8
+    )
     return {"images": images, "labels": labels}
 
 
 def numpy_forward(model: CaiT, image: np.ndarray) -> np.ndarray:
     """One image, [H, W, 3] to [classes], in float64, patch by patch and head by head."""
     config, P = model.config, model.config.patch
-    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model)))
+    weights = jax.tree.map(
+        lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model))
+    )
     H, K = config.heads, config.width // config.heads
 
     def norm(x, w):
@@ -75,11 +82,13 @@ def numpy_forward(model: CaiT, image: np.ndarray) -> np.ndarray:
         q, k, v = np.split(linear(x, w["qkv"]), 3, axis=-1)
         scores = [head(q, h) @ head(k, h).T / np.sqrt(K) for h in range(H)]
         mixed = [
-            sum(w["proj_l"]["kernel"][h, g] * scores[h] for h in range(H)) + w["proj_l"]["bias"][g] for g in range(H)
+            sum(w["proj_l"]["kernel"][h, g] * scores[h] for h in range(H)) + w["proj_l"]["bias"][g]
+            for g in range(H)
         ]
         seen = [softmax(each) for each in mixed]
         again = [
-            sum(w["proj_w"]["kernel"][h, g] * seen[h] for h in range(H)) + w["proj_w"]["bias"][g] for g in range(H)
+            sum(w["proj_w"]["kernel"][h, g] * seen[h] for h in range(H)) + w["proj_w"]["bias"][g]
+            for g in range(H)
         ]
         return linear(np.concatenate([again[h] @ head(v, h) for h in range(H)], axis=-1), w["o"])
 
@@ -97,14 +106,18 @@ def numpy_forward(model: CaiT, image: np.ndarray) -> np.ndarray:
 
     side = range(0, config.image_size, P)
     patches = [image[i : i + P, j : j + P] for i in side for j in side]
-    x = np.stack([np.einsum("ijc,ijcd->d", patch, weights["patches"]["kernel"]) for patch in patches])
+    x = np.stack(
+        [np.einsum("ijc,ijcd->d", patch, weights["patches"]["kernel"]) for patch in patches]
+    )
     x = x + weights["patches"]["bias"] + weights["positions"][0]
     for w in layers("blocks", config.layers):
         x = x + w["gamma_1"] * talking(norm(x, w["attn_norm"]), w["attn"])
         x = x + w["gamma_2"] * mlp(norm(x, w["mlp_norm"]), w["mlp"])
     token = weights["class_token"][0]
     for w in layers("class_blocks", config.class_layers):
-        token = token + w["gamma_1"] * of_class(norm(np.concatenate([token, x]), w["attn_norm"]), w["attn"])
+        token = token + w["gamma_1"] * of_class(
+            norm(np.concatenate([token, x]), w["attn_norm"]), w["attn"]
+        )
         token = token + w["gamma_2"] * mlp(norm(token, w["mlp_norm"]), w["mlp"])
     return linear(norm(token[0], weights["norm"]), weights["head"])
 
@@ -151,9 +164,13 @@ def test_scanned_equals_unrolled_given_the_same_weights():
     scanned, unrolled = make(scan_layers=True), make(seed=5, scan_layers=False)
     weights = nnx.to_pure_dict(nnx.state(scanned))
     for name, count in (("blocks", CONFIG.layers), ("class_blocks", CONFIG.class_layers)):
-        weights[name] = {i: jax.tree.map(lambda leaf, i=i: leaf[i], weights[name]) for i in range(count)}
+        weights[name] = {
+            i: jax.tree.map(lambda leaf, i=i: leaf[i], weights[name]) for i in range(count)
+        }
     nnx.update(unrolled, weights)
-    np.testing.assert_allclose(scanned(some_images()), unrolled(some_images()), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        scanned(some_images()), unrolled(some_images()), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -178,11 +195,21 @@ def test_flops_per_example_is_three_times_what_the_forward_pass_does():
     config = preset("cait-tiny", scan_layers=False)
     graph, state = nnx.split(nnx.eval_shape(lambda: CaiT(config, rngs=nnx.Rngs(0))))
     images = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
-    cost = jax.jit(lambda state, images: nnx.merge(graph, state)(images)).lower(state, images).cost_analysis()
+    cost = (
+        jax.jit(lambda state, images: nnx.merge(graph, state)(images))
+        .lower(state, images)
+        .cost_analysis()
+    )
     # the compiler also counts softmax, gelu and norms, a few per cent at this width
     assert cost["flops"] == pytest.approx(flops_per_example(config) / 3, rel=0.1)
-    # the paper's table 3 counts multiplications and additions together as one, of a forward pass, in units of 1e9
-    paper = {"cait-xxs24-224": 2.5, "cait-s24-224": 9.4, "cait-s36-384": 48.0, "cait-m36-384": 173.3}
+    # the paper's table 3 counts multiplications and additions together as one, of a forward pass,
+    # in units of 1e9
+    paper = {
+        "cait-xxs24-224": 2.5,
+        "cait-s24-224": 9.4,
+        "cait-s36-384": 48.0,
+        "cait-m36-384": 173.3,
+    }
     for name, flops in paper.items():
         assert flops_per_example(PRESETS[name]) / 6e9 == pytest.approx(flops, rel=0.02)
 
@@ -190,10 +217,15 @@ def test_flops_per_example_is_three_times_what_the_forward_pass_does():
 @BOTH
 def test_gradients_reach_every_parameter_of_every_layer(scan_layers):
     graph, params = nnx.split(make(scan_layers=scan_layers))
-    grads = jax.jit(jax.grad(lambda params: classification_loss(nnx.merge(graph, params), some_batch())[0]))(params)
+    grads = jax.jit(
+        jax.grad(lambda params: classification_loss(nnx.merge(graph, params), some_batch())[0])
+    )(params)
     for path, leaf in nnx.to_flat_state(grads):
-        layers = leaf[...] if scan_layers and path[0] in ("blocks", "class_blocks") else leaf[...][None]
-        # adding to every score changes no weight, so the gradients of these biases are rounding alone
+        layers = (
+            leaf[...] if scan_layers and path[0] in ("blocks", "class_blocks") else leaf[...][None]
+        )
+        # adding to every score changes no weight, so the gradients of these biases are rounding
+        # alone
         no_effect = path[-2:] in (("k", "bias"), ("proj_l", "bias"))
         assert no_effect or np.all(np.abs(layers).reshape(len(layers), -1).max(-1) > 1e-6), path
 
@@ -225,11 +257,17 @@ def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
     [
         (lambda: preset("cait-s24"), "unknown preset 'cait-s24'; did you mean 'cait-s24-224'"),
         (lambda: preset("cait-tiny", head=3), "CaiTConfig field 'head'; did you mean 'heads'"),
-        (lambda: preset("cait-tiny", heads=3), "CaiTConfig.width must be a multiple of heads, got width 128, heads 3"),
+        (
+            lambda: preset("cait-tiny", heads=3),
+            "CaiTConfig.width must be a multiple of heads, got width 128, heads 3",
+        ),
         (lambda: preset("cait-tiny", patch=5), "image_size 32, patch 5"),
         (lambda: preset("cait-tiny", class_layers=0), "class_layers must be at least 1, got 0"),
         (lambda: preset("cait-tiny", layer_scale=0.0), "layer_scale must be above 0, got 0.0"),
-        (lambda: make()(jnp.zeros((1, 16, 16, 3))), r"images as uint8 or floats \[B, 12, 12, 3\], got float32 \[1, 16"),
+        (
+            lambda: make()(jnp.zeros((1, 16, 16, 3))),
+            r"images as uint8 or floats \[B, 12, 12, 3\], got float32 \[1, 16",
+        ),
     ],
 )
 def test_mistakes_are_explained(call, says):
@@ -248,17 +286,23 @@ class Images(Case):
 
 def case(**overrides: Any) -> Images:
     config = dataclasses.replace(CONFIG, **overrides)
-    return Images(lambda rngs: CaiT(config, rngs=rngs), classification_loss, (CaiTBlock, ClassAttentionBlock))
+    return Images(
+        lambda rngs: CaiT(config, rngs=rngs), classification_loss, (CaiTBlock, ClassAttentionBlock)
+    )
 
 
 CASES = {"scanned": case(), "unrolled": case(scan_layers=False)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "prefetch"), [("scanned", "none"), ("scanned", "pre"), ("unrolled", "pre")])
+@pytest.mark.parametrize(
+    ("name", "prefetch"), [("scanned", "none"), ("scanned", "pre"), ("unrolled", "pre")]
+)
 def test_sharded_training_is_training(name, prefetch):
     local_batch = prefetch != "none"
-    found, step = train(CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch)
+    found, step = train(
+        CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch
+    )
     check(found, alone(CASES[name], steps=2))
     gathered = {path for path, route in step.plan.routes.items() if route.unit is not None}
     assert {path.split("/")[0] for path in gathered} == {"blocks", "class_blocks"}

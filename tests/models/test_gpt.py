@@ -1,4 +1,6 @@
-"""GPT by what it does: causality, layouts that agree, counts, the loss, dropout, dtypes and sampling."""
+"""GPT by what it does: causality, layouts that agree, counts, the loss, dropout, dtypes and
+sampling.
+"""
 
 import dataclasses
 
@@ -8,7 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fsdp_jax.models.gpt import GPT, PRESETS, Block, GPTConfig, flops_per_token, parameter_count, preset
+from fsdp_jax.models.gpt import (
+    GPT,
+    PRESETS,
+    Block,
+    GPTConfig,
+    flops_per_token,
+    parameter_count,
+    preset,
+)
 from fsdp_jax.models.layers import cross_entropy, next_token_loss
 from fsdp_jax.models.sampling import sample
 
@@ -19,7 +29,9 @@ BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "un
 
 
 def make(seed: int = 0, **overrides) -> GPT:
-    return GPT(dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed, dropout=seed + 1))
+    return GPT(
+        dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed, dropout=seed + 1)
+    )
 
 
 def some_tokens(rows: int = 2, length: int = 8) -> jax.Array:
@@ -58,7 +70,9 @@ def test_a_future_token_does_not_change_past_logits(scan_layers):
 def test_scanned_equals_unrolled_given_the_same_weights():
     scanned, unrolled = make(scan_layers=True), make(seed=5, scan_layers=False)
     copy_weights(scanned, unrolled)
-    np.testing.assert_allclose(scanned(some_tokens()), unrolled(some_tokens()), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        scanned(some_tokens()), unrolled(some_tokens()), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_scanned_layers_start_from_different_weights_of_the_stated_scale():
@@ -80,7 +94,12 @@ def test_parameter_count_is_the_real_count(name, overrides):
 
 
 def test_parameter_counts_are_the_published_ones():
-    published = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
+    published = {
+        "gpt2": 124_439_808,
+        "gpt2-medium": 354_823_168,
+        "gpt2-large": 774_030_080,
+        "gpt2-xl": 1_557_611_200,
+    }
     assert {name: parameter_count(preset(name, pad_vocab_to=1)) for name in published} == published
     assert parameter_count(PRESETS["gpt2"]) == published["gpt2"] + 47 * 768
     assert parameter_count(PRESETS["tiny"]) == pytest.approx(0.84e6, rel=0.01)
@@ -94,7 +113,11 @@ def test_the_vocabulary_is_padded_to_rows_that_divide(vocab, rows):
     assert model.embed.embedding.shape == (rows, 16)
     assert model.head.kernel.shape == (16, rows)
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    assert jax.eval_shape(lambda tokens: make(vocab_size=vocab)(tokens), tokens).shape == (2, 8, vocab)
+    assert jax.eval_shape(lambda tokens: make(vocab_size=vocab)(tokens), tokens).shape == (
+        2,
+        8,
+        vocab,
+    )
 
 
 @pytest.mark.parametrize("tie_head", [True, False])
@@ -108,10 +131,14 @@ def test_padded_rows_change_no_loss_and_get_no_gradient(tie_head):
     nnx.update(exact, weights)
     padded.embed.embedding[...] = padded.embed.embedding[...].at[V:].set(1e3)
     batch = {"tokens": some_tokens(length=9)}
-    np.testing.assert_allclose(next_token_loss(padded, batch)[0], next_token_loss(exact, batch)[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        next_token_loss(padded, batch)[0], next_token_loss(exact, batch)[0], rtol=1e-6
+    )
 
     grads = nnx.grad(lambda model: next_token_loss(model, batch)[0])(padded)
-    tables = [grads["embed"]["embedding"][...]] + ([] if tie_head else [grads["head"]["kernel"][...].T])
+    tables = [grads["embed"]["embedding"][...]] + (
+        [] if tie_head else [grads["head"]["kernel"][...].T]
+    )
     for table in tables:
         assert table.shape == (128, 16)
         assert np.all(table[V:] == 0)
@@ -123,9 +150,15 @@ def test_flops_per_token_is_three_times_what_the_forward_pass_does(tie_head):
     config = preset("tiny", scan_layers=False, tie_head=tie_head)
     graph, state = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((1, config.sequence_length), jnp.int32)
-    cost = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens)).lower(state, tokens).cost_analysis()
+    cost = (
+        jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
+        .lower(state, tokens)
+        .cost_analysis()
+    )
     # the compiler also counts softmax, gelu and norms, a few per cent at this width
-    assert cost["flops"] / config.sequence_length == pytest.approx(flops_per_token(config) / 3, rel=0.1)
+    assert cost["flops"] / config.sequence_length == pytest.approx(
+        flops_per_token(config) / 3, rel=0.1
+    )
 
 
 def numpy_loss(logits, targets) -> np.ndarray:
@@ -163,14 +196,21 @@ def test_cross_entropy_and_its_gradient_by_hand(dtype):
     np.testing.assert_allclose(loss, numpy_loss(wide, targets).sum(), rtol=1e-5)
     assert grad.dtype == dtype
     np.testing.assert_allclose(
-        np.asarray(grad, np.float64), softmax - np.eye(19)[targets], atol=1e-6 if dtype == jnp.float32 else 4e-3
+        np.asarray(grad, np.float64),
+        softmax - np.eye(19)[targets],
+        atol=1e-6 if dtype == jnp.float32 else 4e-3,
     )
 
 
 def test_the_gradient_of_the_loss_scatters_into_no_array_of_logits():
-    x, head = jax.ShapeDtypeStruct((1, 64, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)
+    x, head = (
+        jax.ShapeDtypeStruct((1, 64, 16), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16),
+    )
     targets = jnp.zeros((1, 64), jnp.int32)
-    lowered = jax.jit(jax.grad(lambda x, head: cross_entropy(x @ head, targets).sum(), (0, 1))).lower(x, head)
+    lowered = jax.jit(
+        jax.grad(lambda x, head: cross_entropy(x @ head, targets).sum(), (0, 1))
+    ).lower(x, head)
     assert "scatter" not in lowered.as_text()
 
 
@@ -180,7 +220,9 @@ def test_a_target_outside_the_vocabulary_is_nan_unless_its_weight_is_zero(target
     assert np.isnan(next_token_loss(model, {"tokens": tokens})[0])
     masked = {"tokens": tokens, "mask": jnp.ones((2, 8)).at[1, 7].set(0)}
     graph, params = nnx.split(model)
-    loss, grads = jax.value_and_grad(lambda params: next_token_loss(nnx.merge(graph, params), masked)[0])(params)
+    loss, grads = jax.value_and_grad(
+        lambda params: next_token_loss(nnx.merge(graph, params), masked)[0]
+    )(params)
     assert np.isfinite(loss)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
 
@@ -244,13 +286,19 @@ def test_float32_norms_do_not_widen_the_stream(scan_layers):
     assert block.ln_1.scale[...].dtype == jnp.float32
     x = jnp.ones((2, 8, 16), jnp.bfloat16)
     assert block(x).dtype == jnp.bfloat16
-    assert model(some_tokens(), deterministic=False).shape == (2, 8, 19)  # the scan's carry is stable
+    assert model(some_tokens(), deterministic=False).shape == (
+        2,
+        8,
+        19,
+    )  # the scan's carry is stable
 
 
 def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
     model = make(dtype="bfloat16")
     assert model(some_tokens()).dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
+        jnp.dtype(jnp.float32)
+    }
 
 
 def test_gradients_reach_every_parameter():
@@ -277,7 +325,11 @@ def test_sampling_agrees_with_calling_the_model_token_by_token(scan_layers, temp
 
 def test_sampling_under_jit():
     graph, state = nnx.split(make())
-    draw = jax.jit(lambda state, key: sample(nnx.merge(graph, state), jnp.asarray([1]), 5, temperature=0.8, key=key))
+    draw = jax.jit(
+        lambda state, key: sample(
+            nnx.merge(graph, state), jnp.asarray([1]), 5, temperature=0.8, key=key
+        )
+    )
     assert draw(state, jax.random.key(0)).shape == (6,)
 
 

@@ -39,7 +39,9 @@ def test_parameters_have_the_same_names_shapes_and_scales(scan_layers, tie_head)
     _, linen, params = pair(scan_layers=scan_layers, tie_head=tie_head, width=64)
     own = by_path(linen.init(jax.random.key(0), some_tokens())["params"])
     params = flatten(params)
-    assert {path: leaf.shape for path, leaf in own.items()} == {path: leaf.shape for path, leaf in params.items()}
+    assert {path: leaf.shape for path, leaf in own.items()} == {
+        path: leaf.shape for path, leaf in params.items()
+    }
     for path, leaf in own.items():
         assert np.std(leaf) == pytest.approx(np.std(params[path]), rel=0.1), path
 
@@ -63,7 +65,10 @@ def test_packed_documents_are_read_apart(scan_layers):
         "segments": jnp.asarray([[0] * 3 + [1] * 5, [0] * 8], jnp.int32),
         "positions": jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 4], list(range(8))], jnp.int32),
     }
-    found, expected = next_token_loss(linen.bind({"params": params}), batch), next_token_loss(model, batch)
+    found, expected = (
+        next_token_loss(linen.bind({"params": params}), batch),
+        next_token_loss(model, batch),
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert expected[0] != next_token_loss(model, {"tokens": batch["tokens"]})[0]
 
@@ -73,8 +78,12 @@ def test_gradients_are_those_of_nnx(scan_layers):
     model, linen, params = pair(scan_layers=scan_layers)
     graph, state, rest = nnx.split(model, nnx.Param, ...)
     batch = {"tokens": some_tokens(9)}
-    expected = jax.grad(lambda state: next_token_loss(nnx.merge(graph, state, rest), batch)[0])(state)
-    found = jax.grad(lambda params: next_token_loss(linen.bind({"params": params}), batch)[0])(params)
+    expected = jax.grad(lambda state: next_token_loss(nnx.merge(graph, state, rest), batch)[0])(
+        state
+    )
+    found = jax.grad(lambda params: next_token_loss(linen.bind({"params": params}), batch)[0])(
+        params
+    )
     found, expected = by_path(found), by_path(expected)
     assert found.keys() == expected.keys()
     for path, leaf in expected.items():
@@ -86,7 +95,9 @@ def test_dropout_differs_across_keys_and_layers_and_deterministic_repeats(scan_l
     _, linen, params = pair(scan_layers=scan_layers, dropout=0.5)
 
     def called(seed, **settings):
-        return linen.apply({"params": params}, some_tokens(), rngs={"dropout": jax.random.key(seed)}, **settings)
+        return linen.apply(
+            {"params": params}, some_tokens(), rngs={"dropout": jax.random.key(seed)}, **settings
+        )
 
     assert not np.array_equal(called(0, deterministic=False), called(1, deterministic=False))
     np.testing.assert_array_equal(called(0, deterministic=False), called(0, deterministic=False))
@@ -102,7 +113,9 @@ def test_a_sequence_that_is_too_long_is_refused():
 # Sharded
 
 
-def trained(model: Any, units: Any, start: dict[str, np.ndarray], prefetch: Any, **inputs: Any) -> Any:
+def trained(
+    model: Any, units: Any, start: dict[str, np.ndarray], prefetch: Any, **inputs: Any
+) -> Any:
     """Two steps over 8 devices from these parameters: (losses, parameters)."""
     sharded = fsdp.fully_shard(
         model, optimizer(), fsdp.make_mesh(data=8), "full_shard", units, min_size=8, prefetch=prefetch,
@@ -110,7 +123,9 @@ def trained(model: Any, units: Any, start: dict[str, np.ndarray], prefetch: Any,
     )  # fmt: skip
     step = sharded.train_step(next_token_loss, local_batch=prefetch != "none")
     state, losses = sharded.init(seed=0), []
-    placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), unflatten(start), state.params)
+    placed = jax.tree.map(
+        lambda new, old: jax.device_put(new, old.sharding), unflatten(start), state.params
+    )
     state = dataclasses.replace(state, params=placed)
     for i in range(2):
         state, metrics = step(state, CASES["nnx-gpt-scanned"].batch(i))
@@ -119,7 +134,9 @@ def trained(model: Any, units: Any, start: dict[str, np.ndarray], prefetch: Any,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("scan_layers", "prefetch"), [(True, "none"), (True, "pre"), (False, "none")])
+@pytest.mark.parametrize(
+    ("scan_layers", "prefetch"), [(True, "none"), (True, "pre"), (False, "none")]
+)
 def test_sharded_training_is_that_of_nnx(scan_layers, prefetch):
     model, linen, params = pair(scan_layers=scan_layers, layers=2)
     start = flatten(params)

@@ -13,7 +13,9 @@ from fsdp_jax.models.attention import make_attention
 def saved(fn, *args):
     """Shapes of what the backward of a function keeps."""
     _, backward = jax.vjp(fn, *args)
-    return sorted(tuple(leaf.shape) for leaf in jax.tree.leaves(backward) if getattr(leaf, "ndim", 0))
+    return sorted(
+        tuple(leaf.shape) for leaf in jax.tree.leaves(backward) if getattr(leaf, "ndim", 0)
+    )
 
 
 def test_what_is_recomputed_keeps_its_arguments_alone():
@@ -33,7 +35,9 @@ def test_norms_are_those_of_flax(kind):
     def loss(graph, params, x):
         return jnp.sum(jnp.sin(nnx.merge(graph, params)(x)))
 
-    ours, theirs = (jax.grad(loss, argnums=(1, 2))(which, params, x) for which in (graph, plain_graph))
+    ours, theirs = (
+        jax.grad(loss, argnums=(1, 2))(which, params, x) for which in (graph, plain_graph)
+    )
     for got, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert jnp.allclose(got, expected, atol=1e-6)
     assert (4, 8) in saved(norm, x)
@@ -67,10 +71,14 @@ def test_blockwise_attention_takes_fewer_keys_than_queries(sequence):
 
 @pytest.mark.parametrize("heads", [2, 4])
 def test_triton_attention_is_attention(heads, monkeypatch):
-    """Interpreted: the kernel's arithmetic, masks and scale, with keys and values that several heads share."""
+    """Interpreted: the kernel's arithmetic, masks and scale, with keys and values that several
+    heads share.
+    """
     real = pl.pallas_call
     monkeypatch.setattr(
-        pl, "pallas_call", lambda *a, **k: real(*a, **{**k, "interpret": True, "compiler_params": None})
+        pl,
+        "pallas_call",
+        lambda *a, **k: real(*a, **{**k, "interpret": True, "compiler_params": None}),
     )
     query = jax.random.normal(jax.random.key(0), (1, 128, 4, 32))
     key, value = (jax.random.normal(jax.random.key(n), (1, 128, heads, 32)) for n in (1, 2))
@@ -122,13 +130,17 @@ def test_blockwise_attention_knows_segments_bias_and_scale():
     weights = jax.nn.softmax(jnp.where(same[:, None], scores, -jnp.inf), axis=-1)
     plain = jnp.einsum("bhts,bsk->bthk", weights, value[:, :, 0])
     more = {"segments": segments, "bias": bias, "scale": 0.5}
-    assert jnp.allclose(layers.dense_attention(query, key, value, is_causal=False, **more), plain, atol=1e-4)
+    assert jnp.allclose(
+        layers.dense_attention(query, key, value, is_causal=False, **more), plain, atol=1e-4
+    )
 
 
 def test_triton_attention_knows_segments_and_scale(monkeypatch):
     real = pl.pallas_call
     monkeypatch.setattr(
-        pl, "pallas_call", lambda *a, **k: real(*a, **{**k, "interpret": True, "compiler_params": None})
+        pl,
+        "pallas_call",
+        lambda *a, **k: real(*a, **{**k, "interpret": True, "compiler_params": None}),
     )
     query = jax.random.normal(jax.random.key(0), (1, 128, 2, 32))
     of = (jnp.arange(128)[None] >= 50).astype(jnp.int32)
@@ -139,13 +151,21 @@ def test_triton_attention_knows_segments_and_scale(monkeypatch):
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_what_a_flash_kernel_cannot_do_is_refused(platform):
-    query, of = jax.ShapeDtypeStruct((1, 128, 2, 128), jnp.float32), jax.ShapeDtypeStruct((1, 128), jnp.int32)
-    attend, bias = make_attention("flash", platform), jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.float32)
+    query, of = (
+        jax.ShapeDtypeStruct((1, 128, 2, 128), jnp.float32),
+        jax.ShapeDtypeStruct((1, 128), jnp.int32),
+    )
+    attend, bias = (
+        make_attention("flash", platform),
+        jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.float32),
+    )
     with pytest.raises(ValueError, match="adds no bias"):
         jax.eval_shape(lambda q, b: attend(q, q, q, is_causal=False, bias=b), query, bias)
     if platform == "gpu":
         with pytest.raises(ValueError, match="segments of one sequence"):
-            jax.eval_shape(lambda q, a, b: attend(q, q, q, is_causal=False, segments=(a, b)), query, of, of)
+            jax.eval_shape(
+                lambda q, a, b: attend(q, q, q, is_causal=False, segments=(a, b)), query, of, of
+            )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -159,7 +179,9 @@ def test_a_chunked_loss_is_the_whole_one(chunk, dtype):
     weight = jnp.linspace(0, 1, 12)[None]
 
     def whole(params, x):
-        return jnp.sum(weight * layers.cross_entropy(nnx.merge(graph, params)(x)[..., :17], targets))
+        return jnp.sum(
+            weight * layers.cross_entropy(nnx.merge(graph, params)(x)[..., :17], targets)
+        )
 
     def chunked(params, x):
         return jnp.sum(weight * nnx.merge(graph, params).losses(x, targets, 17, chunk))
@@ -169,7 +191,9 @@ def test_a_chunked_loss_is_the_whole_one(chunk, dtype):
     for got, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert got.dtype == expected.dtype
         got, expected = (jnp.asarray(leaf, jnp.float32) for leaf in (got, expected))
-        assert jnp.allclose(got, expected, rtol=tolerance, atol=tolerance * float(jnp.abs(expected).max()))
+        assert jnp.allclose(
+            got, expected, rtol=tolerance, atol=tolerance * float(jnp.abs(expected).max())
+        )
 
 
 def test_a_chunked_loss_never_holds_all_logits():
@@ -180,14 +204,23 @@ def test_a_chunked_loss_never_holds_all_logits():
             head = layers.Embedding(V, 16, rngs=nnx.Rngs(0))
             head.embedding.set_value(table)
             whole = (
-                layers.cross_entropy(head.attend(x), targets) if chunk is None else head.losses(x, targets, V, chunk)
+                layers.cross_entropy(head.attend(x), targets)
+                if chunk is None
+                else head.losses(x, targets, V, chunk)
             )
             return jnp.sum(whole)
 
         shapes = [
-            jax.ShapeDtypeStruct(s, d) for s, d in (((V, 16), "float32"), ((2, T, 16), "float32"), ((2, T), "int32"))
+            jax.ShapeDtypeStruct(s, d)
+            for s, d in (((V, 16), "float32"), ((2, T, 16), "float32"), ((2, T), "int32"))
         ]
-        return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(jax.grad(loss, argnums=(0, 1)))
+            .lower(*shapes)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     logits = 2 * T * V * 4
     assert compiled(None) > 0.9 * logits
@@ -214,7 +247,11 @@ def test_a_models_chunked_loss_is_its_loss(family, tied):
     config = kind.preset(preset, layers=2, sequence_length=16, tie_head=tied, vocab_size=200)
     graph, params = nnx.split(kind.make(config, rngs=nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 200)
-    batch = {"tokens": tokens, "mask": jnp.arange(32).reshape(2, 16) % 3, "segments": jnp.ones((2, 16), jnp.int32)}
+    batch = {
+        "tokens": tokens,
+        "mask": jnp.arange(32).reshape(2, 16) % 3,
+        "segments": jnp.ones((2, 16), jnp.int32),
+    }
 
     def loss(params, chunk):
         total, count = layers.next_token_loss(nnx.merge(graph, params), batch, chunk=chunk)

@@ -1,4 +1,6 @@
-"""Llama against the same mathematics in NumPy, and by what it does: causality, layouts that agree, counts, errors."""
+"""Llama against the same mathematics in NumPy, and by what it does: causality, layouts that agree,
+counts, errors.
+"""
 
 import dataclasses
 from functools import partial
@@ -26,7 +28,14 @@ from fsdp_jax.models.llama import (
 pytestmark = pytest.mark.core
 
 CONFIG = LlamaConfig(
-    vocab_size=19, sequence_length=8, layers=3, width=24, heads=4, kv_heads=2, hidden=20, rope_theta=100.0
+    vocab_size=19,
+    sequence_length=8,
+    layers=3,
+    width=24,
+    heads=4,
+    kv_heads=2,
+    hidden=20,
+    rope_theta=100.0,
 )
 BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
 
@@ -36,7 +45,10 @@ def make(seed: int = 0, **overrides) -> Llama:
     model = Llama(dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(seed))
     leaves, tree = jax.tree.flatten(nnx.state(model))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    drawn = [
+        leaf + 0.3 * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
     nnx.update(model, jax.tree.unflatten(tree, drawn))
     return model
 
@@ -56,7 +68,9 @@ def numpy_rotary(x: np.ndarray, theta: float) -> np.ndarray:
 def numpy_forward(model: Llama, tokens: np.ndarray) -> np.ndarray:
     """One sequence, [T] to [T, V], in float64, head by head."""
     config = model.config
-    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model)))
+    weights = jax.tree.map(
+        lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model))
+    )
     K = config.width // config.heads
 
     def norm(x, scale):
@@ -68,8 +82,12 @@ def numpy_forward(model: Llama, tokens: np.ndarray) -> np.ndarray:
         y, attended = norm(x, w["attn_norm"]["scale"]), []
         for h in range(config.heads):
             g = h // (config.heads // config.kv_heads)
-            q = numpy_rotary(y @ w["attn"]["q"]["kernel"][:, h * K : (h + 1) * K], config.rope_theta)
-            k = numpy_rotary(y @ w["attn"]["k"]["kernel"][:, g * K : (g + 1) * K], config.rope_theta)
+            q = numpy_rotary(
+                y @ w["attn"]["q"]["kernel"][:, h * K : (h + 1) * K], config.rope_theta
+            )
+            k = numpy_rotary(
+                y @ w["attn"]["k"]["kernel"][:, g * K : (g + 1) * K], config.rope_theta
+            )
             v = y @ w["attn"]["v"]["kernel"][:, g * K : (g + 1) * K]
             scores = np.where(np.tri(len(tokens), dtype=bool), q @ k.T / np.sqrt(K), -np.inf)
             attended.append(np.exp(scores) / np.exp(scores).sum(-1, keepdims=True) @ v)
@@ -92,7 +110,9 @@ def test_logits_are_those_of_numpy(overrides):
 def test_rotary_turns_queries_and_keys_so_that_only_distance_counts():
     q, k = jax.random.normal(jax.random.key(0), (2, 6))
     turned_q, turned_k = (
-        np.asarray(rotary(jnp.broadcast_to(x, (1, 8, 1, 6)), frequencies(6, 100.0))[0, :, 0], np.float64)
+        np.asarray(
+            rotary(jnp.broadcast_to(x, (1, 8, 1, 6)), frequencies(6, 100.0))[0, :, 0], np.float64
+        )
         for x in (q, k)
     )
     scores = turned_q @ turned_k.T
@@ -109,7 +129,9 @@ def test_rotary_is_computed_in_float32():
     assert turned.dtype == jnp.bfloat16
     expected = numpy_rotary(np.asarray(x[0, :, 0], np.float64), 10_000.0)
     # half a unit in the last place of bfloat16, and the float32 angle's error at position 4095
-    np.testing.assert_allclose(np.asarray(turned[0, :, 0], np.float64), expected, rtol=2**-8, atol=4e-3)
+    np.testing.assert_allclose(
+        np.asarray(turned[0, :, 0], np.float64), expected, rtol=2**-8, atol=4e-3
+    )
 
 
 @BOTH
@@ -127,7 +149,9 @@ def test_scanned_equals_unrolled_given_the_same_weights():
         nnx.update(getattr(unrolled, name), nnx.state(getattr(scanned, name)))
     for i, block in enumerate(unrolled.blocks):
         nnx.update(block, jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(scanned.blocks)))
-    np.testing.assert_allclose(scanned(some_tokens()), unrolled(some_tokens()), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        scanned(some_tokens()), unrolled(some_tokens()), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -150,7 +174,11 @@ def test_parameter_counts_are_the_published_ones():
 
 def test_a_model_has_no_state_but_its_parameters():
     state = nnx.state(make())
-    assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(nnx.state(make(), nnx.Param))) == 2 + 9 + 1
+    assert (
+        len(jax.tree.leaves(state))
+        == len(jax.tree.leaves(nnx.state(make(), nnx.Param)))
+        == 2 + 9 + 1
+    )
 
 
 @pytest.mark.parametrize("tie_head", [True, False])
@@ -158,9 +186,15 @@ def test_flops_per_token_is_three_times_what_the_forward_pass_does(tie_head):
     config = preset("llama-tiny", scan_layers=False, tie_head=tie_head)
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((1, config.sequence_length), jnp.int32)
-    cost = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens)).lower(state, tokens).cost_analysis()
+    cost = (
+        jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
+        .lower(state, tokens)
+        .cost_analysis()
+    )
     # the compiler also counts softmax, rotary, silu and norms, a few per cent at this width
-    assert cost["flops"] / config.sequence_length == pytest.approx(flops_per_token(config) / 3, rel=0.1)
+    assert cost["flops"] / config.sequence_length == pytest.approx(
+        flops_per_token(config) / 3, rel=0.1
+    )
 
 
 @BOTH
@@ -168,7 +202,9 @@ def test_gradients_reach_every_parameter_of_every_layer(scan_layers):
     graph, params = nnx.split(make(scan_layers=scan_layers))
     batch = {"tokens": some_tokens(length=9)}
     grads = jax.grad(lambda params: next_token_loss(nnx.merge(graph, params), batch)[0])(params)
-    stacked = [leaf for leaf in jax.tree.leaves(grads) if scan_layers and leaf.shape[0] == CONFIG.layers]
+    stacked = [
+        leaf for leaf in jax.tree.leaves(grads) if scan_layers and leaf.shape[0] == CONFIG.layers
+    ]
     assert len(stacked) == (9 if scan_layers else 0)
     assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(grads))
     assert all(np.any(np.asarray(leaf[i]) != 0) for leaf in stacked for i in range(CONFIG.layers))
@@ -202,7 +238,10 @@ def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
     ("call", "says"),
     [
         (lambda: preset("llama2-7"), "unknown preset 'llama2-7'; did you mean 'llama2-7b'"),
-        (lambda: preset("llama-tiny", kv_head=3), "LlamaConfig field 'kv_head'; did you mean 'kv_heads'"),
+        (
+            lambda: preset("llama-tiny", kv_head=3),
+            "LlamaConfig field 'kv_head'; did you mean 'kv_heads'",
+        ),
         (lambda: preset("llama-tiny", heads=3), "width 128, heads 3"),
         (lambda: preset("llama-tiny", width=12), "multiple of 2 x heads"),
         (lambda: preset("llama-tiny", kv_heads=3), "heads 4, kv_heads 3"),
@@ -227,15 +266,21 @@ def test_attention_in_blocks_is_attention(causal):
     def loss(attention, *args):
         return (attention(*args, is_causal=causal) * weight).sum()
 
-    blocks = jax.value_and_grad(partial(loss, layers.blockwise_attention), (0, 1, 2))(query, key, value)
-    whole = jax.value_and_grad(partial(loss, jax.nn.dot_product_attention), (0, 1, 2))(query, key, value)
+    blocks = jax.value_and_grad(partial(loss, layers.blockwise_attention), (0, 1, 2))(
+        query, key, value
+    )
+    whole = jax.value_and_grad(partial(loss, jax.nn.dot_product_attention), (0, 1, 2))(
+        query, key, value
+    )
     for ours, theirs in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
 def test_llama_3_stretches_the_slow_turns_alone():
     scaling = RopeScaling(factor=8.0)
-    plain, stretched = (np.asarray(frequencies(128, 500_000.0, s), np.float64) for s in (None, scaling))
+    plain, stretched = (
+        np.asarray(frequencies(128, 500_000.0, s), np.float64) for s in (None, scaling)
+    )
     turns = 8192 * plain / (2 * np.pi)
     np.testing.assert_array_equal(stretched[turns > 4], plain[turns > 4])
     np.testing.assert_allclose(stretched[turns < 1], plain[turns < 1] / 8, rtol=1e-6)

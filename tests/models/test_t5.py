@@ -39,10 +39,15 @@ VERSIONS = pytest.mark.parametrize("version", [{}, V1_1], ids=["1.0", "1.1"])
 
 def make(seed: int = 0, **overrides) -> T5:
     """With weights other than the initial ones, norms' too, so that every part shows in the logits."""
-    model = T5(dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed, dropout=seed + 1))
+    model = T5(
+        dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed, dropout=seed + 1)
+    )
     leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [leaf + 0.2 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    drawn = [
+        leaf + 0.2 * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
     nnx.update(model, jax.tree.unflatten(tree, drawn))
     return model
 
@@ -80,7 +85,11 @@ def numpy_bucket(distance: int, *, bidirectional: bool, buckets: int, max_distan
 
 
 @settings(deadline=None)
-@given(st.integers(-5000, 5000), st.booleans(), st.sampled_from([(32, 128), (8, 20), (64, 1000), (8, 10)]))
+@given(
+    st.integers(-5000, 5000),
+    st.booleans(),
+    st.sampled_from([(32, 128), (8, 20), (64, 1000), (8, 10)]),
+)
 def test_buckets_are_the_published_ones(distance, bidirectional, sizes):
     rule = {"bidirectional": bidirectional, "buckets": sizes[0], "max_distance": sizes[1]}
     found = relative_buckets(np.asarray([distance]), **rule)
@@ -89,10 +98,14 @@ def test_buckets_are_the_published_ones(distance, bidirectional, sizes):
     assert 0 <= found[0] < sizes[0]
 
 
-def numpy_forward(model: T5, inputs: np.ndarray, mask: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def numpy_forward(
+    model: T5, inputs: np.ndarray, mask: np.ndarray, targets: np.ndarray
+) -> np.ndarray:
     """One example, [S] and [T] to [T, V], in float64, head by head."""
     config = model.config
-    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model)))
+    weights = jax.tree.map(
+        lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model))
+    )
     K = config.head_dim
 
     def norm(x, scale):
@@ -102,12 +115,19 @@ def numpy_forward(model: T5, inputs: np.ndarray, mask: np.ndarray, targets: np.n
         out = []
         for h in range(config.heads):
             q, k, v = (
-                y @ w[name]["kernel"][:, h * K : (h + 1) * K] for name, y in (("q", x), ("k", seen), ("v", seen))
+                y @ w[name]["kernel"][:, h * K : (h + 1) * K]
+                for name, y in (("q", x), ("k", seen), ("v", seen))
             )
             scores = q @ k.T
             if table is not None:
-                rule = {"bidirectional": bidirectional, "buckets": config.buckets, "max_distance": config.max_distance}
-                rows = [[numpy_bucket(s - t, **rule) for s in range(len(seen))] for t in range(len(x))]
+                rule = {
+                    "bidirectional": bidirectional,
+                    "buckets": config.buckets,
+                    "max_distance": config.max_distance,
+                }
+                rows = [
+                    [numpy_bucket(s - t, **rule) for s in range(len(seen))] for t in range(len(x))
+                ]
                 scores = scores + table[np.asarray(rows), h]
             scores = np.exp(np.where(allowed, scores, -np.inf))
             out.append(scores / scores.sum(-1, keepdims=True) @ v)
@@ -135,7 +155,9 @@ def numpy_forward(model: T5, inputs: np.ndarray, mask: np.ndarray, targets: np.n
     for i in range(config.decoder_layers):
         w = layer(stack, i)
         y = norm(x, w["attn_norm"])
-        x = x + attend(w["attn"], y, y, np.tri(T, dtype=bool), stack["relative_bias"]["embedding"], False)
+        x = x + attend(
+            w["attn"], y, y, np.tri(T, dtype=bool), stack["relative_bias"]["embedding"], False
+        )
         x = x + attend(w["cross"], norm(x, w["cross_norm"]), encoded, seen)
         x = x + mlp(w["mlp"], norm(x, w["mlp_norm"]))
     x = norm(x, stack["norm"])
@@ -169,7 +191,9 @@ def test_the_decoder_sees_no_future_and_all_of_the_input(scan_layers):
 def test_padding_does_not_matter(scan_layers):
     model, batch = make(scan_layers=scan_layers), some_batch()
     expected = called(model, batch)
-    other = np.where(batch["inputs_mask"] == 1, batch["inputs"], (batch["inputs"] + 5) % CONFIG.vocab_size)
+    other = np.where(
+        batch["inputs_mask"] == 1, batch["inputs"], (batch["inputs"] + 5) % CONFIG.vocab_size
+    )
     assert not np.array_equal(other, batch["inputs"])
     np.testing.assert_array_equal(expected, called(model, batch | {"inputs": other}))
     for row in range(2):
@@ -186,8 +210,12 @@ def test_scanned_equals_unrolled_given_the_same_weights():
         for name in ("norm", "relative_bias"):
             nnx.update(getattr(target, name), nnx.state(getattr(source, name)))
         for i, block in enumerate(target.blocks):
-            nnx.update(block, jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(source.blocks, nnx.Param)))
-    np.testing.assert_allclose(called(scanned, some_batch()), called(unrolled, some_batch()), rtol=1e-5, atol=1e-5)
+            nnx.update(
+                block, jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(source.blocks, nnx.Param))
+            )
+    np.testing.assert_allclose(
+        called(scanned, some_batch()), called(unrolled, some_batch()), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -214,7 +242,8 @@ def test_parameter_counts_are_the_published_ones():
     # as PyTorch wrote them
     measured = {"t5-611m": (611, 1e6), "t5-2.28b": (228, 1e7), "t5-11.3b": (113, 1e8)}
     assert {
-        name: (round(parameter_count(PRESETS[name]) / unit), unit) for name, (_, unit) in measured.items()
+        name: (round(parameter_count(PRESETS[name]) / unit), unit)
+        for name, (_, unit) in measured.items()
     } == measured
 
 
@@ -225,7 +254,11 @@ def test_weights_start_from_the_stated_scales(version):
     attn, mlp = found["encoder"]["blocks"]["attn"], found["decoder"]["blocks"]["mlp"]
     scales = {
         (128 * 32) ** -0.5: [attn["q"]["kernel"]],
-        128**-0.5: [attn["k"]["kernel"], attn["v"]["kernel"], mlp["wi_1" if version else "up"]["kernel"]]
+        128**-0.5: [
+            attn["k"]["kernel"],
+            attn["v"]["kernel"],
+            mlp["wi_1" if version else "up"]["kernel"],
+        ]
         + ([found["head"]["kernel"]] if version else []),
         (4 * 32) ** -0.5: [attn["o"]["kernel"]],
         256**-0.5: [mlp["down"]["kernel"]],
@@ -234,7 +267,9 @@ def test_weights_start_from_the_stated_scales(version):
     for scale, leaves in scales.items():
         for leaf in leaves:
             assert np.std(leaf) == pytest.approx(scale, rel=0.05)
-    assert np.std(found["decoder"]["relative_bias"]["embedding"]) == pytest.approx(128**-0.5, rel=0.25)
+    assert np.std(found["decoder"]["relative_bias"]["embedding"]) == pytest.approx(
+        128**-0.5, rel=0.25
+    )
     assert not np.array_equal(attn["q"]["kernel"][0], attn["q"]["kernel"][1])
 
 
@@ -243,7 +278,11 @@ def test_flops_per_example_is_three_times_what_the_forward_pass_does(version):
     config = preset("t5-tiny", scan_layers=False, targets_length=64, **version)
     graph, state = nnx.split(nnx.eval_shape(lambda: T5(config, rngs=nnx.Rngs(0))))
     tokens = [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in (128, 64)]
-    cost = jax.jit(lambda state, *tokens: nnx.merge(graph, state)(*tokens)).lower(state, *tokens).cost_analysis()
+    cost = (
+        jax.jit(lambda state, *tokens: nnx.merge(graph, state)(*tokens))
+        .lower(state, *tokens)
+        .cost_analysis()
+    )
     # the compiler also counts softmax, norms and relative positions, a few per cent at this width
     assert cost["flops"] == pytest.approx(flops_per_example(config) / 3, rel=0.1)
 
@@ -253,7 +292,9 @@ def test_flops_per_example_is_three_times_what_the_forward_pass_does(version):
 def test_gradients_reach_every_parameter_of_every_layer(scan_layers, version):
     graph, params, rest = nnx.split(make(scan_layers=scan_layers, **version), nnx.Param, ...)
     batch = some_batch()
-    grads = jax.jit(jax.grad(lambda params: text_to_text_loss(nnx.merge(graph, params, rest), batch)[0]))(params)
+    grads = jax.jit(
+        jax.grad(lambda params: text_to_text_loss(nnx.merge(graph, params, rest), batch)[0])
+    )(params)
     for path, leaf in nnx.to_flat_state(grads):
         layers = leaf[...] if scan_layers and "blocks" in path else leaf[...][None]
         # a bucket that no distance falls into has no gradient, but its table has
@@ -268,10 +309,16 @@ def test_loss_is_that_of_targets_read_one_behind():
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     by_hand = -np.take_along_axis(logp, batch["targets"][..., None], -1)[..., 0]
     np.testing.assert_allclose(total, (by_hand * batch["mask"]).sum(), rtol=1e-5)
-    assert (total.dtype, count.dtype, float(count)) == (jnp.float32, jnp.float32, batch["mask"].sum())
+    assert (total.dtype, count.dtype, float(count)) == (
+        jnp.float32,
+        jnp.float32,
+        batch["mask"].sum(),
+    )
     bare = {"inputs": batch["inputs"], "targets": batch["targets"]}
     full = bare | {"inputs_mask": np.ones_like(batch["inputs"]), "mask": np.ones((2, 8))}
-    np.testing.assert_allclose(text_to_text_loss(model, bare), text_to_text_loss(model, full), rtol=1e-6)
+    np.testing.assert_allclose(
+        text_to_text_loss(model, bare), text_to_text_loss(model, full), rtol=1e-6
+    )
 
 
 def test_targets_of_weight_zero_may_be_any_number():
@@ -280,7 +327,9 @@ def test_targets_of_weight_zero_may_be_any_number():
     expected = text_to_text_loss(model, batch)
     for other in (-100, 31):
         targets = np.where(np.arange(8)[None] >= 6, other, batch["targets"])
-        np.testing.assert_allclose(text_to_text_loss(model, batch | {"targets": targets}), expected, rtol=1e-6)
+        np.testing.assert_allclose(
+            text_to_text_loss(model, batch | {"targets": targets}), expected, rtol=1e-6
+        )
 
 
 @pytest.mark.long
@@ -328,7 +377,9 @@ def test_bfloat16_weights_give_a_bfloat16_stream(scan_layers, version, keep_norm
 def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
     model = make(dtype="bfloat16", **V1_1)
     assert called(model, some_batch()).dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
+        jnp.dtype(jnp.float32)
+    }
 
 
 @pytest.mark.parametrize(
@@ -341,8 +392,14 @@ def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
         (lambda: preset("t5-tiny", max_distance=16), "max_distance 16, buckets 32"),
         (lambda: preset("t5-tiny", norm_epsilon=0.0), "norm_epsilon must be above 0, got 0.0"),
         (lambda: preset("t5-tiny", dropout=1.0), "below 1, got 1.0"),
-        (lambda: make()(jnp.zeros((1, 13), int), jnp.zeros((1, 8), int)), "at most 12 inputs .inputs_length., got 13"),
-        (lambda: make()(jnp.zeros((1, 8), int), jnp.zeros((1, 9), int)), "at most 8 targets .targets_length., got 9"),
+        (
+            lambda: make()(jnp.zeros((1, 13), int), jnp.zeros((1, 8), int)),
+            "at most 12 inputs .inputs_length., got 13",
+        ),
+        (
+            lambda: make()(jnp.zeros((1, 8), int), jnp.zeros((1, 9), int)),
+            "at most 8 targets .targets_length., got 9",
+        ),
     ],
 )
 def test_mistakes_are_explained(call, says):
@@ -361,7 +418,9 @@ class TextToText(Case):
 
 def case(**overrides: Any) -> TextToText:
     config = dataclasses.replace(CONFIG, **overrides)
-    return TextToText(lambda rngs: T5(config, rngs=rngs), text_to_text_loss, (T5EncoderBlock, T5DecoderBlock))
+    return TextToText(
+        lambda rngs: T5(config, rngs=rngs), text_to_text_loss, (T5EncoderBlock, T5DecoderBlock)
+    )
 
 
 CASES = {
@@ -372,10 +431,14 @@ BFLOAT16 = fsdp.Precision(compute="bfloat16")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "prefetch"), [("scanned", "none"), ("scanned", "pre"), ("unrolled", "pre")])
+@pytest.mark.parametrize(
+    ("name", "prefetch"), [("scanned", "none"), ("scanned", "pre"), ("unrolled", "pre")]
+)
 def test_sharded_training_is_training(name, prefetch):
     local_batch = prefetch != "none"
-    found, step = train(CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch)
+    found, step = train(
+        CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch
+    )
     check(found, alone(CASES[name], steps=2))
     gathered = {path for path, route in step.plan.routes.items() if route.unit is not None}
     assert {path.split("/")[0] for path in gathered} == {"encoder", "decoder"}

@@ -31,10 +31,15 @@ BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "un
 
 def make(seed: int = 0, **overrides) -> ViT:
     """With weights large enough that every part of the model shows in the logits."""
-    model = ViT(dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed, dropout=seed + 1))
+    model = ViT(
+        dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed, dropout=seed + 1)
+    )
     leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [leaf + 0.2 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    drawn = [
+        leaf + 0.2 * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
     nnx.update(model, jax.tree.unflatten(tree, drawn))
     return model
 
@@ -42,8 +47,14 @@ def make(seed: int = 0, **overrides) -> ViT:
 def some_batch(rows: int = 2, seed: int = 7) -> dict[str, np.ndarray]:
     random, side = np.random.default_rng(seed), CONFIG.image_size
     labels = random.integers(0, CONFIG.classes, rows).astype(np.int32)
-    images = (random.integers(0, 128, (rows, side, side, 3)) + 16 * labels[:, None, None, None]).astype(np.uint8)
-    return {"images": images, "labels": labels, "mask": (random.random(rows) < 0.7).astype(np.float32)}
+    images = (
+        random.integers(0, 128, (rows, side, side, 3)) + 16 * labels[:, None, None, None]
+    ).astype(np.uint8)
+    return {
+        "images": images,
+        "labels": labels,
+        "mask": (random.random(rows) < 0.7).astype(np.float32),
+    }
 
 
 def floats(images: np.ndarray) -> np.ndarray:
@@ -53,7 +64,9 @@ def floats(images: np.ndarray) -> np.ndarray:
 def numpy_forward(model: ViT, image: np.ndarray) -> np.ndarray:
     """One image, [H, W, 3] to [classes], in float64, patch by patch and head by head."""
     config, P = model.config, model.config.patch
-    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model)))
+    weights = jax.tree.map(
+        lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model))
+    )
 
     def norm(x, w):
         centred = x - x.mean(-1, keepdims=True)
@@ -124,7 +137,9 @@ def test_every_patch_reaches_the_class_token():
 def test_scanned_equals_unrolled_given_the_same_weights():
     scanned, unrolled = make(scan_layers=True), make(seed=5, scan_layers=False)
     weights = nnx.to_pure_dict(nnx.state(scanned, nnx.Param))
-    weights["blocks"] = {i: jax.tree.map(lambda leaf, i=i: leaf[i], weights["blocks"]) for i in range(CONFIG.layers)}
+    weights["blocks"] = {
+        i: jax.tree.map(lambda leaf, i=i: leaf[i], weights["blocks"]) for i in range(CONFIG.layers)
+    }
     nnx.update(unrolled, weights)
     images = floats(some_batch()["images"])
     np.testing.assert_allclose(scanned(images), unrolled(images), rtol=1e-5, atol=1e-5)
@@ -138,7 +153,12 @@ def test_parameter_count_is_the_real_count(name):
 
 
 def test_parameter_counts_are_the_published_ones():
-    published = {"vit-s16": 22_050_664, "vit-b16": 86_567_656, "vit-l16": 304_326_632, "vit-h14": 632_045_800}
+    published = {
+        "vit-s16": 22_050_664,
+        "vit-b16": 86_567_656,
+        "vit-l16": 304_326_632,
+        "vit-h14": 632_045_800,
+    }
     assert {name: parameter_count(PRESETS[name]) for name in published} == published
     assert parameter_count(PRESETS["vit-g14"]) == pytest.approx(1_012.61e6, rel=1e-5)
 
@@ -147,7 +167,11 @@ def test_flops_per_example_is_three_times_what_the_forward_pass_does():
     config = preset("vit-tiny", scan_layers=False)
     graph, state = nnx.split(nnx.eval_shape(lambda: ViT(config, rngs=nnx.Rngs(0))))
     images = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
-    cost = jax.jit(lambda state, images: nnx.merge(graph, state)(images)).lower(state, images).cost_analysis()
+    cost = (
+        jax.jit(lambda state, images: nnx.merge(graph, state)(images))
+        .lower(state, images)
+        .cost_analysis()
+    )
     # the compiler also counts softmax, gelu and norms, a few per cent at this width
     assert cost["flops"] == pytest.approx(flops_per_example(config) / 3, rel=0.1)
 
@@ -156,11 +180,15 @@ def test_flops_per_example_is_three_times_what_the_forward_pass_does():
 def test_gradients_reach_every_parameter_of_every_layer(scan_layers):
     graph, params, rest = nnx.split(make(scan_layers=scan_layers), nnx.Param, ...)
     batch = some_batch() | {"mask": np.ones(2)}
-    grads = jax.jit(jax.grad(lambda params: classification_loss(nnx.merge(graph, params, rest), batch)[0]))(params)
+    grads = jax.jit(
+        jax.grad(lambda params: classification_loss(nnx.merge(graph, params, rest), batch)[0])
+    )(params)
     for path, leaf in nnx.to_flat_state(grads):
         layers = leaf[...] if scan_layers and "blocks" in path else leaf[...][None]
         # adding to every key changes no weight, so the gradient of k's bias is rounding alone
-        assert path[-2:] == ("k", "bias") or np.all(np.abs(layers).reshape(len(layers), -1).max(-1) > 1e-6), path
+        assert path[-2:] == ("k", "bias") or np.all(
+            np.abs(layers).reshape(len(layers), -1).max(-1) > 1e-6
+        ), path
 
 
 def test_loss_is_the_masked_sum_and_the_count():
@@ -170,10 +198,17 @@ def test_loss_is_the_masked_sum_and_the_count():
     logits = np.asarray(model(floats(batch["images"])), np.float64)
     by_hand = np.log(np.exp(logits).sum(-1)) - logits[np.arange(6), batch["labels"]]
     np.testing.assert_allclose(total, (by_hand * batch["mask"]).sum(), rtol=1e-5)
-    assert (total.dtype, count.dtype, float(count)) == (jnp.float32, jnp.float32, batch["mask"].sum())
+    assert (total.dtype, count.dtype, float(count)) == (
+        jnp.float32,
+        jnp.float32,
+        batch["mask"].sum(),
+    )
     other = batch | {"labels": np.where(batch["mask"] == 0, -1, batch["labels"])}
     np.testing.assert_array_equal(classification_loss(model, other)[0], total)
-    bare = {"images": floats(batch["images"]), "labels": batch["labels"]}  # floats are taken as they are
+    bare = {
+        "images": floats(batch["images"]),
+        "labels": batch["labels"],
+    }  # floats are taken as they are
     np.testing.assert_allclose(classification_loss(model, bare)[0], by_hand.sum(), rtol=1e-5)
     assert float(classification_loss(model, bare)[1]) == 6
 
@@ -209,7 +244,9 @@ def test_bfloat16_weights_give_a_bfloat16_stream(scan_layers, keep_norms):
 def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
     model = make(dtype="bfloat16")
     assert model(floats(some_batch()["images"])).dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
+        jnp.dtype(jnp.float32)
+    }
 
 
 @pytest.mark.parametrize(
@@ -222,9 +259,15 @@ def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
         (lambda: preset("vit-tiny", classes=0), "classes must be at least 1, got 0"),
         (lambda: preset("vit-tiny", norm_epsilon=0.0), "norm_epsilon must be above 0, got 0.0"),
         (lambda: preset("vit-tiny", dropout=1.0), "below 1, got 1.0"),
-        (lambda: make()(jnp.zeros((1, 8, 12, 3))), r"images as uint8 or floats \[B, 12, 12, 3\], got float32 \[1, 8"),
+        (
+            lambda: make()(jnp.zeros((1, 8, 12, 3))),
+            r"images as uint8 or floats \[B, 12, 12, 3\], got float32 \[1, 8",
+        ),
         (lambda: make()(jnp.zeros((1, 12, 12, 3), jnp.int32)), r"got int32 \[1, 12, 12, 3\]"),
-        (lambda: preset("vit-tiny", mean=(0.5,)), r"ViTConfig.mean must be 3 numbers, got \(0.5,\)"),
+        (
+            lambda: preset("vit-tiny", mean=(0.5,)),
+            r"ViTConfig.mean must be 3 numbers, got \(0.5,\)",
+        ),
         (lambda: preset("vit-tiny", std=(0.5, 0.0, 0.5)), r"ViTConfig.std must be above 0"),
     ],
 )
@@ -251,10 +294,14 @@ CASES = {"scanned": case(), "unrolled": case(scan_layers=False)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "prefetch"), [("scanned", "none"), ("scanned", "pre"), ("unrolled", "pre")])
+@pytest.mark.parametrize(
+    ("name", "prefetch"), [("scanned", "none"), ("scanned", "pre"), ("unrolled", "pre")]
+)
 def test_sharded_training_is_training(name, prefetch):
     local_batch = prefetch != "none"
-    found, step = train(CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch)
+    found, step = train(
+        CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch
+    )
     check(found, alone(CASES[name], steps=2))
     gathered = {path for path, route in step.plan.routes.items() if route.unit is not None}
     assert {path.split("/")[0] for path in gathered} == {"blocks"}

@@ -41,12 +41,16 @@ class _Anything(type):
 class _Empty(MetaPathFinder, Loader):
     """Finds `torchvision` and all in it, and finds nothing in them.
 
-    timm imports it for reading images, which no model does; a build of it fits one build of torch, and where that is
-    another one its import fails.
+    timm imports it for reading images, which no model does; a build of it fits one build of torch,
+    and where that is another one its import fails.
     """
 
     def find_spec(self, name, path=None, target=None):
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
+        return (
+            ModuleSpec(name, self, is_package=True)
+            if name.partition(".")[0] == "torchvision"
+            else None
+        )
 
     def create_module(self, spec):
         module = types.ModuleType(spec.name)

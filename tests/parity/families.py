@@ -52,7 +52,13 @@ def randomised(model, seed=0):
             if value.ndim == 1:
                 is_bias = name.endswith("bias")
                 value.copy_(0.2 * noise if is_bias else 0.7 + 0.3 * noise.abs())
-            elif "wte" in name or "embed" in name or "shared" in name or "wpe" in name or "token" in name:
+            elif (
+                "wte" in name
+                or "embed" in name
+                or "shared" in name
+                or "wpe" in name
+                or "token" in name
+            ):
                 value.copy_(0.5 * noise)
             elif "relative" in name:
                 value.copy_(noise)
@@ -136,10 +142,14 @@ def t5_like(*, gated, tied):
 
 def t5_output(model, batch):
     labels = torch.where(batch["mask"] > 0, batch["targets"], -100)
-    # what the decoder reads is given, so that padded targets are the same for both; they weigh nothing
+    # what the decoder reads is given, so that padded targets are the same for both; they weigh
+    # nothing
     shifted = functional.pad(batch["targets"][:, :-1], (1, 0))
     return model(
-        input_ids=batch["inputs"], attention_mask=batch["inputs_mask"], decoder_input_ids=shifted, labels=labels
+        input_ids=batch["inputs"],
+        attention_mask=batch["inputs_mask"],
+        decoder_input_ids=shifted,
+        labels=labels,
     )
 
 
@@ -199,13 +209,24 @@ FAMILIES = {
     "llama-grouped": decoder(
         llama_like(num_key_value_heads=2, tie_word_embeddings=True), llama.Llama, llama.LlamaBlock
     ),
-    "llama-3.1": decoder(llama_like(num_key_value_heads=2, rope_parameters=LLAMA3), llama.Llama, llama.LlamaBlock),
+    "llama-3.1": decoder(
+        llama_like(num_key_value_heads=2, rope_parameters=LLAMA3), llama.Llama, llama.LlamaBlock
+    ),
     "t5": text_to_text(t5_like(gated=False, tied=True)),
     "t5-v1_1": text_to_text(t5_like(gated=True, tied=False)),
-    "vit": classifier(vit_like, vit.ViT, lambda model, x: model(pixel_values=x).logits, vit.ViTBlock),
+    "vit": classifier(
+        vit_like, vit.ViT, lambda model, x: model(pixel_values=x).logits, vit.ViTBlock
+    ),
 }
 
-CAIT = {"img_size": SIDE, "patch_size": 8, "embed_dim": 64, "depth": 3, "num_heads": 4, "init_values": 0.1}
+CAIT = {
+    "img_size": SIDE,
+    "patch_size": 8,
+    "embed_dim": 64,
+    "depth": 3,
+    "num_heads": 4,
+    "init_values": 0.1,
+}
 
 
 def cait_like(timm):
@@ -214,4 +235,6 @@ def cait_like(timm):
     def make():
         return randomised(timm.create_model("cait_xxs24_224", num_classes=CLASSES, **CAIT))
 
-    return classifier(make, cait.CaiT, lambda model, x: model(x), cait.CaiTBlock, cait.ClassAttentionBlock)
+    return classifier(
+        make, cait.CaiT, lambda model, x: model(x), cait.CaiTBlock, cait.ClassAttentionBlock
+    )

@@ -1,7 +1,8 @@
-"""Weights of transformers and timm in our models: the same logits, loss, gradients, and the same weights back.
+"""Weights of transformers and timm in our models: the same logits, loss, gradients, and the same
+weights back.
 
-Ours run on 8 devices under full_shard. Gradients go through the same table as weights do, so that one compares each
-with the tensor that it belongs to.
+Ours run on 8 devices under full_shard. Gradients go through the same table as weights do, so that
+one compares each with the tensor that it belongs to.
 """
 
 import copy
@@ -25,7 +26,8 @@ from fsdp_jax.weights import export_weights, from_arrays, import_weights, read_c
 pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 
 LOGITS, LOSS, GRADIENT, TRAINED = 1e-4, 1e-3, 1e-3, 1e-3
-# At three times this rate torch in float32 leaves torch in float64 by more than the tolerance (measured, T5).
+# At three times this rate torch in float32 leaves torch in float64 by more than the tolerance
+# (measured, T5).
 STEPS, PEAK, WARM, CLIP = 20, 1e-3, 5, 1.0
 ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 NAMES = [*FAMILIES, "cait"]
@@ -47,7 +49,11 @@ def saved(name, family, tmp_path_factory):
     model, folder = family.make(), tmp_path_factory.mktemp(name)
     if name == "cait":
         save_file(model.state_dict(), folder / "model.safetensors")
-        found = {"architecture": "cait_xxs24_224", "num_classes": model.num_classes, "model_args": CAIT}
+        found = {
+            "architecture": "cait_xxs24_224",
+            "num_classes": model.num_classes,
+            "model_args": CAIT,
+        }
         (folder / "config.json").write_text(json.dumps(found))
     else:
         model.save_pretrained(folder)
@@ -58,11 +64,15 @@ def loaded(name, folder, timm=None):
     """The torch model that others make of a folder."""
     found = json.loads((folder / "config.json").read_text())
     if name == "cait":
-        model = timm.create_model(found["architecture"], num_classes=found["num_classes"], **found["model_args"])
+        model = timm.create_model(
+            found["architecture"], num_classes=found["num_classes"], **found["model_args"]
+        )
         model.load_state_dict(load_file(folder / "model.safetensors"))
         return model.eval()
     kind = getattr(transformers, found["architectures"][0])
-    model, info = kind.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    model, info = kind.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
     assert not any(info.values()), info
     return model.eval()
 
@@ -86,7 +96,10 @@ def laid_out(family, folder, tx, **fields):
     for path, leaf in flatten(params).items():
         assert leaf.sharding == sharded.layout.by_path[path].sharding, path
     assert sum(not leaf.replicated for leaf in sharded.layout.by_path.values()) > 10
-    opt_state = jax.jit(tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, sharded.abstract_state().opt_state))
+    opt_state = jax.jit(
+        tx.init,
+        out_shardings=jax.tree.map(lambda x: x.sharding, sharded.abstract_state().opt_state),
+    )
     state = sharded.init()
     return config, sharded, dataclasses.replace(state, params=params, opt_state=opt_state(params))
 
@@ -97,12 +110,16 @@ def as_theirs(config, params):
     found = {}
     for path, pieces in table_of(config).pieces(flat).items():
         for piece in pieces:
-            found[piece.name] = piece.to_theirs(flat[path][tuple(slice(*each) for each in piece.box)])
+            found[piece.name] = piece.to_theirs(
+                flat[path][tuple(slice(*each) for each in piece.box)]
+            )
     return found
 
 
 def gradients_saved(name, model, folder):
-    """A torch model's gradients by the names that a file has: transformers renames some of them as it saves."""
+    """A torch model's gradients by the names that a file has: transformers renames some of them as
+    it saves.
+    """
     named = copy.deepcopy(model)
     for value, other in zip(named.parameters(), model.parameters(), strict=True):
         value.data = other.grad
@@ -175,7 +192,9 @@ def test_transformers_normalises_images_as_we_do(tmp_path):
     family = FAMILIES["vit"]
     family.make().save_pretrained(tmp_path / "in")
     found, out = of_pixels(family, tmp_path / "in", tmp_path)
-    processor = transformers.models.vit.image_processing_pil_vit.ViTImageProcessorPil.from_pretrained(out)
+    processor = (
+        transformers.models.vit.image_processing_pil_vit.ViTImageProcessorPil.from_pretrained(out)
+    )
     images = processor(list(PIXELS), return_tensors="pt", input_data_format="channels_last")
     with torch.no_grad():
         expected = loaded("vit", out)(**images).logits
@@ -206,7 +225,8 @@ def test_timm_normalises_images_as_we_do(timm, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "bos", "eos"), [("gpt2", None, None), ("llama", 3, 4), ("llama", None, [4, 5]), ("t5", None, 1)]
+    ("name", "bos", "eos"),
+    [("gpt2", None, None), ("llama", 3, 4), ("llama", None, [4, 5]), ("t5", None, 1)],
 )
 def test_how_text_ends_is_what_we_write(name, bos, eos, tmp_path):
     """Where it is not known, no number of their own is taken."""
@@ -219,7 +239,9 @@ def test_how_text_ends_is_what_we_write(name, bos, eos, tmp_path):
     for found in (model.config, model.generation_config):
         assert (found.bos_token_id, found.eos_token_id) == (bos, eos)
     given = torch.ones(1, 3, dtype=torch.long)
-    written = model.generate(given, attention_mask=given, max_new_tokens=4, pad_token_id=0, do_sample=False)
+    written = model.generate(
+        given, attention_mask=given, max_new_tokens=4, pad_token_id=0, do_sample=False
+    )
     assert written.shape[1] > 1
 
 
@@ -235,9 +257,15 @@ def test_training_goes_the_same_way(family, saved):
 
     model = family.make()  # the same weights, by the same seed
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=PEAK, betas=(ADAM["b1"], ADAM["b2"]), eps=ADAM["eps"], weight_decay=ADAM["weight_decay"]
+        model.parameters(),
+        lr=PEAK,
+        betas=(ADAM["b1"], ADAM["b2"]),
+        eps=ADAM["eps"],
+        weight_decay=ADAM["weight_decay"],
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARM)
+    )
     expected = []
     for at in range(STEPS):
         optimizer.zero_grad()

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_jax.inspect.hlo import parse
-from fsdp_jax.planner.cost import Cost, Costs
+from fsdp_jax.hlo.parser import parse
+from fsdp_jax.planner.compiled.cost import Cost, Costs
 
 pytestmark = pytest.mark.core
 
@@ -41,7 +41,10 @@ FAST = "f32[1,64,128]{2,1,0:T(8,128)S(1)}"
         (f"%r = {STACK} bitcast(%stack)", 0),
         (f"%r = {STACK} broadcast(%i), dimensions={{}}", WHOLE),
         ("%r = f32[64,128] reduce(%stack, %i), dimensions={0}, to_apply=%sum", WHOLE + LAYER + 4),
-        (f"%r = {ONE} dynamic-slice(%stack, %i, %i, %i), dynamic_slice_sizes={{1,64,128}}", 2 * LAYER),
+        (
+            f"%r = {ONE} dynamic-slice(%stack, %i, %i, %i), dynamic_slice_sizes={{1,64,128}}",
+            2 * LAYER,
+        ),
         (f"%r = {FAST} dynamic-slice(%stack, %i, %i, %i), dynamic_slice_sizes={{1,64,128}}", LAYER),
         (f"%r = {ONE} slice(%near), slice={{[0:1]}}", LAYER),
         (f"%r = {STACK} dynamic-update-slice(%stack, %one, %i, %i, %i)", 2 * LAYER),
@@ -53,27 +56,36 @@ FAST = "f32[1,64,128]{2,1,0:T(8,128)S(1)}"
     ],
 )
 def test_an_instruction_moves(line, moved):
-    given_ = f"  %stack = {STACK} parameter(0)\n  %one = {ONE} parameter(1)\n  %i = s32[] parameter(2)\n"
+    given_ = (
+        f"  %stack = {STACK} parameter(0)\n  %one = {ONE} parameter(1)\n  %i = s32[] parameter(2)\n"
+    )
     assert cost(f"{given_}  %near = {FAST} parameter(3)\n  {line}").bytes == moved
 
 
 @pytest.mark.parametrize(
     ("kind", "moved"),
     [
-        (f"(({STACK}), {FAST}, s32[]) slice-start(%stack), slice={{[0:1], [0:64], [0:128]}}", LAYER),
+        (
+            f"(({STACK}), {FAST}, s32[]) slice-start(%stack), slice={{[0:1], [0:64], [0:128]}}",
+            LAYER,
+        ),
         (f"({FAST}, {ONE}, u32[]) copy-start(%one)", LAYER),
         (f"({ONE}, {ONE}, u32[]) copy-start(%one)", 2 * LAYER),
         (f"({STACK}, {STACK}) all-gather-start(%one)", 0),
     ],
 )
 def test_a_copy_beside_the_rest_moves_what_is_not_on_the_chip(kind, moved):
-    costs, alone = costs_of(f"  %stack = {STACK} parameter(0)\n  %one = {ONE} parameter(1)\n  %s = {kind}")
+    costs, alone = costs_of(
+        f"  %stack = {STACK} parameter(0)\n  %one = {ONE} parameter(1)\n  %s = {kind}"
+    )
     assert costs.started(costs.module["main"].instructions[-1]) == moved
     assert alone == Cost()
 
 
 def fused(result: str, body: str, operands: str = "%stack, %one, %i") -> Cost:
-    """A fusion of a stack, one layer and an index; the inner fusion takes a layer out of what it is given."""
+    """A fusion of a stack, one layer and an index; the inner fusion takes a layer out of what it is
+    given.
+    """
     inner = (
         f"%inner (q: f32[8,64,128]) -> f32[1,64,128] {{\n  %q = {STACK} parameter(0)\n  %j = s32[] parameter(1)\n"
         f"  ROOT %cut = {ONE} dynamic-slice(%q, %j, %j, %j)\n}}"
@@ -81,13 +93,18 @@ def fused(result: str, body: str, operands: str = "%stack, %one, %i") -> Cost:
     head = f"  %p = {STACK} parameter(0)\n  %u = {ONE} parameter(1)\n  %n = s32[] parameter(2)\n"
     lines = "".join(f"  {line.strip()}\n" for line in body.strip().splitlines())
     called = f"%f (p: f32[8,64,128]) -> f32[] {{\n{head}{lines}}}"
-    given_ = f"  %stack = {STACK} parameter(0)\n  %one = {ONE} parameter(1)\n  %i = s32[] parameter(2)\n"
-    return cost(f"{given_}  %r = {result} fusion({operands}), kind=kLoop, calls=%f", f"{inner}\n\n{called}")
+    given_ = (
+        f"  %stack = {STACK} parameter(0)\n  %one = {ONE} parameter(1)\n  %i = s32[] parameter(2)\n"
+    )
+    return cost(
+        f"{given_}  %r = {result} fusion({operands}), kind=kLoop, calls=%f", f"{inner}\n\n{called}"
+    )
 
 
 UPDATE = f"{STACK} dynamic-update-slice(%p, %u, %n, %n, %n)"
 CUT = "dynamic-slice(%p, %n, %n, %n)"
-# What a fusion's body does, what comes out, and the bytes of the stack, of the layer, and of what it writes.
+# What a fusion's body does, what comes out, and the bytes of the stack, of the layer, and of what
+# it writes.
 FUSIONS = {
     "slices": (ONE, f"%s = {ONE} {CUT}\nROOT %o = {ONE} add(%s, %u)", LAYER, LAYER, LAYER),
     "slices twice": (
@@ -147,7 +164,9 @@ def test_an_operand_that_is_given_twice_is_read_once():
 @given(layers=st.integers(1, 50), rows=st.integers(1, 200), columns=st.integers(1, 200))
 def test_a_stack_costs_what_a_layer_does(layers, rows, columns):
     stack, one = shape((layers, rows, columns)), shape((1, rows, columns))
-    called = f"%f (p: {stack}) -> {one} {{\n  %p = {stack} parameter(0)\n  %n = s32[] parameter(1)\n"
+    called = (
+        f"%f (p: {stack}) -> {one} {{\n  %p = {stack} parameter(0)\n  %n = s32[] parameter(1)\n"
+    )
     called += f"  ROOT %o = {one} dynamic-slice(%p, %n, %n, %n)\n}}"
     lines = f"  %a = {stack} parameter(0)\n  %i = s32[] parameter(1)\n  %r = {one} fusion(%a, %i), calls=%f"
     assert cost(lines, called).bytes == 2 * 2 * rows * columns + 4

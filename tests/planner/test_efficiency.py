@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_jax.planner.efficiency import CONSTANTS, efficiency_of
-from fsdp_jax.planner.hardware import HARDWARE
-from fsdp_jax.planner.products import Product
+from fsdp_jax.planner.machines.efficiency import CONSTANTS, efficiency_of
+from fsdp_jax.planner.machines.hardware import HARDWARE
+from fsdp_jax.planner.machines.matmul import Product
 
 pytestmark = pytest.mark.core
 
@@ -20,7 +20,9 @@ chips = st.sampled_from(REAL)
 
 
 def rate(name: str, dtype: str = "bfloat16", *, fused: bool = False) -> float:
-    """Of a product that fills every chip: multiples of all tiles and of all numbers of cores, k long."""
+    """Of a product that fills every chip: multiples of all tiles and of all numbers of cores, k
+    long.
+    """
     square = 256 * 132 * 27 * 5 * 37
     return efficiency_of(HARDWARE[name]).rate(Product(1, square, square, 10**9, dtype, fused=fused))
 
@@ -29,7 +31,9 @@ def test_every_chip_has_constants_and_virtual_devices_have_none():
     assert set(CONSTANTS) == {chip.name for chip in REAL}
     for one in CONSTANTS.values():
         shares = [one.product, one.attention, one.bandwidth, one.link, one.network, one.tree]
-        shares += [share for *_, share in one.tiles] + [protocol.share for protocol in one.protocols]
+        shares += [share for *_, share in one.tiles] + [
+            protocol.share for protocol in one.protocols
+        ]
         assert all(0 < share <= 1 for share in shares)
         assert max(share for *_, share in one.tiles) == 1
         assert one.source
@@ -38,7 +42,9 @@ def test_every_chip_has_constants_and_virtual_devices_have_none():
         efficiency_of(HARDWARE["cpu"])
 
 
-@given(chip=chips, batch=st.integers(1, 512), m=sizes, n=sizes, k=sizes, dtype=st.sampled_from(DTYPES))
+@given(
+    chip=chips, batch=st.integers(1, 512), m=sizes, n=sizes, k=sizes, dtype=st.sampled_from(DTYPES)
+)
 def test_a_share_is_a_share_and_no_rate_is_above_the_peak(chip, batch, m, n, k, dtype):
     efficiency = efficiency_of(chip)
     product = Product(batch, m, n, k, dtype)
@@ -51,8 +57,15 @@ def test_a_share_is_a_share_and_no_rate_is_above_the_peak(chip, batch, m, n, k, 
 def test_seconds_are_of_all_times_and_larger_products_take_longer(chip, batch, m, n, k, times):
     efficiency = efficiency_of(chip)
     once = efficiency.seconds(Product(batch, m, n, k, "float32"))
-    assert efficiency.seconds(Product(batch, m, n, k, "float32", times)) == pytest.approx(times * once)
-    for larger in ((batch + 1, m, n, k), (batch, m + 1, n, k), (batch, m, n + 1, k), (batch, m, n, k + 1)):
+    assert efficiency.seconds(Product(batch, m, n, k, "float32", times)) == pytest.approx(
+        times * once
+    )
+    for larger in (
+        (batch + 1, m, n, k),
+        (batch, m + 1, n, k),
+        (batch, m, n + 1, k),
+        (batch, m, n, k + 1),
+    ):
         assert efficiency.seconds(Product(*larger, "float32")) > 0.999 * once
 
 
@@ -60,7 +73,9 @@ def test_seconds_are_of_all_times_and_larger_products_take_longer(chip, batch, m
 def test_larger_products_run_at_a_better_rate_on_average(chip):
     efficiency = efficiency_of(chip)
     scales = [[size + 97 * i for i in range(20)] for size in (100, 500, 2500, 12500)]
-    means = [fmean(efficiency.share(Product(1, m, m, m, "bfloat16")) for m in scale) for scale in scales]
+    means = [
+        fmean(efficiency.share(Product(1, m, m, m, "bfloat16")) for m in scale) for scale in scales
+    ]
     assert means == sorted(means)
     assert means[-1] > 0.9
 
@@ -69,8 +84,12 @@ def test_larger_products_run_at_a_better_rate_on_average(chip):
 def test_the_largest_product_runs_at_what_was_fitted(chip):
     kind = "bfloat16" if "bfloat16" in chip.peak_flops else "float16"
     constants = CONSTANTS[chip.name]
-    assert rate(chip.name, kind) == pytest.approx(constants.product * chip.peak_flops[kind], rel=1e-3)
-    assert rate(chip.name, kind, fused=True) == pytest.approx(constants.attention * chip.peak_flops[kind])
+    assert rate(chip.name, kind) == pytest.approx(
+        constants.product * chip.peak_flops[kind], rel=1e-3
+    )
+    assert rate(chip.name, kind, fused=True) == pytest.approx(
+        constants.attention * chip.peak_flops[kind]
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,13 +115,21 @@ def test_a_dtype_without_a_unit_is_widened(name, dtype, runs_as):
 
 def test_edges_of_tiles_idle_cores_and_a_short_k_cost():
     h100 = efficiency_of(HARDWARE["h100"])
-    full = h100.share(Product(1, 128 * 12, 256 * 11, 4096, "bfloat16"))  # one tile for each of 132 cores
+    full = h100.share(
+        Product(1, 128 * 12, 256 * 11, 4096, "bfloat16")
+    )  # one tile for each of 132 cores
     assert full == pytest.approx(4096 / (4096 + 128))
-    assert h100.share(Product(1, 128 * 12 + 1, 256 * 11, 4096, "bfloat16")) < 0.85 * full  # a second wave
+    assert (
+        h100.share(Product(1, 128 * 12 + 1, 256 * 11, 4096, "bfloat16")) < 0.85 * full
+    )  # a second wave
     assert h100.share(Product(1, 128 * 12, 256 * 11, 64, "bfloat16")) < 0.4
-    assert h100.share(Product(132, 128, 256, 4096, "bfloat16")) == full  # a batch fills the cores as well
+    assert (
+        h100.share(Product(132, 128, 256, 4096, "bfloat16")) == full
+    )  # a batch fills the cores as well
     v5e = efficiency_of(HARDWARE["v5e"])
-    assert v5e.share(Product(1, 4096, 64, 4096, "bfloat16")) == pytest.approx(0.5, rel=0.05)  # half of 128 lanes
+    assert v5e.share(Product(1, 4096, 64, 4096, "bfloat16")) == pytest.approx(
+        0.5, rel=0.05
+    )  # half of 128 lanes
 
 
 def test_memory_runs_below_its_peak():

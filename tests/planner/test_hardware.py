@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from fsdp_jax.planner import HARDWARE, hardware_of, peak_flops
-from fsdp_jax.planner.hardware import target_config
+from fsdp_jax.planner.machines.hardware import target_config
 
 REAL = [chip for chip in HARDWARE.values() if chip.platform != "cpu"]
 GPUS = [chip for chip in REAL if chip.platform == "cuda"]
@@ -26,7 +26,12 @@ def test_an_entry_is_complete(chip):
     assert chip.device_kinds
     assert 16 * 10**9 < chip.memory_bytes < 200 * 10**9
     # each step away from the chip is slower, by 2 at least and (off the compute) by 100 at most
-    steps = [max(chip.peak_flops.values()), chip.memory_bandwidth, chip.link_bandwidth, chip.network_bandwidth]
+    steps = [
+        max(chip.peak_flops.values()),
+        chip.memory_bandwidth,
+        chip.link_bandwidth,
+        chip.network_bandwidth,
+    ]
     assert all(near / far > 2 for near, far in pairwise(steps))
     assert all(near / far < 100 for near, far in pairwise(steps[1:]))
     assert {"bfloat16", "float16"} & set(chip.peak_flops)
@@ -37,11 +42,16 @@ def test_an_entry_is_complete(chip):
 @pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
 def test_a_gpu_is_behind_a_switch_and_has_a_target(chip):
     assert (chip.torus_dims, chip.axis_bandwidth, chip.slice_devices) == (0, None, None)
-    # The compiler's own figures give the vendor's float32 rate outside the matrix units, within a percent. Ampere and
-    # later are rated in TF32 here, whose ratio to it is the vendor's: 8 (A100), 7.4 (Hopper), 14.4 to 15 (Blackwell).
+    # The compiler's own figures give the vendor's float32 rate outside the matrix units, within a
+    # percent. Ampere and later are rated in TF32 here, whose ratio to it is the vendor's: 8 (A100),
+    # 7.4 (Hopper), 14.4 to 15 (Blackwell).
     gpu = chip.cuda
     plain = gpu.core_count * gpu.fpus_per_core * 2 * gpu.clock_rate_ghz * 1e9
-    assert 0.99 < chip.peak_flops["float32"] / plain / {7: 1, 8: 8, 9: 7.4, 10: 14.8}[gpu.capability[0]] < 1.01
+    assert (
+        0.99
+        < chip.peak_flops["float32"] / plain / {7: 1, 8: 8, 9: 7.4, 10: 14.8}[gpu.capability[0]]
+        < 1.01
+    )
 
 
 @pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
@@ -55,7 +65,9 @@ def test_a_tpu_is_in_a_torus(chip):
 def test_no_two_chips_share_a_device_kind():
     kinds = [kind for chip in HARDWARE.values() for kind in chip.device_kinds]
     assert len(kinds) == len(set(kinds))
-    assert all(hardware_of(kind) is chip for chip in HARDWARE.values() for kind in chip.device_kinds)
+    assert all(
+        hardware_of(kind) is chip for chip in HARDWARE.values() for kind in chip.device_kinds
+    )
 
 
 @pytest.mark.parametrize(

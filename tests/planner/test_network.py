@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_jax.mesh import make_mesh, split_data
 from fsdp_jax.planner import parse_topology, stand_ins
-from fsdp_jax.planner.efficiency import CONSTANTS, efficiency_of
-from fsdp_jax.planner.hardware import HARDWARE
-from fsdp_jax.planner.network import Group, Network
+from fsdp_jax.planner.machines.efficiency import CONSTANTS, efficiency_of
+from fsdp_jax.planner.machines.hardware import HARDWARE
+from fsdp_jax.planner.machines.network import Group, Network
+from fsdp_jax.sharding.mesh import make_mesh, split_data
 
 pytestmark = pytest.mark.core
 
@@ -76,9 +76,13 @@ def test_a_ring_runs_at_its_slowest_link():
     links = 450e9 * CONSTANTS["h100"].link
     ports = 50e9 * CONSTANTS["h100"].network
     assert rate("h100:8", "all-gather", "data") == pytest.approx(links, rel=2e-2)
-    assert rate("h100:64x8", "all-gather", "data") == pytest.approx(min(links, 8 * ports), rel=1e-2)  # eight ports
+    assert rate("h100:64x8", "all-gather", "data") == pytest.approx(
+        min(links, 8 * ports), rel=1e-2
+    )  # eight ports
     assert rate("h100:2x4", "all-gather", "data") == pytest.approx(4 * ports, rel=2e-2)
-    assert rate("h100:64x8", "all-gather", "replica", 64) == pytest.approx(ports, rel=2e-2)  # each its own port
+    assert rate("h100:64x8", "all-gather", "replica", 64) == pytest.approx(
+        ports, rel=2e-2
+    )  # each its own port
 
 
 def test_a_torus_has_two_links_in_each_dim_that_closes_and_one_where_it_is_open():
@@ -95,17 +99,26 @@ def test_a_permute_goes_to_a_neighbour():
     share = CONSTANTS["v5p"].link
     assert rate("v5p:4x4x4", "permute", "data") == pytest.approx(200e9 * share, rel=1e-2)
     assert rate("v5p:2x2x2", "permute", "data") == pytest.approx(100e9 * share, rel=1e-2)
-    assert rate("h100:8", "permute", "data") == pytest.approx(450e9 * CONSTANTS["h100"].link, rel=1e-2)
-    assert rate("h100:2x8", "permute", "data") == pytest.approx(50e9 * CONSTANTS["h100"].network, rel=1e-2)
+    assert rate("h100:8", "permute", "data") == pytest.approx(
+        450e9 * CONSTANTS["h100"].link, rel=1e-2
+    )
+    assert rate("h100:2x8", "permute", "data") == pytest.approx(
+        50e9 * CONSTANTS["h100"].network, rel=1e-2
+    )
 
 
 def test_an_exchange_leaves_a_host_by_ones_own_port_and_passes_through_a_torus():
     constants = CONSTANTS["h100"]
     assert rate("h100:8", "all-to-all", "data") == pytest.approx(450e9 * constants.link, rel=2e-2)
     away = 8 / 15  # of what is sent to 15 others, eight are elsewhere
-    assert rate("h100:2x8", "all-to-all", "data") == pytest.approx(50e9 * constants.network / away, rel=2e-2)
-    # 256 chips: 256/255 of what is sent is what one has; a ring of 16 carries 16/4 of it over both links of a dim
-    assert rate("v5e:16x16", "all-to-all", "data") == pytest.approx(100e9 * 0.85 * 255 / 256 / 4, rel=1e-2)
+    assert rate("h100:2x8", "all-to-all", "data") == pytest.approx(
+        50e9 * constants.network / away, rel=2e-2
+    )
+    # 256 chips: 256/255 of what is sent is what one has; a ring of 16 carries 16/4 of it over both
+    # links of a dim
+    assert rate("v5e:16x16", "all-to-all", "data") == pytest.approx(
+        100e9 * 0.85 * 255 / 256 / 4, rel=1e-2
+    )
 
 
 def test_what_nobody_gets_takes_no_time():
@@ -127,8 +140,12 @@ def test_a_ring_steps_within_and_between_hosts():
     ring = min(one.base + (512 - 64) * one.link + 63 * one.network for one in protocols)
     assert network("h100:64x8").seconds("all-gather", 1, "data") == pytest.approx(ring, rel=1e-3)
     [ici] = CONSTANTS["v5e"].protocols  # both ways around each dim
-    assert network("v5e:16x16").seconds("all-gather", 1, "data") == pytest.approx(ici.base + 2 * 8 * ici.link, rel=1e-3)
-    assert network("v5e:4x4").seconds("all-gather", 1, "data") == pytest.approx(ici.base + 2 * 3 * ici.link, rel=1e-3)
+    assert network("v5e:16x16").seconds("all-gather", 1, "data") == pytest.approx(
+        ici.base + 2 * 8 * ici.link, rel=1e-3
+    )
+    assert network("v5e:4x4").seconds("all-gather", 1, "data") == pytest.approx(
+        ici.base + 2 * 3 * ici.link, rel=1e-3
+    )
 
 
 def test_a_small_all_reduce_over_many_hosts_takes_a_tree():
@@ -150,7 +167,12 @@ NAMES = [
 ]
 
 
-@given(name=st.sampled_from(NAMES), op=st.sampled_from(OPS), sent=st.integers(1, 2**36), more=st.integers(0, 2**36))
+@given(
+    name=st.sampled_from(NAMES),
+    op=st.sampled_from(OPS),
+    sent=st.integers(1, 2**36),
+    more=st.integers(0, 2**36),
+)
 def test_more_bytes_take_longer(name, op, sent, more):
     links = network(name)
     first, second = links.seconds(op, sent, "data"), links.seconds(op, sent + more, "data")
@@ -165,7 +187,11 @@ def test_more_hosts_take_longer(op, whole, hosts):
 
     def seconds(hosts: int) -> float:
         size = 8 * hosts
-        sent = whole if op == "permute" else whole * (size - 1) // size * (2 if op == "all-reduce" else 1)
+        sent = (
+            whole
+            if op == "permute"
+            else whole * (size - 1) // size * (2 if op == "all-reduce" else 1)
+        )
         return network(f"h100:{hosts}x8").seconds(op, sent, "data")
 
     assert seconds(2**hosts) <= seconds(2 ** (hosts + 1)) * 1.000001
@@ -173,9 +199,9 @@ def test_more_hosts_take_longer(op, whole, hosts):
 
 @given(sent=st.integers(1, 2**34))
 def test_a_hybrid_mesh_gathers_faster_than_a_flat_one(sent):
-    assert network("h100:16x8", 16).seconds("all-gather", sent, "data") < network("h100:16x8").seconds(
-        "all-gather", sent, "data"
-    )
+    assert network("h100:16x8", 16).seconds("all-gather", sent, "data") < network(
+        "h100:16x8"
+    ).seconds("all-gather", sent, "data")
 
 
 @pytest.mark.parametrize(

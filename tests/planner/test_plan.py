@@ -11,11 +11,19 @@ from jax.sharding import PartitionSpec
 import fsdp_jax as fsdp
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.models import GPT, Block, next_token_loss, preset
-from fsdp_jax.planner import Plan, Work, analytic_plan, compiled_plan, parse_topology, planning, plans_table, stand_ins
-from fsdp_jax.planner.buffers import Buffer
-from fsdp_jax.planner.knobs import Knobs, fixes
-from fsdp_jax.planner.planning import logits_bytes
-from fsdp_jax.planner.program import Program
+from fsdp_jax.planner import (
+    Plan,
+    Work,
+    analytic_plan,
+    compiled_plan,
+    parse_topology,
+    plans_table,
+    stand_ins,
+)
+from fsdp_jax.planner.compiled.peak_memory import Buffer
+from fsdp_jax.planner.compiled.program import Program
+from fsdp_jax.planner.planner import logits_bytes
+from fsdp_jax.planner.settings import Knobs, fixes
 
 pytestmark = pytest.mark.core
 
@@ -34,9 +42,16 @@ def batch(rows, tokens=64):
 
 
 def sharded(devices=None, config=CONFIG, replica=1, **arguments):
-    arguments = {"strategy": "full_shard", "units": [Block], "precision": HALF, "remat": "full"} | arguments
+    arguments = {
+        "strategy": "full_shard",
+        "units": [Block],
+        "precision": HALF,
+        "remat": "full",
+    } | arguments
     mesh = fsdp.make_mesh(-1, replica, devices=devices)
-    return fsdp.fully_shard(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, **arguments)
+    return fsdp.fully_shard(
+        lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, **arguments
+    )
 
 
 def make(knobs, devices, config=CONFIG, rows=32):
@@ -74,7 +89,14 @@ def test_speed_is_tokens_and_flops_over_the_time_of_a_step(plan):
 
 def test_text_shows_what_a_person_asks_for(plan):
     shown = str(plan)
-    for word in ("full_shard on h100:8", "fits", "activations", "waiting for collectives", "by hand", "analytic: "):
+    for word in (
+        "full_shard on h100:8",
+        "fits",
+        "activations",
+        "waiting for collectives",
+        "by hand",
+        "analytic: ",
+    ):
         assert word in shown
 
 
@@ -85,15 +107,23 @@ def test_a_plan_that_does_not_fit_says_so(plan):
 
 
 def test_the_limit_is_what_the_strategy_must_send():
-    """2 bytes of every parameter that is gathered, twice, and of every gradient: 6 P (n-1)/n at most."""
+    """2 bytes of every parameter that is gathered, twice, and of every gradient: 6 P (n-1)/n at
+    most.
+    """
     found = sharded().plan("h100:8", TRAINS, batch(8), analytic=True)
     gathered = [leaf for leaf in sharded().layout.by_path.values() if leaf.spec != PartitionSpec()]
     bound = sum(6 * leaf.bytes // 4 for leaf in gathered) * 7 // 8
-    whole = sum(2 * 2 * leaf.bytes // 4 for leaf in sharded().layout.by_path.values() if leaf not in gathered)
+    whole = sum(
+        2 * 2 * leaf.bytes // 4
+        for leaf in sharded().layout.by_path.values()
+        if leaf not in gathered
+    )
     assert 0.6 * bound < found.wire_bytes_limit <= bound + whole
 
 
-@pytest.mark.parametrize("topology", ["h100:8", "v5e:4x4", "v5p:2x2x2", "v5e:4x4*2", "a100-80gb:2x8"])
+@pytest.mark.parametrize(
+    "topology", ["h100:8", "v5e:4x4", "v5p:2x2x2", "v5e:4x4*2", "a100-80gb:2x8"]
+)
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op", "full_shard"])
 def test_analytic_plans_of_every_strategy(topology, strategy):
     found = sharded(strategy=strategy).plan(topology, TRAINS, batch(32), analytic=True)
@@ -106,7 +136,10 @@ def test_analytic_plans_of_every_strategy(topology, strategy):
 def test_hybrid_strategies_keep_their_replicas():
     there = sharded(replica=2, strategy="hybrid_shard")
     assert there.plan("h100:8", TRAINS, batch(8), analytic=True).mesh == {"replica": 2, "data": 4}
-    assert there.plan("h100:2x8", TRAINS, batch(16), replica=4, analytic=True).mesh == {"replica": 4, "data": 4}
+    assert there.plan("h100:2x8", TRAINS, batch(16), replica=4, analytic=True).mesh == {
+        "replica": 4,
+        "data": 4,
+    }
 
 
 def test_replicated_state_takes_eight_times_as_much():
@@ -119,7 +152,12 @@ def test_replicated_state_takes_eight_times_as_much():
 
 def test_virtual_devices_cannot_be_planned_for():
     with pytest.raises(ConfigError, match="no memory or speed of their own"):
-        analytic_plan(sharded().train_step(TRAINS, local_batch=True), batch(8), parse_topology("cpu:8"), Work())
+        analytic_plan(
+            sharded().train_step(TRAINS, local_batch=True),
+            batch(8),
+            parse_topology("cpu:8"),
+            Work(),
+        )
 
 
 def test_a_batch_that_does_not_divide_is_refused():
@@ -134,7 +172,12 @@ def test_fixes_are_what_turning_a_knob_saves():
     before = analytic_plan(*build(knobs, stand_ins(topology)), topology, Work())
     found = {fix.change: fix for fix in fixes(before, knobs, build, topology, Work())}
     together = "--strategy full_shard --remat full --train.accumulation 2"
-    assert set(found) >= {"--remat full", "--strategy full_shard", "--train.accumulation 2", together}
+    assert set(found) >= {
+        "--remat full",
+        "--strategy full_shard",
+        "--train.accumulation 2",
+        together,
+    }
     turns = {
         "--remat full": Knobs("no_shard", remat="full"),
         "--strategy full_shard": Knobs("full_shard"),
@@ -153,8 +196,14 @@ def test_fixes_are_what_turning_a_knob_saves():
 
 
 def test_logits_are_known_by_the_vocabulary():
-    arrays = [("activations", "f32[2,64,256]"), ("activations", "bf16[2,256,64]"), ("params", "f32[64,256]")]
-    buffers = [Buffer(number + 1, array, kind, "", "") for number, (kind, array) in enumerate(arrays)]
+    arrays = [
+        ("activations", "f32[2,64,256]"),
+        ("activations", "bf16[2,256,64]"),
+        ("params", "f32[64,256]"),
+    ]
+    buffers = [
+        Buffer(number + 1, array, kind, "", "") for number, (kind, array) in enumerate(arrays)
+    ]
     assert logits_bytes(buffers, 256) == 1
 
 
@@ -167,7 +216,7 @@ def test_a_refusal_keeps_what_xla_says(asked, monkeypatch):
         step.trace(batch)
         return refused
 
-    monkeypatch.setattr(planning, "compile_step", refuse)
+    monkeypatch.setattr("fsdp_jax.planner.planner.compile_step", refuse)
     topology = parse_topology("h100:8")
     step = sharded(stand_ins(topology)).train_step(TRAINS, local_batch=asked)
     found = compiled_plan(step, batch(8), topology, Work(), None)
@@ -188,7 +237,10 @@ def test_what_a_reader_must_know_is_noted():
 
 @pytest.mark.parametrize(
     ("topology", "rows", "said"),
-    [(TRAINS, batch(8), "not the name of a machine"), ("h100:8", {"tokens": 8}, "not arrays, nor their shapes")],
+    [
+        (TRAINS, batch(8), "not the name of a machine"),
+        ("h100:8", {"tokens": 8}, "not arrays, nor their shapes"),
+    ],
 )
 def test_arguments_in_the_wrong_place_are_named(topology, rows, said):
     with pytest.raises(ValueError, match=said):
@@ -211,7 +263,10 @@ def test_the_compiled_plan_is_that_of_the_step(topology, tmp_path, monkeypatch):
     first = there.plan(topology, TRAINS, batch(8), work=work, local_batch=True)
     assert first.basis["peak_bytes"] == first.basis["time"] == "compiled"
     assert sum(first.breakdown.values()) == first.peak_bytes > first.valley_bytes
-    held, padded = there.layout.per_device("optimizer"), topology.startswith("v5e")  # small arrays to whole tiles
+    held, padded = (
+        there.layout.per_device("optimizer"),
+        topology.startswith("v5e"),
+    )  # small arrays to whole tiles
     assert first.breakdown["optimizer"] > held if padded else first.breakdown["optimizer"] == held
     assert first.wire_bytes <= 1.02 * first.wire_bytes_limit
     assert first.events

@@ -1,16 +1,18 @@
-"""Every configuration that is shipped, every preset, and every family on a machine that is not there."""
+"""Every configuration that is shipped, every preset, and every family on a machine that is not
+there.
+"""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from fsdp_jax.inspect.contract import check_contract
+from fsdp_jax.contract.contract import check_contract
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.planner import compiled_plan, parse_topology
-from fsdp_jax.train.config import load
-from fsdp_jax.train.plans import plan_of
-from fsdp_jax.train.run import build
+from fsdp_jax.train.build import build
+from fsdp_jax.train.config_file import load
+from fsdp_jax.train.planning import plan_of
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
@@ -21,7 +23,12 @@ PLANNED = {
     and "weights:" not in path.read_text()
 }
 IN_CONFIGS = {load(path).model.preset for path in CONFIGS.values()}
-OTHERS = [(name, preset) for name, each in FAMILIES.items() for preset in each.presets if preset not in IN_CONFIGS]
+OTHERS = [
+    (name, preset)
+    for name, each in FAMILIES.items()
+    for preset in each.presets
+    if preset not in IN_CONFIGS
+]
 
 
 @pytest.mark.long
@@ -33,7 +40,9 @@ def test_a_configuration_fits_where_it_says(name):
 
 
 def test_every_size_has_a_configuration():
-    """But for the tiny ones, for Llama 3.1 (3 with longer sequences), and for T5 11B under its other name."""
+    """But for the tiny ones, for Llama 3.1 (3 with longer sequences), and for T5 11B under its
+    other name.
+    """
     left = {preset for _, preset in OTHERS}
     assert left == {"tiny", "small", "llama-tiny", "t5-tiny", "vit-tiny", "cait-tiny"} - IN_CONFIGS | {
         "llama3.1-8b", "llama3.1-70b", "t5-11.3b",
@@ -60,7 +69,16 @@ def test_other_presets_are_planned(family, preset, tmp_path):
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize(
     "name",
-    ["gpt3_175b", "llama3_70b", "llama3_2_1b", "t5_11b", "t5_v1_1_xxl", "vit_g14", "vit_b16", "cait_m48"],
+    [
+        "gpt3_175b",
+        "llama3_70b",
+        "llama3_2_1b",
+        "t5_11b",
+        "t5_v1_1_xxl",
+        "vit_g14",
+        "vit_b16",
+        "cait_m48",
+    ],
 )
 def test_contract_and_plan_hold_for_every_family(name):
     """At real width and small depth; what is sent is what was declared, and the figures add up."""

@@ -5,13 +5,15 @@ import json
 
 import pytest
 
-from fsdp_jax.planner import program as room
-from fsdp_jax.planner.dumps import Alive, Dump
-from fsdp_jax.planner.program import Program, cache_folder, refused_bytes
+from fsdp_jax.planner.compiled import program as room
+from fsdp_jax.planner.compiled.buffer_assignment import Alive, Dump
+from fsdp_jax.planner.compiled.program import Program, cache_folder, refused_bytes
 
 pytestmark = pytest.mark.core
 
-KEPT = Program("HloModule m", Dump({"default": 8}, [Alive("a", (0,), 8, "f32[2]", None)]), None, 1.5)
+KEPT = Program(
+    "HloModule m", Dump({"default": 8}, [Alive("a", (0,), 8, "f32[2]", None)]), None, 1.5
+)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,13 @@ def test_a_program_is_kept_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"no gzip", gzip.compress(b"{", mtime=0), gzip.compress(json.dumps({"text": 1}).encode(), mtime=0)]
+    "damage",
+    [
+        b"",
+        b"no gzip",
+        gzip.compress(b"{", mtime=0),
+        gzip.compress(json.dumps({"text": 1}).encode(), mtime=0),
+    ],
 )
 def test_what_cannot_be_read_is_compiled_again(damage, tmp_path):
     path = tmp_path / "p.json.gz"

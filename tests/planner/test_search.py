@@ -8,8 +8,8 @@ import pytest
 from fsdp_jax.errors import ConfigError, FitError
 from fsdp_jax.planner import HARDWARE, Plan, Time, Work, parse_topology
 from fsdp_jax.planner import search as room
-from fsdp_jax.planner.knobs import Knobs
 from fsdp_jax.planner.search import Candidate, candidates, machines, search, smallest
+from fsdp_jax.planner.settings import Knobs
 
 pytestmark = pytest.mark.core
 
@@ -27,10 +27,16 @@ def planned(peak, seconds, wire=1):
 
 
 def arithmetic(knobs, rows, devices):
-    """A step whose memory and time are known by heart: remat halves activations and costs a third more time."""
+    """A step whose memory and time are known by heart: remat halves activations and costs a third
+    more time.
+    """
     sharded = {"no_shard": 1, "zero1": 2}.get(knobs.strategy, devices // knobs.replica)
     activations = rows // devices // knobs.accumulation * (1 if knobs.remat == "full" else 4)
-    seconds = (4 if knobs.remat == "full" else 3) + 0.1 * knobs.accumulation - (0.5 if knobs.prefetch == "pre" else 0)
+    seconds = (
+        (4 if knobs.remat == "full" else 3)
+        + 0.1 * knobs.accumulation
+        - (0.5 if knobs.prefetch == "pre" else 0)
+    )
     return planned((64 // sharded + activations) * GIB, seconds, wire=knobs.accumulation)
 
 
@@ -60,7 +66,9 @@ def test_the_fastest_that_fits_is_compiled_and_wins(told):
     found = search(make, parse_topology("h100:8"), 64, Work(), None)
     assert len(compiled) == room.FINALISTS == len(found.compiled)
     assert found.best.plan.fits
-    everything = [Candidate(k, arithmetic(k, 64, 8)) for k in candidates(parse_topology("h100:8"), 64)]
+    everything = [
+        Candidate(k, arithmetic(k, 64, 8)) for k in candidates(parse_topology("h100:8"), 64)
+    ]
     assert found.best.seconds == min(one.seconds for one in everything if one.plan.fits)
     assert str(found.best.knobs) in str(found)
 
@@ -90,7 +98,9 @@ def test_nothing_fits(told, monkeypatch):
 def test_what_does_not_fit_when_compiled_is_shown(told, monkeypatch):
     def really(step, batch, topology, work, cache):
         plan = arithmetic(step[0], 64, step[1])
-        much = 500 * GIB if step[0].remat == "none" and step[0].prefetch == "pre" else plan.peak_bytes
+        much = (
+            500 * GIB if step[0].remat == "none" and step[0].prefetch == "pre" else plan.peak_bytes
+        )
         return replace(plan, peak_bytes=much, basis={"peak_bytes": "compiled"})
 
     monkeypatch.setattr(room, "compiled_plan", really)
@@ -105,7 +115,9 @@ def test_one_microbatch_is_tried_where_several_are_too_large(told, monkeypatch):
         return planned((60 if step[0].accumulation == 1 else 500) * GIB, 1.0)
 
     monkeypatch.setattr(room, "analytic_plan", analytic)
-    monkeypatch.setattr(room, "compiled_plan", lambda step, *_: replace(PLAN, basis={"peak_bytes": "compiled"}))
+    monkeypatch.setattr(
+        room, "compiled_plan", lambda step, *_: replace(PLAN, basis={"peak_bytes": "compiled"})
+    )
     assert search(told[0], parse_topology("h100:8"), 64, Work(), None).best.knobs.accumulation == 1
 
 
@@ -116,8 +128,12 @@ def test_a_setting_that_cannot_be_built_is_passed_over(told, monkeypatch):
         return arithmetic(step[0], 64, step[1])
 
     monkeypatch.setattr(room, "analytic_plan", analytic)
-    assert search(told[0], parse_topology("h100:8"), 64, Work(), None).best.knobs.strategy == "zero1"
-    monkeypatch.setattr(room, "analytic_plan", lambda *_: (_ for _ in ()).throw(ValueError("no such optimizer")))
+    assert (
+        search(told[0], parse_topology("h100:8"), 64, Work(), None).best.knobs.strategy == "zero1"
+    )
+    monkeypatch.setattr(
+        room, "analytic_plan", lambda *_: (_ for _ in ()).throw(ValueError("no such optimizer"))
+    )
     with pytest.raises(ConfigError, match="no such optimizer"):
         search(told[0], parse_topology("h100:8"), 64, Work(), None)
 
@@ -125,7 +141,9 @@ def test_a_setting_that_cannot_be_built_is_passed_over(told, monkeypatch):
 def test_leaner_settings_spare_the_estimate_of_others(told, monkeypatch):
     """Where the leanest is far too large, the rest of its kind is not traced."""
     tried = []
-    monkeypatch.setattr(room, "analytic_plan", lambda step, *_: tried.append(step[0]) or planned(500 * GIB, 1.0))
+    monkeypatch.setattr(
+        room, "analytic_plan", lambda step, *_: tried.append(step[0]) or planned(500 * GIB, 1.0)
+    )
     with pytest.raises(FitError):
         search(told[0], parse_topology("h100:8"), 64, Work(), None)
     assert len(tried) <= 3 * len({(k.strategy, k.replica) for k in tried})
@@ -142,7 +160,9 @@ def test_candidates_are_of_the_batch_and_the_machine():
     assert {k.accumulation for k in found} == {1, 2}
     assert {k.replica for k in found if k.strategy.startswith("hybrid")} == {2, 4}
     assert {k.strategy for k in candidates(parse_topology("h100:1"), 4)} == {"no_shard"}
-    assert not [k for k in candidates(parse_topology("h100:8"), 64) if k.strategy.startswith("hybrid")]
+    assert not [
+        k for k in candidates(parse_topology("h100:8"), 64) if k.strategy.startswith("hybrid")
+    ]
 
 
 def test_the_smallest_machine_is_the_first_that_fits(told, monkeypatch):
@@ -156,7 +176,9 @@ def test_the_smallest_machine_is_the_first_that_fits(told, monkeypatch):
 
 
 def test_the_smallest_machine_may_need_few_microbatches(told, monkeypatch):
-    """Accumulated gradients take memory too: more microbatches are no leaner where parameters are many."""
+    """Accumulated gradients take memory too: more microbatches are no leaner where parameters are
+    many.
+    """
 
     def analytic(step, batch, topology, work):
         return planned((70 + 10 * step[0].accumulation) * GIB, 1.0)
@@ -177,7 +199,9 @@ def test_what_no_machine_can_take(told, monkeypatch):
         smallest(told[0], HARDWARE["h100"], 64, Work(), devices=7)
 
 
-@pytest.mark.parametrize("chip", [chip for chip in HARDWARE.values() if chip.platform != "cpu"], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "chip", [chip for chip in HARDWARE.values() if chip.platform != "cpu"], ids=lambda c: c.name
+)
 def test_machines_grow_and_exist(chip):
     sizes = [topology.size for topology in machines(chip)]
     assert sizes == sorted(set(sizes))

@@ -1,4 +1,6 @@
-"""Schedules played by hand: what is hidden, what is waited for, and that the parts of a step make the whole."""
+"""Schedules played by hand: what is hidden, what is waited for, and that the parts of a step make
+the whole.
+"""
 
 import re
 from dataclasses import dataclass
@@ -8,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_jax.inspect.collectives import read_program
-from fsdp_jax.inspect.hlo import parse
-from fsdp_jax.mesh import make_mesh
+from fsdp_jax.hlo.collectives import read_program
+from fsdp_jax.hlo.parser import parse
 from fsdp_jax.planner import parse_topology, stand_ins
-from fsdp_jax.planner.efficiency import efficiency_of
-from fsdp_jax.planner.network import Network
-from fsdp_jax.planner.timeline import COMPUTE, LINK, Played, Player
+from fsdp_jax.planner.compiled.timeline import COMPUTE, LINK, Played, Player
+from fsdp_jax.planner.machines.efficiency import efficiency_of
+from fsdp_jax.planner.machines.network import Network
+from fsdp_jax.sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.core
 
@@ -35,7 +37,9 @@ def player(body: str, more: str = "", machine: str = H100) -> Player:
     text = f"{head}\n\n{more}\n\nENTRY %main (x: f32[8]) -> f32[] {{\n{body}}}\n"
     efficiency = efficiency_of(topology.hardware)
     sent = read_program(text, mesh.shape).collectives
-    return Player(parse(text), sent, Network(mesh, topology.hardware, efficiency), efficiency, frozenset({1}))
+    return Player(
+        parse(text), sent, Network(mesh, topology.hardware, efficiency), efficiency, frozenset({1})
+    )
 
 
 def play(body: str, more: str = "", machine: str = H100) -> Played:
@@ -57,7 +61,9 @@ def worked(megabytes: int, machine: str = H100) -> float:
 def gathered(sent: int = SENT, machine: str = H100) -> float:
     topology = parse_topology(machine)
     mesh = make_mesh(devices=stand_ins(topology))
-    return Network(mesh, topology.hardware, efficiency_of(topology.hardware)).seconds("all-gather", sent, "data")
+    return Network(mesh, topology.hardware, efficiency_of(topology.hardware)).seconds(
+        "all-gather", sent, "data"
+    )
 
 
 def loop(body: str) -> str:
@@ -94,7 +100,12 @@ def test_a_gather_is_waited_for_as_long_as_the_work_falls_short():
 def test_a_gather_that_nothing_runs_beside_is_all_waiting():
     synchronous = play(f"{X}  %g = {WHOLE} all-gather(%x), {GROUPS}, dimensions={{0}}\n")
     beside_nothing = play(X + START.format("s", "x") + DONE.format("d", "s"))
-    declared = play(X + START.format("s", "x")[:-1] + ', backend_config={"is_sync":true}\n' + DONE.format("d", "s"))
+    declared = play(
+        X
+        + START.format("s", "x")[:-1]
+        + ', backend_config={"is_sync":true}\n'
+        + DONE.format("d", "s")
+    )
     for played in (synchronous, beside_nothing, declared):
         assert played.seconds == played.exposed == played.collective == pytest.approx(gathered())
         assert played.exposed_bytes == SENT
@@ -142,11 +153,15 @@ def test_a_gather_that_spans_a_loop_has_the_link_while_the_loop_leaves_it():
     across = X + START.format("s0", "x") + run(4) + DONE.format("d0", "s0")
     quiet = play(across, loop(work(0, 1000)))
     assert quiet.exposed == 0
-    busy = play(across, loop(START.format("s", "x") + DONE.format("d", "s")))  # five gathers, one after the other
+    busy = play(
+        across, loop(START.format("s", "x") + DONE.format("d", "s"))
+    )  # five gathers, one after the other
     assert busy.seconds == busy.exposed == busy.collective == pytest.approx(5 * gathered())
     half = loop(START.format("s", "x") + work(0, 100) + DONE.format("d", "s") + work(1, 100))
     idle = 4 * worked(100)  # in which the loop leaves the link free
-    assert play(across, half).exposed == pytest.approx(4 * (gathered() - worked(100)) + max(0, gathered() - idle))
+    assert play(across, half).exposed == pytest.approx(
+        4 * (gathered() - worked(100)) + max(0, gathered() - idle)
+    )
 
 
 def test_a_loop_inside_a_loop_runs_as_often_as_the_outer_ones_scalars_say():
@@ -202,13 +217,21 @@ def test_the_longer_branch_counts():
         ("conditional(%p, %x, %x), branch_computations={%long, %short}", 90),
         ("call(%x), to_apply=%short", 10),
     ):
-        assert play(f"{lines}  %c = f32[] {call}\n", branches).seconds == pytest.approx(worked(megabytes))
+        assert play(f"{lines}  %c = f32[] {call}\n", branches).seconds == pytest.approx(
+            worked(megabytes)
+        )
 
 
 def test_a_copy_runs_beside_and_is_memory_where_it_is_waited_for():
     fast = f"f32[{ROWS}]{{0:T(1024)S(1)}}"
-    copy, done = f"  %c = ({fast}, {SHARD}, u32[]) copy-start(%x)\n", f"  %d = {fast} copy-done(%c)\n"
-    alone, beside = play(X + copy + done, machine=V5P), play(X + copy + work(0, 1000) + done, machine=V5P)
+    copy, done = (
+        f"  %c = ({fast}, {SHARD}, u32[]) copy-start(%x)\n",
+        f"  %d = {fast} copy-done(%c)\n",
+    )
+    alone, beside = (
+        play(X + copy + done, machine=V5P),
+        play(X + copy + work(0, 1000) + done, machine=V5P),
+    )
     assert alone.memory == alone.seconds == pytest.approx(4 * ROWS / (2765e9 * 0.88))
     assert alone.exposed == beside.exposed == 0
     assert beside.seconds == pytest.approx(worked(1000, V5P))
@@ -217,10 +240,12 @@ def test_a_copy_runs_beside_and_is_memory_where_it_is_waited_for():
 
 def test_what_sends_nothing_is_no_memory():
     waits = (
-        START.format("s", "x") + f"  %e = (f32[0]{{0}}, f32[0]{{0}}) all-gather-start(%z), {GROUPS}, dimensions={{0}}\n"
+        START.format("s", "x")
+        + f"  %e = (f32[0]{{0}}, f32[0]{{0}}) all-gather-start(%z), {GROUPS}, dimensions={{0}}\n"
     )
     played = play(
-        f"{X}  %z = f32[0]{{0}} parameter(1)\n{waits}  %n = f32[0]{{0}} all-gather-done(%e)\n" + DONE.format("d", "s")
+        f"{X}  %z = f32[0]{{0}} parameter(1)\n{waits}  %n = f32[0]{{0}} all-gather-done(%e)\n"
+        + DONE.format("d", "s")
     )
     assert played.memory == 0
     assert played.exposed == pytest.approx(gathered())
@@ -280,17 +305,24 @@ def schedules(draw) -> Schedule:
 @settings(deadline=None)
 @given(before=schedules(), inside=schedules(), trips=st.integers(0, 5), after=schedules())
 def test_the_parts_of_any_schedule_make_its_whole(before, inside, trips, after):
-    marked = "".join(re.sub("%([ads])", rf"%{mark}\1", made.lines) for mark, made in (("b", before), ("c", after)))
+    marked = "".join(
+        re.sub("%([ads])", rf"%{mark}\1", made.lines)
+        for mark, made in (("b", before), ("c", after))
+    )
     cut = len(before.lines.splitlines()) // 2
     entry = [line + "\n" for line in marked.splitlines()]
-    played = player(X + "".join(entry[:cut]) + run(trips) + "".join(entry[cut:]), loop(inside.lines)).whole()
+    played = player(
+        X + "".join(entry[:cut]) + run(trips) + "".join(entry[cut:]), loop(inside.lines)
+    ).whole()
     gathers = before.gathers + after.gathers + trips * inside.gathers
     done = before.seconds + after.seconds + trips * inside.seconds
     small = 1e-9
     assert played.compute + played.memory + played.exposed == pytest.approx(played.seconds)
     assert played.memory == pytest.approx(done)
     assert played.collective == pytest.approx(gathers * gathered())
-    assert max(done, played.collective) - small <= played.seconds <= done + played.collective + small
+    assert (
+        max(done, played.collective) - small <= played.seconds <= done + played.collective + small
+    )
     assert -small <= played.exposed <= played.collective + small
     assert -small <= played.exposed_bytes <= gathers * SENT + 1
     for lane in (LINK, COMPUTE):

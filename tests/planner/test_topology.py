@@ -1,4 +1,6 @@
-"""Names of machines, what is wrong with them, and programs compiled for machines that are not there."""
+"""Names of machines, what is wrong with them, and programs compiled for machines that are not
+there.
+"""
 
 from math import prod
 
@@ -12,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fsdp_jax
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.planner import HARDWARE, parse_topology
-from fsdp_jax.planner import topology as room
+from fsdp_jax.planner.machines import topology as room
 
 GPUS = [chip.name for chip in HARDWARE.values() if chip.platform == "cuda"]
 TPUS = [chip.name for chip in HARDWARE.values() if chip.platform == "tpu"]
@@ -87,7 +89,9 @@ def test_any_number_of_hosts(chip, hosts, gpus):
     assert (topology.shape, topology.size) == ((hosts, gpus), hosts * gpus)
 
 
-@given(st.sampled_from(TPUS), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 9))
+@given(
+    st.sampled_from(TPUS), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 9)
+)
 def test_any_slice_is_whole_hosts_of_a_torus_or_refused(chip, shape, slices):
     name = f"{chip}:{'x'.join(map(str, shape))}*{slices}"
     hardware = HARDWARE[chip]
@@ -109,7 +113,9 @@ def test_what_names_no_chip_is_refused(text):
 
 def test_virtual_devices():
     assert parse_topology("cpu:4").devices() == jax.devices()[:4]
-    with pytest.raises(ConfigError, match=r"expected: +64 for cpu:64\n.*8\n.*use_virtual_devices\(64\)"):
+    with pytest.raises(
+        ConfigError, match=r"expected: +64 for cpu:64\n.*8\n.*use_virtual_devices\(64\)"
+    ):
         parse_topology("cpu:64").devices()
 
 
@@ -131,7 +137,9 @@ def program(topology):
 
 
 @pytest.mark.needs_plugin
-@pytest.mark.parametrize("name", ["h100:8", "h100:64x8", "a100-40gb:8", "a100-80gb:8", "h200:8", "b200:8", "v100:8"])
+@pytest.mark.parametrize(
+    "name", ["h100:8", "h100:64x8", "a100-40gb:8", "a100-80gb:8", "h200:8", "b200:8", "v100:8"]
+)
 def test_programs_for_gpus(name):
     topology = parse_topology(name)
     assert "all-reduce" in program(topology)
@@ -142,7 +150,8 @@ def test_programs_for_gpus(name):
 
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize(
-    ("name", "hosts"), [("v5e:16x16", 64), ("v5p:2x2x2", 2), ("v4:2x2x2", 2), ("v6e:4x4", 4), ("v5e:4x4*2", 8)]
+    ("name", "hosts"),
+    [("v5e:16x16", 64), ("v5p:2x2x2", 2), ("v4:2x2x2", 2), ("v6e:4x4", 4), ("v5e:4x4*2", 8)],
 )
 def test_programs_for_tpus(name, hosts):
     topology = parse_topology(name)

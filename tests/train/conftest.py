@@ -4,7 +4,7 @@ import jax
 import pytest
 from runs import losses
 
-from fsdp_jax.cli import main
+from fsdp_jax.cli.main import main
 
 CONFIG = """
 model: {layers: 2, width: 64, heads: 2}
@@ -33,7 +33,9 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the command on a tiny configuration, writing to a directory of that name; without a sample."""
+    """Runs the command on a tiny configuration, writing to a directory of that name; without a
+    sample.
+    """
     config = tmp_path / "tiny.yaml"
     config.write_text(CONFIG)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.train.config import Config, digest, dump, flat, load
-from fsdp_jax.train.run import build
+from fsdp_jax.train.build import build
+from fsdp_jax.train.config_file import Config, digest, dump, flat, load
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")
@@ -28,8 +28,24 @@ def test_an_empty_file_is_the_defaults(written):
 
 def test_overrides_win_over_the_file(written):
     path = written("train: {steps: 5, seed: 3}\nunits: {classes: [Block]}\n")
-    words = ["--train.steps", "20", "--mesh.replica=2", "--mesh.data", "-1", "--units.classes", "Block", "MLP"]
-    words += ["--optimizer.clip", "None", "--model.scan-layers", "False", "--train.global_batch_size", "8"]
+    words = [
+        "--train.steps",
+        "20",
+        "--mesh.replica=2",
+        "--mesh.data",
+        "-1",
+        "--units.classes",
+        "Block",
+        "MLP",
+    ]
+    words += [
+        "--optimizer.clip",
+        "None",
+        "--model.scan-layers",
+        "False",
+        "--train.global_batch_size",
+        "8",
+    ]
     config = load(path, words)
     assert (config.train.steps, config.train.seed, config.train.global_batch_size) == (20, 3, 8)
     assert (config.mesh.replica, config.mesh.data) == (2, -1)
@@ -44,7 +60,9 @@ def test_numbers_without_a_point(written):
 
 
 def test_dump_reads_back(written):
-    config = load(QUICKSTART, ["--units.classes", "Block", "MLP", "--optimizer.learning_rate", "1e-05"])
+    config = load(
+        QUICKSTART, ["--units.classes", "Block", "MLP", "--optimizer.learning_rate", "1e-05"]
+    )
     assert load(written(dump(config))) == config
     assert digest(load(written(dump(config)))) == digest(config)
 
@@ -72,11 +90,17 @@ def test_configs_comment_every_key(path):
         ("- a", "keys were expected"),
         ("a: [", "not YAML"),
         ("remat: ful", r"unknown value 'ful'[^$]*remat[^$]*did you mean 'full'\?"),
-        ("train: {steps: many}", r"where: +\S+: train\.steps\n  expected: a whole number\n  got: +'many'"),
+        (
+            "train: {steps: many}",
+            r"where: +\S+: train\.steps\n  expected: a whole number\n  got: +'many'",
+        ),
         ("train: {steps: true}", r"expected: a whole number\n  got: +True"),
         ("optimizer: {clip: x}", r"optimizer\.clip\n  expected: a number"),
         ("model: {scan_layers: 1}", r"expected: true or false"),
-        ("model: {family: lama}", r"unknown value 'lama'[^$]*model\.family\n  expected: gpt, llama[^$]*mean 'llama'\?"),
+        (
+            "model: {family: lama}",
+            r"unknown value 'lama'[^$]*model\.family\n  expected: gpt, llama[^$]*mean 'llama'\?",
+        ),
         ("output: 2024", r"expected: text"),
         ("units: {classes: 3}", r"expected: a list of names"),
         ("train: {steps: 0}", r"train\.steps\n  expected: 1 or more\n  got: +0"),
@@ -91,8 +115,14 @@ def test_mistakes_in_the_file(written, text, message):
 
 def test_yaml_that_wants_to_run_code(written, tmp_path):
     mark = tmp_path / "was here"
-    for tag in ("!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir", "!!python/name:os.mkdir"):
-        with pytest.raises(ConfigError, match=r"not YAML[^$]*could not determine a constructor for the tag"):
+    for tag in (
+        "!!python/object/apply:os.mkdir",
+        "!!python/object/new:os.mkdir",
+        "!!python/name:os.mkdir",
+    ):
+        with pytest.raises(
+            ConfigError, match=r"not YAML[^$]*could not determine a constructor for the tag"
+        ):
             load(written(f"output: {tag} ['{mark}']"))
     assert not mark.exists()
 
@@ -103,7 +133,10 @@ def test_no_such_file(tmp_path):
 
 
 def test_unknown_override(written):
-    with pytest.raises(ConfigError, match=r"unknown key 'train\.step'\n  where: +command line\n[^$]*'train\.steps'\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown key 'train\.step'\n  where: +command line\n[^$]*'train\.steps'\?",
+    ):
         load(written(""), ["--train.step", "3"])
 
 
@@ -124,11 +157,15 @@ def test_help_shows_every_key(written, capsys):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("prefetch", "pre"), ("train.deferred_reduction", "True"), ("precision.reduce", "bfloat16")]
+    ("key", "value"),
+    [("prefetch", "pre"), ("train.deferred_reduction", "True"), ("precision.reduce", "bfloat16")],
 )
 def test_keys_that_need_local_batches_are_refused_in_the_commands_words(key, value):
-    config = load(QUICKSTART, ["--train.local_batch", "False", f"--{key}", value, "--train.devices", "8"])
+    config = load(
+        QUICKSTART, ["--train.local_batch", "False", f"--{key}", value, "--train.devices", "8"]
+    )
     with pytest.raises(
-        ConfigError, match=rf"{key} needs train.local_batch\n.*{key}(.*\n)+.*--train.local_batch True, or"
+        ConfigError,
+        match=rf"{key} needs train.local_batch\n.*{key}(.*\n)+.*--train.local_batch True, or",
     ):
         build(config)

@@ -1,4 +1,6 @@
-"""Every family and every kind of data through the command line: they train, show a sample, and refuse what is not."""
+"""Every family and every kind of data through the command line: they train, show a sample, and
+refuse what is not.
+"""
 
 import re
 
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 from runs import losses, records
 
-from fsdp_jax.cli import main
+from fsdp_jax.cli.main import main
 
 NONE = ("--model.layers", "2", "--model.width", "None", "--model.heads", "None")
 
@@ -14,8 +16,18 @@ NONE = ("--model.layers", "2", "--model.width", "None", "--model.heads", "None")
 @pytest.mark.long
 def test_a_t5_learns_to_answer(run, tmp_path, capsys):
     words = ("--model.family", "t5", *NONE, "--units.classes", "T5EncoderBlock", "T5DecoderBlock")
-    data = ("--data.kind", "instructions", "--data.sequence_length", "256", "--data.target_length", "64")
-    assert run("t5", *words, *data, "--train.steps", "4", "--train.sample", "400", "--prefetch", "pre") == 0
+    data = (
+        "--data.kind",
+        "instructions",
+        "--data.sequence_length",
+        "256",
+        "--data.target_length",
+        "64",
+    )
+    assert (
+        run("t5", *words, *data, "--train.steps", "4", "--train.sample", "400", "--prefetch", "pre")
+        == 0
+    )
     found = [loss for _, loss, *_ in losses(tmp_path / "t5")]
     assert found[-1] < found[0]
     shown = capsys.readouterr().out
@@ -26,20 +38,65 @@ def test_a_t5_learns_to_answer(run, tmp_path, capsys):
 @pytest.mark.long
 def test_a_t5_restores_what_was_taken_out(run, tmp_path):
     words = ("--model.family", "t5", *NONE, "--units.classes", "T5EncoderBlock", "T5DecoderBlock")
-    assert run("t5", *words, "--data.sequence_length", "64", "--data.target_length", "32", "--train.steps", "2") == 0
+    assert (
+        run(
+            "t5",
+            *words,
+            "--data.sequence_length",
+            "64",
+            "--data.target_length",
+            "32",
+            "--train.steps",
+            "2",
+        )
+        == 0
+    )
     assert np.isfinite([loss for _, loss, *_ in losses(tmp_path / "t5")]).all()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "blocks"), [("vit", ["ViTBlock"]), ("cait", ["CaiTBlock", "ClassAttentionBlock"])])
+@pytest.mark.parametrize(
+    ("family", "blocks"), [("vit", ["ViTBlock"]), ("cait", ["CaiTBlock", "ClassAttentionBlock"])]
+)
 def test_images_are_told_apart(run, tmp_path, capsys, family, blocks):
     words = ("--model.family", family, *NONE, "--units.classes", *blocks, "--data.kind", "images")
-    assert run(family, *words, "--train.steps", "4", "--train.sample", "1", "--train.global_batch_size", "16") == 0
+    assert (
+        run(
+            family,
+            *words,
+            "--train.steps",
+            "4",
+            "--train.sample",
+            "1",
+            "--train.global_batch_size",
+            "16",
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     # with a new head, from the run and from what is exported of it
-    assert main(["export", str(tmp_path / family), "--to", str(tmp_path / "out"), "--format", "huggingface"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / family),
+                "--to",
+                str(tmp_path / "out"),
+                "--format",
+                "huggingface",
+            ]
+        )
+        == 0
+    )
     for weights in (family, "out"):
-        new = ("--model.weights", str(tmp_path / weights), "--model.classes", "9", "--train.steps", "1")
+        new = (
+            "--model.weights",
+            str(tmp_path / weights),
+            "--model.classes",
+            "9",
+            "--train.steps",
+            "1",
+        )
         layers = ("--model.layers", "None", "--model.frozen", "^(?!head)")
         assert run(f"new-{weights}", *words, *layers, *new) == 0
     assert re.search(r"\| \d+ of 16 right", shown)
@@ -54,10 +111,26 @@ def test_token_shards_train_as_the_text_does(run, tmp_path, capsys):
         (tmp_path / "text" / f"{name}.txt").write_text(f"{name} to be, or not to be " * 40)
     (tmp_path / "text" / "empty.txt").write_text("")
     shards = tmp_path / "shards"
-    assert main(["tokenize", str(tmp_path / "text"), "--to", str(shards), "--tokenizer", "bytes"]) == 0
+    assert (
+        main(["tokenize", str(tmp_path / "text"), "--to", str(shards), "--tokenizer", "bytes"]) == 0
+    )
     assert "1 empty" in capsys.readouterr().out
-    assert run("text", "--data.kind", "text", "--data.path", str(tmp_path / "text"), "--data.packing", "True") == 0
-    assert run("tokens", "--data.kind", "tokens", "--data.path", str(shards), "--data.packing", "True") == 0
+    assert (
+        run(
+            "text",
+            "--data.kind",
+            "text",
+            "--data.path",
+            str(tmp_path / "text"),
+            "--data.packing",
+            "True",
+        )
+        == 0
+    )
+    assert (
+        run("tokens", "--data.kind", "tokens", "--data.path", str(shards), "--data.packing", "True")
+        == 0
+    )
     assert losses(tmp_path / "text") == losses(tmp_path / "tokens")
     assert "8 documents" in capsys.readouterr().out
 
@@ -65,7 +138,13 @@ def test_token_shards_train_as_the_text_does(run, tmp_path, capsys):
 @pytest.mark.parametrize(("asked", "got"), [(260, 260), (1000, 266)])
 def test_a_tokenizer_is_trained_once_and_of_one_size(tmp_path, capsys, asked, got):
     (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
-    words = ["tokenize", str(tmp_path / "text.txt"), "--to", str(tmp_path / "shards"), "--vocab-size"]
+    words = [
+        "tokenize",
+        str(tmp_path / "text.txt"),
+        "--to",
+        str(tmp_path / "shards"),
+        "--vocab-size",
+    ]
     for _ in range(2):
         assert main([*words, str(asked)]) == 0
     shown, told = capsys.readouterr()
@@ -73,8 +152,13 @@ def test_a_tokenizer_is_trained_once_and_of_one_size(tmp_path, capsys, asked, go
     assert told.count("training a tokenizer") == 1
     assert main([*words, str(asked - 1)]) == 2
     error = capsys.readouterr().err
-    assert re.search(rf"where: +--vocab-size\n +expected: +{asked}, as was asked(?s:.*)got: +{asked - 1}\n", error)
-    assert main([*words[:-1], "--tokenizer", str(tmp_path / "shards")]) == 0  # the same one, by its name
+    assert re.search(
+        rf"where: +--vocab-size\n +expected: +{asked}, as was asked(?s:.*)got: +{asked - 1}\n",
+        error,
+    )
+    assert (
+        main([*words[:-1], "--tokenizer", str(tmp_path / "shards")]) == 0
+    )  # the same one, by its name
 
 
 def test_no_tokenizer_is_trained_for_shards_of_a_named_one(tmp_path, capsys):
@@ -83,27 +167,58 @@ def test_no_tokenizer_is_trained_for_shards_of_a_named_one(tmp_path, capsys):
     assert main([*words, "--tokenizer", "bytes"]) == 0
     assert main([*words, "--vocab-size", "300"]) == 2
     error = capsys.readouterr().err
-    assert re.search(r"where: +--vocab-size\n +expected: +--tokenizer, as it was made with one", error)
+    assert re.search(
+        r"where: +--vocab-size\n +expected: +--tokenizer, as it was made with one", error
+    )
     assert "training" not in error
 
 
 @pytest.mark.parametrize(("name", "value"), [("field", "body"), ("invalid", "skip")])
 def test_what_tokenize_would_ignore_is_refused(tmp_path, capsys, name, value):
-    words = ["tokenize", "embedded", "--to", str(tmp_path / "shards"), "--tokenizer", "bytes", f"--{name}", value]
+    words = [
+        "tokenize",
+        "embedded",
+        "--to",
+        str(tmp_path / "shards"),
+        "--tokenizer",
+        "bytes",
+        f"--{name}",
+        value,
+    ]
     assert main(words) == 2
-    assert re.search(rf"{name} would be ignored\n +where: +--{name}\n +got: +{value}", capsys.readouterr().err)
+    assert re.search(
+        rf"{name} would be ignored\n +where: +--{name}\n +got: +{value}", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--model.family", "vit"), ["family and data do not go together", "set data.kind to images"]),
-        (("--model.family", "t5", "--model.attention", "flash"), ["adds no bias", "blockwise or cudnn"]),
-        (("--model.family", "cait", "--data.kind", "images", "--model.attention", "flash"), ["mixes its heads"]),
-        (("--model.family", "vit", "--data.kind", "images", "--model.attention", "flash"), ["a class token more"]),
+        (
+            ("--model.family", "vit"),
+            ["family and data do not go together", "set data.kind to images"],
+        ),
+        (
+            ("--model.family", "t5", "--model.attention", "flash"),
+            ["adds no bias", "blockwise or cudnn"],
+        ),
+        (
+            ("--model.family", "cait", "--data.kind", "images", "--model.attention", "flash"),
+            ["mixes its heads"],
+        ),
+        (
+            ("--model.family", "vit", "--data.kind", "images", "--model.attention", "flash"),
+            ["a class token more"],
+        ),
         (("--model.family", "t5", "--data.packing", "True"), ["packing would be ignored"]),
-        (("--model.family", "vit", "--data.kind", "images", "--train.loss_chunk", "9"), ["chunks would be ignored"]),
-        (("--model.family", "vit", "--data.kind", "images", "--model.classes", "5"), ["too few classes", "at least 8"]),
+        (
+            ("--model.family", "vit", "--data.kind", "images", "--train.loss_chunk", "9"),
+            ["chunks would be ignored"],
+        ),
+        (
+            ("--model.family", "vit", "--data.kind", "images", "--model.classes", "5"),
+            ["too few classes", "at least 8"],
+        ),
     ],
 )
 def test_what_a_family_cannot_do(run, capsys, words, said):
@@ -123,15 +238,27 @@ def test_what_a_family_cannot_do(run, capsys, words, said):
 )
 def test_a_corpus_that_cannot_be_read(run, tmp_path, capsys, content, words, said):
     (tmp_path / "corpus.jsonl").write_bytes(content)
-    assert run("wrong", "--data.kind", "text", "--data.path", str(tmp_path / "corpus.jsonl"), *words) == 2
+    assert (
+        run("wrong", "--data.kind", "text", "--data.path", str(tmp_path / "corpus.jsonl"), *words)
+        == 2
+    )
     error = capsys.readouterr().err
     assert [part for part in said if part not in error] == []
 
 
 def test_what_is_skipped_is_counted(run, tmp_path, capsys):
     lines = [b'{"text": "%s"}' % (b"to be, or not to be " * 20)] * 4
-    (tmp_path / "corpus.jsonl").write_bytes(b"\n".join([*lines, b'{"text": ""}', b'{"text": "\xff"}']) + b"\n")
-    words = ("--data.kind", "text", "--data.path", str(tmp_path / "corpus.jsonl"), "--data.invalid", "skip")
+    (tmp_path / "corpus.jsonl").write_bytes(
+        b"\n".join([*lines, b'{"text": ""}', b'{"text": "\xff"}']) + b"\n"
+    )
+    words = (
+        "--data.kind",
+        "text",
+        "--data.path",
+        str(tmp_path / "corpus.jsonl"),
+        "--data.invalid",
+        "skip",
+    )
     assert run("counted", *words, "--train.steps", "1") == 0
     shown = capsys.readouterr().out
     assert re.search(r"passed over or mended: .*1 empty", shown)
@@ -149,8 +276,17 @@ def test_a_changed_corpus_is_refused(run, tmp_path, capsys):
 
 
 def test_images_of_another_size(run, tmp_path, capsys):
-    np.savez(tmp_path / "x.npz", images=np.zeros((64, 24, 24, 3), np.uint8), labels=np.arange(64) % 8)
-    words = ("--model.family", "vit", "--data.kind", "images", "--data.path", str(tmp_path / "x.npz"))
+    np.savez(
+        tmp_path / "x.npz", images=np.zeros((64, 24, 24, 3), np.uint8), labels=np.arange(64) % 8
+    )
+    words = (
+        "--model.family",
+        "vit",
+        "--data.kind",
+        "images",
+        "--data.path",
+        str(tmp_path / "x.npz"),
+    )
     assert run("wrong", *NONE, "--units.classes", "ViTBlock", *words) == 2
     error = capsys.readouterr().err
     assert "32x32x3" in error

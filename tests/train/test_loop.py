@@ -31,7 +31,14 @@ def stop_at(monkeypatch, step, number=signal.SIGINT):
 
 
 def test_a_llama_trains(run):
-    words = ["--model.family", "llama", "--model.preset", "llama-tiny", "--units.classes", "LlamaBlock"]
+    words = [
+        "--model.family",
+        "llama",
+        "--model.preset",
+        "llama-tiny",
+        "--units.classes",
+        "LlamaBlock",
+    ]
     assert run("llama", *words, "--train.steps", "5", "--train.eval_every", "5") == 0
     rows = losses(run.directory / "llama")
     assert [step for step, *_ in rows] == [1, 2, 3, 4, 5]
@@ -46,7 +53,14 @@ def test_a_whole_run(run, tmp_path, capsys):
         assert part in shown
     output = tmp_path / "whole"
     found = {path.name for path in output.iterdir()}
-    assert found == {"config.json", "config.yaml", "metrics.jsonl", "evals.jsonl", "layout.json", "checkpoints"}
+    assert found == {
+        "config.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "evals.jsonl",
+        "layout.json",
+        "checkpoints",
+    }
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["4", "6"]
     assert json.loads((output / "layout.json").read_text())["strategy"] == "full_shard"
     assert [record["step"] for record in records(output, "evals.jsonl")] == [0, 4, 6]
@@ -71,7 +85,9 @@ def test_metrics(run, tmp_path):
     assert [tuple(record) for record in found] == [FIELDS] * 3
     assert [record["step"] for record in found] == [1, 2, 3]
     assert [record["tokens"] for record in found] == [128, 256, 384]
-    assert 4.5 < found[0]["loss"] < 5.6  # a tied head starts by repeating, which suits runs of spaces
+    assert (
+        4.5 < found[0]["loss"] < 5.6
+    )  # a tied head starts by repeating, which suits runs of spaces
     assert found[0]["learning_rate"] == pytest.approx(1.5e-3)
     assert found[1]["learning_rate"] == pytest.approx(3e-3)
     for record in found:
@@ -82,7 +98,9 @@ def test_metrics(run, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(run, uninterrupted, tmp_path, capsys, monkeypatch, number):
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    run, uninterrupted, tmp_path, capsys, monkeypatch, number
+):
     with monkeypatch.context() as patched:
         stop_at(patched, 2, number)
         assert run("stopped") == 75
@@ -174,7 +192,11 @@ def command(run, name, *words):
 def finish(*processes):
     """(exit code, output) of each."""
     try:
-        return [(process.wait(), out) for process in processes for out in [process.communicate(timeout=PATIENCE)[0]]]
+        return [
+            (process.wait(), out)
+            for process in processes
+            for out in [process.communicate(timeout=PATIENCE)[0]]
+        ]
     finally:
         for process in processes:
             process.kill()
@@ -185,8 +207,17 @@ def cluster(run, name, *words, own=((), ())):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = ("--train.devices", "4", "--cluster.coordinator", f"127.0.0.1:{port}", "--cluster.processes", "2")
-    return [command(run, name, *words, *own[i], *flags, "--cluster.process", str(i)) for i in range(2)]
+    flags = (
+        "--train.devices",
+        "4",
+        "--cluster.coordinator",
+        f"127.0.0.1:{port}",
+        "--cluster.processes",
+        "2",
+    )
+    return [
+        command(run, name, *words, *own[i], *flags, "--cluster.process", str(i)) for i in range(2)
+    ]
 
 
 @pytest.mark.long

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jax.cli import main
-from fsdp_jax.train.config import load
+from fsdp_jax.cli.main import main
+from fsdp_jax.train.config_file import load
 
 TINY = """
 model: {layers: 2, width: 64, heads: 2}
@@ -44,7 +44,9 @@ def test_json_is_for_programs(tiny, capsys):
 
 def test_what_does_not_fit_ends_with_3_and_says_what_would(tiny, capsys):
     words = ["--model.width", "1024", "--model.layers", "64", "--train.global_batch_size", "2048"]
-    assert main(["plan", tiny, "--topology", "v5e:4x4", "--analytic", "--remat", "none", *words]) == 3
+    assert (
+        main(["plan", tiny, "--topology", "v5e:4x4", "--analytic", "--remat", "none", *words]) == 3
+    )
     shown = capsys.readouterr().out
     assert "DOES NOT FIT" in shown
     assert "--remat full" in shown
@@ -65,7 +67,11 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
     ("words", "code", "blocks"),
     [
         ([], 2, ["--topology is missing", "h100:8"]),
-        (["--topology", "h100:9x9"], 2, ["h100 does not come in this shape", "at most 8 GPUs a host"]),
+        (
+            ["--topology", "h100:9x9"],
+            2,
+            ["h100 does not come in this shape", "at most 8 GPUs a host"],
+        ),
         (["--topology", "h100"], 2, ["not a topology", "a chip alone goes with plan --search"]),
         (["--topolgy", "h100:8"], 2, ["did you mean '--topology'?"]),
         (["--topology=h100:9x9"], 2, ["h100 does not come in this shape"]),
@@ -77,18 +83,42 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
         (["--topology", "h100:5", "--analytic"], 2, ["train.global_batch_size", "a multiple of 5"]),
         (["--topology", "h100:8", "--devices", "8"], 2, ["--devices goes with --search"]),
         (["--topology", "cpu", "--search"], 2, ["no memory or speed of their own"]),
-        (["--topology", "h100:8", "--search", "--analytic"], 2, ["--analytic does not go with --search"]),
         (
-            ["--topology", "h100:8", "--analytic", "--model.attention", "flash", "--data.sequence_length", "200"],
+            ["--topology", "h100:8", "--search", "--analytic"],
+            2,
+            ["--analytic does not go with --search"],
+        ),
+        (
+            [
+                "--topology",
+                "h100:8",
+                "--analytic",
+                "--model.attention",
+                "flash",
+                "--data.sequence_length",
+                "200",
+            ],
             2,
             ["data.sequence_length", "a multiple of 128"],
         ),
         (["--topology", "h100:8", "--to", "x.yaml"], 2, ["--to goes with --search"]),
         (["--topology", "h100", "--search", "--devices", "x"], 2, ["not a number of devices"]),
-        (["--topology", "h100:8", "--search", "--devices", "8"], 2, ["the topology says how many devices"]),
+        (
+            ["--topology", "h100:8", "--search", "--devices", "8"],
+            2,
+            ["the topology says how many devices"],
+        ),
         (["--topology", "h100", "--search", "--devices", "7"], 2, ["no machine for this batch"]),
-        (["--topology", "h100:8", "--analytic", "--model.widht", "3"], 2, ["did you mean 'model.width'?"]),
-        (["--topology", "h100:8", "--analytic", "--units.classes", "Blok"], 2, ["did you mean 'Block'?"]),
+        (
+            ["--topology", "h100:8", "--analytic", "--model.widht", "3"],
+            2,
+            ["did you mean 'model.width'?"],
+        ),
+        (
+            ["--topology", "h100:8", "--analytic", "--units.classes", "Blok"],
+            2,
+            ["did you mean 'Block'?"],
+        ),
     ],
 )
 def test_mistakes_are_one_block(tiny, words, code, blocks, capsys):
@@ -109,7 +139,16 @@ def test_help_needs_no_file(capsys):
 
 
 def test_nothing_that_fits_ends_with_3(tiny, capsys):
-    words = ["--model.width", "8192", "--model.layers", "200", "--model.heads", "64", "--train.global_batch_size", "8"]
+    words = [
+        "--model.width",
+        "8192",
+        "--model.layers",
+        "200",
+        "--model.heads",
+        "64",
+        "--train.global_batch_size",
+        "8",
+    ]
     assert main(["plan", tiny, "--topology", "v5e", "--search", *words]) == 3
     assert "it fits no machine" in capsys.readouterr().err
 
@@ -118,7 +157,17 @@ def test_nothing_that_fits_ends_with_3(tiny, capsys):
 @pytest.mark.needs_plugin
 def test_a_search_writes_the_best_configuration(tiny, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("fsdp_jax.planner.search.FINALISTS", 1)
-    words = ["--topology", "h100", "--devices", "2", "--search", "--to", "best.yaml", "--train.global_batch_size", "2"]
+    words = [
+        "--topology",
+        "h100",
+        "--devices",
+        "2",
+        "--search",
+        "--to",
+        "best.yaml",
+        "--train.global_batch_size",
+        "2",
+    ]
     assert main(["plan", tiny, *words]) == 0
     shown = capsys.readouterr()
     assert "best: --strategy" in shown.out
@@ -139,7 +188,7 @@ def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
     words = ["plan", tiny, "--topology", "h100:8", "--train.global_batch_size", "8"]
     assert main(words) == 0
     first = capsys.readouterr().out
-    monkeypatch.setattr("fsdp_jax.planner.program._compile", None)
+    monkeypatch.setattr("fsdp_jax.planner.compiled.program._compile", None)
     assert main(words) == 0
     assert capsys.readouterr().out == first
     monkeypatch.setenv(

@@ -9,8 +9,8 @@ import pytest
 from runs import losses, records
 
 from fsdp_jax.checkpoint import CheckpointStore, store
-from fsdp_jax.compiled import Step
 from fsdp_jax.data import train_bpe
+from fsdp_jax.step.compiled_step import Step
 from fsdp_jax.train.loop import Training
 
 EVERY_TWO = ("--checkpoint.every", "2")
@@ -50,7 +50,9 @@ def test_another_corpus_is_refused(run, tmp_path, capsys):
 def test_a_changed_configuration_is_told_or_refused(run, capsys):
     assert run("changed", "--train.steps", "2") == 0
     assert run("changed", "--train.steps", "3", "--strategy", "zero1") == 0
-    assert "note: config, strategy changed since the checkpoint at step 2" in capsys.readouterr().out
+    assert (
+        "note: config, strategy changed since the checkpoint at step 2" in capsys.readouterr().out
+    )
     assert run("changed", "--train.steps", "3", "--model.width", "128") == 2
     assert "the checkpoint does not fit this run" in capsys.readouterr().err
 
@@ -67,7 +69,9 @@ def test_a_stated_step(run, uninterrupted, tmp_path, capsys):
     assert "step 6 is set aside as 6.superseded" in shown
     assert names(tmp_path / "stated") == ["2", "4", "4.superseded", "6", "6.superseded"]
     assert losses(tmp_path / "stated") == uninterrupted
-    assert run("stated", *EVERY_TWO, "--checkpoint.step", "2", "--train.steps", "7") == 0  # the same command again
+    assert (
+        run("stated", *EVERY_TWO, "--checkpoint.step", "2", "--train.steps", "7") == 0
+    )  # the same command again
     assert "resumes at step 6" in capsys.readouterr().out
     assert names(tmp_path / "stated") == ["4", "4.superseded", "6", "6.superseded", "7"]
     assert run("nothing", "--checkpoint.step", "2") == 2
@@ -87,7 +91,9 @@ def test_a_stated_step_that_is_damaged_is_never_replaced(run, tmp_path, capsys):
 
 def test_a_run_that_is_refused_renames_nothing(run, tmp_path, capsys):
     assert run("refused", *EVERY_TWO) == 0
-    assert run("refused", *EVERY_TWO, "--checkpoint.step", "2", "--train.global_batch_size", "16") == 2
+    assert (
+        run("refused", *EVERY_TWO, "--checkpoint.step", "2", "--train.global_batch_size", "16") == 2
+    )
     (tmp_path / "refused" / "checkpoints" / "6" / "manifest.json").unlink()
     words = ("--checkpoint.damaged", "previous")
     assert run("refused", *EVERY_TWO, *words, "--model.width", "32") == 2
@@ -193,15 +199,39 @@ def test_another_tokenizer_is_refused(run, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
     trained = train_bpe(["to be, or not to be"], 270)
     (tmp_path / "tokenizer.json").write_bytes(trained.files["tokenizer.json"])
-    words = ("--data.kind", "text", "--data.path", str(tmp_path / "text.txt"), "--model.vocab_size", "300")
+    words = (
+        "--data.kind",
+        "text",
+        "--data.path",
+        str(tmp_path / "text.txt"),
+        "--model.vocab_size",
+        "300",
+    )
     assert run("words", "--train.steps", "1", *words) == 0
-    assert run("words", "--train.steps", "2", *words, "--data.tokenizer", str(tmp_path / "tokenizer.json")) == 2
+    assert (
+        run(
+            "words",
+            "--train.steps",
+            "2",
+            *words,
+            "--data.tokenizer",
+            str(tmp_path / "tokenizer.json"),
+        )
+        == 2
+    )
     assert "the tokenizer has changed since the checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.long
 def test_saving_by_the_clock(run, tmp_path):
-    words = ("--checkpoint.every", "None", "--checkpoint.every_minutes", "0", "--checkpoint.keep", "9")
+    words = (
+        "--checkpoint.every",
+        "None",
+        "--checkpoint.every_minutes",
+        "0",
+        "--checkpoint.keep",
+        "9",
+    )
     assert run("clock", *words) == 0
     assert names(tmp_path / "clock") == ["1", "2", "3", "4", "5", "6"]
     blocked = [record["checkpoint_blocked_s"] for record in records(tmp_path / "clock")]
@@ -213,7 +243,18 @@ def test_saving_by_the_clock(run, tmp_path):
 
 
 def test_some_are_kept_for_good(run, tmp_path):
-    assert run("kept", "--checkpoint.every", "1", "--checkpoint.keep", "1", "--checkpoint.keep_every", "3") == 0
+    assert (
+        run(
+            "kept",
+            "--checkpoint.every",
+            "1",
+            "--checkpoint.keep",
+            "1",
+            "--checkpoint.keep_every",
+            "3",
+        )
+        == 0
+    )
     assert names(tmp_path / "kept") == ["3", "6"]
 
 
@@ -222,7 +263,9 @@ def test_a_signal_while_it_compiles_or_saves(run, uninterrupted, tmp_path, monke
     """Asked before the first step, and again while step 4 is written."""
     with monkeypatch.context() as patched:
         train = Training.train
-        patched.setattr(Training, "train", lambda self: (signal.raise_signal(number), train(self))[1])
+        patched.setattr(
+            Training, "train", lambda self: (signal.raise_signal(number), train(self))[1]
+        )
         assert run("signal") == 75
     assert len(names(tmp_path / "signal")) == 1
     with monkeypatch.context() as patched:

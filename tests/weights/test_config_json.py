@@ -1,4 +1,6 @@
-"""`config.json`: read as published, written for others to read, and refused where it says what we do not compute."""
+"""`config.json`: read as published, written for others to read, and refused where it says what we
+do not compute.
+"""
 
 import dataclasses
 import json
@@ -81,11 +83,18 @@ def test_published_ones_are_the_presets(tmp_path, found, preset):
 
 
 def test_timm_names_an_architecture(tmp_path):
-    normalised = dataclasses.replace(PRESETS["cait-xxs24-224"], mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    normalised = dataclasses.replace(
+        PRESETS["cait-xxs24-224"], mean=IMAGENET_MEAN, std=IMAGENET_STD
+    )
     assert read(tmp_path, CAIT, layer_scale=None) == normalised
     more = {"num_classes": 10, "model_args": {"img_size": 96, "depth": 3, "drop_rate": 0.1}}
     config = read(tmp_path, CAIT | more)
-    assert (config.image_size, config.layers, config.classes, config.layer_scale) == (96, 3, 10, 1e-5)
+    assert (config.image_size, config.layers, config.classes, config.layer_scale) == (
+        96,
+        3,
+        10,
+        1e-5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,8 +102,16 @@ def test_timm_names_an_architecture(tmp_path):
     [
         (None, HALF, HALF),
         ({}, HALF, HALF),
-        ({"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}, IMAGENET_MEAN, IMAGENET_STD),
-        ({"image_mean": [0, 0, 0], "rescale_factor": 0.00392156862745098, "do_rescale": True}, (0.0,) * 3, HALF),
+        (
+            {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)},
+            IMAGENET_MEAN,
+            IMAGENET_STD,
+        ),
+        (
+            {"image_mean": [0, 0, 0], "rescale_factor": 0.00392156862745098, "do_rescale": True},
+            (0.0,) * 3,
+            HALF,
+        ),
         ({"image_mean": [0.1, 0.1, 0.1], "do_normalize": False}, (0.0,) * 3, (1.0,) * 3),
     ],
 )
@@ -111,7 +128,10 @@ def test_how_the_images_of_a_vit_are_normalised(tmp_path, processor, mean, std):
 @pytest.mark.parametrize(
     ("processor", "said"),
     [
-        ({"rescale_factor": 1 / 127.5}, "rescale_factor: 0.0078.* is not implemented, only 1 / 255"),
+        (
+            {"rescale_factor": 1 / 127.5},
+            "rescale_factor: 0.0078.* is not implemented, only 1 / 255",
+        ),
         ({"do_rescale": False}, "do_rescale: false is not implemented"),
         ({"image_mean": 0.5}, "image_mean: 0.5 is not three numbers"),
         ({"image_std": [1, "2", 3]}, "image_std: .* is not three numbers"),
@@ -126,7 +146,9 @@ def test_images_that_we_do_not_normalise_so(tmp_path, processor, said):
 
 
 def test_timm_says_how_images_are_normalised(tmp_path):
-    config = read(tmp_path, CAIT | {"pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.1, 0.2, 0.3]}})
+    config = read(
+        tmp_path, CAIT | {"pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.1, 0.2, 0.3]}}
+    )
     assert (config.mean, config.std) == (HALF, (0.1, 0.2, 0.3))
     with pytest.raises(ConfigError, match="mean: 3 is not three numbers"):
         read(tmp_path, CAIT | {"pretrained_cfg": {"mean": 3}})
@@ -144,9 +166,15 @@ def test_ids_of_tokens_are_written_as_given_and_never_guessed():
         given = {"bos_token_id": 5, "eos_token_id": [6, 7]}
         assert (unknown | given).items() <= config_json(PRESETS[name], tokens=given).items()
     wanted = unknown | {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
-    assert wanted.items() <= config_json(PRESETS["t5-v1_1-base"], tokens={"eos_token_id": 1}).items()
+    assert (
+        wanted.items() <= config_json(PRESETS["t5-v1_1-base"], tokens={"eos_token_id": 1}).items()
+    )
     for name, key, said in (
-        ("t5-v1_1-base", "pad_token_id", r"pad_token_id[^$]*expected: 0"),  # which our loss computes with
+        (
+            "t5-v1_1-base",
+            "pad_token_id",
+            r"pad_token_id[^$]*expected: 0",
+        ),  # which our loss computes with
         ("gpt2", "sep_token_id", "bos_token_id or eos_token_id or pad_token_id"),
         ("vit-b16", "eos_token_id", "none, for vit"),
         ("cait-tiny", "eos_token_id", "none, for cait"),
@@ -177,16 +205,23 @@ def test_rotary_keys_of_any_age(tmp_path, rope):
 
 def test_rotary_keys_of_new_age_scale_too(tmp_path):
     rope = LLAMA["rope_scaling"] | {"rope_theta": 5e5}
-    config = read(tmp_path, without(LLAMA, "rope_theta", "rope_scaling") | {"rope_parameters": rope})
+    config = read(
+        tmp_path, without(LLAMA, "rope_theta", "rope_scaling") | {"rope_parameters": rope}
+    )
     assert config.rope_scaling == RopeScaling(factor=8.0)
     assert config.rope_theta == 5e5
 
 
 def test_absent_keys_stand_for_what_transformers_takes(tmp_path):
-    config = read(tmp_path, without(LLAMA, "num_key_value_heads", "rope_theta", "rope_scaling", "tie_word_embeddings"))
+    config = read(
+        tmp_path,
+        without(LLAMA, "num_key_value_heads", "rope_theta", "rope_scaling", "tie_word_embeddings"),
+    )
     assert isinstance(config, LlamaConfig)
     assert (config.kv_heads, config.rope_theta, config.tie_head) == (32, 10_000.0, False)
-    config = read(tmp_path, without(T5, "tie_word_embeddings", "num_decoder_layers", "feed_forward_proj"))
+    config = read(
+        tmp_path, without(T5, "tie_word_embeddings", "num_decoder_layers", "feed_forward_proj")
+    )
     assert (config.tie_head, config.decoder_layers, config.gated) == (True, 12, False)
     config = read(tmp_path, without(T5, "tie_word_embeddings") | {"scale_decoder_outputs": False})
     assert not config.tie_head
@@ -196,15 +231,24 @@ def test_absent_keys_stand_for_what_transformers_takes(tmp_path):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (GPT2 | {"activation_function": "relu"}, r'activation_function: "relu" is not implemented, only "gelu_new"'),
-        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: true is not"),
+        (
+            GPT2 | {"activation_function": "relu"},
+            r'activation_function: "relu" is not implemented, only "gelu_new"',
+        ),
+        (
+            GPT2 | {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx: true is not",
+        ),
         (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights: false"),
         (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention"),
         (GPT2 | {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon: 1e-06"),
         (GPT2 | {"n_inner": 1000}, "n_inner: 1000 is not implemented, only 4 x n_embd, 3072"),
         (GPT2 | {"n_ctx": 512}, "n_ctx: 512 differs"),
-        (GPT2 | {"quantization_config": {"bits": 4}}, "quantization_config: .* may change what is computed"),
+        (
+            GPT2 | {"quantization_config": {"bits": 4}},
+            "quantization_config: .* may change what is computed",
+        ),
         (GPT2 | {"some_new_key": 3}, "some_new_key: 3 is not known"),
         (without(GPT2, "n_layer", "n_head"), r"n_layer: missing[^$]*n_head: missing"),
         (GPT2 | {"n_head": 7}, "multiple of heads"),
@@ -215,22 +259,44 @@ def test_absent_keys_stand_for_what_transformers_takes(tmp_path):
         (LLAMA | {"head_dim": 64}, "head_dim: 64 is not implemented, only .*128"),
         (LLAMA | {"sliding_window": 4096}, "sliding_window: 4096 is not known"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type: 'linear' is not implemented"),
-        (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor: missing"),
-        (LLAMA | {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "factor: not known with rope_type"),
-        (LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta says otherwise"),
         (
-            LLAMA | {"rope_parameters": LLAMA["rope_scaling"] | {"rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+            LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type: 'linear' is not implemented",
+        ),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "low_freq_factor: missing",
+        ),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
+            "factor: not known with rope_type",
+        ),
+        (
+            LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_theta says otherwise",
+        ),
+        (
+            LLAMA
+            | {
+                "rope_parameters": LLAMA["rope_scaling"]
+                | {"rope_theta": 5e5, "partial_rotary_factor": 0.5}
+            },
             "partial_rotary_factor",
         ),
         (T5 | {"feed_forward_proj": "gated-silu"}, "feed_forward_proj: 'gated-silu'"),
-        (T5 | {"scale_decoder_outputs": True}, "scale_decoder_outputs: true is not implemented where"),
+        (
+            T5 | {"scale_decoder_outputs": True},
+            "scale_decoder_outputs: true is not implemented where",
+        ),
         (T5 | {"pad_token_id": 1}, "pad_token_id: 1"),
         (T5 | {"is_encoder_decoder": False}, "is_encoder_decoder: false"),
         (VIT | {"hidden_act": "gelu_new"}, 'hidden_act: "gelu_new"'),
         (VIT | {"qkv_bias": False}, "qkv_bias: false"),
         (VIT | {"num_channels": 1}, "num_channels: 1"),
-        (VIT | {"image_size": [224, 196]}, r"image_size: \[224, 196\] is not implemented, only squares"),
+        (
+            VIT | {"image_size": [224, 196]},
+            r"image_size: \[224, 196\] is not implemented, only squares",
+        ),
         (CAIT | {"architecture": "cait_xxs24_225"}, "did you mean 'cait_xxs24_224'"),
         (CAIT | {"architecture": "vit_base_patch16_224"}, "an architecture that is not known"),
         (CAIT | {"global_pool": "avg"}, "global_pool: avg"),

@@ -1,4 +1,6 @@
-"""Runs that are imported and exported: adapters merged exactly, how text ends, and an import that was killed."""
+"""Runs that are imported and exported: adapters merged exactly, how text ends, and an import that
+was killed.
+"""
 
 import json
 import os
@@ -13,8 +15,8 @@ from tiny import folder_of, laid_out, target_of
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.data import load_tokenizer, train_bpe
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.train import exchange
-from fsdp_jax.train.exchange import export_model, import_run, write_model
+from fsdp_jax.train import huggingface
+from fsdp_jax.train.huggingface import export_model, import_run, write_model
 from fsdp_jax.tree import flatten, unflatten
 from fsdp_jax.weights import import_weights, token_ids
 
@@ -27,9 +29,15 @@ def adapted_run(run, *, scan_layers=True):
     """(kernels [I, O], adapters) by layer and name, of a run whose frozen kernels are in bfloat16."""
     path, _ = folder_of("llama", run.parent / "theirs")
     config, _ = laid_out("llama", scan_layers=scan_layers)
-    params = flatten(import_weights(path, target_of("llama", "bfloat16", scan_layers=scan_layers), config))
+    params = flatten(
+        import_weights(path, target_of("llama", "bfloat16", scan_layers=scan_layers), config)
+    )
     draw, added = np.random.default_rng(0), {}
-    for at in sorted(path.removesuffix("/kernel") for path in params if path.endswith(("q/kernel", "down/kernel"))):
+    for at in sorted(
+        path.removesuffix("/kernel")
+        for path in params
+        if path.endswith(("q/kernel", "down/kernel"))
+    ):
         *stack, inputs, outputs = params[f"{at}/kernel"].shape
         added[f"{at}/lora_a"] = draw.normal(size=(*stack, inputs, RANK)).astype(np.float32)
         added[f"{at}/lora_b"] = draw.normal(size=(*stack, RANK, outputs)).astype(np.float32)
@@ -59,19 +67,25 @@ def test_adapters_of_kernels_in_bfloat16_are_not_rounded_away(tmp_path, scan_lay
             exact, name = kernel + SCALE * a @ b, f"model.layers.{layer}.{theirs}.weight"
             np.testing.assert_allclose(found["float32"][name].T, exact, rtol=1e-6, atol=1e-6)
             for dtype in ("bfloat16", None):  # rounded once, from the same numbers
-                np.testing.assert_array_equal(found[dtype][name], found["float32"][name].astype(jnp.bfloat16))
+                np.testing.assert_array_equal(
+                    found[dtype][name], found["float32"][name].astype(jnp.bfloat16)
+                )
             lost += np.sum(kernel == found[None][name].astype(np.float32).T)
     assert lost > 100, "what bfloat16 cannot hold"
 
 
 def test_a_merge_takes_a_layer_and_not_the_stack(tmp_path, monkeypatch):
     adapted_run(tmp_path / "run")
-    shapes, reads, merge, read = [], [], exchange.merge, exchange.read_params
-    monkeypatch.setattr(exchange, "merge", lambda kernel, *more, **scale: (
+    shapes, reads, merge, read = [], [], huggingface.merge, huggingface.read_params
+    monkeypatch.setattr(huggingface, "merge", lambda kernel, *more, **scale: (
         shapes.append((kernel.dtype.name, kernel.shape)), merge(kernel, *more, **scale))[1])  # fmt: skip
-    monkeypatch.setattr(exchange, "read_params", lambda *given: (reads.extend(given[2]), read(*given))[1])
+    monkeypatch.setattr(
+        huggingface, "read_params", lambda *given: (reads.extend(given[2]), read(*given))[1]
+    )
     export_model(tmp_path / "run", tmp_path / "out", step=7, dtype="float32")
-    assert sorted(shapes) == LAYERS * [("float32", (1, WIDTH, WIDTH))] + LAYERS * [("float32", (1, HIDDEN, WIDTH))]
+    assert sorted(shapes) == LAYERS * [("float32", (1, WIDTH, WIDTH))] + LAYERS * [
+        ("float32", (1, HIDDEN, WIDTH))
+    ]
     assert sum("lora" in path for path in reads) == 4, "each is read once"
 
 
@@ -81,7 +95,9 @@ def theirs(tmp_path):
     folder, _ = folder_of("gpt2", tmp_path / "theirs")
     content = json.loads(train_bpe(["hello there, hello here"] * 9, 300).files["tokenizer.json"])
     for token, name in ((1, "<s>"), (2, "</s>")):
-        content["added_tokens"].append({**content["added_tokens"][0], "id": 400 + token, "content": name})
+        content["added_tokens"].append(
+            {**content["added_tokens"][0], "id": 400 + token, "content": name}
+        )
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     return folder
@@ -93,12 +109,18 @@ def test_how_text_ends_goes_along(theirs, tmp_path):
     import_run(theirs, tmp_path / "run", dtype="float32")
     export_model(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
     found = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (found["eos_token_id"], found["bos_token_id"], found["pad_token_id"]) == (end, None, None)
+    assert (found["eos_token_id"], found["bos_token_id"], found["pad_token_id"]) == (
+        end,
+        None,
+        None,
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (theirs / name).read_bytes()
     # a run of before, whose config.json says nothing: the tokenizer beside it does
     config = tmp_path / "run" / "config.json"
-    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if "token_id" not in k}))
+    config.write_text(
+        json.dumps({k: v for k, v in json.loads(config.read_text()).items() if "token_id" not in k})
+    )
     export_model(tmp_path / "run", tmp_path / "again", step=None, dtype="float32")
     assert token_ids(tmp_path / "again") == {"eos_token_id": end}
 
@@ -135,9 +157,9 @@ def test_an_import_that_was_killed_is_begun_anew(theirs, tmp_path, monkeypatch, 
         if when == "saving":
             patch.setattr(CheckpointStore, "_seal", killed)
         elif when == "between":
-            patch.setattr(exchange, "_write", killed)
+            patch.setattr(huggingface, "_write", killed)
         else:
-            patch.setattr(exchange, "config_files", killed)
+            patch.setattr(huggingface, "config_files", killed)
         with pytest.raises(KeyboardInterrupt):
             import_run(theirs, run, dtype="float32")
     assert not (run / "config.json").exists()
@@ -145,7 +167,10 @@ def test_an_import_that_was_killed_is_begun_anew(theirs, tmp_path, monkeypatch, 
     (run / "tokenizer.json.writing").write_text("{")
     import_run(theirs, run, dtype="bfloat16")
     export_model(run, tmp_path / "out", step=None, dtype=None)
-    assert load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"].dtype == jnp.bfloat16
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"].dtype
+        == jnp.bfloat16
+    )
     with pytest.raises(ConfigError, match=r"holds something already[^$]*config\.json"):
         import_run(theirs, run, dtype="float32")
 

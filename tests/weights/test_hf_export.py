@@ -1,4 +1,6 @@
-"""Weights under foreign names: from arrays and from checkpoints, whole and read by the library of the format."""
+"""Weights under foreign names: from arrays and from checkpoints, whole and read by the library of
+the format.
+"""
 
 import dataclasses
 import json
@@ -10,10 +12,17 @@ from safetensors import safe_open
 from tiny import FAMILIES, assert_bits, folder_of, laid_out, target_of
 
 from fsdp_jax.checkpoint import CheckpointStore
-from fsdp_jax.checkpoint.tensors import INDEX
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.io.safetensors import INDEX
 from fsdp_jax.tree import flatten
-from fsdp_jax.weights import export_weights, exporting, from_arrays, from_store, import_weights, read_config, token_ids
+from fsdp_jax.weights import (
+    export_weights,
+    from_arrays,
+    from_store,
+    import_weights,
+    read_config,
+    token_ids,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 
@@ -41,7 +50,10 @@ def test_there_and_back_is_bitwise(tmp_path, name, scan_layers):
     config, params, tensors = imported(name, tmp_path / "in", scan_layers=scan_layers)
     done = export_weights(from_arrays(params), config, tmp_path / "out")
     assert_bits(read(tmp_path / "out"), tensors)
-    assert (done.tensors, done.size) == (len(tensors), sum(value.nbytes for value in tensors.values()))
+    assert (done.tensors, done.size) == (
+        len(tensors),
+        sum(value.nbytes for value in tensors.values()),
+    )
     assert done.files == ("model.safetensors",)
     again = read_config(tmp_path / "out", scan_layers=scan_layers)
     if hasattr(again, "layer_scale"):
@@ -57,15 +69,19 @@ def test_there_and_back_is_bitwise(tmp_path, name, scan_layers):
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
 def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, shares_memory):
-    monkeypatch.setattr(exporting, "shares_memory", lambda device: shares_memory)
+    monkeypatch.setattr("fsdp_jax.weights.export.shares_memory", lambda device: shares_memory)
     config, params, tensors = imported("llama", tmp_path / "in")
     with CheckpointStore(tmp_path / "checkpoints") as store:
         store.save(5, {"params": params, "opt_state": {"mu": params}}, data={}, metadata={})
         store.wait()
-        done = export_weights(from_store(store, 5), config, tmp_path / "out", dtype=dtype, file_bytes=20_000)
+        done = export_weights(
+            from_store(store, 5), config, tmp_path / "out", dtype=dtype, file_bytes=20_000
+        )
         with pytest.raises(ValueError, match="no such step"):
             from_store(store, 6)
-    live = export_weights(from_arrays(params), config, tmp_path / "live", dtype=dtype, file_bytes=20_000)
+    live = export_weights(
+        from_arrays(params), config, tmp_path / "live", dtype=dtype, file_bytes=20_000
+    )
     wanted = {name: value.astype(jnp.dtype(dtype or "float32")) for name, value in tensors.items()}
     for out in (done, live):
         assert_bits(read(out.directory), wanted)
@@ -74,16 +90,26 @@ def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, shares_m
         assert set(index["weight_map"].values()) == set(out.files)
         assert len(out.files) > 2
         assert index["metadata"]["total_size"] == out.size
-        assert json.loads((out.directory / "config.json").read_text())["torch_dtype"] == (dtype or "float32")
+        assert json.loads((out.directory / "config.json").read_text())["torch_dtype"] == (
+            dtype or "float32"
+        )
 
 
 def test_arrays_change_on_their_way(tmp_path):
     """As adapters are merged; what is not to be exported is left out of the source."""
     config, params, tensors = imported("llama", tmp_path / "in")
     draw = np.random.default_rng(1)
-    low = {"blocks/attn/q/lora_a": draw.normal(size=(3, 32, 4)), "blocks/attn/q/lora_b": draw.normal(size=(3, 4, 32))}
-    source = from_arrays(flatten(params) | {path: jnp.asarray(value, jnp.float32) for path, value in low.items()})
-    with pytest.raises(ConfigError, match=r"ours blocks/attn/q/lora_a, float32\[3,32,4\]: no tensor is known for it"):
+    low = {
+        "blocks/attn/q/lora_a": draw.normal(size=(3, 32, 4)),
+        "blocks/attn/q/lora_b": draw.normal(size=(3, 4, 32)),
+    }
+    source = from_arrays(
+        flatten(params) | {path: jnp.asarray(value, jnp.float32) for path, value in low.items()}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"ours blocks/attn/q/lora_a, float32\[3,32,4\]: no tensor is known for it",
+    ):
         export_weights(source, config, tmp_path / "out")
 
     sizes = set()
@@ -97,7 +123,9 @@ def test_arrays_change_on_their_way(tmp_path):
         layer = slice(*box[0])
         return values + np.asarray(a[layer] @ b[layer])
 
-    base = dataclasses.replace(source, leaves={path: leaf for path, leaf in source.leaves.items() if path not in low})
+    base = dataclasses.replace(
+        source, leaves={path: leaf for path, leaf in source.leaves.items() if path not in low}
+    )
     export_weights(base, config, tmp_path / "out", change=merged)
     assert sizes == {(1, 32, 32)}, "a layer at a time"
     found = read(tmp_path / "out")
@@ -106,7 +134,10 @@ def test_arrays_change_on_their_way(tmp_path):
         added = (low["blocks/attn/q/lora_a"][at] @ low["blocks/attn/q/lora_b"][at]).T
         np.testing.assert_allclose(found.pop(name), tensors.pop(name) + added, rtol=1e-5, atol=1e-5)
     assert_bits(found, tensors)
-    with pytest.raises(ConfigError, match=r"keep their shape[^$]*k/kernel[^$]*float32\[1,32,16\] to float32\[32,16\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"keep their shape[^$]*k/kernel[^$]*float32\[1,32,16\] to float32\[32,16\]",
+    ):
         export_weights(base, config, tmp_path / "other", change=lambda path, box, values: values[0])
     assert not (tmp_path / "other").exists()
 
@@ -121,9 +152,13 @@ def test_a_tokenizer_comes_along(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     for at, given in enumerate((tmp_path, tmp_path / "tokenizer.json")):
         export_weights(from_arrays(params), config, tmp_path / f"with{at}", tokenizer=given)
-        assert (tmp_path / f"with{at}" / "tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
+        assert (
+            tmp_path / f"with{at}" / "tokenizer_config.json"
+        ).read_text() == '{"eos_token": "</s>"}'
     with pytest.raises(ConfigError, match=r"no tokenizer there[^$]*nowhere"):
-        export_weights(from_arrays(params), config, tmp_path / "other", tokenizer=tmp_path / "nowhere")
+        export_weights(
+            from_arrays(params), config, tmp_path / "other", tokenizer=tmp_path / "nowhere"
+        )
 
 
 def test_how_text_ends_is_written(tmp_path):
@@ -131,9 +166,13 @@ def test_how_text_ends_is_written(tmp_path):
     tokens = {"bos_token_id": 90, "eos_token_id": [91, 92]}
     export_weights(from_arrays(params), config, tmp_path / "out", tokens=tokens)
     found = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {key: found[key] for key in found if key.endswith("token_id")} == tokens | {"pad_token_id": None}
+    assert {key: found[key] for key in found if key.endswith("token_id")} == tokens | {
+        "pad_token_id": None
+    }
     assert token_ids(tmp_path / "out") == tokens
-    with pytest.raises(ConfigError, match=r"a token's id that cannot be[^$]*eos_id[^$]*eos_token_id"):
+    with pytest.raises(
+        ConfigError, match=r"a token's id that cannot be[^$]*eos_id[^$]*eos_token_id"
+    ):
         export_weights(from_arrays(params), config, tmp_path / "other", tokens={"eos_id": 3})
 
 
@@ -151,18 +190,28 @@ def test_images_are_normalised_as_they_were(tmp_path):
         [0.1, 0.2, 0.3], [0.4, 0.5, 0.6], {"height": 16, "width": 16}
     )  # fmt: skip
     found = json.loads((tmp_path / "cait" / "config.json").read_text())["pretrained_cfg"]
-    assert (found["mean"], found["std"], found["input_size"]) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [3, 16, 16])
+    assert (found["mean"], found["std"], found["input_size"]) == (
+        [0.1, 0.2, 0.3],
+        [0.4, 0.5, 0.6],
+        [3, 16, 16],
+    )
 
 
 def test_what_cannot_be_exported(tmp_path):
     config, params, _ = imported("gpt2", tmp_path / "in")
     leaves = flatten(params)
     part = {path: leaf for path, leaf in leaves.items() if path != "ln_f/bias"}
-    with pytest.raises(ConfigError, match=r"ours ln_f/bias, theirs transformer\.ln_f\.bias: missing"):
+    with pytest.raises(
+        ConfigError, match=r"ours ln_f/bias, theirs transformer\.ln_f\.bias: missing"
+    ):
         export_weights(from_arrays(part), config, tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"h\.3\.ln_1\.scale|theirs transformer\.h\.3\.\S+: missing"):
+    with pytest.raises(
+        ConfigError, match=r"h\.3\.ln_1\.scale|theirs transformer\.h\.3\.\S+: missing"
+    ):
         export_weights(from_arrays(params), dataclasses.replace(config, layers=4), tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"theirs transformer\.h\.2\.\S+: a block that the config does not have"):
+    with pytest.raises(
+        ConfigError, match=r"theirs transformer\.h\.2\.\S+: a block that the config does not have"
+    ):
         export_weights(from_arrays(params), dataclasses.replace(config, layers=2), tmp_path / "out")
     with pytest.raises(ConfigError, match=r"not a dtype to export[^$]*int8"):
         export_weights(from_arrays(params), config, tmp_path / "out", dtype="int8")

@@ -1,4 +1,6 @@
-"""Foreign weights into shards: every family, any sharding, any dtype, within a budget, and every way not to fit."""
+"""Foreign weights into shards: every family, any sharding, any dtype, within a budget, and every
+way not to fit.
+"""
 
 import dataclasses
 import json
@@ -12,10 +14,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, spec, target_of, theirs
 
-from fsdp_jax.checkpoint import CheckpointError, placing
-from fsdp_jax.checkpoint.placing import HostSink, Piece, Staging, blocks, box_of
-from fsdp_jax.checkpoint.tensors import INDEX, Tensors
+from fsdp_jax.checkpoint import CheckpointError
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.io import sharded_read
+from fsdp_jax.io.safetensors import INDEX, Tensors
+from fsdp_jax.io.sharded_read import HostSink, Piece, Staging, blocks, box_of
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import import_weights
 
@@ -53,14 +56,23 @@ def test_any_floating_dtype_into_any(tmp_path, source, target):
 def test_prefixes_are_optional_and_buffers_are_left_alone(tmp_path, name):
     prefixes = {"gpt2": "transformer.", "llama": "model.", "vit": "vit.", "t5": ""}
     extra = {
-        "gpt2": {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.uint8), "h.2.attn.masked_bias": np.float32([-1e4])},
+        "gpt2": {
+            "h.0.attn.bias": np.ones((1, 1, 4, 4), np.uint8),
+            "h.2.attn.masked_bias": np.float32([-1e4]),
+        },
         "llama": {"layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)},
         "vit": {"pooler.dense.bias": np.ones(32, np.float32)},
-        "t5": {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": np.ones((8, 4), np.float32)},
+        "t5": {
+            "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": np.ones(
+                (8, 4), np.float32
+            )
+        },
     }
 
     def bare(tensors):
-        return {key.removeprefix(prefixes[name]): value for key, value in tensors.items()} | extra[name]
+        return {key.removeprefix(prefixes[name]): value for key, value in tensors.items()} | extra[
+            name
+        ]
 
     folder, tensors = folder_of(name, tmp_path / "model", change=bare)
     config, _ = laid_out(name)
@@ -77,7 +89,12 @@ def test_prefixes_are_optional_and_buffers_are_left_alone(tmp_path, name):
 @pytest.mark.parametrize("name", ["t5", "llama-tied"])
 def test_one_tensor_under_several_names(tmp_path, name):
     first, *others = {
-        "t5": ["shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"],
+        "t5": [
+            "shared.weight",
+            "encoder.embed_tokens.weight",
+            "decoder.embed_tokens.weight",
+            "lm_head.weight",
+        ],
         "llama-tied": ["model.embed_tokens.weight", "lm_head.weight"],
     }[name]
     config, _ = laid_out(name)
@@ -93,13 +110,17 @@ def test_one_tensor_under_several_names(tmp_path, name):
         return {others[0] if key == first else key: value for key, value in tensors.items()}
 
     folder, _ = folder_of(name, tmp_path / "alias", change=alias_alone)
-    assert_bits(flatten(import_weights(folder, target_of(name), config)), expected(config, params, tensors))
+    assert_bits(
+        flatten(import_weights(folder, target_of(name), config)), expected(config, params, tensors)
+    )
 
     def differing(tensors):
         return tensors | {others[-1]: tensors[first] + 1}
 
     folder, _ = folder_of(name, tmp_path / "differing", change=differing)
-    with pytest.raises(ConfigError, match=rf"one of ours, embed/embedding, with {others[-1]}|differ"):
+    with pytest.raises(
+        ConfigError, match=rf"one of ours, embed/embedding, with {others[-1]}|differ"
+    ):
         import_weights(folder, target_of(name), config)
 
 
@@ -116,7 +137,9 @@ def test_several_files_and_an_index(tmp_path):
     config, _ = laid_out("gpt2")
     params = flatten(import_weights(folder, target_of("gpt2"), config))
     assert_bits(params, expected(config, params, tensors))
-    save_file(parts["model-00001-of-00002.safetensors"], folder / "model-00002-of-00002.safetensors")
+    save_file(
+        parts["model-00001-of-00002.safetensors"], folder / "model-00002-of-00002.safetensors"
+    )
     with pytest.raises(ConfigError, match="a tensor in two files"):
         import_weights(folder, target_of("gpt2"), config)
 
@@ -127,22 +150,36 @@ def test_a_part_of_the_model_alone(tmp_path):
     config, _ = laid_out("vit")
     target = flatten(target_of("vit"))
     part = {path: leaf for path, leaf in target.items() if not path.startswith("head/")}
-    with pytest.raises(ConfigError, match=r"theirs classifier.bias, F32\[7\]: ours head/bias is not in the target"):
+    with pytest.raises(
+        ConfigError, match=r"theirs classifier.bias, F32\[7\]: ours head/bias is not in the target"
+    ):
         import_weights(folder, part, config)
     params = import_weights(folder, part, config, ignore=("classifier.*",))
-    assert_bits(params, {path: value for path, value in expected(config, target, tensors).items() if path in part})
+    assert_bits(
+        params,
+        {path: value for path, value in expected(config, target, tensors).items() if path in part},
+    )
 
 
 def test_all_that_does_not_fit_is_named_at_once(tmp_path):
     def spoilt(tensors):
-        changed = {key: value for key, value in tensors.items() if key != "transformer.h.1.ln_1.bias"}
-        changed["transformer.h.0.mlp.c_fc.weight"] = tensors["transformer.h.0.mlp.c_fc.weight"].T.copy()
+        changed = {
+            key: value for key, value in tensors.items() if key != "transformer.h.1.ln_1.bias"
+        }
+        changed["transformer.h.0.mlp.c_fc.weight"] = tensors[
+            "transformer.h.0.mlp.c_fc.weight"
+        ].T.copy()
         changed["transformer.ln_f.bias"] = np.ones(32, np.int32)
-        return changed | {"transformer.h.3.ln_1.bias": np.ones(32, np.float32), "extra": np.ones(2, np.float32)}
+        return changed | {
+            "transformer.h.3.ln_1.bias": np.ones(32, np.float32),
+            "extra": np.ones(2, np.float32),
+        }
 
     folder, _ = folder_of("gpt2", tmp_path / "model", change=spoilt)
     config, _ = laid_out("gpt2")
-    target = flatten(target_of("gpt2")) | {"blocks/attn/qkv/lora_a": spec((3, 32, 8), "float32", ())}
+    target = flatten(target_of("gpt2")) | {
+        "blocks/attn/qkv/lora_a": spec((3, 32, 8), "float32", ())
+    }
     with pytest.raises(ConfigError) as refused:
         import_weights(folder, target, config)
     for line in (
@@ -158,7 +195,9 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path):
 
 
 def test_many_that_do_not_fit_are_counted(tmp_path):
-    folder, _ = folder_of("gpt2", tmp_path / "model", change=lambda tensors: {"extra": np.ones(2, np.float32)})
+    folder, _ = folder_of(
+        "gpt2", tmp_path / "model", change=lambda tensors: {"extra": np.ones(2, np.float32)}
+    )
     config, _ = laid_out("gpt2")
     with pytest.raises(ConfigError, match=r"missing in the files[^$]*and 21 more"):
         import_weights(folder, target_of("gpt2"), config)
@@ -169,7 +208,9 @@ def test_weights_of_another_size_are_refused(tmp_path):
     folder, _ = folder_of("gpt2", tmp_path / "model")
     config, _ = laid_out("gpt2")
     other = dataclasses.replace(config, vocab_size=94)
-    with pytest.raises(ConfigError, match=r"wte.weight, .*embedding.*: expected \[94, 32\], got F32\[93, 32\]"):
+    with pytest.raises(
+        ConfigError, match=r"wte.weight, .*embedding.*: expected \[94, 32\], got F32\[93, 32\]"
+    ):
         import_weights(folder, target_of("gpt2"), other)
     with pytest.raises(ConfigError, match=r"embed/embedding, float32\[128,32\]: no tensor"):
         import_weights(folder, target_of("gpt2"), dataclasses.replace(config, vocab_size=129))
@@ -178,7 +219,9 @@ def test_weights_of_another_size_are_refused(tmp_path):
 def test_targets_and_configs_that_are_none(tmp_path):
     folder, _ = folder_of("gpt2", tmp_path / "model")
     config, _ = laid_out("gpt2")
-    bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target_of("gpt2"))
+    bare = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target_of("gpt2")
+    )
     with pytest.raises(ValueError, match=r"without shardings[^$]*embed/embedding"):
         import_weights(folder, bare, config)
     with pytest.raises(ConfigError, match=r"not known[^$]*dict"):
@@ -199,8 +242,14 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ("files", "said"),
     [
         ({}, r"cannot be read[^$]*model\.safetensors"),
-        ({"pytorch_model.bin": b""}, r"only pickled weights[^$]*pytorch_model\.bin[^$]*save_pretrained"),
-        ({"pytorch_model-00001-of-00002.bin": b"", "pytorch_model.bin.index.json": b"{}"}, "only pickled weights"),
+        (
+            {"pytorch_model.bin": b""},
+            r"only pickled weights[^$]*pytorch_model\.bin[^$]*save_pretrained",
+        ),
+        (
+            {"pytorch_model-00001-of-00002.bin": b"", "pytorch_model.bin.index.json": b"{}"},
+            "only pickled weights",
+        ),
         ({"consolidated.00.pth": b""}, "only pickled weights"),
         ({INDEX: b'{"weight_map": {"w": "../secret"}}'}, r"outside the directory[^$]*\.\./secret"),
         ({INDEX: b'{"weight_map": {"w": "/etc/passwd"}}'}, "outside the directory"),
@@ -210,13 +259,19 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"model.safetensors": header({"w": ONE}, length=10**9)}, "a header of 1000000000 bytes"),
         ({"model.safetensors": header({"w": ONE}, length=0)}, "a header of 0 bytes"),
         ({"model.safetensors": header([1])}, "cannot be read"),
-        ({"model.safetensors": header({"w": ONE}, b"1234567")}, "8 bytes by its header|bytes by its header"),
+        (
+            {"model.safetensors": header({"w": ONE}, b"1234567")},
+            "8 bytes by its header|bytes by its header",
+        ),
         ({"model.safetensors": header({"w": ONE}, b"123456789")}, "bytes by its header"),
         ({"model.safetensors": header({"w": ONE | {"shape": [3]}})}, "tensor 'w'"),
         ({"model.safetensors": header({"w": ONE | {"shape": [-2]}})}, "tensor 'w'"),
         ({"model.safetensors": header({"w": ONE | {"dtype": "F6"}})}, "tensor 'w' of dtype F6"),
         ({"model.safetensors": header({"w": ONE, "v": ONE})}, "does not begin where"),
-        ({"model.safetensors": header({"w": ONE | {"data_offsets": [8, 16]}}, b"0" * 16)}, "does not begin where"),
+        (
+            {"model.safetensors": header({"w": ONE | {"data_offsets": [8, 16]}}, b"0" * 16)},
+            "does not begin where",
+        ),
     ],
 )
 def test_files_that_are_no_weights(tmp_path, files, said):
@@ -230,7 +285,7 @@ def test_files_that_are_no_weights(tmp_path, files, said):
 def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     folder, _ = folder_of("gpt2", tmp_path / "model")
     config, _ = laid_out("gpt2")
-    monkeypatch.setattr("fsdp_jax.checkpoint.tensors.os.preadv", lambda *_: 0)
+    monkeypatch.setattr("fsdp_jax.io.safetensors.os.preadv", lambda *_: 0)
     with pytest.raises(CheckpointError, match=r"cannot be read[^$]*ends within tensor"):
         import_weights(folder, target_of("gpt2"), config)
 
@@ -240,7 +295,9 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 
 @st.composite
 def arrays(draw):
-    """(piece, shape of ours, sharding axes per dim): one tensor in a larger array of up to 4 dims, anyhow sharded."""
+    """(piece, shape of ours, sharding axes per dim): one tensor in a larger array of up to 4 dims,
+    anyhow sharded.
+    """
     rank = draw(st.integers(1, 4))
     order = draw(st.permutations(range(rank)))
     theirs = tuple(draw(st.sampled_from([1, 2, 3, 4, 6, 8, 17])) for _ in range(rank))
@@ -261,7 +318,9 @@ def arrays(draw):
 @settings(max_examples=30, deadline=None)
 @given(case=arrays(), budget=st.sampled_from([1, 200, 4000, 1 << 20]), dtype=st.sampled_from(["float32", "bfloat16"]),
        on_device=st.booleans(), run=st.sampled_from([1, 16, 16 << 10]))  # fmt: skip
-def test_any_slice_of_any_piece_on_any_sharding(tmp_path_factory, case, budget, dtype, on_device, run):
+def test_any_slice_of_any_piece_on_any_sharding(
+    tmp_path_factory, case, budget, dtype, on_device, run
+):
     piece, shape, axes = case
     folder = tmp_path_factory.mktemp("slices")
     value = np.random.default_rng(0).normal(size=piece.shape).astype(np.float32)
@@ -269,18 +328,27 @@ def test_any_slice_of_any_piece_on_any_sharding(tmp_path_factory, case, budget, 
     leaf = spec(shape, dtype, axes)
     whole = np.zeros(shape, np.float32)
     whole[tuple(slice(*each) for each in piece.box)] = value.transpose(piece.dims)
-    with pytest.MonkeyPatch.context() as patch, Tensors(folder) as tensors, Staging(budget) as staging:
-        patch.setattr(placing, "RUN", run)
-        patch.setattr(placing, "shares_memory", lambda device: not on_device)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Tensors(folder) as tensors,
+        Staging(budget) as staging,
+    ):
+        patch.setattr(sharded_read, "RUN", run)
+        patch.setattr(sharded_read, "shares_memory", lambda device: not on_device)
         array = staging.place(leaf, [piece], tensors)
     assert_bits({"": array}, {"": whole.astype(jnp.dtype(dtype))})
     assert array.sharding == leaf.sharding
-    np.testing.assert_array_equal(piece.to_theirs(whole[tuple(slice(*each) for each in piece.box)]), value)
+    np.testing.assert_array_equal(
+        piece.to_theirs(whole[tuple(slice(*each) for each in piece.box)]), value
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    box=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)).map(lambda ends: (ends[0], sum(ends))), max_size=4),
+    box=st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 9)).map(lambda ends: (ends[0], sum(ends))),
+        max_size=4,
+    ),
     limit=st.integers(1, 200),
 )
 def test_blocks_are_the_box_in_order(box, limit):
@@ -308,7 +376,7 @@ def reads(monkeypatch):
         found.append((file, start, done))
         return done
 
-    monkeypatch.setattr("fsdp_jax.checkpoint.tensors.os.preadv", counted)
+    monkeypatch.setattr("fsdp_jax.io.safetensors.os.preadv", counted)
     return found
 
 
@@ -330,14 +398,18 @@ def test_a_process_reads_what_its_own_devices_need(tmp_path, reads):
     value = np.random.default_rng(0).normal(size=(64, 64 << 10)).astype(np.float32)
     save_file({"t": value}, tmp_path / "model.safetensors")
     piece = Piece("t", (0, 0), value.shape, (0, 1), value.shape)
-    for rows, columns in (((8, 16), (0, 64 << 10)), ((0, 64), (16 << 10, 32 << 10)), ((8, 9), (0, 100))):
+    for rows, columns in (
+        ((8, 16), (0, 64 << 10)),
+        ((0, 64), (16 << 10, 32 << 10)),
+        ((8, 9), (0, 100)),
+    ):
         box = (rows, columns)
         sink = HostSink(np.zeros([hi - lo for lo, hi in box], value.dtype), [])
         reads.clear()
         with Tensors(tmp_path) as tensors, Staging() as staging:
             staging.fill({box: sink}, [piece], tensors)
         assert (sink.values == value[tuple(slice(*each) for each in box)]).all()
-        worth_it = (columns[1] - columns[0]) * 4 >= placing.RUN
+        worth_it = (columns[1] - columns[0]) * 4 >= sharded_read.RUN
         wide = columns if worth_it else (0, 64 << 10)
         assert sum(done for *_, done in reads) == (rows[1] - rows[0]) * (wide[1] - wide[0]) * 4
 
@@ -351,7 +423,7 @@ def test_the_budget_bounds_what_is_staged(tmp_path, monkeypatch):
     save_file({"t": value}, tmp_path / "model.safetensors")
     piece = Piece("t", (0, 0), value.shape[::-1], (1, 0), value.shape)
     leaf = spec(value.shape[::-1], "bfloat16", ("a", "b"))
-    monkeypatch.setattr(placing, "shares_memory", lambda device: False)
+    monkeypatch.setattr(sharded_read, "shares_memory", lambda device: False)
     with Tensors(tmp_path) as tensors:
         tracemalloc.start()
         with Staging(budget) as staging:
@@ -370,7 +442,9 @@ def test_imported_arrays_are_their_own(tmp_path):
     params = import_weights(folder, target_of("gpt2"), config)
     wanted = {path: value + 1 for path, value in expected(config, flatten(params), tensors).items()}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0, out_shardings=shardings)
+    add = jax.jit(
+        lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0, out_shardings=shardings
+    )
     assert_bits(flatten(add(params)), wanted)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 

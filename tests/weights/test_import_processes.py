@@ -1,4 +1,6 @@
-"""Two processes import together: each reads what its own devices hold, and no more; neither exports what it lacks."""
+"""Two processes import together: each reads what its own devices hold, and no more; neither exports
+what it lacks.
+"""
 
 import dataclasses
 import socket
@@ -9,8 +11,8 @@ from processes import finish, start
 from safetensors.numpy import save_file
 from tiny import FAMILIES, theirs
 
-from fsdp_jax.nnx import NnxModel
 from fsdp_jax.tree import flatten
+from fsdp_jax.units.nnx import NnxModel
 
 PROGRAM = """
 import sys
@@ -61,7 +63,10 @@ def test_each_reads_its_part(tmp_path):
         port = probe.getsockname()[1]
     here = f"{Path(__file__).parents[1]}:{Path(__file__).parent}"
     outputs = finish(
-        *(start(PROGRAM, port, process, tmp_path, JAX_PLATFORMS="cpu", PYTHONPATH=here) for process in range(2))
+        *(
+            start(PROGRAM, port, process, tmp_path, JAX_PLATFORMS="cpu", PYTHONPATH=here)
+            for process in range(2)
+        )
     )
     whole = sum(value.nbytes for value in tensors.values())
     told = [out.splitlines()[-1].split() for out, _ in outputs]

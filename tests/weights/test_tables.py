@@ -1,4 +1,6 @@
-"""The tables: each parameter of ours is exactly one or several tensors of theirs, and none is left on either side."""
+"""The tables: each parameter of ours is exactly one or several tensors of theirs, and none is left
+on either side.
+"""
 
 import dataclasses
 from math import prod
@@ -6,11 +8,17 @@ from math import prod
 import pytest
 
 from fsdp_jax.models import cait, gpt, llama, t5, vit
-from fsdp_jax.nnx import NnxModel
 from fsdp_jax.tree import flatten
+from fsdp_jax.units.nnx import NnxModel
 from fsdp_jax.weights import table_of
 
-MODELS = {gpt.GPTConfig: gpt, llama.LlamaConfig: llama, t5.T5Config: t5, vit.ViTConfig: vit, cait.CaiTConfig: cait}
+MODELS = {
+    gpt.GPTConfig: gpt,
+    llama.LlamaConfig: llama,
+    t5.T5Config: t5,
+    vit.ViTConfig: vit,
+    cait.CaiTConfig: cait,
+}
 MAKE = {
     gpt.GPTConfig: gpt.GPT, llama.LlamaConfig: llama.Llama, t5.T5Config: t5.T5, vit.ViTConfig: vit.ViT,
     cait.CaiTConfig: cait.CaiT,
@@ -54,10 +62,14 @@ def check(config, leaves):
     for path, each in pieces.items():
         for piece in each:
             assert prod(piece.size) == prod(piece.shape)
-            assert all(hi <= size for (_, hi), size in zip(piece.box, leaves[path].shape, strict=True))
+            assert all(
+                hi <= size for (_, hi), size in zip(piece.box, leaves[path].shape, strict=True)
+            )
         starts = {piece.start for piece in each}
         assert len(starts) == len(each), "pieces do not lie on each other"
-    published = dataclasses.replace(config, **({"pad_vocab_to": 1} if hasattr(config, "pad_vocab_to") else {}))
+    published = dataclasses.replace(
+        config, **({"pad_vocab_to": 1} if hasattr(config, "pad_vocab_to") else {})
+    )
     held = sum(prod(piece.shape) for each in pieces.values() for piece in each)
     assert held == MODELS[type(config)].parameter_count(published)
 
@@ -76,7 +88,9 @@ def test_every_preset_is_covered_on_both_sides(name):
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_list_of_blocks_has_these_paths(kind):
     """`unrolled` above says what the models do, and is much faster on the largest."""
-    config = next(config for name, config in PRESETS.items() if name.endswith("tiny") and type(config) is kind)
+    config = next(
+        config for name, config in PRESETS.items() if name.endswith("tiny") and type(config) is kind
+    )
     assert isinstance(leaves_of(config), dict)
     apart = dataclasses.replace(config, scan_layers=False)
     assert shapes(leaves_of(apart)) == unrolled(shapes(leaves_of(config)))
@@ -139,5 +153,11 @@ def test_names_and_shapes_are_the_published_ones(name, count, examples):
 
 def test_a_leaf_that_no_model_has_is_of_no_tensor():
     table = table_of(PRESETS["gpt2"])
-    leaves = {"blocks/attn/qkv/lora_a": Shape((12, 768, 8)), "embed/embedding": Shape((40_000, 768))}
-    assert table.pieces(leaves) == {"blocks/attn/qkv/lora_a": [], "embed/embedding": []}  # fewer rows than they have
+    leaves = {
+        "blocks/attn/qkv/lora_a": Shape((12, 768, 8)),
+        "embed/embedding": Shape((40_000, 768)),
+    }
+    assert table.pieces(leaves) == {
+        "blocks/attn/qkv/lora_a": [],
+        "embed/embedding": [],
+    }  # fewer rows than they have

@@ -1,4 +1,6 @@
-"""One small model of every family, laid out over 8 devices, and random weights for it under foreign names."""
+"""One small model of every family, laid out over 8 devices, and random weights for it under foreign
+names.
+"""
 
 import dataclasses
 import functools
@@ -97,7 +99,9 @@ def expected(config, leaves, tensors):
             value = tensors[piece.name]
             order = [dim for dim in piece.dims if dim is not None]
             rest = [dim for dim in range(value.ndim) if dim not in order]
-            whole[tuple(slice(*each) for each in piece.box)] = value.transpose(*order, *rest).reshape(piece.size)
+            whole[tuple(slice(*each) for each in piece.box)] = value.transpose(
+                *order, *rest
+            ).reshape(piece.size)
         found[path] = whole
     return found
 

@@ -1,0 +1,3 @@
+"""The communication contract: the collectives that a strategy promises, checked on the compiled
+program.
+"""

@@ -1,0 +1,3 @@
+"""Reads compiled programs: instructions, collectives, replica groups, overlap. Knows nothing of
+layouts.
+"""

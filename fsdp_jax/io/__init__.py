@@ -1,0 +1,1 @@
+"""Files: safetensors, atomic writes, and reading slices into the shards of arrays."""

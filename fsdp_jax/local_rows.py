@@ -1,0 +1,167 @@
+"""Keeping the rows of a batch on their devices while XLA partitions a step.
+
+Under annotations XLA chooses where activations go. It cannot partition a kernel that it does not
+know (a Pallas call): it gathers the whole batch on every device for it. It also reduces some
+gradients at full size, such as a lookup's, and may move activations in place of weights.
+`on_local_rows` runs a function on each device's rows, and `pin_rows` keeps activations split along
+the batch. Neither changes a result. Outside a step on several devices both do nothing.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fsdp_jax.errors import SlowerWarning, message
+from fsdp_jax.tree import PyTree
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """How the batch of the step that is being traced lies on its devices.
+
+    Attributes:
+        axes: mesh axes that dim 0 of the batch is split over.
+        rows: of the global microbatch; None where arguments are no batch.
+
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    rows: int | None
+
+
+_SPLIT: ContextVar[BatchSplit | None] = ContextVar("fsdp_jax_batch_split", default=None)
+
+
+@contextmanager
+def batch_split(mesh: Mesh, axes: tuple[str, ...], rows: int | None) -> Iterator[None]:
+    """For the length of a trace on the global batch."""
+    token = _SPLIT.set(BatchSplit(mesh, axes, rows) if mesh.size > 1 else None)
+    try:
+        yield
+    finally:
+        _SPLIT.reset(token)
+
+
+def on_local_rows(
+    fn: Callable[..., Any], *, replicated: Collection[int] = ()
+) -> Callable[..., Any]:
+    """`fn`, run on each device's own rows where XLA would partition it badly or not at all.
+
+    For a Pallas kernel, say: `attention = on_local_rows(my_kernel)`.
+
+    Args:
+        fn: a function of positional arrays (or trees of them) that treats rows alike: dim 0 of
+            every argument and result is the batch, and a row of a result comes from the same rows
+            of the arguments. That is your promise. A result may also have one row a device.
+        replicated: numbers of the arguments that have no rows, such as a table; they are whole on
+            every device, and their gradients are summed over devices.
+
+    Raises:
+        ValueError: when traced, arguments or results whose dim 0 is not the batch.
+
+    Warns:
+        SlowerWarning: when traced, that the rows do not divide by the devices, so that XLA
+            partitions `fn`.
+
+    """
+    where = f"on_local_rows({getattr(fn, '__name__', fn)})"
+    if not isinstance(replicated, Collection) or not all(
+        isinstance(number, int) for number in replicated
+    ):
+        fix = "replicated=(1,)"
+        raise ValueError(message("not numbers of arguments", where=where, got=replicated, fix=fix))
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        split = _SPLIT.get()
+        if split is None:
+            return fn(*args)
+        rows = _rows(args, replicated, where)
+        devices = prod(split.mesh.shape[axis] for axis in split.axes)
+        if any(count % devices for count in rows):
+            if split.rows is not None:  # a step's rows divide: these are others
+                said = f"{where}: all rows run on every device, for {sorted(rows)} do not divide by {devices}"
+                warnings.warn(said, SlowerWarning, stacklevel=2)
+            return fn(*args)
+        by_rows = PartitionSpec(split.axes)
+        specs = tuple(
+            PartitionSpec() if number in replicated else by_rows for number in range(len(args))
+        )
+        local = _alone(fn, {count // devices for count in rows}, where)
+        return jax.shard_map(
+            local, mesh=split.mesh, in_specs=specs, out_specs=by_rows, check_vma=False
+        )(*args)
+
+    return run
+
+
+def _rows(args: tuple[Any, ...], replicated: Collection[int], where: str) -> set[int]:
+    """Sizes of dim 0 of what is split. Raises ValueError."""
+    if any(number >= len(args) for number in replicated):
+        expected = f"numbers below {len(args)}, the arguments"
+        raise ValueError(
+            message(
+                "no such argument", where=where, expected=expected, got=f"replicated={replicated}"
+            )
+        )
+    leaves = [
+        x
+        for number, arg in enumerate(args)
+        if number not in replicated
+        for x in jax.tree.leaves(arg)
+    ]
+    if any(not jnp.ndim(x) for x in leaves):
+        fix = "name its number in replicated, or close over it"
+        raise ValueError(
+            message("an argument without rows", where=where, expected="arrays [rows, ...]", fix=fix)
+        )
+    return {x.shape[0] for x in leaves}
+
+
+def _alone(fn: Callable[..., Any], rows: set[int], where: str) -> Callable[..., Any]:
+    """`fn` on a device's own rows, with nothing left to split. Raises ValueError for results that
+    have other rows.
+    """
+
+    def run(*args: Any) -> Any:
+        token = _SPLIT.set(None)
+        try:
+            out = fn(*args)
+        finally:
+            _SPLIT.reset(token)
+        for leaf in jax.tree.leaves(out):
+            if not jnp.ndim(leaf) or leaf.shape[0] not in {1, *rows}:
+                expected = f"dim 0 of {sorted(rows)}, a device's rows, or of 1"
+                fix = "keep the rows in dim 0 of every result; sum over them outside"
+                what = "a result without the rows of the arguments"
+                raise ValueError(
+                    message(what, where=where, expected=expected, got=jnp.shape(leaf), fix=fix)
+                )
+        return out
+
+    return run
+
+
+def pin_rows(tree: PyTree) -> PyTree:
+    """Keeps activations, arrays whose dim 0 is the batch's rows, split over the batch axes."""
+    split = _SPLIT.get()
+    if split is None or split.rows is None:
+        return tree
+
+    def pin(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.ndim < 2 or x.shape[0] != split.rows:
+            return x
+        spec = PartitionSpec(split.axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(split.mesh, spec))
+
+    return jax.tree.map(pin, tree)

@@ -1,0 +1,1 @@
+"""How Hugging Face and timm name and shape the parameters of each model family."""

@@ -1,0 +1,1 @@
+"""Figures estimated by arithmetic alone, without compiling for the target."""

@@ -1,0 +1,1 @@
+"""Figures read from a compiled program: memory, cost, timeline."""

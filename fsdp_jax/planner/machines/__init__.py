@@ -1,0 +1,3 @@
+"""Machines to plan for: chips, links, matmul efficiency, and compilers for hardware that is not
+there.
+"""

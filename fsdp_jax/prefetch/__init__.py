@@ -1,0 +1,1 @@
+"""Prefetch: gathers the next unit while the current one computes."""

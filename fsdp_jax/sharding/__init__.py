@@ -1,0 +1,3 @@
+"""The mesh, the strategies, the rules, and the Layout that follows from them: where every array is
+stored.
+"""

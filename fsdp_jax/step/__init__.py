@@ -1,0 +1,1 @@
+"""The training state and the compiled training step."""

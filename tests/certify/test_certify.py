@@ -1,0 +1,311 @@
+"""`certify` finds what differs from one device, and names it."""
+
+import dataclasses
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from attack_losses import ATTACKS, CLASSES, NOT_SUMS, SUMS, Tiny, make_batch, make_model
+from flax import nnx
+from reference import CASES
+from reference import make_model as make_case
+
+import fsdp_jax as fsdp
+from fsdp_jax.certify import Certificate, CertifyError, Tolerance, certify
+from fsdp_jax.step import train_step as steps
+
+pytestmark = pytest.mark.core
+
+SUM = SUMS["cross-entropy"]
+
+
+def found(loss, rows=32, make=make_model, **settings) -> Certificate:
+    """What certify finds, whether it holds or not."""
+    try:
+        return certify(make, loss, make_batch(rows), **settings)
+    except CertifyError as error:
+        return error.certificate
+
+
+def quick(loss, **settings) -> Certificate:
+    """One strategy, one step."""
+    return found(
+        loss,
+        **{"strategies": ["full_shard"], "accumulation": [1], "steps": 1, "rows": 8} | settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Every loss starts from the same programs: initial values, optimizer, copies."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_there_are_as_many_attacks_as_there_were():
+    assert len(NOT_SUMS) >= 114
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_every_loss_means_what_it_means_on_one_device(attack, compiled_once):
+    """By default for all of them; with local batches for sums over examples, and the others are
+    found out.
+
+    One row on each device is the sharpest test: only for a sum is the whole the sum of what single
+    rows give.
+    """
+    default, local = quick(attack.loss, local_batch=True).rows
+    assert default.holds, default.failures
+    assert local.holds == attack.is_sum, local.failures
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("in-batch negatives", "rows are compared"),
+        ("batch normalisation", "a statistic over the batch"),
+        ("penalty on parameters", "a term stands beside the sum"),
+        ("mean for one", "a mean where a sum is expected"),
+        ("over the rows", "a mean where a sum is expected"),
+        ("dropout from a constant key", "random numbers from a constant key"),
+        ("dropout from the model", "each device draws its own numbers"),
+        ("dot with a constant", "refused with local batches"),
+    ],
+)
+def test_wrong_losses_are_told_why(name, words):
+    certificate = quick(NOT_SUMS[name], local_batch=True)
+    default, local = certificate.rows
+    assert default.holds
+    assert words in local.failures[0].cause, local.failures
+
+
+def test_what_shows_with_one_row_only_is_told_so():
+    certificate = quick(NOT_SUMS["if more than one row"], local_batch=True, rows=32)
+    assert [row.holds for row in certificate.rows] == [True, True, False]
+    assert certificate.rows[-1].setting.one_row
+    assert "one row on each device is treated in another way" in certificate.failures[0].cause
+
+
+class Normed(nnx.Module):
+    def __init__(self, *, rngs):
+        self.tiny = Tiny(rngs=rngs)
+        self.norm = nnx.BatchNorm(CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.tiny(x))
+
+
+def test_batch_norm_holds_by_default_alone():
+    default, local = quick(SUM, make=lambda rngs: Normed(rngs=rngs), local_batch=True, steps=3).rows
+    assert default.holds
+    assert default.differences["model state"][0] < 1e-5
+    assert "refused with local batches" in local.failures[0].cause
+    assert "norm/mean" in str(local.failures[0])
+
+
+class Dropped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(CLASSES)(nn.Dropout(0.5, deterministic=False)(nn.Dense(16)(x)))
+
+
+def test_dropout_draws_the_same_masks_by_default_as_one_device_does():
+    settings = {"inputs": (jnp.zeros((1, 4)),), "accumulation": [4], "rows": 32, "steps": 3}
+    certificate = quick(SUM, make=Dropped(), **settings)
+    assert certificate.holds
+    certificate = quick(NOT_SUMS["dropout from the model"], accumulation=[4], rows=32, steps=3)
+    assert certificate.holds
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models_hold(name):
+    case = CASES[name]
+    tx = optax.adamw(1e-3)  # its eps of 1e-8 turns rounding into steps, where gradients are zero
+    certificate = certify(
+        make_case(case), case.loss, case.batch(0), tx=tx, units=case.units, strategies=["hybrid_shard"],
+        accumulation=[1], **case.inputs,
+    )  # fmt: skip
+    assert certificate.holds
+    assert certificate.rows[0].differences["gradients"][0] > 0
+
+
+@pytest.mark.long
+def test_every_strategy_and_setting_holds(compiled_once):
+    certificate = certify(make_model, SUM, make_batch(32), tx=optax.adam(1e-2), local_batch=True)
+    settings = [row.setting for row in certificate.rows]
+    assert {setting.strategy for setting in settings} == set(fsdp.STRATEGIES)
+    assert len(settings) == 6 * (2 + 2 + 1) + 1
+    assert {setting.rows for setting in settings if setting.one_row} == {8}
+
+
+PLANTED_AT = "hybrid_shard_zero2"
+
+
+def scaled_norm(plan, state, batch):
+    """The gradients of every replica are counted."""
+    new, metrics = steps.train_step(plan, state, batch)
+    replicas = dict(plan.layout.mesh.shape)["replica"]
+    return new, {**metrics, "grad_norm": metrics["grad_norm"] * np.sqrt(replicas)}
+
+
+def planted_gradients(change):
+    right = steps._gradients
+
+    def wrong(plan, state, batch):
+        gradients, sums, rest = right(plan, state, batch)
+        return change(plan, gradients), sums, rest
+
+    return wrong
+
+
+def lost(plan, gradients):
+    zero = {"up": {**gradients["up"], "kernel": jnp.zeros_like(gradients["up"]["kernel"])}}
+    return {**gradients, **zero} if plan.layout.strategy.name == PLANTED_AT else gradients
+
+
+def rescaled(plan, gradients):
+    return jax.tree.map(lambda g: g / plan.accumulation, gradients)
+
+
+def averaged_twice(plan, gradients):
+    return jax.tree.map(lambda g: g / plan.layout.mesh.size, gradients)
+
+
+def updated_twice(plan, state, gradients, loss):
+    params, opt_state = RIGHT_UPDATE(plan, state, gradients, loss)
+    return jax.tree.map(lambda new, old: new + 0.01 * (new - old), params, state.params), opt_state
+
+
+RIGHT_UPDATE = steps._update
+
+
+@pytest.mark.parametrize(
+    ("bug", "settings", "failed", "words"),
+    [
+        (("api.train_step", scaled_norm), [PLANTED_AT, "zero1"], [(PLANTED_AT, 1, "gradient norm")], "the root of 2"),
+        (("step.train_step._gradients", lost), [PLANTED_AT, "full_shard"], [(PLANTED_AT, 1, "gradients")], "the gradient is lost"),
+        (("step.train_step._gradients", rescaled), ["zero1"], [("zero1", 4, "gradients")], "each of the 4 microbatches"),
+        (("step.train_step._gradients", averaged_twice), ["zero1"], [("zero1", 1, "gradients")], "the number of devices (8)"),
+        (("step.train_step._update", updated_twice), ["full_shard"], [("full_shard", 1, "parameters")], "the optimizer, sharded"),
+    ],
+    ids=["norm-off-by-replicas", "lost-under-one-strategy", "scale-per-microbatch", "averaged-twice", "update"],
+)  # fmt: skip
+def test_bugs_known_from_others_are_found_and_named(monkeypatch, bug, settings, failed, words):
+    monkeypatch.setattr(
+        f"fsdp_jax.{bug[0]}", planted_gradients(bug[1]) if "_gradients" in bug[0] else bug[1]
+    )
+    numbers = sorted({number for _, number, _ in failed} | ({1} if failed[0][1] > 1 else set()))
+    certificate = quick(SUM, strategies=settings, accumulation=numbers, rows=32)
+    ours = [(f.setting.strategy, f.setting.accumulation, f.what) for f in certificate.failures]
+    assert set(failed) <= set(ours)
+    assert {(strategy, number) for strategy, number, _ in ours} == {
+        (s, number) for s, number, _ in failed
+    }
+    failure = next(
+        f
+        for f in certificate.failures
+        if (f.setting.strategy, f.setting.accumulation, f.what) == failed[0]
+    )
+    assert words in failure.cause, failure
+    if failure.what in ("gradients", "parameters"):
+        assert failure.path in ("up/kernel", "up/bias", "head/kernel", "head/bias")
+    assert failed[0][0] in str(failure)
+
+
+def test_a_lost_gradient_names_its_array(monkeypatch):
+    monkeypatch.setattr("fsdp_jax.step.train_step._gradients", planted_gradients(lost))
+    (failure, *_) = [
+        f for f in quick(SUM, strategies=[PLANTED_AT]).failures if f.what == "gradients"
+    ]
+    assert failure.path == "up/kernel"
+    assert failure.others == 0
+
+
+def test_bfloat16_is_compared_loosely_and_not_blindly(monkeypatch):
+    precision = fsdp.Precision(compute="bfloat16", reduce="float32")
+    assert quick(SUM, precision=precision, local_batch=True, steps=2).holds
+    monkeypatch.setattr("fsdp_jax.step.train_step._gradients", planted_gradients(averaged_twice))
+    assert not quick(SUM, precision=precision).holds
+
+
+def penalised(model, batch):
+    total, count = SUM(model, batch)
+    return total + count * sum(
+        jnp.square(leaf).sum() for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))
+    ), count
+
+
+def centred(model, batch):
+    """NaN where a device sees one row."""
+    total, count = SUM(model, batch)
+    return total + 0 * jnp.sqrt(batch["x"][:, 0].std() - 1e-6), count
+
+
+@pytest.mark.parametrize(
+    ("loss", "cause"),
+    [
+        (penalised, "refused with local batches: the loss reads parameters"),
+        (centred, "not finite and was not applied"),
+    ],
+)
+def test_an_update_that_is_not_applied_is_found(loss, cause):
+    default, local = quick(loss, units=[nnx.Linear], local_batch=True).rows
+    assert default.holds
+    assert cause in local.failures[0].cause
+
+
+def test_programs_read_it():
+    certificate = quick(NOT_SUMS["all pairs"], local_batch=True)
+    assert str(certificate.failures[0]).startswith(
+        "full_shard, accumulation 1, local_batch: loss: off by "
+    )
+    read = json.loads(json.dumps(certificate.to_json(), allow_nan=False))
+    assert (read["holds"], read["devices"], len(read["rows"])) == (False, 8, 2)
+    assert read["rows"][1]["differences"]["gradients"]["difference"] > read["tolerance"]["gradient"]
+    assert read["failures"][0]["setting"] == "full_shard, accumulation 1, local_batch"
+
+
+def test_what_cannot_be_certified_is_refused():
+    with pytest.raises(ValueError, match=r"does not divide(.|\n)*a multiple of 32 rows"):
+        certify(make_model, SUM, make_batch(8))
+    with pytest.raises(ValueError, match="nothing is sharded on one device"):
+        certify(make_model, SUM, make_batch(8), mesh=fsdp.make_mesh(data=1, allow_fewer=True))
+    with pytest.raises(ValueError, match="not finite on one device"):
+        quick(lambda model, batch: (jnp.log(-jnp.abs(model(batch["x"]))).sum(), 1))
+    with pytest.raises(ValueError, match="loss_fn returned something else"):
+        quick(lambda model, batch: model(batch["x"]).sum())
+
+
+def test_linen_too():
+    settings = {"make": nn.Dense(CLASSES), "inputs": (jnp.zeros((1, 4)),), "local_batch": True}
+    assert quick(SUM, **settings).holds
+    failures = quick(NOT_SUMS["all pairs"], **settings).failures
+    assert [failure.path for failure in failures if failure.what == "gradients"] == ["bias"]
+
+
+def test_tolerances_are_the_users_to_set():
+    strict = dataclasses.replace(Tolerance(), gradient=1e-20)
+    with pytest.raises(
+        CertifyError, match=r"^the model differs from a run on one device\nzero1, .*tolerance 1e-20"
+    ) as caught:
+        certify(
+            make_model, SUM, make_batch(8), strategies=["zero1"], accumulation=[1], tolerance=strict
+        )
+    certificate = caught.value.certificate
+    assert not certificate.holds
+    assert str(caught.value).splitlines()[1] == str(certificate.failures[0])
+    assert str(certificate) in str(caught.value)

@@ -1,0 +1,117 @@
+"""`fsdp-jax certify`: the configured run, small."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from fsdp_jax.certify import Certificate, CertifyError, Failure, Row, Setting, Tolerance
+from fsdp_jax.cli import certify as command
+from fsdp_jax.cli.main import main
+from fsdp_jax.models import FAMILIES
+from fsdp_jax.train.config import Config, ModelConfig
+from fsdp_jax.train.config_file import load
+from fsdp_jax.train.shapes import batch_shapes, lengths, make_shape
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SETTING = Setting("full_shard", 1, 32)
+HOLDS = Certificate((Row(SETTING, {"loss": (1e-7, "")}, ()),), 8, 3, Tolerance())
+FAILURE = Failure(
+    SETTING, "gradients", "head/kernel", 2, float("inf"), 1e-4, "the gradient is lost"
+)
+FAILS = dataclasses.replace(
+    HOLDS, rows=(Row(SETTING, {"gradients": (float("inf"), "head/kernel")}, (FAILURE,)),)
+)
+
+
+@pytest.fixture
+def quickstart(monkeypatch):
+    """The configuration, and what `certify` is called with in place of running."""
+    called = {}
+
+    def certify(model, loss_fn, batch, **settings):
+        called.update(settings, model=model, loss_fn=loss_fn, batch=batch)
+        if called["found"].holds:
+            return called["found"]
+        raise CertifyError(called["found"])
+
+    monkeypatch.setattr(command, "certify", certify)
+    return called
+
+
+@pytest.mark.parametrize("certificate", [HOLDS, FAILS], ids=["holds", "fails"])
+def test_the_exit_code_says_whether_it_holds(quickstart, certificate, capsys):
+    quickstart["found"] = certificate
+    words = ["certify", str(CONFIGS / "quickstart.yaml"), "--train.devices", "8"]
+    assert main(words) == (0 if certificate.holds else 3)
+    said = capsys.readouterr().out
+    assert (
+        "gradients of head/kernel (and 2 more); likely cause: the gradient is lost" in said
+    ) != certificate.holds
+    assert main([*words, "--json"]) == (0 if certificate.holds else 3)
+    read = json.loads(capsys.readouterr().out)
+    assert read["holds"] == certificate.holds
+    assert quickstart["local_batch"]
+    assert quickstart["accumulation"] == (1, 4)
+
+
+def test_the_keys_of_a_run_are_heeded(quickstart):
+    quickstart["found"] = HOLDS
+    words = ["--train.local_batch", "False", "--precision.compute", "bfloat16", "--remat", "full"]
+    command.certify_small(load(CONFIGS / "quickstart.yaml", ["--train.devices", "8", *words]))
+    assert not quickstart["local_batch"]
+    assert quickstart["precision"].compute == "bfloat16"
+    assert quickstart["remat"] == "full"
+
+
+def test_refusals_are_errors_of_the_configuration(capsys):
+    words = [
+        "certify",
+        str(CONFIGS / "quickstart.yaml"),
+        "--train.devices",
+        "8",
+        "--units.classes",
+        "Blok",
+    ]
+    assert main(words) == 2
+    assert "did you mean 'Block'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "preset"), [(f, p) for f, each in FAMILIES.items() for p in each.presets]
+)
+def test_every_preset_has_a_small_version(family, preset):
+    config = Config(model=ModelConfig(family=family, preset=preset))
+    data = (
+        config.data
+        if FAMILIES[family].task != "images"
+        else dataclasses.replace(config.data, kind="images")
+    )
+    shape = make_shape(config.model, data)
+    data = dataclasses.replace(
+        data, sequence_length=command.LENGTH, packing=FAMILIES[family].task == "text"
+    )
+    shape = command.small_shape(shape, lengths(FAMILIES[family], data))
+    batch = command.make_batch(batch_shapes(FAMILIES[family], shape, data, 4), shape, data)
+
+    def loss():
+        model = FAMILIES[family].make(shape, rngs=nnx.Rngs(0))
+        return FAMILIES[family].loss(model, batch, train=True)
+
+    assert jax.eval_shape(loss)[0].shape == ()
+    assert FAMILIES[family].parameter_count(shape) < 300_000
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words", [[], ["--precision.compute", "bfloat16", "--precision.reduce", "float32"]], ids=str
+)
+def test_the_quickstart_is_certified(words, capsys):
+    """With bfloat16 in two strategies' time."""
+    config = load(CONFIGS / "quickstart.yaml", ["--train.devices", "8", *words])
+    certificate = command.certify_small(config, ["full_shard", "hybrid_shard_zero2"])
+    assert certificate.holds
+    assert len(certificate.rows) == 2 * (2 + 2 + 1) + 1

@@ -1,0 +1,236 @@
+"""The command line: exit codes, and one readable block for each mistake."""
+
+import json
+import signal
+import warnings
+
+import pytest
+
+from fsdp_jax.checkpoint import Lease
+from fsdp_jax.cli import main as cli
+from fsdp_jax.cli.main import main
+
+TINY = """
+model: {layers: 2, width: 32, heads: 2}
+units: {classes: [Block]}
+data: {sequence_length: 16}
+train: {steps: 3, global_batch_size: 8, devices: 8, eval_batches: 1}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY + f"output: {tmp_path / 'run'}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], []])
+def test_commands_are_listed(words, capsys):
+    assert main(words) == (0 if words else 2)
+    shown = capsys.readouterr().out
+    assert [name for name in cli.COMMANDS if name not in shown] == []
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["inspect", "-h"]])
+def test_help_without_a_file(words, capsys):
+    assert main(words) == 0
+    assert "--train.global_batch_size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "blocks"),
+    [
+        ("trian", [], ["unknown command 'trian'", "did you mean 'train'?"]),
+        (
+            "train",
+            ["--train.stpes", "3"],
+            ["unknown key 'train.stpes'", "did you mean 'train.steps'?"],
+        ),
+        ("train", ["--train.steps", "many"], ["--train.steps"]),
+        (
+            "train",
+            ["--strategy", "fulshard"],
+            ["unknown strategy 'fulshard'", "did you mean 'full_shard'?"],
+        ),
+        (
+            "train",
+            ["--mesh.replica", "3"],
+            ["the mesh does not divide the devices", "replica=3", "[1, 2, 4, 8]"],
+        ),
+        (
+            "train",
+            ["--mesh.data", "16"],
+            ["the mesh has more devices than there are", "train.devices"],
+        ),
+        (
+            "train",
+            ["--train.global_batch_size", "12"],
+            ["train.global_batch_size", "8 devices x", "use 8 or 16"],
+        ),
+        ("train", ["--train.accumulation", "2"], ["8 devices x accumulation 2", "got:      8"]),
+        (
+            "train",
+            ["--train.local_batch", "False", "--prefetch", "pre"],
+            ["--prefetch none"],
+        ),
+        (
+            "train",
+            ["--units.classes", "Blok"],
+            ["no module of class 'Blok'", "did you mean 'Block'?"],
+        ),
+        (
+            "train",
+            ["--units.classes", "--units.min_params", "9999999"],
+            ["units.min_params", "at most"],
+        ),
+        (
+            "train",
+            ["--precision.compute", "bf16"],
+            ["unknown dtype 'bf16'", "did you mean 'bfloat16'?"],
+        ),
+        ("train", ["--model.preset", "tinny"], ["unknown preset 'tinny'", "did you mean 'tiny'?"]),
+        (
+            "train",
+            ["--model.family", "llama", "--model.preset", "tiny"],
+            ["tiny, which is a gpt", "set model.family to gpt"],
+        ),
+        (
+            "train",
+            ["--model.preset", "llama2-7b"],
+            ["llama2-7b, which is a llama", "set model.family to llama"],
+        ),
+        (
+            "train",
+            ["--model.family", "llama", "--model.preset", "llama2-7"],
+            ["unknown preset 'llama2-7'", "did you mean 'llama2-7b'?"],
+        ),
+        (
+            "train",
+            ["--model.family", "llama", "--model.preset", "llama-tiny", "--model.dropout", "0.1"],
+            ["dropout would be ignored", "model.dropout"],
+        ),
+        (
+            "train",
+            ["--optimizer.name", "adam", "--optimizer.weight_decay", "0.1"],
+            ["optimizer.weight_decay"],
+        ),
+        ("train", ["--data.kind", "text"], ["data.path"]),
+        (
+            "train",
+            ["--data.kind", "text", "--data.path", "nowhere"],
+            ["The corpus does not exist", "data.path"],
+        ),
+        (
+            "train",
+            ["--data.sequence_length", "9000000"],
+            ["shorter than one sequence", "data.sequence_length"],
+        ),
+        ("train", ["--cluster.processes", "2"], ["an incomplete cluster"]),
+        ("inspect", ["--html"], ["--html FILE"]),
+        ("inspect", ["--jsno"], ["unknown key 'jsno'"]),
+    ],
+)
+def test_unusable(tiny, tmp_path, capsys, command, words, blocks):
+    assert main([command, tiny, *words]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert [block for block in blocks if block not in error] == []
+    assert not (tmp_path / "run" / "lease.json").exists()
+
+
+def test_no_configuration(capsys):
+    assert main(["train"]) == 2
+    assert "no configuration" in capsys.readouterr().err
+
+
+def test_empty_corpus(tiny, tmp_path, capsys):
+    (tmp_path / "empty.txt").touch()
+    assert (
+        main(["train", tiny, "--data.kind", "text", "--data.path", str(tmp_path / "empty.txt")])
+        == 2
+    )
+    assert "The corpus is empty" in capsys.readouterr().err
+
+
+def test_two_runs_in_one_directory(tiny, tmp_path, capsys):
+    with Lease(tmp_path / "run"):
+        assert main(["train", tiny]) == 2
+    assert "another run is writing to this directory" in capsys.readouterr().err
+
+
+def test_output_that_is_a_file(tiny, tmp_path, capsys):
+    (tmp_path / "run").touch()
+    assert main(["train", tiny]) == 2
+    assert "the output directory cannot be used\n  where:    output" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(tiny, capsys):
+    assert main(["train", tiny, "--debug", "--strategy", "fulshard"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_failures_and_interruptions(monkeypatch, capsys):
+    def fail(arguments):
+        warnings.warn("careful", UserWarning, stacklevel=1)
+        raise RuntimeError("a bug")
+
+    def interrupt(arguments):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setitem(cli.COMMANDS, "train", fail)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["train"]) == 1
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "warning: careful",
+        "error: RuntimeError: a bug",
+    ]
+    monkeypatch.setitem(cli.COMMANDS, "train", interrupt)
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
+    try:
+        assert main(["train"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_inspect_holds_a_step_to_its_contract(tiny, capsys, monkeypatch):
+    words = ["inspect", tiny, "--topology", "cpu:8", "--train.global_batch_size", "8"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["contract"]["holds"]
+    assert 0 < found["wire_bytes"] <= 1.02 * found["wire_bytes_limit"] + 4096
+    assert {"op", "dtype", "axis", "count", "bytes", "overlapped_bytes", "where"} <= found[
+        "collectives"
+    ][0].keys()
+
+    # A program that sends what nobody declared: the parameters are said to be replicated, and it
+    # gathers them.
+    monkeypatch.setattr("fsdp_jax.contract.contract.expected_of", lambda plan: [])
+    assert main(words) == 3
+    assert "DOES NOT HOLD" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h100", "topology"),
+        ("h1000:8", "did you mean 'h100'"),
+        ("cpu:8000000", "the number of virtual devices is fixed"),
+    ],
+)
+def test_inspect_on_a_topology_that_does_not_exist(tiny, capsys, name, said):
+    assert main(["inspect", tiny, "--topology", name]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_inspect(tiny, tmp_path, capsys):
+    page = tmp_path / "layout.html"
+    assert main(["inspect", tiny, "--html", str(page), "--strategy", "zero2"]) == 0
+    assert "shard_grad_op on replica=1 x data=8" in capsys.readouterr().out
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["inspect", tiny, "--json", "--mesh.replica", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["mesh"] == {"replica": 2, "data": 4}
+    assert not (tmp_path / "run").exists()

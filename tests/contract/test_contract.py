@@ -1,0 +1,568 @@
+"""The contract: held by what the library makes, on virtual CPUs, GPUs and a torus; broken by each
+fault, by name.
+"""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from reference import LinenTransformer, gpt, linen_loss
+
+import fsdp_jax as fsdp
+from fsdp_jax.contract.attribution import judged, judged_by_sum, other_axes
+from fsdp_jax.contract.contract import check_contract
+from fsdp_jax.contract.expected import Expected
+from fsdp_jax.hlo.collectives import Collective
+from fsdp_jax.models import llama, next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.testing import mesh_of
+
+SIZES = {"vocab_size": 384, "sequence_length": 64, "layers": 2}
+
+
+def model_of(name, width):
+    """(model, units, inputs, loss, columns)"""
+    if name == "linen":
+        inputs = {"inputs": (jax.ShapeDtypeStruct((1, 8), jnp.int32),)}
+        return LinenTransformer(), ["LinenBlock"], inputs, linen_loss, 9
+    if name == "llama":
+        config = llama.preset(
+            "llama-tiny", **SIZES, width=width, heads=2, kv_heads=1, hidden=3 * width
+        )
+        return (
+            lambda rngs: llama.Llama(config, rngs=rngs),
+            [llama.LlamaBlock],
+            {},
+            next_token_loss,
+            65,
+        )
+    return gpt(name == "gpt", **SIZES, width=width), [Block], {}, next_token_loss, 65
+
+
+def checked(
+    name,
+    topology,
+    *,
+    replica=1,
+    reduce=None,
+    accumulation=1,
+    deferred=False,
+    local_batch=True,
+    loss=None,
+    width=64,
+    **kw,
+):
+    """The contract of one of the models."""
+    model, units, inputs, its_loss, columns = model_of(name, width)
+    mesh = mesh_of(topology, replica=replica)
+    precision = fsdp.Precision(compute="bfloat16", reduce=reduce)
+    settings = {"min_size": 64, "precision": precision} | inputs | kw
+    sharded = fsdp.fully_shard(model, optax.adamw(1e-3), mesh, units=units, **settings)
+    step = sharded.train_step(
+        loss or its_loss,
+        accumulation=accumulation,
+        deferred_reduction=deferred,
+        local_batch=local_batch,
+    )
+    return check_contract(
+        step, {"tokens": jax.ShapeDtypeStruct((mesh.size * accumulation, columns), jnp.int32)}
+    )
+
+
+# Every strategy, model, accumulation, prefetch mode, remat and reduce dtype, about pairwise.
+HOLD = [
+    ("gpt", {}),
+    ("gpt-unrolled", {"prefetch": "pre"}),
+    ("linen", {"prefetch": "post"}),
+    ("gpt", {"strategy": "no_shard", "accumulation": 2}),
+    ("llama", {"strategy": "zero1", "accumulation": 2, "reduce": "float32"}),
+    ("gpt", {"strategy": "shard_grad_op", "accumulation": 2, "deferred": True, "remat": "full"}),
+    ("llama", {"strategy": "hybrid_shard", "replica": 2, "accumulation": 2, "reduce": "float32"}),
+    ("gpt", {"strategy": "hybrid_shard_zero2", "replica": 2}),
+    ("llama", {"prefetch": "post", "remat": "full", "frozen": ["embed/"]}),
+    ("gpt", {"prefetch": "pre", "remat": "full", "accumulation": 2, "deferred": True}),
+]
+IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD]
+
+
+@pytest.mark.parametrize(("name", "settings"), HOLD, ids=IDS)
+def test_it_holds_on_virtual_devices(name, settings):
+    assert str(checked(name, "cpu:8", **settings)).count("the contract holds") == 1
+
+
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize(("name", "settings"), HOLD, ids=IDS)
+def test_it_holds_on_gpus(name, settings):
+    contract = checked(name, "h100:8", **settings)
+    assert contract.holds, contract
+    assert contract.wire_bytes <= 1.02 * contract.wire_bytes_limit
+
+
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize("name", ["llama", "linen"])
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "full_shard", "hybrid_shard"])
+def test_it_holds_on_gpus_by_annotations(name, strategy):
+    replica = 2 if strategy == "hybrid_shard" else 1
+    contract = checked(
+        name, "h100:8", local_batch=False, strategy=strategy, replica=replica, width=128
+    )
+    assert contract.holds, contract
+    assert contract.wire_bytes <= 1.02 * contract.wire_bytes_limit
+
+
+@pytest.mark.long
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize(("name", "settings"), [HOLD[0], HOLD[6]], ids=[IDS[0], IDS[6]])
+def test_it_holds_on_a_torus(name, settings):
+    contract = checked(
+        name, "v5p:2x2x2", width=256, **settings
+    )  # smaller arrays are padded to tiles
+    assert contract.holds, contract
+    assert {row["axis"] for row in contract.rows()} <= {"data", "replica", "replica+data"}
+
+
+class Middle(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(64, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.linear(x))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(32, 64, use_bias=False, rngs=rngs)
+        self.middle = Middle(rngs)
+        self.head = nnx.Linear(256, 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.middle(jnp.tanh(self.first(x))))
+
+
+ENDS, UNIT = 32 * 64 + 256 * 16, 64 * 256  # elements
+ALL = ENDS + UNIT
+RING8, RING4 = 4 * 7 / 8, 4 * 3 / 4  # bytes of float32 that a device sends per element of an array
+ARITHMETIC = {
+    "no_shard": {"all-reduce": 2 * 2 * ALL * RING8},
+    "zero1": {"all-gather": ALL * RING8, "reduce-scatter": 2 * ALL * RING8},
+    "shard_grad_op": {"all-gather": ALL * RING8, "reduce-scatter": 2 * ALL * RING8},
+    "full_shard": {"all-gather": 2 * (ENDS + 2 * UNIT) * RING8, "reduce-scatter": 2 * ALL * RING8},
+    "hybrid_shard": {
+        "all-gather": 2 * (ENDS + 2 * UNIT) * RING4, "reduce-scatter": 2 * ALL * RING4,
+        "all-reduce": 2 * 2 * ALL / 4 * 4 * 1 / 2,
+    },
+    "hybrid_shard_zero2": {
+        "all-gather": ALL * RING4, "reduce-scatter": 2 * ALL * RING4, "all-reduce": 2 * 2 * ALL / 4 * 4 * 1 / 2,
+    },
+}  # fmt: skip
+
+
+def squares(model, batch):
+    return jnp.sum(model(batch["x"]) ** 2), batch["x"].shape[0]
+
+
+def net_step(mesh, **settings):
+    loss, local_batch = settings.pop("loss", squares), settings.pop("local_batch", True)
+    accumulation = settings.pop("accumulation", 1)
+    model, tx = settings.pop("model", Net), optax.sgd(0.1)
+    sharded = fsdp.fully_shard(
+        lambda rngs: model(rngs), tx, mesh, **{"units": [Middle], "min_size": 1} | settings
+    )
+    return sharded.train_step(loss, accumulation=accumulation, local_batch=local_batch)
+
+
+BATCH = {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32)}
+
+
+@pytest.mark.parametrize("strategy", ARITHMETIC)
+def test_what_is_declared_is_arithmetic_and_the_json_has_it(strategy):
+    mesh = fsdp.make_mesh(replica=2 if "hybrid" in strategy else 1)
+    contract = check_contract(net_step(mesh, strategy=strategy, accumulation=2), BATCH)
+    assert contract.holds, contract
+    said = json.loads(json.dumps(contract.to_json()))
+    assert set(said) == {"collectives", "contract", "wire_bytes", "wire_bytes_limit"}
+    assert set(said["contract"]) == {"holds", "expected", "found", "violations", "choices"}
+    row = {"op", "dtype", "axis", "count", "bytes", "overlapped_bytes", "where"}
+    assert all(set(each) == row for each in said["collectives"])
+    expected = said["contract"]["expected"]
+    assert {each["op"]: each["bytes"] for each in expected} == ARITHMETIC[strategy]
+    assert said["wire_bytes_limit"] == sum(ARITHMETIC[strategy].values())
+    assert {each["dtype"] for each in expected} == {"float32"}
+    axes = {each["op"]: each["axis"] for each in expected}
+    assert axes["all-reduce" if "all-reduce" in axes else "all-gather"] == (
+        "replica" if "hybrid" in strategy else "data"
+    )
+
+
+# Faults, each told by name.
+
+
+def one_line(contract, start):
+    [line] = [line for line in map(str, contract.violations) if line.startswith(start)]
+    return line
+
+
+@pytest.mark.needs_plugin
+def test_without_the_pin_and_the_fence_weights_are_gathered_wide(monkeypatch):
+    def plainly(route, value):
+        whole = NamedSharding(route.mesh, PartitionSpec())
+        return jax.lax.with_sharding_constraint(value.astype(route.compute), whole)
+
+    monkeypatch.setattr("fsdp_jax.units.collectives._gather", plainly)
+    contract = checked("llama", "h100:8", local_batch=False)
+    line = one_line(contract, "head/kernel: gathered")
+    assert (
+        "gathered in float32, declared bfloat16: +42 KiB per step; the cast moved past the gather"
+        in line
+    )  # 2 x 7/8
+    assert not contract.holds
+
+
+def pinned(dtype):
+    """A model whose first and middle modules compute in a dtype of their own."""
+
+    class Pinned(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(512, 64, rngs=rngs)
+            self.embed.dtype = dtype
+            self.middle = Middle(rngs)
+            self.middle.linear.dtype = dtype
+            self.head = nnx.Linear(256, 512, use_bias=False, rngs=rngs)
+
+        def __call__(self, ids):
+            return self.head(self.middle(self.embed(ids)).astype(self.head.kernel[...].dtype))
+
+    return Pinned
+
+
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_a_module_that_computes_in_float32_makes_its_gradient_travel_wide(dtype):
+    def loss(model, batch):
+        logits = model(batch["ids"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"]).sum(), batch[
+            "ids"
+        ].size
+
+    settings = {
+        "model": pinned(dtype),
+        "loss": loss,
+        "precision": fsdp.Precision(compute="bfloat16"),
+    }
+    ids = {"ids": jax.ShapeDtypeStruct((64, 128), jnp.int32)}
+    assert check_contract(net_step(mesh_of("h100:8"), **settings), ids).holds
+    contract = check_contract(net_step(mesh_of("h100:8"), local_batch=False, **settings), ids)
+    assert {row.dtype for row in contract.expected} == {"bfloat16"}
+    assert contract.holds == (dtype is None), contract
+    wide = {each.path: str(each) for each in contract.violations}
+    assert set(wide) == (set() if dtype is None else {"embed/embedding", "middle/linear/kernel"})
+    for path, bytes_ in (
+        {"embed/embedding": "56 KiB", "middle/linear/kernel": "28 KiB"}.items() if wide else ()
+    ):
+        assert (
+            f"{path}: reduced in float32, declared bfloat16: +{bytes_} per step; '{path.rpartition('/')[0]}'"
+            in (wide[path])
+        )
+        assert "make it with dtype=None" in wide[path]
+        assert f"keep_float32=('{path.rpartition('/')[0]}',)" in wide[path]
+
+
+def few_of_many(rngs):
+    model = pinned(None)(rngs)
+    model.embed = nnx.Embed(4096, 64, rngs=rngs)
+    return model
+
+
+@pytest.mark.needs_plugin
+def test_a_lookup_of_few_tokens_may_send_them_in_place_of_its_gradient():
+    """64 tokens of 64 features and their ids go to every device's rows of a table of 4096."""
+
+    def loss(model, batch):
+        return jnp.sum(model.head(model.middle(model.embed(batch["ids"]))) ** 2), batch["ids"].size
+
+    step = net_step(mesh_of("h100:8"), model=few_of_many, loss=loss, local_batch=False)
+    contract = check_contract(step, {"ids": jax.ShapeDtypeStruct((8, 8), jnp.int32)})
+    assert contract.holds, contract
+    assert contract.wire_bytes < contract.wire_bytes_limit
+    assert contract.choices == [
+        "embed/embedding: its gradient not reduced; XLA computed with its shards and moved 14.2 KiB of activations per "
+        "step in place of 896 KiB"
+    ]
+    assert contract.choices[0] in str(contract)
+
+
+def contrastive(model, batch):
+    y = model(batch["x"])
+    with jax.named_scope("pairs"):
+        return jax.nn.logsumexp(y @ y.T, axis=1).sum(), y.shape[0]
+
+
+def test_a_loss_that_mixes_the_examples_sends_activations():
+    contract = check_contract(
+        net_step(fsdp.make_mesh(), loss=contrastive, local_batch=False),
+        {"x": jax.ShapeDtypeStruct((512, 32), "f4")},
+    )
+    line = next(str(violation) for violation in contract.violations if not violation.path)
+    assert "an activation travels, float32[" in line
+    assert "pairs" in line
+    assert "mixes the examples of a batch" in line
+
+
+def test_a_rule_that_replicates_a_large_leaf():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fsdp.ReplicationWarning)
+        step = net_step(fsdp.make_mesh(), rules=[("middle/linear/kernel", PartitionSpec())])
+    line = one_line(check_contract(step, BATCH), "middle/linear/kernel")
+    assert "whole on every device, by rule 'middle/linear/kernel'" in line
+
+
+def test_an_array_that_xla_replicates(capfd):
+    mesh = fsdp.make_mesh(replica=2)
+
+    def loss(model, batch):
+        y = model(batch["x"]).reshape(8, 16, 32)
+        with jax.named_scope("elsewhere"):
+            y = jax.lax.with_sharding_constraint(
+                y, NamedSharding(mesh, PartitionSpec(None, "replica", "data"))
+            )
+            y = jax.lax.with_sharding_constraint(
+                y, NamedSharding(mesh, PartitionSpec(("replica", "data")))
+            )
+        return jnp.sum(y**2), batch["x"].shape[0]
+
+    contract = check_contract(
+        net_step(mesh, loss=loss, local_batch=False),
+        {"x": jax.ShapeDtypeStruct((256, 32), jnp.float32)},
+    )
+    assert "Involuntary full rematerialization" in capfd.readouterr().err
+    assert any(
+        "elsewhere" in each.path and "is replicated" in each.what for each in contract.violations
+    ), contract
+
+
+# Attribution, on collectives written here.
+
+
+def declared(path, role, op, size, *shapes, dtype="bfloat16"):
+    return Expected(path, role, op, dtype, "data", size, shapes)
+
+
+def sent(op, size, shapes, paths, dtype="bfloat16"):
+    return Collective(
+        op, dtype, "data", 1, size, 0, True, False, 0, tuple(shapes), tuple(paths), 0, op
+    )
+
+
+def violations(expected, *collectives):
+    return [str(each) for each in judged(expected, collectives, {each.path for each in expected})]
+
+
+BIG, SMALL = (64, 256), (64,)
+PAIR = [
+    declared("a", "reduce", "reduce-scatter", 28672, BIG),
+    declared("b", "reduce", "reduce-scatter", 112, SMALL),
+    declared("c", "reduce", "reduce-scatter", 224, SMALL, dtype="float32"),
+]
+
+
+def test_a_combined_collective_whose_names_are_lost_is_given_out_by_shape_and_dtype():
+    together = sent("reduce-scatter", 28784, [(256, 64), SMALL], ["", ""])
+    assert violations(PAIR, together, sent("reduce-scatter", 224, [SMALL], ["b"], "float32")) == []
+
+
+def test_small_arrays_that_travel_as_one_are_shared_out():
+    expected = [declared(path, "reduce", "all-reduce", 8000, BIG) for path in "abc"]
+    assert violations(expected, sent("all-reduce", 24000, [(1000,)], ["b+a"])) == []
+    assert (
+        violations(expected, sent("all-reduce", 12000, [(1000,)], ["b"])) == []
+    )  # two microbatches sent as one
+    [line] = violations(expected, sent("all-reduce", 48000, [(1000,)], ["b"]))
+    assert line.startswith(
+        "no parameter: an activation travels, bfloat16[1000] by all-reduce (b): +23.4 KiB"
+    )
+
+
+def test_what_xla_says_it_joined_goes_to_those_it_names():
+    """Though another array has as many elements: their shards across `replica`, as the scatter left
+    them.
+    """
+    expected = [
+        part
+        for path, size in (("qkv", 3), ("out", 1), ("up", 4), ("down", 4))
+        for part in (
+            declared(path, "reduce", "reduce-scatter", 3000 * size, (size, 64, 256)),
+            declared(path, "reduce", "all-reduce", 1000 * size, (size * 16, 256)),
+        )
+    ]
+    scattered = [sent("reduce-scatter", 36000, [(3, 64, 256), (1, 64, 256), (4, 64, 256), (4, 64, 256)],
+                      ["qkv", "out", "up", "down"])]  # fmt: skip
+    joined = sent(
+        "all-reduce", 12000, [(3 * 64 * 256,)], ["qkv+out+up+down"]
+    )  # as many elements as qkv
+    assert violations(expected, *scattered, joined) == []
+    assert violations(expected, *scattered, joined, joined) != []
+    unnamed = [declared("norm", "reduce", "all-reduce", 200, (100,))]
+    assert (
+        violations(
+            expected + unnamed, *scattered, sent("all-reduce", 12200, [(50_000,)], joined.paths)
+        )
+        == []
+    )
+
+
+def test_scalars_joined_to_small_arrays_are_no_activation():
+    expected = [declared("norm", "reduce", "all-reduce", 40_000, (10_000,), dtype="float32")]
+    assert (
+        violations(expected, sent("all-reduce", 40_014, [(10_002,)], ["reduce_sum"], "float32"))
+        == []
+    )
+    assert (
+        violations(expected, sent("all-reduce", 42_000, [(10_500,)], ["reduce_sum"], "float32"))
+        != []
+    )
+
+
+def test_a_stack_travels_layer_by_layer_or_whole():
+    expected = [declared("a", "gather", "all-gather", 1000, BIG, (2, *BIG))]
+    assert violations(expected, sent("all-gather", 1000, [(2, 256, 64)], [""])) == []
+    assert violations(expected, *[sent("all-gather", 500, [(1, *BIG)], [""])] * 2) == []
+    [line] = violations(expected, *[sent("all-gather", 500, [BIG], ["a"])] * 3)
+    assert line.startswith("a: gathered more often than declared: +500 B per step; ")
+
+
+def test_a_tied_table_reduced_twice_is_named_and_no_activation():
+    once = sent("reduce-scatter", 28672, [BIG], ["dot_general"])
+    [line] = violations(PAIR[:1], once, sent("reduce-scatter", 28672, [BIG], ["scatter-add"]))
+    assert line.startswith(
+        "a: one more array of its shape travels, bfloat16[64, 256] by reduce-scatter ("
+    )
+    assert "a tied head" in line
+
+
+def test_an_all_reduce_in_place_of_a_reduce_scatter():
+    [line] = violations(PAIR[:1], sent("all-reduce", 57344, [BIG], [""]))
+    assert line.startswith(
+        "a: reduced by an all-reduce, declared a reduce-scatter: +28 KiB per step; "
+    )
+
+
+def test_many_small_excesses_are_one_violation():
+    expected = [declared(str(i), "gather", "all-gather", 1000, BIG) for i in range(1000)]
+    found = [sent("all-gather", 1030, [BIG], [str(i)]) for i in range(1000)]
+    assert violations(expected, *found)[0].startswith(
+        "no parameter: more is sent than declared: +29.3 KiB per step; "
+    )
+
+
+def test_token_ids_are_activations_and_scalars_are_not():
+    loss = sent("all-reduce", 14, [(), (2,)], ["psum", "psum"], "float32")
+    weights = sent("reduce-scatter", 28672, [BIG], ["a"])
+    assert violations(PAIR[:1], weights, loss) == []
+    [line] = violations(
+        PAIR[:1], weights, loss, sent("all-gather", 3584, [(16, 64)], ["embed/take"], "int32")
+    )
+    assert line.startswith(
+        "no parameter: an activation travels, int32[16, 64] by all-gather (embed/take): +3.5 KiB"
+    )
+
+
+def test_what_is_never_gathered_and_what_is_not_declared():
+    expected = [declared("a", "gather", "all-gather", 28672, BIG)]
+    assert violations(expected)[0].startswith("a: never gathered; XLA computes on its shards")
+    found = judged(expected, [sent("all-gather", 28672, [BIG], ["frozen"])], {"a", "frozen"})
+    assert any(
+        str(each).startswith("frozen: gathered, which is not declared: +28 KiB") for each in found
+    )
+
+
+def test_by_annotations_activations_may_travel_in_place_of_a_gradient():
+    """What a parameter saves pays for activations, the smallest first; a dtype is no bytes."""
+    activations = sent("all-gather", 20_000, [(8, 32, 64)], ["jit(_take)/scatter-add"])
+    ours, a = {"a", "b", "c"}, sent("reduce-scatter", 28672, [BIG], ["a"])
+    more = sent("all-gather", 30_000, [(8, 48, 64)], ["mha/pallas_call"])
+
+    assert judged_by_sum(PAIR[:1], [a], ours) == ([], [])
+    found, choices = judged_by_sum(PAIR[:1], [activations], ours)
+    assert found == []
+    assert choices == [
+        "a: its gradient not reduced; XLA computed with its shards and moved 19.5 KiB of activations per step in "
+        "place of 28 KiB"
+    ]
+    [line], choices = judged_by_sum(PAIR[:1], [activations, more], ours)
+    assert str(line).startswith(
+        "no parameter: an activation travels, bfloat16[8, 48, 64] by all-gather (mha/pallas_call)"
+    )
+    assert "wrap it in fsdp_jax.local_rows.on_local_rows" in str(line)
+    assert "19.5 KiB of activations" in choices[0]
+    [line], choices = judged_by_sum(PAIR[:1], [a, activations], ours)
+    assert "the gradient of a lookup" in str(line)
+    assert choices == []
+    [line], _ = judged_by_sum(
+        PAIR[:1], [sent("reduce-scatter", 57344, [BIG], [""], "float32")], ours
+    )
+    assert str(line).startswith(
+        "a: reduced in float32, declared bfloat16: +28 KiB per step; 'a' computes in float32"
+    )
+
+
+def many(op, dtype, *, declared=None, axis="data", times=1.0, count=300):
+    """(expected, collectives) of as many parameters, none of which matters alone."""
+    expected, collectives = [], []
+    shape, size = (1000, 1024), 1000 * 1024
+    role = "gather" if op == "all-gather" else "reduce"
+    for number in range(count):
+        path, (said_op, said_dtype) = f"l{number}/k", declared or (op, dtype)
+        expected.append(
+            Expected(
+                path,
+                role,
+                said_op,
+                said_dtype,
+                "data",
+                size * jnp.dtype(said_dtype).itemsize,
+                (shape,),
+            )
+        )
+        sent = int(times * size * jnp.dtype(dtype).itemsize)
+        if sent:
+            collectives.append(
+                Collective(op, dtype, axis, 1, sent, 0, False, False, 0, (shape,), (path,), 0, "x")
+            )
+    return expected, collectives, {f"l{number}/k" for number in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (many("all-gather", "bfloat16"), None),
+        (
+            many("all-gather", "float32", declared=("all-gather", "bfloat16")),
+            "gathered in float32, declared bfloat16",
+        ),
+        (
+            many("reduce-scatter", "bfloat16", declared=("reduce-scatter", "float32")),
+            "reduced in bfloat16, declared float32",
+        ),
+        (
+            many("all-reduce", "float32", declared=("reduce-scatter", "float32"), times=2),
+            "reduced by an all-reduce",
+        ),
+        (many("all-gather", "bfloat16", times=0), "never gathered"),
+    ],
+)
+def test_what_is_little_in_each_of_many_parameters_counts_in_their_sum(case, said):
+    found = [str(violation) for violation in judged(*case)]
+    assert [text for text in found if said and f"299 more: {said}" in text] == found
+    assert bool(found) == bool(said)
+
+
+def test_what_is_sent_along_an_axis_that_nothing_is_declared_for():
+    expected, collectives, _ = many("all-gather", "bfloat16", axis="replica", count=4)
+    (violation,) = other_axes(expected, collectives, ("data",))
+    assert "more is sent along 'replica' than declared: +7.81 MiB per step" in str(violation)
+    assert not other_axes(*many("all-gather", "bfloat16", count=4)[:2], ("data",))

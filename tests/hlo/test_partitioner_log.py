@@ -1,0 +1,98 @@
+"""XLA's words about arrays that it replicates, provoked for real on 8 virtual devices."""
+
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fsdp_jax.hlo.partitioner_log import Rematerialization, find, rematerializations
+from fsdp_jax.sharding.mesh import make_mesh
+
+pytestmark = pytest.mark.core
+
+OLD = (  # the wording of XLA in 2023
+    "[spmd] Involuntary full rematerialization. The compiler was not able to go from sharding {devices=[8,1]<=[8]} to "
+    "{devices=[2,4]<=[8]} without doing a full rematerialization of the tensor for HLO operation: "
+    '%copy.3 = f32[4,2]{1,0} copy(%x), metadata={op_name="jit(f)/mlp/mul"}. You want to enrich the annotations.'
+)
+
+
+def compile_reshard(name: str, after: PartitionSpec, scale: float) -> None:
+    """[8, 16, 32] with its last two dims along two axes, to another place; `scale` makes it a
+    program of its own.
+    """
+    mesh = make_mesh(data=4, replica=2)
+
+    def f(x):
+        with jax.named_scope(name):
+            x = jax.lax.with_sharding_constraint(
+                x * scale, NamedSharding(mesh, PartitionSpec(None, "replica", "data"))
+            )
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, after)) + 1
+
+    jax.jit(f).lower(jax.ShapeDtypeStruct((8, 16, 32), jnp.float32)).compile()
+
+
+def test_a_reshard_that_no_exchange_can_do_is_found_with_its_path(capfd):
+    with rematerializations() as found:
+        compile_reshard("fsdp.gather[blocks/mlp/up]", PartitionSpec(("replica", "data")), 2.0)
+    assert [(one.shape, one.path) for one in found] == [
+        ("f32[8,8,8]", "blocks/mlp/up")
+    ]  # 16/2 and 32/4
+    assert "fsdp.gather[blocks/mlp/up]" in found[0].op_name
+    assert (
+        "Involuntary full rematerialization" in capfd.readouterr().err
+    )  # it is said all the same, afterwards
+
+
+def test_a_reshard_that_an_exchange_can_do_is_none():
+    with rematerializations() as found:
+        compile_reshard("f", PartitionSpec("replica", None, "data"), 3.0)
+    assert found == []
+
+
+def test_what_is_written_meanwhile_comes_out_in_order(capfd):
+    with rematerializations() as outer:
+        os.write(2, b"one\n")
+        with rematerializations() as inner:
+            print("two", file=sys.__stderr__)
+            os.write(2, f"{OLD}\n".encode())
+        os.write(2, b"three\n")
+        assert outer == []
+    assert inner == outer == [Rematerialization("jit(f)/mlp/mul", "f32[4,2]", "mlp/mul")]
+    assert capfd.readouterr().err == f"one\ntwo\n{OLD}\nthree\n"
+
+
+def test_an_exception_gives_the_descriptor_back(capfd):
+    seen = []
+
+    def fails():
+        with rematerializations() as found:
+            seen.append(found)
+            os.write(2, f"{OLD}\n".encode())
+            raise RuntimeError("in the block")
+
+    with pytest.raises(RuntimeError, match="in the block"):
+        fails()
+    assert len(seen[0]) == 1
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == f"{OLD}\nafter\n"
+
+
+def test_no_descriptor_is_left_open():
+    before = os.dup(2)
+    os.close(before)
+    for _ in range(3):
+        with rematerializations():
+            pass
+    after = os.dup(2)
+    os.close(after)
+    assert after == before  # the lowest free number is what it was
+
+
+def test_the_same_words_twice_are_one():
+    assert len(find(f"W1121 07:41:14 x.cc:1] {OLD}\nnoise\n{OLD}\n")) == 1
+    assert find("[SPMD] all is well") == []

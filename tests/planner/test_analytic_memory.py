@@ -1,0 +1,275 @@
+"""The estimate from the trace: on small programs whose answer is known, and against the compiler."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+
+import fsdp_jax as fsdp
+from fsdp_jax.models.attention import make_attention
+from fsdp_jax.planner import parse_topology
+from fsdp_jax.planner.analytic.memory import PARTS, Estimate, estimate
+from fsdp_jax.planner.machines.fake_devices import stand_ins
+from fsdp_jax.planner.machines.matmul import Product
+from fsdp_jax.train.build import build
+from fsdp_jax.train.config_file import load
+
+pytestmark = pytest.mark.core
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SIDE = 64
+UNIT = SIDE * SIDE * 4  # bytes of a square matrix
+SQUARE = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+
+
+class NoLayout:
+    """Of a program without a state: its arguments count as `other`."""
+
+    mesh = SimpleNamespace(size=1)
+
+    def __iter__(self):
+        return iter(())
+
+
+def of(fn, *shapes) -> Estimate:
+    return estimate(
+        SimpleNamespace(local_batch=False, layout=NoLayout()), jax.make_jaxpr(fn)(*shapes)
+    )
+
+
+def units(found: Estimate) -> float:
+    """What is stored at the peak beside the arguments, in square matrices."""
+    return found.breakdown["activations"] / UNIT
+
+
+def test_elementwise_operations_are_fused_into_what_reads_them():
+    found = of(lambda x: jnp.sum(jnp.exp(jnp.sin(x @ x)) * 2), SQUARE)
+    assert units(found) == pytest.approx(1, abs=0.01)  # the product alone
+    assert found.breakdown["other"] == UNIT
+
+
+def test_what_a_product_reads_is_stored():
+    def fn(x):
+        a = x @ x
+        b = jnp.sin(a)
+        return jnp.sum(b @ b)
+
+    assert units(of(fn, SQUARE)) == pytest.approx(2, abs=0.01)  # a and b, then b and the product
+
+
+def test_a_fused_value_keeps_what_it_is_made_from():
+    def fn(x):
+        a = x @ x
+        late = jnp.sin(a)  # is computed at the end: a lives until then
+        b = jnp.exp(x @ x.T)
+        return jnp.sum(late * (b @ b))
+
+    assert units(of(fn, SQUARE)) == pytest.approx(3, abs=0.01)
+
+
+def test_a_loop_stacks_from_its_start_and_carries_in_place():
+    def fn(x, w):
+        def body(carry, _):
+            return carry @ w, carry
+
+        return jnp.sum(lax.scan(body, x, length=6)[1])
+
+    found = of(fn, SQUARE, SQUARE)
+    assert units(found) == pytest.approx(
+        6 + 2, abs=0.01
+    )  # the stack, what is carried, what comes next
+    assert found.products == (Product(1, SIDE, SIDE, SIDE, "float32", times=6),)
+
+
+def test_slices_are_written_in_place():
+    def fn(x):
+        def body(slots, number):
+            return lax.dynamic_update_index_in_dim(slots, x @ x, number, 0), None
+
+        return jnp.sum(lax.scan(body, jnp.zeros((5, SIDE, SIDE)), jnp.arange(5))[0])
+
+    assert units(of(fn, SQUARE)) == pytest.approx(5 + 1, abs=0.01)
+
+
+def test_equal_constants_are_stored_once():
+    def fn(x):
+        return jnp.sum(x @ jnp.ones((SIDE, SIDE)) + jnp.sin(x) @ jnp.ones((SIDE, SIDE)))
+
+    # ones, the two products, the sine
+    assert units(of(fn, SQUARE)) == pytest.approx(3 + 1, abs=0.01)
+
+
+def test_what_no_loop_waits_for_runs_behind_it():
+    def fn(x, wide):
+        a = x @ wide  # four matrices
+        gradient = a @ a.T  # one
+        end = lax.scan(lambda carry, _: (jnp.sin(carry) @ x, None), x * jnp.sum(a), length=4)[0]
+        return jnp.sum(end), jnp.sum(gradient)
+
+    found = of(fn, SQUARE, jax.ShapeDtypeStruct((SIDE, 4 * SIDE), jnp.float32))
+    # the sine and what comes next; beside them what the gradient is made from, and not the gradient
+    assert units(found) == pytest.approx(2 + 4, abs=0.01)
+
+
+def test_a_loop_of_one_turn_is_no_loop():
+    def fn(x, turns):
+        return jnp.sum(lax.scan(lambda carry, _: (carry @ x, None), x, length=turns)[0])
+
+    once, twice = (of(lambda x, turns=turns: fn(x, turns), SQUARE) for turns in (1, 2))
+    assert units(once) == pytest.approx(1, abs=0.01)  # the product
+    assert units(twice) == pytest.approx(2, abs=0.01)  # and what is carried
+
+
+def test_products_of_a_kernel_are_fused_and_counted_by_its_grid():
+    def kernel(x, y, out):
+        out[...] = jnp.dot(x[...], y[...])
+
+    rows = pl.BlockSpec((16, SIDE), lambda i: (i, 0))
+    whole = pl.BlockSpec((SIDE, SIDE), lambda i: (0, 0))
+    call = pl.pallas_call(
+        kernel, grid=(4,), in_specs=[rows, whole], out_specs=rows, out_shape=SQUARE
+    )
+    found = of(lambda x, y: jnp.sum(call(x, y)), SQUARE, SQUARE)
+    assert found.products == (Product(1, 16, SIDE, SIDE, "float32", times=4, fused=True),)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_attention_kernels_are_counted_by_their_algorithm(platform):
+    """Two products forward, five more backward, half of each: the loops inside end where the mask
+    does.
+    """
+    attend = make_attention("flash", platform)
+    heads = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.bfloat16)
+    both = jax.grad(
+        lambda *qkv: jnp.sum(attend(*qkv, is_causal=True).astype(jnp.float32)), argnums=(0, 1, 2)
+    )
+    found = of(lambda *qkv: both(*qkv), heads, heads, heads)
+    flops = sum(product.flops * product.times for product in found.products)
+    assert flops == pytest.approx(7 * 2 * 2 * 4 * 128 * 256 * 128, rel=0.01)
+
+
+def test_batched_products_and_their_dtype():
+    left = jax.ShapeDtypeStruct((3, 5, 7), jnp.bfloat16)
+    right = jax.ShapeDtypeStruct((3, 7, 11), jnp.bfloat16)
+    found = of(lambda a, b: jnp.sum(jnp.einsum("bmk,bkn->bmn", a, b)), left, right)
+    assert found.products == (Product(3, 5, 11, 7, "bfloat16"),)
+
+
+def test_dead_code_takes_nothing():
+    def fn(x):
+        _ = x @ x
+        return jnp.sum(x)
+
+    found = of(fn, SQUARE)
+    assert found.products == ()
+    assert units(found) < 0.01
+    assert found.traffic_bytes == pytest.approx(UNIT, abs=64)
+
+
+def test_traffic_counts_a_fused_chain_once_and_loops_by_their_turns():
+    once = of(lambda x: jnp.sum(jnp.sin(jnp.exp(x) * 2)), SQUARE)
+    assert once.traffic_bytes == pytest.approx(UNIT, abs=64)
+    looped = of(lambda x: jnp.sum(lax.scan(lambda c, _: (c @ x, None), x, length=10)[0]), SQUARE)
+    assert looped.traffic_bytes == pytest.approx(
+        10 * 3 * UNIT + UNIT, abs=64
+    )  # each reads two, writes one
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(64, 256, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(256, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss_fn(model, batch):
+    return jnp.sum(model(batch["x"]) ** 2), jnp.float32(batch["x"].size)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "no_shard"])
+def test_a_step_on_one_of_its_devices(strategy):
+    make = lambda rngs: Model(rngs)  # noqa: E731
+    sharded = fsdp.fully_shard(
+        make, optax.adam(1e-3), fsdp.make_mesh(8), strategy, [Block], min_size=1
+    )
+    batch = {"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)}
+    step = sharded.train_step(loss_fn, local_batch=True)
+    jaxpr = step.trace(batch)
+    found = estimate(step.plan, jaxpr)
+    assert tuple(found.breakdown) == PARTS
+    assert sum(found.breakdown.values()) == found.peak_bytes
+    assert found.breakdown["params"] == sharded.layout.per_device("params")
+    assert found.breakdown["optimizer"] == sharded.layout.per_device("optimizer")
+    assert found.breakdown["other"] == sharded.layout.per_device("other") + 4 * 64 * 4
+    # four rows a device; forward and both gradients of six products, but for the batch, which has
+    # none
+    assert (
+        sum(product.times * product.flops for product in found.products)
+        == (6 * 3 - 1) * 2 * 4 * 64 * 256
+    )
+    assert (found.breakdown["gathered"] > 0) == (strategy == "full_shard")
+
+
+def test_a_step_by_annotations_is_refused():
+    sharded = fsdp.fully_shard(
+        lambda rngs: Model(rngs), optax.adam(1e-3), fsdp.make_mesh(8), units=[Block]
+    )
+    step = sharded.train_step(loss_fn)
+    jaxpr = step.trace({"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)})
+    with pytest.raises(
+        ValueError, match=r"only a step whose devices see their own part(.*\n)+.*local_batch=True\)"
+    ):
+        estimate(step.plan, jaxpr)
+
+
+@pytest.mark.parametrize("name", ["cpu:4", "h100:2x8", "v5p:4x4x4", "v5e:4x8*2"])
+def test_stand_ins_make_a_mesh(name):
+    topology = parse_topology(name)
+    devices = stand_ins(topology)
+    assert len({device.id for device in devices}) == topology.size
+    assert fsdp.make_mesh(devices=devices).size == topology.size
+
+
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize("name", ["h100:2x8", "v5p:4x4x4", "v5e:4x8*2"])
+def test_stand_ins_are_where_the_devices_are(name):
+    topology = parse_topology(name)
+
+    def place(device):
+        chip = (tuple(device.coords), device.core_on_chip) if device.platform == "tpu" else ()
+        return device.id, device.process_index, device.platform, device.device_kind, chip
+
+    devices = sorted(topology.devices(), key=lambda device: device.id)
+    assert [place(stand_in) for stand_in in stand_ins(topology)] == [
+        place(device) for device in devices
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.needs_plugin
+def test_the_peak_is_that_of_the_compiled_program():
+    settings = ["--model.layers", "3", "--data.sequence_length", "1024"]
+    run = build(load(CONFIGS / "llama2_7b.yaml", settings), parse_topology("h100:8").devices())
+    jaxpr = run.step.trace(run.batch)
+    memory = run.step.compile(run.batch).memory_analysis()
+    assert estimate(run.step.plan, jaxpr).peak_bytes == pytest.approx(
+        memory.peak_memory_in_bytes, rel=0.1
+    )

@@ -1,0 +1,296 @@
+"""Pages of plans: well-formed, self-contained, true to the plan, and small."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from fsdp_jax.planner import Fix, Plan, Time
+from fsdp_jax.planner.compiled.peak_memory import Buffer
+from fsdp_jax.planner.compiled.timeline import COMPUTE, LINK, Event
+from fsdp_jax.planner.html import compare_html, plan_fragment, plan_html
+
+pytestmark = pytest.mark.core
+
+GIB = 2**30
+BREAKDOWN = {
+    "params": 4,
+    "gradients": 6,
+    "optimizer": 8,
+    "activations": 20,
+    "gathered": 1,
+    "other": 1,
+}
+SENT = {
+    "op": "all-gather", "dtype": "bfloat16", "axis": "data", "count": 3, "bytes": 4 * GIB, "overlapped_bytes": GIB,
+    "where": "blocks/kernel",
+}  # fmt: skip
+PLAN = Plan(
+    topology="h100:8", strategy="full_shard", mesh={"replica": 1, "data": 8}, devices=8, parameters=1_000_000,
+    valley_bytes=12 * GIB, peak_bytes=40 * GIB, host_bytes=0, capacity_bytes=80 * GIB, usable_bytes=72 * GIB,
+    breakdown={kind: size * GIB for kind, size in BREAKDOWN.items()},
+    buffers=(Buffer(2 * GIB, "f32[512,1024,1024]", "activations", "", "dot_general"),), collectives=(SENT,),
+    wire_bytes=4 * GIB, wire_bytes_limit=4 * GIB, exposed_bytes=3 * GIB, time=Time(0.5, 0.25, 0.75, 0.25, 1.0),
+    tokens_per_s_per_device=1234.0, mfu=0.41, hfu=0.5, convention="6 N a token", compile_s=2.0,
+    basis={"peak_bytes": "compiled", "collectives": "compiled", "time": "compiled", "valley_bytes": "analytic"},
+    notes=("set MEM_FRACTION",), fixes=(Fix("remat=full", 16 * GIB, 24 * GIB, True, "a third more compute"),),
+    events=(
+        Event(COMPUTE, 0.0, 0.4, "dot_general"), Event(LINK, 0.2, 0.6, "all-gather blocks/kernel"),
+        Event(COMPUTE, 0.5, 1.0, "add"),
+    ),
+)  # fmt: skip
+ANALYTIC = replace(
+    PLAN, buffers=(), fixes=(), notes=(), events=(), basis={"collectives": "analytic"}
+)
+REFUSED = replace(
+    ANALYTIC,
+    peak_bytes=200 * GIB,
+    breakdown=dict(PLAN.breakdown) | {"other": 161 * GIB},
+    notes=("XLA refuses",),
+)
+NOTHING = replace(
+    ANALYTIC,
+    time=None,
+    tokens_per_s_per_device=None,
+    mfu=None,
+    hfu=None,
+    collectives=(),
+    wire_bytes_limit=0,
+    basis={},
+)
+PLANS = {"compiled": PLAN, "analytic": ANALYTIC, "refused": REFUSED, "nothing": NOTHING}
+HOSTILE = "<script>alert('1')</script>&\"'"
+
+
+class Outline(HTMLParser):
+    """Fails where tags do not nest; keeps titles of sections and what lies outside of style."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict]] = []
+        self.text: list[tuple[str, str]] = []
+        self.feed(page)
+        self.close()
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append((self.open[-1] if self.open else "", data))
+
+    def of(self, tag):
+        return [text for within, text in self.text if within == tag]
+
+
+def drawings(page):
+    """The drawings of a page by name; XML parses them, so they are well-formed."""
+    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    return {svg.get("aria-label"): svg for svg in found}
+
+
+def percent(text):
+    assert text.endswith("%")
+    return float(text[:-1])
+
+
+def boxes(svg):
+    """(class, left, width) in percent, and the tooltip."""
+    for group in svg.iter("g"):
+        rect = group.find("rect")
+        yield (
+            rect.get("class"),
+            percent(rect.get("x")),
+            percent(rect.get("width")),
+            group.findtext("title"),
+        )
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_pages_are_well_formed_and_stay_inside_their_drawings(name):
+    plan = PLANS[name]
+    for page in (plan_html(plan), plan_fragment(plan), compare_html([plan, PLAN])):
+        Outline(page)
+        for svg in drawings(page).values():
+            height = float(svg.get("height"))
+            for rect in svg.iter("rect"):
+                assert percent(rect.get("x")) >= 0
+                assert percent(rect.get("x")) + percent(rect.get("width")) <= 100.01
+                assert float(rect.get("y")) + float(rect.get("height")) <= height
+            for shape in (*svg.iter("text"), *svg.iter("line")):
+                assert 0 <= float(shape.get("y") or shape.get("y2")) <= height
+                assert 0 <= float((shape.get("x") or shape.get("x2")).rstrip("%")) <= 100.01
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_segments_add_up_to_the_peak_on_a_scale_that_holds_it(name):
+    plan = PLANS[name]
+    (_, _, free, _), *parts = boxes(drawings(plan_html(plan))["memory at the peak"])
+    scale = max(plan.capacity_bytes, plan.peak_bytes)
+    assert free == pytest.approx(100 * plan.capacity_bytes / scale, abs=0.01)
+    assert sum(width for _, _, width, _ in parts) == pytest.approx(
+        100 * plan.peak_bytes / scale, abs=0.01
+    )
+    for (_, left, width, _), (_, following, _, _) in pairwise(parts):
+        assert left + width == pytest.approx(following, abs=0.01)
+    for kind, _, width, title in parts:
+        assert width == pytest.approx(100 * plan.breakdown[kind] / scale, abs=0.01)
+        assert title.startswith(kind)
+
+
+def test_the_limit_the_peak_and_the_valley_stand_where_they_are():
+    svg = drawings(plan_html(PLAN))["memory at the peak"]
+    marks = {
+        text.text: percent(text.get("x")) for text in svg.iter("text") if text.get("class") is None
+    }
+    assert marks["usable 72 GiB"] == 90
+    assert marks["peak 40 GiB"] == 50
+    assert marks["between steps 12 GiB"] == 15
+    # state comes first, so its end is the valley
+    stack = {kind: left + width for kind, left, width, _ in boxes(svg)}
+    assert stack["optimizer"] == 15
+
+
+def test_what_an_estimate_exceeds_a_refusal_by_is_not_drawn_but_told():
+    plan = replace(REFUSED, peak_bytes=38 * GIB, breakdown=dict(PLAN.breakdown) | {"other": -GIB})
+    page = plan_html(plan)
+    assert {kind: width for kind, _, width, _ in boxes(drawings(page)["memory at the peak"])}[
+        "other"
+    ] == 0
+    assert "-1 GiB, -3%" in Outline(page).of("b")
+
+
+def test_parts_of_the_step_add_up():
+    parts = list(boxes(drawings(plan_html(PLAN))["time of a step"]))
+    assert [width for _, _, width, _ in parts] == [50, 25, 25]
+    assert parts[-1][0] == "exposed"
+
+
+def test_what_nothing_computes_beside_is_exposed():
+    page = plan_html(PLAN)
+    found = [box for box in boxes(drawings(page)["timeline"]) if box[0] in (LINK, "exposed")]
+    assert [(kind, left, width) for kind, left, width, _ in found] == [
+        (LINK, 20, 40),
+        ("exposed", 40, 10),
+    ]
+    assert found[1][3].startswith("waiting for all-gather blocks/kernel: 100 ms")
+    assert "link: busy 400 ms of 1 s; low: beside compute; high: exposed, 100 ms" in Outline(
+        page
+    ).of("text")
+
+
+def test_a_link_that_nothing_runs_beside_is_exposed_and_order_does_not_matter():
+    events = (Event(LINK, 0.5, 1.0, "b"), Event(LINK, 0.0, 0.5, "a"))
+    found = list(boxes(drawings(plan_html(replace(PLAN, events=events)))["timeline"]))
+    assert sum(width for kind, _, width, _ in found if kind == "exposed") == 100
+    assert [title[:1] for kind, _, _, title in found if kind == LINK] == ["a", "b"]
+
+
+def test_the_headline_says_what_matters():
+    said = Outline(plan_html(PLAN)).of("b")
+    assert {"fits", "40 GiB", "1 s", "1,234", "41.0%"} <= set(said)
+    assert "6 N a token" in Outline(plan_html(PLAN)).of("small")
+    assert "does not fit" in Outline(plan_html(REFUSED)).of("b")
+    assert "128 GiB too much" in Outline(plan_html(REFUSED)).of("small")
+
+
+def test_tables_and_notes_are_there():
+    cells = Outline(plan_html(PLAN)).of("td")
+    assert {"remat=full", "16 GiB", "24 GiB", "f32[512,1024,1024]", "all-gather", "25%"} <= set(
+        cells
+    )
+    lines = Outline(plan_html(PLAN)).of("li")
+    assert {
+        "set MEM_FRACTION",
+        "compiled: peak_bytes, collectives, time",
+        "analytic: valley_bytes",
+    } <= set(lines)
+
+
+def test_sections_that_a_plan_lacks_are_left_out():
+    titles = {name: Outline(plan_html(plan)).of("h3") for name, plan in PLANS.items()}
+    assert len(titles["compiled"]) == 7
+    assert titles["analytic"] == [
+        "Memory at the peak", "Time of a step", "Collectives of a step", "Notes, and where figures come from"
+    ]  # fmt: skip
+    assert titles["nothing"] == ["Memory at the peak", "Collectives of a step"]
+    assert "<tbody></tbody>" not in plan_html(NOTHING)
+    assert "None" not in plan_html(NOTHING)
+
+
+def test_an_analytic_plan_does_not_say_what_is_hidden():
+    assert "25%" in Outline(plan_html(PLAN)).of("td")
+    assert "25%" not in Outline(plan_html(ANALYTIC)).of("td")
+
+
+def test_what_programs_are_named_is_escaped():
+    plan = replace(
+        PLAN, topology=HOSTILE, strategy=HOSTILE, convention=HOSTILE, notes=(HOSTILE,),
+        fixes=(Fix(HOSTILE, 1, 1, True, HOSTILE),), buffers=(Buffer(1, HOSTILE, "other", HOSTILE, HOSTILE),),
+        collectives=(SENT | {"op": HOSTILE, "dtype": HOSTILE, "axis": HOSTILE, "where": HOSTILE},),
+        events=(Event(COMPUTE, 0, 1, HOSTILE), Event(HOSTILE, 0, 1, HOSTILE), Event(LINK, 0, 2, HOSTILE)),
+    )  # fmt: skip
+    for page in (plan_html(plan), plan_fragment(plan), compare_html([plan, PLAN])):
+        assert "<script" not in page
+        outline = Outline(page)
+        assert all(
+            HOSTILE[:8] not in str(value) for _, attrs in outline.tags for value in attrs.values()
+        )
+        drawings(page)
+        assert any(HOSTILE in text for _, text in outline.text)
+
+
+def test_nothing_is_loaded_from_elsewhere():
+    for page in (plan_html(PLAN), plan_fragment(PLAN), compare_html([PLAN, REFUSED])):
+        assert not re.search(
+            r"https?:|//|url\(|@import|@font-face|<script|<link|<img|<iframe| src=| href=", page
+        )
+        assert "prefers-color-scheme:dark" in page
+
+
+@pytest.mark.parametrize("count", [300, 1500, 5000])
+def test_pages_stay_small_whatever_a_layer_does(count):
+    events = [Event(COMPUTE, i, i + 0.7, f"{'module/' * 30}dot_general.{i}") for i in range(count)]
+    events += [
+        Event(LINK, i + 0.3, i + 1, f"all-gather {'blocks/kernel, ' * 30}{i}") for i in range(count)
+    ]
+    page = plan_html(replace(PLAN, events=events, collectives=[SENT | {"where": "x" * 5000}] * 500))
+    assert len(page.encode()) < 300_000
+    found = list(boxes(drawings(page)["timeline"]))
+    assert max(left + width for _, left, width, _ in found) == pytest.approx(100, abs=0.01)
+    assert "480 more" in Outline(page).of("td")
+
+
+def test_merged_events_lose_no_time():
+    events = [Event(COMPUTE, i * 1e-6, (i + 1) * 1e-6, "add") for i in range(5000)]
+    found = list(boxes(drawings(plan_html(replace(PLAN, events=events)))["timeline"]))
+    assert 100 < len(found) < 1000
+    assert sum(width for _, _, width, _ in found) == pytest.approx(100, abs=0.5)
+    assert all("add: " in title and "events" in title for *_, title in found[:-1])
+
+
+def test_plans_are_compared_on_one_scale():
+    page = compare_html([PLAN, replace(REFUSED, topology="v5e:16", mfu=None)])
+    before, *_ = page.partition("<details>")
+    bars = [
+        list(boxes(ElementTree.fromstring(svg)))
+        for svg in re.findall(r"<svg.*?</svg>", before, re.DOTALL)
+    ]
+    peaks = [sum(width for _, _, width, _ in parts) for _, *parts in bars]
+    assert peaks == pytest.approx([20, 100], abs=0.01)
+    assert Outline(page).of("th")[:2] == ["1. full_shard on h100:8", "2. full_shard on v5e:16"]
+    assert page.count("<details>") == 2
+    with pytest.raises(ValueError, match="no plans"):
+        compare_html([])

@@ -1,0 +1,276 @@
+"""Products of written instructions, against convolutions of ones, and of a Llama on a GPU that is
+not there.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsdp_jax as fsdp
+from fsdp_jax.hlo.collectives import read_program
+from fsdp_jax.hlo.parser import parse
+from fsdp_jax.models import llama, next_token_loss
+from fsdp_jax.planner.compiled.cost import Cost, Costs
+from fsdp_jax.planner.compiled.timeline import Player
+from fsdp_jax.planner.machines.efficiency import efficiency_of
+from fsdp_jax.planner.machines.hardware import HARDWARE
+from fsdp_jax.planner.machines.network import Network
+from fsdp_jax.step.xla_options import compiler_options
+from fsdp_jax.testing import mesh_of
+
+pytestmark = pytest.mark.core
+
+
+def cost(lines: str) -> Cost:
+    """Of the last of the entry's lines."""
+    module = parse(
+        f"HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[]) -> f32[] {{\n{lines}\n}}\n"
+    )
+    return Costs(module).of(module["main"], module["main"].instructions[-1])
+
+
+def shape(dims, dtype: str = "bf16") -> str:
+    return f"{dtype}[{','.join(map(str, dims))}]"
+
+
+def flops(found: Cost) -> int:
+    return sum(product.times * product.flops for product in found.products)
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 300)] * 4),
+    left=st.permutations("bmk"),
+    right=st.permutations("bkn"),
+    dtypes=st.sampled_from(
+        [("bf16", "bf16", "bfloat16"), ("bf16", "f32", "float32"), ("f8e4m3fn", "bf16", "bfloat16")]
+    ),
+    library=st.booleans(),
+)
+def test_a_dot_is_what_its_dims_say(sizes, left, right, dtypes, library):
+    size = dict(zip("bmnk", sizes, strict=True))
+    lines = [
+        f"  %l = {shape([size[d] for d in left], dtypes[0])}{{2,1,0}} parameter(0)",
+        f"  %r = {shape([size[d] for d in right], dtypes[1])}{{2,1,0}} parameter(1)",
+    ]
+    out = shape([size[d] for d in "bmn"])
+    at = {f"{side}_{kind}": labels.index(d) for side, labels in (("lhs", left), ("rhs", right))
+          for kind, d in (("batch", "b"), ("contracting", "k"))}  # fmt: skip
+    if library:
+        said = ",".join(f'"{name}_dimensions":["{i}"]' for name, i in at.items())
+        lines.append(
+            f'  %d = ({out}{{2,1,0}}, s8[4194304]{{0}}) custom-call(%l, %r), custom_call_target="__cublas$lt$matmul",'
+            f' backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":{{{said}}}}}}}'
+        )
+    else:
+        dims = ", ".join(f"{name}_dims={{{i}}}" for name, i in at.items())
+        lines.append(f"  %d = {out}{{2,1,0}} dot(%l, %r), {dims}")
+    found = cost("\n".join(lines))
+    [product] = found.products
+    assert (product.batch, product.m, product.n, product.k) == tuple(size[d] for d in "bmnk")
+    assert product.dtype == dtypes[2]
+    assert found.unknown == ""
+    bits = {"bf16": 2, "f32": 4, "f8e4m3fn": 1}
+    sides = size["b"] * size["k"] * (size["m"] * bits[dtypes[0]] + size["n"] * bits[dtypes[1]])
+    assert (
+        found.bytes == sides + 2 * size["b"] * size["m"] * size["n"]
+    )  # the library's workspace is no traffic
+
+
+# As XLA's TPU compiler writes products: heads and batch dims are windows. (left, right, labels,
+# window, groups)
+CONVOLUTIONS = {
+    "plain": ((24, 40), (40, 56), "bf_io->bf", "", {}),
+    "into heads": ((24, 40, 1), (4, 16, 40), "bf0_0oi->b0f", "size=4 pad=3_3 rhs_reversal=1", {}),
+    "into heads, in chunks": (
+        (3, 8, 40, 1),
+        (4, 16, 40, 1),
+        "0bf1_1oi0->0b1f",
+        "size=1x4 pad=0_0x3_3",
+        {},
+    ),
+    "scores": ((8, 4, 16), (24, 4, 16), "b0f_o0i->0bf", "size=4 stride=3 lhs_dilate=4", {}),
+    "their use": ((4, 8, 24), (4, 24, 16), "0bf_0io->0bf", "size=4 stride=3 lhs_dilate=4", {}),
+    "halves of a gradient": ((2, 24, 40), (40, 56, 1), "0bf_io0->0bf", "size=1", {}),
+    "patches": ((2, 32, 32, 3), (8, 8, 3, 20), "b01f_01io->b01f", "size=8x8 stride=8x8", {}),
+    "groups of features": (
+        (2, 32, 12),
+        (4, 3, 20),
+        "b0f_0io->b0f",
+        "size=4 stride=4",
+        {"feature_group_count": 4},
+    ),
+    "groups of the batch": (
+        (8, 32, 3),
+        (4, 3, 20),
+        "b0f_0io->b0f",
+        "size=4 stride=4",
+        {"batch_group_count": 4},
+    ),
+}
+
+
+def convolve(left, right, labels: str, window: str, groups):
+    """The convolution of ones: each number of it is how many pairs were multiplied for it."""
+    said = dict(part.split("=") for part in window.split())
+    inputs, kernel, outputs = re.split("_|->", labels)
+    spatial = len(inputs) - 2
+    each = {
+        key: [int(i) for i in said.get(key, "x".join("1" * spatial)).split("x") if i]
+        for key in ("stride", "lhs_dilate")
+    }
+    pads = (
+        [tuple(map(int, pad.split("_"))) for pad in said["pad"].split("x")]
+        if "pad" in said
+        else [(0, 0)] * spatial
+    )
+    numbers = jax.lax.ConvDimensionNumbers(
+        *(tuple(labels.index(one) for one in (*first, *"01"[:spatial]))
+          for labels, first in ((inputs, "bf"), (kernel, "oi"), (outputs, "bf")))
+    )  # fmt: skip
+    return jax.lax.conv_general_dilated(
+        np.ones(left, "float32"), np.ones(right, "float32"), each["stride"], pads, lhs_dilation=each["lhs_dilate"],
+        dimension_numbers=numbers, **groups,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_multiplies_what_its_windows_meet(name):
+    left, right, labels, window, groups = CONVOLUTIONS[name]
+    out = convolve(*CONVOLUTIONS[name])
+    said = f", window={{{window}}}" if window else ""
+    said += f", dim_labels={labels}" + "".join(f", {key}={value}" for key, value in groups.items())
+    found = cost(
+        f"  %l = {shape(left)} parameter(0)\n  %r = {shape(right)} parameter(1)\n"
+        f"  %c = {shape(out.shape)} convolution(%l, %r){said}"
+    )
+    assert flops(found) == 2 * int(np.asarray(out, "float64").sum())
+    [product] = found.products
+    wide = {
+        "patches": (2 * 16, 20, 192),
+        "into heads": (24, 16, 40),
+        "into heads, in chunks": (24, 16, 40),
+    }
+    assert (product.m, product.n, product.k) == wide.get(name, (product.m, product.n, product.k))
+
+
+@pytest.mark.parametrize(
+    ("target", "order"),
+    [("convForward", "lro"), ("convBackwardInput", "orl"), ("convBackwardFilter", "lor")],
+)
+def test_a_convolution_of_cudnn_is_the_forward_ones_count(target, order):
+    left, right, labels, window, groups = CONVOLUTIONS["patches"]
+    out = convolve(left, right, labels, window, groups)
+    dims = {"l": left, "r": right, "o": out.shape}
+    first, second, result = (shape(dims[one]) for one in order)
+    found = cost(
+        f"  %a = {first} parameter(0)\n  %b = {second} parameter(1)\n  %c = ({result}{{3,2,1,0}}, u8[512]{{0}})"
+        f' custom-call(%a, %b), window={{{window}}}, dim_labels={labels}, custom_call_target="__cudnn${target}"'
+    )
+    assert flops(found) == 2 * int(out.sum())
+    assert [(one.m, one.n, one.k) for one in found.products] == [(2 * 16, 20, 192)]
+    assert found.bytes == 2 * sum(math.prod(each) for each in dims.values())
+
+
+B, T, H, K = 2, 512, 4, 64
+CAUSAL = B * H * (T // 2) * T * K * 2  # of one product
+
+
+@pytest.mark.parametrize(
+    ("name", "operands", "count"),
+    [
+        ('"__gpu$xla.gpu.triton", metadata={op_name="jit(f)/jvp(jit(mha))/mha_forward/pallas_call"}', "qqq", 2),
+        ('"__gpu$xla.gpu.triton", metadata={op_name="jit(f)/preprocess_backward/mha_preprocess_backward/x"}', "qq", 0),
+        ('"__gpu$xla.gpu.triton", metadata={op_name="jit(f)/checkpoint/mha_backward/pallas_call"}', "qqqqqss", 5),
+        ('"tpu_custom_call", metadata={op_name="jit(f)/splash_mha_fwd_residuals/x"}', "mhgg", 2),
+        ('"tpu_custom_call", metadata={op_name="jit(f)/splash_mha_dkv_no_residuals/x"}', "mhgg", 3),
+        ('"tpu_custom_call", metadata={op_name="jit(f)/splash_mha_dq_no_residuals/x"}', "mhgg", 2),
+        ('"__cudnn$fmhaSoftmax", backend_config={"mask_type":"CAUSAL","lhs_batch_dimensions":["0","1"]}', "hhh", 2),
+        ('"__cudnn$fmhaSoftmax", backend_config={"mask_type": "CAUSAL", "lhs_batch_dimensions": ["0", "2"]}', "qqq", 2),
+        ('"__cudnn$fmhaSoftmax", backend_config={"mask_type":"NO_MASK","lhs_batch_dimensions":["0","2"]}', "qqq", 4),
+        ('"__cudnn$fmhaSoftmaxBackward", backend_config={"mask_type":"CAUSAL","lhs_batch_dimensions":["0","1"],'
+         '"rhs_batch_dimensions":["0","2"]}', "qqqsqq", 5),
+    ],
+)  # fmt: skip
+def test_attention_is_counted_by_its_algorithm(name, operands, count):
+    kinds = {
+        "q": (B, T, H, K),
+        "h": (B, H, T, K),
+        "g": (B, H // 2, T, K),
+        "s": (B, H, T),
+        "m": (1, 2, 2),
+    }
+    dtypes = {"m": "s8", "s": "f32"}
+    lines = [
+        f"  %p{i} = {shape(kinds[kind], dtypes.get(kind, 'bf16'))} parameter({i})"
+        for i, kind in enumerate(operands)
+    ]
+    names = ", ".join(f"%p{i}" for i in range(len(operands)))
+    lines.append(f"  %k = {shape((B, T, H, K))} custom-call({names}), custom_call_target={name}")
+    found = cost("\n".join(lines))
+    assert flops(found) == count * CAUSAL
+    assert found.unknown == ""
+    assert all(product.fused for product in found.products)
+
+
+def test_attention_of_a_batch_of_one_may_leave_the_batch_out():
+    lines = "\n".join(f"  %p{i} = {shape((H, T, K))} parameter({i})" for i in range(3))
+    call = 'custom-call(%p0, %p1, %p2), custom_call_target="tpu_custom_call"'
+    found = cost(f"{lines}\n  %splash_mha_fwd_residuals.1 = {shape((H, T, K))} {call}")
+    assert flops(found) == 2 * CAUSAL // B
+
+
+def test_a_kernel_that_is_not_known_is_said_and_a_marker_is_free():
+    lines = '  %x = f32[64] parameter(0)\n  %k = f32[64] custom-call(%x), custom_call_target="{}"{}'
+    found = cost(lines.format("tpu_custom_call", ', metadata={op_name="jit(f)/mine/pallas_call"}'))
+    assert (found.unknown, found.bytes, found.products) == ("jit(f)/mine/pallas_call", 512, ())
+    assert cost(lines.format("AllocateBuffer", "")) == Cost()
+    assert cost(lines.format("TopK", "")) == Cost((), 512, "")
+
+
+# A whole program
+
+LLAMA = llama.preset("llama2-7b", layers=2, sequence_length=512)
+
+
+@pytest.mark.needs_plugin
+def test_a_llama_of_two_layers_on_a_gpu():
+    mesh, half = mesh_of("h100:8"), fsdp.Precision(compute="bfloat16")
+    sharded = fsdp.fully_shard(
+        lambda rngs: llama.Llama(LLAMA, rngs=rngs), optax.adamw(1e-3), mesh, units=[llama.LlamaBlock], precision=half,
+        remat="none",
+    )  # fmt: skip
+    step = sharded.train_step(next_token_loss, local_batch=True)
+    lowered = step.lower(
+        {"tokens": jax.ShapeDtypeStruct((16, LLAMA.sequence_length + 1), jnp.int32)}
+    )
+    text = lowered.compile(compiler_options=compiler_options(step.plan)).as_text()
+    chip = HARDWARE["h100"]
+    sent, efficiency = read_program(text, step.plan.layout.mesh.shape), efficiency_of(chip)
+    network = Network(step.plan.layout.mesh, chip, efficiency)
+    played = Player(parse(text), sent.collectives, network, efficiency).whole()
+    # by hand: two sequences on a device; what is multiplied is all but the embedding and the norms
+    D, F, V, heads, rows, width = 4096, 11008, 32000, 32, 512, 128
+    layer, tokens = 4 * D * D + 3 * D * F, 2 * rows
+    linear = 6 * tokens * (2 * layer + D * V)
+    product = (
+        2 * 2 * 2 * heads * rows * rows * width
+    )  # in both layers: queries by keys, the mask not skipped
+    attention = (2 + 1 + 4) * product  # forward, scores again, four derivatives
+    done = sum(each.flops * count for each, count in played.products.items())
+    assert done == pytest.approx(linear + attention, rel=0.02)
+    assert {each.dtype for each in played.products} <= {"bfloat16", "float32"}
+    # at least: three times all weights in bf16; of a shard in float32, p, g, m, v are read and p,
+    # m, v written
+    parameters = 2 * layer + 2 * D * V
+    least = 3 * 2 * (2 * layer + D * V) + 28 * parameters // 8
+    assert least < played.traffic < 4 * least
+    assert played.compute + played.memory + played.exposed == pytest.approx(played.seconds)
+    assert 0 < played.exposed <= played.collective < played.seconds
+    assert not played.unknown

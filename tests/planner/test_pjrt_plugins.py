@@ -1,0 +1,131 @@
+"""Compilers beside each other: jax runs on what is there, says nothing of what is not, and several
+compile at once.
+"""
+
+import os
+
+import jax
+import pytest
+from processes import finish, start
+
+from fsdp_jax.planner.machines import pjrt_plugins
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretends what is installed, chosen and there; returns what jax is told then, or None."""
+
+    def choose(installed, *, chosen=None, gpu=False, tpu=False):
+        told, there, absent = [], ("/dev/null",), ("/dev/no such device",)
+        monkeypatch.setattr(pjrt_plugins, "installed", lambda: installed)
+        monkeypatch.setattr(pjrt_plugins, "_chosen", lambda: chosen or [])
+        monkeypatch.setattr(pjrt_plugins, "NVIDIA_DEVICES", there if gpu else absent)
+        monkeypatch.setattr(pjrt_plugins, "TPU_DEVICES", there if tpu else absent)
+        monkeypatch.setattr(jax.config, "update", lambda *update: told.append(update))
+        pjrt_plugins.choose_platforms()
+        assert all(name == "jax_platforms" for name, _ in told)
+        return told[0][1] if told else None
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpu", "told"),
+    [
+        (set(), False, None),  # jax needs no telling
+        (set(), True, None),
+        ({"cuda"}, True, None),
+        ({"cuda"}, False, "cpu"),
+        ({"tpu"}, False, "cpu"),
+        ({"tpu"}, True, "cpu"),  # jax has no plugin for that GPU
+        ({"cuda", "tpu"}, False, "cpu"),
+        ({"cuda", "tpu"}, True, "cuda,cpu"),
+        (
+            {"cuda", "tpu", "rocm7"},
+            False,
+            None,
+        ),  # another vendor's: its hardware is not ours to look for
+    ],
+)
+def test_jax_is_told_what_is_there(installed, gpu, told, machine):
+    assert machine(installed, gpu=gpu) == told
+
+
+@pytest.mark.parametrize("chosen", [["tpu", "cpu"], ["cpu"], ["cuda"]])
+def test_a_choice_stands(chosen, machine):
+    assert machine({"cuda", "tpu"}, chosen=chosen) is None
+
+
+def test_what_may_be_a_tpu_is_left_to_jax(machine):
+    assert machine({"cuda", "tpu"}, tpu=True) is None
+
+
+def test_a_compiler_leaves_the_environment_as_it_was(monkeypatch):
+    monkeypatch.setenv("TPU_LOG_DIR", "/somewhere")
+    monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD", raising=False)
+    before = dict(os.environ)
+    with pjrt_plugins.as_compiler():
+        assert os.environ["TPU_LOG_DIR"] == "/somewhere"
+        assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("chosen", [["tpu", "cpu"], []])
+def test_tpus_in_use_keep_their_lock(chosen, monkeypatch):
+    monkeypatch.setattr(pjrt_plugins, "_chosen", lambda: chosen)
+    monkeypatch.setattr(pjrt_plugins, "TPU_DEVICES", ("/dev/null",))
+    before = dict(os.environ)
+    with pjrt_plugins.as_compiler():
+        assert dict(os.environ) == before
+
+
+DEVICES = """
+from fsdp_jax.planner import choose_platforms
+choose_platforms()
+import jax
+print(jax.default_backend(), "libtpu.so" in open("/proc/self/maps").read())
+"""
+
+
+@pytest.mark.needs_plugin
+def test_jax_starts_without_a_word_and_without_libtpu():
+    assert pjrt_plugins.installed() == {"cuda", "tpu"}, "make test installs both"
+    assert finish(start(DEVICES)) == [("cpu False\n", "")]
+
+
+COMPILE = """
+import jax, numpy
+from jax.sharding import NamedSharding, PartitionSpec
+import fsdp_jax
+from fsdp_jax.planner import parse_topology
+for name in ("v5e:2x2", "h100:4"):
+    mesh = fsdp_jax.make_mesh(devices=parse_topology(name).devices())
+    x = jax.ShapeDtypeStruct((8, 128), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
+    print(name, "all-reduce" in jax.jit(lambda x: x.sum()).lower(x).compile().as_text())
+print(jax.default_backend())
+"""
+
+
+@pytest.mark.needs_plugin
+def test_two_processes_compile_at_once_without_a_word():
+    assert finish(start(COMPILE), start(COMPILE)) == [("v5e:2x2 True\nh100:4 True\ncpu\n", "")] * 2
+
+
+LATE = """
+import logging
+logging.disable()  # jax's traceback, of which the message speaks
+import jax
+jax.devices()
+from fsdp_jax.planner import parse_topology
+try:
+    parse_topology("h100:8").devices()
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.needs_plugin
+def test_a_compiler_that_jax_has_given_up():
+    ((out, _),) = finish(start(LATE))
+    assert out.startswith("jax started without the CUDA compiler")
+    assert "choose_platforms()" in out

@@ -1,0 +1,225 @@
+"""Prefetch changes when a parameter travels, never what is computed: every mode against an
+unsharded run.
+
+The whole product of the first test has 270 members; each pair of values from any two axes is run at
+least once.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from reference import (
+    CNN,
+    Case,
+    LinenTransformer,
+    alone,
+    check,
+    covering,
+    gpt,
+    image_loss,
+    linen_loss,
+    traffic,
+    train,
+)
+
+import fsdp_jax as fsdp
+from fsdp_jax.hlo.collectives import read_program
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.sharding.mesh import split_data
+
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")]
+
+STEPS = 3
+
+
+class Images(CNN):
+    """Without batch statistics."""
+
+    norm_class = nnx.LayerNorm
+
+
+MODELS = {
+    "nnx-scanned": Case(gpt(True, layers=3), next_token_loss, (Block,)),
+    "nnx-unrolled": Case(gpt(False, layers=3), next_token_loss, (Block,)),
+    "linen-scanned": Case(LinenTransformer(layers=3), linen_loss, ("LinenBlock",)),
+    "linen-unrolled": Case(LinenTransformer(scan=False, layers=3), linen_loss, ("LinenBlock",)),
+    "cnn": Case(Images, image_loss, (nnx.Conv,), image=True),
+}
+MODES = ["none", "post", "pre"]
+DTYPES = [
+    ("float32", None),
+    ("bfloat16", "float32"),
+    ("float32", "bfloat16"),
+]  # computed in, reduced in
+REMATS = ["none", "full"]
+ACCUMULATIONS = [(1, False), (2, False), (2, True)]
+AXES = [list(MODELS), MODES, DTYPES, REMATS, ACCUMULATIONS]
+# `pre` at its most exacting first
+EXACTING = [
+    (model, "pre", DTYPES[0], REMATS[i % 2], ACCUMULATIONS[2]) for i, model in enumerate(MODELS)
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "prefetch", "dtypes", "remat", "accumulation"), covering(AXES, first=EXACTING)
+)
+def test_every_mode_trains_as_one_device_does(model, prefetch, dtypes, remat, accumulation):
+    """float32 to rounding; bfloat16 (8 bits of mantissa) to 2% of the loss and 2 learning rates a
+    step.
+    """
+    case, (count, deferred) = MODELS[model], accumulation
+    precision = fsdp.Precision(compute=dtypes[0], reduce=dtypes[1], output="float32")
+    found, _ = train(
+        case, fsdp.make_mesh(data=4, replica=2), "hybrid_shard", steps=STEPS, accumulation=count,
+        deferred=deferred, local_batch=True, precision=precision, remat=remat, prefetch=prefetch,
+    )  # fmt: skip
+    exact = dtypes == ("float32", None)
+    near = {} if exact else {"loss": 2e-2, "params": 2e-3 * STEPS}
+    check(found, alone(case, count, steps=STEPS), **near)
+
+
+# By construction
+
+TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), "int32")}
+KERNELS = ("attn/qkv/kernel", "attn/out/kernel", "mlp/up/kernel", "mlp/down/kernel")
+
+
+def gpt_step(scan, layers, prefetch, mesh=None, **settings):
+    sharded = fsdp.fully_shard(
+        gpt(scan, layers=layers), optax.adam(1e-3), mesh or fsdp.make_mesh(data=8), "full_shard", (Block,), min_size=8,
+        prefetch=prefetch,
+    )  # fmt: skip
+    return sharded, sharded.train_step(next_token_loss, local_batch=True, **settings)
+
+
+@pytest.mark.parametrize("prefetch", MODES)
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("scan", [True, False])
+def test_how_often_a_kernel_travels(scan, layers, prefetch):
+    """`pre`: the last layer's parameters wait for the backward, which begins with it; else 2
+    gathers a layer.
+    """
+    sharded, step = gpt_step(scan, layers, prefetch)
+    found = traffic(sharded, step, TOKENS)
+    for kernel in KERNELS:
+        paths = [f"blocks/{kernel}"] if scan else [f"blocks/{i}/{kernel}" for i in range(layers)]
+        assert sum(found["all_gather", path] for path in paths) == 2 * layers - (prefetch == "pre")
+        assert sum(found["reduce_scatter", path] for path in paths) == layers
+        assert prefetch != "pre" or scan or found["all_gather", paths[-1]] == 1
+    sent = {
+        path
+        for (operation, path), times in found.items()
+        if operation in ("all_gather", "reduce_scatter") and times
+    }
+    assert sent == set(sharded.layout.by_path), "nothing but parameters"
+
+
+@pytest.mark.parametrize("prefetch", MODES)
+@pytest.mark.parametrize("scan", [True, False])
+def test_deferred_reduction_sends_a_gradient_once(scan, prefetch):
+    found = traffic(*gpt_step(scan, 3, prefetch, accumulation=2, deferred_reduction=True), TOKENS)
+    path, each = ("blocks/mlp/up/kernel", 3) if scan else ("blocks/1/mlp/up/kernel", 1)
+    assert found["reduce_scatter", path] == 1
+    assert found["all_gather", path] == 2 * (2 * each - (prefetch == "pre" and scan))
+
+
+@pytest.mark.parametrize("prefetch", MODES)
+def test_what_is_compiled_is_what_was_built(prefetch):
+    """And nothing but parameters is gathered: no activation, no token."""
+    sharded, step = gpt_step(True, 4, prefetch)
+    program = read_program(step.compile(TOKENS).as_text(), sharded.layout.mesh.shape)
+    assert not program.unread
+    found = {}
+    for one in program.collectives:
+        if one.op == "all-reduce":
+            assert set(one.shapes) == {()}, "the loss and its count, and the norm of the gradient"
+            continue
+        assert set(one.paths) <= set(sharded.layout.by_path)
+        for path in one.paths:
+            found[one.op, path] = found.get((one.op, path), 0) + one.count
+    for kernel in KERNELS:
+        assert found["all-gather", f"blocks/{kernel}"] == 8 - (prefetch == "pre")
+        assert found["reduce-scatter", f"blocks/{kernel}"] == 4
+
+
+# Tori
+
+
+def split(*sizes, replica=1):
+    return split_data(fsdp.make_mesh(data=8 // replica, replica=replica), sizes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "sizes", "replica", "prefetch"),
+    [
+        ("nnx-scanned", (2, 4), 1, "pre"),
+        ("nnx-unrolled", (2, 2, 2), 1, "post"),
+        ("linen-scanned", (2, 2), 2, "pre"),
+        ("cnn", (4, 2), 1, "none"),
+    ],
+)
+def test_one_dim_of_a_torus_after_another_trains_as_one_device_does(
+    model, sizes, replica, prefetch
+):
+    case, mesh = MODELS[model], split(*sizes, replica=replica)
+    strategy = "hybrid_shard" if replica > 1 else "full_shard"
+    found, step = train(case, mesh, strategy, steps=STEPS, local_batch=True, prefetch=prefetch)
+    check(found, alone(case, steps=STEPS))
+    assert all(route.hops for route in step.plan.routes.values())
+
+
+@pytest.mark.parametrize("prefetch", MODES)
+def test_a_torus_is_gone_along_one_dim_at_a_time(prefetch):
+    sharded, step = gpt_step(True, 3, prefetch, mesh=split(2, 4))
+    found = traffic(sharded, step, TOKENS)
+    assert found["all_gather", "blocks/mlp/up/kernel"] == 2 * (6 - (prefetch == "pre"))
+    assert found["reduce_scatter", "blocks/mlp/up/kernel"] == 2 * 3
+
+
+# Losses
+
+
+class Packed(Case):
+    """Rows of two documents each, cut at different places."""
+
+    def batch(self, step, rows=32):
+        cut, places = np.arange(rows)[:, None] % 8, np.arange(8)[None]
+        segments = (places >= cut).astype(np.int32)
+        positions = (places - cut * segments).astype(np.int32)
+        plain = Case(self.model, next_token_loss, self.units).batch(step, rows)
+        return plain | {"segments": segments, "positions": positions}
+
+
+@pytest.mark.parametrize(("scan", "prefetch"), [(True, "pre"), (False, "post")])
+def test_packed_rows_and_a_chunked_loss_train_as_one_device_does(scan, prefetch):
+    """Arrays that every layer reads (segments), and a derivative of its own that belongs to no
+    layer (the loss).
+    """
+    case = Packed(gpt(scan, layers=3), partial(next_token_loss, chunk=12), (Block,))
+    found, _ = train(case, fsdp.make_mesh(data=8), steps=STEPS, local_batch=True, prefetch=prefetch)
+    check(found, alone(case, steps=STEPS))
+
+
+# Randomness
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scan", [True, False])
+def test_dropout_draws_the_same_numbers_in_every_mode(scan):
+    case = Case(
+        gpt(scan, layers=3, dropout=0.5), lambda m, b: next_token_loss(m, b, train=True), (Block,)
+    )
+    mesh = fsdp.make_mesh(data=8)
+    runs = {p: train(case, mesh, steps=2, local_batch=True, prefetch=p)[0] for p in MODES}
+    for prefetch in ("post", "pre"):
+        check(runs[prefetch], runs["none"])
+    without = train(replace(case, loss=next_token_loss), mesh, steps=1)[0]
+    assert abs(runs["none"][0][0] - without[0][0]) > 1e-3

@@ -1,0 +1,412 @@
+"""What users write, prefetched: the layers are found, the gradients are right, and what stays where
+it was is named.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from reference import Case, alone, check, train
+
+import fsdp_jax as fsdp
+from fsdp_jax.sharding.mesh import split_data
+
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")]
+
+WIDTH, STEPS = 16, 2
+
+
+@dataclass(frozen=True)
+class Toy(Case):
+    """A model of [rows, WIDTH] floats."""
+
+    units: Any = ("Layer",)
+
+    def batch(self, step: int, rows: int = 16) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(step)
+        return {"x": random.normal(size=(rows, WIDTH)).astype(np.float32)}
+
+
+def loss(model, batch):
+    return jnp.sum((model(batch["x"]) - jnp.flip(batch["x"], 1)) ** 2), batch["x"].shape[0]
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.scale = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Param(jnp.ones(WIDTH))
+
+    def __call__(self, x, gain=1.0):
+        return x + jnp.tanh(self.up(x)) * self.scale[...][None] * gain
+
+    def gate(self):
+        return jnp.mean(self.scale[...])
+
+
+def stack(count, rngs):
+    return nnx.vmap(lambda keys: Layer(keys), in_axes=0, out_axes=0)(rngs.split(count))
+
+
+def carried(layer, x):
+    return layer(x), None
+
+
+def scanned(layers, x, **settings):
+    return nnx.scan(carried, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0), **settings)(
+        layers, x
+    )[0]
+
+
+class Base(nnx.Module):
+    """Layers in a list, or in a stack."""
+
+    layers = 3
+    stacked = False
+
+    def __init__(self, rngs):
+        self.inner = (
+            stack(self.layers, rngs)
+            if self.stacked
+            else nnx.List([Layer(rngs) for _ in range(self.layers)])
+        )
+        self.bias = nnx.Param(jnp.full(WIDTH, 0.1))
+
+    def __call__(self, x):
+        if self.stacked:
+            return scanned(self.inner, x) + self.bias[...][None]
+        for layer in self.inner:
+            x = layer(x)
+        return x + self.bias[...][None]
+
+
+class Stacked(Base):
+    stacked = True
+
+
+class One(Base):
+    layers = 1
+
+
+class OneStacked(Stacked):
+    layers = 1
+
+
+class Two(Base):
+    layers = 2
+
+
+class TwoStacked(Stacked):
+    layers = 2
+
+
+class Reversed(Stacked):
+    def __call__(self, x):
+        return scanned(self.inner, x, reverse=True)
+
+
+class InsAndOuts(Stacked):
+    """Each layer has an input and an output of its own, an integer is carried, and a trained bias
+    is closed over.
+    """
+
+    def __call__(self, x):
+        bias = self.bias[...][None]
+
+        def body(layer, carry, gain):
+            (x, count), before = carry, carry[0]
+            x = layer(x, gain) + bias
+            return (x, count + 1), (x * gain, before.sum(1), count)
+
+        gains = jnp.linspace(0.5, 1.5, self.layers) * self.bias[...][0]
+        scan = nnx.scan(body, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        (x, count), (outs, sums, counts) = scan(self.inner, (x, jnp.int32(0)), gains)
+        return x + outs.sum(0) + 0.1 * sums.mean(0)[:, None] * (count + counts.sum())
+
+
+class Keys(Stacked):
+    """A random key goes through the scan."""
+
+    def __call__(self, x):
+        def body(layer, carry):
+            x, key = carry
+            key, now = jax.random.split(key)
+            return (layer(x) * jax.random.bernoulli(now, 0.5, (WIDTH,))[None], key), None
+
+        scan = nnx.scan(body, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))
+        return scan(self.inner, (x, jax.random.key(7)))[0][0]
+
+
+class Nested(nnx.Module):
+    """A scan over groups of a scan over layers."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(
+            nnx.vmap(lambda keys: Layer(keys), in_axes=0, out_axes=0), in_axes=0, out_axes=0
+        )
+        self.inner = make(rngs.split((2, 3)))
+
+    def __call__(self, x):
+        def group(layers, x):
+            return scanned(layers, x) * 0.9, None
+
+        return nnx.scan(group, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))(self.inner, x)[0]
+
+
+class InPairs(Stacked):
+    """The body of the scan calls two layers, slices of what it is given."""
+
+    layers = 4
+
+    def __call__(self, x):
+        graphdef, state = nnx.split(self.inner)
+        pairs = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), state)
+
+        def body(x, pair):
+            for i in range(2):
+                x = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], pair))(x)
+            return x, None
+
+        return jax.lax.scan(body, x, pairs)[0]
+
+
+class Grouped(Base):
+    """The user's own checkpoint around two layers each."""
+
+    layers = 4
+
+    def __call__(self, x):
+        for first, second in ((0, 1), (2, 3)):
+            x = nnx.remat(lambda a, b, x: b(a(x)))(self.inner[first], self.inner[second], x)
+        return x
+
+
+class Jitted(Base):
+    def __call__(self, x):
+        for layer in self.inner:
+            x = nnx.jit(lambda layer, x: layer(x))(layer, x)
+        return x
+
+
+class Shared(Base):
+    """A layer that is used twice."""
+
+    def __call__(self, x):
+        for i in (0, 1, 0, 2):
+            x = self.inner[i](x)
+        return x
+
+
+class EncoderDecoder(nnx.Module):
+    def __init__(self, rngs):
+        self.encoder = nnx.List([Layer(rngs) for _ in range(2)])
+        self.decoder = stack(3, rngs)
+
+    def __call__(self, x):
+        seen = x
+        for layer in self.encoder:
+            seen = layer(seen)
+
+        def body(layer, y):
+            return layer(y) + 0.1 * seen, None
+
+        return nnx.scan(body, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))(self.decoder, x)[0]
+
+
+class Skips(Base):
+    """Every layer sees what all before it made."""
+
+    def __call__(self, x):
+        made = [x]
+        for layer in self.inner:
+            made.append(layer(sum(made)))
+        return made[-1] + made[1] * self.bias[...][None]
+
+
+# All of the following are taken as they are: nothing is said, and every unit's parameters are
+# moved.
+FOUND = [
+    Base, Stacked, Two, TwoStacked, Reversed, InsAndOuts, Keys, Nested, InPairs, Grouped, Jitted, Shared,
+    EncoderDecoder, Skips,
+]  # fmt: skip
+
+
+def run(model, prefetch, said=None, **settings):
+    case = Toy(model, loss, settings.pop("units", ("Layer",)))
+    says = pytest.warns(fsdp.SlowerWarning, match=said) if said else contextlib.nullcontext()
+    with says:
+        found, step = train(
+            case,
+            fsdp.make_mesh(data=8),
+            steps=STEPS,
+            local_batch=True,
+            prefetch=prefetch,
+            **settings,
+        )
+    check(found, alone(Toy(model, loss), settings.get("accumulation", 1), steps=STEPS))
+    in_units = {path for path, route in step.plan.routes.items() if route.unit is not None}
+    assert step.plan.report.moved | set(step.plan.report.left) == in_units, (
+        "each is moved, or named"
+    )
+    return step.plan.report
+
+
+@pytest.mark.parametrize(
+    ("model", "prefetch"),
+    [(model, "pre") for model in FOUND]
+    + [(model, "post") for model in (Base, InsAndOuts, Nested, EncoderDecoder, Shared)],
+)
+def test_layers_are_found_wherever_they_stand(model, prefetch):
+    assert not run(model, prefetch).left
+
+
+@pytest.mark.parametrize("model", [InsAndOuts, Shared, Nested])
+def test_and_with_gradients_that_wait(model):
+    report = run(model, "pre", accumulation=2, deferred=True, remat="full")
+    assert report.moved
+    assert not report.left
+
+
+# What cannot be moved
+
+
+class Chosen(Base):
+    """The last layer is used now and then."""
+
+    def __call__(self, x):
+        for layer in self.inner[:2]:
+            x = layer(x)
+        return nnx.cond(
+            self.bias[...][0] > 0, lambda layer, x: layer(x), lambda layer, x: x, self.inner[2], x
+        )
+
+
+class Settling(Base):
+    """A layer that is not trained, over and over."""
+
+    def __call__(self, x):
+        graphdef, state = nnx.split(self.inner[0])
+        state = jax.lax.stop_gradient(state)
+
+        def turn(carry):
+            count, x = carry
+            return count + 1, 0.5 * nnx.merge(graphdef, state)(x)
+
+        x = jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, x))[1]
+        return self.inner[2](self.inner[1](x))
+
+
+class Gated(Base):
+    """The first layer decides on the weights of the second."""
+
+    def __call__(self, x):
+        gate = self.inner[0].gate()
+        x = self.inner[0](x)
+        graphdef, state = nnx.split(self.inner[1])
+        x = nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.where(gate > 0, leaf, leaf), state))(
+            x
+        )
+        return self.inner[2](x)
+
+
+class Lonely(Stacked):
+    """After the stack comes a unit of its own, with nothing after it."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.last = Layer(rngs)
+
+    def __call__(self, x):
+        return self.last(scanned(self.inner, x))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:unit 'inner/0' is gathered in every turn:fsdp_jax.SlowerWarning"
+)  # of Settling
+@pytest.mark.parametrize(
+    ("model", "left", "why", "prefetch"),
+    [
+        (Chosen, "inner/2", "gathered inside a `cond`", "pre"),
+        (Settling, "inner/0", "gathered inside a `while`", "post"),
+        (Gated, "inner/1", "computed between the units", "pre"),
+        (Gated, "inner/1", "computed between the units", "post"),
+        (Lonely, "last", "no other unit is run just before or after", "pre"),
+    ],
+)
+def test_what_cannot_be_moved_is_named_and_right(model, left, why, prefetch):
+    report = run(model, prefetch, rf"gathered where they are used, such as '{left}/.*': .*{why}")
+    assert {path.rsplit("/", 1)[0].removesuffix("/up") for path in report.left} == {left}
+
+
+@pytest.mark.parametrize("model", [One, OneStacked])
+def test_one_layer_has_none_after_it(model):
+    case = Toy(model, loss)
+    with pytest.warns(
+        fsdp.SlowerWarning, match="there is no unit after another|gathered where they are used"
+    ):
+        found, _ = train(
+            case, fsdp.make_mesh(data=8), steps=STEPS, local_batch=True, prefetch="pre"
+        )
+    check(found, alone(case, steps=STEPS))
+
+
+@pytest.mark.parametrize("model", [Base, Stacked])
+def test_frozen_layers_are_gathered_ahead_too(model):
+    case = Toy(model, loss)
+    mesh = fsdp.make_mesh(data=8)
+    start, _ = train(case, mesh, steps=0)
+    frozen, step = train(
+        case, mesh, steps=STEPS, local_batch=True, prefetch="pre", frozen=["up/kernel"]
+    )
+    plain, _ = train(case, mesh, steps=STEPS, frozen=["up/kernel"])
+    check(frozen, plain)
+    assert any("up/kernel" in path for path in step.plan.report.moved)
+    for path in (path for path in start[1] if "up/kernel" in path):
+        np.testing.assert_array_equal(frozen[1][path], start[1][path])
+
+
+# Tori
+
+
+class Odd(nnx.Module):
+    """No dim of its kernels divides by 8 devices; one divides by 2 and the other by 4."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.List([nnx.Linear(6, 20, rngs=rngs), nnx.Linear(20, 6, rngs=rngs)])
+
+    def __call__(self, x):
+        y = self.inner[1](jnp.tanh(self.inner[0](x[:, :6])))
+        return jnp.concatenate([x[:, 6:], y], 1)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "local_batch"), [("none", False), ("none", True), ("pre", True)]
+)
+def test_a_kernel_over_two_dims_of_a_torus(prefetch, local_batch):
+    case = Toy(Odd, loss, (nnx.Linear,))
+    mesh = split_data(fsdp.make_mesh(data=8), (2, 4))
+    found, step = train(case, mesh, steps=STEPS, prefetch=prefetch, local_batch=local_batch)
+    check(found, alone(case, steps=STEPS))
+    specs = [tuple(step.plan.routes[f"inner/{i}/kernel"].rest) for i in range(2)]
+    assert specs == [("data_0", "data_1"), ("data_1", "data_0")]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "entry"), [((2, 4), "data"), ((2, 2, 2), "fsdp"), ((2, 4), "mine")]
+)
+def test_the_user_knows_one_axis(sizes, entry):
+    mesh = split_data(fsdp.make_mesh(data=8), sizes)
+    rules = [("up/kernel", (None, entry)), ("up/bias", (entry,))]
+    found, step = train(
+        Toy(Base, loss), mesh, steps=STEPS, rules=rules, logical_axes={"mine": "data"}, local_batch=True,
+        prefetch="pre",
+    )  # fmt: skip
+    check(found, alone(Toy(Base, loss), steps=STEPS))
+    layout = step.plan.layout
+    text = str(layout) + repr(layout) + layout._repr_html_()
+    assert "data=8" in text
+    assert "P(None, 'data')" in text.replace("&#x27;", "'")
+    assert "data_0" not in text

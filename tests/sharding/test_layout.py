@@ -1,0 +1,212 @@
+"""The layout says what every device will hold, by the arithmetic of ZeRO, and real arrays hold just
+that.
+"""
+
+import warnings
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import fsdp_jax
+from fsdp_jax import Precision, ReplicationWarning, make_mesh
+from fsdp_jax.sharding.layout import COLUMNS
+from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
+from fsdp_jax.tables import html_table, text_table
+
+pytestmark = pytest.mark.core
+
+WIDTH = 16
+P = 2 * WIDTH * WIDTH + 2 * WIDTH  # parameters: two kernels, two biases
+MESHES = {"1x8": (1, 8), "2x4": (2, 4), "4x2": (4, 2), "1x1": (1, 1)}
+COUNT = 4  # bytes of Adam's step counter, whole on every device
+
+
+class Tiny(nnx.Module):
+    """Two layers, every dim of which divides by eight."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int = WIDTH):
+        self.one = nnx.Linear(width, width, rngs=rngs)
+        self.two = nnx.Linear(width, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.two(nnx.relu(self.one(x)))
+
+
+def shard(strategy="full_shard", mesh=(1, 8), width=WIDTH, **settings):
+    replica, data = mesh
+    settings = {"min_size": 1} | settings
+    made = make_mesh(data, replica, allow_fewer=True)
+    return fsdp_jax.fully_shard(
+        lambda rngs: Tiny(rngs, width), optax.adam(1e-3), made, strategy, **settings
+    )
+
+
+def held(tree) -> list[int]:
+    """Bytes of a tree's arrays on each device that holds any."""
+    total: dict[int, int] = {}
+    for array in jax.tree.leaves(tree):
+        for piece in array.addressable_shards:
+            total[piece.device.id] = total.get(piece.device.id, 0) + piece.data.nbytes
+    return list(total.values())
+
+
+# ZeRO's arithmetic
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_per_device(strategy, mesh):
+    replica, data = mesh
+    n = {  # into how many parts the strategy splits what it shards
+        "no_shard": 1,
+        "zero1": replica * data,
+        "shard_grad_op": replica * data,
+        "full_shard": replica * data,
+        "hybrid_shard": data,
+        "hybrid_shard_zero2": data,
+    }[strategy]
+    params = 4 * P if strategy in ("no_shard", "zero1") else 4 * P // n
+    adam = 8 * P // n + COUNT
+
+    sharded = shard(strategy, mesh)
+    layout = sharded.layout
+    assert layout.per_device("params") == params
+    assert layout.per_device("optimizer") == adam
+    assert (layout.total("params"), layout.total("optimizer")) == (4 * P, 8 * P + COUNT)
+
+    state = sharded.init(0)
+    assert held(state.params) == [params] * (replica * data)
+    assert held(state.opt_state) == [adam] * (replica * data)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "full_shard"])
+def test_bfloat16_at_rest_counts_two_bytes(strategy):
+    sharded = shard(strategy, precision=Precision(param="bfloat16", compute="bfloat16"))
+    params = 2 * P // (8 if get_strategy(strategy).shards_params else 1)
+    adam = 4 * P // (8 if get_strategy(strategy).shards_optimizer else 1) + COUNT
+    assert (sharded.layout.per_device("params"), sharded.layout.per_device("optimizer")) == (
+        params,
+        adam,
+    )
+    state = sharded.init(0)
+    assert held(state.params) == [params] * 8
+    assert held(state.opt_state) == [adam] * 8
+
+
+def test_parts_add_up():
+    layout = shard("zero1", (2, 4)).layout
+    parts = ("params", "optimizer", "other")
+    assert layout.per_device() == sum(layout.per_device(part) for part in parts)
+    assert layout.total() == sum(leaf.bytes for leaf in layout)
+
+
+def test_frozen_parameters_are_sharded_and_cost_no_optimizer_state():
+    sharded = shard(frozen=("one/",))
+    layout, half = sharded.layout, P // 2
+    assert layout.per_device("params") == 4 * P // 8
+    assert layout.per_device("optimizer") == 8 * half // 8 + COUNT
+    assert not any("one" in leaf.path for leaf in jax.tree.leaves(layout.optimizer))
+    assert [path for path, leaf in layout.by_path.items() if leaf.trainable] == [
+        "two/bias",
+        "two/kernel",
+    ]
+    assert layout.trainable(layout.params).keys() == {"two"}
+    state = sharded.init(0)
+    assert held(state.params) == [4 * P // 8] * 8
+    assert held(state.opt_state) == [8 * half // 8 + COUNT] * 8
+
+
+# Warnings
+
+
+def test_what_does_not_divide_warns_at_the_callers_line():
+    with pytest.warns(ReplicationWarning) as warned:
+        layout = shard(width=9).layout
+    (record,) = warned
+    wasted = 3 * sum(leaf.bytes - leaf.bytes // 8 for leaf in jax.tree.leaves(layout.params))
+    assert "12 arrays stay replicated" in str(record.message)
+    assert sum(leaf.wasted for leaf in layout) == wasted
+    assert layout.per_device("params") == layout.total("params") == 4 * 2 * (9 * 9 + 9)
+    assert record.filename == __file__
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"strategy": "no_shard"}, {"min_size": 2**14}, {"mesh": (1, 1)}],
+    ids=["no_shard", "small", "alone"],
+)
+def test_nothing_warns_where_nothing_is_wasted(settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layout = shard(width=9, **settings).layout
+    assert layout.per_device() == layout.total()
+
+
+# What people read
+
+
+def test_a_row_per_leaf_the_largest_first():
+    layout = shard("zero1").layout
+    rows = layout.rows()
+    assert len(rows) == len(list(layout))
+    assert [row[0] for row in rows] == sorted(
+        (row[0] for row in rows), key=["params", "optimizer", "other"].index
+    )
+    first = dict(zip(COLUMNS, rows[0], strict=True))
+    assert first == {
+        "part": "params", "path": "one/kernel", "shape": "(16,16)", "dtype": "float32", "spec": "P()",
+        "per device": "1 KiB", "rule": "heuristic", "reason": "zero1 replicates it",
+    }  # fmt: skip
+
+
+def test_work_is_where_the_optimizer_works():
+    for strategy in STRATEGIES.values():
+        for leaf in jax.tree.leaves(shard(strategy, (2, 4)).layout.params):
+            assert bool(leaf.spec) is strategy.shards_params
+            assert bool(leaf.work) is strategy.shards_optimizer
+            assert leaf.abstract.sharding == leaf.sharding
+            assert leaf.replicated is not strategy.shards_params
+
+
+def test_print_shows_the_sum_and_every_leaf():
+    layout = shard(mesh=(2, 4)).layout
+    first, header, rule, *rows = str(layout).splitlines()
+    assert first == layout.summary()
+    assert first.startswith("full_shard on replica=2 x data=4: ")
+    assert header.split("  ")[0] == "part"
+    assert set(rule) == {"-", " "}
+    assert len(rows) == len(list(layout))
+    for leaf in layout:
+        assert any(leaf.path in row for row in rows)
+
+
+def test_the_summary_compares_with_replication():
+    assert "1.00x" in shard("no_shard").layout.summary()
+    assert shard("no_shard").layout.per_device() == shard("no_shard").layout.total()
+
+
+def test_notebooks_get_escaped_html():
+    html = shard(rules=[("(?P<x>one)/kernel", ("data",))]).layout._repr_html_()
+    assert "(?P&lt;x&gt;one)/kernel" in html
+    assert "<x>" not in html
+    assert html.count("<tr>") == 1 + len(list(shard().layout))
+
+
+def test_tables():
+    assert text_table(("a", "bytes"), [("xyz", 1), ("x", 22)], right=("bytes",)) == (
+        "a    bytes\n---  -----\nxyz      1\nx       22"
+    )
+    assert "<td style='text-align:left'>&lt;b&gt;</td>" in html_table(
+        ("a",), [("<b>",)], caption="<&>"
+    )
+    assert "<caption>&lt;&amp;&gt;</caption>" in html_table(("a",), [], caption="<&>")
+
+
+def test_a_layout_is_made_of_shapes_alone():
+    before = sum(array.nbytes for array in jax.live_arrays())
+    layout = shard(width=4096).layout
+    assert layout.total("params") > 100 * 2**20
+    assert sum(array.nbytes for array in jax.live_arrays()) < before + 2**10
+    assert all(isinstance(leaf.abstract, jax.ShapeDtypeStruct) for leaf in layout)

@@ -1,0 +1,343 @@
+"""Meshes: sizes resolve or say why not, neighbours along `data` share a host, foreign meshes are
+checked.
+"""
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fsdp_jax.sharding.mesh import (
+    AXES,
+    DATA,
+    REPLICA,
+    axes_of,
+    batch_axes,
+    check_mesh,
+    data_axes,
+    known_as,
+    known_spec,
+    make_mesh,
+    replicated,
+    shape_of,
+    shards_of,
+    split_data,
+)
+
+pytestmark = pytest.mark.core
+
+
+@dataclass(frozen=True)
+class FakeDevice:
+    """As much of a device as a mesh looks at."""
+
+    id: int
+    process_index: int
+    slice_index: int = 0
+    platform: str = "gpu"
+    device_kind: str = "fake"
+    coords: tuple[int, ...] = (0, 0, 0)
+    core_on_chip: int = 0
+
+
+def hosts(count: int, each: int) -> list[FakeDevice]:
+    devices = [FakeDevice(id=i, process_index=i // each) for i in range(count * each)]
+    random.Random(0).shuffle(devices)
+    return devices
+
+
+def tpu_slices(count: int) -> list[FakeDevice]:
+    """Slices of eight chips, 2 x 2 x 2."""
+    devices = [
+        FakeDevice(8 * s + i, 2 * s + i // 4, s, "tpu", "TPU v5", (i % 2, i // 2 % 2, i // 4))
+        for s in range(count)
+        for i in range(8)
+    ]
+    random.Random(0).shuffle(devices)
+    return devices
+
+
+def auto_mesh(*names: str) -> Mesh:
+    shape = (8,) + (1,) * (len(names) - 1)
+    return Mesh(
+        np.array(jax.devices()).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({}, (1, 8)),
+        ({"data": -1, "replica": 2}, (2, 4)),
+        ({"data": 4, "replica": -1}, (2, 4)),
+        ({"data": 2, "replica": 4}, (4, 2)),
+        ({"data": 1, "replica": -1}, (8, 1)),
+    ],
+)
+def test_one_size_may_be_what_is_left(sizes, shape):
+    mesh = make_mesh(**sizes)
+    assert mesh.axis_names == AXES
+    assert tuple(mesh.shape.values()) == shape
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert {device.id for device in mesh.devices.flat} == {device.id for device in jax.devices()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"data": 16}, "more devices than there are"),
+        ({"data": 4, "replica": 3}, "more devices than there are"),
+        ({"data": 4}, "leave devices idle"),
+        ({"replica": 3}, r"does not divide the devices.*\[1, 2, 4, 8\]"),
+        ({"replica": 16}, "does not divide the devices"),
+        ({"data": -1, "replica": -1}, "at most one is -1"),
+        ({"data": 0}, "sizes are positive"),
+        ({"data": -2}, "sizes are positive"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named_with_the_devices(sizes, said):
+    with pytest.raises(ValueError, match=f"(?s){said}") as error:
+        make_mesh(**sizes)
+    assert "on 8 devices" in str(error.value)
+
+
+def test_idle_devices_are_an_opt_in():
+    assert make_mesh(data=4, allow_fewer=True).size == 4
+    assert make_mesh(data=2, devices=jax.devices()[:2]).size == 2
+    with pytest.raises(ValueError, match="more devices than there are"):
+        make_mesh(data=16, allow_fewer=True)
+
+
+@given(available=st.integers(1, 64), known=st.integers(1, 64), on_data=st.booleans())
+def test_a_mesh_has_every_device_once_or_is_refused(available, known, on_data):
+    devices = [FakeDevice(id=i, process_index=i // 8) for i in range(available)]
+    sizes = {"data": known, "replica": -1} if on_data else {"replica": known}
+    if available % known:
+        with pytest.raises(ValueError, match="does not divide"):
+            make_mesh(**sizes, devices=devices)
+        return
+    mesh = make_mesh(**sizes, devices=devices)
+    assert mesh.shape[DATA if on_data else REPLICA] == known
+    assert sorted(device.id for device in mesh.devices.flat) == list(range(available))
+
+
+@given(data=st.integers(1, 16), replica=st.integers(1, 16), available=st.integers(1, 64))
+def test_fewer_devices_only_when_allowed(data, replica, available):
+    devices = [FakeDevice(id=i, process_index=0) for i in range(available)]
+    if data * replica > available:
+        with pytest.raises(ValueError, match="more devices"):
+            make_mesh(data, replica, devices=devices, allow_fewer=True)
+        return
+    assert make_mesh(data, replica, devices=devices, allow_fewer=True).devices.shape == (
+        replica,
+        data,
+    )
+
+
+@pytest.mark.parametrize(("data", "replica"), [(8, 2), (4, 4), (2, 8), (1, 16)])
+def test_data_stays_within_a_host(data, replica):
+    mesh = make_mesh(data, replica, devices=hosts(count=2, each=8))
+    for row in mesh.devices:
+        assert len({device.process_index for device in row}) == 1
+
+
+def test_data_over_two_hosts_crosses_between_them_once():
+    (row,) = make_mesh(devices=hosts(count=2, each=8)).devices
+    crossings = sum(a.process_index != b.process_index for a, b in pairwise(row))
+    assert crossings == 1
+
+
+@pytest.mark.parametrize(("data", "replica"), [(8, 2), (4, 4), (2, 8)])
+@pytest.mark.parametrize("make", [tpu_slices, lambda count: hosts(count, 8)], ids=["tpu", "gpu"])
+def test_every_device_has_one_place(make, data, replica):
+    mesh = make_mesh(data, replica, devices=make(2))
+    assert sorted(device.id for device in mesh.devices.flat) == list(range(16))
+
+
+@pytest.mark.parametrize(("data", "replica"), [(8, 2), (4, 4), (2, 8)])
+def test_data_stays_within_a_tpu_slice_and_on_its_links(data, replica):
+    mesh = make_mesh(data, replica, devices=tpu_slices(2))
+    for row in mesh.devices:
+        assert len({device.slice_index for device in row}) == 1
+    if data == 2:
+        for one, other in mesh.devices:
+            apart = sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))
+            assert apart == 1
+
+
+@pytest.mark.parametrize("grid", [(4, 4, 1), (4, 8, 1), (4, 4, 4), (2, 2, 3)])
+def test_every_size_that_divides_a_torus_has_a_mesh(grid):
+    x, y, _ = grid
+    devices = [
+        FakeDevice(i, i // 4, 0, "tpu", "TPU v5", (i % x, i // x % y, i // x // y))
+        for i in range(prod(grid))
+    ]
+    for data in (n for n in range(1, len(devices) + 1) if len(devices) % n == 0):
+        mesh = make_mesh(data, -1, devices=devices)
+        assert sorted(device.id for device in mesh.devices.flat) == list(range(len(devices)))
+
+
+@pytest.mark.parametrize(("data", "replica"), [(16, 1), (6, 1), (3, 2)])
+def test_shapes_that_no_slice_holds_keep_slices_together(data, replica):
+    mesh = make_mesh(
+        data, replica, devices=sorted(tpu_slices(2), key=lambda d: d.id), allow_fewer=True
+    )
+    order = [device.slice_index for device in mesh.devices.flat]
+    assert order == sorted(order)
+
+
+def test_slices_come_before_hosts():
+    devices = [FakeDevice(id=i, process_index=i % 2, slice_index=i // 4) for i in range(8)]
+    mesh = make_mesh(4, 2, devices=devices)
+    assert [{d.slice_index for d in row} for row in mesh.devices] == [{0}, {1}]
+
+
+def test_meshes_made_elsewhere_are_taken_as_they_are():
+    for mesh in (make_mesh(4, 2), auto_mesh(DATA), auto_mesh(DATA, REPLICA)):
+        assert check_mesh(mesh) is mesh
+        assert batch_axes(mesh) == mesh.axis_names
+
+
+def test_repeated_axis_names_are_refused_though_jax_accepts_them():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), (DATA, DATA))
+    with pytest.raises(ValueError, match="axis names repeat"):
+        check_mesh(mesh)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("dta",), "unknown mesh axis 'dta'(?s:.*)did you mean 'data'"),
+        ((DATA, "model"), "unknown mesh axis 'model'(?s:.*)make_mesh makes both"),
+        ((REPLICA,), "no axis 'data'"),
+    ],
+)
+def test_foreign_axes_are_refused(names, said):
+    with pytest.raises(ValueError, match=said):
+        check_mesh(auto_mesh(*names))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Manual])
+def test_axes_that_are_not_auto_are_refused_with_the_fix(kind):
+    mesh = Mesh(np.array(jax.devices()), (DATA,), axis_types=(kind,))
+    with pytest.raises(ValueError, match=r"(?s)must be Auto.*AxisType\.Auto,\) \* n"):
+        check_mesh(mesh)
+
+
+def test_entries_of_a_spec():
+    mesh = make_mesh(4, 2)
+    assert [axes_of(entry) for entry in (None, DATA, (REPLICA, DATA))] == [
+        (),
+        (DATA,),
+        (REPLICA, DATA),
+    ]
+    assert [shards_of(mesh, entry) for entry in (None, DATA, REPLICA, (REPLICA, DATA))] == [
+        1,
+        4,
+        2,
+        8,
+    ]
+    assert replicated(mesh) == NamedSharding(mesh, PartitionSpec())
+
+
+# The axes behind `data`
+
+
+def torus(*sizes: int, slices: int = 1, cores: int = 1) -> list[FakeDevice]:
+    """Chips in row-major order of their places, slices first, cores last."""
+    places = product(range(slices), *map(range, sizes), range(cores))
+    devices = []
+    for number, (where, *coords, core) in enumerate(places):
+        at = (*coords, *[0] * (3 - len(coords)))
+        devices.append(FakeDevice(number, number // 4, where, "tpu", "TPU v5", at, core))
+    return devices
+
+
+def row_mesh(devices: list[FakeDevice], replica: int = 1) -> Mesh:
+    return Mesh(np.array(devices).reshape(replica, -1), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def parts(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(mesh.shape[axis] for axis in data_axes(mesh))
+
+
+@pytest.mark.parametrize(
+    ("devices", "replica", "sizes"),
+    [
+        (torus(16, 16), 1, (16, 16)),
+        (torus(2, 2, 2), 1, (2, 2, 2)),
+        (torus(4, 1, 8), 1, (4, 8)),
+        (torus(8), 1, (8,)),
+        (torus(4, 4, slices=2), 1, (2, 4, 4)),
+        (torus(4, 4, slices=2), 2, (4, 4)),
+        (torus(2, 2, cores=2), 1, (2, 2, 2)),
+        (torus(4, 4), 4, (4,)),
+        (sorted(hosts(2, 8), key=lambda d: d.id), 1, (2, 8)),
+        (sorted(hosts(2, 8), key=lambda d: d.id), 2, (8,)),
+        (sorted(hosts(1, 8), key=lambda d: d.id), 1, (8,)),
+        (sorted(hosts(4, 1), key=lambda d: d.id), 1, (4,)),
+    ],
+)
+def test_data_has_an_axis_for_every_physical_dim(devices, replica, sizes):
+    mesh = split_data(row_mesh(devices, replica))
+    assert parts(mesh) == sizes
+    assert [d.id for d in mesh.devices.flat] == [d.id for d in devices]
+
+
+def test_a_slow_dim_comes_first_whichever_coordinate_it_is():
+    devices = sorted(torus(4, 2), key=lambda d: (d.coords[1], d.coords[0]))
+    assert parts(split_data(row_mesh(devices))) == (2, 4)
+
+
+@pytest.mark.parametrize("replica", [1, 2])
+def test_an_order_that_fits_no_torus_stays_one_axis(replica):
+    devices = torus(4, 4)
+    random.Random(1).shuffle(devices)
+    mesh = row_mesh(devices, replica)
+    assert split_data(mesh) is mesh
+
+
+def test_a_torus_with_a_hole_stays_one_axis():
+    mesh = row_mesh([d for d in torus(3, 3) if d.coords != (1, 1, 0)])
+    assert split_data(mesh) is mesh
+
+
+def test_hosts_of_different_sizes_stay_one_axis():
+    mesh = row_mesh([FakeDevice(id=i, process_index=int(i > 2)) for i in range(8)])
+    assert split_data(mesh) is mesh
+
+
+@pytest.mark.parametrize("grid", [(4, 4, 1), (4, 8, 1), (4, 4, 4), (2, 2, 1)])
+def test_what_make_mesh_orders_is_split_and_no_device_moves(grid):
+    mesh = make_mesh(devices=torus(*grid))
+    found = split_data(mesh)
+    assert prod(parts(found)) == prod(grid)
+    assert [d.id for d in found.devices.flat] == [d.id for d in mesh.devices.flat]
+
+
+def test_a_split_mesh_is_one_axis_to_the_user():
+    mesh = split_data(make_mesh(data=4, replica=2), (2, 2))
+    assert mesh.axis_names == (REPLICA, "data_0", "data_1")
+    assert check_mesh(mesh) is mesh
+    assert split_data(mesh, (4,)) is mesh, "once is enough"
+    assert batch_axes(mesh) == mesh.axis_names
+    assert shape_of(mesh) == shape_of(make_mesh(data=4, replica=2)) == {REPLICA: 2, DATA: 4}
+    assert known_as(mesh, ("data_0", "data_1")) == known_as(mesh, (DATA,)) == (DATA,)
+    assert known_as(mesh, (REPLICA, "data_0", "data_1")) == (REPLICA, DATA)
+    assert known_as(mesh, ("data_1",)) == ("data_1",)
+    spec = PartitionSpec(None, ("data_0", "data_1"))
+    assert known_spec(mesh, spec) == PartitionSpec(None, DATA)
+    assert known_spec(mesh, PartitionSpec("data_1", "data_0")) == PartitionSpec("data_1", "data_0")
+
+
+def test_other_axes_are_refused_beside_a_split_one():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data_0", "data_1", "model"))
+    with pytest.raises(ValueError, match="unknown mesh axis 'model'"):
+        check_mesh(mesh)

@@ -1,0 +1,237 @@
+"""Whatever the optax transformation, its state is born sharded, stays so, and computes what it
+always did.
+"""
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fsdp_jax.sharding.layout import Layout, make_layout
+from fsdp_jax.sharding.mesh import axes_of, make_mesh
+from fsdp_jax.sharding.rules import ReplicationWarning, Rules, stacked_dims
+from fsdp_jax.sharding.strategy import get_strategy
+from fsdp_jax.tree import flatten, map_with_path, unflatten
+
+pytestmark = pytest.mark.core
+
+MIN_SIZE = 64
+SHAPES = {
+    "embed/kernel": (64, 48),
+    "blocks/kernel": (4, 32, 40),
+    "blocks/scale": (4, 64),
+    "head/bias": (64,),
+}
+LABELS = {
+    "embed": {"kernel": "slow"},
+    "blocks": {"kernel": "fast", "scale": "slow"},
+    "head": {"bias": "slow"},
+}
+
+
+def matrices(params):
+    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(1e-2),
+    "adam, bfloat16 momentum": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "adamw": optax.adamw(1e-2),
+    "sgd": optax.sgd(1e-2),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "lion": optax.lion(1e-2),
+    "adafactor": optax.adafactor(1e-2),
+    "adafactor, factored": optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9),
+    "sm3": optax.sm3(1e-2),
+    "lbfgs": optax.lbfgs(1e-2, memory_size=3, linesearch=None),
+    "muon": optax.contrib.muon(1e-2),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2), optax.ema(0.9)),
+    "masked": optax.masked(optax.adam(1e-2), matrices),
+    "multi_transform": optax.multi_transform(
+        {"slow": optax.adam(1e-3), "fast": optax.lion(1e-2)}, LABELS
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "schedule_free": optax.contrib.schedule_free(optax.sgd(1e-2), 1e-2),
+    "prodigy": optax.contrib.prodigy(),
+    "galore": optax.contrib.galore(1e-2, rank=8),
+    "flatten": optax.flatten(optax.adam(1e-2)),
+}
+EACH = pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def lay_out(
+    tx, strategy="full_shard", *, data=4, replica=2, shapes=SHAPES, rules=(), frozen=()
+) -> Layout:
+    mesh, strategy = make_mesh(data, replica), get_strategy(strategy)
+    settings = Rules(rules, min_size=MIN_SIZE, axes=strategy.shard_axes(mesh))
+    params = unflatten(
+        {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
+    )
+    stacked = stacked_dims(shapes)
+    placements = settings.place(params, mesh, stacked=stacked)
+    return make_layout(
+        params,
+        placements,
+        {},
+        tx,
+        mesh,
+        strategy,
+        settings,
+        stacked=stacked,
+        trainable=lambda path: path not in frozen,
+    )
+
+
+def some(layout: Layout, seed: int):
+    """Real values of the parameters' shapes, in one place."""
+    rng = np.random.default_rng(seed)
+    return unflatten(
+        {
+            path: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+            for path, leaf in layout.by_path.items()
+        }
+    )
+
+
+def shardings(tree):
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def works(layout: Layout):
+    """How the optimizer works on each parameter."""
+    return map_with_path(lambda path, leaf: NamedSharding(layout.mesh, leaf.work), layout.params)
+
+
+def follows(path: str, shape: tuple[int, ...], shapes=SHAPES) -> bool:
+    """Whether a leaf of the state has a parameter's shape as its last dims."""
+    return any(path.endswith(name) and shape[-len(own) :] == own for name, own in shapes.items())
+
+
+def assert_lies_as(state, layout: Layout):
+    for (path, array), leaf in zip(
+        flatten(state).items(), jax.tree.leaves(layout.optimizer), strict=True
+    ):
+        assert array.sharding.is_equivalent_to(leaf.sharding, array.ndim), path
+        assert (array.shape, array.dtype) == (leaf.shape, leaf.dtype), path
+
+
+@EACH
+@pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op", "full_shard", "hybrid_shard"])
+def test_nothing_large_is_replicated(tx, strategy):
+    layout = lay_out(tx, strategy)
+    axes = set(layout.strategy.shard_axes(layout.mesh))
+    for leaf in jax.tree.leaves(layout.optimizer):
+        if follows(leaf.path, leaf.shape):
+            assert {axis for entry in leaf.spec for axis in axes_of(entry)} == axes, leaf.path
+        assert not leaf.replicated or prod(leaf.shape) < MIN_SIZE, leaf.path
+        assert not leaf.wasted
+
+
+@EACH
+def test_a_step_keeps_shardings_and_values(tx):
+    layout = lay_out(tx)
+    params, grads = some(layout, 0), some(layout, 1)
+    where = shardings(layout.optimizer)
+    placed = jax.device_put(params, works(layout)), jax.device_put(grads, works(layout))
+
+    state = jax.jit(tx.init, out_shardings=where)(placed[0])
+    assert_lies_as(state, layout)
+    step = jax.jit(tx.update, out_shardings=(works(layout), where))
+    expected_updates, expected = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params)
+    updates, after = step(placed[1], state, placed[0])
+    assert_lies_as(after, layout)
+    assert_lies_as(step(placed[1], after, placed[0])[1], layout)
+
+    for (path, ours), theirs in zip(
+        flatten((updates, after)).items(),
+        jax.tree.leaves((expected_updates, expected)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float64),
+            np.asarray(theirs, np.float64),
+            rtol=2e-4,
+            atol=2e-5,
+            err_msg=path,
+        )
+
+
+@EACH
+def test_no_shard_replicates_all(tx):
+    for leaf in lay_out(tx, "no_shard"):
+        assert leaf.spec == PartitionSpec()
+        assert not leaf.wasted
+
+
+def test_zero1_shards_the_optimizer_and_not_the_parameters():
+    layout = lay_out(optax.adam(1e-2), "zero1", data=8, replica=1)
+    assert all(leaf.replicated for leaf in jax.tree.leaves(layout.params))
+    assert all(not leaf.replicated for leaf in jax.tree.leaves(layout.optimizer) if leaf.shape)
+    assert (
+        layout.per_device("optimizer") == (layout.total("optimizer") - 4) // 8 + 4
+    )  # the count is whole
+
+
+def test_moments_lie_where_a_rule_put_their_parameter():
+    layout = lay_out(optax.adam(1e-2), rules=[("embed/kernel", (None, "data")), ("bias", ())])
+    moments = {leaf.path: leaf.spec for leaf in jax.tree.leaves(layout.optimizer)}
+    assert (
+        moments["0/mu/embed/kernel"] == moments["0/nu/embed/kernel"] == PartitionSpec(None, "data")
+    )
+    assert moments["0/mu/head/bias"] == PartitionSpec()
+
+
+def test_the_longest_path_is_the_owner():
+    shapes = {"kernel": (64, 8), "dense/kernel": (8, 64)}
+    layout = lay_out(
+        optax.lbfgs(1e-2, memory_size=3, linesearch=None), data=8, replica=1, shapes=shapes
+    )
+    specs = {leaf.path: leaf.spec for leaf in jax.tree.leaves(layout.optimizer)}
+    assert specs["0/diff_params_memory/kernel"] == PartitionSpec(None, "data")
+    assert specs["0/diff_params_memory/dense/kernel"] == PartitionSpec(None, None, "data")
+
+
+def test_frozen_parameters_have_no_optimizer_state():
+    layout = lay_out(optax.adam(1e-2), frozen=("embed/kernel",))
+    assert not any(leaf.path.endswith("embed/kernel") for leaf in jax.tree.leaves(layout.optimizer))
+    assert not layout.by_path["embed/kernel"].replicated
+
+
+@pytest.mark.parametrize(
+    ("strategy", "copies"),
+    [
+        ("full_shard", 3),
+        ("shard_grad_op", 3),
+        ("zero1", 2),
+    ],  # zero1 replicates the parameter by its own will
+)
+@pytest.mark.parametrize(
+    "shapes", [{"odd": (63, 65)}, {"odd": (63, 65), **SHAPES}], ids=["alone", "among others"]
+)
+def test_what_cannot_be_sharded_warns_with_its_bytes(strategy, copies, shapes):
+    size = 63 * 65 * 4
+    kib = copies * (size - size // 8) / 1024
+    with pytest.warns(
+        ReplicationWarning, match=rf"{copies} arrays stay replicated, {kib:.3g} KiB more"
+    ) as warned:
+        layout = lay_out(optax.adam(1e-2), strategy, shapes=shapes)
+    assert len(warned) == 1
+    assert sum(leaf.wasted for leaf in layout) == copies * (size - size // 8)
+
+
+def test_no_shard_wastes_nothing():
+    assert (
+        lay_out(optax.adam(1e-2), "no_shard", shapes={"odd": (63, 65)}).per_device()
+        == 3 * 63 * 65 * 4 + 4
+    )
+
+
+def test_flat_state_that_does_not_divide_warns():
+    with pytest.warns(ReplicationWarning, match=r"2 arrays stay replicated.*optimizer '0/mu'"):
+        lay_out(optax.flatten(optax.adam(1e-2)), shapes={"kernel": (64, 64), "bias": (3,)})

@@ -1,0 +1,110 @@
+"""Precision: every number's dtype at rest, in compute and on the wire; what is kept in float32."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fsdp_jax.sharding.precision import Precision
+
+pytestmark = pytest.mark.core
+
+MIXED = Precision(compute="bfloat16")
+
+
+def test_float32_throughout_by_default():
+    precision = Precision()
+    assert precision.cast_dtype is None
+    assert precision.output_dtype is None
+    assert precision.travel(False, "float32") == ("float32", "float32")
+    assert precision.output is None
+
+
+@pytest.mark.parametrize("field", ["param", "compute", "reduce", "output"])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("bfloat61", "bfloat16"), ("bf16", "bfloat16"), ("fp32", "float32"), ("Float32", "float32")],
+)
+def test_unknown_dtypes_name_their_field_and_the_nearest(field, name, meant):
+    with pytest.raises(
+        ValueError, match=rf"unknown dtype '{name}'(?s:.*)precision\.{field}(?s:.*)'{meant}'"
+    ):
+        Precision(**{field: name})
+
+
+@pytest.mark.parametrize("name", ["float64", "int8", "float8_e4m3fn"])
+def test_dtypes_that_exist_and_are_not_for_training(name):
+    with pytest.raises(ValueError, match="unknown dtype"):
+        Precision(param=name)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kept", "expected"),
+    [
+        (MIXED, False, ("bfloat16", "bfloat16")),
+        (MIXED, True, ("float32", "float32")),
+        (Precision(compute="bfloat16", reduce="float32"), False, ("bfloat16", "float32")),
+        (Precision(compute="bfloat16", reduce="bfloat16"), False, ("bfloat16", "bfloat16")),
+        # what is kept is never reduced in less
+        (Precision(compute="bfloat16", reduce="bfloat16"), True, ("float32", "float32")),
+        (Precision(param="bfloat16", compute="bfloat16"), True, ("float32", "float32")),
+    ],
+)
+def test_compute_and_reduce_dtypes(precision, kept, expected):
+    assert precision.travel(kept, "float32") == tuple(map(jnp.dtype, expected))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_what_is_no_float_stays_as_it_is(dtype):
+    precision = Precision(param="bfloat16", compute="bfloat16", reduce="float32")
+    assert precision.travel(False, dtype) == (np.dtype(dtype), np.dtype(dtype))
+    assert precision.at_rest(dtype) == np.dtype(dtype)
+
+
+def test_floats_rest_in_the_parameter_dtype():
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert Precision(param="bfloat16").at_rest(dtype) == jnp.bfloat16
+        assert Precision().at_rest(dtype) == jnp.float32
+
+
+def test_what_inputs_and_outputs_are_cast_to():
+    for precision in (
+        MIXED,
+        Precision(param="bfloat16", compute="bfloat16"),
+    ):  # norms stay in float32
+        assert precision.cast_dtype == jnp.bfloat16
+        assert precision.output_dtype == jnp.float32
+    assert Precision(param=None, compute=None).cast_dtype is None
+    assert Precision(compute="bfloat16", output="bfloat16").output_dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (("blocks/0/norm/scale",), True),
+        (("LayerNorm", "Module"), True),
+        (("RMSNorm",), True),
+        (("blocks/0/ln_1/scale",), False),
+        (("Linear",), False),
+        ((), False),
+    ],
+)
+def test_norms_are_kept_by_path_or_by_class(names, kept):
+    assert MIXED.kept(names) is kept
+
+
+def test_what_is_kept_is_the_users_to_say():
+    precision = Precision(compute="bfloat16", keep_float32=("^head/", "Router"))
+    assert precision.kept(("head/kernel",))
+    assert precision.kept(("MoERouter",))
+    assert not precision.kept(("blocks/head/kernel", "LayerNorm"))
+    assert not Precision(keep_float32=()).kept(("LayerNorm",))
+
+
+def test_one_pattern_is_not_a_sequence_of_letters():
+    with pytest.raises(ValueError, match=r"precision\.keep_float32(?s:.*)\('Norm',\)"):
+        Precision(keep_float32="Norm")
+
+
+def test_a_policy_is_a_value():
+    assert Precision(compute="bfloat16") == MIXED
+    assert len({MIXED, Precision(compute="bfloat16"), Precision()}) == 2

@@ -1,0 +1,491 @@
+"""Rules: who wins, what stands behind them, what the lint finds, and the standalone use on
+anybody's tree.
+"""
+
+from itertools import product
+from math import prod
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fsdp_jax.sharding.mesh import axes_of, data_axes, make_mesh, shards_of, split_data
+from fsdp_jax.sharding.rules import Rules, lint, logical_names, partition_specs, stacked_dims
+
+pytestmark = pytest.mark.core
+
+BOTH_AXES = ("replica", "data")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return make_mesh(4, 2)
+
+
+def shaped(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp():
+    return {
+        "up": {"kernel": shaped(64, 256), "bias": shaped(256)},
+        "down": {"kernel": shaped(256, 64)},
+    }
+
+
+def placed(leaf, mesh, *, stacked: int = 0, **settings):
+    return Rules(**settings).place({"leaf": leaf}, mesh, stacked={"leaf": stacked})["leaf"]
+
+
+# Rules
+
+
+def test_the_first_rule_that_matches_wins(mesh):
+    rules = [("up/kernel", (None, "data")), ("kernel$", ("data",)), ("bias", P())]
+    placements = Rules(rules).place(mlp(), mesh)
+    assert placements["up/kernel"].spec == P(None, "data")
+    assert placements["up/kernel"].rule == "up/kernel"
+    assert placements["down/kernel"].spec == P("data")
+    assert (placements["up/bias"].spec, placements["up/bias"].rule) == (P(), "bias")
+
+
+def test_a_rule_may_name_what_the_heuristic_would_leave(mesh):
+    small = {"scale": shaped(8)}
+    assert partition_specs(small, [], mesh) == {"scale": P()}
+    assert partition_specs(small, [("scale", ("data",))], mesh) == {"scale": P("data")}
+
+
+@pytest.mark.parametrize("axes", [("data",), ("replica",), BOTH_AXES])
+def test_fsdp_stands_for_the_axes_of_the_strategy(mesh, axes):
+    rules = Rules([("kernel", (None, "fsdp"))], axes=axes)
+    spec = rules.place({"kernel": shaped(8, 64)}, mesh)["kernel"].spec
+    assert axes_of(spec[1]) == axes
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (("embed", "mlp"), P("data", "replica")),
+        (("mlp", "embed"), P("replica", "data")),
+        (("whole", "both"), P(None, BOTH_AXES)),
+        (("sharded", "whole"), P("data")),
+        ((("mlp", "embed"), None), P(BOTH_AXES)),
+    ],
+)
+def test_logical_names_become_mesh_axes(mesh, spec, expected):
+    logical = {
+        "embed": "data",
+        "mlp": "replica",
+        "whole": None,
+        "both": BOTH_AXES,
+        "sharded": "fsdp",
+    }
+    assert partition_specs(shaped(64, 64), [("", spec)], mesh, logical_axes=logical) == expected
+
+
+def test_a_list_from_a_configuration_file_is_a_spec(mesh):
+    assert partition_specs(mlp(), [["up/kernel", [None, ["replica", "data"]]]], mesh)["up"][
+        "kernel"
+    ] == P(None, BOTH_AXES)
+
+
+@pytest.mark.parametrize("spec", ["data", None])
+def test_a_spec_has_an_entry_per_dim(spec):
+    with pytest.raises(ValueError, match=r"one entry per dim(?s:.*)rule 'kernel'"):
+        Rules([("kernel", spec)])
+
+
+def test_a_pattern_that_is_no_regular_expression_is_named():
+    with pytest.raises(ValueError, match=r"not a regular expression(?s:.*)rule 'kernel\('"):
+        Rules([("kernel(", ("data",))])
+
+
+# The heuristic
+
+
+@pytest.mark.parametrize(
+    ("shape", "stacked", "expected"),
+    [
+        ((64, 256), 0, P(None, "data")),
+        ((256, 64), 0, P("data")),
+        ((64, 64), 0, P("data")),  # the first of equals
+        ((255, 64), 0, P(None, "data")),  # the largest that divides, not the largest
+        ((512, 16, 8), 1, P(None, "data")),  # never the layer dim
+        ((512, 3, 8), 1, P(None, None, "data")),
+        ((8, 4, 512, 2), 2, P(None, None, "data")),
+    ],
+)
+def test_the_largest_dim_that_divides(mesh, shape, stacked, expected):
+    placement = placed(shaped(*shape), mesh, stacked=stacked, min_size=1)
+    assert placement.spec == expected
+    assert placement.rule == "heuristic"
+    assert f"largest dim that divides by 4 is dim {len(expected) - 1}" in placement.reason
+    assert ("stacked layer dim" in placement.reason) == bool(stacked)
+
+
+def test_min_size_counts_the_elements_of_one_layer(mesh):
+    whole, stacked = (
+        placed(shaped(16, 64), mesh, min_size=1024),
+        placed(shaped(16, 64), mesh, min_size=1024, stacked=1),
+    )
+    assert whole.spec == P(None, "data")
+    assert stacked.spec == P()
+    assert stacked.reason == "64 elements, below min_size 1024"
+    assert stacked.undivided == 1
+
+
+def test_what_divides_nowhere_says_what_it_costs(mesh):
+    placement = placed(shaped(63, 65), mesh, min_size=1)
+    assert placement.spec == P()
+    assert placement.undivided == 4
+    assert "no dim of (63, 65) divides by 4: replicated" in placement.reason
+
+
+def test_what_one_layer_has_one_of_is_whole_and_not_wasted(mesh):
+    for shape, stacked in (((), 0), ((32,), 1)):
+        placement = placed(shaped(*shape), mesh, stacked=stacked, min_size=1)
+        assert (placement.spec, placement.undivided, placement.reason) == (
+            P(),
+            1,
+            "a scalar stays whole",
+        )
+
+
+@given(
+    shape=st.lists(st.integers(1, 96), max_size=4),
+    stacked=st.integers(0, 2),
+    axes=st.sampled_from([("data",), ("replica",), BOTH_AXES]),
+    sizes=st.sampled_from([(4, 2), (2, 4), (8, 1), (1, 8), (3, 2)]),
+    min_size=st.integers(0, 4096),
+)
+def test_whatever_the_shape_the_spec_fits(shape, stacked, axes, sizes, min_size):
+    data, replica = sizes
+    mesh = make_mesh(data, replica, allow_fewer=True)
+    leaf = shaped(*shape)
+    placement = placed(leaf, mesh, stacked=stacked, axes=axes, min_size=min_size)
+    spec = placement.spec
+    parts = [shards_of(mesh, entry) for entry in spec]
+    used = [axis for entry in spec for axis in axes_of(entry)]
+    assert len(spec) <= len(shape)
+    assert all(size % n == 0 for size, n in zip(shape, parts, strict=False))
+    assert not any(spec[:stacked])
+    cutting = [axis for axis in axes if mesh.shape[axis] > 1]
+    assert used in ([], list(axes)) or sorted(used) == sorted(cutting)
+    one_layer, inner = prod(shape[stacked:]), shape[stacked:]
+    by_one = any(size % shards_of(mesh, axes) == 0 for size in inner)
+    deals = product(range(len(inner)), repeat=len(cutting)) if len(cutting) > 1 else ()
+    by_several = any(
+        all(size % prod(mesh.shape[a] for a, d in zip(cutting, deal, strict=True) if d == dim) == 0
+            for dim, size in enumerate(inner)) for deal in deals
+    )  # fmt: skip
+    assert bool(used) == (one_layer >= min_size and (by_one or by_several))
+    assert placement.undivided == 1 or not used
+    assert NamedSharding(mesh, spec).shard_shape(tuple(shape)) is not None
+
+
+# Stacks of layers
+
+
+def test_layers_stacked_along_dim_0_are_found():
+    shapes = {
+        "embed/kernel": (512, 64),
+        "blocks/attn/kernel": (12, 64, 192),
+        "blocks/attn/bias": (12, 192),
+        "blocks/norm/scale": (12, 64),
+        "norm/scale": (64,),
+    }
+    assert stacked_dims(shapes) == {path: 1 for path in shapes if path.startswith("blocks")}
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"blocks/0/kernel": (64, 192), "blocks/0/scale": (64,), "blocks/1/kernel": (64, 192)},
+        {"norm/scale": (64,), "norm/bias": (64,)},
+        {
+            "q/kernel": (4096, 32, 128),
+            "k/kernel": (4096, 8, 128),
+            "v/kernel": (4096, 8, 128),
+        },  # heads, not layers
+        {"conv/kernel": (3, 3, 16, 32)},
+        {"scalar": (), "matrix": (4, 4, 4)},
+        {},
+    ],
+)
+def test_what_only_looks_like_a_stack(shapes):
+    assert stacked_dims(shapes) == {}
+
+
+# Lint
+
+
+@pytest.mark.parametrize(
+    ("rules", "kind", "said"),
+    [
+        (
+            [("up/kernal", ("data",))],
+            "unused rule",
+            "matches no parameter; did you mean 'up/kernel'?",
+        ),
+        (
+            [("kernel", ("data",)), ("up/kernel", (None, "data"))],
+            "shadowed rule",
+            "taken by 'kernel'; put it before",
+        ),
+        (
+            [("kernel", ("dta",))],
+            "unknown axis",
+            "'dta' is no mesh or logical axis; did you mean 'data'?",
+        ),
+        ([("kernel", ("fspd",))], "unknown axis", "did you mean 'fsdp'?"),
+        ([("kernel", ("embd",))], "unknown axis", "did you mean 'embed'?"),
+        ([("up/kernel", ("data", "data"))], "repeated axis", "uses 'data' for two dims"),
+        ([("up/kernel", ("fsdp", "embed"))], "repeated axis", "uses 'data' for two dims"),
+        ([("up/bias", (None, "data"))], "rank mismatch", "has 2 entries for shape (256,)"),
+        (
+            [("odd", ("data",))],
+            "indivisible dim",
+            "splits dim 0 of (63, 64) in 4, which does not divide",
+        ),
+        ([("odd", ("data",))], "indivisible dim", "did you mean dim 1?"),
+        (
+            [("prime", ("data",))],
+            "indivisible dim",
+            "no dim divides: leave it to the heuristic, or pad",
+        ),
+    ],
+)
+def test_what_the_lint_finds(mesh, rules, kind, said):
+    params = {**mlp(), "odd": shaped(63, 64), "prime": shaped(61, 67)}
+    findings = lint(params, rules, mesh, logical_axes={"embed": "data"})
+    assert {finding.kind for finding in findings} == {kind}
+    assert said in str(findings[0])
+    assert str(findings[0]).startswith(f"{kind}: ")
+    with pytest.raises(ValueError, match=f"do not fit this model \\({len(findings)}\\)"):
+        partition_specs(params, rules, mesh, logical_axes={"embed": "data"})
+
+
+def test_strict_wants_a_rule_or_an_annotation_for_every_leaf(mesh):
+    params = {"named": nn.Partitioned(shaped(64, 64), names=("data", None)), **mlp()}
+    findings = lint(params, [("kernel", ("data",))], mesh, strict=True)
+    assert [(finding.kind, finding.where) for finding in findings] == [
+        ("unmatched leaf", "up/bias")
+    ]
+    assert lint(params, [("kernel|bias", ("data",))], mesh, strict=True) == []
+
+
+def test_all_findings_come_at_once(mesh):
+    rules = [("nothing", ("data",)), ("up/kernel", ("data", "data")), ("down", ("dta",))]
+    with pytest.raises(
+        ValueError, match=r"\(3\)(?s:.*)unused rule(?s:.*)repeated axis(?s:.*)unknown axis"
+    ):
+        partition_specs(mlp(), rules, mesh)
+
+
+def test_annotations_are_linted_too(mesh):
+    params = {"odd": nn.Partitioned(shaped(63, 64), names=("data", None))}
+    (finding,) = lint(params, [], mesh)
+    assert (finding.kind, finding.where) == ("indivisible dim", "odd")
+    assert "annotation splits dim 0" in finding.text
+
+
+def test_rules_that_fit_have_no_findings(mesh):
+    assert lint(mlp(), [("kernel", ("fsdp",)), ("bias", ())], mesh, strict=True) == []
+
+
+# Settings that the mesh does not know
+
+
+def test_settings_may_only_speak_of_axes_of_the_mesh(mesh):
+    with pytest.raises(ValueError, match=r"no axis 'modle'(?s:.*)logical_axes\['mlp'\]"):
+        partition_specs(mlp(), [], mesh, logical_axes={"mlp": "modle"})
+    with pytest.raises(ValueError, match=r"no axis 'dta'(?s:.*)axes(?s:.*)did you mean 'data'"):
+        partition_specs(mlp(), [], mesh, axes=("dta",))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "shard"])
+def test_meshes_of_ones_own_name_their_axes(name):
+    own = Mesh(
+        np.array(jax.devices()).reshape(4, 2), (name, "model"), axis_types=(AxisType.Auto,) * 2
+    )
+    with pytest.raises(ValueError, match="the mesh has no axis 'data'"):
+        partition_specs(mlp(), [], own)
+    specs = partition_specs(mlp(), [("up/kernel", ("model", "fsdp"))], own, axes=(name,))
+    assert specs == {"up": {"kernel": P("model", name), "bias": P()}, "down": {"kernel": P(name)}}
+
+
+# Alone, on trees from Flax
+
+
+class Annotated(nnx.Module):
+    """A kernel with logical axes, one without, and a batch norm."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        self.up = nnx.Linear(64, 256, rngs=rngs, kernel_init=init)
+        self.down = nnx.Linear(256, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+
+
+class LinenAnnotated(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        x = nn.Dense(256, kernel_init=init)(x)
+        return nn.Dense(64)(x)
+
+
+def nnx_state():
+    with nnx.use_eager_sharding(False):
+        return nnx.state(nnx.eval_shape(lambda: Annotated(nnx.Rngs(0))))
+
+
+def linen_variables(unboxed: bool):
+    variables = jax.eval_shape(lambda: LinenAnnotated().init(jax.random.key(0), jnp.zeros((1, 64))))
+    return nn.meta.unbox(variables) if unboxed else variables
+
+
+TREES = {
+    "nnx": nnx_state,
+    "pure nnx": lambda: nnx.to_pure_dict(nnx_state()),
+    "linen boxed": lambda: linen_variables(False),
+    "linen unboxed": lambda: linen_variables(True),
+    "dicts": mlp,
+    "a list": lambda: [shaped(64, 64), (shaped(8), {"x": shaped(256, 8)})],
+}
+
+
+def is_spec(leaf) -> bool:
+    return isinstance(leaf, P)
+
+
+@pytest.mark.parametrize("make", TREES.values(), ids=TREES)
+def test_specs_come_in_the_same_tree_and_place_real_arrays(mesh, make):
+    abstract = make()
+    specs = partition_specs(abstract, [], mesh, min_size=64)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+    there = jax.device_put(zeros, shardings)
+    assert jax.tree.structure(there) == jax.tree.structure(abstract)
+    flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
+    arrays = jax.tree.leaves(there)
+    assert len(arrays) == len(flat_specs)
+    for array, spec in zip(arrays, flat_specs, strict=True):
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+    assert any(not array.is_fully_replicated for array in arrays)
+
+
+def test_the_trees_own_paths_are_what_rules_match(mesh):
+    rules = [("up/kernel|Dense_0/kernel", (None, "data"))]
+    assert partition_specs(nnx_state(), rules, mesh)["up"]["kernel"] == P(None, "data")
+    for unboxed in (True, False):
+        specs = partition_specs(linen_variables(unboxed), rules, mesh)
+        assert specs["params"]["Dense_0"]["kernel"] == P(None, "data")
+
+
+@pytest.mark.parametrize("path", ["up/kernel", "params/Dense_0/kernel"])
+def test_annotations_are_read(mesh, path):
+    tree = nnx_state() if path == "up/kernel" else linen_variables(False)
+    placement = Rules(logical_axes={"embed": "data", "mlp": None}).place(tree, mesh)[path]
+    assert placement.spec == P("data")
+    assert (placement.rule, placement.reason) == ("annotation", "logical axes ('embed', 'mlp')")
+
+
+@pytest.mark.parametrize("path", ["up/kernel", "params/Dense_0/kernel"])
+def test_unmapped_names_fall_to_the_heuristic_and_are_reported(mesh, path):
+    tree = nnx_state() if path == "up/kernel" else linen_variables(False)
+    placement = Rules(logical_axes={"embed": "data"}).place(tree, mesh)[path]
+    assert (placement.spec, placement.rule) == (P(None, "data"), "heuristic")
+    assert placement.reason.endswith("annotation ('embed', 'mlp') has no mapping for ['mlp']")
+
+
+def test_rules_come_before_annotations(mesh):
+    rules = Rules([("up/kernel", ())], logical_axes={"embed": "data", "mlp": None})
+    assert rules.place(nnx_state(), mesh)["up/kernel"].spec == P()
+
+
+def test_annotations_made_before_layers_were_stacked(mesh):
+    tree = {"w": nn.Partitioned(shaped(12, 64, 64), names=("data", None))}
+    assert Rules().place(tree, mesh, stacked={"w": 1})["w"].spec == P(None, "data")
+
+
+def test_names_of_what_has_none():
+    assert logical_names(shaped(4)) is None
+    assert logical_names(SimpleNamespace(names=P("a", None))) == ("a", None)
+    assert logical_names(SimpleNamespace(names="not names")) is None
+
+
+# Where `data` is several axes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "stacked", "spec", "reason"),
+    [
+        ((2, 4), (64, 6), 0, P(("data_0", "data_1")), "largest dim that divides by 8 is dim 0"),
+        (
+            (2, 4),
+            (6, 20),
+            0,
+            P("data_0", "data_1"),
+            "no dim divides by 8: dim 0 in 2 and dim 1 in 4",
+        ),
+        (
+            (2, 4),
+            (20, 6),
+            0,
+            P("data_1", "data_0"),
+            "no dim divides by 8: dim 0 in 4 and dim 1 in 2",
+        ),
+        (
+            (2, 2, 2),
+            (20, 6),
+            0,
+            P(("data_0", "data_1"), "data_2"),
+            "no dim divides by 8: dim 0 in 4 and dim 1 in 2",
+        ),
+        (
+            (2, 2, 2),
+            (6, 6, 6),
+            0,
+            P("data_0", "data_1", "data_2"),
+            "dim 0 in 2 and dim 1 in 2 and dim 2 in 2",
+        ),
+        (
+            (2, 4),
+            (4, 6, 20),
+            1,
+            P(None, "data_0", "data_1"),
+            "no dim divides by 8: dim 1 in 2 and dim 2 in 4",
+        ),
+        ((2, 4), (8, 6, 21), 1, P(), "no dim of (8, 6, 21) divides by 8: replicated"),
+        ((2, 4), (6, 6), 0, P(), "no dim of (6, 6) divides by 8: replicated"),
+    ],
+)
+def test_what_divides_along_no_one_dim_may_divide_along_several(
+    sizes, shape, stacked, spec, reason
+):
+    mesh = split_data(make_mesh(8), sizes)
+    found = placed(shaped(*shape), mesh, stacked=stacked, min_size=1, axes=data_axes(mesh))
+    assert found.spec == spec
+    assert reason in found.reason
+    assert found.undivided == (1 if spec else 8)
+
+
+@given(
+    shape=st.lists(st.integers(1, 24), min_size=1, max_size=3),
+    sizes=st.sampled_from([(2, 4), (4, 2), (2, 2, 2)]),
+)
+def test_every_axis_is_dealt_once_and_every_dim_divides(shape, sizes):
+    mesh = split_data(make_mesh(8), sizes)
+    spec = placed(shaped(*shape), mesh, min_size=1, axes=data_axes(mesh)).spec
+    dealt = [axis for entry in spec for axis in axes_of(entry)]
+    assert sorted(dealt) == (sorted(data_axes(mesh)) if dealt else [])
+    assert all(size % shards_of(mesh, entry) == 0 for size, entry in zip(shape, spec, strict=False))

@@ -1,0 +1,86 @@
+"""Strategies by name, and what each says: the ZeRO table itself."""
+
+import pytest
+
+from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
+
+pytestmark = pytest.mark.core
+
+ALIASES = {
+    "no_shard": ["ddp", "zero0"],
+    "zero1": [],
+    "shard_grad_op": ["zero2"],
+    "full_shard": ["zero3", "fsdp"],
+    "hybrid_shard": ["hsdp"],
+    "hybrid_shard_zero2": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "optimizer", "gather", "hybrid"),
+    [
+        ("no_shard", False, False, "never", False),
+        ("zero1", False, True, "never", False),
+        ("shard_grad_op", True, True, "step", False),
+        ("full_shard", True, True, "unit", False),
+        ("hybrid_shard", True, True, "unit", True),
+        ("hybrid_shard_zero2", True, True, "step", True),
+    ],
+)
+def test_what_each_strategy_says(name, params, optimizer, gather, hybrid):
+    strategy = get_strategy(name)
+    assert strategy is STRATEGIES[name]
+    assert (strategy.shards_params, strategy.shards_optimizer) == (params, optimizer)
+    assert (strategy.gather, strategy.hybrid) == (gather, hybrid)
+    assert strategy.summary
+
+
+def test_the_table_is_whole():
+    assert {name: list(strategy.aliases) for name, strategy in STRATEGIES.items()} == ALIASES
+
+
+@pytest.mark.parametrize("spelt", [str.lower, str.upper, str.title])
+def test_names_and_aliases_in_any_case(spelt):
+    for name, aliases in ALIASES.items():
+        for word in (name, *aliases):
+            assert get_strategy(spelt(word)).name == name
+
+
+def test_a_strategy_is_its_own_name():
+    strategy = STRATEGIES["zero1"]
+    assert get_strategy(strategy) is strategy
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("full_shart", "full_shard"),
+        ("FULL-SHARD", "full_shard"),
+        ("zero4", "zero"),
+        ("_HYBRID_SHARD_ZERO2", "hybrid"),
+    ],
+)
+def test_unknown_names_propose_the_nearest(word, meant):
+    with pytest.raises(ValueError, match=f"unknown strategy '{word}'(?s:.*)did you mean '{meant}"):
+        get_strategy(word)
+
+
+def test_names_like_nothing_list_all():
+    with pytest.raises(ValueError, match=r"one of: ddp, fsdp, full_shard, hsdp.*zero3"):
+        get_strategy("qqqqqqqq")
+
+
+@pytest.mark.parametrize(
+    ("data", "replica", "everywhere", "hybrid"),
+    [
+        (8, 1, ("data",), ("data",)),
+        (4, 2, ("replica", "data"), ("data",)),
+        (1, 8, ("replica",), ("data",)),
+        (1, 1, ("data",), ("data",)),
+    ],
+)
+def test_axes_that_state_is_sharded_along(data, replica, everywhere, hybrid):
+    mesh = make_mesh(data, replica, allow_fewer=True)
+    for strategy in STRATEGIES.values():
+        assert strategy.shard_axes(mesh) == (hybrid if strategy.hybrid else everywhere)

@@ -1,0 +1,81 @@
+"""A state that starts from parameters that someone else has filled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import gpt
+
+import fsdp_jax as fsdp
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.tree import flatten, unflatten
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return fsdp.fully_shard(gpt(True), optax.adamw(1e-3), fsdp.make_mesh(data=8), units=[Block])
+
+
+@pytest.fixture(scope="module")
+def drawn(sharded):
+    return flatten(sharded.init(0).params)
+
+
+def test_only_what_is_not_given_is_drawn(sharded, drawn):
+    path = "blocks/mlp/up/kernel"
+    mine = jax.device_put(jnp.full_like(drawn[path], 2.0), drawn[path].sharding)
+    for params in ({path: mine}, unflatten({path: mine})):
+        state = sharded.init(0, params)
+        for name, leaf in flatten(state.params).items():
+            np.testing.assert_array_equal(leaf, mine if name == path else drawn[name])
+        assert jax.tree.structure(state) == jax.tree.structure(sharded.abstract_state())
+
+
+def test_all_can_be_given(sharded, drawn):
+    doubled = {path: jax.device_put(2 * leaf, leaf.sharding) for path, leaf in drawn.items()}
+    for path, leaf in flatten(sharded.init(0, doubled).params).items():
+        np.testing.assert_array_equal(leaf, 2 * drawn[path])
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "said"),
+    [
+        ("blocks/mlp/upp/kernel", lambda x: x, "did you mean 'blocks/mlp/up/kernel'"),
+        ("blocks/mlp/up/kernel", lambda x: x[:1], "a parameter does not fit"),
+        ("blocks/mlp/up/kernel", lambda x: x.astype("bfloat16"), "bfloat16"),
+        ("blocks/mlp/up/kernel", lambda x: jnp.asarray(np.asarray(x)), "checkpoint_target"),
+        ("blocks/mlp/up/kernel", np.asarray, "not a jax.Array"),
+    ],
+)
+def test_what_does_not_fit_is_refused(sharded, drawn, path, change, said):
+    with pytest.raises(ValueError, match=said):
+        sharded.init(0, {path: change(drawn["blocks/mlp/up/kernel"])})
+
+
+def test_what_is_frozen_rests_in_a_dtype_of_its_own():
+    precision = fsdp.Precision(compute="bfloat16", frozen="bfloat16")
+    made = fsdp.fully_shard(
+        gpt(True),
+        optax.adamw(1e-3),
+        fsdp.make_mesh(data=8),
+        units=[Block],
+        precision=precision,
+        frozen=["mlp"],
+    )
+    dtypes = {path: str(leaf.dtype) for path, leaf in flatten(made.init(0).params).items()}
+    assert {path for path, dtype in dtypes.items() if dtype == "bfloat16"} == {
+        path for path in dtypes if "mlp" in path
+    }
+    step = made.train_step(next_token_loss)
+    tokens = np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 32
+    before = {path: np.asarray(leaf) for path, leaf in flatten(made.init(0).params).items()}
+    state, metrics = step(made.init(0), {"tokens": tokens})
+    assert np.isfinite(float(metrics["loss"]))
+    same = {
+        path for path, leaf in flatten(state.params).items() if np.array_equal(leaf, before[path])
+    }
+    assert same == {path for path in dtypes if "mlp" in path}

@@ -1,0 +1,374 @@
+"""What a step means: by default what one device computes; with local batches what the loss's
+promise allows.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from reference import Case, alone, check, gpt, train
+
+import fsdp_jax as fsdp
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.sharding.mesh import split_data
+
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")]
+
+BATCH = {"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}
+WIDTH = 16
+
+
+def shard(model=None, mesh=None, units=(Block,), strategy="full_shard", tx=None, **settings):
+    make, mesh = model or gpt(True), mesh or fsdp.make_mesh(data=8)
+    return fsdp.fully_shard(
+        make, tx or optax.adam(1e-3), mesh, strategy, units, min_size=8, **settings
+    )
+
+
+def mesh_for(strategy):
+    return fsdp.make_mesh(data=4, replica=2) if "hybrid" in strategy else fsdp.make_mesh(data=8)
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "name"),
+    [
+        ({}, {"accumulation": 2, "deferred_reduction": True}, "deferred_reduction=True"),
+        ({"prefetch": "pre"}, {}, "prefetch='pre'"),
+        ({"prefetch": "post"}, {}, "prefetch='post'"),
+        (
+            {"precision": fsdp.Precision(compute="bfloat16", reduce="float32")},
+            {},
+            r"Precision\(compute='bfloat16', reduce='float32'\)",
+        ),
+    ],
+)
+def test_what_only_local_batches_can_do_is_an_error_without_them(settings, asked, name):
+    sharded = shard(**settings)
+    said = rf"^{name} needs local_batch=True(.*\n)+.*local_batch=True\) if loss_fn is a sum over examples"
+    with pytest.raises(ValueError, match=said):
+        sharded.train_step(next_token_loss, **asked)
+    assert sharded.train_step(next_token_loss, local_batch=True, **asked).plan.local_batch
+
+
+def test_a_reduce_dtype_that_is_the_compute_dtype_is_no_other():
+    precision = fsdp.Precision(compute="bfloat16", reduce="bfloat16")
+    assert not shard(precision=precision).train_step(next_token_loss).plan.local_batch
+
+
+def test_local_batch_is_a_bool():
+    with pytest.raises(ValueError, match=r"not a bool\n.*local_batch"):
+        shard().train_step(next_token_loss, local_batch=None)
+
+
+def test_one_device_has_no_one_to_send_to():
+    mesh = fsdp.make_mesh(data=1, allow_fewer=True)
+    settings = {"accumulation": 2, "deferred_reduction": True, "local_batch": True}
+    plan = shard(mesh=mesh, prefetch="pre").train_step(next_token_loss, **settings).plan
+    assert (plan.local_batch, plan.deferred, plan.prefetch) == (False, False, "none")
+
+
+# The model's own state
+
+
+class Stateful(nnx.Module):
+    """A stack of layers with a constant, and an average that `update` makes of what they make."""
+
+    def __init__(self, update, rngs):
+        def layer(keys):
+            made = nnx.Linear(WIDTH, WIDTH, rngs=keys)
+            made.gain = nnx.BatchStat(jnp.ones(WIDTH))
+            return made
+
+        self.layers = nnx.vmap(layer, in_axes=0, out_axes=0)(rngs.split(3))
+        self.ema, self.update = nnx.BatchStat(jnp.ones(WIDTH)), update
+
+    def __call__(self, x):
+        def body(layer, x):
+            return jnp.tanh(layer(x)) * layer.gain[...][None], None
+
+        x = nnx.scan(body, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))(self.layers, x)[0]
+        self.ema[...] = self.update(self.ema[...], x)
+        return x
+
+
+def squares(model, batch):
+    return jnp.sum(model(batch["x"]) ** 2), batch["x"].shape[0]
+
+
+ROWS = {"x": np.random.default_rng(0).normal(size=(32, WIDTH)).astype(np.float32)}
+
+
+@pytest.mark.parametrize("prefetch", ["none", "pre"])
+def test_state_that_all_devices_agree_on_is_kept(prefetch):
+    """A scan hands constants on; what changes is not computed from rows."""
+    model = lambda rngs: Stateful(lambda ema, x: ema * 0.5, rngs)  # noqa: E731
+    sharded = shard(model, units=[nnx.Linear], prefetch=prefetch)
+    step = sharded.train_step(squares, accumulation=2, local_batch=True)
+    state, _ = step(sharded.init(0), ROWS)
+    np.testing.assert_array_equal(state.model_state["ema"], np.full(WIDTH, 0.25))
+    np.testing.assert_array_equal(state.model_state["layers"]["gain"], np.ones((3, WIDTH)))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_state_computed_from_rows_is_refused_with_local_batches_and_global_by_default(accumulation):
+    model = lambda rngs: Stateful(lambda ema, x: x.mean(0), rngs)  # noqa: E731
+    sharded = shard(model, units=[nnx.Linear])
+    with pytest.raises(
+        ValueError, match=r"computed from the batch(.*\n)+.* ema\n(.*\n)+.*leave local_batch out"
+    ):
+        sharded.train_step(squares, accumulation=accumulation, local_batch=True).lower(ROWS)
+    state, _ = sharded.train_step(squares, accumulation=accumulation)(sharded.init(0), ROWS)
+    copies = [np.asarray(each.data) for each in state.model_state["ema"].addressable_shards]
+    for copy in copies[1:]:
+        np.testing.assert_array_equal(copy, copies[0])
+
+
+# Branches
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+class StochasticDepth(nnx.Module):
+    """Layers that are left out where `keep(key, x)` says so."""
+
+    def __init__(self, keep, rngs):
+        self.layers, self.rngs, self.keep = nnx.List([Layer(rngs) for _ in range(2)]), rngs, keep
+
+    def __call__(self, x):
+        for layer in self.layers:
+            graphdef, state = nnx.split(layer)
+            run = lambda x, graphdef=graphdef, state=state: nnx.merge(graphdef, state)(x)  # noqa: E731
+            x = jax.lax.cond(self.keep(self.rngs.dropout(), x), run, lambda x: x, x)
+        return x
+
+
+KEEPS = {
+    "random": lambda key, x: jax.random.bernoulli(key),
+    "batch": lambda key, x: x.sum() > 0,
+    "all": lambda key, x: jnp.asarray(0) == 0,
+}
+
+
+def deep(keep):
+    return lambda rngs: StochasticDepth(KEEPS[keep], rngs)
+
+
+@pytest.mark.parametrize("keep", ["random", "batch"])
+def test_a_unit_that_some_devices_may_leave_out_is_refused_with_local_batches(keep):
+    """Some devices would wait in its gather for others that never come."""
+    step = shard(deep(keep), units=[Layer]).train_step(squares, local_batch=True)
+    with pytest.raises(
+        ValueError, match=r"devices may take this branch differently(.*\n)+.*leave local_batch out"
+    ):
+        step.lower(ROWS)
+
+
+def test_a_unit_in_a_branch_that_all_devices_take_runs_with_local_batches():
+    sharded = shard(deep("all"), units=[Layer])
+    _, local = sharded.train_step(squares, local_batch=True)(sharded.init(0), ROWS)
+    _, default = sharded.train_step(squares)(sharded.init(0), ROWS)
+    np.testing.assert_allclose(local["loss"], default["loss"], rtol=1e-5)
+
+
+def test_stochastic_depth_is_that_of_one_device_by_default():
+    sharded = shard(deep("random"), units=[Layer])
+    model = sharded.model(sharded.init(0))
+    possible = []
+    for kept in itertools.product([0, 1], repeat=2):
+        x = ROWS["x"]
+        for layer, keep in zip(model.layers, kept, strict=True):
+            x = layer(x) if keep else x
+        possible.append(float((x**2).sum() / len(x)))
+    state, step = sharded.init(0), sharded.train_step(squares)
+    _, metrics = step(state, ROWS)
+    assert min(abs(float(metrics["loss"]) / loss - 1) for loss in possible) < 1e-5
+
+
+# Penalties
+
+
+class Stack(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.vmap(lambda keys: Layer(keys), in_axes=0, out_axes=0)(rngs.split(2))
+
+    def __call__(self, x):
+        scan = nnx.scan(
+            lambda layer, x: (layer(x), None), in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0)
+        )
+        return scan(self.layers, x)[0]
+
+
+class Chain(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Toy(Case):
+    def batch(self, step, rows=32):
+        return ROWS
+
+
+def penalised(model, batch):
+    total, count = squares(model, batch)
+    return total + sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param))), count
+
+
+EVERY_STRATEGY = list(zip(fsdp.STRATEGIES, [Stack, Chain] * 3, strict=True))
+
+
+@pytest.mark.parametrize(("strategy", "model"), EVERY_STRATEGY)
+def test_a_penalty_on_the_parameters_is_exact_by_default(strategy, model):
+    case = Toy(lambda rngs: model(rngs), penalised, (Layer,))
+    check(train(case, mesh_for(strategy), strategy, steps=2)[0], alone(case, steps=2))
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "model", "prefetch"),
+    [(*each, "none") for each in EVERY_STRATEGY]
+    + [("full_shard", Stack, "pre"), ("hybrid_shard", Chain, "post")],
+)
+def test_a_penalty_is_never_a_wrong_number_with_local_batches(strategy, model, prefetch, deferred):
+    """A device would see its own shards, or count whole ones once more: the loss cannot be traced."""
+    sharded = shard(
+        lambda rngs: model(rngs), mesh_for(strategy), [Layer], strategy, prefetch=prefetch
+    )
+    step = sharded.train_step(
+        penalised, accumulation=2, deferred_reduction=deferred, local_batch=True
+    )
+    with pytest.raises(
+        ValueError, match=r"parameters outside their units, as a penalty(.*\n)+.*local_batch"
+    ):
+        step.lower(ROWS)
+
+
+@pytest.mark.parametrize(
+    "shrink", [lambda p: jnp.where(jnp.abs(p) > 0.1, p, 0), jnp.nansum, jnp.linalg.norm]
+)
+def test_no_arithmetic_gets_past_the_guard(shrink):
+    def loss(model, batch):
+        total, count = squares(model, batch)
+        return total + sum(
+            jnp.sum(shrink(p)) for p in jax.tree.leaves(nnx.state(model, nnx.Param))
+        ), count
+
+    with pytest.raises(ValueError, match="parameters outside their units"):
+        shard(lambda rngs: Chain(rngs), mesh_for("full_shard"), [Layer]).train_step(
+            loss, local_batch=True
+        ).lower(ROWS)
+
+
+class OwnKey(nnx.Module):
+    def __init__(self, rngs, writes):
+        self.layer, self.writes = Layer(rngs), writes
+        self.key = nnx.RngKey(jax.random.key(0), tag="own")
+
+    def __call__(self, x):
+        kept, drawn = jax.random.split(self.key[...])
+        if self.writes:
+            self.key[...] = kept
+        return self.layer(x) + jax.random.normal(drawn, x.shape)
+
+
+def test_a_random_key_that_the_model_writes_is_refused():
+    """A stream advances by a counter; a key of the model's own would differ between devices."""
+    with pytest.raises(ValueError, match=r"random key of its own\n.*key\n"):
+        lower(lambda rngs: OwnKey(rngs, True))
+    lower(lambda rngs: OwnKey(rngs, False))
+
+
+def lower(model):
+    shard(model, units=[Layer]).train_step(squares, local_batch=True).lower(ROWS)
+
+
+# Collectives
+
+
+@pytest.mark.parametrize("local_batch", [True, False])
+def test_collectives_are_explicit_with_local_batches_alone(local_batch):
+    """By annotations nothing is mapped over devices but what XLA cannot partition, such as kernels:
+    none is here.
+    """
+    sharded = shard(lambda rngs: Chain(rngs), split_data(fsdp.make_mesh(data=8), (2, 4)), [Layer])
+    step = sharded.train_step(squares, accumulation=2, local_batch=local_batch)
+    text = str(step.trace(ROWS))
+    for name in ("shard_map", "all_gather", "reduce_scatter", "psum"):
+        assert (name in text) == local_batch, name
+    assert {bool(route.hops) for route in step.plan.routes.values()} == {local_batch}
+
+
+# Losses over the batch
+
+
+def contrastive(model, batch):
+    """Each example's logits are compared with those of all others: no sum over examples."""
+    logits = model(batch["x"])
+    return -jnp.trace(jax.nn.log_softmax(logits @ logits.T)), logits.shape[0]
+
+
+def test_a_loss_over_the_batch_is_exact_by_default_and_a_promise_is_taken():
+    case, mesh = Toy(lambda rngs: Chain(rngs), contrastive, (Layer,)), fsdp.make_mesh(data=8)
+    check(train(case, mesh, steps=2)[0], alone(case, steps=2))
+    (promised,), _ = train(case, mesh, steps=1, local_batch=True)[0]
+    assert promised < 0.9 * alone(case, steps=2)[0][0], "a device sees 4 of 32 examples"
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize(("local_batch", "deferred"), [(False, False), (True, False), (True, True)])
+def test_many_microbatches_are_summed_in_float32(local_batch, deferred):
+    """A gradient that is the mean of the inputs. Summed in bfloat16 it would stop growing."""
+    means = np.linspace(0.3, 0.9, WIDTH, dtype=np.float32)
+    model = lambda rngs: nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)  # noqa: E731
+    precision = fsdp.Precision(compute="bfloat16")
+    sharded = shard(model, units="model", tx=optax.sgd(1.0), precision=precision)
+
+    def total(model, batch):
+        return jnp.sum(model(batch["x"])), batch["x"].shape[0]
+
+    step = sharded.train_step(
+        total, accumulation=256, deferred_reduction=deferred, local_batch=local_batch
+    )
+    state = sharded.init(0)
+    before = np.asarray(state.params["kernel"])
+    state, _ = step(state, {"x": np.tile(means, (8 * 256, 1))})
+    found = before - np.asarray(state.params["kernel"])
+    np.testing.assert_allclose(found, np.tile(means[:, None], (1, WIDTH)), rtol=1e-2)
+
+
+@pytest.mark.parametrize("local_batch", [True, False])
+def test_the_model_is_traced_once_for_all_microbatches(local_batch):
+    calls = []
+
+    class Counted(Layer):
+        def __call__(self, x):
+            calls.append(x.shape)
+            return super().__call__(x)
+
+    sharded = shard(lambda rngs: Counted(rngs), units=[nnx.Linear])
+    counts = []
+    for accumulation in (1, 4):
+        calls.clear()
+        sharded.train_step(squares, accumulation=accumulation, local_batch=local_batch).lower(ROWS)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] == 1

@@ -1,0 +1,367 @@
+"""The step and its state: born sharded, shardings fixed, skipped when not finite, refused when
+signatures change.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from reference import CASES, CNN, gpt, make_model
+
+import fsdp_jax as fsdp
+
+pytestmark = pytest.mark.core
+
+GPT_CASE = CASES["nnx-gpt-scanned"]
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    mesh = fsdp.make_mesh(data=4, replica=2)
+    return fsdp.fully_shard(
+        GPT_CASE.model, optax.adamw(1e-3), mesh, "full_shard", GPT_CASE.units, min_size=8
+    )
+
+
+@pytest.fixture(scope="module")
+def images():
+    case, mesh = CASES["nnx-cnn-batchnorm"], fsdp.make_mesh(data=8)
+    return fsdp.fully_shard(
+        make_model(case), optax.adam(1e-3), mesh, "full_shard", case.units, min_size=8
+    )
+
+
+def test_state_is_born_sharded_with_the_values_of_one_device(sharded):
+    state = sharded.init(seed=3)
+    key, _ = jax.random.split(jax.random.key(3))
+    alone = nnx.state(GPT_CASE.model(nnx.Rngs(key)), nnx.Param)
+    found, expected = (
+        state.params["blocks"]["mlp"]["up"]["kernel"],
+        alone["blocks"]["mlp"]["up"]["kernel"][...],
+    )
+    np.testing.assert_allclose(
+        found, expected, rtol=1e-6
+    )  # compiled and not: the last bit may differ
+    _same_shardings(sharded, state)
+
+
+def _same_shardings(sharded, state):
+    def check(array, expected):
+        assert array.sharding.is_equivalent_to(expected.sharding, array.ndim), expected
+
+    jax.tree.map(check, state, sharded.abstract_state())
+
+
+def test_a_step_keeps_every_sharding_and_takes_the_old_state(sharded):
+    step, state = sharded.train_step(GPT_CASE.loss), sharded.init(0)
+    old = state.params["embed"]["embedding"]
+    state, metrics = step(state, GPT_CASE.batch(0))
+    _same_shardings(sharded, state)
+    assert old.is_deleted(), "donated"
+    assert int(state.step) == 1
+    assert set(metrics) == {"loss", "grad_norm", "count", "skipped", "skipped_in_a_row"}
+
+
+def test_the_optimizer_state_aliases_its_input(sharded):
+    """Donation that fails in silence doubles the state: nearly all of it must be aliased."""
+    compiled = sharded.train_step(GPT_CASE.loss).compile(GPT_CASE.batch(0))
+    stats = compiled.memory_analysis()
+    assert stats.alias_size_in_bytes >= 0.95 * sharded.layout.per_device()
+
+
+def poisoned(case, step):
+    batch = case.batch(step)
+    return batch | {"x": batch["x"] * np.nan}
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(images):
+    case = CASES["nnx-cnn-batchnorm"]
+    step, state = images.train_step(case.loss), images.init(0)
+    state, _ = step(state, case.batch(0))
+    before = jax.device_get((state.params, state.opt_state, state.model_state))
+    state, metrics = step(state, poisoned(case, 1))
+    assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (1, 1)
+    assert not np.isfinite(float(metrics["grad_norm"]))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        before,
+        jax.device_get((state.params, state.opt_state, state.model_state)),
+    )
+    state, metrics = step(state, case.batch(2))
+    assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"]), int(state.step)) == (1, 0, 3)
+
+
+def test_too_many_in_a_row_abort_without_being_applied(images):
+    case = CASES["nnx-cnn-batchnorm"]
+    step, state = images.train_step(case.loss, abort_after=3), images.init(0)
+    before = jax.device_get(state.params)
+
+    def run(state):
+        for i in range(10):
+            state, _ = step(state, poisoned(case, i))
+            states.append(state)
+
+    states = []
+    with pytest.raises(
+        fsdp.NonFiniteError, match="3 steps in a row were not finite and not applied"
+    ):
+        run(state)
+    assert len(states) < 6
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(states[-1].params))
+
+
+def test_finish_reads_the_counters_still_in_flight(images):
+    case = CASES["nnx-cnn-batchnorm"]
+    step, state = images.train_step(case.loss, abort_after=2), images.init(0)
+    for i in range(2):
+        state, _ = step(state, poisoned(case, i))
+    with pytest.raises(fsdp.NonFiniteError, match="2 steps in a row"):
+        step.finish()
+
+
+def test_another_signature_names_the_leaf(sharded):
+    step = sharded.train_step(GPT_CASE.loss)
+    state, _ = step(sharded.init(0), GPT_CASE.batch(0))
+    shorter = {key: value[:, :-1] for key, value in GPT_CASE.batch(1).items()}
+    with pytest.raises(
+        ValueError, match=r"another signature\n.*batch/mask\n.*float32\[32, 8\]\n.*float32\[32, 7\]"
+    ):
+        step(state, shorter)
+    without = {"tokens": GPT_CASE.batch(1)["tokens"]}
+    with pytest.raises(ValueError, match=r"batch/mask\n.*expected: float32.*\n.*got: +nothing"):
+        step(state, without)
+
+
+def test_another_models_state_names_the_leaf(sharded, images):
+    step = sharded.train_step(GPT_CASE.loss)
+    with pytest.raises(ValueError, match="another signature"):
+        step(images.init(0), GPT_CASE.batch(0))
+
+
+@pytest.mark.parametrize("rows", [0, 7, 12])
+def test_a_batch_that_does_not_divide(sharded, rows):
+    step = sharded.train_step(GPT_CASE.loss, accumulation=2)
+    batch = {key: value[:rows] for key, value in GPT_CASE.batch(0).items()}
+    with pytest.raises(
+        ValueError,
+        match=rf"does not divide\n.*batch\n.*16 rows: 8 devices .* accumulation 2\n.*{rows}\n.*16 or 32",
+    ):
+        step(sharded.init(0), batch)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_arrays_on_devices_do_not_pass_through_the_host(sharded, monkeypatch, accumulation):
+    step, batch = sharded.train_step(GPT_CASE.loss, accumulation=accumulation), GPT_CASE.batch(0)
+    expected = jax.tree.map(np.asarray, step.put(batch).leaves)
+    rows = NamedSharding(fsdp.make_mesh(data=8), PartitionSpec("data"))
+    kinds = {
+        "placed": jax.device_put(batch, rows),
+        "on one": jax.device_put(batch, jax.devices()[3]),
+    }
+    kinds["mixed"] = kinds["placed"] | {"tokens": batch["tokens"]}
+
+    def refuse(*_, **__):
+        raise AssertionError("through the host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(jnp.ones(1)), "__array__", refuse)
+        found = {kind: step.put(given).leaves for kind, given in kinds.items()}
+    for leaves in found.values():
+        jax.tree.map(np.testing.assert_array_equal, leaves, expected)
+    if accumulation == 1:
+        before, after = (
+            leaves["tokens"].addressable_data(5) for leaves in (kinds["placed"], found["placed"])
+        )
+        assert before.unsafe_buffer_pointer() == after.unsafe_buffer_pointer()
+    _, metrics = step(sharded.init(0), kinds["placed"])
+    _, same = step(sharded.init(0), batch)
+    assert float(metrics["loss"]) == float(same["loss"])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "said"),
+    [
+        (
+            3.5,
+            r"a scalar in the batch\n.*batch/extra\n.*\n.*float64\[\]\n.*numpy.full\(rows, value\)",
+        ),
+        (jax.ShapeDtypeStruct((), "int32"), r"a scalar in the batch\n.*batch/extra"),
+        (
+            jax.random.key(0),
+            r"a random key in the batch\n.*batch/extra\n(.*\n)*.*the model's own streams",
+        ),
+        (jax.random.split(jax.random.key(0), 32), r"a random key in the batch\n.*batch/extra"),
+        (np.array(["text"] * 32), r"not an array of numbers in the batch\n.*batch/extra"),
+    ],
+)
+def test_leaves_without_rows_of_numbers(sharded, leaf, said):
+    step, batch = sharded.train_step(GPT_CASE.loss), GPT_CASE.batch(0) | {"extra": leaf}
+    for use in (step.put, step.lower):
+        with pytest.raises(ValueError, match=said):
+            use(batch)
+
+
+def test_leaves_of_different_rows(sharded):
+    batch = GPT_CASE.batch(0)
+    with pytest.raises(ValueError, match="leaves of the batch differ in their rows"):
+        sharded.train_step(GPT_CASE.loss).put(batch | {"mask": batch["mask"][:8]})
+
+
+@pytest.mark.parametrize("wrong", [lambda m, b: jnp.float32(1), lambda m, b: (jnp.ones(3), 1)])
+def test_a_loss_of_another_form(sharded, wrong):
+    with pytest.raises(ValueError, match=r"loss_fn returned something else\n.*\n.*\(sum, count\)"):
+        sharded.train_step(wrong).lower(GPT_CASE.batch(0))
+
+
+def test_evaluation_keeps_the_state_and_switches_to_inference(images):
+    case = CASES["nnx-cnn-batchnorm"]
+    state = images.init(0)
+    total, count = images.eval_step(case.loss)(state, case.batch(0))
+    again, _ = images.eval_step(case.loss)(state, case.batch(0))
+    assert float(total) == float(again)
+    assert float(count) == 32
+    running = nnx.merge(*nnx.split(images.model(state)))
+    running.eval()
+    expected, _ = case.loss(running, jax.tree.map(jnp.asarray, case.batch(0)))
+    np.testing.assert_allclose(float(total), float(expected), rtol=1e-5)
+
+
+def test_apply_runs_any_function_of_the_model(sharded):
+    state = sharded.init(0)
+    tokens = jnp.asarray(GPT_CASE.batch(0)["tokens"][:, :-1])
+    logits = sharded.apply(lambda model, tokens: model(tokens))(state, tokens)
+    np.testing.assert_allclose(logits, sharded.model(state)(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_apply_inside_a_loop_of_ones_own(scan):
+    """In mixed precision and with dropout, whose streams the loop may not write."""
+    mesh, precision = fsdp.make_mesh(data=8), fsdp.Precision(compute="bfloat16")
+    model = gpt(scan, dropout=0.5)
+    sharded = fsdp.fully_shard(
+        model, optax.adam(1e-3), mesh, units=GPT_CASE.units, precision=precision
+    )
+
+    def twice(model, tokens):
+        return jax.lax.fori_loop(
+            0, 2, lambda _, t: jnp.argmax(model(t), -1).astype(t.dtype), tokens
+        )
+
+    tokens = jnp.asarray(GPT_CASE.batch(0)["tokens"][:, :-1])
+    assert sharded.apply(twice)(sharded.init(0), tokens).shape == tokens.shape
+
+
+def test_a_line_search_is_refused_with_the_fix():
+    sharded = fsdp.fully_shard(
+        make_model(CASES["nnx-cnn-batchnorm"]), optax.lbfgs(), fsdp.make_mesh(data=8)
+    )
+    with pytest.raises(
+        ValueError, match=r"wants to evaluate the loss again\n.*optimizer\n.*linesearch=None"
+    ):
+        sharded.train_step(CASES["nnx-cnn-batchnorm"].loss).lower(
+            CASES["nnx-cnn-batchnorm"].batch(0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"strategy": "ful_shard"},
+            "unknown strategy 'ful_shard'\n(.*\n)*.*did you mean 'full_shard'",
+        ),
+        ({"remat": "ful"}, "unknown remat 'ful'\n.*\n.*did you mean 'full'"),
+        ({"units": []}, "no units\n.*units"),
+        ({"precision": "bfloat16"}, "not a Precision\n"),
+        ({"tx": 1e-3}, "not an optax transformation\n.*tx"),
+        ({"mesh": 8}, "not a mesh\n"),
+        (
+            {"model": GPT_CASE.model(nnx.Rngs(0)).__class__},
+            "a class, not a model\n(.*\n)*.*lambda rngs",
+        ),
+        ({"frozen": ["embod"]}, "matches no parameter\n.*frozen"),
+        ({"frozen": "embed"}, "not a sequence of patterns"),
+        (
+            {"rules": [("emb", ("replica",))], "strategy": "hybrid_shard"},
+            "hybrid_shard replicates along 'replica'",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(settings, said):
+    arguments = {
+        "model": GPT_CASE.model,
+        "tx": optax.adam(1e-3),
+        "mesh": fsdp.make_mesh(data=4, replica=2),
+    } | settings
+    with pytest.raises(ValueError, match=said):
+        fsdp.fully_shard(**arguments)
+
+
+def test_a_model_in_memory_and_a_linen_model_without_inputs_are_refused():
+    mesh = fsdp.make_mesh(data=8)
+    with pytest.raises(ValueError, match=r"already in memory, unsharded\n(.*\n)*.*lambda rngs"):
+        fsdp.fully_shard(CNN(rngs=nnx.Rngs(0)), optax.adam(1e-3), mesh)
+    with pytest.raises(ValueError, match=r"needs example inputs\n.*\n.*inputs="):
+        fsdp.fully_shard(CASES["linen-transformer"].model, optax.adam(1e-3), mesh)
+
+
+def test_a_batch_put_for_another_step_is_refused(sharded):
+    four = sharded.train_step(GPT_CASE.loss, accumulation=4).put(GPT_CASE.batch(0))
+    with pytest.raises(ValueError, match=r"cut for another step\n.*batch\n.*1 microbatches\n.*4"):
+        sharded.eval_step(GPT_CASE.loss)(sharded.init(0), four)
+
+
+@pytest.mark.parametrize("table", [np.arange, jnp.arange])
+def test_tables_that_are_plain_attributes(table):
+    """NumPy arrays are constants of the model; JAX arrays are refused, as they belong to the trace
+    that made them.
+    """
+
+    class Rotary(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.table = nnx.Linear(4, 4, rngs=rngs), table(4.0)[None]
+
+        def __call__(self, x):
+            return {"y": self.linear(x * self.table), "name": "a unit may return what is no array"}
+
+    def loss(model, batch):
+        return (model(batch["x"])["y"] ** 2).sum(), batch["x"].shape[0]
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = Rotary(rngs)
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    arguments = (lambda rngs: Model(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8))
+    if table is jnp.arange:
+        with pytest.raises(
+            ValueError,
+            match=r"a plain JAX array is an attribute of the model\n.*inner/table\n.*NumPy",
+        ):
+            fsdp.fully_shard(*arguments, units=[Rotary])
+        return
+    sharded = fsdp.fully_shard(*arguments, units=[Rotary])
+    _, metrics = sharded.train_step(loss)(sharded.init(0), {"x": np.ones((8, 4), np.float32)})
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("clip", 0.0), ("clip", -1.0), ("accumulation", 0), ("accumulation", 2.0)]
+)
+def test_numbers_out_of_range(sharded, name, value):
+    with pytest.raises(ValueError, match=name):
+        sharded.train_step(GPT_CASE.loss, **{name: value})
+
+
+def test_a_state_that_a_step_took_over_is_refused(sharded):
+    step, state = sharded.train_step(GPT_CASE.loss), sharded.init(0)
+    step(state, GPT_CASE.batch(0))
+    with pytest.raises(
+        ValueError, match=r"donated to an earlier step\n.*state\n.*state, metrics = step"
+    ):
+        step(state, GPT_CASE.batch(0))

@@ -1,0 +1,89 @@
+"""What prefetch could not move is said, and XLA is told what overlap needs."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from reference import gpt
+
+import fsdp_jax as fsdp
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.step.xla_options import compiler_options
+
+pytestmark = pytest.mark.core
+
+BATCH = {"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}
+MIXED = fsdp.Precision(compute="bfloat16", reduce="float32")
+BF16 = fsdp.Precision(compute="bfloat16")
+
+
+def lowered(
+    model=None, units=(Block,), *, strategy="full_shard", prefetch="pre", warns=None, **settings
+):
+    """The plan of a step, once it is lowered. Warnings that are not expected are errors."""
+    mesh, make = fsdp.make_mesh(data=8), model or gpt(True)
+    sharded = fsdp.fully_shard(
+        make, optax.adam(1e-3), mesh, strategy, units, min_size=8, prefetch=prefetch, **settings
+    )
+    step = sharded.train_step(next_token_loss, local_batch=True)
+    with pytest.warns(fsdp.SlowerWarning, match=warns) if warns else contextlib.nullcontext():
+        step.lower(BATCH)
+    return step.plan
+
+
+def test_one_unit_has_none_after_it():
+    plan = lowered(units="model", warns="there is no unit after another to gather ahead; two units")
+    assert not plan.report.moved
+
+
+def test_what_is_gathered_once_a_step_has_nothing_to_prefetch():
+    plan = lowered(strategy="shard_grad_op")
+    assert not plan.report.moved
+    assert not plan.report.left
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    platform: str = "gpu"
+    process_index: int = 0
+
+
+def on_gpu(plan):
+    """The plan, as if its mesh were of GPUs."""
+
+    class Mesh:
+        devices = fsdp.make_mesh(data=8).devices.astype(object)
+
+    Mesh.devices.fill(Gpu())
+    layout = dataclasses.replace(plan.layout)
+    object.__setattr__(layout, "mesh", Mesh)
+    return dataclasses.replace(plan, layout=layout)
+
+
+@pytest.mark.parametrize(("scan", "layers"), [(True, 3), (False, 2)])
+def test_on_a_gpu_all_of_a_layer_is_sent_as_one(scan, layers):
+    """A layer of GPT has 12 D^2 + 13 D parameters."""
+    plan = lowered(gpt(scan, layers=layers), precision=BF16)
+    norms, width = 4 * 16, 2
+    layer = (12 * 16**2 + 13 * 16 - norms) * width + norms * 4
+    assert compiler_options(on_gpu(plan)) == {
+        "xla_gpu_all_gather_combine_threshold_bytes": layer,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": layer,
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+    }
+    assert compiler_options(plan) == {}, "the CPU knows no such option"
+
+
+def test_a_gradient_wider_than_its_parameter_counts():
+    options = compiler_options(on_gpu(lowered(precision=MIXED)))
+    assert {options[name] for name in options if "threshold" in name} == {
+        (12 * 16**2 + 13 * 16) * 4
+    }
+
+
+def test_without_prefetch_xla_decides():
+    assert compiler_options(on_gpu(lowered(prefetch="none"))) == {}

@@ -1,0 +1,157 @@
+"""Rows stay on their devices under annotations: kernels run on local rows, activations are pinned,
+results stay.
+"""
+
+import dataclasses
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import CASES, check, control, train
+
+import fsdp_jax as fsdp
+from fsdp_jax.local_rows import batch_split, pin_rows
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import GPT, Block, preset
+from fsdp_jax.sharding.mesh import batch_axes
+
+pytestmark = pytest.mark.core
+
+TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), "int32")}
+
+
+def kernel(x, table):
+    """A row of the result is of the same row of `x`."""
+    return jnp.cumsum(x, axis=1) @ table
+
+
+@pytest.fixture
+def mesh():
+    return fsdp.make_mesh(data=4, replica=2)
+
+
+def grads(fn, x, table):
+    return jax.jit(jax.value_and_grad(lambda x, table: (fn(x, table) ** 2).sum(), (0, 1)))(x, table)
+
+
+def test_results_and_gradients_are_the_same_on_local_rows(mesh):
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    table = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)
+    plain = grads(kernel, x, table)
+    wrapped = fsdp.on_local_rows(kernel, replicated=(1,))
+    jax.tree.map(
+        np.testing.assert_array_equal, grads(wrapped, x, table), plain
+    )  # outside a step: the function itself
+    with batch_split(mesh, batch_axes(mesh), 16):
+        found = grads(fsdp.on_local_rows(kernel, replicated=(1,)), x, table)
+        traced = jax.make_jaxpr(wrapped)(x, table)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
+    (eqn,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
+    assert [v.aval.shape for v in eqn.params["jaxpr"].invars] == [(2, 4), (4, 3)]
+
+
+def test_rows_that_do_not_divide(mesh):
+    x, table = np.ones((3, 4), np.float32), np.ones((4, 3), np.float32)
+    wrapped = fsdp.on_local_rows(kernel, replicated=(1,))
+    with (
+        batch_split(mesh, batch_axes(mesh), 16),
+        pytest.warns(fsdp.SlowerWarning, match=r"kernel\): .*\[3\] do not"),
+    ):
+        np.testing.assert_array_equal(wrapped(x, table), kernel(x, table))
+    with batch_split(mesh, batch_axes(mesh), None):  # of `Sharded.apply`: no batch was promised
+        np.testing.assert_array_equal(wrapped(x, table), kernel(x, table))
+
+
+@pytest.mark.parametrize(
+    ("fn", "replicated", "said"),
+    [
+        (kernel, (2,), r"no such argument\n.*on_local_rows\(kernel\)\n.*below 2"),
+        (lambda x, table: x.sum(0) @ table, (1,), r"result without the rows(.*\n)+.*\[2\]"),
+        (lambda x, table: (x @ table).sum(), (1,), "result without the rows"),
+    ],
+)
+def test_what_does_not_keep_its_rows(mesh, fn, replicated, said):
+    with (
+        batch_split(mesh, batch_axes(mesh), 16),
+        pytest.raises((ValueError, TypeError), match=said),
+    ):
+        fsdp.on_local_rows(fn, replicated=replicated)(
+            np.ones((16, 4), np.float32), np.ones((8, 3), np.float32)[:4]
+        )
+
+
+@pytest.mark.parametrize("replicated", [1, ("table",)])
+def test_what_is_no_number_of_an_argument(replicated):
+    with pytest.raises(
+        ValueError, match=r"not numbers of arguments\n.*kernel(.*\n)+.*replicated=\(1,\)"
+    ):
+        fsdp.on_local_rows(kernel, replicated=replicated)
+
+
+def test_what_is_pinned(mesh):
+    tree = {"x": jnp.ones((16, 4)), "rows": jnp.ones(16), "table": jnp.ones((4, 4)), "flag": True}
+    assert pin_rows(tree) is tree
+
+    def constraints(rows):
+        with batch_split(mesh, batch_axes(mesh), rows):
+            arrays = {name: leaf for name, leaf in tree.items() if name != "flag"}
+            traced = jax.make_jaxpr(
+                lambda arrays: pin_rows(arrays | {"flag": True})["x"] + 0 * arrays["x"]
+            )(arrays)
+        return [eqn for eqn in traced.eqns if eqn.primitive.name == "sharding_constraint"]
+
+    (only,) = constraints(16)
+    assert only.params["sharding"].spec[0] == batch_axes(mesh)
+    assert constraints(None) == []
+
+
+def primitives(jaxpr, inside=()):
+    """(primitive, those around it) of every operation of a traced program."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name, inside
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from primitives(inner, (*inside, eqn.primitive.name))
+
+
+def rows_kernel(q, k, v, *, is_causal):
+    def local(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return fsdp.on_local_rows(local)(q, k, v)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "attention", "some"),
+    [(False, None, False), (True, None, True), (False, rows_kernel, True)],
+)
+def test_a_default_step_has_a_shard_map_around_what_xla_cannot_partition_alone(
+    scan, tied, attention, some
+):
+    """In a GPT that is a wrapped attention kernel, and the lookup in a tied table."""
+    config = preset(
+        "tiny", vocab_size=40, sequence_length=8, layers=2, width=16, heads=2, scan_layers=scan
+    )
+    config = dataclasses.replace(config, tie_head=tied)
+    given = {} if attention is None else {"attention": attention}
+    sharded = fsdp.fully_shard(
+        lambda rngs: GPT(config, rngs=rngs, **given),
+        optax.adam(1e-3),
+        fsdp.make_mesh(data=8),
+        units=[Block],
+        min_size=8,
+    )
+    found = list(primitives(sharded.train_step(next_token_loss).trace(TOKENS).jaxpr))
+    assert ("shard_map" in {name for name, _ in found}) == some
+    outside = {name for name, inside in found if "shard_map" not in inside}
+    assert outside.isdisjoint({"all_gather", "reduce_scatter", "psum_scatter", "psum"})
+
+
+def test_a_tied_table_trains_as_one_device_does():
+    found, _ = train(
+        CASES["nnx-gpt-scanned"], fsdp.make_mesh(data=4, replica=2), "hybrid_shard", accumulation=4
+    )
+    check(found, control("nnx-gpt-scanned", 4))

@@ -1,0 +1,270 @@
+"""Weights that come and go as Hugging Face has them, and what is trained from them: fully, in part,
+and by LoRA.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import losses
+from safetensors.numpy import load_file, save_file
+
+from fsdp_jax.cli.main import main
+from fsdp_jax.data import train_bpe
+
+pytestmark = pytest.mark.long
+
+SIZES = ("--model.layers", "None", "--model.width", "None", "--model.heads", "None")
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """A small GPT-2 as its folder on Hugging Face, with a tokenizer: trained for one step by a run."""
+    folder = tmp_path_factory.mktemp("theirs")
+    (folder / "run.yaml").write_text(
+        "model: {layers: 2, width: 64, heads: 2, vocab_size: 300}\nunits: {classes: [Block]}\n"
+        "data: {sequence_length: 512}\n"
+        "train: {steps: 1, global_batch_size: 8, devices: 8, eval_batches: 1, sample: 0}\n"
+    )
+    assert main(["train", str(folder / "run.yaml"), "--output", str(folder / "run")]) == 0
+    assert (
+        main(
+            ["export", str(folder / "run"), "--to", str(folder / "gpt2"), "--format", "huggingface"]
+        )
+        == 0
+    )
+    trained = train_bpe(
+        ["Below is an instruction that describes a task. ### Response: ### Instruction:"] * 9, 300
+    )
+    (folder / "gpt2" / "tokenizer.json").write_bytes(trained.files["tokenizer.json"])
+    return folder / "gpt2"
+
+
+@pytest.fixture(scope="module")
+def imported(theirs):
+    run = theirs.parent / "imported"
+    assert main(["import", str(theirs), "--to", str(run), "--devices", "8"]) == 0
+    return run
+
+
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def exported(run, to):
+    assert main(["export", str(run), "--to", str(to), "--format", "huggingface"]) == 0
+    return tensors(to)
+
+
+def test_there_and_back(theirs, imported, tmp_path):
+    back = exported(imported, tmp_path / "back")
+    assert {name: array.tobytes() for name, array in back.items()} == {
+        name: array.tobytes() for name, array in tensors(theirs).items()
+    }
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["n_embd"] == 64
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (
+        theirs / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_the_recipe_for_instructions(imported, tmp_path, capsys):
+    """The configuration that is shipped, on weights that are imported, to a model that is exported."""
+    words = [
+        "--model.weights",
+        str(imported),
+        "--output",
+        str(tmp_path / "tuned"),
+        "--optimizer.learning_rate",
+        "1e-3",
+    ]
+    steps = ["--train.steps", "16", "--train.eval_every", "8", "--train.sample", "10"]
+    assert main(["train", str(CONFIGS / "finetune_alpaca_gpt2.yaml"), *words, *steps]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"instructions: 211 instructions, 10 of them held out, the others in \d+ rows", shown
+    )
+    assert "| ### Response:" in shown
+    assert "nats per token" in shown
+    found = [loss for _, loss, *_ in losses(tmp_path / "tuned")]
+    assert np.mean(found[-3:]) < np.mean(found[:3]) - 0.1
+    after, before = (
+        exported(tmp_path / "tuned", tmp_path / "out"),
+        tensors(imported.parent / "gpt2"),
+    )
+    assert set(after) == set(before)
+    assert not np.array_equal(after["transformer.wte.weight"], before["transformer.wte.weight"])
+
+
+def test_a_folder_and_its_import_start_the_same_run(run, theirs, imported, tmp_path):
+    for name, weights in (("folder", theirs), ("imported", imported)):
+        assert run(name, "--model.weights", str(weights), *SIZES, "--train.steps", "2") == 0
+    assert losses(tmp_path / "folder") == losses(tmp_path / "imported")
+
+
+def test_what_is_frozen_stays(run, imported, tmp_path):
+    words = (
+        "--model.weights",
+        str(imported),
+        *SIZES,
+        "--model.frozen",
+        "^embed",
+        "blocks/mlp",
+        "--train.steps",
+        "2",
+    )
+    assert run("part", *words) == 0
+    after, before = exported(tmp_path / "part", tmp_path / "out"), tensors(imported.parent / "gpt2")
+    same = {name for name in after if np.array_equal(after[name], before[name])}
+    assert {name for name in after if "wte" in name or "mlp" in name} == same
+
+
+def test_adapters_are_merged(run, imported, tmp_path, capsys):
+    words = ("--model.weights", str(imported), *SIZES, "--lora.rank", "4", "--lora.alpha", "8")
+    assert run("lora", *words, "--train.steps", "3") == 0
+    assert run("lora", *words[:-1], "16", "--train.steps", "5") == 2
+    assert "LoRA's scale has changed since the checkpoint" in capsys.readouterr().err
+    assert run("lora", *words, "--train.steps", "5") == 0  # goes on
+    shown = capsys.readouterr().out
+    assert "changed since the run last started: train.steps 3 -> 5" in shown
+    assert re.search(r"parameters: .* of which 3,072 are trained", shown)
+    assert f"of the checkpoint (the run started from {imported})" in shown
+    after, before = exported(tmp_path / "lora", tmp_path / "out"), tensors(imported.parent / "gpt2")
+    changed = {name for name in after if not np.array_equal(after[name], before[name])}
+    assert changed == {name for name in after if re.search(r"attn\.c_\w+\.weight$", name)}
+    # the merged model is what was trained: it starts where the run with adapters ended
+    assert run("again", "--model.weights", str(tmp_path / "out"), *SIZES, "--train.steps", "1") == 0
+    ends, starts = (
+        (tmp_path / name / "evals.jsonl").read_text().splitlines() for name in ("lora", "again")
+    )
+    ended, started = json.loads(ends[-1])["held_out_loss"], json.loads(starts[0])["held_out_loss"]
+    assert started == pytest.approx(ended, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--model.family", "llama"),
+            ["the weights are of another family", "set model.family to gpt"],
+        ),
+        (
+            ("--model.layers", "3"),
+            ["the weights have a shape of their own", "model.layers 3", "leave them out"],
+        ),
+        (("--data.sequence_length", "1024"), ["the sequence is too long", "use 512"]),
+        (("--lora.rank", "99"), ["rank"]),
+        (("--lora.rank", "2", "--lora.targets", "atn/"), ["atn/"]),
+        (("--lora.rank", "2", "--model.frozen", "embed"), ["LoRA freezes all the rest"]),
+        (("--lora.alpha", "8"), ["adapters without a rank", "set lora.rank"]),
+        (("--precision.frozen", "bfloat16"), ["it would be ignored", "precision.frozen"]),
+        (
+            ("--data.tokenizer", "bytes"),
+            ["another tokenizer than the weights were trained with", "leave data.tokenizer out"],
+        ),
+        (("--model.frozen", "."), ["nothing is trained"]),
+        (("--model.frozen", "embd"), ["pattern 'embd' matches no parameter"]),
+        (
+            ("--model.scan_layers", "False"),
+            ["the weights do not fit the model", "blocks/0/attn/out/bias: missing"],
+        ),
+        (("--data.kind", "images"), ["family and data do not go together", "for gpt"]),
+        (("--data.target_length", "9"), ["target_length would be ignored"]),
+        (("--model.classes", "9"), ["classes would be ignored"]),
+    ],
+)
+def test_what_does_not_go_with_the_weights(run, imported, capsys, words, said):
+    assert run("wrong", "--model.weights", str(imported), *SIZES, *words) == 2
+    error = capsys.readouterr().err
+    assert [part for part in said if part not in error] == []
+
+
+def test_a_tokenizer_that_the_model_has_no_rows_for(run, theirs, capsys):
+    words = (
+        "--data.kind",
+        "instructions",
+        "--data.tokenizer",
+        str(theirs),
+        "--data.sequence_length",
+        "256",
+    )
+    assert run("wrong", *words) == 2
+    error = capsys.readouterr().err
+    assert "300" in error
+    assert "256" in error
+
+
+def test_weights_without_a_tokenizer_are_not_taken_for_bytes(run, theirs, tmp_path, capsys):
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((theirs / name).read_bytes())
+    assert run("bare", "--model.weights", str(folder), *SIZES) == 2
+    assert "no tokenizer beside the weights" in capsys.readouterr().err
+    assert (
+        run(
+            "bare",
+            "--model.weights",
+            str(folder),
+            *SIZES,
+            "--data.tokenizer",
+            "bytes",
+            "--train.steps",
+            "1",
+        )
+        == 0
+    )
+
+
+def test_imported_weights_are_no_run(run, imported, capsys):
+    assert run("wrong", *SIZES, "--output", str(imported)) == 2
+    assert "imported weights, not a run that could go on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda found: found | {"h.9.mystery": found["transformer.ln_f.bias"]},
+            "theirs h.9.mystery",
+        ),
+        (lambda found: {k: v for k, v in found.items() if "ln_f.bias" not in k}, "ours ln_f/bias"),
+        (lambda found: found | {"transformer.ln_f.bias": np.zeros(3, np.float32)}, "[3]"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named_on_both_sides(theirs, tmp_path, capsys, change, said):
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((theirs / "config.json").read_bytes())
+    save_file(change(tensors(theirs)), folder / "model.safetensors")
+    assert main(["import", str(folder), "--to", str(tmp_path / "run"), "--devices", "8"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["import"], "fsdp-jax import gpt2 --to output/gpt2"),
+        (["import", "gpt2", "--too", "run"], "did you mean '--to'?"),
+        (["import", "nowhere", "--to", "run"], "config.json"),
+        (["import", "nowhere"], "--to is missing"),
+        (
+            ["export", "nowhere", "--to", "out", "--format", "hugingface"],
+            "did you mean 'huggingface'",
+        ),
+        (["tokenize", "embedded", "--to", "out"], "one tokenizer, please"),
+        (["tokenize", "embedded", "--to", "out", "--vocab-size", "many"], "a whole number"),
+        (["tokenize", "nowhere", "--to", "out", "--tokenizer", "bytes"], "nowhere"),
+        (
+            ["tokenize", "embedded", "--to", "out", "--tokenizer", "bytes", "--held-out", "half"],
+            "a number",
+        ),
+    ],
+)
+def test_words_that_cannot_be(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert said in capsys.readouterr().err

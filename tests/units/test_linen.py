@@ -1,0 +1,332 @@
+"""Linen modules as units, whatever their methods and classes are wrapped in; and what is passed for
+a Linen model.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from reference import Case, alone, check, linen_loss, traffic, train
+
+import fsdp_jax as fsdp
+
+pytestmark = pytest.mark.core
+
+TOKENS = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+STACKED = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+SHARED = {"variable_axes": {"params": None}, "split_rngs": {"params": False}}
+
+
+def layer(module, x):
+    """With a parameter of its own, modules inside, and another method of the same module's."""
+    scale = module.param("scale", nn.initializers.ones, (x.shape[-1],))
+    h = nn.gelu(nn.Dense(module.widened(x))(nn.LayerNorm()(x)))
+    return x + jnp.einsum("...d,d->...d", nn.Dense(x.shape[-1])(h), scale)
+
+
+class Plain(nn.Module):
+    def widened(self, x):
+        return 2 * x.shape[-1]
+
+    @nn.compact
+    def __call__(self, x):
+        return layer(self, x)
+
+
+class Rematted(Plain):
+    @nn.remat
+    @nn.compact
+    def __call__(self, x):
+        return layer(self, x)
+
+
+class Jitted(Plain):
+    @nn.jit
+    @nn.compact
+    def __call__(self, x):
+        return layer(self, x)
+
+
+class MappedOverRows(Plain):
+    @functools.partial(nn.vmap, **SHARED)
+    @nn.compact
+    def __call__(self, x):
+        return layer(self, x)
+
+
+class Ensemble(Plain):
+    """Three layers side by side."""
+
+    @functools.partial(nn.vmap, in_axes=None, axis_size=3, **STACKED)
+    @nn.compact
+    def __call__(self, x):
+        return layer(self, x)
+
+
+class Scanned(Plain):
+    """Three layers in a row."""
+
+    @functools.partial(nn.scan, length=3, **STACKED)
+    @nn.compact
+    def __call__(self, x, _):
+        return layer(self, x), None
+
+
+class ScannedOverTime(Plain):
+    @functools.partial(
+        nn.scan, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
+    )
+    @nn.compact
+    def __call__(self, carry, x):
+        return carry + layer(self, x), carry
+
+
+CALLS = {
+    Ensemble: lambda layer, x: layer(x).mean(0),
+    Scanned: lambda layer, x: layer(x, None)[0],
+    ScannedOverTime: lambda layer, x: layer(jnp.zeros_like(x[:, 0]), x)[1],
+}
+METHODS = [Plain, Rematted, Jitted, MappedOverRows, *CALLS]
+CLASSES = {
+    "remat": lambda kind: nn.remat(kind),
+    "jit": lambda kind: nn.jit(kind),
+    "vmap": lambda kind: nn.vmap(kind, **SHARED),
+    "ensemble": lambda kind: nn.vmap(kind, in_axes=None, axis_size=3, **STACKED),
+    "jit of remat": lambda kind: nn.jit(nn.remat(kind)),
+}
+
+
+@functools.cache
+def wrapped(name, kind):
+    """Once, as a module would have it at its top: `nn.jit` keeps its traces with the class."""
+    return CLASSES[name](kind)
+
+
+class Model(nn.Module):
+    """`wrap` makes of the kind of its layers what is called."""
+
+    kind: type[nn.Module]
+    wrap: str = ""
+    scan: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 16)(tokens)
+        kind = wrapped(self.wrap, self.kind) if self.wrap else self.kind
+        call = CALLS.get(
+            Ensemble if self.wrap == "ensemble" else self.kind, lambda layer, x: layer(x)
+        )
+        if self.scan:
+            body = nn.scan(lambda module, x, _: (call(module, x), None), length=2, **STACKED)
+            x, _ = body(kind(name="layers"), x, None)
+        else:
+            for i in range(2):
+                x = call(kind(name=f"layer_{i}"), x)
+        return nn.Dense(32)(nn.LayerNorm()(x))
+
+
+def case(model: nn.Module, units: Any = (Plain,)) -> Case:
+    return Case(model, linen_loss, units)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return fsdp.make_mesh(data=8)
+
+
+def as_alone(mesh, case, **settings):
+    run, step = train(case, mesh, steps=2, **settings)
+    check(run, alone(case, steps=2))
+    return step
+
+
+SETTINGS = [
+    (False, False, "full"),
+    (True, True, "none"),
+    (False, True, "none"),
+    (True, False, "full"),
+]
+WRAPPED = [
+    (kind, *settings) for kind in METHODS for settings in SETTINGS[: 4 if kind is Scanned else 2]
+]
+
+
+@pytest.mark.filterwarnings("ignore:unit .* runs inside a loop:fsdp_jax.SlowerWarning")
+@pytest.mark.parametrize(("kind", "scan", "local_batch", "remat"), WRAPPED)
+def test_a_unit_whose_method_is_wrapped_runs_once(mesh, kind, scan, local_batch, remat):
+    as_alone(mesh, case(Model(kind, scan=scan)), local_batch=local_batch, remat=remat)
+
+
+@pytest.mark.parametrize("wrap", CLASSES)
+def test_a_unit_whose_class_is_wrapped_runs_once(mesh, wrap):
+    as_alone(mesh, case(Model(Plain, wrap)), local_batch=True)
+
+
+def test_a_unit_is_gathered_inside_its_own_transform_layer_by_layer(mesh):
+    sharded = shard(mesh, Model(Scanned))
+    step = sharded.train_step(linen_loss, local_batch=True)
+    found = traffic(sharded, step, {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)})
+    assert found["all_gather", "layer_0/Dense_0/kernel"] == 3 * 2
+
+
+def test_a_unit_may_be_handed_another_module(mesh):
+    as_alone(mesh, case(Handing(), units=("Taking",)), local_batch=True)
+
+
+class Taking(nn.Module):
+    @nn.compact
+    def __call__(self, x, other):
+        return nn.Dense(16)(other(x))
+
+
+class Handing(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 16)(tokens)
+        return nn.Dense(32)(Taking()(x, nn.Dense(16, name="shared")))
+
+
+# nn.jit reuses traces
+
+
+def shard(mesh, model, **settings):
+    settings = {"units": ["Plain"], "inputs": (TOKENS,), "min_size": 8} | settings
+    return fsdp.fully_shard(model, optax.adam(1e-3), mesh, **settings)
+
+
+def lowered(sharded, loss=linen_loss):
+    step = sharded.train_step(loss, local_batch=True)
+    step.lower({"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)})
+    return step
+
+
+@pytest.mark.parametrize("model", [Model(Plain, "jit"), Model(Jitted)], ids=["class", "method"])
+def test_norms_inside_jit_are_found_in_every_layer_however_often(mesh, model):
+    for _ in range(2):
+        step = lowered(shard(mesh, model, precision=fsdp.Precision(compute="bfloat16")))
+        computed = {path: str(route.compute) for path, route in step.plan.routes.items()}
+        assert (
+            computed["layer_0/LayerNorm_0/scale"]
+            == computed["layer_1/LayerNorm_0/scale"]
+            == "float32"
+        )
+        assert (
+            computed["layer_0/Dense_0/kernel"] == computed["layer_1/Dense_0/kernel"] == "bfloat16"
+        )
+
+
+def test_boundaries_inside_jit_are_those_of_this_step(mesh):
+    """The parameters are the same arrays in both; only the dtype of what the model returns is
+    another.
+    """
+    found = []
+
+    def loss(model, batch):
+        logits = model(batch["tokens"])
+        found.append(str(logits.dtype))
+        return logits.sum(), 1
+
+    model = nn.jit(Model)(Plain)
+    for output in ("float32", "bfloat16"):
+        precision = fsdp.Precision(compute="bfloat16", output=output)
+        lowered(shard(mesh, model, units="model", precision=precision), loss)
+    assert set(found[: len(found) // 2]) == {"float32"}
+    assert set(found[len(found) // 2 :]) == {"bfloat16"}
+
+
+def test_units_inside_jit_gather_in_every_step(mesh):
+    sharded, batch = (
+        shard(mesh, Model(Plain, "jit")),
+        {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)},
+    )
+    for _ in range(2):
+        found = traffic(sharded, sharded.train_step(linen_loss, local_batch=True), batch)
+        assert (
+            found["all_gather", "layer_0/Dense_0/kernel"]
+            == found["all_gather", "layer_1/Dense_0/kernel"]
+            == 2
+        )
+
+
+class Helping(nn.Module):
+    """Calls a method of its own, and one of a module that is bound to nothing."""
+
+    seen: Any
+
+    def setup(self):
+        self.embed, self.head = nn.Embed(32, 16), nn.Dense(32)
+
+    def hidden(self, tokens):
+        return self.embed(tokens)
+
+    def __call__(self, tokens):
+        assert Plain(parent=None).widened(jnp.zeros((1, 4))) == 8
+        hidden = self.hidden(tokens)
+        self.seen(hidden.dtype)
+        return self.head(hidden)
+
+
+def test_what_a_module_calls_on_itself_is_inside_already(mesh):
+    """Its outputs are cast as the outermost call returns, not before."""
+    seen = []
+    precision = fsdp.Precision(compute="bfloat16", output="float32")
+    lowered(shard(mesh, Helping(seen.append), units="model", precision=precision))
+    assert set(seen[1:]) == {jnp.dtype("bfloat16")}  # the first is of the example inputs
+
+
+# What is passed for a model
+
+
+class Training(nn.Module):
+    @nn.compact
+    def __call__(self, tokens, *, train):
+        return nn.Dense(32)(nn.Dropout(0.5, deterministic=not train)(nn.Embed(32, 16)(tokens)))
+
+
+def training_loss(model, batch):
+    return linen_loss(lambda tokens: model(tokens, train=False), batch)
+
+
+def test_inputs_by_name(mesh):
+    model = shard(mesh, Training(), units="model", inputs={"tokens": TOKENS, "train": True})
+    step = model.train_step(training_loss)
+    _, metrics = step(model.init(0), {"tokens": jnp.zeros((8, 9), jnp.int32)})
+    assert jnp.isfinite(metrics["loss"])
+
+
+class Silent(nn.Module):
+    """Without `__call__`."""
+
+
+MISTAKES = {
+    "a flag is missing": (Training(), (TOKENS,), "do not fit the model", "Training", r"train\)", "'train'", "inputs="),
+    "of another name": (Training(), {"token": TOKENS, "train": True}, "do not fit the model", "'tokens'", "inputs="),
+    "a bare array": (Training(), TOKENS, "not a tuple of arguments, nor a dict", "ShapeDtypeStruct", r"\(tokens,\)"),
+    "no inputs": (Training(), None, "needs example inputs", "inputs="),
+    "no __call__": (Silent(), (), "no __call__", "Silent", "__call__"),
+    "a class": (Training, (TOKENS,), "a class, not a model", "Training", r"Model\(...\), and inputs="),
+    "bound": (Training().bind({}), (TOKENS,), "bound to its variables", "Training", "unbind"),
+    "ToNNX": (nnx.bridge.ToNNX(Plain(), rngs=nnx.Rngs(0)), None, "wrapped for NNX", "ToNNX", "the Linen module itself"),
+    "ToLinen": (nnx.bridge.ToLinen(nnx.Linear), (TOKENS,), "wrapped for Linen", "ToLinen", "lambda rngs"),
+    "a train state": (
+        TrainState.create(apply_fn=Plain().apply, params={}, tx=optax.sgd(1.0)), (TOKENS,),
+        "a train state, not a model", "TrainState", "apply_fn",
+    ),
+    "an object around": (SimpleNamespace(module=Plain()), None, "around a module", "SimpleNamespace", "its attribute"),
+    "parameters": ({"kernel": 1}, None, "not a model", "dict", "lambda rngs"),
+    "makes no NNX": (lambda rngs: Plain(), None, "makes no NNX model", "Plain", "a Linen module is passed itself"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_no_model_and_inputs_that_do_not_fit(mesh, mistake):
+    model, inputs, what, *said = MISTAKES[mistake]
+    with pytest.raises(ValueError, match=what + r"\n(.*\n)*.*" + r"(.*\n)*.*".join(said)):
+        shard(mesh, model, inputs=inputs)

@@ -1,0 +1,110 @@
+"""Model state beside the parameters, with local batches: constants pass, what the batch changes is
+refused.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import fsdp_jax as fsdp
+
+pytestmark = pytest.mark.core
+
+BATCH = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+ALONG_LAYERS = {"params": 0, "constants": 0, "batch_stats": 0}
+
+
+def loss(model, batch):
+    return jnp.sum(model(batch["x"]) ** 2), batch["x"].size
+
+
+class LinenBlock(nn.Module):
+    norm: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        table = self.variable("constants", "table", lambda: jnp.linspace(0.0, 1.0, 8))
+        x = nn.Dense(8)(x) + jnp.broadcast_to(table.value, x.shape)
+        return nn.BatchNorm(use_running_average=False)(x) if self.norm else x
+
+
+class LinenModel(nn.Module):
+    norm: bool
+    wrap: str
+
+    @nn.compact
+    def __call__(self, x):
+        kind = {"jit": nn.jit, "remat": nn.remat}.get(self.wrap, lambda kind: kind)(LinenBlock)
+        if self.wrap != "scan":
+            return kind(self.norm, name="two")(kind(self.norm, name="one")(x))
+        layers = nn.scan(
+            lambda module, x, _: (module(x), None),
+            length=2,
+            variable_axes=ALONG_LAYERS,
+            split_rngs={"params": True},
+        )
+        return layers(kind(self.norm, name="layers"), x, None)[0]
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, norm, rngs):
+        self.dense, self.table = (
+            nnx.Linear(8, 8, rngs=rngs),
+            nnx.Variable(jnp.linspace(0.0, 1.0, 8)),
+        )
+        self.norm = nnx.BatchNorm(8, rngs=rngs) if norm else lambda x: x
+
+    def __call__(self, x):
+        return self.norm(self.dense(x) + jnp.broadcast_to(self.table[...], x.shape))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, norm, wrap, rngs):
+        self.wrap = {"jit": nnx.jit, "remat": nnx.remat}.get(wrap, lambda fn: fn)
+        self.scan = wrap == "scan"
+        if self.scan:
+            self.layers = nnx.vmap(lambda rngs: NnxBlock(norm, rngs), in_axes=0)(rngs.split(2))
+        else:
+            self.one, self.two = NnxBlock(norm, rngs), NnxBlock(norm, rngs)
+
+    def __call__(self, x):
+        def run(block, x):
+            return block(x)
+
+        if self.scan:
+            return nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+        return self.wrap(run)(self.two, self.wrap(run)(self.one, x))
+
+
+def step(library, norm, wrap):
+    mesh, tx = fsdp.make_mesh(data=8), optax.adam(1e-3)
+    if library == "nnx":
+        sharded = fsdp.fully_shard(
+            lambda rngs: NnxModel(norm, wrap, rngs), tx, mesh, units=[NnxBlock], min_size=8
+        )
+    else:
+        model = LinenModel(norm, wrap)
+        sharded = fsdp.fully_shard(
+            model, tx, mesh, units=[LinenBlock], inputs=(BATCH["x"],), min_size=8
+        )
+    return sharded.train_step(loss, accumulation=2, local_batch=True)
+
+
+@pytest.mark.parametrize("wrap", ["", "jit", "remat", "scan"])
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_a_constant_is_no_batch_state(library, wrap):
+    step(library, False, wrap).lower(BATCH)
+
+
+@pytest.mark.parametrize("wrap", ["", "jit", "remat", "scan"])
+@pytest.mark.parametrize(
+    ("library", "path"), [("linen", "batch_stats/.*/mean"), ("nnx", ".*norm/mean")]
+)
+def test_batch_statistics_are_refused_by_their_path(library, path, wrap):
+    with pytest.raises(
+        ValueError, match=rf"computed from the batch.*\n.*where: +{path}\n(.*\n)*.*local_batch"
+    ):
+        step(library, True, wrap).lower(BATCH)

@@ -1,0 +1,95 @@
+"""A unit inside a loop of the model's own is gathered in every turn, and that is said."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from reference import gpt
+
+import fsdp_jax as fsdp
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+
+pytestmark = pytest.mark.core
+
+
+class Cell(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, carry, x):
+        return jnp.tanh(self.linear(carry + x)), carry
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, rngs, loop):
+        self.cell, self.loop = Cell(rngs), loop
+
+    def __call__(self, x_BTD):
+        start = jnp.zeros_like(x_BTD[:, 0])
+        if self.loop == "while":
+            turns = jax.lax.while_loop(
+                lambda c: c[1] < x_BTD.shape[1],
+                lambda c: (self.cell(c[0], x_BTD[:, 0])[0], c[1] + 1),
+                (start, 0),
+            )
+            return turns[0]
+        step = nnx.scan(
+            lambda carry, cell, x: cell(carry, x),
+            in_axes=(nnx.Carry, None, 1),
+            out_axes=(nnx.Carry, 1),
+        )
+        return step(start, self.cell, x_BTD)[0]
+
+
+def loss(model, batch):
+    return (model(batch["x"]) ** 2).sum(), batch["x"].shape[0]
+
+
+@pytest.mark.parametrize("local_batch", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_unit_inside_a_loop_over_time(local_batch, accumulation):
+    batch = {"x": np.ones((16, 5, 8), np.float32)}
+
+    def step(units):
+        sharded = fsdp.fully_shard(
+            lambda rngs: Recurrent(rngs, "scan"),
+            optax.sgd(0.1),
+            fsdp.make_mesh(data=8),
+            units=units,
+            min_size=8,
+        )
+        return sharded.train_step(loss, local_batch=local_batch, accumulation=accumulation)
+
+    with pytest.warns(
+        fsdp.SlowerWarning,
+        match=r"unit 'cell' is gathered 5 times in each .* module around the loop",
+    ):
+        step([Cell]).lower(batch)
+    step("model").lower(batch)  # a warning would be an error
+
+
+def test_a_unit_inside_a_while_loop():
+    sharded = fsdp.fully_shard(
+        lambda rngs: Recurrent(rngs, "while"),
+        optax.sgd(0.1),
+        fsdp.make_mesh(data=8),
+        units=[Cell],
+        min_size=8,
+    )
+    batch = {"x": np.ones((16, 5, 8), np.float32)}
+    with pytest.warns(
+        fsdp.SlowerWarning, match="unit 'cell' is gathered in every turn of a while loop"
+    ):
+        sharded.eval_step(loss).lower(batch)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_layer_scan_repeats_nothing(scan):
+    sharded = fsdp.fully_shard(
+        gpt(scan), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Block], min_size=8
+    )
+    batch = {"tokens": jax.ShapeDtypeStruct((32, 9), "int32")}
+    sharded.train_step(next_token_loss, accumulation=4).lower(batch)  # a warning would be an error

@@ -1,0 +1,341 @@
+"""Units: which parameters are gathered together, when the copy is dropped, and what the model is
+left to know of it.
+"""
+
+import dataclasses
+import re
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from reference import CASES, CNN, LinenTransformer, gpt, linen_loss, traffic
+
+import fsdp_jax as fsdp
+from fsdp_jax.hlo.collectives import read_program
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import GPT, Block, preset
+from fsdp_jax.units.nnx import NnxModel
+from fsdp_jax.units.unit import choose_units
+
+pytestmark = pytest.mark.core
+
+TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return fsdp.make_mesh(data=8)
+
+
+def shard(mesh, model=None, strategy="full_shard", units=(Block,), **settings):
+    return fsdp.fully_shard(
+        model or gpt(False), optax.adam(1e-3), mesh, strategy, units, min_size=8, **settings
+    )
+
+
+def owners(model, units, stacked=None):
+    adapter = NnxModel(model)
+    sizes = {path: int(np.prod(leaf.shape)) for path, leaf in _flat(adapter.params).items()}
+    return choose_units(adapter.modules, units, sizes, stacked or {})
+
+
+def _flat(tree):
+    from fsdp_jax.tree import flatten
+
+    return flatten(tree)
+
+
+# Choosing
+
+
+def test_by_class_the_innermost_unit_owns():
+    found = owners(gpt(False), [Block, "MLP"])
+    assert found["blocks/0/mlp/up/kernel"] == "blocks/0/mlp"
+    assert found["blocks/0/attn/qkv/kernel"] == "blocks/0"
+    assert found["embed/embedding"] is None
+
+
+def test_by_base_class_and_by_name_are_the_same():
+    class Mine(Block):
+        pass
+
+    assert owners(gpt(False), [nnx.Linear]) == owners(gpt(False), ["Linear"])
+    assert owners(gpt(False), [Block]) == owners(gpt(False), "Block")
+
+
+def test_by_size_small_modules_join_the_one_around():
+    small, large = owners(gpt(False), 400), owners(gpt(False), 2100)
+    assert small["blocks/0/mlp/up/kernel"] == "blocks/0/mlp/up"
+    assert small["embed/embedding"] == "embed"
+    assert large["blocks/0/mlp/up/kernel"] == "blocks/0/mlp"
+    assert large["embed/embedding"] is None
+
+
+def test_scan_takes_the_stack_and_model_takes_all():
+    stacked = {path: 1 for path in owners(gpt(True), "model") if path.startswith("blocks")}
+    assert owners(gpt(True), "scan", stacked)["blocks/mlp/up/kernel"] == "blocks"
+    assert owners(gpt(True), "scan", stacked)["ln_f/scale"] is None
+    assert set(owners(gpt(True), "model").values()) == {""}
+
+
+def test_what_two_units_share_is_gathered_once_on_entry():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.one, self.two = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+            self.two.kernel = self.one.kernel
+
+        def __call__(self, x):
+            return self.two(self.one(x))
+
+    found = owners(lambda rngs: Tied(rngs), [nnx.Linear])
+    assert found == {"one/kernel": None, "one/bias": "one", "two/bias": "two"}
+
+
+@pytest.mark.parametrize(
+    ("units", "said"),
+    [
+        (["Blok"], "no module of class 'Blok' in the model\n.*units\n.*did you mean 'Block'"),
+        (10**9, "no module has that many parameters\n.*units.min_params\n.*1000000000\n.*at most"),
+        ("scan", "no stacked layers in the model\n.*units='scan'"),
+    ],
+)
+def test_units_that_fit_nothing(units, said):
+    with pytest.raises(ValueError, match=said):
+        owners(gpt(False), units)
+
+
+# Gathering, dropping, gathering again
+
+
+def gathers(sharded, **settings):
+    """{kernel or table: times a step} that it is gathered. (No gradient needs a bias again.)"""
+    found = traffic(sharded, sharded.train_step(next_token_loss, **settings), TOKENS)
+    one = "all_gather" if settings.get("local_batch") else "optimization_barrier"
+    return {
+        path: times
+        for (operation, path), times in found.items()
+        if operation == one and re.search("kernel|embedding", path)
+    }
+
+
+@pytest.mark.parametrize("local_batch", [True, False])
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_full_shard_gathers_in_forward_and_again_in_backward(mesh, scan, remat, local_batch):
+    """The control is the strategy that gathers once."""
+    model = gpt(scan, layers=3)
+    per_unit = gathers(shard(mesh, model, remat=remat), local_batch=local_batch)
+    once = gathers(shard(mesh, model, "shard_grad_op", remat=remat), local_batch=local_batch)
+    assert set(once.values()) == {1}
+    layers = 3 if scan else 1  # a stack is gathered whole, or layer by layer
+    assert per_unit == {path: 2 * layers if "blocks" in path else 1 for path in once}
+
+
+def test_what_xla_keeps_of_them_is_twice_a_layer_too(mesh):
+    """In the compiled program, where the loops of forward and backward keep the two apart on every
+    backend.
+    """
+    sharded = shard(mesh, gpt(True, layers=3), "full_shard")
+    text = sharded.train_step(next_token_loss, local_batch=True).compile(TOKENS).as_text()
+    found = Counter()
+    for one in read_program(text, sharded.layout.mesh.shape).collectives:
+        found.update({path: one.count for path in one.paths if one.op == "all-gather"})
+    assert found["blocks/attn/qkv/kernel"] == 6
+
+
+@pytest.mark.parametrize("local_batch", [True, False])
+def test_a_parameter_read_outside_its_unit_is_an_error(mesh, local_batch):
+    def peeking(model, batch):
+        return jnp.sum(model.blocks[0].mlp.up.kernel[...] * 1.0), 1
+
+    with pytest.raises(
+        ValueError, match=r"read outside its unit\n.*blocks/0/mlp/up/kernel\n.*blocks/0"
+    ):
+        shard(mesh).train_step(peeking, local_batch=local_batch).lower(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("local_batch", "said"),
+    [
+        (True, "a stack of layers is sharded along its layers"),
+        (False, "a layer scan slices a sharded dim"),
+    ],
+)
+def test_a_sharded_layer_dim_is_refused_where_the_scan_slices_it(mesh, local_batch, said):
+    rules = [("blocks/mlp/up/kernel", ("data",))]
+    config = preset("tiny", vocab_size=32, sequence_length=8, layers=8, width=16, heads=2)
+    sharded = shard(mesh, lambda rngs: GPT(config, rngs=rngs), rules=rules)
+    with pytest.raises(ValueError, match=rf"{said}\n.*blocks/mlp/up/kernel"):
+        sharded.train_step(next_token_loss, local_batch=local_batch).lower(TOKENS)
+
+
+# What the model is left to know
+
+
+def test_the_users_classes_are_not_touched(mesh):
+    before = dict(vars(Block))
+    sharded = shard(mesh)
+    sharded.train_step(next_token_loss).lower(TOKENS)
+    assert dict(vars(Block)) == before
+    assert type(sharded.model(sharded.init(0)).blocks[0]) is Block
+
+
+def test_what_a_layer_takes_to_lay_out_does_not_grow_with_their_number(mesh):
+    def calls(layers):
+        counted = [0]
+
+        def count(*_):
+            counted[0] += 1
+
+        sys.setprofile(count)
+        try:
+            shard(mesh, gpt(False, layers=layers))
+        finally:
+            sys.setprofile(None)
+        return counted[0]
+
+    calls(2)  # what happens once in a process
+    four, eight, sixteen = (calls(layers) for layers in (4, 8, 16))
+    assert sixteen - eight < 2.1 * (eight - four)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_random_streams_are_the_models_own_and_so_is_what_is_drawn(mesh, scan):
+    make_model = gpt(scan, dropout=0.5)
+    sharded = shard(mesh, make_model)
+    model, plain = (
+        sharded.model(sharded.init(3)),
+        make_model(nnx.Rngs(jax.random.split(jax.random.key(3))[0])),
+    )
+    assert type(model.dropout.rngs) is nnx.RngStream
+    drawn, expected = (
+        {path: leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(m))}
+        for m in (model, plain)
+    )
+    assert drawn.keys() == expected.keys()
+    for path, leaf in drawn.items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, expected[path] = jax.random.key_data(leaf), jax.random.key_data(expected[path])
+        np.testing.assert_allclose(leaf, expected[path], rtol=1e-6, err_msg=str(path))
+
+
+def test_paths_are_the_models_own(mesh):
+    nnx_paths = set(shard(mesh).layout.by_path)
+    assert {"blocks/0/attn/qkv/kernel", "embed/embedding", "ln_f/scale"} <= nnx_paths
+    case = CASES["linen-transformer"]
+    linen_paths = set(shard(mesh, case.model, units=case.units, **case.inputs).layout.by_path)
+    assert {"Embed_0/embedding", "ScanLinenBlock_0/Dense_0/kernel"} <= linen_paths
+
+
+def test_unrolled_linen_layers_are_units_too(mesh):
+    sharded = shard(
+        mesh,
+        LinenTransformer(scan=False),
+        units=["LinenBlock"],
+        inputs=CASES["linen-transformer"].inputs["inputs"],
+    )
+    assert sharded.units["layer_0/Dense_0/kernel"] == "layer_0"
+    step = sharded.train_step(linen_loss)
+    _, metrics = step(sharded.init(0), CASES["linen-transformer"].batch(0))
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_frozen_parameters_are_sharded_and_stay(mesh):
+    case = CASES["nnx-gpt-scanned"]
+    sharded = shard(mesh, case.model, frozen=["embed", "blocks/mlp"])
+    assert (
+        sharded.layout.by_path["embed/embedding"].bytes_per_device
+        < sharded.layout.by_path["embed/embedding"].bytes
+    )
+    assert not any(
+        "mlp" in leaf.path or "embed/" in leaf.path
+        for leaf in jax.tree.leaves(sharded.layout.optimizer)
+    )
+    state = sharded.init(0)
+    before = jax.device_get(state.params)
+    state, _ = sharded.train_step(case.loss)(state, case.batch(0))
+    after = jax.device_get(state.params)
+    np.testing.assert_array_equal(
+        before["blocks"]["mlp"]["up"]["kernel"], after["blocks"]["mlp"]["up"]["kernel"]
+    )
+    assert (
+        before["blocks"]["attn"]["qkv"]["kernel"] != after["blocks"]["attn"]["qkv"]["kernel"]
+    ).any()
+
+
+def test_an_unmodified_model_runs_in_bfloat16_and_its_norms_in_float32(mesh):
+    seen = {}
+
+    class Watched(CNN):
+        def __call__(self, images):
+            seen["in"] = images.dtype
+            seen["norm"], seen["conv"] = self.norm.scale.dtype, self.conv.kernel.dtype
+            hidden = self.norm(self.conv(images))
+            seen["hidden"] = hidden.dtype
+            return self.head(nnx.relu(self.wide(nnx.relu(hidden))).mean((1, 2)))
+
+    case = CASES["nnx-cnn-batchnorm"]
+    precision = fsdp.Precision(compute="bfloat16", output="float32")
+    sharded = shard(mesh, lambda rngs: Watched(rngs=rngs), units="model", precision=precision)
+
+    def loss(model, batch):
+        out = model(batch["x"])
+        seen["out"] = out.dtype
+        return out.sum(), 1
+
+    sharded.train_step(loss).lower(case.batch(0))
+    names = {key: str(dtype) for key, dtype in seen.items()}
+    assert names == {
+        "in": "bfloat16", "norm": "float32", "conv": "bfloat16", "hidden": "bfloat16", "out": "float32"
+    }  # fmt: skip
+
+
+def test_dropout_differs_between_devices_where_each_sees_its_own_batch():
+    case = CASES["nnx-gpt-scanned"]
+    sharded = shard(fsdp.make_mesh(data=8), gpt(True, dropout=0.5))
+
+    def loss(model, batch):
+        return next_token_loss(model, batch, train=True)
+
+    step = sharded.train_step(loss, accumulation=2, deferred_reduction=True, local_batch=True)
+    same = {key: np.repeat(value[:1], 32, axis=0) for key, value in case.batch(0).items()}
+    state, first = step(sharded.init(0), same)
+    _, second = step(state, same)
+    assert np.isfinite(float(first["loss"]))
+    assert float(first["loss"]) != float(second["loss"])
+
+
+KERNELS = ("16x48", "16x64", "64x16")
+
+
+@pytest.fixture
+def mixed(mesh):
+    config = preset("tiny", vocab_size=40, sequence_length=8, layers=2, width=16, heads=2)
+    return shard(
+        mesh, lambda rngs: GPT(config, rngs=rngs), precision=fsdp.Precision(compute="bfloat16")
+    )
+
+
+def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mixed):
+    """In the program that XLA is given, by annotations: every weight crosses the barrier in
+    bfloat16.
+    """
+    text = mixed.train_step(next_token_loss).lower(TOKENS).as_text()
+    fenced = re.findall(r"stablehlo.optimization_barrier %\S+ : tensor<(\S+)x(bf16|f32)>", text)
+    kernels = [dtype for shape, dtype in fenced if shape in KERNELS]
+    assert kernels
+    assert set(kernels) == {"bf16"}
+
+
+@pytest.mark.parametrize("prefetch", ["none", "post", "pre"])
+def test_a_gather_by_name_is_of_the_shard_in_bfloat16(mixed, prefetch):
+    mixed = dataclasses.replace(mixed, prefetch=prefetch)
+    text = mixed.train_step(next_token_loss, local_batch=True).lower(TOKENS).as_text()
+    gathered = re.findall(r"stablehlo.all_gather.*-> tensor<(\S+)x(bf16|f32)>", text)
+    kernels = {shape: dtype for shape, dtype in gathered if shape in KERNELS}
+    assert kernels == dict.fromkeys(KERNELS, "bf16")
