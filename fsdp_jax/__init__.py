@@ -1,4 +1,4 @@
-"""Fully Sharded Data Parallel for JAX and Flax: ZeRO-1, -2, -3 and hybrid, by sharding annotations."""
+"""Fully Sharded Data Parallel for JAX and Flax, by sharding annotations: ZeRO-1, -2, -3, hybrid."""
 
 from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.errors import ConfigError, SlowerWarning
@@ -8,11 +8,14 @@ from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
 from fsdp_jax.sharding.strategy import STRATEGIES
-from fsdp_jax.step.compiled_step import NonFiniteError, Step
+from fsdp_jax.step.compiled_step import CompiledStep, NonFiniteError
 from fsdp_jax.step.state import TrainState
+
+Step = CompiledStep  # its name up to 0.1
 
 __all__ = [
     "STRATEGIES",
+    "CompiledStep",
     "ConfigError",
     "Layout",
     "NonFiniteError",

@@ -30,7 +30,7 @@ from fsdp_jax.sharding.mesh import (
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import MIN_SIZE, Axis, Placement, Rule, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
-from fsdp_jax.step.compiled_step import Step
+from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.state import (
     TrainState,
     abstract_rest,
@@ -42,7 +42,7 @@ from fsdp_jax.step.state import (
 )
 from fsdp_jax.step.train_step import StepPlan, forward, sum_and_count, train_step
 from fsdp_jax.tree import PyTree, flatten, unflatten
-from fsdp_jax.units.collectives import Mode, Route
+from fsdp_jax.units.collectives import Mode, ParamComm
 from fsdp_jax.units.model import Boundary, LossFn, Model
 from fsdp_jax.units.unit import ROOT, Remat, Units, choose_units
 from fsdp_jax.validation import (
@@ -126,7 +126,9 @@ def fully_shard(
     held = _matching(frozen, shapes, "frozen")
     placements = settings.place(adapter.params, mesh, stacked=depth)
     _check_hybrid(strategy, placements)
-    dtypes = {path: precision.at_rest(leaf.dtype, path not in held) for path, leaf in made.items()}
+    dtypes = {
+        path: precision.storage_dtype(leaf.dtype, path not in held) for path, leaf in made.items()
+    }
     resting = {path: jax.ShapeDtypeStruct(leaf.shape, dtypes[path]) for path, leaf in made.items()}
     sizes = {path: prod(shape[depth.get(path, 0) :]) for path, shape in shapes.items()}
     owners = choose_units(adapter.modules, units, sizes, depth, remat)
@@ -204,7 +206,7 @@ def _copies(
     if strategy.gather != "never" or not strategy.shards_optimizer:
         return {}
     computed = {
-        path: precision.travel(path in kept, leaf.dtype)[0] for path, leaf in resting.items()
+        path: precision.comm_dtypes(path in kept, leaf.dtype)[0] for path, leaf in resting.items()
     }
     return {
         path: jax.ShapeDtypeStruct(leaf.shape, computed[path])
@@ -366,7 +368,7 @@ class Sharded:
         local_batch: bool = False,
         clip: float | None = None,
         abort_after: int | None = 10,
-    ) -> Step:
+    ) -> CompiledStep:
         """The training step: `state, metrics = step(state, batch)`.
 
         Args:
@@ -407,7 +409,7 @@ class Sharded:
             self._model,
             self.layout,
             self._tx,
-            self._routes("manual" if local_batch else "annotate"),
+            self._param_comms("manual" if local_batch else "annotate"),
             self._boundaries(),
             loss_fn,
             remat=self.remat,
@@ -418,11 +420,11 @@ class Sharded:
             local_batch=local_batch,
         )
         outputs = state_shardings(self.layout), replicated(self.layout.mesh)
-        return Step(
+        return CompiledStep(
             train_step, plan, self.abstract_state(), outputs, donate=True, abort_after=abort_after
         )
 
-    def eval_step(self, loss_fn: LossFn) -> Step:
+    def eval_step(self, loss_fn: LossFn) -> CompiledStep:
         """`step(state, batch) -> (sum, count)` with the model in inference mode; the state is kept."""
         plan = self._plain(lambda model, batch: sum_and_count(loss_fn(model, batch)))
 
@@ -430,7 +432,7 @@ class Sharded:
             rows = jax.tree.leaves(batch)[0].shape[1]
             return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows)
 
-        return Step(
+        return CompiledStep(
             run,
             plan,
             self.abstract_state(),
@@ -457,34 +459,34 @@ class Sharded:
             self._model,
             self.layout,
             self._tx,
-            self._routes("annotate"),
+            self._param_comms("annotate"),
             self._boundaries(),
             fn,
             remat=self.remat,
         )
 
-    def _routes(self, mode: Mode) -> dict[str, Route]:
+    def _param_comms(self, mode: Mode) -> dict[str, ParamComm]:
         kept = _kept(self._model, self.precision)
         copies = flatten(self.layout.other[COPIES])
-        routes = {}
+        comms = {}
         for path, leaf in self.layout.by_path.items():
-            compute, reduced = self.precision.travel(path in kept, leaf.dtype)
-            routes[path] = Route(
+            compute, reduced = self.precision.comm_dtypes(path in kept, leaf.dtype)
+            comms[path] = ParamComm(
                 path,
                 self.units[path],
                 len(leaf.shape),
                 leaf.mesh,
                 PartitionSpec() if path in copies else leaf.spec,
-                leaf.work,
+                leaf.grad_spec,
                 compute,
                 reduced,
                 leaf.dtype,
                 mode,
                 leaf.stacked,
-                hops=mode == "manual" and _hops(leaf.mesh),
+                per_axis=mode == "manual" and _hops(leaf.mesh),
                 trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
             )
-        return routes
+        return comms
 
     def _boundaries(self) -> dict[str, Boundary]:
         """What happens at which module: units gather; where dtypes mix, inputs are cast and float32

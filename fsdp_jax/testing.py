@@ -20,13 +20,13 @@ from fsdp_jax.certify import Certificate, CertifyError, Tolerance, certify
 from fsdp_jax.contract.contract import Contract, check_contract
 from fsdp_jax.planner import parse_topology
 from fsdp_jax.sharding.mesh import make_mesh
-from fsdp_jax.step.compiled_step import Step
+from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
 
 __all__ = ["Certificate", "CertifyError", "Tolerance", "assert_contract", "certify", "mesh_of"]
 
 
-def assert_contract(step: Step, batch: PyTree) -> Contract:
+def assert_contract(step: CompiledStep, batch: PyTree) -> Contract:
     """Compiles a step for its mesh and holds what the program sends to what the layout declares.
 
     Args:

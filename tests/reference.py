@@ -260,7 +260,7 @@ def covering(
 def train(
     case: Case, mesh: jax.sharding.Mesh, strategy: str = "full_shard", *, steps: int = STEPS, accumulation: int = 1,
     deferred: bool = False, local_batch: bool = False, clip: float | None = None, **settings: Any,
-) -> tuple[Run, fsdp.Step]:  # fmt: skip
+) -> tuple[Run, fsdp.CompiledStep]:  # fmt: skip
     """The same run by the library, and its step."""
     sharded = fsdp.fully_shard(
         make_model(case),
@@ -293,7 +293,7 @@ def check(found: Run, expected: Run, *, loss: float = 1e-5, params: float = 1e-4
         np.testing.assert_allclose(found[1][path], value, atol=params, rtol=params, err_msg=path)
 
 
-def traffic(sharded: fsdp.Sharded, step: fsdp.Step, batch: Any) -> Counter[tuple[str, str]]:
+def traffic(sharded: fsdp.Sharded, step: fsdp.CompiledStep, batch: Any) -> Counter[tuple[str, str]]:
     """{(operation, parameter): times a step} of the traced step, before XLA merges or moves
     anything.
 

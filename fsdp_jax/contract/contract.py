@@ -22,7 +22,7 @@ from fsdp_jax.hlo.partitioner_log import Rematerialization, rematerializations
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.mesh import data_axes
 from fsdp_jax.sharding.rules import MIN_SIZE
-from fsdp_jax.step.compiled_step import Step
+from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tables import html_table, text_table
 from fsdp_jax.tree import PyTree
@@ -142,7 +142,7 @@ class Contract:
         return "\n".join(lines)
 
 
-def check_contract(step: Step, batch: PyTree) -> Contract:
+def check_contract(step: CompiledStep, batch: PyTree) -> Contract:
     """Compiles a step for its mesh and holds the program to what the step declares.
 
     Args:
@@ -190,7 +190,7 @@ def _whole(plan: StepPlan) -> list[Leaf]:
     return [
         leaf
         for path, leaf in plan.layout.by_path.items()
-        if not any(leaf.work) and size[path] >= MIN_SIZE
+        if not any(leaf.grad_spec) and size[path] >= MIN_SIZE
     ]
 
 

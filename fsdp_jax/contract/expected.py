@@ -60,9 +60,9 @@ def expected_of(plan: StepPlan) -> list[Expected]:
     copies = flatten(plan.layout.other.get(COPIES, {}))
     strategy, mesh = plan.layout.strategy, plan.layout.mesh
     for path, leaf in plan.layout.by_path.items():
-        route = plan.routes[path]
-        spec = leaf.spec if path in copies or strategy.gather != "never" else leaf.work
-        times, dtype = _gathers(plan, path), route.compute
+        comm = plan.comms[path]
+        spec = leaf.spec if path in copies or strategy.gather != "never" else leaf.grad_spec
+        times, dtype = _gathers(plan, path), comm.compute
         if path not in copies and strategy.gather == "never":  # the updated parameter itself
             dtype = leaf.dtype
         shapes = leaf.shape[leaf.stacked :], leaf.shape
@@ -75,8 +75,8 @@ def expected_of(plan: StepPlan) -> list[Expected]:
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         times = 1 if plan.deferred else plan.accumulation
-        reduce = route.reduce if plan.local_batch else route.compute
-        scattered = _axes(leaf.work)
+        reduce = comm.reduce if plan.local_batch else comm.compute
+        scattered = _axes(leaf.grad_spec)
         rest = tuple(axis for axis in batch_axes(mesh) if axis not in scattered)
         if scattered:
             found.append(
@@ -86,7 +86,7 @@ def expected_of(plan: StepPlan) -> list[Expected]:
             )
         parts = prod(mesh.shape[axis] for axis in scattered)
         if prod(mesh.shape[axis] for axis in rest) > 1:
-            part = NamedSharding(mesh, leaf.work).shard_shape(leaf.shape)
+            part = NamedSharding(mesh, leaf.grad_spec).shard_shape(leaf.shape)
             kept = part[leaf.stacked :], part
             found.append(
                 _one(path, "reduce", "all-reduce", reduce, plan, rest, times * size // parts, kept)
@@ -98,7 +98,7 @@ def _gathers(plan: StepPlan, path: str) -> int:
     """How often a parameter is gathered in a step."""
     if not plan.per_unit:
         return 1
-    return plan.accumulation * (1 if plan.routes[path].unit is None else 2)
+    return plan.accumulation * (1 if plan.comms[path].unit is None else 2)
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:

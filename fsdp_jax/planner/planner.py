@@ -24,7 +24,7 @@ from fsdp_jax.planner.machines.network import Network
 from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.planner.plan import Plan
 from fsdp_jax.sharding.mesh import REPLICA, shape_of
-from fsdp_jax.step.compiled_step import Step
+from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import PyTree
 
@@ -58,7 +58,7 @@ class Work:
 
 
 def compiled_plan(
-    step: Step, batch: PyTree, topology: Topology, work: Work, cache: Path | None
+    step: CompiledStep, batch: PyTree, topology: Topology, work: Work, cache: Path | None
 ) -> Plan:
     """The plan of a step whose mesh is of `topology.devices()`.
 
@@ -108,7 +108,7 @@ def player_of(module: Module, sent: Sent, plan: StepPlan, efficiency: Efficiency
     )
 
 
-def analytic_plan(step: Step, batch: PyTree, topology: Topology, work: Work) -> Plan:
+def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: Work) -> Plan:
     """The plan of a step whose mesh may be of `stand_ins(topology)`: from the traced program,
     without any compiler.
     """
@@ -150,7 +150,9 @@ def _check(topology: Topology) -> None:
         raise ConfigError(message(what, where="topology", got=topology.name, fix=fix))
 
 
-def _refused(step: Step, batch: PyTree, topology: Topology, work: Work, program: Program) -> Plan:
+def _refused(
+    step: CompiledStep, batch: PyTree, topology: Topology, work: Work, program: Program
+) -> Plan:
     """XLA's word for the peak, and for the rest what can be known without a program."""
     assert program.refused_bytes is not None
     said = f"XLA refuses to compile it: it would take {human_bytes(program.refused_bytes)}"

@@ -13,7 +13,7 @@ from fsdp_jax.planner.plan import Plan
 from fsdp_jax.planner.planner import Work, analytic_plan, logits_bytes
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.strategy import get_strategy
-from fsdp_jax.step.compiled_step import Step
+from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.unit import Remat
 
@@ -44,7 +44,7 @@ class Knobs:
         return " ".join(f"--{key} {value}" for key, value in self.keys().items())
 
 
-Make = Callable[[Knobs, Sequence[Any]], tuple[Step, PyTree]]
+Make = Callable[[Knobs, Sequence[Any]], tuple[CompiledStep, PyTree]]
 """A step with these knobs on these devices, which need not be there, and the shapes of its global batch."""
 
 

@@ -24,7 +24,7 @@ from fsdp_jax.prefetch.vjp import (
     typeful,
     zeros,
 )
-from fsdp_jax.units.collectives import Route
+from fsdp_jax.units.collectives import ParamComm
 
 
 class _State(NamedTuple):
@@ -45,7 +45,7 @@ class LayerScan:
 
     Attributes:
         layer: takes [*consts, *carry, *others of this layer], returns [*carry, *ys].
-        routes: path -> how a layer's parameter travels.
+        comms: path -> how a layer's parameter travels.
         length: layers.
         carried: how many values are carried.
         reverse: the last layer first.
@@ -55,7 +55,7 @@ class LayerScan:
     """
 
     layer: Layer
-    routes: Mapping[str, Route]
+    comms: Mapping[str, ParamComm]
     length: int
     carried: int
     reverse: bool
@@ -116,7 +116,7 @@ class LayerScan:
 
     def ready(self, values: Arrays, layer: Any) -> Arrays:
         """That layer's parameters, gathered."""
-        return fetch_all(self.routes, self.at(values, layer))
+        return fetch_all(self.comms, self.at(values, layer))
 
     def _forward(
         self,
@@ -178,7 +178,7 @@ class LayerScan:
         slots = {
             path: pending.get(path, value)
             for path, value in values.items()
-            if self.routes[path].trained
+            if self.comms[path].trained
         }
         start = _State(carry, zeros(floats(consts)), zeros(floats(others)), zeros(slots))
         state = back.pre(start, *residual) if self.pre else back.post(start, residual[0])
@@ -220,7 +220,7 @@ class _Backward:
             state = self._land(state, number + 1, grads)
             shards, landed = after(scan.at(self.values, number - 1), list(state.grads.values()))
             state = state._replace(grads=dict(zip(state.grads, landed, strict=True)))
-            coming = fetch_all(scan.routes, shards)
+            coming = fetch_all(scan.comms, shards)
             state, grads = self._layer("loop", number, state, ready, _slot(kept, number))
             return (state, coming, grads), None
 
@@ -239,7 +239,7 @@ class _Backward:
             state, ready = carried
             state, grads = self._layer("loop", number, state, ready, _slot(kept, number))
             values, carry = after(scan.at(self.values, number - 1), state.carry)
-            coming = fetch_all(scan.routes, values)
+            coming = fetch_all(scan.comms, values)
             return (self._land(state._replace(carry=carry), number, grads), coming), None
 
         start = state, scan.ready(self.values, last)
@@ -265,11 +265,11 @@ class _Backward:
             scan.set(state.others, number, typeful(to_others)),
             state.grads,
         )
-        return state, {path: g for path, g in grads.items() if scan.routes[path].trained}
+        return state, {path: g for path, g in grads.items() if scan.comms[path].trained}
 
     def _land(self, state: _State, number: Any, grads: Arrays) -> _State:
         """The landed gradients put into their slots."""
-        arrived = land(self.scan.routes, self.pending, grads)
+        arrived = land(self.scan.comms, self.pending, grads)
         slots = {path: state.grads[path] for path in arrived}
         return state._replace(grads=state.grads | self.scan.set(slots, number, arrived))
 

@@ -43,7 +43,7 @@ from fsdp_jax.prefetch.gather_sites import (
 from fsdp_jax.prefetch.layer_scan import LayerScan
 from fsdp_jax.prefetch.unit_chain import Stage, UnitChain
 from fsdp_jax.prefetch.vjp import gather_behind, is_float
-from fsdp_jax.units.collectives import Route, gather, site_of
+from fsdp_jax.units.collectives import ParamComm, gather, site_of
 
 Prefetch = Literal["none", "post", "pre"]
 Gathered = dict[str, jax.Array]
@@ -65,13 +65,13 @@ class Report:
 
 
 def prefetched(
-    fn: Callable[..., Any], routes: Mapping[str, Route], when: Prefetch, report: Report
+    fn: Callable[..., Any], comms: Mapping[str, ParamComm], when: Prefetch, report: Report
 ) -> Callable[..., Any]:
     """`fn` with the same arguments and results, its units gathered ahead of their use.
 
     Args:
         fn: a pure function of pytrees of arrays that gathers parameters by `travel.gather`.
-        routes: of those parameters, by path.
+        comms: of those parameters, by path.
         when: see the note.
         report: filled when the result is traced.
 
@@ -79,7 +79,7 @@ def prefetched(
 
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        plan = _Plan(routes, when, report)
+        plan = _Plan(comms, when, report)
         out = _replay(plan, closed.jaxpr, [*closed.consts, *jax.tree.leaves(args)], None)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -88,7 +88,7 @@ def prefetched(
 
 @dataclass(frozen=True)
 class _Plan:
-    routes: Mapping[str, Route]
+    comms: Mapping[str, ParamComm]
     when: Prefetch
     report: Report
 
@@ -165,13 +165,13 @@ def _gather_late(
     made = [v for eqn in layers for v in eqn.outvars if v in env and is_float(env[v])]
     if not late or not made:
         for eqn in late:
-            env[eqn.outvars[0]] = gather(plan.routes[str(site_of(eqn))], *_read(env, eqn.invars))
+            env[eqn.outvars[0]] = gather(plan.comms[str(site_of(eqn))], *_read(env, eqn.invars))
         return
     paths = [str(site_of(eqn)) for eqn in late]
     shards = {path: _read(env, eqn.invars) for path, eqn in zip(paths, late, strict=True)}
     values = {path: at[0] for path, at in shards.items()}
     pending = {path: at[1] for path, at in shards.items() if len(at) > 1}
-    out, gathered = gather_behind(plan.routes, values, pending, [env[v] for v in made])
+    out, gathered = gather_behind(plan.comms, values, pending, [env[v] for v in made])
     env.update(zip(made, out, strict=True))
     env.update((eqn.outvars[0], gathered[path]) for path, eqn in zip(paths, late, strict=True))
 
@@ -220,9 +220,9 @@ def _replay_eqn(
     if path:
         if given and path in given:
             return [given[path]]
-        if given is None and plan.routes[path].unit:
+        if given is None and plan.comms[path].unit:
             plan.report.left.setdefault(path, "no other unit is run just before or after its own")
-        return [gather(plan.routes[path], *args)]
+        return [gather(plan.comms[path], *args)]
     if is_transparent(eqn):
         (inner,) = inner_of(eqn)
         consts = getattr(eqn.params.get("jaxpr"), "consts", ())
@@ -300,7 +300,7 @@ class _Scan:
 
         scan = LayerScan(
             layer,
-            self.plan.routes,
+            self.plan.comms,
             params["length"],
             len(carry),
             params["reverse"],
@@ -368,7 +368,7 @@ class _Chain:
             )
             values.append({path: env[at[0]] for path, at in sites.items()})
             pending.append({path: env[at[1]] for path, at in sites.items() if len(at) > 1})
-        chain = UnitChain(stages[::-1], plan.routes, _numbered(numbers, self.wanted), plan.pre)
+        chain = UnitChain(stages[::-1], plan.comms, _numbered(numbers, self.wanted), plan.pre)
         external = {number: env[v] for v, number in numbers.items() if v in env}
         env.update(zip(self.wanted, chain.run(values[::-1], pending[::-1], external), strict=True))
 

@@ -22,7 +22,7 @@ from fsdp_jax.prefetch.vjp import (
     typeful,
     zeros,
 )
-from fsdp_jax.units.collectives import Route
+from fsdp_jax.units.collectives import ParamComm
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class UnitChain:
 
     Attributes:
         stages: in their order.
-        routes: path -> how a parameter travels.
+        comms: path -> how a parameter travels.
         wanted: numbers of the values that the chain is run for.
         pre: see the note on prefetch.
 
     """
 
     stages: Sequence[Stage]
-    routes: Mapping[str, Route]
+    comms: Mapping[str, ParamComm]
     wanted: Sequence[int]
     pre: bool
 
@@ -86,13 +86,13 @@ class UnitChain:
     ) -> tuple[list[Any], Arrays]:
         """(the wanted values, the parameters of the last stage where they wait for the backward)."""
         env = dict(external)
-        coming = fetch_all(self.routes, values[0]) if self.pre else {}
+        coming = fetch_all(self.comms, values[0]) if self.pre else {}
         for number, stage in enumerate(self.stages):
             inputs = [env[i] for i in stage.ins]
             ready, following = coming, number + 1 if self.pre else number
             if following < len(self.stages):
                 shards, inputs = after_floats(values[following], inputs)
-                coming = fetch_all(self.routes, shards)
+                coming = fetch_all(self.comms, shards)
             out, kept = run_layer(stage.layer, ready if self.pre else coming, [], inputs)
             saved.append(kept)
             env.update(zip(stage.outs, out, strict=True))
@@ -109,29 +109,29 @@ class UnitChain:
         sums = dict(zip([i for i in self.wanted if is_float(made[i])], cotangent, strict=True))
         found: list[Arrays] = [{} for _ in values]
         waiting: Arrays = {}
-        coming = ready if self.pre else fetch_all(self.routes, values[last])
+        coming = ready if self.pre else fetch_all(self.comms, values[last])
         for number in range(last, -1, -1):
             stage, ready = self.stages[number], coming
             floats = [i for i in stage.outs if is_float(made[i])]
             outputs = [sums.pop(i) if i in sums else zeros(made[i]) for i in floats]
             if self.pre and number:
                 shards, outputs = after(values[number - 1], outputs)
-                coming = fetch_all(self.routes, shards)
+                coming = fetch_all(self.comms, shards)
             if number < last:
-                found[number + 1] |= land(self.routes, pending[number + 1], waiting)
+                found[number + 1] |= land(self.comms, pending[number + 1], waiting)
             grads, inputs = saved[number].pull(kept[number], ready, [], outputs)
             for i, x in zip(stage.ins, inputs, strict=True):
                 if x.dtype != jax.dtypes.float0:
                     sums[i] = sums[i] + x if i in sums else x
             waiting = grads if self.pre else {}
-            found[number] = {} if self.pre else land(self.routes, pending[number], grads)
+            found[number] = {} if self.pre else land(self.comms, pending[number], grads)
             if not self.pre and number:
                 shards, inputs = after(
                     values[number - 1], [sums[i] for i in stage.ins if i in sums]
                 )
                 sums |= dict(zip([i for i in stage.ins if i in sums], inputs, strict=True))
-                coming = fetch_all(self.routes, shards)
-        found[0] |= land(self.routes, pending[0], waiting)
+                coming = fetch_all(self.comms, shards)
+        found[0] |= land(self.comms, pending[0], waiting)
         cotangents = [to_shards(*each) for each in zip(values, pending, found, strict=True)]
         to_external = {
             i: sums.get(i, zeros(x)) if is_float(x) else None for i, x in external.items()

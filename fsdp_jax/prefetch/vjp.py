@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fsdp_jax.units.collectives import Route, fetch, reduce
+from fsdp_jax.units.collectives import ParamComm, fetch, reduce
 
 Arrays = dict[str, jax.Array]
 Layer = Callable[[Arrays, list[Any]], list[Any]]
@@ -77,9 +77,9 @@ def run_layer(
     return out, Saved(pullback, gathered, consts, out)
 
 
-def fetch_all(routes: Mapping[str, Route], values: Arrays) -> Arrays:
+def fetch_all(comms: Mapping[str, ParamComm], values: Arrays) -> Arrays:
     """Parameters gathered."""
-    return {path: fetch(routes[path], value) for path, value in values.items()}
+    return {path: fetch(comms[path], value) for path, value in values.items()}
 
 
 def after(values: Arrays, event: list[Any]) -> tuple[Arrays, list[Any]]:
@@ -88,7 +88,7 @@ def after(values: Arrays, event: list[Any]) -> tuple[Arrays, list[Any]]:
 
 
 def gather_behind(
-    routes: Mapping[str, Route], values: Arrays, pending: Arrays, made: list[jax.Array]
+    comms: Mapping[str, ParamComm], values: Arrays, pending: Arrays, made: list[jax.Array]
 ) -> tuple[list[jax.Array], Arrays]:
     """(`made`, gathered parameters): what layers made, and what is used only behind them.
 
@@ -100,11 +100,11 @@ def gather_behind(
     def run(
         values: Arrays, pending: Arrays, made: list[jax.Array]
     ) -> tuple[list[jax.Array], Arrays]:
-        return made, fetch_all(routes, values)
+        return made, fetch_all(comms, values)
 
     def back(pending: Arrays, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
         made, grads = cotangents
-        landed, made = after(land(routes, pending, grads), made)
+        landed, made = after(land(comms, pending, grads), made)
         return *to_shards(shapes, pending, landed), made
 
     shapes = {
@@ -114,12 +114,12 @@ def gather_behind(
     return run(values, pending, made)
 
 
-def land(routes: Mapping[str, Route], pending: Arrays, grads: Arrays) -> Arrays:
+def land(comms: Mapping[str, ParamComm], pending: Arrays, grads: Arrays) -> Arrays:
     """Gradients of what is trained, reduced and scattered; as they are where reduction is deferred."""
     return {
-        path: g.astype(pending[path].dtype) if path in pending else reduce(routes[path], g)
+        path: g.astype(pending[path].dtype) if path in pending else reduce(comms[path], g)
         for path, g in grads.items()
-        if routes[path].trained
+        if comms[path].trained
     }
 
 

@@ -33,7 +33,7 @@ class Leaf:
 
     Attributes:
         spec: at rest.
-        work: for a parameter, how its gradient is reduced and the optimizer works on it; sharded
+        grad_spec: for a parameter, how its gradient is reduced and the optimizer works on it; sharded
             under `zero1` too.
         undivided: the parts it would have if a dim divided; 1 where it is as the strategy wants it.
 
@@ -44,7 +44,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype
     spec: PartitionSpec
-    work: PartitionSpec
+    grad_spec: PartitionSpec
     rule: str
     reason: str
     mesh: Mesh
@@ -256,7 +256,7 @@ def _leaf(
     leaf: Any,
     mesh: Mesh,
     at: Placement,
-    work: PartitionSpec,
+    grad_spec: PartitionSpec,
     trainable: bool = True,
     stacked: int = 0,
 ) -> Leaf:
@@ -267,7 +267,7 @@ def _leaf(
         shape,
         leaf.dtype,
         at.spec,
-        work,
+        grad_spec,
         at.rule,
         at.reason,
         mesh,

@@ -92,7 +92,7 @@ class Precision:
         """Whether any of these names (a path, or a module's class names) asks for float32."""
         return any(re.search(pattern, name) for pattern in self.keep_float32 for name in names)
 
-    def travel(self, kept: bool, stored: DTypeLike) -> tuple[np.dtype, np.dtype]:
+    def comm_dtypes(self, kept: bool, stored: DTypeLike) -> tuple[np.dtype, np.dtype]:
         """(compute, reduce) dtypes of a parameter; what is not a float keeps the dtype it is stored
         in.
         """
@@ -104,7 +104,7 @@ class Precision:
         compute = jnp.dtype(self.compute or stored)
         return compute, jnp.dtype(self.reduce or compute)
 
-    def at_rest(self, dtype: DTypeLike, trained: bool = True) -> np.dtype:
+    def storage_dtype(self, dtype: DTypeLike, trained: bool = True) -> np.dtype:
         """The dtype that a parameter made in `dtype` is stored in."""
         wanted = self.param if trained else self.frozen or self.param
         return jnp.dtype(wanted if wanted and jnp.issubdtype(dtype, jnp.floating) else dtype)

@@ -47,7 +47,7 @@ class NonFiniteError(FloatingPointError):
     """Too many steps in a row had a loss or gradient that was not finite; none of them was applied."""
 
 
-class Step:
+class CompiledStep:
     """A compiled step. Call it as `state, metrics = step(state, batch)`.
 
     `batch` is a tree of arrays [rows, ...]: this process's rows of the global batch, or global

@@ -34,7 +34,7 @@ from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import batch_axes
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
-from fsdp_jax.units.collectives import Route, fetch, gather, reduce
+from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model
 from fsdp_jax.units.unit import ROOT, Remat, Shard, UnitError, run_unit
 
@@ -44,7 +44,7 @@ class StepPlan:
     """All that a step is made from.
 
     Attributes:
-        routes: path -> how that parameter travels.
+        comms: path -> how that parameter travels.
         boundaries: module path -> what happens there.
         loss_fn: `(model, batch) -> (sum, count)`.
         remat: of the whole model, where that is the unit.
@@ -61,7 +61,7 @@ class StepPlan:
     model: Model
     layout: Layout
     tx: optax.GradientTransformation
-    routes: dict[str, Route]
+    comms: dict[str, ParamComm]
     boundaries: dict[str, Boundary]
     loss_fn: LossFn
     remat: Remat = "none"
@@ -133,7 +133,9 @@ def _copies(plan: StepPlan, params: PyTree) -> PyTree:
     def copy(path: str, _: Any) -> jax.Array:
         # the optimizer works outside `shard_map`, and this follows it
         return fetch(
-            replace(plan.routes[path], rest=leaves[path].spec, mode="annotate", hops=False),
+            replace(
+                plan.comms[path], param_spec=leaves[path].spec, mode="annotate", per_axis=False
+            ),
             flat[path],
         )
 
@@ -147,7 +149,7 @@ def _update(
     mesh, by_path = plan.layout.mesh, plan.layout.by_path
 
     def pinned(path: str, x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, by_path[path].work))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, by_path[path].grad_spec))
 
     params = map_with_path(pinned, plan.layout.trainable(state.params))
     tx = optax.with_extra_args_support(plan.tx)
@@ -181,9 +183,9 @@ def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree
         return grads, lax.psum(sums, axes), rest
 
     whole = PartitionSpec()
-    specs = map_with_path(lambda path, _: plan.routes[path].rest, plan.layout.params)
+    specs = map_with_path(lambda path, _: plan.comms[path].param_spec, plan.layout.params)
     work = map_with_path(
-        lambda path, _: by_path[path].work, plan.layout.trainable(plan.layout.params)
+        lambda path, _: by_path[path].grad_spec, plan.layout.trainable(plan.layout.params)
     )
     return jax.shard_map(
         local,
@@ -209,12 +211,12 @@ def _accumulate(
     held = (
         flat
         if plan.per_unit
-        else {path: gather(plan.routes[path], value) for path, value in flat.items()}
+        else {path: gather(plan.comms[path], value) for path, value in flat.items()}
     )
     leaves = plan.layout.by_path
     if plan.per_unit and plan.deferred:
         variables = {
-            path: jnp.zeros(leaves[path].shape, plan.routes[path].reduce) for path in trained
+            path: jnp.zeros(leaves[path].shape, plan.comms[path].reduce) for path in trained
         }
     else:
         variables = {path: held[path] for path in trained}
@@ -231,11 +233,11 @@ def _accumulate(
     ) -> tuple[dict[str, jax.Array], Any, PyTree]:
         key = jax.random.fold_in(rng, step * plan.accumulation + index)
         ahead = plan.per_unit and plan.prefetch != "none"
-        run = prefetched(loss, plan.routes, plan.prefetch, plan.report) if ahead else loss
+        run = prefetched(loss, plan.comms, plan.prefetch, plan.report) if ahead else loss
         found, (total, count, after) = jax.grad(run, has_aux=True)(variables, rest, batch, key)
         _check_state(rest, after)
         if not (plan.per_unit or plan.deferred):
-            found = {path: reduce(plan.routes[path], found[path]) for path in trained}
+            found = {path: reduce(plan.comms[path], found[path]) for path in trained}
         return found, (total, count), after
 
     def add(carry: Any, batch_and_index: Any) -> Any:
@@ -253,9 +255,9 @@ def _accumulate(
         start = zeros, (jnp.zeros(()), jnp.zeros(())), rest
         (gradients, sums, rest), _ = lax.scan(add, start, (batch, jnp.arange(plan.accumulation)))
     if plan.deferred:
-        gradients = {path: reduce(plan.routes[path], g) for path, g in gradients.items()}
+        gradients = {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
     return (
-        unflatten({path: g.astype(plan.routes[path].param) for path, g in gradients.items()}),
+        unflatten({path: g.astype(plan.comms[path].param) for path, g in gradients.items()}),
         sums,
         rest,
     )
@@ -280,10 +282,10 @@ def _zeros(plan: StepPlan, path: str) -> jax.Array:
     least.
     """
     leaf = plan.layout.by_path[path]
-    dtype = jnp.promote_types(plan.routes[path].param, jnp.float32)
+    dtype = jnp.promote_types(plan.comms[path].param, jnp.float32)
     if plan.deferred:
         return jnp.zeros(leaf.shape, dtype)
-    sharding = NamedSharding(leaf.mesh, leaf.work)
+    sharding = NamedSharding(leaf.mesh, leaf.grad_spec)
     if plan.local_batch:
         return jnp.zeros(sharding.shard_shape(leaf.shape), dtype)
     return lax.with_sharding_constraint(jnp.zeros(leaf.shape, dtype), sharding)
@@ -298,7 +300,7 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
     held = (
         flat
         if plan.per_unit
-        else {path: gather(plan.routes[path], value) for path, value in flat.items()}
+        else {path: gather(plan.comms[path], value) for path, value in flat.items()}
     )
     weights = _weights(plan, held, {})
     with _split(plan, rows):
@@ -352,7 +354,7 @@ def _run(
 
 
 def _is_unit(plan: StepPlan) -> bool:
-    return any(route.unit == ROOT for route in plan.routes.values())
+    return any(comm.unit == ROOT for comm in plan.comms.values())
 
 
 def sum_and_count(out: Any) -> tuple[jax.Array, jax.Array]:
@@ -396,14 +398,16 @@ def _weights(plan: StepPlan, held: dict[str, jax.Array], variables: dict[str, ja
     """What the model is built around: Shards where a unit gathers, arrays elsewhere."""
 
     def weight(path: str, value: jax.Array) -> Any:
-        route = plan.routes[path] if plan.per_unit else replace(plan.routes[path], arrived=True)
+        comm = (
+            plan.comms[path] if plan.per_unit else replace(plan.comms[path], already_gathered=True)
+        )
         deferred = plan.per_unit and plan.deferred
         shard = (
-            Shard(value, route, variables.get(path))
+            Shard(value, comm, variables.get(path))
             if deferred
-            else Shard(variables.get(path, value), route)
+            else Shard(variables.get(path, value), comm)
         )
-        if route.unit is None:
+        if comm.unit is None:
             return shard.gather()
         if plan.local_batch:  # of the value's shape, so that scans and vmaps may slice both
             shard.guard = jnp.broadcast_to(jax.random.key(0), value.shape)

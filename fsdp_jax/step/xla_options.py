@@ -72,12 +72,12 @@ def _unit_bytes(plan: StepPlan) -> dict[str, int]:
     """{unit: bytes of its parameters as they travel}, of one layer where layers are stacked."""
     units: dict[str, int] = {}
     for path in plan.report.moved:
-        route, leaf = plan.routes[path], plan.layout.by_path[path]
+        comm, leaf = plan.comms[path], plan.layout.by_path[path]
         elements = leaf.bytes // leaf.dtype.itemsize
-        for size in leaf.shape[: route.stacked]:
+        for size in leaf.shape[: comm.stacked]:
             elements //= size
-        width = max(route.compute.itemsize, route.reduce.itemsize)
-        units[str(route.unit)] = units.get(str(route.unit), 0) + elements * width
+        width = max(comm.compute.itemsize, comm.reduce.itemsize)
+        units[str(comm.unit)] = units.get(str(comm.unit), 0) + elements * width
     return units
 
 
@@ -126,13 +126,13 @@ def warn_of_repeats(plan: StepPlan, program: jex.Jaxpr) -> None:
         return
     repeats: dict[str, int | None] = {}
     for path, operand, turns in _gathers(program, 1):
-        route, leaf = plan.routes[path], plan.layout.by_path[path]
+        comm, leaf = plan.comms[path], plan.layout.by_path[path]
         layers = prod(
-            leaf.shape[: max(0, route.ndim - operand.ndim)]
+            leaf.shape[: max(0, comm.ndim - operand.ndim)]
         )  # a layer scan is no repetition
         times = None if turns is None else turns // (plan.accumulation * layers)
-        if route.unit is not None and (times is None or times > 1) and any(route.rest):
-            repeats.setdefault(route.unit, times)
+        if comm.unit is not None and (times is None or times > 1) and any(comm.param_spec):
+            repeats.setdefault(comm.unit, times)
     for unit, times in repeats.items():
         often = (
             "in every turn of a while loop"

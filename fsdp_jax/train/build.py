@@ -18,7 +18,7 @@ from fsdp_jax.models.attention import TILE, make_attention
 from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.step.compiled_step import Step
+from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.config import Config, LoraConfig, ModelConfig, UnitsConfig
 from fsdp_jax.train.initial_weights import weights_shape
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
@@ -40,8 +40,8 @@ class Run:
     """
 
     sharded: Sharded
-    step: Step
-    eval_step: Step
+    step: CompiledStep
+    eval_step: CompiledStep
     schedule: optax.Schedule
     batch: Batch
     work: Work

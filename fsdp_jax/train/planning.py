@@ -18,7 +18,7 @@ from fsdp_jax.planner import (
 from fsdp_jax.planner.machines.hardware import HARDWARE
 from fsdp_jax.planner.search import Found, Say, search, smallest
 from fsdp_jax.planner.settings import Knobs, Make, fixes
-from fsdp_jax.step.compiled_step import Step
+from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.build import build, start_devices
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import dump
@@ -137,7 +137,7 @@ def turned(config: Config, knobs: Knobs) -> Config:
 
 
 def _maker(config: Config) -> Make:
-    def make(knobs: Knobs, devices: Sequence[Any]) -> tuple[Step, PyTree]:
+    def make(knobs: Knobs, devices: Sequence[Any]) -> tuple[CompiledStep, PyTree]:
         run = build(turned(config, knobs), devices)
         return run.step, run.batch
 

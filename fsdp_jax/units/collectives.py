@@ -7,7 +7,7 @@ At rest a parameter is sharded and in its own dtype. On its way into a model it 
 2. gathered.
 
 The gradient comes back over the same road through a custom VJP: reduced in the reduce dtype,
-scattered, cast to the parameter's dtype. `Route` holds what the road needs to know.
+scattered, cast to the parameter's dtype. `ParamComm` holds what the road needs to know.
 
 [Note: two ways to say it] `manual` says it inside `shard_map` with explicit collectives; the model
 sees its local batch. `annotate` says it with sharding constraints, between which XLA inserts
@@ -44,22 +44,22 @@ _SITE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*)"))
 
 
 @dataclass(frozen=True)
-class Route:
+class ParamComm:
     """How one parameter travels between rest and compute, and its gradient back.
 
     Attributes:
         path: of the parameter.
         unit: path of the module that gathers it; None where it is gathered on entering the model.
         ndim: of the stored array; inside a layer scan the leading dims are gone.
-        rest: how it is sharded at rest.
-        work: how its gradient is sharded.
+        param_spec: how the parameter is sharded between steps.
+        grad_spec: how its gradient is sharded.
         compute: dtype that it is gathered in.
         reduce: dtype that its gradient is reduced in.
         param: dtype at rest, and of the gradient that arrives.
         stacked: how many leading dims of the stored array stack layers.
-        hops: gathered and scattered along one mesh axis at a time, as a torus wants it.
+        per_axis: gathered and scattered along one mesh axis at a time, as a torus wants it.
         trained: it has a gradient.
-        arrived: already gathered, once for the whole step; the unit finds it as it needs it.
+        already_gathered: already gathered, once for the whole step; the unit finds it as it needs it.
 
     """
 
@@ -67,16 +67,16 @@ class Route:
     unit: str | None
     ndim: int
     mesh: Mesh
-    rest: PartitionSpec
-    work: PartitionSpec
+    param_spec: PartitionSpec
+    grad_spec: PartitionSpec
     compute: np.dtype
     reduce: np.dtype
     param: np.dtype
     mode: Mode
     stacked: int = 0
-    hops: bool = False
+    per_axis: bool = False
     trained: bool = True
-    arrived: bool = False
+    already_gathered: bool = False
 
     def sliced(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
         """The spec of an array that a layer scan took its leading dims from."""
@@ -96,7 +96,7 @@ class Route:
         return PartitionSpec(*kept)
 
 
-def gather(route: Route, value: jax.Array, pending: jax.Array | None = None) -> jax.Array:
+def gather(comm: ParamComm, value: jax.Array, pending: jax.Array | None = None) -> jax.Array:
     """The whole parameter in the compute dtype; its gradient is reduced and scattered on the way
     back.
 
@@ -104,58 +104,55 @@ def gather(route: Route, value: jax.Array, pending: jax.Array | None = None) -> 
     device. What is not trained has none: a custom derivative that nothing differentiates would be
     saved by the unit's checkpoint.
     """
-    if route.mode == "annotate":
-        return gather_annotated([route], [value])[0]
-    if not route.trained:
+    if comm.mode == "annotate":
+        return gather_annotated([comm], [value])[0]
+    if not comm.trained:
 
         def still(value: jax.Array) -> jax.Array:
-            return fetch(route, lax.stop_gradient(value))
+            return fetch(comm, lax.stop_gradient(value))
 
-        still.__name__ = SITE.format(route.path)
+        still.__name__ = SITE.format(comm.path)
         return jax.jit(still)(value)
 
     @jax.custom_vjp
     def there(value: jax.Array, pending: jax.Array | None) -> jax.Array:
-        return fetch(route, value)
+        return fetch(comm, value)
 
     def forward(value: jax.Array, pending: jax.Array | None) -> tuple[jax.Array, None]:
-        return fetch(route, value), None
+        return fetch(comm, value), None
 
     def back(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         if pending is None:
-            return reduce(route, cotangent), None
+            return reduce(comm, cotangent), None
         return jnp.zeros(value.shape, value.dtype), cotangent.astype(pending.dtype)
 
     there.defvjp(forward, back)
     # By this name prefetch finds the gather in the traced model.
-    there.__name__ = SITE.format(route.path)  # type: ignore[attr-defined]
+    there.__name__ = SITE.format(comm.path)  # type: ignore[attr-defined]
     return jax.jit(there)(value, pending)
 
 
-def gather_annotated(routes: Sequence[Route], values: Sequence[jax.Array]) -> list[jax.Array]:
+def gather_annotated(comms: Sequence[ParamComm], values: Sequence[jax.Array]) -> list[jax.Array]:
     """`gather` of several parameters in mode `annotate`, with one custom derivative: each takes
     time to trace.
     """
-    trained = [route for route in routes if route.trained]
+    trained = [comm for comm in comms if comm.trained]
 
     def whole(shards: list[jax.Array]) -> list[jax.Array]:
-        return [fetch(route, shard) for route, shard in zip(trained, shards, strict=True)]
+        return [fetch(comm, shard) for comm, shard in zip(trained, shards, strict=True)]
 
     def back(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
         return (
-            [
-                reduce(route, cotangent)
-                for route, cotangent in zip(trained, cotangents, strict=True)
-            ],
+            [reduce(comm, cotangent) for comm, cotangent in zip(trained, cotangents, strict=True)],
         )
 
     there = jax.custom_vjp(whole)
     there.defvjp(lambda shards: (whole(shards), None), back)
-    shards = [value for route, value in zip(routes, values, strict=True) if route.trained]
+    shards = [value for comm, value in zip(comms, values, strict=True) if comm.trained]
     found = iter(there(shards) if trained else ())
     return [
-        next(found) if route.trained else fetch(route, lax.stop_gradient(value))
-        for route, value in zip(routes, values, strict=True)
+        next(found) if comm.trained else fetch(comm, lax.stop_gradient(value))
+        for comm, value in zip(comms, values, strict=True)
     ]
 
 
@@ -167,49 +164,49 @@ def site_of(eqn: JaxprEqn) -> str | None:
     return found.group(1) if found else None
 
 
-def fetch(route: Route, value: jax.Array) -> jax.Array:
+def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
     """As `gather`, without its gradient."""
-    with jax.named_scope(SITE.format(route.path)):
-        return _gather(route, value)
+    with jax.named_scope(SITE.format(comm.path)):
+        return _gather(comm, value)
 
 
-def _gather(route: Route, value: jax.Array) -> jax.Array:
-    spec = route.sliced(route.rest, value.ndim)
-    value = value.astype(route.compute)
+def _gather(comm: ParamComm, value: jax.Array) -> jax.Array:
+    spec = comm.sliced(comm.param_spec, value.ndim)
+    value = value.astype(comm.compute)
     if not any(spec):
         return value
-    if route.mode == "manual":
+    if comm.mode == "manual":
         for dim, entry in enumerate(spec):
             value = _as_stored(value) if dim and axes_of(entry) else value
-            for axes in reversed(_hops(route, entry)):
+            for axes in reversed(_hops(comm, entry)):
                 value = lax.all_gather(value, axes, axis=dim, tiled=True)
         return value
-    value = lax.with_sharding_constraint(value, NamedSharding(route.mesh, spec))
+    value = lax.with_sharding_constraint(value, NamedSharding(comm.mesh, spec))
     value = lax.optimization_barrier(value)
-    return lax.with_sharding_constraint(value, NamedSharding(route.mesh, PartitionSpec()))
+    return lax.with_sharding_constraint(value, NamedSharding(comm.mesh, PartitionSpec()))
 
 
-def _hops(route: Route, entry: Any) -> list[tuple[str, ...]]:
+def _hops(comm: ParamComm, entry: Any) -> list[tuple[str, ...]]:
     """The axes that a dim is scattered along, in the order of the collectives; see the note on
     `data`'s axes.
     """
     axes = axes_of(entry)
-    return [(axis,) for axis in axes] if route.hops else [axes] if axes else []
+    return [(axis,) for axis in axes] if comm.per_axis else [axes] if axes else []
 
 
 TILE = (8, 128)  # the last two dims of what a TPU stores come in such tiles
 
 
-def _scatter(route: Route, gradient: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+def _scatter(comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """Reduces and scatters one dim along these axes.
 
     In hops the parts lie along a dim of their own, outside the tiles that a TPU stores: cut inside
     a tiled dim it pads every part (9% more bytes for 4096 rows in 16 parts) or gives up on the
     scatter. Parts that do not fill their tiles are sent as rows of whole ones.
     """
-    if not route.hops:
+    if not comm.per_axis:
         return lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
-    parts, size = prod(route.mesh.shape[axis] for axis in axes), gradient.shape[dim]
+    parts, size = prod(comm.mesh.shape[axis] for axis in axes), gradient.shape[dim]
     shape = (*gradient.shape[:dim], parts, size // parts, *gradient.shape[dim + 1 :])
     blocks = jnp.moveaxis(gradient.reshape(shape), dim, 0)
     part = blocks.shape[1:]
@@ -234,25 +231,25 @@ def _as_stored(value: jax.Array) -> jax.Array:
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 
-def reduce(route: Route, gradient: jax.Array) -> jax.Array:
+def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
     """A gradient of the gathered shape, summed over the batch axes, scattered, in the parameter's
     dtype.
     """
-    with jax.named_scope(REDUCED.format(route.path)):
-        return _reduce(route, gradient)
+    with jax.named_scope(REDUCED.format(comm.path)):
+        return _reduce(comm, gradient)
 
 
-def _reduce(route: Route, gradient: jax.Array) -> jax.Array:
-    spec = route.sliced(route.work, gradient.ndim)
-    gradient = gradient.astype(route.reduce)
-    if route.mode == "manual":
+def _reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
+    spec = comm.sliced(comm.grad_spec, gradient.ndim)
+    gradient = gradient.astype(comm.reduce)
+    if comm.mode == "manual":
         for dim, entry in enumerate(spec):
-            for axes in _hops(route, entry):
-                gradient = _scatter(route, gradient, axes, dim)
+            for axes in _hops(comm, entry):
+                gradient = _scatter(comm, gradient, axes, dim)
             gradient = _as_stored(gradient) if dim and axes_of(entry) else gradient
         scattered = {axis for entry in spec for axis in axes_of(entry)}
-        rest = tuple(axis for axis in batch_axes(route.mesh) if axis not in scattered)
+        rest = tuple(axis for axis in batch_axes(comm.mesh) if axis not in scattered)
         gradient = lax.psum(gradient, rest) if rest else gradient
     else:
-        gradient = lax.with_sharding_constraint(gradient, NamedSharding(route.mesh, spec))
-    return gradient.astype(route.param)
+        gradient = lax.with_sharding_constraint(gradient, NamedSharding(comm.mesh, spec))
+    return gradient.astype(comm.param)

@@ -164,7 +164,7 @@ class _Skeleton:
         )
 
     def to_state(self, tree: PyTree) -> nnx.State:
-        flat = flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "route"))
+        flat = flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "comm"))
         return jax.tree.unflatten(self._treedef, [flat[path] for path in self._paths])
 
 

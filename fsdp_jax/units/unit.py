@@ -1,6 +1,6 @@
 """The FSDP unit: cast, fence, gather, run, drop, gather again.
 
-[Note: Shards] A model that is about to run holds a `Shard` (value and Route) in place of each
+[Note: Shards] A model that is about to run holds a `Shard` (value and ParamComm) in place of each
 parameter of a unit, and the unit's call turns its own Shards into arrays. A Shard is a pytree node,
 so it passes through `scan`, `vmap` and `jit` of the model's own; it is no array, so reading it
 outside its unit is an error that names the path, never a silent float32 gather.
@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from fsdp_jax.errors import SlowerWarning, did_you_mean, message
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.tree import PyTree, prefixes
-from fsdp_jax.units.collectives import Route, gather, gather_annotated
+from fsdp_jax.units.collectives import ParamComm, gather, gather_annotated
 
 Remat = Literal["none", "full"]
 ROOT = ""  # the unit of what belongs to no other: gathered as the model is entered
@@ -46,33 +46,37 @@ class Shard:
     parameters, say) is an error instead of silently wrong.
     """
 
-    def __init__(self, value: Any, route: Route, pending: Any = None, guard: Any = None) -> None:
-        self.value, self.route, self.pending, self.guard = value, route, pending, guard
+    def __init__(self, value: Any, comm: ParamComm, pending: Any = None, guard: Any = None) -> None:
+        self.value, self.comm, self.pending, self.guard = value, comm, pending, guard
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Route]:
-        """Arrays under their names; the Route is static."""
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], ParamComm]:
+        """Arrays under their names; the ParamComm is static."""
         key = jax.tree_util.GetAttrKey
         children = (
             (key("value"), self.value),
             (key("pending"), self.pending),
             (key("guard"), self.guard),
         )
-        return children, self.route
+        return children, self.comm
 
     @classmethod
-    def tree_unflatten(cls, route: Route, children: Sequence[Any]) -> "Shard":
+    def tree_unflatten(cls, comm: ParamComm, children: Sequence[Any]) -> "Shard":
         """The inverse, around whatever a transformation made of the arrays."""
-        return cls(children[0], route, children[1], children[2])
+        return cls(children[0], comm, children[1], children[2])
 
     def gather(self) -> jax.Array:
         """The whole parameter in the compute dtype."""
-        return self.value if self.route.arrived else gather(self.route, self.value, self.pending)
+        return (
+            self.value
+            if self.comm.already_gathered
+            else gather(self.comm, self.value, self.pending)
+        )
 
     def _outside(self) -> "UnitError":
-        route = self.route
+        comm = self.comm
         fix = "make the module that reads it the unit, or leave this one out of units"
         what = "a parameter was read outside its unit"
-        return UnitError(message(what, where=route.path, expected=f"unit '{route.unit}'", fix=fix))
+        return UnitError(message(what, where=comm.path, expected=f"unit '{comm.unit}'", fix=fix))
 
     def _refuse(self, *_: Any) -> Any:
         raise self._outside()
@@ -83,8 +87,10 @@ class Shard:
 
     def __repr__(self) -> str:
         # jax.numpy shows what it cannot take
-        route = self.route
-        return f"<parameter '{route.path}', gathered only inside its unit '{route.unit}': read it there>"
+        comm = self.comm
+        return (
+            f"<parameter '{comm.path}', gathered only inside its unit '{comm.unit}': read it there>"
+        )
 
     def __getattr__(self, name: str) -> Any:
         # What an array would have: shape, dtype, T, astype. Protocols that JAX and NNX look for are
@@ -104,20 +110,20 @@ def all_shards(tree: PyTree) -> list[Shard]:
 
 def shards_in(tree: PyTree, unit: str) -> list[Shard]:
     """The parameters in a tree that this unit gathers."""
-    return [shard for shard in all_shards(tree) if shard.route.unit == unit]
+    return [shard for shard in all_shards(tree) if shard.comm.unit == unit]
 
 
 def gathered(tree: PyTree, unit: str) -> PyTree:
     """The tree with this unit's Shards turned into arrays; those of units inside it are left."""
     own = shards_in(tree, unit)
-    if all(shard.route.mode == "annotate" and not shard.route.arrived for shard in own):
+    if all(shard.comm.mode == "annotate" and not shard.comm.already_gathered for shard in own):
         arrays = iter(
-            gather_annotated([shard.route for shard in own], [shard.value for shard in own])
+            gather_annotated([shard.comm for shard in own], [shard.value for shard in own])
         )
     else:
         arrays = iter([shard.gather() for shard in own])
     return jax.tree.map(
-        lambda leaf: next(arrays) if is_shard(leaf) and leaf.route.unit == unit else leaf,
+        lambda leaf: next(arrays) if is_shard(leaf) and leaf.comm.unit == unit else leaf,
         tree,
         is_leaf=is_shard,
     )
@@ -145,12 +151,12 @@ def checkpoint_settings(shards: Sequence[Shard], remat: Remat) -> dict[str, Any]
     """Arguments of `jax.checkpoint` for a unit with these parameters; None where there is nothing
     to drop.
     """
-    travelling = [shard for shard in shards if not shard.route.arrived]
+    travelling = [shard for shard in shards if not shard.comm.already_gathered]
     if not travelling and remat == "none":
         return None
     # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging
     # them is not needed.
-    in_scan = any(shard.value.ndim < shard.route.ndim for shard in shards)
+    in_scan = any(shard.value.ndim < shard.comm.ndim for shard in shards)
     policy = (
         checkpoint_policies.nothing_saveable if remat == "full" else _all_but_gathered(travelling)
     )
@@ -176,10 +182,10 @@ def _all_but_gathered(shards: Iterable[Shard]) -> Callable[..., bool]:
     """A checkpoint policy; see the note on dropping the gathered copy."""
     sizes = set()
     for shard in shards:
-        spec = shard.route.sliced(shard.route.rest, shard.value.ndim)
+        spec = shard.comm.sliced(shard.comm.param_spec, shard.value.ndim)
         parts = (
-            prod(shards_of(shard.route.mesh, entry) for entry in spec)
-            if shard.route.mode == "manual"
+            prod(shards_of(shard.comm.mesh, entry) for entry in spec)
+            if shard.comm.mode == "manual"
             else 1
         )
         sizes |= {shard.value.size, shard.value.size * parts}

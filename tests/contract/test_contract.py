@@ -209,9 +209,9 @@ def one_line(contract, start):
 
 @pytest.mark.needs_plugin
 def test_without_the_pin_and_the_fence_weights_are_gathered_wide(monkeypatch):
-    def plainly(route, value):
-        whole = NamedSharding(route.mesh, PartitionSpec())
-        return jax.lax.with_sharding_constraint(value.astype(route.compute), whole)
+    def plainly(comm, value):
+        whole = NamedSharding(comm.mesh, PartitionSpec())
+        return jax.lax.with_sharding_constraint(value.astype(comm.compute), whole)
 
     monkeypatch.setattr("fsdp_jax.units.collectives._gather", plainly)
     contract = checked("llama", "h100:8", local_batch=False)

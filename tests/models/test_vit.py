@@ -303,7 +303,7 @@ def test_sharded_training_is_training(name, prefetch):
         CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch
     )
     check(found, alone(CASES[name], steps=2))
-    gathered = {path for path, route in step.plan.routes.items() if route.unit is not None}
+    gathered = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
     assert {path.split("/")[0] for path in gathered} == {"blocks"}
     assert prefetch == "none" or (step.plan.report.moved == gathered and not step.plan.report.left)
 

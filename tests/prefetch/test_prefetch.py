@@ -173,7 +173,7 @@ def test_one_dim_of_a_torus_after_another_trains_as_one_device_does(
     strategy = "hybrid_shard" if replica > 1 else "full_shard"
     found, step = train(case, mesh, strategy, steps=STEPS, local_batch=True, prefetch=prefetch)
     check(found, alone(case, steps=STEPS))
-    assert all(route.hops for route in step.plan.routes.values())
+    assert all(comm.per_axis for comm in step.plan.comms.values())
 
 
 @pytest.mark.parametrize("prefetch", MODES)

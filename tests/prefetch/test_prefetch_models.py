@@ -247,7 +247,7 @@ def run(model, prefetch, said=None, **settings):
             **settings,
         )
     check(found, alone(Toy(model, loss), settings.get("accumulation", 1), steps=STEPS))
-    in_units = {path for path, route in step.plan.routes.items() if route.unit is not None}
+    in_units = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
     assert step.plan.report.moved | set(step.plan.report.left) == in_units, (
         "each is moved, or named"
     )
@@ -390,7 +390,7 @@ def test_a_kernel_over_two_dims_of_a_torus(prefetch, local_batch):
     mesh = split_data(fsdp.make_mesh(data=8), (2, 4))
     found, step = train(case, mesh, steps=STEPS, prefetch=prefetch, local_batch=local_batch)
     check(found, alone(case, steps=STEPS))
-    specs = [tuple(step.plan.routes[f"inner/{i}/kernel"].rest) for i in range(2)]
+    specs = [tuple(step.plan.comms[f"inner/{i}/kernel"].param_spec) for i in range(2)]
     assert specs == [("data_0", "data_1"), ("data_1", "data_0")]
 
 

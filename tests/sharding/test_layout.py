@@ -165,7 +165,7 @@ def test_work_is_where_the_optimizer_works():
     for strategy in STRATEGIES.values():
         for leaf in jax.tree.leaves(shard(strategy, (2, 4)).layout.params):
             assert bool(leaf.spec) is strategy.shards_params
-            assert bool(leaf.work) is strategy.shards_optimizer
+            assert bool(leaf.grad_spec) is strategy.shards_optimizer
             assert leaf.abstract.sharding == leaf.sharding
             assert leaf.replicated is not strategy.shards_params
 

@@ -105,7 +105,9 @@ def shardings(tree):
 
 def works(layout: Layout):
     """How the optimizer works on each parameter."""
-    return map_with_path(lambda path, leaf: NamedSharding(layout.mesh, leaf.work), layout.params)
+    return map_with_path(
+        lambda path, leaf: NamedSharding(layout.mesh, leaf.grad_spec), layout.params
+    )
 
 
 def follows(path: str, shape: tuple[int, ...], shapes=SHAPES) -> bool:

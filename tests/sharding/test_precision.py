@@ -15,7 +15,7 @@ def test_float32_throughout_by_default():
     precision = Precision()
     assert precision.cast_dtype is None
     assert precision.output_dtype is None
-    assert precision.travel(False, "float32") == ("float32", "float32")
+    assert precision.comm_dtypes(False, "float32") == ("float32", "float32")
     assert precision.output is None
 
 
@@ -50,14 +50,14 @@ def test_dtypes_that_exist_and_are_not_for_training(name):
     ],
 )
 def test_compute_and_reduce_dtypes(precision, kept, expected):
-    assert precision.travel(kept, "float32") == tuple(map(jnp.dtype, expected))
+    assert precision.comm_dtypes(kept, "float32") == tuple(map(jnp.dtype, expected))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
 def test_what_is_no_float_stays_as_it_is(dtype):
     precision = Precision(param="bfloat16", compute="bfloat16", reduce="float32")
-    assert precision.travel(False, dtype) == (np.dtype(dtype), np.dtype(dtype))
-    assert precision.at_rest(dtype) == np.dtype(dtype)
+    assert precision.comm_dtypes(False, dtype) == (np.dtype(dtype), np.dtype(dtype))
+    assert precision.storage_dtype(dtype) == np.dtype(dtype)
 
 
 def test_floats_rest_in_the_parameter_dtype():

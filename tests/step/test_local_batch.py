@@ -313,7 +313,7 @@ def test_collectives_are_explicit_with_local_batches_alone(local_batch):
     text = str(step.trace(ROWS))
     for name in ("shard_map", "all_gather", "reduce_scatter", "psum"):
         assert (name in text) == local_batch, name
-    assert {bool(route.hops) for route in step.plan.routes.values()} == {local_batch}
+    assert {bool(comm.per_axis) for comm in step.plan.comms.values()} == {local_batch}
 
 
 # Losses over the batch

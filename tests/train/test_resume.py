@@ -10,7 +10,7 @@ from runs import losses, records
 
 from fsdp_jax.checkpoint import CheckpointStore, store
 from fsdp_jax.data import train_bpe
-from fsdp_jax.step.compiled_step import Step
+from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.loop import Training
 
 EVERY_TWO = ("--checkpoint.every", "2")
@@ -128,8 +128,10 @@ def test_a_save_that_failed_is_made_up_for_at_once(run, tmp_path, capsys, monkey
 
 def slow_down(monkeypatch):
     """Steps long enough for a background save to come to its end."""
-    put = Step.put
-    monkeypatch.setattr(Step, "put", lambda *arguments: (time.sleep(0.5), put(*arguments))[1])
+    put = CompiledStep.put
+    monkeypatch.setattr(
+        CompiledStep, "put", lambda *arguments: (time.sleep(0.5), put(*arguments))[1]
+    )
 
 
 def test_where_none_is_good_none_is_touched(run, tmp_path, capsys):

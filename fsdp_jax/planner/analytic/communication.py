@@ -40,7 +40,7 @@ def expected_traffic(plan: StepPlan, network: Network) -> Traffic:
     """
     groups: dict[tuple[str, ...], list[Expected]] = {}
     for one in expected_of(plan):
-        unit = str(plan.routes[one.path].unit) if _ahead(plan, one) else one.path
+        unit = str(plan.comms[one.path].unit) if _ahead(plan, one) else one.path
         groups.setdefault((one.op, one.axis, one.role, unit), []).append(one)
     hidden = exposed = 0.0
     for (op, axis, *_), members in groups.items():
@@ -68,7 +68,7 @@ def expected_traffic(plan: StepPlan, network: Network) -> Traffic:
 
 def _ahead(plan: StepPlan, one: Expected) -> bool:
     """Whether prefetch moves it."""
-    return plan.per_unit and plan.prefetch != "none" and plan.routes[one.path].unit is not None
+    return plan.per_unit and plan.prefetch != "none" and plan.comms[one.path].unit is not None
 
 
 def _times(plan: StepPlan, one: Expected) -> int:
@@ -77,7 +77,7 @@ def _times(plan: StepPlan, one: Expected) -> int:
     layers = prod(leaf.shape[: leaf.stacked]) if plan.per_unit else 1
     if one.role == "reduce":
         return layers * (1 if plan.deferred else plan.accumulation)
-    again = 2 if plan.per_unit and plan.routes[one.path].unit is not None else 1
+    again = 2 if plan.per_unit and plan.comms[one.path].unit is not None else 1
     return layers * again * (plan.accumulation if plan.per_unit else 1)
 
 
@@ -85,7 +85,7 @@ def _share_exposed(plan: StepPlan, one: Expected) -> float:
     """Of its time, what nothing can run beside: what is gathered before the model is entered or as
     it is left.
     """
-    if not plan.per_unit or plan.routes[one.path].unit is None:
+    if not plan.per_unit or plan.comms[one.path].unit is None:
         return 1.0
     return LEFT if one.role == "gather" and plan.prefetch == "none" else 0.0
 

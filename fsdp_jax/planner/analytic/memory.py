@@ -148,7 +148,7 @@ class _Shapes:
         self.shards: dict[tuple[int, ...], int] = {}
         self.gradients: set[tuple[int, ...]] = set()
         for leaf in layout:
-            parts = [shards_of(leaf.mesh, entry) for entry in leaf.work]
+            parts = [shards_of(leaf.mesh, entry) for entry in leaf.grad_spec]
             self.shards[leaf.shape] = max(self.shards.get(leaf.shape, 1), prod(parts))
             if leaf.part == "params":
                 local = (

@@ -357,7 +357,7 @@ def _kind(leaf: Leaf) -> Kind:
 
 def _shapes(leaf: Leaf) -> set[tuple[int, ...]]:
     """As `_dims` has them: a parameter and its shard, of all layers and of one."""
-    whole, shard = leaf.shape, NamedSharding(leaf.mesh, leaf.work).shard_shape(leaf.shape)
+    whole, shard = leaf.shape, NamedSharding(leaf.mesh, leaf.grad_spec).shard_shape(leaf.shape)
     return {
         tuple(sorted(size for size in dims if size > 1))
         for s in (whole, shard)

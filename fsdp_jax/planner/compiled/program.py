@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.planner.compiled.buffer_assignment import Dump, dumped
 from fsdp_jax.planner.machines.topology import Topology
-from fsdp_jax.step.compiled_step import Step
+from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.step.xla_options import compile_overlapped, compiler_options
 from fsdp_jax.tree import PyTree
@@ -61,7 +61,9 @@ class Program:
     cached: bool = False
 
 
-def compile_step(step: Step, batch: PyTree, topology: Topology, cache: Path | None) -> Program:
+def compile_step(
+    step: CompiledStep, batch: PyTree, topology: Topology, cache: Path | None
+) -> Program:
     """Compiles a step whose mesh is of `topology`'s devices, or takes what was compiled before.
 
     Args:
@@ -92,7 +94,7 @@ def check_dtypes(plan: StepPlan, topology: Topology) -> None:
     internal error.
     """
     lacks = topology.hardware.platform == "cuda" and "bfloat16" not in topology.hardware.peak_flops
-    if lacks and any(route.compute == jnp.bfloat16 for route in plan.routes.values()):
+    if lacks and any(comm.compute == jnp.bfloat16 for comm in plan.comms.values()):
         expected, fix = (
             "float32",
             "--precision.compute float32; float16 needs loss scaling, which is not there yet",
