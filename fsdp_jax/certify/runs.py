@@ -14,7 +14,7 @@ from fsdp_jax.errors import message
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tree import PyTree, flatten
-from fsdp_jax.units.unit import Units
+from fsdp_jax.units.auto_wrap import Units
 
 
 def certify(

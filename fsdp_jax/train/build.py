@@ -23,7 +23,7 @@ from fsdp_jax.train.config import Config, LoraConfig, ModelConfig, UnitsConfig
 from fsdp_jax.train.initial_weights import weights_shape
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
 from fsdp_jax.train.shapes import Batch, batch_shapes, make_shape, work_of
-from fsdp_jax.units.unit import Units
+from fsdp_jax.units.auto_wrap import Units
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,9 @@ from flax.core import meta
 
 from fsdp_jax.errors import message
 from fsdp_jax.tree import PyTree, flatten, prefixes
+from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.model import Boundary, LossFn, split_arrays
-from fsdp_jax.units.unit import ModuleInfo, all_shards, checkpoint_settings, gathered, shards_in
+from fsdp_jax.units.unit import all_shards, checkpoint_settings, gathered, shards_in
 
 _PARAMS = "params"
 

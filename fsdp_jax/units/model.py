@@ -10,7 +10,8 @@ import numpy as np
 
 from fsdp_jax.local_rows import pin_rows
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.unit import ModuleInfo, Remat
+from fsdp_jax.units.auto_wrap import ModuleInfo
+from fsdp_jax.units.unit import Remat
 
 LossFn = Callable[[Any, Any], Any]
 

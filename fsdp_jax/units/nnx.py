@@ -16,8 +16,9 @@ from flax import nnx
 
 from fsdp_jax.errors import message
 from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.model import Boundary, LossFn, split_arrays
-from fsdp_jax.units.unit import ModuleInfo, run_unit
+from fsdp_jax.units.unit import run_unit
 
 
 class NnxModel:

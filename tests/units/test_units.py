@@ -19,8 +19,8 @@ import fsdp_jax as fsdp
 from fsdp_jax.hlo.collectives import read_program
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import GPT, Block, preset
+from fsdp_jax.units.auto_wrap import choose_units
 from fsdp_jax.units.nnx import NnxModel
-from fsdp_jax.units.unit import choose_units
 
 pytestmark = pytest.mark.core
 
