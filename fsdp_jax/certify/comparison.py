@@ -200,7 +200,7 @@ class Comparison:
         if self._control is None:
             leaves = sharded.layout.by_path
             trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
-            compute = {path: comm.compute for path, comm in plan.comms.items()}
+            compute = {path: comm.transform.compute for path, comm in plan.comms.items()}
             self._control = Unsharded(self.model, self.loss_fn, self.tx, trained, compute)
         return self._control
 

@@ -62,7 +62,7 @@ def expected_of(plan: StepPlan) -> list[Expected]:
     for path, leaf in plan.layout.by_path.items():
         comm = plan.comms[path]
         spec = leaf.spec if path in copies or strategy.gather != "never" else leaf.grad_spec
-        times, dtype = _gathers(plan, path), comm.compute
+        times, dtype = _gathers(plan, path), comm.transform.wire
         if path not in copies and strategy.gather == "never":  # the updated parameter itself
             dtype = leaf.dtype
         shapes = leaf.shape[leaf.stacked :], leaf.shape
@@ -75,7 +75,7 @@ def expected_of(plan: StepPlan) -> list[Expected]:
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         times = 1 if plan.deferred else plan.accumulation
-        reduce = comm.reduce if plan.local_batch else comm.compute
+        reduce = comm.transform.reduce if plan.local_batch else comm.transform.compute
         scattered = _axes(leaf.grad_spec)
         rest = tuple(axis for axis in batch_axes(mesh) if axis not in scattered)
         if scattered:

@@ -216,7 +216,8 @@ def _accumulate(
     leaves = plan.layout.by_path
     if plan.per_unit and plan.deferred:
         variables = {
-            path: jnp.zeros(leaves[path].shape, plan.comms[path].reduce) for path in trained
+            path: jnp.zeros(leaves[path].shape, plan.comms[path].transform.reduce)
+            for path in trained
         }
     else:
         variables = {path: held[path] for path in trained}
@@ -257,7 +258,9 @@ def _accumulate(
     if plan.deferred:
         gradients = {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
     return (
-        unflatten({path: g.astype(plan.comms[path].param) for path, g in gradients.items()}),
+        unflatten(
+            {path: g.astype(plan.comms[path].transform.param) for path, g in gradients.items()}
+        ),
         sums,
         rest,
     )
@@ -282,7 +285,7 @@ def _zeros(plan: StepPlan, path: str) -> jax.Array:
     least.
     """
     leaf = plan.layout.by_path[path]
-    dtype = jnp.promote_types(plan.comms[path].param, jnp.float32)
+    dtype = jnp.promote_types(plan.comms[path].transform.param, jnp.float32)
     if plan.deferred:
         return jnp.zeros(leaf.shape, dtype)
     sharding = NamedSharding(leaf.mesh, leaf.grad_spec)

@@ -76,7 +76,7 @@ def _unit_bytes(plan: StepPlan) -> dict[str, int]:
         elements = leaf.bytes // leaf.dtype.itemsize
         for size in leaf.shape[: comm.stacked]:
             elements //= size
-        width = max(comm.compute.itemsize, comm.reduce.itemsize)
+        width = max(comm.transform.wire.itemsize, comm.transform.reduce.itemsize)
         units[str(comm.unit)] = units.get(str(comm.unit), 0) + elements * width
     return units
 

@@ -85,7 +85,7 @@ def choose_units(
         innermost = next((path for path in prefixes(module.path) if path in chosen), None)
         for path in module.direct:
             users[path].add(innermost)
-    owners = {path: next(iter(units)) if len(units) == 1 else None for path, units in users.items()}
+    owners = {path: next(iter(by)) if len(by) == 1 else None for path, by in users.items()}
     if remat != "none":
         _warn_not_recomputed(sorted(chosen.difference(owners.values())), remat)
     return owners

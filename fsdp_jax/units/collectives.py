@@ -1,21 +1,21 @@
-"""How a parameter travels between rest and compute, and its gradient back.
+"""How one parameter is all-gathered for compute, and how its gradient is reduced.
 
-[Note: how a parameter travels]
-At rest a parameter is sharded and in its own dtype. On its way into a model it is
+[Note: one parameter in a step]
+A parameter is stored sharded, in its own dtype. To compute with it, it is
 
 1. cast to the compute dtype *on the shard*,
 2. gathered.
 
-The gradient comes back over the same road through a custom VJP: reduced in the reduce dtype,
-scattered, cast to the parameter's dtype. `ParamComm` holds what the road needs to know.
+A custom VJP brings the gradient back: cast to the reduce dtype, reduced and scattered, cast to the
+parameter's dtype. `ParamComm` says along which axes, its `GatherTransform` which casts.
 
-[Note: two ways to say it] `manual` says it inside `shard_map` with explicit collectives; the model
-sees its local batch. `annotate` says it with sharding constraints, between which XLA inserts
-collectives; the model sees the global batch, and batch statistics mean what they mean on one
-device. There the cast is pinned to the shard and fenced by an optimization barrier: with neither,
-XLA moves it past the gather and the weights travel in float32, at twice the bytes. Only the first
-can leave a gradient unreduced (`no_sync`), reduce it in another dtype than it was computed in, or
-scatter it along a torus. `train_step(local_batch=...)` chooses.
+[Note: annotate or manual] `manual` uses explicit collectives inside `shard_map`; the model sees its
+local batch. `annotate` uses sharding constraints, between which XLA inserts the collectives; the
+model sees the global batch, and batch statistics mean what they mean on one device. There the cast
+is pinned to the shard and fenced by an optimization barrier: with neither, XLA moves it past the
+gather and the weights are sent in float32, at twice the bytes. Only `manual` can leave a gradient
+unreduced (`no_sync`), reduce it in another dtype than it was computed in, or scatter it along a
+torus. `train_step(local_batch=...)` chooses.
 """
 
 import re
@@ -36,30 +36,73 @@ from fsdp_jax.errors import message
 from fsdp_jax.sharding.mesh import axes_of, batch_axes
 
 Mode = Literal["annotate", "manual"]
-SITE, REDUCED = (
-    "fsdp.gather[{}]",
-    "fsdp.reduce[{}]",
-)  # names in the program, with the parameter's path
+# Scopes in the program, with the parameter's path: the contract reads them in the compiled text.
+SITE = "fsdp.gather[{}]"
+REDUCED = "fsdp.reduce[{}]"
 _SITE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*)"))
+TILE = (8, 128)  # a TPU stores the last two dims of an array in tiles of this shape
+
+
+@dataclass(frozen=True)
+class GatherTransform:
+    """What is done to a parameter around its gather, and to its gradient around its reduction.
+
+    Here these are casts. The place to extend, as FSDP2's `fsdp_pre_all_gather` and
+    `fsdp_post_all_gather` are: a gather in another format, such as fp8 with a scale, is a subclass.
+
+    Attributes:
+        param: dtype of the stored parameter, and of the gradient that the optimizer gets.
+        compute: dtype of the gathered parameter.
+        reduce: dtype that the gradient is reduced in.
+
+    """
+
+    param: np.dtype
+    compute: np.dtype
+    reduce: np.dtype
+
+    @property
+    def wire(self) -> np.dtype:
+        """The dtype that the gather sends."""
+        return self.compute
+
+    def before_gather(self, shard: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns (the array to gather, what `after_gather` needs beside it, such as a scale)."""
+        return shard.astype(self.compute), None
+
+    def fence(self, shard: jax.Array) -> jax.Array:
+        """Keeps XLA from moving `before_gather` past a gather by sharding annotations."""
+        return lax.optimization_barrier(shard)
+
+    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
+        """Returns the parameter in the compute dtype."""
+        del extra
+        return gathered
+
+    def before_reduce(self, gradient: jax.Array) -> jax.Array:
+        """Returns the gradient to reduce."""
+        return gradient.astype(self.reduce)
+
+    def after_reduce(self, gradient: jax.Array) -> jax.Array:
+        """Returns the reduced gradient in the parameter's dtype."""
+        return gradient.astype(self.param)
 
 
 @dataclass(frozen=True)
 class ParamComm:
-    """How one parameter travels between rest and compute, and its gradient back.
+    """How one parameter is gathered, and how its gradient is reduced.
 
     Attributes:
         path: of the parameter.
-        unit: path of the module that gathers it; None where it is gathered on entering the model.
+        unit: path of the module that gathers it; None if it is gathered when the model is entered.
         ndim: of the stored array; inside a layer scan the leading dims are gone.
         param_spec: how the parameter is sharded between steps.
         grad_spec: how its gradient is sharded.
-        compute: dtype that it is gathered in.
-        reduce: dtype that its gradient is reduced in.
-        param: dtype at rest, and of the gradient that arrives.
+        transform: the casts around gather and reduction.
         stacked: how many leading dims of the stored array stack layers.
         per_axis: gathered and scattered along one mesh axis at a time, as a torus wants it.
         trained: it has a gradient.
-        already_gathered: already gathered, once for the whole step; the unit finds it as it needs it.
+        already_gathered: gathered once for the whole step; the unit uses it as it is.
 
     """
 
@@ -69,9 +112,7 @@ class ParamComm:
     mesh: Mesh
     param_spec: PartitionSpec
     grad_spec: PartitionSpec
-    compute: np.dtype
-    reduce: np.dtype
-    param: np.dtype
+    transform: GatherTransform
     mode: Mode
     stacked: int = 0
     per_axis: bool = False
@@ -79,149 +120,178 @@ class ParamComm:
     already_gathered: bool = False
 
     def sliced(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
-        """The spec of an array that a layer scan took its leading dims from."""
+        """Returns the spec of an array of `ndim` dims, whose leading dims a layer scan sliced away.
+
+        Raises:
+            ValueError: one of those dims is sharded.
+
+        """
         entries = [*spec, *[None] * (self.ndim - len(spec))]
-        dropped, kept = entries[: self.ndim - ndim], entries[self.ndim - ndim :]
-        if any(dropped):
-            fix = "name the stack, stacked=('path',), or give the parameter a rule that shards another dim"
-            raise ValueError(
-                message(
-                    "a layer scan slices a sharded dim",
-                    where=self.path,
-                    expected="its layer dim whole",
-                    got=spec,
-                    fix=fix,
-                )
+        removed = self.ndim - ndim
+        if any(entries[:removed]):
+            what = "a layer scan slices a sharded dim"
+            fix = (
+                "name the stack, stacked=('path',), "
+                "or give the parameter a rule that shards another dim"
             )
-        return PartitionSpec(*kept)
+            expected = "its layer dim whole"
+            raise ValueError(message(what, where=self.path, expected=expected, got=spec, fix=fix))
+        return PartitionSpec(*entries[removed:])
+
+    def steps(self, entry: Any) -> list[tuple[str, ...]]:
+        """Returns the mesh axes of each collective along one dim, in the order of a scatter.
+
+        One collective for all axes, or one per axis; see the note on `data`'s axes.
+        """
+        axes = axes_of(entry)
+        if self.per_axis:
+            return [(axis,) for axis in axes]
+        return [axes] if axes else []
 
 
 def gather(comm: ParamComm, value: jax.Array, pending: jax.Array | None = None) -> jax.Array:
-    """The whole parameter in the compute dtype; its gradient is reduced and scattered on the way
-    back.
+    """Returns the unsharded parameter in the compute dtype; its VJP reduces the gradient.
 
     With `pending` the gradient is not reduced: it becomes the cotangent of `pending`, local to the
-    device. What is not trained has none: a custom derivative that nothing differentiates would be
-    saved by the unit's checkpoint.
+    device. Frozen parameters skip the custom VJP; otherwise `jax.checkpoint` would save its output.
     """
     if comm.mode == "annotate":
         return gather_annotated([comm], [value])[0]
+    # Prefetch finds the gather in the traced model by the name of the function.
+    name = SITE.format(comm.path)
     if not comm.trained:
 
-        def still(value: jax.Array) -> jax.Array:
+        def gather_frozen(value: jax.Array) -> jax.Array:
             return fetch(comm, lax.stop_gradient(value))
 
-        still.__name__ = SITE.format(comm.path)
-        return jax.jit(still)(value)
+        gather_frozen.__name__ = name
+        return jax.jit(gather_frozen)(value)
 
     @jax.custom_vjp
-    def there(value: jax.Array, pending: jax.Array | None) -> jax.Array:
+    def gather_trained(value: jax.Array, pending: jax.Array | None) -> jax.Array:
         return fetch(comm, value)
 
     def forward(value: jax.Array, pending: jax.Array | None) -> tuple[jax.Array, None]:
         return fetch(comm, value), None
 
-    def back(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         if pending is None:
             return reduce(comm, cotangent), None
         return jnp.zeros(value.shape, value.dtype), cotangent.astype(pending.dtype)
 
-    there.defvjp(forward, back)
-    # By this name prefetch finds the gather in the traced model.
-    there.__name__ = SITE.format(comm.path)  # type: ignore[attr-defined]
-    return jax.jit(there)(value, pending)
+    gather_trained.defvjp(forward, backward)
+    gather_trained.__name__ = name  # type: ignore[attr-defined]
+    return jax.jit(gather_trained)(value, pending)
 
 
 def gather_annotated(comms: Sequence[ParamComm], values: Sequence[jax.Array]) -> list[jax.Array]:
-    """`gather` of several parameters in mode `annotate`, with one custom derivative: each takes
-    time to trace.
+    """Returns `gather` of several parameters in mode `annotate`.
+
+    They share one custom VJP, since each takes time to trace.
     """
     trained = [comm for comm in comms if comm.trained]
 
-    def whole(shards: list[jax.Array]) -> list[jax.Array]:
+    def fetch_trained(shards: list[jax.Array]) -> list[jax.Array]:
         return [fetch(comm, shard) for comm, shard in zip(trained, shards, strict=True)]
 
-    def back(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
-        return (
-            [reduce(comm, cotangent) for comm, cotangent in zip(trained, cotangents, strict=True)],
-        )
+    def backward(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
+        return ([reduce(comm, g) for comm, g in zip(trained, cotangents, strict=True)],)
 
-    there = jax.custom_vjp(whole)
-    there.defvjp(lambda shards: (whole(shards), None), back)
+    with_vjp = jax.custom_vjp(fetch_trained)
+    with_vjp.defvjp(lambda shards: (fetch_trained(shards), None), backward)
     shards = [value for comm, value in zip(comms, values, strict=True) if comm.trained]
-    found = iter(there(shards) if trained else ())
+    gathered = iter(with_vjp(shards) if trained else ())
     return [
-        next(found) if comm.trained else fetch(comm, lax.stop_gradient(value))
+        next(gathered) if comm.trained else fetch(comm, lax.stop_gradient(value))
         for comm, value in zip(comms, values, strict=True)
     ]
 
 
 def site_of(eqn: JaxprEqn) -> str | None:
-    """The path of the parameter that this eqn of a traced model gathers; None where it is something
-    else.
-    """
-    found = _SITE.fullmatch(str(eqn.params.get("name", "")))
-    return found.group(1) if found else None
+    """Returns the path of the parameter that this equation gathers; None for any other equation."""
+    match = _SITE.fullmatch(str(eqn.params.get("name", "")))
+    return match.group(1) if match else None
 
 
 def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
-    """As `gather`, without its gradient."""
-    with jax.named_scope(SITE.format(comm.path)):
-        return _gather(comm, value)
-
-
-def _gather(comm: ParamComm, value: jax.Array) -> jax.Array:
+    """Returns what `gather` returns, without a VJP of its own."""
     spec = comm.sliced(comm.param_spec, value.ndim)
-    value = value.astype(comm.compute)
-    if not any(spec):
-        return value
-    if comm.mode == "manual":
-        for dim, entry in enumerate(spec):
-            value = _as_stored(value) if dim and axes_of(entry) else value
-            for axes in reversed(_hops(comm, entry)):
-                value = lax.all_gather(value, axes, axis=dim, tiled=True)
-        return value
+    with jax.named_scope(SITE.format(comm.path)):
+        value, extra = comm.transform.before_gather(value)
+        if any(spec):
+            run = _gather_manual if comm.mode == "manual" else _gather_annotated
+            value = run(comm, value, spec)
+        return comm.transform.after_gather(value, extra)
+
+
+def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+    for dim, entry in enumerate(spec):
+        if dim and axes_of(entry):
+            value = _row_major(value)
+        for axes in reversed(comm.steps(entry)):
+            value = lax.all_gather(value, axes, axis=dim, tiled=True)
+    return value
+
+
+def _gather_annotated(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
     value = lax.with_sharding_constraint(value, NamedSharding(comm.mesh, spec))
-    value = lax.optimization_barrier(value)
+    value = comm.transform.fence(value)
     return lax.with_sharding_constraint(value, NamedSharding(comm.mesh, PartitionSpec()))
 
 
-def _hops(comm: ParamComm, entry: Any) -> list[tuple[str, ...]]:
-    """The axes that a dim is scattered along, in the order of the collectives; see the note on
-    `data`'s axes.
+def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
+    """Returns a gradient summed over the batch axes and scattered, in the parameter's dtype.
+
+    `gradient` has the gathered shape; the result is sharded by `grad_spec`.
     """
-    axes = axes_of(entry)
-    return [(axis,) for axis in axes] if comm.per_axis else [axes] if axes else []
+    spec = comm.sliced(comm.grad_spec, gradient.ndim)
+    with jax.named_scope(REDUCED.format(comm.path)):
+        gradient = comm.transform.before_reduce(gradient)
+        if comm.mode == "manual":
+            gradient = _reduce_manual(comm, gradient, spec)
+        else:
+            gradient = lax.with_sharding_constraint(gradient, NamedSharding(comm.mesh, spec))
+        return comm.transform.after_reduce(gradient)
 
 
-TILE = (8, 128)  # the last two dims of what a TPU stores come in such tiles
+def _reduce_manual(comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+    # Reduce-scatter along the axes that shard the gradient ...
+    for dim, entry in enumerate(spec):
+        for axes in comm.steps(entry):
+            gradient = _scatter(comm, gradient, axes, dim)
+        if dim and axes_of(entry):
+            gradient = _row_major(gradient)
+    # ... and all-reduce along the batch's other axes.
+    scattered = {axis for entry in spec for axis in axes_of(entry)}
+    others = tuple(axis for axis in batch_axes(comm.mesh) if axis not in scattered)
+    return lax.psum(gradient, others) if others else gradient
 
 
 def _scatter(comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """Reduces and scatters one dim along these axes.
 
-    In hops the parts lie along a dim of their own, outside the tiles that a TPU stores: cut inside
-    a tiled dim it pads every part (9% more bytes for 4096 rows in 16 parts) or gives up on the
-    scatter. Parts that do not fill their tiles are sent as rows of whole ones.
+    One axis at a time, the parts are stacked along a dim of their own, outside the tiles that a TPU
+    stores: cut inside a tiled dim it pads every part (9% more bytes for 4096 rows in 16 parts) or
+    gives up on the scatter. Parts that do not fill their tiles are sent as rows of whole ones.
     """
     if not comm.per_axis:
         return lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
-    parts, size = prod(comm.mesh.shape[axis] for axis in axes), gradient.shape[dim]
-    shape = (*gradient.shape[:dim], parts, size // parts, *gradient.shape[dim + 1 :])
-    blocks = jnp.moveaxis(gradient.reshape(shape), dim, 0)
-    part = blocks.shape[1:]
+    count = prod(comm.mesh.shape[axis] for axis in axes)
+    size = gradient.shape[dim]
+    shape = (*gradient.shape[:dim], count, size // count, *gradient.shape[dim + 1 :])
+    parts = jnp.moveaxis(gradient.reshape(shape), dim, 0)
+    part = parts.shape[1:]
     if len(part) < 2:
-        return lax.psum_scatter(blocks, axes)
+        return lax.psum_scatter(parts, axes)
     if prod(part[:-1]) % TILE[0] == 0 and part[-1] % TILE[1] == 0:
-        rows = blocks.reshape(parts, -1, part[-1])  # of more dims than these, XLA gives up again
+        tiled = parts.reshape(count, -1, part[-1])  # of more dims than these, XLA gives up again
     else:
-        rows = jnp.pad(blocks.reshape(parts, -1), ((0, 0), (0, -prod(part) % prod(TILE)))).reshape(
-            parts, -1, *TILE
-        )
-    return lax.psum_scatter(rows, axes).reshape(-1)[: prod(part)].reshape(part)
+        rows = jnp.pad(parts.reshape(count, -1), ((0, 0), (0, -prod(part) % prod(TILE))))
+        tiled = rows.reshape(count, -1, *TILE)
+    return lax.psum_scatter(tiled, axes).reshape(-1)[: prod(part)].reshape(part)
 
 
-def _as_stored(value: jax.Array) -> jax.Array:
+def _row_major(value: jax.Array) -> jax.Array:
     """Pins a shard's memory layout to the order of its dims.
 
     A collective wants its dim outermost in memory. Left alone, XLA gives the whole stack of layers
@@ -229,27 +299,3 @@ def _as_stored(value: jax.Array) -> jax.Array:
     So the copy is made of one layer.
     """
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
-
-
-def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
-    """A gradient of the gathered shape, summed over the batch axes, scattered, in the parameter's
-    dtype.
-    """
-    with jax.named_scope(REDUCED.format(comm.path)):
-        return _reduce(comm, gradient)
-
-
-def _reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
-    spec = comm.sliced(comm.grad_spec, gradient.ndim)
-    gradient = gradient.astype(comm.reduce)
-    if comm.mode == "manual":
-        for dim, entry in enumerate(spec):
-            for axes in _hops(comm, entry):
-                gradient = _scatter(comm, gradient, axes, dim)
-            gradient = _as_stored(gradient) if dim and axes_of(entry) else gradient
-        scattered = {axis for entry in spec for axis in axes_of(entry)}
-        rest = tuple(axis for axis in batch_axes(comm.mesh) if axis not in scattered)
-        gradient = lax.psum(gradient, rest) if rest else gradient
-    else:
-        gradient = lax.with_sharding_constraint(gradient, NamedSharding(comm.mesh, spec))
-    return gradient.astype(comm.param)

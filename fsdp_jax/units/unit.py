@@ -146,7 +146,7 @@ def run_unit(fn: Callable[..., Any], tree: PyTree, args: Any, *, unit: str, rema
 
 
 def checkpoint_settings(shards: Sequence[Shard], remat: Remat) -> dict[str, Any] | None:
-    """Returns arguments of `jax.checkpoint` for a unit with these Shards; None for no checkpoint."""
+    """Returns arguments of `jax.checkpoint` for a unit with these Shards; None for none."""
     dropped = [shard for shard in shards if not shard.comm.already_gathered]
     if not dropped and remat == "none":
         return None

@@ -209,11 +209,10 @@ def one_line(contract, start):
 
 @pytest.mark.needs_plugin
 def test_without_the_pin_and_the_fence_weights_are_gathered_wide(monkeypatch):
-    def plainly(comm, value):
-        whole = NamedSharding(comm.mesh, PartitionSpec())
-        return jax.lax.with_sharding_constraint(value.astype(comm.compute), whole)
+    def unfenced(comm, value, spec):
+        return jax.lax.with_sharding_constraint(value, NamedSharding(comm.mesh, PartitionSpec()))
 
-    monkeypatch.setattr("fsdp_jax.units.collectives._gather", plainly)
+    monkeypatch.setattr("fsdp_jax.units.collectives._gather_annotated", unfenced)
     contract = checked("llama", "h100:8", local_batch=False)
     line = one_line(contract, "head/kernel: gathered")
     assert (

@@ -211,7 +211,7 @@ def lowered(sharded, loss=linen_loss):
 def test_norms_inside_jit_are_found_in_every_layer_however_often(mesh, model):
     for _ in range(2):
         step = lowered(shard(mesh, model, precision=fsdp.Precision(compute="bfloat16")))
-        computed = {path: str(comm.compute) for path, comm in step.plan.comms.items()}
+        computed = {path: str(comm.transform.compute) for path, comm in step.plan.comms.items()}
         assert (
             computed["layer_0/LayerNorm_0/scale"]
             == computed["layer_1/LayerNorm_0/scale"]

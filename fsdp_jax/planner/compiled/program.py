@@ -94,7 +94,7 @@ def check_dtypes(plan: StepPlan, topology: Topology) -> None:
     internal error.
     """
     lacks = topology.hardware.platform == "cuda" and "bfloat16" not in topology.hardware.peak_flops
-    if lacks and any(comm.compute == jnp.bfloat16 for comm in plan.comms.values()):
+    if lacks and any(comm.transform.compute == jnp.bfloat16 for comm in plan.comms.values()):
         expected, fix = (
             "float32",
             "--precision.compute float32; float16 needs loss scaling, which is not there yet",
