@@ -17,7 +17,7 @@ from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.loader import Loader, eval_batches, make_loader
 from fsdp_jax.data.shard_writer import tokenize
 from fsdp_jax.data.shards import Manifest, TokenShards
-from fsdp_jax.data.sources import Opened, open_examples
+from fsdp_jax.data.sources import LoadedData, open_examples
 from fsdp_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_bpe
 from fsdp_jax.data.windows import Windows
 
@@ -26,7 +26,7 @@ __all__ = [
     "Examples",
     "Loader",
     "Manifest",
-    "Opened",
+    "LoadedData",
     "Skipped",
     "Split",
     "TokenShards",

@@ -156,7 +156,7 @@ def load_images(path: str | Path) -> ArrayImages:
         ) from error
 
 
-class Chosen:
+class ImageSplit:
     """Some rows of other examples: those of `indices`, int64 [rows], in that order."""
 
     def __init__(self, examples: Examples, indices: np.ndarray):

@@ -53,7 +53,7 @@ NO_ANSWER, CUT, LONG = "without an answer", "truncated", "too long"
 
 
 @dataclass(frozen=True)
-class Instruction:
+class InstructionRecord:
     """An instruction and its answer; `input` is "" where there is none."""
 
     instruction: str
@@ -68,7 +68,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class EncodedInstruction:
     """Token ids, int32, one dimension: of a prompt, and of its answer with the end-of-text token."""
 
     prompt: np.ndarray
@@ -80,7 +80,7 @@ class Pair:
 
 def load_instructions(
     path: str | None, skipped: Skipped, *, split: str = "train", invalid: Invalid = "error"
-) -> list[Instruction]:
+) -> list[InstructionRecord]:
     """The records of a `.json` or `.jsonl`, of a Hugging Face dataset's split, or, for None, the
     set that comes along.
 
@@ -114,7 +114,7 @@ def load_instructions(
 
 def _instruction(
     where: str, record: Record, invalid: Invalid, skipped: Skipped
-) -> Instruction | None:
+) -> InstructionRecord | None:
     """None where one of its fields is passed over."""
     without = record | (
         {} if record.get("input") is not None else {"input": ""}
@@ -125,10 +125,10 @@ def _instruction(
         if text is None:
             return None  # counted once, whatever the other fields are
         texts.append(text)
-    return Instruction(*texts)
+    return InstructionRecord(*texts)
 
 
-def digest_of(instructions: Iterable[Instruction]) -> str:
+def digest_of(instructions: Iterable[InstructionRecord]) -> str:
     """SHA-256, in hexadecimal, of the records in order."""
     digest = hashlib.sha256()
     for each in instructions:
@@ -136,7 +136,9 @@ def digest_of(instructions: Iterable[Instruction]) -> str:
     return digest.hexdigest()
 
 
-def encode_pairs(instructions: Sequence[Instruction], tokenizer: Tokenizer) -> list[Pair]:
+def encode_pairs(
+    instructions: Sequence[InstructionRecord], tokenizer: Tokenizer
+) -> list[EncodedInstruction]:
     """Prompts and answers, encoded apart, so that where one ends does not depend on the other.
 
     Raises ConfigError where the tokenizer has no end-of-text token: no answer would ever end.
@@ -152,7 +154,7 @@ def encode_pairs(instructions: Sequence[Instruction], tokenizer: Tokenizer) -> l
     answers = tokenizer.encode_batch([each.output for each in instructions])
     found = zip(prompts, answers, strict=True)
     return [
-        Pair(np.concatenate([begin, prompt]), np.concatenate([answer, end]))
+        EncodedInstruction(np.concatenate([begin, prompt]), np.concatenate([answer, end]))
         for prompt, answer in found
     ]
 
@@ -166,7 +168,7 @@ class PackedInstructions:
 
     def __init__(
         self,
-        pairs: Sequence[Pair],
+        pairs: Sequence[EncodedInstruction],
         *,
         sequence_length: int,
         too_long: TooLong = "truncate",
@@ -220,7 +222,7 @@ class TextToText:
 
     def __init__(
         self,
-        pairs: Sequence[Pair],
+        pairs: Sequence[EncodedInstruction],
         *,
         inputs_length: int,
         targets_length: int,
@@ -230,14 +232,16 @@ class TextToText:
         check_positive("data.sequence_length", inputs_length)
         check_positive("data.target_length", targets_length)
         self.inputs_length, self.targets_length = inputs_length, targets_length
-        self.pairs: list[Pair] = []
+        self.pairs: list[EncodedInstruction] = []
         for pair in pairs:
-            ended = Pair(np.concatenate([pair.prompt, pair.answer[-1:]]), pair.answer)
+            ended = EncodedInstruction(np.concatenate([pair.prompt, pair.answer[-1:]]), pair.answer)
             long = len(ended.prompt) > inputs_length or len(ended.answer) > targets_length
             if long and skipped is not None:
                 skipped[CUT if too_long == "truncate" else LONG] += 1
             if not long or too_long == "truncate":
-                self.pairs.append(Pair(ended.prompt[:inputs_length], ended.answer[:targets_length]))
+                self.pairs.append(
+                    EncodedInstruction(ended.prompt[:inputs_length], ended.answer[:targets_length])
+                )
         if not self.pairs:
             raise _none_fits(pairs, inputs_length, lambda pair: len(pair.prompt) + 1)
         lengths = {"inputs_length": inputs_length, "targets_length": targets_length}
@@ -290,11 +294,13 @@ def check_too_long(too_long: str) -> None:
         )
 
 
-def _sums(pairs: Sequence[Pair]) -> dict[str, int]:
+def _sums(pairs: Sequence[EncodedInstruction]) -> dict[str, int]:
     return {"instructions": len(pairs), "instruction_tokens": sum(map(len, pairs))}
 
 
-def _fit(pair: Pair, room: int, too_long: TooLong, skipped: Skipped | None) -> Pair | None:
+def _fit(
+    pair: EncodedInstruction, room: int, too_long: TooLong, skipped: Skipped | None
+) -> EncodedInstruction | None:
     """The example as a row can hold it; None where it cannot, or where nothing of the answer would
     be left.
     """
@@ -303,10 +309,12 @@ def _fit(pair: Pair, room: int, too_long: TooLong, skipped: Skipped | None) -> P
     keep = too_long == "truncate" and len(pair.prompt) < room
     if skipped is not None:
         skipped[CUT if keep else LONG] += 1
-    return Pair(pair.prompt, pair.answer[: room - len(pair.prompt)]) if keep else None
+    return EncodedInstruction(pair.prompt, pair.answer[: room - len(pair.prompt)]) if keep else None
 
 
-def _none_fits(pairs: Sequence[Pair], length: int, needs: Callable[[Pair], int]) -> ConfigError:
+def _none_fits(
+    pairs: Sequence[EncodedInstruction], length: int, needs: Callable[[EncodedInstruction], int]
+) -> ConfigError:
     shortest = min(map(needs, pairs), default=1)
     what, expected = (
         "No instruction fits a row.",

@@ -23,8 +23,8 @@ from fsdp_jax.data.shards import (
     PARTS,
     TOKENS,
     Manifest,
-    Plan,
-    Shard,
+    TokenizePlan,
+    TokenShard,
     read_manifest,
 )
 from fsdp_jax.data.tokenizer import Tokenizer, encoded, token_dtype
@@ -94,7 +94,7 @@ def tokenize(
         return manifest
 
 
-def plan_of(folder: Path) -> Plan | None:
+def plan_of(folder: Path) -> TokenizePlan | None:
     """That of the shards that a folder holds, or was begun with; None where there are none.
 
     Raises ConfigError where it cannot be read.
@@ -105,15 +105,17 @@ def plan_of(folder: Path) -> Plan | None:
     if not progress.exists():
         return None
     try:
-        return Plan(**json.loads(progress.read_text()))
+        return TokenizePlan(**json.loads(progress.read_text()))
     except (TypeError, ValueError) as error:
         what, fix = "The progress of a stopped run cannot be read.", "remove the folder"
         raise ConfigError(message(what, where=str(progress), got=error, fix=fix)) from error
 
 
-def _plan(documents: Split, tokenizer: Tokenizer, shard_tokens: int, asked: int | None) -> Plan:
+def _plan(
+    documents: Split, tokenizer: Tokenizer, shard_tokens: int, asked: int | None
+) -> TokenizePlan:
     found = documents.survey
-    return Plan(
+    return TokenizePlan(
         name=documents.documents.name,
         corpus=found.digest,
         documents=found.documents,
@@ -147,7 +149,7 @@ def _is_trace(path: Path) -> bool:
     return path.name in (LEASE, PROGRESS + UNFINISHED)
 
 
-def _begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
+def _begin(folder: Path, plan: TokenizePlan, tokenizer: Tokenizer) -> None:
     """Writes the plan down, or compares it to that of the run that was stopped; removes what that
     left unfinished.
     """
@@ -162,7 +164,7 @@ def _begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
         _write(folder / name, content)
 
 
-def _check_same(file: Path, before: Plan, now: Plan) -> None:
+def _check_same(file: Path, before: TokenizePlan, now: TokenizePlan) -> None:
     # names are for people: the same corpus may have moved; and what a tokenizer is, its digest says
     was, is_now = (
         {key: value for key, value in asdict(plan).items() if key not in _NAMES}
@@ -182,8 +184,13 @@ _NAMES = ("name", "tokenizer", "asked")
 
 
 def _write_part(
-    folder: Path, part: Part, documents: Split, tokenizer: Tokenizer, plan: Plan, say: Say | None
-) -> Iterator[Shard]:
+    folder: Path,
+    part: Part,
+    documents: Split,
+    tokenizer: Tokenizer,
+    plan: TokenizePlan,
+    say: Say | None,
+) -> Iterator[TokenShard]:
     """The shards of one part: those that are there already, then the rest."""
     done = 0
     number = 0
@@ -206,15 +213,20 @@ def _name(part: Part, number: int) -> str:
     return f"{part}-{number:05}"
 
 
-def _found(folder: Path, part: Part, number: int, plan: Plan) -> Shard:
+def _found(folder: Path, part: Part, number: int, plan: TokenizePlan) -> TokenShard:
     name = _name(part, number)
     size, offsets = ((folder / f"{name}{suffix}").stat().st_size for suffix in (TOKENS, DOCUMENTS))
-    return Shard(name, part, size // np.dtype(plan.dtype).itemsize, offsets // OFFSET.itemsize)
+    return TokenShard(name, part, size // np.dtype(plan.dtype).itemsize, offsets // OFFSET.itemsize)
 
 
 def _write_shard(
-    folder: Path, part: Part, number: int, first: np.ndarray, rest: Iterator[np.ndarray], plan: Plan
-) -> Shard:
+    folder: Path,
+    part: Part,
+    number: int,
+    first: np.ndarray,
+    rest: Iterator[np.ndarray],
+    plan: TokenizePlan,
+) -> TokenShard:
     """Writes documents until there are tokens enough. The tokens get their name last."""
     name, starts, tokens = _name(part, number), list[int](), 0
     piece: np.ndarray | None = first
@@ -236,10 +248,10 @@ def _write_shard(
     _write(folder / f"{name}{DOCUMENTS}", np.array(starts, OFFSET).tobytes())
     unfinished.rename(folder / f"{name}{TOKENS}")
     _flush(folder)
-    return Shard(name, part, tokens, len(starts))
+    return TokenShard(name, part, tokens, len(starts))
 
 
-def _largest(folder: Path, shard: Shard, plan: Plan) -> int:
+def _largest(folder: Path, shard: TokenShard, plan: TokenizePlan) -> int:
     file = folder / f"{shard.name}{TOKENS}"
     return int(np.memmap(file, np.dtype(plan.dtype), "r").max()) if shard.tokens else -1
 

@@ -30,7 +30,7 @@ PARTS: tuple[Part, ...] = ("train", "held_out")
 
 
 @dataclass(frozen=True)
-class Plan:
+class TokenizePlan:
     """What fixes every byte of the shards; only the same plan goes on where another stopped.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """One shard: `name` without suffix, and how many tokens and documents it holds."""
 
     name: str
@@ -77,8 +77,8 @@ class Shard:
 class Manifest:
     """What a folder of shards holds. `largest`: the largest id; -1 of no tokens."""
 
-    plan: Plan
-    shards: tuple[Shard, ...]
+    plan: TokenizePlan
+    shards: tuple[TokenShard, ...]
     largest: int
 
     def tokens(self, part: Part) -> int:
@@ -102,8 +102,8 @@ class Manifest:
         if body["plan"]["format"] != FORMAT:
             raise ValueError(f"format {body['plan']['format']}, which this version does not read")
         return cls(
-            Plan(**body["plan"]),
-            tuple(Shard(**shard) for shard in body["shards"]),
+            TokenizePlan(**body["plan"]),
+            tuple(TokenShard(**shard) for shard in body["shards"]),
             int(body["largest"]),
         )
 
@@ -117,7 +117,7 @@ class ShardedTokens:
     """
 
     folder: Path
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
     dtype: str
     vocab_size: int
     _ends: np.ndarray = field(init=False, repr=False)
@@ -197,7 +197,7 @@ class TokenShards:
         ]
         return np.concatenate([np.zeros(0, np.int64), *starts])
 
-    def _shards(self, part: Part) -> tuple[Shard, ...]:
+    def _shards(self, part: Part) -> tuple[TokenShard, ...]:
         return tuple(shard for shard in self.manifest.shards if shard.part == part and shard.tokens)
 
     @cached_property

@@ -23,11 +23,11 @@ from fsdp_jax.data.documents import (
 )
 from fsdp_jax.data.examples import Examples, Tokens, check_seed
 from fsdp_jax.data.files import Skipped
-from fsdp_jax.data.images import CLASSES, SIDE, ArrayImages, Chosen, DrawnImages, load_images
+from fsdp_jax.data.images import CLASSES, SIDE, ArrayImages, ImageSplit, DrawnImages, load_images
 from fsdp_jax.data.instructions import (
-    Instruction,
+    InstructionRecord,
     PackedInstructions,
-    Pair,
+    EncodedInstruction,
     TextToText,
     TooLong,
     check_too_long,
@@ -60,7 +60,7 @@ USED: dict[str, tuple[object, tuple[Kind, ...]]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class LoadedData:
     """Data that are ready to be read.
 
     Attributes:
@@ -109,7 +109,7 @@ def open_examples(
     images: int = IMAGES,
     image_size: int = SIDE,
     classes: int | None = None,
-) -> Opened:
+) -> LoadedData:
     """Opens the data of a run.
 
     Every process of a run reads all of its text here (documents, datasets, instructions), tokenises
@@ -208,11 +208,11 @@ def _read(kind: Kind, path: str | None, split: str, field: str, invalid: Invalid
     return open_documents(path, field=field, invalid=invalid)
 
 
-def _documents(documents: Documents, tokenizer: Tokenizer, share: float, rows: _Rows) -> Opened:
+def _documents(documents: Documents, tokenizer: Tokenizer, share: float, rows: _Rows) -> LoadedData:
     parts = split_documents(documents, held_out=share)
     train, rest = (stream_of(parts.read(part), tokenizer) for part in ("train", "held_out"))
     found = parts.survey
-    return Opened(
+    return LoadedData(
         train=_of_stream(train.tokens, train.starts, tokenizer, rows),
         held_out=_unless_short(rest.tokens, rest.starts, tokenizer, rows),
         description=_line(
@@ -228,7 +228,7 @@ def _documents(documents: Documents, tokenizer: Tokenizer, share: float, rows: _
     )
 
 
-def _shards(path: str, tokenizer: str | None, held_out: float | None, rows: _Rows) -> Opened:
+def _shards(path: str, tokenizer: str | None, held_out: float | None, rows: _Rows) -> LoadedData:
     shards = TokenShards.open(path)
     plan, own = shards.manifest.plan, shards.tokenizer
     asked = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -251,7 +251,7 @@ def _shards(path: str, tokenizer: str | None, held_out: float | None, rows: _Row
     train, rest = shards.tokens("train"), shards.tokens("held_out")
     starts = [shards.starts(part) if rows.apart else None for part in ("train", "held_out")]
     skipped = Skipped(plan.skipped)
-    return Opened(
+    return LoadedData(
         train=_of_stream(train, starts[0], own, rows),
         held_out=_unless_short(rest, starts[1], own, rows),
         description=_line(plan.name, plan.documents, train, rest, plan.tokenizer, skipped),
@@ -291,12 +291,12 @@ def _unless_short(
 
 def _instructions(
     path: str | None,
-    found: list[Instruction],
+    found: list[InstructionRecord],
     skipped: Skipped,
     tokenizer: Tokenizer,
     share: float,
     rows: _Rows,
-) -> Opened:
+) -> LoadedData:
     pairs = encode_pairs(found, tokenizer)
     kept, rest = held_out_indices(len(pairs), share)
     train = _of_pairs([pairs[at] for at in kept], rows, skipped)
@@ -305,7 +305,7 @@ def _instructions(
     except ConfigError:  # each of them is too long, and counted so
         held_out = None
     name = "instructions" if path is None else Path(path).name
-    return Opened(
+    return LoadedData(
         train=train,
         held_out=held_out,
         description=f"{name}: {len(found):,} instructions, {len(rest):,} of them held out, the others in "
@@ -315,7 +315,7 @@ def _instructions(
     )
 
 
-def _of_pairs(pairs: list[Pair], rows: _Rows, skipped: Skipped) -> Examples:
+def _of_pairs(pairs: list[EncodedInstruction], rows: _Rows, skipped: Skipped) -> Examples:
     if rows.targets_length is None:
         return PackedInstructions(
             pairs, sequence_length=rows.sequence_length, too_long=rows.too_long, skipped=skipped
@@ -329,13 +329,13 @@ def _of_pairs(pairs: list[Pair], rows: _Rows, skipped: Skipped) -> Examples:
     )
 
 
-def _drawn(count: int, side: int, share: float, seed: int, classes: int | None) -> Opened:
+def _drawn(count: int, side: int, share: float, seed: int, classes: int | None) -> LoadedData:
     _check_classes(len(CLASSES), classes)
     rest = round(count * share)
     content = (
         f"drawn images 1: {count} and {rest} of {side}x{side}, {', '.join(CLASSES)}, seed {seed}"
     )
-    return Opened(
+    return LoadedData(
         train=DrawnImages(count, seed=seed, side=side),
         held_out=DrawnImages(rest, seed=seed, first=count, side=side) if rest else None,
         description=f"drawn images: {count:,} of {side}x{side} in {len(CLASSES)} classes, and {rest:,} held out",
@@ -344,15 +344,15 @@ def _drawn(count: int, side: int, share: float, seed: int, classes: int | None) 
     )
 
 
-def _arrays(path: str, share: float, classes: int | None) -> Opened:
+def _arrays(path: str, share: float, classes: int | None) -> LoadedData:
     found: ArrayImages = load_images(path)
     _check_classes(found.classes, classes)
     kept, rest = held_out_indices(len(found), share)
     height, width = found.images.shape[1:3]
     name = Path(path).name
-    return Opened(
-        train=Chosen(found, kept),
-        held_out=Chosen(found, rest) if len(rest) else None,
+    return LoadedData(
+        train=ImageSplit(found, kept),
+        held_out=ImageSplit(found, rest) if len(rest) else None,
         description=f"{name}: {len(kept):,} images of {height}x{width} in {found.classes} classes, "
         f"and {len(rest):,} held out",
         digest=found.digest,

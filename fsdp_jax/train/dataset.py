@@ -7,7 +7,14 @@ from pathlib import Path
 
 import jax
 
-from fsdp_jax.data import Loader, Opened, eval_batches, load_tokenizer, make_loader, open_examples
+from fsdp_jax.data import (
+    Loader,
+    LoadedData,
+    eval_batches,
+    load_tokenizer,
+    make_loader,
+    open_examples,
+)
 from fsdp_jax.data.loader import Batch
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.build import Run
@@ -21,26 +28,26 @@ class Data:
     """What a run reads.
 
     Attributes:
-        opened: the examples, and what is known of them.
+        loaded: the examples, and what is known of them.
         evaluation: makes an iterator over held-out batches; None where there is not one held-out
             example.
 
     """
 
-    opened: Opened
+    loaded: LoadedData
     loader: Loader
     evaluation: Callable[[], Iterator[Batch]] | None
 
     @property
     def unit(self) -> str:
         """What a loss is per."""
-        tokenizer = self.opened.tokenizer
+        tokenizer = self.loaded.tokenizer
         return "image" if tokenizer is None else "byte" if tokenizer.name == "bytes" else "token"
 
     @property
     def tokenizer(self) -> str:
         """What a checkpoint must have in common with a run."""
-        return "none" if self.opened.tokenizer is None else self.opened.tokenizer.digest
+        return "none" if self.loaded.tokenizer is None else self.loaded.tokenizer.digest
 
 
 def open_data(
@@ -68,7 +75,7 @@ def open_data(
             "the tokenizer.json that they were trained with, or bytes if so",
         )
         raise ConfigError(message(what, where="data.tokenizer", got=weights, fix=fix))
-    opened = open_examples(
+    loaded = open_examples(
         settings.kind,
         sequence_length=settings.sequence_length,
         targets_length=target_length(settings) if task == "text to text" else None,
@@ -84,16 +91,16 @@ def open_data(
         seed=seed,
         **_of_images(run),
     )
-    _check_tokenizer(opened, beside)
-    _check_rows(opened, run)
+    _check_tokenizer(loaded, beside)
+    _check_rows(loaded, run)
     share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    loader = make_loader(opened.train, global_batch_size=rows, seed=seed, **share)
-    if opened.held_out is None:
-        return Data(opened, loader, None)
+    loader = make_loader(loaded.train, global_batch_size=rows, seed=seed, **share)
+    if loaded.held_out is None:
+        return Data(loaded, loader, None)
     return Data(
-        opened,
+        loaded,
         loader,
-        partial(eval_batches, opened.held_out, batch_size=rows, limit=eval_limit, **share),
+        partial(eval_batches, loaded.held_out, batch_size=rows, limit=eval_limit, **share),
     )
 
 
@@ -106,22 +113,22 @@ def _of_images(run: Run) -> dict[str, int]:
     )
 
 
-def _check_tokenizer(opened: Opened, beside: str | None) -> None:
+def _check_tokenizer(loaded: LoadedData, beside: str | None) -> None:
     """Weights know the tokens of their own tokenizer alone."""
     if beside is None:
         return
     own = load_tokenizer(Path(beside).expanduser())
-    if opened.tokenizer is not None and opened.tokenizer.digest != own.digest:
-        what, got = "another tokenizer than the weights were trained with", opened.tokenizer.name
+    if loaded.tokenizer is not None and loaded.tokenizer.digest != own.digest:
+        what, got = "another tokenizer than the weights were trained with", loaded.tokenizer.name
         fix = "leave data.tokenizer out, or tokenize with theirs; if this one is meant, put it beside the weights"
         raise ConfigError(
             message(what, where="data.tokenizer", expected=own.name, got=got, fix=fix)
         )
 
 
-def _check_rows(opened: Opened, run: Run) -> None:
+def _check_rows(loaded: LoadedData, run: Run) -> None:
     """Rows are what the step is compiled for."""
-    found = {name: (array.shape, array.dtype) for name, array in opened.train[0].items()}
+    found = {name: (array.shape, array.dtype) for name, array in loaded.train[0].items()}
     wanted = {name: (leaf.shape[1:], leaf.dtype) for name, leaf in run.batch.items()}
     if run.family.task == "images" and found["images"] != wanted["images"]:
         fix = "use a model for images of that size, or resize them"

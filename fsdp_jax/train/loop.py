@@ -85,7 +85,7 @@ class Training:
             "config": config_hash,
             "strategy": self.layout.strategy.name,
             "mesh": shape_of(self.layout.mesh),
-            "corpus": data.opened.digest,
+            "corpus": data.loaded.digest,
             "tokenizer": data.tokenizer,
             "lora_scale": lora_scale,
         }
@@ -324,7 +324,7 @@ class Training:
 
     def _sample(self) -> str | None:
         """Of what it has learnt, from the beginning of the held-out part."""
-        opened, window = self.data.opened, getattr(self.run.shape, "sequence_length", 0)
+        loaded, window = self.data.loaded, getattr(self.run.shape, "sequence_length", 0)
         if not self.sample:
             return None
         if "tokens" in self.run.batch:
@@ -333,8 +333,8 @@ class Training:
             self.run.sharded,
             self.state,
             self.run.family.task,
-            opened.held_out or opened.train,
-            opened.tokenizer,
+            loaded.held_out or loaded.train,
+            loaded.tokenizer,
             length=self.sample,
             window=window,
             seed=self.seed,
@@ -344,7 +344,7 @@ class Training:
         return banner(
             self.layout,
             weights=self.weights,
-            corpus=self.data.opened.description,
+            corpus=self.data.loaded.description,
             batch=self.batch_size,
             tokens=self.tokens_per_step,
             checkpoints=str(self.store.directory),

@@ -96,7 +96,7 @@ def _train(config: Config) -> int:
         _say_changes(output / "config.yaml", config, screen.say)
         if is_lead():  # after resuming: a directory that is refused stays as it was
             (output / "config.yaml").write_text(dump(config))
-            write_model(output, run.shape, data.opened.tokenizer)
+            write_model(output, run.shape, data.loaded.tokenizer)
             (output / "layout.json").write_text(
                 json.dumps(layout_json(run.sharded.layout), indent=1) + "\n"
             )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fsdp_jax.data.images import CLASSES, NOISE, ArrayImages, Chosen, DrawnImages, load_images
+from fsdp_jax.data.images import CLASSES, NOISE, ArrayImages, ImageSplit, DrawnImages, load_images
 from fsdp_jax.errors import ConfigError
 
 IMAGES = np.arange(4 * 2 * 2 * 3, dtype=np.uint8).reshape(4, 2, 2, 3)
@@ -95,7 +95,7 @@ def test_a_file_of_arrays_is_read(tmp_path):
 
 
 def test_some_rows_can_be_chosen():
-    chosen = Chosen(ArrayImages(IMAGES, LABELS, where=""), np.array([3, 1]))
+    chosen = ImageSplit(ArrayImages(IMAGES, LABELS, where=""), np.array([3, 1]))
     assert len(chosen) == 2
     np.testing.assert_array_equal(chosen[0]["images"], IMAGES[3])
     assert chosen.settings == {"images": 4, "chosen": 2}

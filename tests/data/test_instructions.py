@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.instructions import (
-    Instruction,
+    InstructionRecord,
     PackedInstructions,
-    Pair,
+    EncodedInstruction,
     TextToText,
     check_too_long,
     digest_of,
@@ -38,7 +38,7 @@ def pairs_of(sizes):
     for number, (prompt, answer) in enumerate(sizes, 1):
         tokens = 1000 * number + np.arange(prompt + answer, dtype=np.int32)
         tokens[prompt:] += 500
-        found.append(Pair(tokens[:prompt], tokens[prompt:]))
+        found.append(EncodedInstruction(tokens[:prompt], tokens[prompt:]))
     return found
 
 
@@ -51,11 +51,11 @@ def whole(pair):
 
 
 def test_the_templates_are_alpacas():
-    assert Instruction("Add {a}.", "", "x").prompt == (
+    assert InstructionRecord("Add {a}.", "", "x").prompt == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd {a}.\n\n### Response:"
     )
-    assert Instruction("Add.", "1 {input}", "x").prompt == (
+    assert InstructionRecord("Add.", "1 {input}", "x").prompt == (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd.\n\n### Input:\n1 {input}\n\n### Response:"
@@ -63,7 +63,10 @@ def test_the_templates_are_alpacas():
 
 
 def test_prompts_and_answers_are_encoded_apart_and_answers_end(bpe):
-    instructions = [Instruction("Say hi.", "", "hi"), Instruction("Copy.", "river", "river")]
+    instructions = [
+        InstructionRecord("Say hi.", "", "hi"),
+        InstructionRecord("Copy.", "river", "river"),
+    ]
     for tokenizer in (Bytes(), bpe):
         for pair, each in zip(encode_pairs(instructions, tokenizer), instructions, strict=True):
             np.testing.assert_array_equal(pair.prompt, tokenizer.encode(each.prompt))
@@ -77,7 +80,7 @@ def test_a_tokenizer_without_an_end_is_refused():
         end = None
 
     with pytest.raises(ConfigError, match=r"no end-of-text token(?s:.*)eos_token"):
-        encode_pairs([Instruction("a", "", "b")], Endless())
+        encode_pairs([InstructionRecord("a", "", "b")], Endless())
 
 
 def test_a_row_with_two_examples():
@@ -212,9 +215,9 @@ def test_records_are_read_in_both_forms_and_without_input(tmp_path):
         skipped = Skipped()
         found = load_instructions(str(tmp_path / name), skipped)
         assert found == [
-            Instruction("a", "b", "c"),
-            Instruction("d", "", "e"),
-            Instruction("f", "", "g"),
+            InstructionRecord("a", "b", "c"),
+            InstructionRecord("d", "", "e"),
+            InstructionRecord("f", "", "g"),
         ]
         assert dict(skipped) == {"without an answer": 1}
 
@@ -229,7 +232,7 @@ def test_records_are_read_from_datasets(tmp_path, monkeypatch):
     ]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     assert load_instructions(str(tmp_path / "saved"), Skipped()) == [
-        Instruction("a", "", "b"), Instruction("c", "d", "e"),
+        InstructionRecord("a", "", "b"), InstructionRecord("c", "d", "e"),
     ]  # fmt: skip
 
 
@@ -267,10 +270,10 @@ def test_what_is_not_utf8_is_mended_or_passed_over_and_counted_once(tmp_path, en
     file.write_text(
         json.dumps(records) if ending == "json" else "\n".join(map(json.dumps, records))
     )
-    found, skipped = Instruction("b", "", "c"), Skipped()
+    found, skipped = InstructionRecord("b", "", "c"), Skipped()
     assert load_instructions(str(file), skipped, invalid="skip") == [found]
     assert +skipped == {"not UTF-8": 1}
-    mended = Instruction("a\ufffd", "\ufffd", "\ufffd")
+    mended = InstructionRecord("a\ufffd", "\ufffd", "\ufffd")
     assert load_instructions(str(file), skipped, invalid="replace") == [mended, found]
     with pytest.raises(ConfigError, match="error, replace, skip"):
         load_instructions(str(file), skipped, invalid="maybe")

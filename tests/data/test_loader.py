@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jax.data.images import DrawnImages
-from fsdp_jax.data.instructions import PackedInstructions, Pair, TextToText
+from fsdp_jax.data.instructions import PackedInstructions, EncodedInstruction, TextToText
 from fsdp_jax.data.loader import eval_batches, make_loader
 from fsdp_jax.data.windows import Windows
 from fsdp_jax.errors import ConfigError
@@ -222,7 +222,9 @@ def test_mistakes_are_explained(call, says):
 def pairs(count):
     """Pairs of 3 to 7 tokens, all different."""
     return [
-        Pair(10 * n + np.arange(2 + n % 4, dtype=np.int32), 10 * n + np.array([8], np.int32))
+        EncodedInstruction(
+            10 * n + np.arange(2 + n % 4, dtype=np.int32), 10 * n + np.array([8], np.int32)
+        )
         for n in range(count)
     ]
 

@@ -16,7 +16,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_jax.data.instructions import Instruction, encode_pairs
+from fsdp_jax.data.instructions import InstructionRecord, encode_pairs
 from fsdp_jax.data.tokenizer import (
     END,
     FILE,
@@ -231,7 +231,7 @@ def test_what_a_tokenizer_puts_before_a_text_stands_before_each(with_a_template)
     assert 7 not in tokenizer.encode("to be")
     pieces = list(encoded(["to be", "or not"], tokenizer))
     assert [piece[0] for piece in pieces] == [7, 7]
-    (pair,) = encode_pairs([Instruction("say it", "", "to be")], tokenizer)
+    (pair,) = encode_pairs([InstructionRecord("say it", "", "to be")], tokenizer)
     assert pair.prompt[0] == 7
     assert 7 not in pair.answer
     assert Bytes().begin == ()
