@@ -86,7 +86,7 @@ def make_files(case: str, gib: float, folder: Path) -> None:
     """Random weights under foreign names."""
     import numpy as np
 
-    from fsdp_jax.io.safetensors_writer import Outline, write_weights
+    from fsdp_jax.io.safetensors_writer import TensorSpec, write_weights
     from fsdp_jax.weights import config_json, table_of
 
     config, dtype = config_of(case, gib), np.dtype(CASES[case][1])
@@ -103,7 +103,7 @@ def make_files(case: str, gib: float, folder: Path) -> None:
         for piece in pieces:
             yield np.resize(drawn, piece.shape)
 
-    outlines = [Outline(piece.name, piece.shape, dtype) for piece in pieces]
+    outlines = [TensorSpec(piece.name, piece.shape, dtype) for piece in pieces]
     others = {"config.json": json.dumps(config_json(config)).encode()}
     write_weights(
         folder, outlines, values(), file_bytes=FILE_BYTES, metadata={"format": "pt"}, others=others

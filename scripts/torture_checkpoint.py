@@ -172,14 +172,14 @@ def last_state(output: Path) -> dict[str, bytes]:
     import jax.numpy as jnp
 
     from fsdp_jax.checkpoint import CheckpointStore
-    from fsdp_jax.io.array_specs import parse
+    from fsdp_jax.io.array_specs import parse_description
 
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with CheckpointStore(output / "checkpoints") as store:
         record = store.record(STEPS)
         target = {}
         for path, text in record["leaves"].items():
-            name, shape = parse(text)
+            name, shape = parse_description(text)
             dtype = jax.random.key(0).dtype if name.startswith("key<") else jnp.dtype(name)
             target[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=here)
         state, data, _ = store.restore(STEPS, target)

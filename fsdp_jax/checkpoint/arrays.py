@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fsdp_jax.errors import message
-from fsdp_jax.io.array_specs import describe, is_key
+from fsdp_jax.io.array_specs import describe, is_prng_key
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of
 
@@ -47,7 +47,9 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         raise ValueError(
             message("only jax.Arrays can be saved", got="; ".join(foreign), fix="use jnp.asarray")
         )
-    keys = {path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if is_key(leaf)}
+    keys = {
+        path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if is_prng_key(leaf)
+    }
     # orbax refuses arrays without elements; the record alone brings them back
     arrays = {
         path: jax.random.key_data(leaf) if path in keys else leaf
@@ -68,7 +70,7 @@ def stored(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     is whole.
     """
     found = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    if is_key(leaf):
+    if is_prng_key(leaf):
         found = jax.eval_shape(jax.random.key_data, found)
     return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=leaf.sharding)
 

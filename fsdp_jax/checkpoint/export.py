@@ -1,7 +1,7 @@
 """Full state dicts: the parameters of a sharded checkpoint as safetensors files, and back onto any
 mesh.
 
-Tensors have their paths here for names; `fsdp_jax.weights` does the same with the names that others
+SafetensorsFolder have their paths here for names; `fsdp_jax.weights` does the same with the names that others
 give them.
 """
 
@@ -18,10 +18,17 @@ from jax.sharding import SingleDeviceSharding
 from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import CheckpointError, ConfigError, message
-from fsdp_jax.io.array_specs import bytes_of, describe, parse
-from fsdp_jax.io.safetensors import Tensor, Tensors
-from fsdp_jax.io.safetensors_writer import Exported, Outline, batches, exported_dtype, write_weights
-from fsdp_jax.io.sharded_read import STAGING, Piece, Staging
+from fsdp_jax.io.array_specs import array_bytes, describe, parse_description
+from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
+from fsdp_jax.io.safetensors_writer import (
+    Exported,
+    TensorSpec,
+    batches,
+    exported_dtype,
+    write_weights,
+)
+from fsdp_jax.io.sharded_read import STAGING_BYTES, ShardReader
+from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.tree import PyTree
 
 PARAMS = "params/"
@@ -58,7 +65,7 @@ def export_params(
         path: jax.ShapeDtypeStruct(leaf.shape, exported_dtype(leaf.dtype, dtype, "--dtype"))
         for path, leaf in saved.items()
     }
-    outlines = [Outline(path, tuple(leaf.shape), leaf.dtype) for path, leaf in wanted.items()]
+    outlines = [TensorSpec(path, tuple(leaf.shape), leaf.dtype) for path, leaf in wanted.items()]
     values = (value for _, value in read_params(store, step, wanted, batch=file_bytes))
     return write_weights(
         directory, outlines, values, file_bytes=file_bytes, metadata={"format": "fsdp_jax"}
@@ -70,7 +77,7 @@ def saved_params(store: CheckpointStore, step: int) -> dict[str, jax.ShapeDtypeS
     step.
     """
     leaves = {
-        path: parse(text)
+        path: parse_description(text)
         for path, text in store.record(step)["leaves"].items()
         if path.startswith(PARAMS)
     }
@@ -95,7 +102,7 @@ def read_params(
     # a CPU's memory is the host's, so what is read there is not copied again
     here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     for part in batches(
-        list(wanted.items()), batch, lambda item: bytes_of(item[1].shape, item[1].dtype)
+        list(wanted.items()), batch, lambda item: array_bytes(item[1].shape, item[1].dtype)
     ):
         full = {
             PARAMS + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
@@ -108,12 +115,12 @@ def read_params(
 
 
 def import_params(
-    directory: str | os.PathLike[str], target: PyTree, *, budget: int = STAGING
+    directory: str | os.PathLike[str], target: PyTree, *, budget: int = STAGING_BYTES
 ) -> PyTree:
     """Reads safetensors straight into shards: each process the slices that its devices need, once.
 
     `target`: a pytree whose leaves have shape, dtype and sharding, such as
-    `sharded.checkpoint_target().params`. Tensors are named by their paths in it
+    `sharded.checkpoint_target().params`. SafetensorsFolder are named by their paths in it
     (`blocks/attn/qkv/kernel`), and floating-point ones are cast to its dtypes. `budget`: bytes of
     host memory beside the arrays. Returns the same structure.
 
@@ -125,16 +132,16 @@ def import_params(
 
     """
     wanted = leaves_of(target)
-    with Tensors(directory) as found:
+    with SafetensorsFolder(directory) as found:
         _check_weights(found, wanted)
-        pieces = {path: [Piece.whole(path, leaf.shape)] for path, leaf in wanted.items()}
+        pieces = {path: [TensorMapping.identity(path, leaf.shape)] for path, leaf in wanted.items()}
         return place_all(target, pieces, found, budget, found.directory)
 
 
 def place_all(
     target: PyTree,
-    pieces: Mapping[str, Sequence[Piece]],
-    tensors: Mapping[str, Tensor],
+    pieces: Mapping[str, Sequence[TensorMapping]],
+    tensors: Mapping[str, StoredTensor],
     budget: int,
     where: Path,
 ) -> PyTree:
@@ -151,8 +158,10 @@ def place_all(
         )
         raise ValueError(message("a target without shardings", where="target", got=got, fix=fix))
     try:
-        with Staging(budget) as staging:
-            made = [staging.place(leaf, pieces[path], tensors) for path, leaf in wanted.items()]
+        with ShardReader(budget) as staging:
+            made = [
+                staging.read_array(leaf, pieces[path], tensors) for path, leaf in wanted.items()
+            ]
     except OSError as error:
         raise CheckpointError(
             message("weights cannot be read", where=str(where), got=error)
@@ -170,7 +179,7 @@ def refuse_misfits(where: object, lines: Sequence[str], *, fix: str = "") -> Non
         )
 
 
-def fits_dtype(tensor: Tensor, leaf: jax.ShapeDtypeStruct) -> bool:
+def fits_dtype(tensor: StoredTensor, leaf: jax.ShapeDtypeStruct) -> bool:
     """Whether a tensor may be cast to the leaf's dtype: floating point to floating point, or none
     at all.
     """
@@ -178,7 +187,7 @@ def fits_dtype(tensor: Tensor, leaf: jax.ShapeDtypeStruct) -> bool:
     return all(both) or tensor.dtype == leaf.dtype
 
 
-def _check_weights(found: Tensors, target: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_weights(found: SafetensorsFolder, target: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     lines = [f"{name}: missing" for name in target if name not in found]
     lines += [f"{name}: unknown" for name in found if name not in target]
     for name, leaf in target.items():

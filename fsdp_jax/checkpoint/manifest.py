@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from fsdp_jax.errors import DamageError, message
-from fsdp_jax.io.atomic import flush_folder
+from fsdp_jax.io.atomic import fsync_directory
 
 Json = dict[str, Any]
 
@@ -135,7 +135,7 @@ def seal(root: Path, contents: Json, files: dict[str, Json]) -> None:
         file.flush()
         os.fsync(file.fileno())
     for folder, _, _ in os.walk(root, topdown=False):
-        flush_folder(Path(folder))
+        fsync_directory(Path(folder))
 
 
 def packages() -> dict[str, str]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from fsdp_jax.checkpoint.arrays import stored
 from fsdp_jax.errors import human_bytes, message
-from fsdp_jax.io.array_specs import bytes_of, describe, is_key, parse
+from fsdp_jax.io.array_specs import array_bytes, describe, is_prng_key, parse_description
 
 READ_AHEAD = 256 << 20  # bytes read into the host's memory at a time
 SHOWN = 40  # differences listed before the rest is only counted
@@ -113,7 +113,7 @@ def compare(
         _request(
             leaf,
             record["shards"][path],
-            leaf.dtype if is_key(target[path]) else parse(saved[path])[0],
+            leaf.dtype if is_prng_key(target[path]) else parse_description(saved[path])[0],
         )
         for path, leaf in there.items()
         if len(leaf.shape) == len(record["shards"][path])
@@ -125,7 +125,8 @@ def compare(
         tuple(casts),
         read_bytes=sum(read for each in requests for read, _ in each),
         device_bytes=sum(
-            bytes_of(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves.values()
+            array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+            for leaf in leaves.values()
         ),
         host_bytes=min(limit, sum(read + kept for each in requests for read, kept in each)),
     )
@@ -161,14 +162,14 @@ def _request(leaf: jax.ShapeDtypeStruct, shard: Sequence[int], saved: Any) -> li
     }
     return [
         (
-            bytes_of(
+            array_bytes(
                 (
                     min(-(-stop // step) * step, size) - start // step * step
                     for (start, stop), size, step in zip(part, shape, shard, strict=True)
                 ),
                 saved,
             ),
-            bytes_of((stop - start for start, stop in part), leaf.dtype),
+            array_bytes((stop - start for start, stop in part), leaf.dtype),
         )
         for part in parts
     ]

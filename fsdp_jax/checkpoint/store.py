@@ -33,7 +33,7 @@ from fsdp_jax.checkpoint.manifest import (
 )
 from fsdp_jax.checkpoint.preflight import Preflight, compare, read_ahead
 from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, message
-from fsdp_jax.io.atomic import flush_folder
+from fsdp_jax.io.atomic import fsync_directory
 from fsdp_jax.processes import anywhere
 from fsdp_jax.tree import PyTree
 
@@ -362,7 +362,7 @@ class CheckpointStore:
         log.info("sealed %s", path.name)
         beside.rename(path)
         for folder in (path.parent, path.parent.parent):  # the first save makes both
-            flush_folder(folder)
+            fsync_directory(folder)
         _remove(_beside(path, DIGESTS))
 
     def _told(self, path: Path) -> Path:

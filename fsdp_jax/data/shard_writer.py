@@ -7,7 +7,6 @@ compared.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -30,9 +29,9 @@ from fsdp_jax.data.shards import (
 from fsdp_jax.data.tokenizer import Tokenizer, encoded, token_dtype
 from fsdp_jax.data.windows import check_positive
 from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
 
 PROGRESS = "progress.json"
-UNFINISHED = ".unfinished"
 SHARD_TOKENS = 1 << 26
 LEASE = "lease.json"
 
@@ -161,7 +160,7 @@ def _begin(folder: Path, plan: TokenizePlan, tokenizer: Tokenizer) -> None:
     for left in folder.glob(f"*{UNFINISHED}"):
         left.unlink()
     for name, content in tokenizer.files.items():
-        _write(folder / name, content)
+        write_durably(folder / name, content)
 
 
 def _check_same(file: Path, before: TokenizePlan, now: TokenizePlan) -> None:
@@ -243,11 +242,9 @@ def _write_shard(
             starts.append(tokens)
             tokens += len(piece)
             piece = next(rest, None) if tokens < plan.shard_tokens else None
-        file.flush()
-        os.fsync(file.fileno())
-    _write(folder / f"{name}{DOCUMENTS}", np.array(starts, OFFSET).tobytes())
-    unfinished.rename(folder / f"{name}{TOKENS}")
-    _flush(folder)
+        fsync_file(file)
+    write_durably(folder / f"{name}{DOCUMENTS}", np.array(starts, OFFSET).tobytes())
+    rename_durably(unfinished, folder / f"{name}{TOKENS}")
     return TokenShard(name, part, tokens, len(starts))
 
 
@@ -257,24 +254,4 @@ def _largest(folder: Path, shard: TokenShard, plan: TokenizePlan) -> int:
 
 
 def _write_json(file: Path, body: dict) -> None:
-    _write(file, (json.dumps(body, indent=1) + "\n").encode())
-
-
-def _write(file: Path, content: bytes) -> None:
-    """The file appears under its name when it is on the disk."""
-    unfinished = file.with_name(file.name + UNFINISHED)
-    with unfinished.open("wb") as written:
-        written.write(content)
-        written.flush()
-        os.fsync(written.fileno())
-    unfinished.rename(file)
-    _flush(file.parent)
-
-
-def _flush(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_durably(file, (json.dumps(body, indent=1) + "\n").encode())

@@ -1,4 +1,4 @@
-"""An array's dtype and shape as text, and its size."""
+"""Dtype and shape of an array as text, and its size in bytes."""
 
 from collections.abc import Iterable
 from math import prod
@@ -8,22 +8,22 @@ import jax
 import jax.numpy as jnp
 
 
-def is_key(leaf: Any) -> bool:
-    """Whether it is an array of typed PRNG keys."""
+def is_prng_key(leaf: Any) -> bool:
+    """Returns whether an array holds typed PRNG keys."""
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def describe(leaf: Any) -> str:
-    """As in `bfloat16[8,4]`."""
+    """Returns dtype and shape as text: `bfloat16[8,4]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def parse(text: str) -> tuple[str, tuple[int, ...]]:
-    """(dtype, shape) of what `describe` says."""
+def parse_description(text: str) -> tuple[str, tuple[int, ...]]:
+    """Returns (dtype, shape) from the text that `describe` made."""
     dtype, _, shape = text.removesuffix("]").partition("[")
     return dtype, tuple(int(size) for size in shape.split(",") if size)
 
 
-def bytes_of(shape: Iterable[int], dtype: Any) -> int:
-    """Bytes of an array that is whole."""
+def array_bytes(shape: Iterable[int], dtype: Any) -> int:
+    """Returns the bytes of an unsharded array."""
     return prod(shape) * jnp.dtype(dtype).itemsize

@@ -1,30 +1,31 @@
 """Safetensors files, read slice by slice.
 
-The format is a length, a JSON header and the bytes of every tensor
-(https://github.com/huggingface/safetensors). Files are read, not mapped: pages of a mapped file
-count as memory of the process, and stay until the system wants them back.
+The `safetensors` library checks the headers; the values are read by `preadv`, not through its
+memory map: mapped pages count as memory of the process, and a file that is cut short while it is
+mapped kills the process.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.io.array_specs import array_bytes
+from fsdp_jax.io.boxes import Box, box_sizes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-HEADER_BYTES = 100_000_000  # the largest header that the format allows
-# What the format calls a dtype, and what numpy does.
-NAMES = {
+# safetensors dtype -> numpy dtype
+DTYPE_OF_CODE = {
     "BOOL": "bool",
     "U8": "uint8",
     "U16": "uint16",
@@ -41,13 +42,20 @@ NAMES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-KINDS = {name: kind for kind, name in NAMES.items()}
-Box = tuple[tuple[int, int], ...]  # per dim, first and beyond the last
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor that lies in an open file, `offset` bytes from its start."""
+class StoredTensor:
+    """A tensor in an open file.
+
+    Attributes:
+        name: its name in the file.
+        file: descriptor of the open file.
+        offset: bytes from the start of the file.
+        shape, dtype: as stored.
+
+    """
 
     name: str
     file: int
@@ -56,78 +64,88 @@ class Tensor:
     dtype: np.dtype
 
     def __str__(self) -> str:
-        return f"{KINDS[self.dtype.name]}{list(self.shape)}"
+        return f"{CODE_OF_DTYPE[self.dtype.name]}{list(self.shape)}"
 
-    def run(self, box: Box) -> int:
-        """Bytes of a box that lie together in the file; it is as many runs as it takes."""
-        return prod(hi - lo for lo, hi in box[self._partial(box) :]) * self.dtype.itemsize
+    def contiguous_bytes(self, box: Box) -> int:
+        """Returns the bytes of a box that are contiguous in the file: those of a single read."""
+        return prod(box_sizes(box[self._last_partial_dim(box) :])) * self.dtype.itemsize
 
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
-        """The values of a box, into `scratch` (uint8, large enough) where given. Raises OSError."""
-        sizes = tuple(hi - lo for lo, hi in box)
-        count, item = prod(sizes), self.dtype.itemsize
-        raw = np.empty(count * item, np.uint8) if scratch is None else scratch[: count * item]
-        if count:
-            partial, run = self._partial(box), self.run(box)
-            strides = [prod(self.shape[dim + 1 :]) * item for dim in range(len(box))]
+        """Returns the values of a box, read into `scratch` (uint8, large enough) if given.
+
+        Raises OSError, also where the file ends before the tensor does.
+        """
+        sizes = box_sizes(box)
+        size = array_bytes(sizes, self.dtype)
+        raw = np.empty(size, np.uint8) if scratch is None else scratch[:size]
+        if size:
+            # One read per index of the dims before the last one that is taken in part.
+            outer_sizes = sizes[: self._last_partial_dim(box)]
+            chunk = self.contiguous_bytes(box)
+            strides = [array_bytes(self.shape[dim + 1 :], self.dtype) for dim in range(len(box))]
             first = self.offset + sum(
-                lo * stride for (lo, _), stride in zip(box, strides, strict=True)
+                start * stride for (start, _), stride in zip(box, strides, strict=True)
             )
-            for at, index in enumerate(np.ndindex(sizes[:partial])):
-                start = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
-                _read_into(self.file, start, raw[at * run : (at + 1) * run].data, self.name)
+            for number, index in enumerate(np.ndindex(outer_sizes)):
+                offset = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
+                self._read_into(raw[number * chunk : (number + 1) * chunk].data, offset)
         return raw.view(self.dtype).reshape(sizes)
 
-    def _partial(self, box: Box) -> int:
-        """The last dim that is not taken whole; all after it lies together."""
-        partial = [dim for dim, (lo, hi) in enumerate(box) if hi - lo < self.shape[dim]]
+    def _last_partial_dim(self, box: Box) -> int:
+        """Returns the last dim that the box takes in part; 0 if it takes all of the tensor."""
+        partial = [dim for dim, size in enumerate(box_sizes(box)) if size < self.shape[dim]]
         return partial[-1] if partial else 0
 
+    def _read_into(self, view: memoryview, offset: int) -> None:
+        while view:
+            count = os.preadv(self.file, [view], offset)
+            if not count:
+                raise OSError(f"the file ends within tensor '{self.name}'")
+            offset += count
+            view = view[count:]
 
-class Tensors(Mapping[str, Tensor]):
+
+class SafetensorsFolder(Mapping[str, StoredTensor]):
     """The tensors of a folder by name: a context that keeps their files open.
 
-    The files are those that `model.safetensors.index.json` names, or `model.safetensors`. Nothing
+    The files are those that `model.safetensors.index.json` names, or `model.safetensors`. No code
     in them is run.
 
-    Raises ConfigError where there are none, where one cannot be read, and where the index names a
-    file elsewhere.
+    Raises ConfigError if there are none, if one cannot be read, if two have a tensor of the same
+    name, and if the index names a file outside the folder.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        self._open = ExitStack()
-        self._found: dict[str, Tensor] = {}
-        with self._open as undo:  # closes what is open where one cannot be read
+        self._open_files = ExitStack()
+        self._tensors: dict[str, StoredTensor] = {}
+        with self._open_files as on_error:  # closes the files opened so far if one cannot be read
             for file in weight_files(self.directory):
-                for tensor in _opened(file, self._open):
-                    if tensor.name in self._found:
-                        raise ConfigError(
-                            message("a tensor in two files", where=str(file), got=tensor.name)
-                        )
-                    self._found[tensor.name] = tensor
-            self._open = undo.pop_all()
+                for tensor in _open_tensors(file, self._open_files):
+                    if tensor.name in self._tensors:
+                        what = "a tensor in two files"
+                        raise ConfigError(message(what, where=str(file), got=tensor.name))
+                    self._tensors[tensor.name] = tensor
+            self._open_files = on_error.pop_all()
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._found[name]
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
 
-    def __iter__(self) -> Any:
-        return iter(self._found)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._tensors)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.close()
+    def __exit__(self, *_: object) -> None:
+        self._open_files.close()
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Those of the index, or the single one. Raises ConfigError."""
+    """Returns the files that the index names, or the single one. Raises ConfigError."""
     index = directory / INDEX
     if not index.exists():
         if not (directory / SINGLE).exists():
@@ -136,89 +154,58 @@ def weight_files(directory: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            message("not an index of weights", where=str(index), got=error)
-        ) from error
+        what = "not an index of weights"
+        raise ConfigError(message(what, where=str(index), got=error)) from error
     outside = sorted(
         str(name) for name in names if not isinstance(name, str) or Path(name).name != name
     )
     if outside:
-        raise ConfigError(
-            message("a file outside the directory", where=str(index), got=", ".join(outside))
-        )
+        what = "a file outside the directory"
+        raise ConfigError(message(what, where=str(index), got=", ".join(outside)))
     return [directory / name for name in sorted(names)]
 
 
 def _refuse_pickles(directory: Path) -> None:
-    """Pickles run code as they are read."""
-    found = sorted(
-        each.name
-        for ending in ("bin", "pt", "pth", "ckpt")
-        for each in directory.glob(f"*.{ending}")
+    """Raises ConfigError if there are pickled weights: reading a pickle runs its code."""
+    pickles = sorted(
+        path.name
+        for suffix in ("bin", "pt", "pth", "ckpt")
+        for path in directory.glob(f"*.{suffix}")
     )
-    if found:
-        fix = "convert it: with transformers, AutoModel.from_pretrained(folder).save_pretrained(other folder)"
-        what = "only pickled weights there, which are never opened"
+    if pickles:
         raise ConfigError(
             message(
-                what, where=str(directory), expected="*.safetensors", got=", ".join(found), fix=fix
+                "only pickled weights there, which are never opened",
+                where=str(directory),
+                expected="*.safetensors",
+                got=", ".join(pickles),
+                fix="convert it: with transformers, "
+                "AutoModel.from_pretrained(folder).save_pretrained(other folder)",
             )
         )
 
 
-def _opened(path: Path, stack: ExitStack) -> list[Tensor]:
-    """The tensors of one file, which stays open. Raises ConfigError unless header and file fit each
-    other.
+def _open_tensors(path: Path, open_files: ExitStack) -> list[StoredTensor]:
+    """Returns the tensors of one file, which stays open until `open_files` is closed.
+
+    Raises ConfigError if the header is invalid, or its tensors do not fill the file exactly.
     """
+    tensors = []
     try:
-        file = stack.enter_context(path.open("rb", buffering=0)).fileno()
-        size, start = os.fstat(file).st_size, 8
-        length = int.from_bytes(os.pread(file, 8, 0), "little")
-        if not 0 < length <= min(size - 8, HEADER_BYTES):
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
-        header = json.loads(os.pread(file, length, start))
-        start += length
-        found = [
-            _tensor(name, entry, file, start)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
-        end = start
-        for tensor in sorted(found, key=lambda each: (each.offset, prod(each.shape))):
-            if tensor.offset != end:
-                raise ValueError(
-                    f"tensor '{tensor.name}' does not begin where the one before it ends"
-                )
-            end += prod(tensor.shape) * tensor.dtype.itemsize
-        if end != size:
-            raise ValueError(f"{end} bytes by its header, {size} in the file")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(message("weights cannot be read", where=str(path), got=error)) from error
-    return found
-
-
-def _tensor(name: str, entry: dict[str, Any], file: int, start: int) -> Tensor:
-    if entry["dtype"] not in NAMES:
-        raise ValueError(f"tensor '{name}' of dtype {entry['dtype']}; known: {', '.join(NAMES)}")
-    tensor = Tensor(
-        name,
-        file,
-        start + int(entry["data_offsets"][0]),
-        tuple(map(int, entry["shape"])),
-        jnp.dtype(NAMES[entry["dtype"]]),
-    )
-    size = prod(tensor.shape) * tensor.dtype.itemsize
-    if (
-        min(tensor.shape, default=0) < 0
-        or start + int(entry["data_offsets"][1]) - tensor.offset != size
-    ):
-        raise ValueError(f"tensor '{name}' of {tensor} in bytes {entry['data_offsets']}")
-    return tensor
-
-
-def _read_into(file: int, start: int, view: memoryview, name: str) -> None:
-    while view:
-        done = os.preadv(file, [view], start)
-        if not done:
-            raise OSError(f"the file ends within tensor '{name}'")
-        start, view = start + done, view[done:]
+        file = open_files.enter_context(path.open("rb", buffering=0)).fileno()
+        with safe_open(path, framework="numpy") as header:
+            # The library has checked that the tensors follow the header without gaps.
+            offset = 8 + int.from_bytes(os.pread(file, 8, 0), "little")
+            for name in header.offset_keys():
+                spec = header.get_slice(name)
+                if spec.get_dtype() not in DTYPE_OF_CODE:
+                    known = ", ".join(DTYPE_OF_CODE)
+                    raise ValueError(f"tensor '{name}' of dtype {spec.get_dtype()}; known: {known}")
+                dtype = jnp.dtype(DTYPE_OF_CODE[spec.get_dtype()])
+                tensors.append(StoredTensor(name, file, offset, tuple(spec.get_shape()), dtype))
+                offset += array_bytes(spec.get_shape(), dtype)
+    except (OSError, ValueError, SafetensorError) as error:
+        what = "weights cannot be read"
+        fix = "copy or download the file again if it is cut short or damaged"
+        raise ConfigError(message(what, where=str(path), got=error, fix=fix)) from error
+    return tensors

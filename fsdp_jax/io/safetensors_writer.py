@@ -1,9 +1,7 @@
-"""A folder of safetensors files, written tensor by tensor, which appears under its name when all of
-it is there.
+"""Writes a folder of safetensors files, one tensor in memory at a time.
 
 The layout is Hugging Face's for sharded models: `model-00001-of-00003.safetensors` and so on, with
-an index that says which tensor lies in which file; a model that fits one file is
-`model.safetensors` alone.
+an index that maps tensors to files; a model that fits one file is `model.safetensors` alone.
 """
 
 import json
@@ -19,18 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import CheckpointError, ConfigError, message
-from fsdp_jax.io.array_specs import bytes_of
-from fsdp_jax.io.atomic import flush_folder
-from fsdp_jax.io.safetensors import INDEX, KINDS, SINGLE
-from fsdp_jax.io.sharded_read import ordered
+from fsdp_jax.io.array_specs import array_bytes
+from fsdp_jax.io.atomic import UNFINISHED, fsync_directory, fsync_file, rename_durably
+from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE
+from fsdp_jax.io.sharded_read import row_major
 
 T = TypeVar("T")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Outline:
-    """A tensor that is to be written."""
+class TensorSpec:
+    """Name, shape and dtype of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,12 +37,20 @@ class Outline:
     @property
     def size(self) -> int:
         """Bytes."""
-        return bytes_of(self.shape, self.dtype)
+        return array_bytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote: the files, and the tensors' bytes."""
+    """What an export wrote.
+
+    Attributes:
+        directory: the new directory.
+        files: names of the safetensors files.
+        tensors: how many.
+        size: bytes of all tensors.
+
+    """
 
     directory: Path
     files: tuple[str, ...]
@@ -52,138 +58,135 @@ class Exported:
     size: int
 
 
-def exported_dtype(dtype: np.dtype, asked: str | None, where: str) -> np.dtype:
-    """`asked` where the tensor is of floating point, else its own. Raises ConfigError if that is
-    none of `DTYPES`.
+def exported_dtype(dtype: np.dtype, requested: str | None, where: str) -> np.dtype:
+    """Returns `requested` for a floating-point dtype, otherwise `dtype` itself.
+
+    Raises ConfigError, naming `where`, if `requested` is not in `DTYPES`.
     """
-    if asked is not None and asked not in DTYPES:
+    if requested is not None and requested not in DTYPES:
         expected = ", ".join([*DTYPES, "or same"])
-        raise ConfigError(
-            message("not a dtype to export", where=where, expected=expected, got=asked)
-        )
-    return dtype if asked is None or not jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(asked)
+        what = "not a dtype to export"
+        raise ConfigError(message(what, where=where, expected=expected, got=requested))
+    if requested is None or not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    return jnp.dtype(requested)
 
 
 def new_directory(directory: str | os.PathLike[str]) -> Path:
-    """Its absolute path. Raises ConfigError where it is there already."""
+    """Returns the absolute path of a directory to create. Raises ConfigError if it exists."""
     target = Path(directory).absolute()
     if target.exists():
-        raise ConfigError(
-            message("the directory is there already", where=str(target), fix="choose another")
-        )
+        what = "the directory is there already"
+        raise ConfigError(message(what, where=str(target), fix="choose another"))
     return target
 
 
 def write_weights(
     directory: str | os.PathLike[str],
-    tensors: Sequence[Outline],
+    tensors: Sequence[TensorSpec],
     values: Iterator[np.ndarray],
     *,
     file_bytes: int,
     metadata: Mapping[str, str],
     others: Mapping[str, bytes] | None = None,
 ) -> Exported:
-    """Writes a new directory.
+    """Writes a new directory, which appears under its name once it is complete and on disk.
 
     Args:
-        directory: to be made.
-        tensors: in order, all that is written.
-        values: of each in the same order, taken one at a time, in any order of memory; cast to its
-            dtype.
-        file_bytes: of tensors in one file; a larger tensor gets a file of its own.
-        metadata: of every file.
-        others: more files, by name.
+        directory: to create.
+        tensors: the tensors in order.
+        values: their values in the same order, taken one at a time, in any memory order; cast to
+            their dtypes.
+        file_bytes: bytes of tensors in one file; a larger tensor gets a file of its own.
+        metadata: stored in every safetensors file.
+        others: contents of additional files, by name.
 
     Raises:
-        ConfigError: the directory is there already.
+        ConfigError: the directory exists.
         CheckpointError: it cannot be written; nothing of it is left.
 
     """
     target = new_directory(directory)
-    files = list(batches(tensors, file_bytes, lambda each: each.size))
-    names = [
-        SINGLE if len(files) == 1 else f"model-{at + 1:05}-of-{len(files):05}.safetensors"
-        for at in range(len(files))
-    ]
-    unfinished = target.with_name(
-        f"{target.name}.{uuid.uuid4().hex[:8]}.unfinished"
-    )  # of this export alone
-    total = sum(each.size for each in tensors)
+    total = sum(spec.size for spec in tensors)
+
+    # Assign the tensors to files.
+    parts = list(batches(tensors, file_bytes, lambda spec: spec.size))
+    count = len(parts)
+    if count == 1:
+        names = [SINGLE]
+    else:
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    extra_files = dict(others or {})
+    if count > 1:
+        file_of = {
+            spec.name: name for name, part in zip(names, parts, strict=True) for spec in part
+        }
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        extra_files[INDEX] = (json.dumps(index, indent=1) + "\n").encode()
+
+    # Write under a name of this export's own, then rename.
+    unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{UNFINISHED}")
     try:
         unfinished.mkdir(parents=True)
-        for name, part in zip(names, files, strict=True):
-            _write_file(unfinished / name, part, values, metadata)
-        if len(files) > 1:
-            where = {
-                each.name: name for name, part in zip(names, files, strict=True) for each in part
-            }
-            index = (
-                json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
-                + "\n"
-            )
-            _write_flushed(unfinished / INDEX, [(0, index.encode())])
-        for name, content in (others or {}).items():
-            _write_flushed(unfinished / name, [(0, content)])
-        flush_folder(unfinished)
-        unfinished.rename(target)
-        flush_folder(target.parent)
+        for name, part in zip(names, parts, strict=True):
+            _write_chunks(unfinished / name, _file_chunks(part, values, metadata))
+        for name, content in extra_files.items():
+            _write_chunks(unfinished / name, [(0, content)])
+        fsync_directory(unfinished)
+        rename_durably(unfinished, target)
     except OSError as error:
-        raise CheckpointError(
-            message("the export could not be written", where=str(target), got=error)
-        ) from error
+        what = "the export could not be written"
+        raise CheckpointError(message(what, where=str(target), got=error)) from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # gone, unless something went wrong
+        shutil.rmtree(unfinished, ignore_errors=True)  # renamed away unless something failed
     return Exported(target, tuple(names), len(tensors), total)
 
 
 def batches(items: Sequence[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """In order, as many together as have at most `limit` bytes; a larger one comes alone."""
-    part: list[T] = []
+    """Yields consecutive items of at most `limit` bytes together; a larger item comes alone."""
+    batch: list[T] = []
     total = 0
     for item in items:
-        if part and total + size(item) > limit:
-            yield part
-            part, total = [], 0
-        part.append(item)
+        if batch and total + size(item) > limit:
+            yield batch
+            batch = []
+            total = 0
+        batch.append(item)
         total += size(item)
-    yield part
+    yield batch
 
 
-def _write_file(
-    path: Path, part: Sequence[Outline], values: Iterator[np.ndarray], metadata: Mapping[str, str]
-) -> None:
-    """One file. No tensor is in memory but the one that is written."""
+def _file_chunks(
+    part: Sequence[TensorSpec], values: Iterator[np.ndarray], metadata: Mapping[str, str]
+) -> Iterator[tuple[int, bytes | memoryview]]:
+    """Yields (offset, bytes) of a file: the header, then one tensor at a time."""
+    # Wide dtypes first: readers that map the file want aligned tensors.
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    starts, end = {}, 0
-    for each in sorted(
-        part, key=lambda each: -each.dtype.itemsize
-    ):  # readers that map the file want them aligned
-        entries[each.name] = {
-            "dtype": KINDS[each.dtype.name],
-            "shape": list(each.shape),
-            "data_offsets": [end, end + each.size],
+    offsets = {}
+    end = 0
+    for spec in sorted(part, key=lambda spec: -spec.dtype.itemsize):
+        offsets[spec.name] = end
+        entries[spec.name] = {
+            "dtype": CODE_OF_DTYPE[spec.dtype.name],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.size],
         }
-        starts[each.name] = end
-        end += each.size
+        end += spec.size
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
+    yield 0, len(header).to_bytes(8, "little") + header
 
-    def contents() -> Iterator[tuple[int, bytes | memoryview]]:
-        yield 0, len(header).to_bytes(8, "little") + header
-        for each in part:
-            value = next(values)
-            assert value.shape == each.shape, f"{each.name}: the header says what is written"
-            value = np.ascontiguousarray(ordered(value).astype(each.dtype, copy=False))
-            yield 8 + len(header) + starts[each.name], value.reshape(-1).view(np.uint8).data
-
-    _write_flushed(path, contents())
+    for spec in part:
+        value = next(values)
+        assert value.shape == spec.shape, f"{spec.name}: the header must match the values"
+        value = np.ascontiguousarray(row_major(value).astype(spec.dtype, copy=False))
+        yield 8 + len(header) + offsets[spec.name], value.reshape(-1).view(np.uint8).data
 
 
-def _write_flushed(path: Path, contents: Iterable[tuple[int, bytes | memoryview]]) -> None:
-    """Each at its place in the file."""
+def _write_chunks(path: Path, chunks: Iterable[tuple[int, bytes | memoryview]]) -> None:
+    """Writes each chunk at its offset, and flushes the file to disk."""
     with path.open("wb") as file:
-        for start, content in contents:
-            file.seek(start)
+        for offset, content in chunks:
+            file.seek(offset)
             file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        fsync_file(file)

@@ -17,9 +17,8 @@ from fsdp_jax.checkpoint.verify import steps_of
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.data.tokenizer import FILE, SETTINGS
 from fsdp_jax.errors import ConfigError, human_bytes, message
-from fsdp_jax.io.safetensors import Box
+from fsdp_jax.io.boxes import Box, box_view
 from fsdp_jax.io.safetensors_writer import exported_dtype, new_directory
-from fsdp_jax.io.sharded_read import cut
 from fsdp_jax.lora import merge, merged_paths
 from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.huggingface.config_json import CONFIG
@@ -231,7 +230,7 @@ def _merging(store: CheckpointStore, step: int) -> tuple[Source, Change | None]:
         a, b = adapters(path)
         *stack, inputs, outputs = box
         rank = (0, a.shape[-1])
-        a, b = cut(a, (*stack, inputs, rank)), cut(b, (*stack, rank, outputs))
+        a, b = box_view(a, (*stack, inputs, rank)), box_view(b, (*stack, rank, outputs))
         return np.asarray(merge(kernel.astype(np.float32), a, b, scale=scale))
 
     def read(paths: Sequence[str]) -> Any:

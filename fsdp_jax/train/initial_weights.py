@@ -10,7 +10,7 @@ from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.checkpoint.export import PARAMS, refuse_misfits
 from fsdp_jax.data.tokenizer import FILE as TOKENIZER
 from fsdp_jax.errors import ConfigError, message
-from fsdp_jax.io.array_specs import describe, parse
+from fsdp_jax.io.array_specs import describe, parse_description
 from fsdp_jax.lora import split_lora
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.weights import import_weights, read_config
@@ -91,7 +91,9 @@ def _check_saved(saved: dict[str, str], wanted: dict[str, Any], where: str) -> N
     """Every parameter is there in its shape, and there is no other. Dtypes may differ: they are
     cast.
     """
-    found = {path: parse(text)[1] for path, text in saved.items() if path.startswith(PARAMS)}
+    found = {
+        path: parse_description(text)[1] for path, text in saved.items() if path.startswith(PARAMS)
+    }
     lines = [f"{path}: unknown" for path in found if path not in wanted]
     for path, leaf in wanted.items():
         if path not in found:

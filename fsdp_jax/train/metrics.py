@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from fsdp_jax.io.atomic import write_durably
+
 FIELDS = (
     "step",
     "loss",
@@ -39,9 +41,7 @@ class JsonLines:
 
     def __init__(self, path: Path, *, after: int):
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= after]
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text("".join(line + "\n" for line in kept))
-        unfinished.replace(path)  # a kill between the two leaves the old file or the new one
+        write_durably(path, "".join(line + "\n" for line in kept).encode())
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:

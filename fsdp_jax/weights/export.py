@@ -17,9 +17,10 @@ from fsdp_jax.checkpoint.export import read_params, refuse_misfits, saved_params
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.array_specs import describe
-from fsdp_jax.io.safetensors import Box
-from fsdp_jax.io.safetensors_writer import Exported, Outline, exported_dtype, write_weights
-from fsdp_jax.io.sharded_read import Piece, box_of, cut, overlap, shares_memory, within
+from fsdp_jax.io.boxes import Box, box_of_index, box_view, intersect, relative_box
+from fsdp_jax.io.safetensors_writer import Exported, TensorSpec, exported_dtype, write_weights
+from fsdp_jax.io.sharded_read import uses_host_memory
+from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.models.huggingface.config_json import Tokens
 from fsdp_jax.tree import PyTree
 from fsdp_jax.weights.families import config_files, table_of
@@ -137,7 +138,7 @@ def export_weights(
         for path, leaf in source.leaves.items()
     }
     outlines = [
-        Outline(piece.name, piece.shape, dtypes[path])
+        TensorSpec(piece.name, piece.shape, dtypes[path])
         for path, each in pieces.items()
         for piece in each
     ]
@@ -157,7 +158,7 @@ def export_weights(
 
 
 def _values(
-    source: Source, pieces: Mapping[str, Sequence[Piece]], change: Change | None
+    source: Source, pieces: Mapping[str, Sequence[TensorMapping]], change: Change | None
 ) -> Iterator[np.ndarray]:
     """Every tensor in order; an array is held until its last one is written."""
     for path, array in source.read(list(pieces)):
@@ -169,25 +170,27 @@ def _values(
                 raise ConfigError(
                     message("values that others replace keep their shape", where=path, got=got)
                 )
-            yield piece.to_theirs(changed)
+            yield piece.to_tensor(changed)
 
 
 def _on_host(array: Any, box: Box) -> np.ndarray:
     """A box of an array, of whose shards only what is needed leaves the devices."""
     if not isinstance(array, jax.Array):
-        return cut(np.asarray(array), box)
+        return box_view(np.asarray(array), box)
     out = np.empty([hi - lo for lo, hi in box], array.dtype)
     for shard in array.addressable_shards:
-        held = box_of(shard.index, array.shape)
-        part = overlap(box, held)
+        held = box_of_index(shard.index, array.shape)
+        part = intersect(box, held)
         if shard.replica_id == 0 and part is not None:
-            cut(out, within(part, box))[...] = _cut_on_device(shard.data, within(part, held))
+            box_view(out, relative_box(part, box))[...] = _cut_on_device(
+                shard.data, relative_box(part, held)
+            )
     return out
 
 
 def _cut_on_device(data: jax.Array, box: Box) -> np.ndarray:
-    if all(map(shares_memory, data.devices())):
-        return cut(np.asarray(data), box)  # a view of its own memory
+    if all(map(uses_host_memory, data.devices())):
+        return box_view(np.asarray(data), box)  # a view of its own memory
     sizes = tuple(hi - lo for lo, hi in box)
     return np.asarray(_sliced(data, [lo for lo, _ in box], sizes))
 

@@ -8,8 +8,9 @@ from typing import Any
 from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.export import fits_dtype, place_all, refuse_misfits
 from fsdp_jax.io.array_specs import describe
-from fsdp_jax.io.safetensors import Tensor, Tensors
-from fsdp_jax.io.sharded_read import STAGING, Piece, equal
+from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
+from fsdp_jax.io.sharded_read import STAGING_BYTES, tensors_equal
+from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.models.huggingface.table import Table
 from fsdp_jax.tree import PyTree
 from fsdp_jax.weights.families import table_of
@@ -20,7 +21,7 @@ def import_weights(
     target: PyTree,
     config: Any,
     *,
-    budget: int = STAGING,
+    budget: int = STAGING_BYTES,
     ignore: Sequence[str] = (),
 ) -> PyTree:
     """Reads a folder of safetensors into the shards of `target`: each process what its devices
@@ -49,19 +50,19 @@ def import_weights(
 
     """
     wanted, table = leaves_of(target), table_of(config)
-    with Tensors(folder) as found:
+    with SafetensorsFolder(folder) as found:
         pieces = table.pieces(wanted)
         located = located_tensors(found, table, pieces, wanted, ignore)
         return place_all(target, pieces, located, budget, found.directory)
 
 
 def located_tensors(
-    found: Tensors,
+    found: SafetensorsFolder,
     table: Table,
-    pieces: dict[str, list[Piece]],
+    pieces: dict[str, list[TensorMapping]],
     wanted: dict[str, Any],
     ignore: Sequence[str],
-) -> dict[str, Tensor]:
+) -> dict[str, StoredTensor]:
     """{name in the table: the tensor}. Raises ConfigError with all that does not fit."""
     owners = {piece.name: (path, piece) for path, each in pieces.items() for piece in each}
     located, lines = _by_name(found, table, owners, ignore)
@@ -85,13 +86,13 @@ def located_tensors(
 
 
 def _by_name(
-    found: Tensors, table: Table, owners: dict[str, Any], ignore: Sequence[str]
-) -> tuple[dict[str, Tensor], list[str]]:
+    found: SafetensorsFolder, table: Table, owners: dict[str, Any], ignore: Sequence[str]
+) -> tuple[dict[str, StoredTensor], list[str]]:
     """({name in the table: tensor}, what is wrong): prefixes are added, aliases resolved, what is
     ignored left out.
     """
     aliases, lines = table.aliases(), []
-    located: dict[str, Tensor] = {}
+    located: dict[str, StoredTensor] = {}
     for name, tensor in found.items():
         spelt = [name, table.prefix + name]
         if any(fnmatch.fnmatchcase(each, pattern) for each in spelt for pattern in ignore):
@@ -110,7 +111,7 @@ def _by_name(
                 lines.append(f"theirs {name}, {tensor}: {why}")
         elif ours not in located:
             located[ours] = tensor
-        elif not equal(located[ours], tensor):
+        elif not tensors_equal(located[ours], tensor):
             lines.append(
                 f"theirs {name}: one of ours, {owners[ours][0]}, with {located[ours].name}, but they differ"
             )

@@ -66,10 +66,10 @@ def test_there_and_back_is_bitwise(tmp_path, name, scan_layers):
     )
 
 
-@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("uses_host_memory", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
-def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, shares_memory):
-    monkeypatch.setattr("fsdp_jax.weights.export.shares_memory", lambda device: shares_memory)
+def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, uses_host_memory):
+    monkeypatch.setattr("fsdp_jax.weights.export.uses_host_memory", lambda device: uses_host_memory)
     config, params, tensors = imported("llama", tmp_path / "in")
     with CheckpointStore(tmp_path / "checkpoints") as store:
         store.save(5, {"params": params, "opt_state": {"mu": params}}, data={}, metadata={})

@@ -17,8 +17,10 @@ from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, spec, tar
 from fsdp_jax.checkpoint import CheckpointError
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.io import sharded_read
-from fsdp_jax.io.safetensors import INDEX, Tensors
-from fsdp_jax.io.sharded_read import HostSink, Piece, Staging, blocks, box_of
+from fsdp_jax.io.boxes import box_of_index, split_box
+from fsdp_jax.io.safetensors import INDEX, SafetensorsFolder
+from fsdp_jax.io.sharded_read import HostBuffer, ShardReader
+from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import import_weights
 
@@ -236,6 +238,7 @@ def header(entries, data=b"\0" * 8, length=None):
 
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+COMPLEX = {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}
 
 
 @pytest.mark.parametrize(
@@ -256,21 +259,22 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({INDEX: b'{"weight_map": {"w": 3}}'}, "outside the directory"),
         ({INDEX: b"["}, "not an index"),
         ({"model.safetensors": b"1234"}, "cannot be read"),
-        ({"model.safetensors": header({"w": ONE}, length=10**9)}, "a header of 1000000000 bytes"),
-        ({"model.safetensors": header({"w": ONE}, length=0)}, "a header of 0 bytes"),
+        ({"model.safetensors": header({"w": ONE}, length=10**9)}, "header too large"),
+        ({"model.safetensors": header({"w": ONE}, length=0)}, "cannot be read"),
         ({"model.safetensors": header([1])}, "cannot be read"),
         (
             {"model.safetensors": header({"w": ONE}, b"1234567")},
-            "8 bytes by its header|bytes by its header",
+            "not fully covered",
         ),
-        ({"model.safetensors": header({"w": ONE}, b"123456789")}, "bytes by its header"),
-        ({"model.safetensors": header({"w": ONE | {"shape": [3]}})}, "tensor 'w'"),
-        ({"model.safetensors": header({"w": ONE | {"shape": [-2]}})}, "tensor 'w'"),
-        ({"model.safetensors": header({"w": ONE | {"dtype": "F6"}})}, "tensor 'w' of dtype F6"),
-        ({"model.safetensors": header({"w": ONE, "v": ONE})}, "does not begin where"),
+        ({"model.safetensors": header({"w": ONE}, b"123456789")}, "not fully covered"),
+        ({"model.safetensors": header({"w": ONE | {"shape": [3]}})}, "invalid shape"),
+        ({"model.safetensors": header({"w": ONE | {"shape": [-2]}})}, "integer `-2`"),
+        ({"model.safetensors": header({"w": ONE | {"dtype": "F6"}})}, "unknown variant `F6`"),
+        ({"model.safetensors": header({"w": COMPLEX})}, "tensor 'w' of dtype C64; known: BOOL"),
+        ({"model.safetensors": header({"w": ONE, "v": ONE})}, "invalid offset for tensor `[vw]`"),
         (
             {"model.safetensors": header({"w": ONE | {"data_offsets": [8, 16]}}, b"0" * 16)},
-            "does not begin where",
+            "invalid offset for tensor `w`",
         ),
     ],
 )
@@ -312,7 +316,7 @@ def arrays(draw):
         parts = {None: 1, "a": 2, "b": 4}[axis]
         axes.append(axis)
         shape.append(-(-(begin + extent + draw(st.integers(0, 2))) // parts) * parts)
-    return Piece("t", start, size, tuple(order), theirs), tuple(shape), tuple(axes)
+    return TensorMapping("t", start, size, tuple(order), theirs), tuple(shape), tuple(axes)
 
 
 @settings(max_examples=30, deadline=None)
@@ -330,16 +334,16 @@ def test_any_slice_of_any_piece_on_any_sharding(
     whole[tuple(slice(*each) for each in piece.box)] = value.transpose(piece.dims)
     with (
         pytest.MonkeyPatch.context() as patch,
-        Tensors(folder) as tensors,
-        Staging(budget) as staging,
+        SafetensorsFolder(folder) as tensors,
+        ShardReader(budget) as staging,
     ):
-        patch.setattr(sharded_read, "RUN", run)
-        patch.setattr(sharded_read, "shares_memory", lambda device: not on_device)
-        array = staging.place(leaf, [piece], tensors)
+        patch.setattr(sharded_read, "MIN_READ", run)
+        patch.setattr(sharded_read, "uses_host_memory", lambda device: not on_device)
+        array = staging.read_array(leaf, [piece], tensors)
     assert_bits({"": array}, {"": whole.astype(jnp.dtype(dtype))})
     assert array.sharding == leaf.sharding
     np.testing.assert_array_equal(
-        piece.to_theirs(whole[tuple(slice(*each) for each in piece.box)]), value
+        piece.to_tensor(whole[tuple(slice(*each) for each in piece.box)]), value
     )
 
 
@@ -354,7 +358,7 @@ def test_any_slice_of_any_piece_on_any_sharding(
 def test_blocks_are_the_box_in_order(box, limit):
     shape = [hi for _, hi in box]
     seen = np.zeros(shape, int)
-    for part in blocks(tuple(box), limit):
+    for part in split_box(tuple(box), limit):
         view = seen[(*(slice(*each) for each in part), ...)]
         assert 0 < view.size <= limit
         view += 1
@@ -397,19 +401,19 @@ def test_a_process_reads_what_its_own_devices_need(tmp_path, reads):
     """A shard of rows is read alone; one of columns too, where they are long enough to be worth it."""
     value = np.random.default_rng(0).normal(size=(64, 64 << 10)).astype(np.float32)
     save_file({"t": value}, tmp_path / "model.safetensors")
-    piece = Piece("t", (0, 0), value.shape, (0, 1), value.shape)
+    piece = TensorMapping("t", (0, 0), value.shape, (0, 1), value.shape)
     for rows, columns in (
         ((8, 16), (0, 64 << 10)),
         ((0, 64), (16 << 10, 32 << 10)),
         ((8, 9), (0, 100)),
     ):
         box = (rows, columns)
-        sink = HostSink(np.zeros([hi - lo for lo, hi in box], value.dtype), [])
+        sink = HostBuffer(np.zeros([hi - lo for lo, hi in box], value.dtype), [])
         reads.clear()
-        with Tensors(tmp_path) as tensors, Staging() as staging:
+        with SafetensorsFolder(tmp_path) as tensors, ShardReader() as staging:
             staging.fill({box: sink}, [piece], tensors)
         assert (sink.values == value[tuple(slice(*each) for each in box)]).all()
-        worth_it = (columns[1] - columns[0]) * 4 >= sharded_read.RUN
+        worth_it = (columns[1] - columns[0]) * 4 >= sharded_read.MIN_READ
         wide = columns if worth_it else (0, 64 << 10)
         assert sum(done for *_, done in reads) == (rows[1] - rows[0]) * (wide[1] - wide[0]) * 4
 
@@ -421,17 +425,17 @@ def test_the_budget_bounds_what_is_staged(tmp_path, monkeypatch):
     budget = 4 << 20
     value = np.random.default_rng(0).normal(size=(2048, 4096)).astype(np.float32)  # 32 MiB
     save_file({"t": value}, tmp_path / "model.safetensors")
-    piece = Piece("t", (0, 0), value.shape[::-1], (1, 0), value.shape)
+    piece = TensorMapping("t", (0, 0), value.shape[::-1], (1, 0), value.shape)
     leaf = spec(value.shape[::-1], "bfloat16", ("a", "b"))
-    monkeypatch.setattr(sharded_read, "shares_memory", lambda device: False)
-    with Tensors(tmp_path) as tensors:
+    monkeypatch.setattr(sharded_read, "uses_host_memory", lambda device: False)
+    with SafetensorsFolder(tmp_path) as tensors:
         tracemalloc.start()
-        with Staging(budget) as staging:
-            array = staging.place(leaf, [piece], tensors)
+        with ShardReader(budget) as staging:
+            array = staging.read_array(leaf, [piece], tensors)
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert (np.asarray(array) == value.T.astype(jnp.bfloat16)).all()
-    assert staging.read == value.nbytes
+    assert staging.bytes_read == value.nbytes
     assert most < budget + (1 << 20), "numpy's memory, and what Python itself takes"
 
 
@@ -450,4 +454,4 @@ def test_imported_arrays_are_their_own(tmp_path):
 
 
 def test_boxes_of_indices():
-    assert box_of((slice(None), slice(2, 4)), (3, 8)) == ((0, 3), (2, 4))
+    assert box_of_index((slice(None), slice(2, 4)), (3, 8)) == ((0, 3), (2, 4))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_jax.io.sharded_read import Piece
+from fsdp_jax.io.tensor_mapping import TensorMapping
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Entry:
     def __post_init__(self) -> None:
         assert (self.depth is not None) == ("*" in self.ours) == ("*" in self.theirs), self
 
-    def piece(self, name: str, shape: Sequence[int]) -> Piece | None:
+    def piece(self, name: str, shape: Sequence[int]) -> TensorMapping | None:
         """Where one tensor lies in an array of ours that stacks nothing; None where the array
         cannot hold it.
         """
@@ -53,9 +53,9 @@ class Entry:
             return None
         theirs = tuple(1 if word == "1" else size[right.index(word)] for word in left)
         dims = tuple(None if word == "1" else left.index(word) for word in right)
-        return Piece(name, (0,) * len(size), tuple(size), dims, theirs)
+        return TensorMapping(name, (0,) * len(size), tuple(size), dims, theirs)
 
-    def pieces(self, path: str, shape: Sequence[int]) -> list[Piece]:
+    def pieces(self, path: str, shape: Sequence[int]) -> list[TensorMapping]:
         """The pieces of our array at `path`; none where it is not this entry's."""
         if path == self.ours:
             one = self.piece(self.theirs, shape)
@@ -64,7 +64,9 @@ class Entry:
             return []
         if path == self.ours.replace("*/", "") and shape:
             one = self.piece("", shape[1:])
-            return [] if one is None else [one.stacked(self.name(at), at) for at in range(shape[0])]
+            return (
+                [] if one is None else [one.in_stack(self.name(at), at) for at in range(shape[0])]
+            )
         match = re.fullmatch(re.escape(self.ours).replace(r"\*", r"(\d+)"), path)
         one = self.piece(self.name(int(match[1])), shape) if match else None
         return [] if one is None else [one]
@@ -114,9 +116,9 @@ class Table:
             re.fullmatch(re.escape(each).replace(r"\*", r"\d+"), name) for each in self.ignored
         )
 
-    def pieces(self, leaves: Mapping[str, Any]) -> dict[str, list[Piece]]:
+    def pieces(self, leaves: Mapping[str, Any]) -> dict[str, list[TensorMapping]]:
         """{path: its pieces} of leaves with shapes; empty where no entry has the path."""
-        found: dict[str, list[Piece]] = {}
+        found: dict[str, list[TensorMapping]] = {}
         for path, leaf in leaves.items():
             matches = [
                 pieces for entry in self.entries if (pieces := entry.pieces(path, leaf.shape))

@@ -1,0 +1,78 @@
+"""Where a tensor of a file belongs in an array: a box of it, with the dims in another order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from fsdp_jax.io.boxes import Box
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """Maps one tensor of the files onto a box of one of our arrays.
+
+    Attributes:
+        name: the tensor's name.
+        start: first index of the box, per dim of the array.
+        size: size of the box, per dim of the array.
+        dims: per dim of the array, the dim of the tensor; None if the tensor lacks it, and the box
+            has size 1 there. Dims of the tensor that are not listed have size 1.
+        shape: the tensor's shape.
+
+    """
+
+    name: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def identity(cls, name: str, shape: Sequence[int]) -> Self:
+        """Returns the mapping of a tensor that is the whole array."""
+        return cls(name, (0,) * len(shape), tuple(shape), tuple(range(len(shape))), tuple(shape))
+
+    def in_stack(self, name: str, index: int) -> "TensorMapping":
+        """Returns the mapping of tensor `name` into entry `index` of a stack of such arrays."""
+        return TensorMapping(
+            name, (index, *self.start), (1, *self.size), (None, *self.dims), self.shape
+        )
+
+    @property
+    def box(self) -> Box:
+        """The box of the array."""
+        return tuple(
+            (start, start + size) for start, size in zip(self.start, self.size, strict=True)
+        )
+
+    def tensor_box(self, box: Box) -> Box:
+        """Returns the box of the tensor for a box of the array within the mapped one."""
+        bounds = [(0, 1)] * len(self.shape)
+        for (lo, hi), start, dim in zip(box, self.start, self.dims, strict=True):
+            if dim is not None:
+                bounds[dim] = (lo - start, hi - start)
+        return tuple(bounds)
+
+    def array_box(self, box: Box) -> Box:
+        """Returns the box of the array for a box of the tensor."""
+        return tuple(
+            (start, start + 1) if dim is None else (start + box[dim][0], start + box[dim][1])
+            for start, dim in zip(self.start, self.dims, strict=True)
+        )
+
+    def to_array(self, block: np.ndarray) -> np.ndarray:
+        """Returns a block of the tensor as a view with the array's dims."""
+        mapped = [dim for dim in self.dims if dim is not None]
+        dropped = [dim for dim in range(block.ndim) if dim not in mapped]
+        view = block.transpose(*mapped, *dropped)
+        sizes = iter(view.shape)
+        return view.reshape([1 if dim is None else next(sizes) for dim in self.dims])
+
+    def to_tensor(self, block: Any) -> Any:
+        """Returns the values of the whole box of the array as the tensor."""
+        mapped = [dim for dim in self.dims if dim is not None]
+        sizes = [size for size, dim in zip(block.shape, self.dims, strict=True) if dim is not None]
+        view = block.reshape(sizes)
+        return view.transpose([mapped.index(dim) for dim in sorted(mapped)]).reshape(self.shape)
