@@ -3,7 +3,7 @@ about it.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
@@ -60,3 +60,9 @@ def human_bytes(count: float) -> str:
             )
         count /= 1024
     raise AssertionError("unreachable")
+
+
+def first_lines(lines: Sequence[str], limit: int) -> str:
+    """Returns the first `limit` lines and the count of the others, as one field of a message."""
+    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "\n            ".join([*lines[:limit], *more])

@@ -1,6 +1,4 @@
-"""Sharded checkpoints, the manifest that proves them whole, and the lease that keeps a second
-writer out.
-"""
+"""Sharded checkpoints with a verified manifest, and the lease that keeps out a second writer."""
 
 from fsdp_jax.checkpoint.export import export_params, import_params
 from fsdp_jax.checkpoint.lease import Lease

@@ -1,6 +1,4 @@
-"""A training state as named arrays, and back: what is written is flat, `path -> array`, whatever it
-was made of.
-"""
+"""A training state as named arrays, and back: a checkpoint stores a flat `path -> array`."""
 
 from typing import Any
 
@@ -14,28 +12,26 @@ from fsdp_jax.tree import PyTree, flatten, path_of
 
 
 def leaves_of(state: PyTree) -> dict[str, Any]:
-    """{path: leaf}. Raises ValueError if two leaves share a path."""
+    """Returns {path: leaf}. Raises ValueError if two leaves share a path."""
     flat = flatten(state)
     if len(flat) < len(jax.tree.leaves(state)):
         paths = [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-        twice = sorted({path for path in paths if paths.count(path) > 1})
-        raise ValueError(
-            message("two leaves share a path", got=", ".join(twice), fix="no `/` in names")
-        )
+        shared = ", ".join(sorted({path for path in paths if paths.count(path) > 1}))
+        raise ValueError(message("two leaves share a path", got=shared, fix="no `/` in names"))
     return flat
 
 
 def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """The arrays to write, and what the record says of them: leaves as text, kinds of PRNG keys,
-    shapes of the shards.
+    """Returns the arrays to write, and the manifest's record of them.
 
-    Raises ValueError for what is no array, and for a state without a single element.
+    The record has `leaves` (dtype and shape of every leaf as text), `keys` (implementations of PRNG
+    keys) and `shards` (shapes of the shards), each by path.
+
+    Raises ValueError for leaves that are no jax.Array, and for a state without a single element.
     """
     if isinstance(state, TrainState) and jax.tree.leaves(state.copies):
-        what, fix = (
-            "copies that only this layout computes with",
-            "save sharded.to_checkpoint(state)",
-        )
+        what = "copies that only this layout computes with"
+        fix = "save sharded.to_checkpoint(state)"
         raise ValueError(message(what, where="copies", fix=fix))
     leaves = leaves_of(state)
     foreign = [
@@ -44,43 +40,49 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         if not isinstance(leaf, jax.Array)
     ]
     if foreign:
-        raise ValueError(
-            message("only jax.Arrays can be saved", got="; ".join(foreign), fix="use jnp.asarray")
-        )
-    keys = {
+        what = "only jax.Arrays can be saved"
+        raise ValueError(message(what, got="; ".join(foreign), fix="use jnp.asarray"))
+    key_impls = {
         path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if is_prng_key(leaf)
     }
-    # orbax refuses arrays without elements; the record alone brings them back
+    # Orbax refuses arrays without elements; the record is enough to restore them.
     arrays = {
-        path: jax.random.key_data(leaf) if path in keys else leaf
+        path: jax.random.key_data(leaf) if path in key_impls else leaf
         for path, leaf in leaves.items()
         if leaf.size
     }
     if not arrays:
-        raise ValueError(
-            message("nothing to save", expected="a state with at least one element", got="none")
-        )
-    shards = {path: list(leaf.sharding.shard_shape(leaf.shape)) for path, leaf in arrays.items()}
-    described = {path: describe(leaf) for path, leaf in leaves.items()}
-    return arrays, {"leaves": described, "keys": keys, "shards": shards}
+        expected = "a state with at least one element"
+        raise ValueError(message("nothing to save", expected=expected, got="none"))
+    record = {
+        "leaves": {path: describe(leaf) for path, leaf in leaves.items()},
+        "keys": key_impls,
+        "shards": {
+            path: list(leaf.sharding.shard_shape(leaf.shape)) for path, leaf in arrays.items()
+        },
+    }
+    return arrays, record
 
 
-def stored(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What lies on disk for a leaf of the target. A PRNG key has one more dim there, and that one
-    is whole.
+def stored_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns shape, dtype and sharding of the array that is stored for a leaf of the target.
+
+    PRNG keys are stored as their data, which has one more dim, unsharded.
     """
-    found = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if is_prng_key(leaf):
-        found = jax.eval_shape(jax.random.key_data, found)
-    return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=leaf.sharding)
+        spec = jax.eval_shape(jax.random.key_data, spec)
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=leaf.sharding)
 
 
 def from_stored(array: jax.Array | None, leaf: jax.ShapeDtypeStruct, impl: str | None) -> jax.Array:
-    """The leaf from what was read for it; None for one without elements, which was never written."""
+    """Returns the leaf for its stored array.
+
+    `array` is None for a leaf without elements, which is not stored; `impl` is the implementation
+    of PRNG keys, None for other leaves.
+    """
     if array is None:
-        wanted = stored(leaf)
-        empty = np.zeros(wanted.shape, wanted.dtype)
-        array = jax.make_array_from_callback(
-            wanted.shape, wanted.sharding, lambda index: empty[index]
-        )
+        spec = stored_spec(leaf)
+        empty = np.zeros(spec.shape, spec.dtype)
+        array = jax.make_array_from_callback(spec.shape, spec.sharding, lambda index: empty[index])
     return array if impl is None else jax.random.wrap_key_data(array, impl=impl)

@@ -1,8 +1,6 @@
-"""Full state dicts: the parameters of a sharded checkpoint as safetensors files, and back onto any
-mesh.
+"""Unsharded state dicts: parameters of a checkpoint as safetensors files, and back onto any mesh.
 
-SafetensorsFolder have their paths here for names; `fsdp_jax.weights` does the same with the names that others
-give them.
+Tensors are named by their paths here; `fsdp_jax.weights` reads and writes Hugging Face's names.
 """
 
 import os
@@ -17,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.store import CheckpointStore
-from fsdp_jax.errors import CheckpointError, ConfigError, message
+from fsdp_jax.errors import CheckpointError, ConfigError, first_lines, message
 from fsdp_jax.io.array_specs import array_bytes, describe, parse_description
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.safetensors_writer import (
@@ -44,155 +42,153 @@ def export_params(
     dtype: str | None = "float32",
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Writes a checkpoint's parameters to a new directory, file by file, whatever mesh saved them.
+    """Writes a checkpoint's parameters to a new directory, whatever mesh saved them.
 
     Args:
         store: the run's checkpoints.
-        step: which of them.
-        directory: to be made; it appears under its name when all of it is written.
-        dtype: of the floating-point tensors; None leaves each as it was trained. Others always stay
-            as they are.
+        step: the checkpoint's step.
+        directory: to create; it appears under its name once it is complete.
+        dtype: of the floating-point tensors; None keeps each as it was trained. Others keep theirs.
         file_bytes: tensors of one file, and so the host memory it takes; a larger tensor gets a
             file of its own.
 
     Raises:
-        ConfigError: the directory is there already, or the dtype is none of `DTYPES`.
-        ValueError: no such step. DamageError, CheckpointError: it cannot be read.
+        ConfigError: the directory exists, or the dtype is none of `DTYPES`.
+        ValueError: no such step.
+        DamageError, CheckpointError: the checkpoint cannot be read.
 
     """
-    saved = saved_params(store, step)
-    wanted = {
+    targets = {
         path: jax.ShapeDtypeStruct(leaf.shape, exported_dtype(leaf.dtype, dtype, "--dtype"))
-        for path, leaf in saved.items()
+        for path, leaf in saved_params(store, step).items()
     }
-    outlines = [TensorSpec(path, tuple(leaf.shape), leaf.dtype) for path, leaf in wanted.items()]
-    values = (value for _, value in read_params(store, step, wanted, batch=file_bytes))
     return write_weights(
-        directory, outlines, values, file_bytes=file_bytes, metadata={"format": "fsdp_jax"}
+        directory,
+        [TensorSpec(path, tuple(leaf.shape), leaf.dtype) for path, leaf in targets.items()],
+        (value for _, value in read_params(store, step, targets, batch=file_bytes)),
+        file_bytes=file_bytes,
+        metadata={"format": "fsdp_jax"},
     )
 
 
 def saved_params(store: CheckpointStore, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """{path: shape and dtype} of a checkpoint's parameters. Raises ValueError if there is no such
-    step.
+    """Returns {path: shape and dtype} of a checkpoint's parameters, without reading them.
+
+    Raises ValueError if there is no such step.
     """
-    leaves = {
-        path: parse_description(text)
-        for path, text in store.record(step)["leaves"].items()
-        if path.startswith(PARAMS)
-    }
-    return {
-        path.removeprefix(PARAMS): jax.ShapeDtypeStruct(shape, jnp.dtype(name))
-        for path, (name, shape) in leaves.items()
-    }
+    params = {}
+    for path, description in store.record(step)["leaves"].items():
+        if path.startswith(PARAMS):
+            dtype, shape = parse_description(description)
+            params[path.removeprefix(PARAMS)] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return params
 
 
 def read_params(
     store: CheckpointStore,
     step: int,
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    targets: Mapping[str, jax.ShapeDtypeStruct],
     *,
     batch: int = FILE_BYTES,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Some of a checkpoint's parameters in order, whole, on the host; as many are read at once as
-    fit `batch` bytes.
+    """Yields (path, value) of some of a checkpoint's parameters, unsharded on the host, in order.
 
-    Cast to the dtypes of `wanted`. Raises DamageError, CheckpointError.
+    Values are cast to the dtypes of `targets`; at most `batch` bytes are read together, or one
+    parameter. Raises DamageError, CheckpointError.
     """
-    # a CPU's memory is the host's, so what is read there is not copied again
-    here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    # A CPU device's memory is the host's, so numpy views what is read without a copy.
+    on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     for part in batches(
-        list(wanted.items()), batch, lambda item: array_bytes(item[1].shape, item[1].dtype)
+        list(targets.items()), batch, lambda item: array_bytes(item[1].shape, item[1].dtype)
     ):
-        full = {
-            PARAMS + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+        specs = {
+            PARAMS + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
             for path, leaf in part
             if prod(leaf.shape)
         }
-        read = store.read(step, full) if full else {}
+        arrays = store.read(step, specs) if specs else {}
         for path, leaf in part:
-            yield path, np.asarray(read.pop(PARAMS + path, np.empty(leaf.shape, leaf.dtype)))
+            yield path, np.asarray(arrays.pop(PARAMS + path, np.empty(leaf.shape, leaf.dtype)))
 
 
 def import_params(
     directory: str | os.PathLike[str], target: PyTree, *, budget: int = STAGING_BYTES
 ) -> PyTree:
-    """Reads safetensors straight into shards: each process the slices that its devices need, once.
+    """Reads safetensors straight into shards: each process its own slices, once.
 
-    `target`: a pytree whose leaves have shape, dtype and sharding, such as
-    `sharded.checkpoint_target().params`. SafetensorsFolder are named by their paths in it
-    (`blocks/attn/qkv/kernel`), and floating-point ones are cast to its dtypes. `budget`: bytes of
-    host memory beside the arrays. Returns the same structure.
+    Args:
+        directory: of the safetensors files.
+        target: a pytree whose leaves have shape, dtype and sharding, such as
+            `sharded.checkpoint_target().params`. Tensors are named by their paths in it
+            (`blocks/attn/qkv/kernel`), and floating-point ones are cast to its dtypes.
+        budget: bytes of host memory beside the arrays.
+
+    Returns the target's structure.
 
     Raises:
         ConfigError: no such files, or tensors that are missing, unknown or of another shape, each
             by name.
         ValueError: a target without shardings.
-        CheckpointError: they cannot be read to their end.
+        CheckpointError: a file cannot be read to its end.
 
     """
-    wanted = leaves_of(target)
-    with SafetensorsFolder(directory) as found:
-        _check_weights(found, wanted)
-        pieces = {path: [TensorMapping.identity(path, leaf.shape)] for path, leaf in wanted.items()}
-        return place_all(target, pieces, found, budget, found.directory)
+    leaves = leaves_of(target)
+    with SafetensorsFolder(directory) as tensors:
+        _check_tensors(tensors, leaves)
+        mappings = {
+            path: [TensorMapping.identity(path, leaf.shape)] for path, leaf in leaves.items()
+        }
+        return read_mapped(target, mappings, tensors, budget, tensors.directory)
 
 
-def place_all(
+def read_mapped(
     target: PyTree,
-    pieces: Mapping[str, Sequence[TensorMapping]],
+    mappings: Mapping[str, Sequence[TensorMapping]],
     tensors: Mapping[str, StoredTensor],
     budget: int,
     where: Path,
 ) -> PyTree:
-    """The target's structure with an array for every leaf, made of the pieces of its path.
+    """Returns the target's structure with every leaf read from the tensors mapped to its path.
 
-    Raises ValueError for leaves without shardings; CheckpointError where a file cannot be read.
+    Raises ValueError for leaves without shardings; CheckpointError if a file cannot be read.
     """
-    wanted = leaves_of(target)
-    homeless = [path for path, leaf in wanted.items() if getattr(leaf, "sharding", None) is None]
-    if homeless:
-        fix, got = (
-            "sharded.checkpoint_target().params, or a sharding in each leaf",
-            ", ".join(homeless[:SHOWN]),
-        )
-        raise ValueError(message("a target without shardings", where="target", got=got, fix=fix))
+    leaves = leaves_of(target)
+    without = [path for path, leaf in leaves.items() if getattr(leaf, "sharding", None) is None]
+    if without:
+        what = "a target without shardings"
+        fix = "sharded.checkpoint_target().params, or a sharding in each leaf"
+        got = ", ".join(without[:SHOWN])
+        raise ValueError(message(what, where="target", got=got, fix=fix))
     try:
-        with ShardReader(budget) as staging:
-            made = [
-                staging.read_array(leaf, pieces[path], tensors) for path, leaf in wanted.items()
+        with ShardReader(budget) as reader:
+            arrays = [
+                reader.read_array(leaf, mappings[path], tensors) for path, leaf in leaves.items()
             ]
     except OSError as error:
-        raise CheckpointError(
-            message("weights cannot be read", where=str(where), got=error)
-        ) from error
-    return jax.tree.unflatten(jax.tree.structure(target), made)
+        what = "weights cannot be read"
+        raise CheckpointError(message(what, where=str(where), got=error)) from error
+    return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 
 def refuse_misfits(where: object, lines: Sequence[str], *, fix: str = "") -> None:
-    """Raises ConfigError with all that does not fit, the first of many and the count of the rest."""
+    """Raises ConfigError with the first `SHOWN` lines and the count of the others, if any."""
     if lines:
-        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-        got = "\n            ".join([*lines[:SHOWN], *more])
-        raise ConfigError(
-            message("the weights do not fit the model", where=str(where), got=got, fix=fix)
-        )
+        what = "the weights do not fit the model"
+        got = first_lines(lines, SHOWN)
+        raise ConfigError(message(what, where=str(where), got=got, fix=fix))
 
 
 def fits_dtype(tensor: StoredTensor, leaf: jax.ShapeDtypeStruct) -> bool:
-    """Whether a tensor may be cast to the leaf's dtype: floating point to floating point, or none
-    at all.
-    """
-    both = [jnp.issubdtype(dtype, jnp.floating) for dtype in (tensor.dtype, leaf.dtype)]
-    return all(both) or tensor.dtype == leaf.dtype
+    """Returns whether a tensor may become the leaf: both floating-point, or of one dtype."""
+    floating = [jnp.issubdtype(dtype, jnp.floating) for dtype in (tensor.dtype, leaf.dtype)]
+    return all(floating) or tensor.dtype == leaf.dtype
 
 
-def _check_weights(found: SafetensorsFolder, target: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    lines = [f"{name}: missing" for name in target if name not in found]
-    lines += [f"{name}: unknown" for name in found if name not in target]
-    for name, leaf in target.items():
-        if name in found and (
-            tuple(leaf.shape) != found[name].shape or not fits_dtype(found[name], leaf)
-        ):
-            lines.append(f"{name}: expected {describe(leaf)}, got {found[name]}")
-    refuse_misfits(found.directory, sorted(lines))
+def _check_tensors(tensors: SafetensorsFolder, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    lines = [f"{name}: missing" for name in leaves if name not in tensors]
+    lines += [f"{name}: unknown" for name in tensors if name not in leaves]
+    for name in leaves.keys() & tensors.keys():
+        tensor, leaf = tensors[name], leaves[name]
+        if tensor.shape != tuple(leaf.shape) or not fits_dtype(tensor, leaf):
+            lines.append(f"{name}: expected {describe(leaf)}, got {tensor}")
+    refuse_misfits(tensors.directory, sorted(lines))

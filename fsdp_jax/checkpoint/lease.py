@@ -12,8 +12,7 @@ from fsdp_jax.errors import ConfigError, message
 
 
 class Lease:
-    """Holds `DIRECTORY/lease.json` for as long as the `with` block runs; only the lead process of a
-    run takes it.
+    """Holds `DIRECTORY/lease.json` inside a `with` block; only the lead process of a run takes it.
 
     The file names the owner (`host`, `pid`, `process`, `started`), but what counts is the kernel's
     lock on it, which goes with its owner: the file of a killed run keeps nobody out. Readers never
@@ -38,9 +37,10 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         if self._file is None:
             return
-        if _is_at(self._file, self.path):  # not a file that someone put there after removing ours
+        if _is_at(self._file, self.path):  # not a file that someone created after removing ours
             self.path.unlink()
-        self._file.close()  # gives the lock back: after the removal, so that nobody locks a file about to vanish
+        # The lock is released after the removal, so that nobody locks a file about to vanish.
+        self._file.close()
         self._file = None
 
     def _lock(self) -> IO[str]:
@@ -50,15 +50,16 @@ class Lease:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 with file:
-                    raise self._taken(file) from None
+                    raise self._held_by_another(file) from None
             except OSError:
                 file.close()
                 raise
             if _is_at(file, self.path):
                 return file
-            file.close()  # its owner removed it between our open and our lock: this lock is on a file nobody sees
+            # Its owner removed it between our open and our lock: nobody else sees this file.
+            file.close()
 
-    def _taken(self, file: IO[str]) -> ConfigError:
+    def _held_by_another(self, file: IO[str]) -> ConfigError:
         file.seek(0)
         try:
             owner = "host {host}, pid {pid}, process {process}, since {started}".format(
@@ -66,27 +67,21 @@ class Lease:
             )
         except (ValueError, KeyError):  # locked, and not written yet
             owner = "a run that is just starting"
-        return ConfigError(
-            message(
-                "another run is writing to this directory",
-                where=str(self.path),
-                got=owner,
-                fix="choose another `output`, or stop that run",
-            )
-        )
+        what = "another run is writing to this directory"
+        fix = "choose another `output`, or stop that run"
+        return ConfigError(message(what, where=str(self.path), got=owner, fix=fix))
 
     def _owner(self) -> dict[str, str | int]:
-        started = datetime.now(UTC).isoformat(timespec="seconds")
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process": self._process,
-            "started": started,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 
 
 def _is_at(file: IO[str], path: Path) -> bool:
-    """Whether `path` still leads to this open file."""
+    """Returns whether `path` still names this open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

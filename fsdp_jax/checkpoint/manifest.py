@@ -1,9 +1,8 @@
-"""What makes a checkpoint good: a list of its files with a digest of each, written last, and a
-digest of that list.
+"""The manifest of a checkpoint: its files with a digest of each, and a digest of the list itself.
 
 Orbax keeps no digest of the data: a flipped bit loads as another number (measured). A step is
-renamed into place only once its list is written and all of it is on the disk, so a step that is
-there is whole, or was damaged since.
+renamed into place only once its manifest is written and all of it is on disk, so a step that exists
+is complete, or was damaged since.
 """
 
 import json
@@ -18,13 +17,13 @@ from typing import Any
 
 import xxhash
 
-from fsdp_jax.errors import DamageError, message
-from fsdp_jax.io.atomic import fsync_directory
+from fsdp_jax.errors import DamageError, first_lines, message
+from fsdp_jax.io.atomic import fsync_directory, fsync_file
 
 Json = dict[str, Any]
 
 MANIFEST = "manifest.json"
-ORBAX = "_CHECKPOINT_METADATA"  # orbax's own mark; a step with it and without a manifest has lost the manifest
+ORBAX_MARK = "_CHECKPOINT_METADATA"  # a directory with it and without a manifest has lost it
 FORMAT = 1
 BLOCK = 4 << 20  # bytes read at a time
 READERS = 4  # files digested at a time
@@ -43,12 +42,12 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Checked:
-    """What became of checking files against their digests.
+    """The result of checking files against their digests.
 
     Attributes:
-        files, size: how many are as they were written, and their bytes.
-        seconds: what it took.
-        problems: one line for each file that is not as it was written; a good checkpoint has none.
+        files, size: number of the intact files, and their bytes.
+        seconds: time that the check took.
+        problems: one line per damaged file; empty for an intact checkpoint.
 
     """
 
@@ -63,60 +62,55 @@ class Checked:
         return not self.problems
 
     def summary(self) -> str:
-        """The problems in a few lines."""
-        more = len(self.problems) - SHOWN
-        return "\n            ".join(
-            [*self.problems[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
-        )
+        """Returns the problems in a few lines."""
+        return first_lines(self.problems, SHOWN)
 
 
-def numbered(directory: Path) -> list[tuple[int, bool]]:
-    """(number, whether it is a directory with a checkpoint, good or damaged) of all that is named
-    like a step.
+def step_directories(directory: Path) -> dict[int, bool]:
+    """Returns {step: whether it is a directory with a checkpoint, good or damaged}, ascending.
+
+    Steps are all entries whose name is a number.
     """
     if not directory.is_dir():
-        return []
-    named = [
+        return {}
+    paths = [
         path
         for path in directory.iterdir()
         if path.name.isdecimal() and path.name == str(int(path.name))
     ]
-    return sorted(
-        (
-            int(path.name),
-            not path.is_symlink() and any((path / mark).exists() for mark in (MANIFEST, ORBAX)),
-        )
-        for path in named
-    )
+    return {
+        int(path.name): not path.is_symlink()
+        and any((path / mark).exists() for mark in (MANIFEST, ORBAX_MARK))
+        for path in sorted(paths, key=lambda path: int(path.name))
+    }
 
 
 def list_files(root: Path) -> list[str]:
-    """Every file under `root` but its manifest, relative, with `/`; links count as files and are
-    never followed.
+    """Returns every file under `root` but its manifest, relative to it, with `/`.
+
+    Links count as files and are never followed.
     """
-    found = []
+    names = []
     for folder, folders, files in os.walk(root):
-        linked = [name for name in folders if (Path(folder) / name).is_symlink()]
-        found += [(Path(folder) / name).relative_to(root).as_posix() for name in (*files, *linked)]
-    return sorted(name for name in found if name != MANIFEST)
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        names += [(Path(folder) / name).relative_to(root).as_posix() for name in (*files, *links)]
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def digest_files(root: Path, names: Iterable[str], *, flush: bool = False) -> dict[str, Json]:
-    """{name: {bytes, xxh3_128}}. `flush`: also waits until they are on the disk, not in the
-    kernel's memory alone.
-    """
+    """Returns {name: {bytes, xxh3_128}}. `flush` also waits until the files are on disk."""
     names = list(names)
-    with ThreadPoolExecutor(READERS) as pool:  # the digest lets go of the interpreter
-        return dict(
-            zip(names, pool.map(lambda name: _digest(root / name, flush), names), strict=True)
-        )
+    with ThreadPoolExecutor(READERS) as pool:  # digests are computed without the GIL
+        digests = pool.map(lambda name: _digest(root / name, flush), names)
+        return dict(zip(names, digests, strict=True))
 
 
 def _digest(path: Path, flush: bool) -> Json:
-    state, size = xxhash.xxh3_128(), 0
+    state = xxhash.xxh3_128()
+    size = 0
     with path.open("rb", buffering=0) as file:
         if flush:
-            os.fsync(file.fileno())
+            fsync_file(file)
         block = memoryview(bytearray(BLOCK))
         while count := file.readinto(block):
             state.update(block[:count])
@@ -124,35 +118,35 @@ def _digest(path: Path, flush: bool) -> Json:
     return {"bytes": size, "xxh3_128": state.hexdigest()}
 
 
-def seal(root: Path, contents: Json, files: dict[str, Json]) -> None:
-    """Writes the manifest of a checkpoint that is complete, with what is recorded beside its
-    arrays.
+def write_manifest(root: Path, contents: Json, files: dict[str, Json]) -> None:
+    """Writes the manifest of a complete checkpoint, and flushes it and all directories to disk.
+
+    `contents` is what is recorded beside the arrays; `files` are the digests.
     """
-    body: Json = {"format": FORMAT, "packages": packages(), **contents, "files": files}
+    body: Json = {"format": FORMAT, "packages": package_versions(), **contents, "files": files}
     body["digest"] = _digest_of(body)
     with (root / MANIFEST).open("w") as file:
         file.write(_text(body))
-        file.flush()
-        os.fsync(file.fileno())
+        fsync_file(file)
     for folder, _, _ in os.walk(root, topdown=False):
         fsync_directory(Path(folder))
 
 
-def packages() -> dict[str, str]:
-    """Versions of what wrote the checkpoint."""
-    found = {}
+def package_versions() -> dict[str, str]:
+    """Returns the versions of the packages that write a checkpoint."""
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:  # a source tree that is not installed
-            found[name] = "unknown"
-    return found
+            versions[name] = "unknown"
+    return versions
 
 
 def read_manifest(root: Path) -> Json:
-    """What was recorded; the files themselves are not read.
+    """Returns the manifest's contents, without reading the files that it lists.
 
-    Raises DamageError if the manifest is missing, or not to the letter what was written.
+    Raises DamageError if the manifest is missing, or not byte for byte what was written.
     """
     path = root / MANIFEST
     try:
@@ -160,28 +154,26 @@ def read_manifest(root: Path) -> Json:
             raise ValueError("a link, which could lead anywhere")
         text = path.read_text()
         body = json.loads(text)
-        # letter by letter: a flipped bit in white space is a flipped bit too
-        if (
-            not isinstance(body, dict)
-            or _text(body) != text
-            or body.get("digest") != _digest_of(body)
-        ):
+        # The text is compared too: a flipped bit in white space is a flipped bit.
+        intact = (
+            isinstance(body, dict)
+            and _text(body) == text
+            and body.get("digest") == _digest_of(body)
+        )
+        if not intact:
             raise ValueError("its own digest does not fit it")
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']}, which this version does not read")
     except (OSError, ValueError) as error:
-        what = "missing" if isinstance(error, FileNotFoundError) else error
-        raise DamageError(message("a checkpoint is damaged", where=str(path), got=what)) from error
+        got = "missing" if isinstance(error, FileNotFoundError) else error
+        raise DamageError(message("a checkpoint is damaged", where=str(path), got=got)) from error
     return body
 
 
 def check_files(root: Path, *, part: int = 0, parts: int = 1) -> Checked:
-    """Reads the files and compares them to the manifest; of several readers, each takes every
-    `parts`-th file.
+    """Compares files to the digests of the manifest; of `parts` readers, each takes every n-th.
 
-    With 0 parts no file is read: the manifest alone is.
-
-    Files that the manifest does not name are not of the checkpoint, and are left alone.
+    With 0 parts only the manifest is read. Files that the manifest does not list are ignored.
     """
     started = time.perf_counter()
     try:
@@ -189,31 +181,27 @@ def check_files(root: Path, *, part: int = 0, parts: int = 1) -> Checked:
     except DamageError as error:
         got = str(error).rpartition("got:")[2].strip()
         return Checked(0, 0, time.perf_counter() - started, (f"{MANIFEST}: {got}",))
-    mine = sorted(expected)[part::parts] if parts else []
-    there = set(list_files(root))  # what is found on the disk: a name such as ../x leads nowhere
+    own_names = sorted(expected)[part::parts] if parts else []
+    existing = set(list_files(root))  # a listed name such as ../x is never opened
+
+    def check(name: str) -> str:
+        return _problem(root, name, expected[name]) if name in existing else "missing"
+
     with ThreadPoolExecutor(READERS) as pool:
-        found = list(
-            pool.map(
-                lambda name: _problem(root, name, expected[name]) if name in there else "missing",
-                mine,
-            )
-        )
-    problems = tuple(
-        f"{name}: {problem}" for name, problem in zip(mine, found, strict=True) if problem
-    )
-    read = [
-        expected[name]["bytes"] for name, problem in zip(mine, found, strict=True) if not problem
-    ]
-    return Checked(len(read), sum(read), time.perf_counter() - started, problems)
+        results = dict(zip(own_names, pool.map(check, own_names), strict=True))
+    intact = [expected[name]["bytes"] for name, problem in results.items() if not problem]
+    problems = tuple(f"{name}: {problem}" for name, problem in results.items() if problem)
+    return Checked(len(intact), sum(intact), time.perf_counter() - started, problems)
 
 
 def _problem(root: Path, name: str, expected: Json) -> str:
-    """What is wrong with one file; "" if nothing."""
+    """Returns what is wrong with one file; "" if it is intact."""
     path = root / name
     try:
         if path.is_symlink():
             return "a link, which could lead anywhere"
-        if (size := path.stat().st_size) != expected["bytes"]:
+        size = path.stat().st_size
+        if size != expected["bytes"]:
             return f"{size:,} bytes, {expected['bytes']:,} were written"
         return "" if _digest(path, flush=False) == expected else "its contents have changed"
     except OSError as error:
@@ -225,6 +213,5 @@ def _text(body: Json) -> str:
 
 
 def _digest_of(body: Json) -> str:
-    return xxhash.xxh3_128_hexdigest(
-        _text({key: value for key, value in body.items() if key != "digest"}).encode()
-    )
+    without_digest = {key: value for key, value in body.items() if key != "digest"}
+    return xxhash.xxh3_128_hexdigest(_text(without_digest).encode())

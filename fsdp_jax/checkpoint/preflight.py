@@ -1,6 +1,6 @@
-"""What a restore will do, from what was recorded alone: no array is read."""
+"""Plans a restore from the manifest alone: what differs, what is read, how much memory it takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.checkpoint.arrays import stored
-from fsdp_jax.errors import human_bytes, message
+from fsdp_jax.checkpoint.arrays import stored_spec
+from fsdp_jax.errors import first_lines, human_bytes, message
 from fsdp_jax.io.array_specs import array_bytes, describe, is_prng_key, parse_description
+from fsdp_jax.io.boxes import box_of_index, box_sizes
 
-READ_AHEAD = 256 << 20  # bytes read into the host's memory at a time
+READ_AHEAD = 256 << 20  # bytes read into host memory at a time
 SHOWN = 40  # differences listed before the rest is only counted
+DTYPE_ONLY = " (dtype only)"
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class Preflight:
         where: the checkpoint.
         differences: one line per path that does not fit: missing, extra, of another shape or dtype.
         casts: one line per path that is read as another floating dtype, which `allow_cast` allows.
-        read_bytes: what this process reads from disk, at most: a part is read with all of the
-            shards it cuts through.
+        read_bytes: what this process reads from disk, at most: a part is read together with all
+            saved shards that it overlaps.
         device_bytes: of the restored state, on each of this process's devices.
         host_bytes: the most host memory that reading takes beside the state itself.
 
@@ -39,62 +41,61 @@ class Preflight:
     host_bytes: int
 
     def require_fit(self, *, by: str = "allow_cast=True") -> None:
-        """Raises ValueError with every difference, path by path. `by`: how the caller's user allows
-        a cast.
+        """Raises ValueError with every difference, path by path.
+
+        `by` is how the caller's user allows a cast.
         """
         if not self.differences:
             return
-        only_casts = all(line.endswith(CASTABLE) for line in self.differences)
-        more = len(self.differences) - SHOWN
-        lines = [*self.differences[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
-        fix = "use the model, optimizer and precision that wrote it (a run's config.yaml says which), or start elsewhere"
+        fix = (
+            "use the model, optimizer and precision that wrote it (a run's config.yaml says which),"
+            " or start elsewhere"
+        )
+        if all(line.endswith(DTYPE_ONLY) for line in self.differences):
+            fix = f"{by}, which rounds where the new dtype is narrower; or {fix}"
+        count = f"{len(self.differences)} differing paths"
         raise ValueError(
             message(
                 "the checkpoint does not fit this run",
                 where=str(self.where),
                 expected="the state of this run's model and optimizer",
-                got="\n            ".join([f"{len(self.differences)} differing paths", *lines]),
-                fix=f"{by}, which rounds where the new dtype is narrower; or {fix}"
-                if only_casts
-                else fix,
+                got=first_lines([count, *self.differences], SHOWN + 1),
+                fix=fix,
             )
         )
 
     def __str__(self) -> str:
-        read, host, device = (
-            human_bytes(size) for size in (self.read_bytes, self.host_bytes, self.device_bytes)
+        summary = (
+            f"{self.where}: reads {human_bytes(self.read_bytes)}, "
+            f"with at most {human_bytes(self.host_bytes)} of host memory at a time, "
+            f"into {human_bytes(self.device_bytes)} a device"
         )
-        return "\n".join(
-            [
-                f"{self.where}: reads {read}, with at most {host} of host memory at a time, into {device} a device",
-                *(f"  differs: {line}" for line in self.differences),
-                *(f"  cast: {line}" for line in self.casts),
-            ]
-        )
+        differences = [f"  differs: {line}" for line in self.differences]
+        casts = [f"  cast: {line}" for line in self.casts]
+        return "\n".join([summary, *differences, *casts])
 
 
-CASTABLE = " (dtype only)"
-
-
-def compare(
+def compare_to_target(
     where: Path, record: dict[str, Any], target: dict[str, Any], *, allow_cast: bool
 ) -> Preflight:
-    """What was recorded of a save (`leaves`, `shards`) against a target whose leaves have
-    shardings.
+    """Compares a manifest (`leaves`, `shards`) to a target: leaves with shardings, by path.
 
     Raises ValueError for a target without shardings.
     """
-    homeless = [path for path, leaf in target.items() if getattr(leaf, "sharding", None) is None]
-    if homeless:
+    without = [path for path, leaf in target.items() if getattr(leaf, "sharding", None) is None]
+    if without:
+        what = "a target without shardings"
         fix = "sharded.checkpoint_target(), or a sharding in each ShapeDtypeStruct"
-        got = ", ".join(homeless[:SHOWN])
-        raise ValueError(message("a target without shardings", where=str(where), got=got, fix=fix))
-    saved, wanted = record["leaves"], {path: describe(leaf) for path, leaf in target.items()}
-    differences, casts = [], []
-    # parameters first: the optimizer's state repeats what differs there
-    for path in sorted(
-        wanted.keys() | saved.keys(), key=lambda path: (not path.startswith("params/"), path)
-    ):
+        got = ", ".join(without[:SHOWN])
+        raise ValueError(message(what, where=str(where), got=got, fix=fix))
+
+    # Paths, shapes and dtypes. Parameters first: the optimizer's state repeats what differs there.
+    saved: dict[str, str] = record["leaves"]
+    wanted = {path: describe(leaf) for path, leaf in target.items()}
+    differences: list[str] = []
+    casts: list[str] = []
+    paths = wanted.keys() | saved.keys()
+    for path in sorted(paths, key=lambda path: (not path.startswith("params/"), path)):
         expected, got = wanted.get(path, "nothing"), saved.get(path, "nothing")
         if expected == got:
             continue
@@ -102,87 +103,76 @@ def compare(
         if castable and allow_cast:
             casts.append(f"{path}: {got} to {expected}")
         else:
-            differences.append(
-                f"{path}: expected {expected}, got {got}{CASTABLE if castable else ''}"
-            )
-    leaves = {path: stored(leaf) for path, leaf in target.items() if leaf.size}
-    there = {
-        path: leaf for path, leaf in leaves.items() if path in record["shards"] and path in saved
-    }
-    requests = [
-        _request(
-            leaf,
-            record["shards"][path],
-            leaf.dtype if is_prng_key(target[path]) else parse_description(saved[path])[0],
-        )
-        for path, leaf in there.items()
-        if len(leaf.shape) == len(record["shards"][path])
-    ]
-    limit = read_ahead({leaf: record["shards"][path] for path, leaf in there.items()})
+            note = DTYPE_ONLY if castable else ""
+            differences.append(f"{path}: expected {expected}, got {got}{note}")
+
+    # Bytes, of the paths that both have.
+    specs = {path: stored_spec(leaf) for path, leaf in target.items() if leaf.size}
+    shards = {path: record["shards"][path] for path in specs if path in record["shards"]}
+    requests = []
+    for path, shard in shards.items():
+        if len(shard) == len(specs[path].shape):
+            is_key = is_prng_key(target[path])
+            dtype = specs[path].dtype if is_key else parse_description(saved[path])[0]
+            requests += _requests(specs[path], shard, dtype)
+    limit = read_ahead((specs[path], shard) for path, shard in shards.items())
     return Preflight(
         where,
         tuple(differences),
         tuple(casts),
-        read_bytes=sum(read for each in requests for read, _ in each),
+        read_bytes=sum(read for read, _ in requests),
         device_bytes=sum(
-            array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-            for leaf in leaves.values()
+            array_bytes(spec.sharding.shard_shape(spec.shape), spec.dtype)
+            for spec in specs.values()
         ),
-        host_bytes=min(limit, sum(read + kept for each in requests for read, kept in each)),
+        host_bytes=min(limit, sum(read + kept for read, kept in requests)),
     )
 
 
-def read_ahead(leaves: Mapping[jax.ShapeDtypeStruct, Sequence[int]]) -> int:
-    """A bound on the host bytes in flight that lets the largest single part through.
+def read_ahead(shards: Iterable[tuple[jax.ShapeDtypeStruct, Sequence[int]]]) -> int:
+    """Returns a bound on the host bytes in flight that lets the largest single part through.
 
-    `leaves`: what is wanted -> the shape of the shards it was saved in.
+    `shards` are pairs: the spec of what is read, and the shape of the shards it was saved in.
     """
     single = [
         read + kept
-        for leaf, shard in leaves.items()
-        if len(leaf.shape) == len(shard)
-        for read, kept in _request(leaf, shard, leaf.dtype)
+        for spec, shard in shards
+        if len(spec.shape) == len(shard)
+        for read, kept in _requests(spec, shard, spec.dtype)
     ]
-    return max(
-        [READ_AHEAD, *(4 * one + 1 for one in single)]
-    )  # 4: bytes of a wider dtype that it may be cast from
+    # Times 4 for a cast: the saved dtype may be wider.
+    return max([READ_AHEAD, *(4 * size + 1 for size in single)])
 
 
-def _request(leaf: jax.ShapeDtypeStruct, shard: Sequence[int], saved: Any) -> list[tuple[int, int]]:
-    """(bytes read, bytes kept) of each different part that this process wants, however many devices
-    it goes to.
+def _requests(
+    spec: jax.ShapeDtypeStruct, shard: Sequence[int], saved_dtype: Any
+) -> list[tuple[int, int]]:
+    """Returns (bytes read, bytes kept) of each distinct part that this process's devices hold.
 
-    Arrays were written in parts of the shape `shard` or finer; a part is read with all that it cuts
-    through.
+    Arrays were written in parts of the shape `shard` or finer, and a part is read entirely.
     """
-    shape = tuple(leaf.shape)
-    parts = {
-        tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        for index in leaf.sharding.addressable_devices_indices_map(shape).values()
-    }
-    return [
-        (
-            array_bytes(
-                (
-                    min(-(-stop // step) * step, size) - start // step * step
-                    for (start, stop), size, step in zip(part, shape, shard, strict=True)
-                ),
-                saved,
-            ),
-            array_bytes((stop - start for start, stop in part), leaf.dtype),
-        )
-        for part in parts
-    ]
+    shape = tuple(spec.shape)
+    indices = spec.sharding.addressable_devices_indices_map(shape).values()
+    requests = []
+    for box in {box_of_index(index, shape) for index in indices}:
+        rounded = [
+            min(-(-stop // step) * step, size) - start // step * step
+            for (start, stop), size, step in zip(box, shape, shard, strict=True)
+        ]
+        kept = array_bytes(box_sizes(box), spec.dtype)
+        requests.append((array_bytes(rounded, saved_dtype), kept))
+    return requests
 
 
 def _castable(expected: str, got: str) -> bool:
-    """Whether only the dtype differs, and both are floating."""
-    (wanted, _, shape), (found, _, saved_shape) = expected.partition("["), got.partition("[")
-    return shape == saved_shape and all(_floating(name) for name in (wanted, found))
+    """Returns whether two descriptions differ in their floating-point dtypes only."""
+    wanted_dtype, _, wanted_shape = expected.partition("[")
+    saved_dtype, _, saved_shape = got.partition("[")
+    return wanted_shape == saved_shape and _is_floating(wanted_dtype) and _is_floating(saved_dtype)
 
 
-def _floating(name: str) -> bool:
+def _is_floating(dtype: str) -> bool:
     try:
-        return bool(jnp.issubdtype(jnp.dtype(name), jnp.floating))
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
     except TypeError:  # a PRNG key, or no dtype at all
         return False

@@ -1,4 +1,4 @@
-"""What `fsdp-jax verify` and `fsdp-jax export` do with the output directory of a run."""
+"""Implements `fsdp-jax verify` and `fsdp-jax export` for the output directory of a run."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.checkpoint.export import export_params
-from fsdp_jax.checkpoint.manifest import Checked, check_files, numbered
+from fsdp_jax.checkpoint.manifest import Checked, check_files, step_directories
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError, human_bytes, message
-from fsdp_jax.io.safetensors_writer import Exported
 from fsdp_jax.tables import text_table
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Every checkpoint of a run, held against its manifest.
+    """The result of checking every checkpoint of a run against its manifest.
 
     Attributes:
-        steps: step -> what was found.
-        others: names beside them that are no checkpoint: unfinished, set aside, foreign.
+        directory: of the checkpoints.
+        steps: {step: result}.
+        others: names of other entries: unfinished steps, steps set aside, foreign files.
 
     """
 
@@ -29,11 +29,11 @@ class Verified:
 
     @property
     def good(self) -> bool:
-        """Whether all are as they were written."""
+        """Whether every checkpoint is as it was written."""
         return all(checked.good for checked in self.steps.values())
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the output of `verify --json`."""
         steps = [
             {"step": step, "good": checked.good, **asdict(checked)}
             for step, checked in self.steps.items()
@@ -46,42 +46,28 @@ class Verified:
         }
 
     def __str__(self) -> str:
-        rows = [
-            [
-                str(step),
-                "good" if checked.good else "DAMAGED",
-                str(checked.files),
-                human_bytes(checked.size),
-                f"{checked.seconds:.2f} s",
-            ]
-            for step, checked in self.steps.items()
-        ]
-        problems = [
-            f"step {step}: {problem}"
-            for step, checked in self.steps.items()
-            for problem in checked.problems
-        ]
+        rows = []
+        problems = []
+        for step, checked in self.steps.items():
+            verdict = "good" if checked.good else "DAMAGED"
+            size, seconds = human_bytes(checked.size), f"{checked.seconds:.2f} s"
+            rows.append([str(step), verdict, str(checked.files), size, seconds])
+            problems += [f"step {step}: {problem}" for problem in checked.problems]
+        table = text_table(["step", "verdict", "files", "size", "read in"], rows)
         others = [f"not a checkpoint: {name}" for name in self.others]
-        return "\n".join(
-            [
-                str(self.directory),
-                text_table(["step", "verdict", "files", "size", "read in"], rows),
-                *problems,
-                *others,
-            ]
-        )
+        return "\n".join([str(self.directory), table, *problems, *others])
 
 
 def verify_run(output: str | os.PathLike[str]) -> Verified:
-    """Reads every checkpoint of a run, which may go on meanwhile. Raises ConfigError where there is
-    none to read.
+    """Reads every checkpoint of a run, which may still be writing.
+
+    Raises ConfigError if there is none.
     """
-    directory, found = steps_of(output)
-    steps = {
-        step: checked for step in found if (checked := _check(directory / str(step))) is not None
-    }
-    others = sorted({path.name for path in directory.iterdir()} - {str(step) for step in found})
-    return Verified(directory, steps, tuple(others))
+    directory, steps = steps_of(output)
+    results = {step: _check_unless_deleted(directory / str(step)) for step in steps}
+    others = {path.name for path in directory.iterdir()} - {str(step) for step in steps}
+    existing = {step: checked for step, checked in results.items() if checked is not None}
+    return Verified(directory, existing, tuple(sorted(others)))
 
 
 def export_run(
@@ -91,49 +77,49 @@ def export_run(
     step: int | None,
     dtype: str | None,
 ) -> str:
-    """Verifies a step, the newest if None, and exports it; returns what to print. Raises as
-    `export_params`.
+    """Verifies a step (None: the newest), exports it, and returns a summary to print.
+
+    Raises as `export_params`.
     """
-    directory, found = steps_of(output)
-    chosen = max(found) if step is None else step
-    if chosen not in found:
-        raise ConfigError(
-            message("no such step", where="--step", expected=f"one of {found}", got=chosen)
-        )
+    directory, steps = steps_of(output)
+    step = max(steps) if step is None else step
+    if step not in steps:
+        expected = f"one of {steps}"
+        raise ConfigError(message("no such step", where="--step", expected=expected, got=step))
     with CheckpointStore(directory) as store:
-        store.require_good(chosen)
-        done: Exported = export_params(store, chosen, to, dtype=dtype)
+        store.require_good(step)
+        exported = export_params(store, step, to, dtype=dtype)
     return (
-        f"{done.tensors} tensors of step {chosen}, {human_bytes(done.size)} in {len(done.files)} files, in "
-        f"{done.directory}"
+        f"{exported.tensors} tensors of step {step}, {human_bytes(exported.size)} "
+        f"in {len(exported.files)} files, in {exported.directory}"
     )
 
 
 def steps_of(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
-    """(where the checkpoints of a run lie, their steps). Raises ConfigError where there are none."""
-    directory = Path(output).absolute() / "checkpoints"
-    found = [step for step, ours in numbered(directory) if ours]
-    if not found:
-        expected = "a run's output directory, with checkpoints/STEP in it"
-        above = next(
-            (
-                str(up)
-                for up in Path(output).parents
-                if any(ours for _, ours in numbered(up / "checkpoints"))
-            ),
-            "",
-        )
-        fix = f"pass {above}" if above else "wait for the first save, if the run goes on"
-        raise ConfigError(
-            message("no checkpoint there", where=str(output), expected=expected, fix=fix)
-        )
-    return directory, found
+    """Returns a run's directory of checkpoints, and their steps.
 
-
-def _check(path: Path) -> Checked | None:
-    """None if the run that is writing there has deleted it since it was listed, or while it was
-    read.
+    Raises ConfigError if there are none, naming a parent directory that has some.
     """
+    directory = Path(output).absolute() / "checkpoints"
+    steps = _checkpoints_in(directory)
+    if not steps:
+        fix = "wait for the first save, if the run goes on"
+        for parent in Path(output).parents:
+            if _checkpoints_in(parent / "checkpoints"):
+                fix = f"pass {parent}"
+                break
+        expected = "a run's output directory, with checkpoints/STEP in it"
+        what = "no checkpoint there"
+        raise ConfigError(message(what, where=str(output), expected=expected, fix=fix))
+    return directory, steps
+
+
+def _checkpoints_in(directory: Path) -> list[int]:
+    return [step for step, ours in step_directories(directory).items() if ours]
+
+
+def _check_unless_deleted(path: Path) -> Checked | None:
+    """Returns the result for a step; None if the run that is writing there has deleted it."""
     try:
         before = path.stat()
         checked = check_files(path)

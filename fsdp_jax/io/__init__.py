@@ -1,1 +1,1 @@
-"""Files: safetensors, atomic writes, and reading slices into the shards of arrays."""
+"""Files: safetensors, durable writes, and slices read into the shards of arrays."""

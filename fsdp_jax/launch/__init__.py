@@ -1,4 +1,4 @@
-"""What has to happen around the processes of a run."""
+"""The processes of a run: virtual devices, clusters, barriers."""
 
 from fsdp_jax.launch.cluster import (
     barrier,

@@ -1,6 +1,4 @@
-"""What must happen before jax starts its backends: virtual devices, and several processes joined
-into one run.
-"""
+"""Sets up a process before jax starts its backends: virtual devices, and joining a cluster."""
 
 import os
 
@@ -12,8 +10,7 @@ from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
 
 
 def use_virtual_devices(count: int) -> None:
-    """Gives this process `count` virtual CPU devices. An accelerator, where there is one, stays the
-    default backend.
+    """Gives this process `count` virtual CPU devices; an accelerator stays the default backend.
 
     Plugins whose hardware is absent are not started; see `fsdp_jax.planner.choose_platforms`.
 
@@ -21,15 +18,12 @@ def use_virtual_devices(count: int) -> None:
     another count.
     """
     if count < 1:
-        raise ConfigError(
-            message(
-                "no such number of devices", where="train.devices", expected="1 or more", got=count
-            )
-        )
+        what = "no such number of devices"
+        raise ConfigError(message(what, where="train.devices", expected="1 or more", got=count))
     choose_platforms()
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # the backends run already; all is well if they need no change
+    except RuntimeError:  # the backends have started, which is fine if they need no change
         if jax.default_backend() != "cpu" or jax.local_device_count() == count:
             return
         raise ValueError(
@@ -43,11 +37,9 @@ def use_virtual_devices(count: int) -> None:
         ) from None
     _set_xla_flags(
         {
-            # jax's own setting above decides; this one agrees with it, and processes started from
-            # here inherit it
+            # Agrees with jax's setting above, for processes that inherit the environment.
             "--xla_force_host_platform_device_count": count,
-            # a busy machine may keep one device's thread waiting for long; the default aborts the
-            # process after 40 s
+            # A busy machine may delay one device's thread; the default aborts after 40 s.
             "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
             "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
         }
@@ -55,23 +47,23 @@ def use_virtual_devices(count: int) -> None:
 
 
 def _set_xla_flags(flags: dict[str, int]) -> None:
-    kept = [
-        flag
-        for flag in os.environ.get("XLA_FLAGS", "").split()
-        if flag.partition("=")[0] not in flags
-    ]
-    os.environ["XLA_FLAGS"] = " ".join(
-        [*kept, *(f"{name}={value}" for name, value in flags.items())]
-    )
+    present = os.environ.get("XLA_FLAGS", "").split()
+    others = [flag for flag in present if flag.partition("=")[0] not in flags]
+    added = [f"{name}={value}" for name, value in flags.items()]
+    os.environ["XLA_FLAGS"] = " ".join([*others, *added])
 
 
 def join_cluster(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Joins this process into a run of several: all three arguments, or none for a run of one
-    process.
+    """Joins this process into a run of several, and waits until all have joined.
 
-    `coordinator` is the HOST:PORT where process 0 listens, `processes` how many there are,
-    `process` which one this is, from 0. Waits until all have come. Raises ConfigError if the
-    arguments do not make sense.
+    All arguments are None for a run of one process.
+
+    Args:
+        coordinator: HOST:PORT where process 0 listens.
+        processes: number of processes.
+        process: number of this process, from 0.
+
+    Raises ConfigError if the arguments do not make sense.
     """
     if coordinator is None and processes is None and process is None:
         return
@@ -86,16 +78,12 @@ def join_cluster(coordinator: str | None, processes: int | None, process: int | 
         )
     _check_address(coordinator)
     if processes < 1:
-        raise ConfigError(
-            message(
-                "an empty cluster", where="cluster.processes", expected="1 or more", got=processes
-            )
-        )
+        what, where = "an empty cluster", "cluster.processes"
+        raise ConfigError(message(what, where=where, expected="1 or more", got=processes))
     if not 0 <= process < processes:
+        what, where = "no such process", "cluster.process"
         expected = f"0 to {processes - 1} for {processes} processes"
-        raise ConfigError(
-            message("no such process", where="cluster.process", expected=expected, got=process)
-        )
+        raise ConfigError(message(what, where=where, expected=expected, got=process))
     jax.distributed.initialize(coordinator, processes, process)
 
 
@@ -108,29 +96,26 @@ def _check_address(coordinator: str) -> None:
                 where="cluster.coordinator",
                 expected="HOST:PORT, the same for every process",
                 got=coordinator,
-                fix="for example 10.0.0.1:1234, with the host where process 0 runs and a free port there",
+                fix="for example 10.0.0.1:1234: the host of process 0, and a free port there",
             )
         )
 
 
 def leave_cluster() -> None:
-    """Leaves the cluster, waiting for the others to do so too; does nothing if this process never
-    joined one.
-    """
+    """Leaves the cluster once all processes do; does nothing if this one never joined."""
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
 
 
 def is_lead() -> bool:
-    """Whether this is the process that logs, and writes what is written once. Starts jax's
-    backends.
+    """Returns whether this is process 0, which logs and writes what is written once.
+
+    Starts jax's backends.
     """
     return jax.process_index() == 0
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has come here; `name` must be the same in all of them. From the
-    main thread only.
-    """
+    """Waits until every process calls this with the same `name`. From the main thread only."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_jax.checkpoint.arrays import leaves_of
-from fsdp_jax.checkpoint.export import fits_dtype, place_all, refuse_misfits
+from fsdp_jax.checkpoint.export import fits_dtype, read_mapped, refuse_misfits
 from fsdp_jax.io.array_specs import describe
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.sharded_read import STAGING_BYTES, tensors_equal
@@ -53,7 +53,7 @@ def import_weights(
     with SafetensorsFolder(folder) as found:
         pieces = table.pieces(wanted)
         located = located_tensors(found, table, pieces, wanted, ignore)
-        return place_all(target, pieces, located, budget, found.directory)
+        return read_mapped(target, pieces, located, budget, found.directory)
 
 
 def located_tensors(

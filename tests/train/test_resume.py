@@ -105,15 +105,15 @@ def test_a_run_that_is_refused_renames_nothing(run, tmp_path, capsys):
 @pytest.mark.long
 def test_a_save_that_failed_is_made_up_for_at_once(run, tmp_path, capsys, monkeypatch):
     """And a disk that stays full ends the run by the next step."""
-    seal, failing = store.seal, [True]
+    write_manifest, failing = store.write_manifest, [True]
 
     def full_once(*arguments):
         if failing:
             failing.pop()
             raise OSError(28, "No space left on device")
-        seal(*arguments)
+        write_manifest(*arguments)
 
-    monkeypatch.setattr(store, "seal", full_once)
+    monkeypatch.setattr(store, "write_manifest", full_once)
     slow_down(monkeypatch)
     assert run("once", *EVERY_TWO) == 0
     shown = capsys.readouterr().out
