@@ -273,7 +273,7 @@ def test_it_trains_as_one_device_does(scan, prefetch):
         step={"local_batch": prefetch != "none"},
         prefetch=prefetch,
     )
-    moved = step.plan.report.moved
+    moved = step.plan.report.prefetched
     assert (
         any("lora_a" in path for path in moved)
         == any("mlp/down" in path for path in moved)

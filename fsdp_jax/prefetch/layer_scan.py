@@ -1,5 +1,6 @@
-"""A layer scan in which each layer is gathered while the one before it computes; see the note in
-`prefetch`.
+"""A scan over layers that gathers each layer while the one before it computes.
+
+The note in `rewrite` says what is moved where.
 """
 
 from collections.abc import Mapping
@@ -12,31 +13,47 @@ from jax import lax
 
 from fsdp_jax.prefetch.vjp import (
     Arrays,
+    GatherInputs,
     Layer,
-    Saved,
+    LayerVjp,
     after,
-    fetch_all,
     floats,
-    land,
-    optional,
+    gather_all,
+    input_cotangents,
+    reduce_gradients,
     run_layer,
-    to_shards,
-    typeful,
+    with_none,
+    without_float0,
     zeros,
 )
 from fsdp_jax.units.collectives import ParamComm
 
 
-class _State(NamedTuple):
-    """What the backward of a layer scan carries: cotangents, of floats only.
+class _Residuals(NamedTuple):
+    """What the forward pass saves for the backward pass.
 
-    `grads` and `others` have a slot for every layer, filled in place as the layers go by.
+    Attributes:
+        loop: residuals of the layers in the loop, stacked in the order in which they ran.
+        last: with `pre`, residuals of the last layer, which runs after the loop.
+        last_gathered: with `pre`, parameters of the last layer; the backward begins with it.
+
+    """
+
+    loop: list[Any]
+    last: list[Any]
+    last_gathered: Arrays
+
+
+class _Cotangents(NamedTuple):
+    """What the backward pass carries: cotangents of float arrays only.
+
+    `others` and `gradients` have a slot for every layer, filled as the layers run.
     """
 
     carry: list[Any]
     consts: list[Any]
     others: list[Any]
-    grads: Arrays
+    gradients: Arrays
 
 
 @dataclass(frozen=True)
@@ -45,12 +62,12 @@ class LayerScan:
 
     Attributes:
         layer: takes [*consts, *carry, *others of this layer], returns [*carry, *ys].
-        comms: path -> how a layer's parameter travels.
-        length: layers.
-        carried: how many values are carried.
-        reverse: the last layer first.
-        unroll: layers per turn of the loop.
-        pre: see the note on prefetch.
+        comms: path -> how that parameter of a layer is communicated.
+        length: number of layers.
+        carried: number of carried values.
+        reverse: whether the last layer runs first.
+        unroll: layers per iteration of the loop.
+        pre: see the note in `rewrite`.
 
     """
 
@@ -63,216 +80,225 @@ class LayerScan:
     pre: bool
 
     def run(
-        self,
-        values: Arrays,
-        pending: Arrays,
-        consts: list[Any],
-        carry: list[Any],
-        others: list[Any],
+        self, inputs: GatherInputs, consts: list[Any], carry: list[Any], others: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """(carry, ys).
+        """Returns (carry, ys).
 
         Args:
-            values: path -> shards at rest, [length, ...].
-            pending: path -> zeros [length, ...] whose cotangent is the gradient before its
-                reduction.
-            consts: what all layers see.
-            carry: what goes from layer to layer.
-            others: what is of each layer and not gathered, [length, ...].
+            inputs: what the gathers read, each array [length, ...].
+            consts: arrays that all layers read.
+            carry: arrays that each layer passes to the next.
+            others: arrays [length, ...] of which each layer reads its slice, not gathered.
 
         """
-        saved: dict[str, Saved] = {}
+        vjps: dict[str, LayerVjp] = {}
 
         @jax.custom_vjp
         def run(
-            values: Arrays, pending: Arrays, consts: list[Any], carry: list[Any], others: list[Any]
+            inputs: GatherInputs, consts: list[Any], carry: list[Any], others: list[Any]
         ) -> Any:
-            return self._forward(values, consts, carry, others, {})[:2]
+            return self._forward(inputs.shards, consts, carry, others, {})[:2]
 
         def forward(
-            values: Arrays, pending: Arrays, consts: list[Any], carry: list[Any], others: list[Any]
+            inputs: GatherInputs, consts: list[Any], carry: list[Any], others: list[Any]
         ) -> Any:
-            carry, ys, kept = self._forward(values, consts, carry, others, saved)
-            return (carry, ys), (values, pending, consts, others, kept)
+            carry, ys, residuals = self._forward(inputs.shards, consts, carry, others, vjps)
+            return (carry, ys), (inputs, consts, others, residuals)
 
-        def back(residual: Any, cotangent: Any) -> Any:
-            values, pending, consts, others, kept = residual
-            carry, ys = (typeful(part) for part in cotangent)
-            return self._backward(values, pending, consts, others, kept, saved, carry, ys)
+        def backward(saved: Any, cotangents: Any) -> Any:
+            inputs, consts, others, residuals = saved
+            carry, ys = (without_float0(part) for part in cotangents)
+            return _Backward(self, vjps, inputs, consts, others, ys).run(carry, residuals)
 
-        run.defvjp(forward, back)
-        return run(values, pending, consts, carry, others)
+        run.defvjp(forward, backward)
+        return run(inputs, consts, carry, others)
 
-    def at(self, tree: Any, layer: Any) -> Any:
-        """The slot of the layer that is run as number `layer`."""
-        return _slot(tree, self.length - 1 - layer if self.reverse else layer)
+    def slice_of(self, tree: Any, layer: Any) -> Any:
+        """Returns the slice of the layer that runs as number `layer`."""
+        return _slice(tree, self.length - 1 - layer if self.reverse else layer)
 
-    def set(self, slots: Any, layer: Any, values: Any) -> Any:
-        """The slots with that layer's filled."""
-        place = self.length - 1 - layer if self.reverse else layer
+    def set_slice(self, stacks: Any, layer: Any, values: Any) -> Any:
+        """Returns the stacks with that layer's slice set."""
+        index = self.length - 1 - layer if self.reverse else layer
         return jax.tree.map(
-            lambda x, v: lax.dynamic_update_index_in_dim(x, v, place, 0), slots, values
+            lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0), stacks, values
         )
 
-    def ready(self, values: Arrays, layer: Any) -> Arrays:
-        """That layer's parameters, gathered."""
-        return fetch_all(self.comms, self.at(values, layer))
+    def gather_layer(self, shards: Arrays, layer: Any) -> Arrays:
+        """Returns that layer's gathered parameters."""
+        return gather_all(self.comms, self.slice_of(shards, layer))
 
     def _forward(
         self,
-        values: Arrays,
+        shards: Arrays,
         consts: list[Any],
         carry: list[Any],
         others: list[Any],
-        saved: dict[str, Saved],
-    ) -> tuple[list[Any], list[Any], Any]:
-        """(carry, ys, what the backward needs)."""
+        vjps: dict[str, LayerVjp],
+    ) -> tuple[list[Any], list[Any], _Residuals]:
+        """Returns (carry, ys, residuals); fills `vjps`."""
 
-        def layer(
-            name: str, number: Any, carry: list[Any], ready: Arrays
+        def run(
+            name: str, layer: Any, carry: list[Any], gathered: Arrays
         ) -> tuple[list[Any], list[Any], list[Any]]:
-            out, saved[name] = run_layer(
-                self.layer, ready, consts, [*carry, *self.at(others, number)]
-            )
-            return out[: self.carried], out[self.carried :], saved[name].kept
+            inputs = [*carry, *self.slice_of(others, layer)]
+            outputs, vjps[name] = run_layer(self.layer, gathered, consts, inputs)
+            return outputs[: self.carried], outputs[self.carried :], vjps[name].residuals
 
-        def post(carry: list[Any], number: Any) -> Any:
-            carry, ys, kept = layer("loop", number, carry, self.ready(values, number))
-            return carry, (ys, kept)
+        def post(carry: list[Any], layer: Any) -> Any:
+            carry, ys, residuals = run("loop", layer, carry, self.gather_layer(shards, layer))
+            return carry, (ys, residuals)
 
-        def pre(carry_ready: Any, number: Any) -> Any:
-            carry, ready = carry_ready
-            coming = self.ready(values, number + 1)
-            carry, ys, kept = layer("loop", number, carry, ready)
-            return (carry, coming), (ys, kept)
+        def pre(carry_gathered: Any, layer: Any) -> Any:
+            carry, gathered = carry_gathered
+            following = self.gather_layer(shards, layer + 1)
+            carry, ys, residuals = run("loop", layer, carry, gathered)
+            return (carry, following), (ys, residuals)
 
         if not self.pre:
-            carry, (ys, kept) = lax.scan(post, carry, jnp.arange(self.length), unroll=self.unroll)
-            return carry, self._ordered(ys), (kept, [], {})
-        start = carry, self.ready(values, 0)
-        # The last layer has nothing to gather for: it stands behind the loop. Its parameters wait
-        # for the backward, which begins with it.
-        (carry, ready), (ys, kept) = lax.scan(
-            pre, start, jnp.arange(self.length - 1), unroll=self.unroll
-        )
-        carry, last_ys, last_kept = layer("last", self.length - 1, carry, ready)
-        ys = jax.tree.map(lambda stacked, last: jnp.concatenate([stacked, last[None]]), ys, last_ys)
-        return carry, self._ordered(ys), (kept, last_kept, ready)
+            layers = jnp.arange(self.length)
+            carry, (ys, residuals) = lax.scan(post, carry, layers, unroll=self.unroll)
+            return carry, self._in_order(ys), _Residuals(residuals, [], {})
+        # The last layer has nothing to gather ahead of: it runs after the loop. Its parameters are
+        # kept for the backward, which begins with it.
+        start = carry, self.gather_layer(shards, 0)
+        layers = jnp.arange(self.length - 1)
+        (carry, gathered), (ys, residuals) = lax.scan(pre, start, layers, unroll=self.unroll)
+        carry, last_ys, last_residuals = run("last", self.length - 1, carry, gathered)
+        ys = jax.tree.map(lambda stack, last: jnp.concatenate([stack, last[None]]), ys, last_ys)
+        return carry, self._in_order(ys), _Residuals(residuals, last_residuals, gathered)
 
-    def _ordered(self, ys: list[Any]) -> list[Any]:
+    def _in_order(self, ys: list[Any]) -> list[Any]:
         return [jnp.flip(y, 0) for y in ys] if self.reverse else ys
-
-    def _backward(
-        self,
-        values: Arrays,
-        pending: Arrays,
-        consts: list[Any],
-        others: list[Any],
-        residual: Any,
-        saved: dict[str, Saved],
-        carry: list[Any],
-        ys: list[Any],
-    ) -> Any:
-        """Cotangents of the five arguments of `run`; None for what is no float."""
-        back = _Backward(self, values, pending, consts, others, saved, ys)
-        slots = {
-            path: pending.get(path, value)
-            for path, value in values.items()
-            if self.comms[path].trained
-        }
-        start = _State(carry, zeros(floats(consts)), zeros(floats(others)), zeros(slots))
-        state = back.pre(start, *residual) if self.pre else back.post(start, residual[0])
-        to_values, to_pending = to_shards(values, pending, state.grads)
-        carried = saved["loop"].outputs[: self.carried]
-        return (
-            to_values,
-            to_pending,
-            optional(consts, state.consts),
-            optional(carried, state.carry),
-            optional(others, state.others),
-        )
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """The way back through a layer scan. What was kept lies in the order of the run, also where
-    that is reversed.
+    """The backward pass of a layer scan.
+
+    Residuals are stacked in the order in which the layers ran, also where that is reversed.
     """
 
     scan: LayerScan
-    values: Arrays
-    pending: Arrays
+    vjps: dict[str, LayerVjp]
+    inputs: GatherInputs
     consts: list[Any]
     others: list[Any]
-    saved: dict[str, Saved]
     ys: list[Any]
 
-    def pre(self, state: _State, kept: list[Any], last_kept: list[Any], ready: Arrays) -> _State:
+    def run(self, carry: list[Any], residuals: _Residuals) -> Any:
+        """Returns the cotangents of the four arguments of `LayerScan.run`; None for non-floats."""
+        stacks = {
+            path: self.inputs.unreduced.get(path, shard)
+            for path, shard in self.inputs.shards.items()
+            if self.scan.comms[path].trained
+        }
+        start = _Cotangents(
+            carry, zeros(floats(self.consts)), zeros(floats(self.others)), zeros(stacks)
+        )
+        end = self._pre(start, residuals) if self.scan.pre else self._post(start, residuals)
+        return (
+            input_cotangents(self.inputs, end.gradients),
+            with_none(self.consts, end.consts),
+            with_none(self.vjps["loop"].outputs[: self.scan.carried], end.carry),
+            with_none(self.others, end.others),
+        )
+
+    def _pre(self, cotangents: _Cotangents, residuals: _Residuals) -> _Cotangents:
         """Layer i computes while i-1 is gathered and the gradients of i+1 are reduced."""
         scan, last = self.scan, self.scan.length - 1
-        coming = scan.ready(self.values, last - 1)
-        state, grads = self._layer("last", last, state, ready, last_kept)
-
-        def step(carried: Any, number: Any) -> Any:
-            state, ready, grads = carried
-            # First the one and then the other: the gradients are gone before the next parameters
-            # take their place.
-            state = self._land(state, number + 1, grads)
-            shards, landed = after(scan.at(self.values, number - 1), list(state.grads.values()))
-            state = state._replace(grads=dict(zip(state.grads, landed, strict=True)))
-            coming = fetch_all(scan.comms, shards)
-            state, grads = self._layer("loop", number, state, ready, _slot(kept, number))
-            return (state, coming, grads), None
-
-        (state, ready, grads), _ = lax.scan(
-            step, (state, coming, grads), jnp.arange(last - 1, 0, -1), unroll=scan.unroll
+        shards = self.inputs.shards
+        previous = scan.gather_layer(shards, last - 1)
+        cotangents, gradients = self._layer(
+            "last", last, cotangents, residuals.last_gathered, residuals.last
         )
-        state = self._land(state, 1, grads)
-        state, grads = self._layer("loop", 0, state, ready, _slot(kept, 0))
-        return self._land(state, 0, grads)
 
-    def post(self, state: _State, kept: list[Any]) -> _State:
+        def step(carried: Any, layer: Any) -> Any:
+            cotangents, gathered, gradients = carried
+            # First the reduction and then the gather: the gradients are freed before the next
+            # parameters are allocated.
+            cotangents = self._reduce(cotangents, layer + 1, gradients)
+            reduced = list(cotangents.gradients.values())
+            values, reduced = after(scan.slice_of(shards, layer - 1), reduced)
+            stacks = dict(zip(cotangents.gradients, reduced, strict=True))
+            previous = gather_all(scan.comms, values)
+            cotangents, gradients = self._layer(
+                "loop",
+                layer,
+                cotangents._replace(gradients=stacks),
+                gathered,
+                _slice(residuals.loop, layer),
+            )
+            return (cotangents, previous, gradients), None
+
+        start = cotangents, previous, gradients
+        layers = jnp.arange(last - 1, 0, -1)
+        (cotangents, gathered, gradients), _ = lax.scan(step, start, layers, unroll=scan.unroll)
+        cotangents = self._reduce(cotangents, 1, gradients)
+        return self._first_layer(cotangents, gathered, residuals)
+
+    def _post(self, cotangents: _Cotangents, residuals: _Residuals) -> _Cotangents:
         """Layer i-1 is gathered when i has computed, while the gradients of i are reduced."""
         scan, last = self.scan, self.scan.length - 1
+        shards = self.inputs.shards
 
-        def step(carried: Any, number: Any) -> Any:
-            state, ready = carried
-            state, grads = self._layer("loop", number, state, ready, _slot(kept, number))
-            values, carry = after(scan.at(self.values, number - 1), state.carry)
-            coming = fetch_all(scan.comms, values)
-            return (self._land(state._replace(carry=carry), number, grads), coming), None
+        def step(carried: Any, layer: Any) -> Any:
+            cotangents, gathered = carried
+            cotangents, gradients = self._layer(
+                "loop", layer, cotangents, gathered, _slice(residuals.loop, layer)
+            )
+            values, carry = after(scan.slice_of(shards, layer - 1), cotangents.carry)
+            previous = gather_all(scan.comms, values)
+            return (
+                self._reduce(cotangents._replace(carry=carry), layer, gradients),
+                previous,
+            ), None
 
-        start = state, scan.ready(self.values, last)
-        (state, ready), _ = lax.scan(step, start, jnp.arange(last, 0, -1), unroll=scan.unroll)
-        state, grads = self._layer("loop", 0, state, ready, _slot(kept, 0))
-        return self._land(state, 0, grads)
+        start = cotangents, scan.gather_layer(shards, last)
+        layers = jnp.arange(last, 0, -1)
+        (cotangents, gathered), _ = lax.scan(step, start, layers, unroll=scan.unroll)
+        return self._first_layer(cotangents, gathered, residuals)
+
+    def _first_layer(
+        self, cotangents: _Cotangents, gathered: Arrays, residuals: _Residuals
+    ) -> _Cotangents:
+        cotangents, gradients = self._layer(
+            "loop", 0, cotangents, gathered, _slice(residuals.loop, 0)
+        )
+        return self._reduce(cotangents, 0, gradients)
 
     def _layer(
-        self, name: str, number: Any, state: _State, ready: Arrays, kept: list[Any]
-    ) -> tuple[_State, Arrays]:
-        """(the state, gradients of the gathered parameters, not reduced yet)."""
-        scan, n = self.scan, len(self.consts)
-        outputs = [*state.carry, *scan.at(self.ys, number)]
-        grads, inputs = self.saved[name].pull(kept, ready, self.consts, outputs)
-        to_consts, to_carry, to_others = (
-            inputs[:n],
-            inputs[n : n + scan.carried],
-            inputs[n + scan.carried :],
+        self,
+        name: str,
+        layer: Any,
+        cotangents: _Cotangents,
+        gathered: Arrays,
+        residuals: list[Any],
+    ) -> tuple[_Cotangents, Arrays]:
+        """Returns (cotangents, gradients of the trained parameters, not reduced yet)."""
+        scan, n_consts = self.scan, len(self.consts)
+        to_outputs = [*cotangents.carry, *scan.slice_of(self.ys, layer)]
+        gradients, to_inputs = self.vjps[name].pull_back(
+            residuals, gathered, self.consts, to_outputs
         )
-        state = _State(
-            typeful(to_carry),
-            jax.tree.map(jnp.add, state.consts, typeful(to_consts)),
-            scan.set(state.others, number, typeful(to_others)),
-            state.grads,
+        to_consts = without_float0(to_inputs[:n_consts])
+        to_carry = without_float0(to_inputs[n_consts : n_consts + scan.carried])
+        to_others = without_float0(to_inputs[n_consts + scan.carried :])
+        updated = _Cotangents(
+            to_carry,
+            jax.tree.map(jnp.add, cotangents.consts, to_consts),
+            scan.set_slice(cotangents.others, layer, to_others),
+            cotangents.gradients,
         )
-        return state, {path: g for path, g in grads.items() if scan.comms[path].trained}
+        return updated, {path: g for path, g in gradients.items() if scan.comms[path].trained}
 
-    def _land(self, state: _State, number: Any, grads: Arrays) -> _State:
-        """The landed gradients put into their slots."""
-        arrived = land(self.scan.comms, self.pending, grads)
-        slots = {path: state.grads[path] for path in arrived}
-        return state._replace(grads=state.grads | self.scan.set(slots, number, arrived))
+    def _reduce(self, cotangents: _Cotangents, layer: Any, gradients: Arrays) -> _Cotangents:
+        """Reduces a layer's gradients and puts them into their slots."""
+        reduced = reduce_gradients(self.scan.comms, self.inputs.unreduced, gradients)
+        stacks = {path: cotangents.gradients[path] for path in reduced}
+        filled = self.scan.set_slice(stacks, layer, reduced)
+        return cotangents._replace(gradients=cotangents.gradients | filled)
 
 
-def _slot(tree: Any, number: Any) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
+def _slice(tree: Any, index: Any) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)

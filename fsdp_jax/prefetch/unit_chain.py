@@ -1,5 +1,6 @@
-"""Units one after another, each gathered while the one before it computes; see the note in
-`prefetch`.
+"""Units one after another, each gathered while the one before it computes.
+
+The note in `rewrite` says what is moved where.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,16 +11,17 @@ import jax
 
 from fsdp_jax.prefetch.vjp import (
     Arrays,
+    GatherInputs,
     Layer,
-    Saved,
+    LayerVjp,
     after,
     after_floats,
-    fetch_all,
+    gather_all,
+    input_cotangents,
     is_float,
-    land,
+    reduce_gradients,
     run_layer,
-    to_shards,
-    typeful,
+    without_float0,
     zeros,
 )
 from fsdp_jax.units.collectives import ParamComm
@@ -27,8 +29,10 @@ from fsdp_jax.units.collectives import ParamComm
 
 @dataclass(frozen=True)
 class Stage:
-    """One unit of a chain. Values that go between units are known by number: `ins` it takes, `outs`
-    it makes.
+    """One unit of a chain.
+
+    Values that pass between units are numbered: `ins` are those that it reads, `outs` those that it
+    returns.
     """
 
     layer: Layer
@@ -41,99 +45,109 @@ class UnitChain:
     """Units one after another, each a program of its own.
 
     Attributes:
-        stages: in their order.
-        comms: path -> how a parameter travels.
-        wanted: numbers of the values that the chain is run for.
-        pre: see the note on prefetch.
+        stages: the units in their order.
+        comms: path -> how that parameter is communicated.
+        results: numbers of the values that the chain returns.
+        pre: see the note in `rewrite`.
 
     """
 
     stages: Sequence[Stage]
     comms: Mapping[str, ParamComm]
-    wanted: Sequence[int]
+    results: Sequence[int]
     pre: bool
 
-    def run(
-        self, values: list[Arrays], pending: list[Arrays], external: dict[int, Any]
-    ) -> list[Any]:
-        """The wanted values.
+    def run(self, inputs: list[GatherInputs], external: dict[int, Any]) -> list[Any]:
+        """Returns the results.
 
         Args:
-            values: of each stage, path -> shard at rest.
-            pending: of each stage, path -> zeros whose cotangent is the gradient before its
-                reduction.
-            external: what the stages take that no stage makes, by number.
+            inputs: what the gathers of each stage read.
+            external: number -> value that some stage reads and no stage returns.
 
         """
-        saved: list[Saved] = []
+        vjps: list[LayerVjp] = []
 
         @jax.custom_vjp
-        def run(values: list[Arrays], pending: list[Arrays], external: dict[int, Any]) -> list[Any]:
-            return self._forward(values, external, [])[0]
+        def run(inputs: list[GatherInputs], external: dict[int, Any]) -> list[Any]:
+            return self._forward(inputs, external, [])[0]
 
-        def forward(values: list[Arrays], pending: list[Arrays], external: dict[int, Any]) -> Any:
-            saved.clear()  # inside a scan of the user's this is traced more than once
-            out, ready = self._forward(values, external, saved)
-            return out, (values, pending, external, ready, [each.kept for each in saved])
+        def forward(inputs: list[GatherInputs], external: dict[int, Any]) -> Any:
+            vjps.clear()  # inside a scan of the user's this is traced more than once
+            results, gathered = self._forward(inputs, external, vjps)
+            return results, (inputs, external, gathered, [vjp.residuals for vjp in vjps])
 
-        run.defvjp(
-            forward, lambda residual, cotangent: self._backward(saved, residual, typeful(cotangent))
-        )
-        return run(values, pending, external)
+        def backward(saved: Any, cotangents: list[Any]) -> Any:
+            return self._backward(vjps, saved, without_float0(cotangents))
+
+        run.defvjp(forward, backward)
+        return run(inputs, external)
 
     def _forward(
-        self, values: list[Arrays], external: dict[int, Any], saved: list[Saved]
+        self, inputs: list[GatherInputs], external: dict[int, Any], vjps: list[LayerVjp]
     ) -> tuple[list[Any], Arrays]:
-        """(the wanted values, the parameters of the last stage where they wait for the backward)."""
+        """Returns (the results, with `pre` the last stage's parameters); appends to `vjps`."""
         env = dict(external)
-        coming = fetch_all(self.comms, values[0]) if self.pre else {}
+        gathered: Arrays = {}
+        following = gather_all(self.comms, inputs[0].shards) if self.pre else {}
         for number, stage in enumerate(self.stages):
-            inputs = [env[i] for i in stage.ins]
-            ready, following = coming, number + 1 if self.pre else number
-            if following < len(self.stages):
-                shards, inputs = after_floats(values[following], inputs)
-                coming = fetch_all(self.comms, shards)
-            out, kept = run_layer(stage.layer, ready if self.pre else coming, [], inputs)
-            saved.append(kept)
-            env.update(zip(stage.outs, out, strict=True))
-        return [env[i] for i in self.wanted], coming if self.pre else {}
+            arguments = [env[i] for i in stage.ins]
+            if self.pre:
+                gathered = following
+                if number + 1 < len(self.stages):
+                    shards, arguments = after_floats(inputs[number + 1].shards, arguments)
+                    following = gather_all(self.comms, shards)
+            else:
+                shards, arguments = after_floats(inputs[number].shards, arguments)
+                gathered = gather_all(self.comms, shards)
+            outputs, vjp = run_layer(stage.layer, gathered, [], arguments)
+            vjps.append(vjp)
+            env.update(zip(stage.outs, outputs, strict=True))
+        return [env[i] for i in self.results], gathered if self.pre else {}
 
-    def _backward(self, saved: list[Saved], residual: Any, cotangent: list[Any]) -> Any:
-        values, pending, external, ready, kept = residual
+    def _backward(self, vjps: list[LayerVjp], saved: Any, cotangents: list[Any]) -> Any:
+        """Returns the cotangents of the two arguments of `run`; None for non-floats."""
+        inputs, external, last_gathered, residuals = saved
         last = len(self.stages) - 1
-        made = {
+        returned = {
             i: x
-            for stage, each in zip(self.stages, saved, strict=True)
-            for i, x in zip(stage.outs, each.outputs, strict=True)
+            for stage, vjp in zip(self.stages, vjps, strict=True)
+            for i, x in zip(stage.outs, vjp.outputs, strict=True)
         }
-        sums = dict(zip([i for i in self.wanted if is_float(made[i])], cotangent, strict=True))
-        found: list[Arrays] = [{} for _ in values]
-        waiting: Arrays = {}
-        coming = ready if self.pre else fetch_all(self.comms, values[last])
+        # Sums of the cotangents of each value so far, by its number.
+        sums = dict(
+            zip([i for i in self.results if is_float(returned[i])], cotangents, strict=True)
+        )
+        reduced: list[Arrays] = [{} for _ in inputs]
+        gradients: Arrays = {}  # with `pre`, of the stage before, reduced while this one computes
+        previous = last_gathered if self.pre else gather_all(self.comms, inputs[last].shards)
         for number in range(last, -1, -1):
-            stage, ready = self.stages[number], coming
-            floats = [i for i in stage.outs if is_float(made[i])]
-            outputs = [sums.pop(i) if i in sums else zeros(made[i]) for i in floats]
+            stage, gathered = self.stages[number], previous
+            float_outs = [i for i in stage.outs if is_float(returned[i])]
+            to_outputs = [sums.pop(i) if i in sums else zeros(returned[i]) for i in float_outs]
             if self.pre and number:
-                shards, outputs = after(values[number - 1], outputs)
-                coming = fetch_all(self.comms, shards)
-            if number < last:
-                found[number + 1] |= land(self.comms, pending[number + 1], waiting)
-            grads, inputs = saved[number].pull(kept[number], ready, [], outputs)
-            for i, x in zip(stage.ins, inputs, strict=True):
+                shards, to_outputs = after(inputs[number - 1].shards, to_outputs)
+                previous = gather_all(self.comms, shards)
+            if self.pre and number < last:
+                reduced[number + 1] = self._reduce(inputs[number + 1], gradients)
+            gradients, to_inputs = vjps[number].pull_back(
+                residuals[number], gathered, [], to_outputs
+            )
+            for i, x in zip(stage.ins, to_inputs, strict=True):
                 if x.dtype != jax.dtypes.float0:
                     sums[i] = sums[i] + x if i in sums else x
-            waiting = grads if self.pre else {}
-            found[number] = {} if self.pre else land(self.comms, pending[number], grads)
+            if not self.pre:
+                reduced[number] = self._reduce(inputs[number], gradients)
             if not self.pre and number:
-                shards, inputs = after(
-                    values[number - 1], [sums[i] for i in stage.ins if i in sums]
-                )
-                sums |= dict(zip([i for i in stage.ins if i in sums], inputs, strict=True))
-                coming = fetch_all(self.comms, shards)
-        found[0] |= land(self.comms, pending[0], waiting)
-        cotangents = [to_shards(*each) for each in zip(values, pending, found, strict=True)]
+                summed = [i for i in stage.ins if i in sums]
+                shards, to_ins = after(inputs[number - 1].shards, [sums[i] for i in summed])
+                sums |= dict(zip(summed, to_ins, strict=True))
+                previous = gather_all(self.comms, shards)
+        if self.pre:
+            reduced[0] = self._reduce(inputs[0], gradients)
         to_external = {
             i: sums.get(i, zeros(x)) if is_float(x) else None for i, x in external.items()
         }
-        return [each[0] for each in cotangents], [each[1] for each in cotangents], to_external
+        return [input_cotangents(*each) for each in zip(inputs, reduced, strict=True)], to_external
+
+    def _reduce(self, inputs: GatherInputs, gradients: Arrays) -> Arrays:
+        return reduce_gradients(self.comms, inputs.unreduced, gradients)

@@ -1,11 +1,11 @@
-"""What the two pipelines of gathered layers, `layerscan` and `chain`, are made of.
+"""Building blocks of the two prefetching pipelines, `layer_scan` and `unit_chain`.
 
-Nothing in them knows jaxprs or Flax: a layer is a function of its gathered parameters and its
-inputs. `prefetch.py` finds them. See its note for what is moved where, and why.
+Nothing here knows jaxprs or Flax: a layer is a function of its gathered parameters and its inputs.
+`rewrite` finds the layers in a traced program; its note says what is moved where, and why.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,142 +19,174 @@ Layer = Callable[[Arrays, list[Any]], list[Any]]
 """(gathered parameters by path, inputs) -> outputs."""
 
 
+class GatherInputs(NamedTuple):
+    """What the gathers of a unit read; a pytree.
+
+    Attributes:
+        shards: path -> shard of the parameter.
+        unreduced: path -> zeros of the gathered shape, where reduction is deferred; their cotangent
+            is the gradient before its reduction.
+
+    """
+
+    shards: Arrays
+    unreduced: Arrays
+
+
 def is_float(x: Any) -> bool:
-    """Whether it has a cotangent."""
+    """Returns whether an array is differentiable, so that its cotangent is not float0."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def floats(values: Iterable[Any]) -> list[Any]:
-    """Those that have a cotangent."""
+    """Returns the differentiable arrays among `values`."""
     return [x for x in values if is_float(x)]
 
 
-def typed(like: Sequence[Any], found: Iterable[Any]) -> list[Any]:
-    """`found` for the floats of `like`, in order; for the rest the zeros without a type that JAX
-    wants there.
-    """
-    rest = iter(found)
-    return [next(rest) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in like]
+def replace_floats(
+    like: Sequence[Any], replacements: Iterable[Any], other: Callable[[Any], Any]
+) -> list[Any]:
+    """Returns `like` with its floats replaced in order, and `other(x)` for each of the rest."""
+    remaining = iter(replacements)
+    return [next(remaining) if is_float(x) else other(x) for x in like]
 
 
-class Saved:
-    """What `jax.vjp` of a layer keeps, less what the backward has anyway: gathered parameters and
-    constants.
+def with_none(like: Sequence[Any], cotangents: Iterable[Any]) -> list[Any]:
+    """Returns the cotangents of `like`, given those of its floats: None for the rest."""
+    return replace_floats(like, cotangents, lambda x: None)
+
+
+def with_float0(like: Sequence[Any], cotangents: Iterable[Any]) -> list[Any]:
+    """Returns the cotangents of `like`, given those of its floats: float0 zeros for the rest."""
+    return replace_floats(like, cotangents, lambda x: np.zeros(x.shape, jax.dtypes.float0))
+
+
+def without_float0(cotangents: Iterable[Any]) -> list[Any]:
+    """Returns the cotangents of floats alone."""
+    return [x for x in cotangents if x.dtype != jax.dtypes.float0]
+
+
+def zeros(tree: Any) -> Any:
+    """Returns zeros of the same shapes and dtypes."""
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+class LayerVjp:
+    """The VJP of one layer, whose residuals leave out what the backward pass has anyway.
+
+    The pullback that `jax.vjp` returns closes over gathered parameters and constants too. They are
+    not saved: the backward gathers the parameters again and passes the constants in.
+
+    Attributes:
+        outputs: shapes and dtypes of the layer's outputs.
+        residuals: the arrays that must be saved from forward to backward.
+
     """
 
     def __init__(
         self, pullback: Any, gathered: Arrays, consts: Sequence[Any], outputs: Sequence[Any]
     ) -> None:
-        leaves, self.treedef = jax.tree.flatten(pullback)
+        leaves, self._treedef = jax.tree.flatten(pullback)
         self.outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
-        self.sources: dict[int, tuple[str, str | int]] = {
-            id(x): ("gathered", name) for name, x in gathered.items()
+        self.residuals: list[Any] = []
+        sources: dict[int, tuple[str, str | int]] = {
+            id(x): ("gathered", path) for path, x in gathered.items()
         }
-        self.sources |= {id(x): ("const", number) for number, x in enumerate(consts)}
-        self.kept: list[Any] = []
+        sources |= {id(x): ("const", number) for number, x in enumerate(consts)}
         for leaf in leaves:
-            if id(leaf) not in self.sources:
-                self.sources[id(leaf)] = ("kept", len(self.kept))
-                self.kept.append(leaf)
-        self.places = [self.sources[id(leaf)] for leaf in leaves]
+            if id(leaf) not in sources:
+                sources[id(leaf)] = ("residual", len(self.residuals))
+                self.residuals.append(leaf)
+        self._sources = [sources[id(leaf)] for leaf in leaves]
 
-    def pull(
-        self, kept: Sequence[Any], gathered: Arrays, consts: Sequence[Any], outputs: Sequence[Any]
+    def pull_back(
+        self,
+        residuals: Sequence[Any],
+        gathered: Arrays,
+        consts: Sequence[Any],
+        cotangents: Sequence[Any],
     ) -> Any:
-        """(cotangents of the gathered parameters, of the inputs), given those of the outputs that
-        are floats.
+        """Returns (cotangents of the gathered parameters, cotangents of the inputs).
+
+        `cotangents`: of the outputs that are floats.
         """
-        where: dict[str, Any] = {"kept": kept, "gathered": gathered, "const": consts}
-        pullback = jax.tree.unflatten(self.treedef, [where[kind][key] for kind, key in self.places])
-        return pullback(typed(self.outputs, outputs))
+        values: dict[str, Any] = {"residual": residuals, "gathered": gathered, "const": consts}
+        leaves = [values[kind][key] for kind, key in self._sources]
+        pullback = jax.tree.unflatten(self._treedef, leaves)
+        return pullback(with_float0(self.outputs, cotangents))
 
 
 def run_layer(
     layer: Layer, gathered: Arrays, consts: list[Any], inputs: list[Any]
-) -> tuple[list[Any], Saved]:
-    """(outputs, what the backward needs)."""
-    out, pullback = jax.vjp(layer, gathered, [*consts, *inputs])
-    return out, Saved(pullback, gathered, consts, out)
+) -> tuple[list[Any], LayerVjp]:
+    """Runs a layer on [*consts, *inputs]; returns its outputs and its VJP."""
+    outputs, pullback = jax.vjp(layer, gathered, [*consts, *inputs])
+    return outputs, LayerVjp(pullback, gathered, consts, outputs)
 
 
-def fetch_all(comms: Mapping[str, ParamComm], values: Arrays) -> Arrays:
-    """Parameters gathered."""
-    return {path: fetch(comms[path], value) for path, value in values.items()}
+def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
+    """Returns {path: gathered parameter}."""
+    return {path: fetch(comms[path], shard) for path, shard in shards.items()}
 
 
-def after(values: Arrays, event: list[Any]) -> tuple[Arrays, list[Any]]:
-    """Both, where what is made of `values` waits for `event`."""
-    return lax.optimization_barrier((values, event)) if event else (values, event)
-
-
-def gather_behind(
-    comms: Mapping[str, ParamComm], values: Arrays, pending: Arrays, made: list[jax.Array]
-) -> tuple[list[jax.Array], Arrays]:
-    """(`made`, gathered parameters): what layers made, and what is used only behind them.
-
-    On the way back the layers begin when the gradients of these parameters are reduced. Left alone,
-    XLA computes them at the very end, and keeps the logits' gradient until then.
-    """
-
-    @jax.custom_vjp
-    def run(
-        values: Arrays, pending: Arrays, made: list[jax.Array]
-    ) -> tuple[list[jax.Array], Arrays]:
-        return made, fetch_all(comms, values)
-
-    def back(pending: Arrays, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
-        made, grads = cotangents
-        landed, made = after(land(comms, pending, grads), made)
-        return *to_shards(shapes, pending, landed), made
-
-    shapes = {
-        path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in values.items()
-    }
-    run.defvjp(lambda values, pending, made: (run(values, pending, made), pending), back)
-    return run(values, pending, made)
-
-
-def land(comms: Mapping[str, ParamComm], pending: Arrays, grads: Arrays) -> Arrays:
-    """Gradients of what is trained, reduced and scattered; as they are where reduction is deferred."""
+def reduce_gradients(
+    comms: Mapping[str, ParamComm], unreduced: Arrays, gradients: Arrays
+) -> Arrays:
+    """Reduce-scatters the gradients of trained parameters, except where that is deferred."""
     return {
-        path: g.astype(pending[path].dtype) if path in pending else reduce(comms[path], g)
-        for path, g in grads.items()
+        path: g.astype(unreduced[path].dtype) if path in unreduced else reduce(comms[path], g)
+        for path, g in gradients.items()
         if comms[path].trained
     }
 
 
-def to_shards(
-    values: Mapping[str, Any], pending: Arrays, landed: Arrays
-) -> tuple[dict[str, Any], Arrays]:
-    """The cotangents of shards and of `pending`, from landed gradients; None for what is not
-    trained.
+def input_cotangents(inputs: GatherInputs, gradients: Arrays) -> GatherInputs:
+    """Returns the cotangents of `inputs`, given what `reduce_gradients` returned.
+
+    A parameter that is not trained gets None. Where reduction is deferred, the gradient belongs to
+    `unreduced` and the shard's cotangent is zero.
     """
-    found = {path: landed.get(path) for path in values}
-    to_values = {
-        p: jnp.zeros(values[p].shape, values[p].dtype) if p in pending else g
-        for p, g in found.items()
-    }
-    return to_values, {path: landed[path] for path in pending}
+    shards: dict[str, Any] = {path: gradients.get(path) for path in inputs.shards}
+    for path in inputs.unreduced:
+        shards[path] = jnp.zeros(inputs.shards[path].shape, inputs.shards[path].dtype)
+    return GatherInputs(shards, {path: gradients[path] for path in inputs.unreduced})
+
+
+def after(values: Arrays, event: list[Any]) -> tuple[Arrays, list[Any]]:
+    """Returns both behind a barrier: what is computed from `values` waits for `event`."""
+    return lax.optimization_barrier((values, event)) if event else (values, event)
 
 
 def after_floats(values: Arrays, inputs: list[Any]) -> tuple[Arrays, list[Any]]:
-    """As `after`, of inputs that need not be floats."""
-    values, found = after(values, floats(inputs))
-    rest = iter(found)
-    return values, [next(rest) if is_float(x) else x for x in inputs]
+    """As `after`; of the inputs only the floats pass the barrier."""
+    values, passed = after(values, floats(inputs))
+    return values, replace_floats(inputs, passed, lambda x: x)
 
 
-def zeros(tree: Any) -> Any:
-    """Of the same shapes and dtypes."""
-    return jax.tree.map(jnp.zeros_like, tree)
+def gather_after_layers(
+    comms: Mapping[str, ParamComm], inputs: GatherInputs, outputs: list[jax.Array]
+) -> tuple[list[jax.Array], Arrays]:
+    """Returns (`outputs` of the layers, the gathered parameters that are used only after them).
 
+    In the backward pass the layers begin when the gradients of these parameters are reduced. Left
+    alone, XLA computes them at the very end, and keeps the logits' gradient until then.
+    """
 
-def typeful(cotangents: Iterable[Any]) -> list[Any]:
-    """Without those of what is no float."""
-    return [x for x in cotangents if x.dtype != jax.dtypes.float0]
+    @jax.custom_vjp
+    def run(inputs: GatherInputs, outputs: list[jax.Array]) -> tuple[list[jax.Array], Arrays]:
+        return outputs, gather_all(comms, inputs.shards)
 
+    def forward(inputs: GatherInputs, outputs: list[jax.Array]) -> Any:
+        return run(inputs, outputs), inputs.unreduced
 
-def optional(like: Sequence[Any], found: Iterable[Any]) -> list[Any]:
-    """`found` for the floats of `like`, in order, and None for the rest."""
-    rest = iter(found)
-    return [next(rest) if is_float(x) else None for x in like]
+    def backward(unreduced: Arrays, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
+        to_outputs, gradients = cotangents
+        reduced, to_outputs = after(reduce_gradients(comms, unreduced, gradients), to_outputs)
+        return input_cotangents(GatherInputs(abstract, unreduced), reduced), to_outputs
+
+    abstract: Any = {
+        path: jax.ShapeDtypeStruct(shard.shape, shard.dtype)
+        for path, shard in inputs.shards.items()
+    }
+    run.defvjp(forward, backward)
+    return run(inputs, outputs)

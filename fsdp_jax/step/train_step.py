@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.local_rows import batch_split
-from fsdp_jax.prefetch.rewrite import Prefetch, Report, prefetched
+from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import batch_axes
 from fsdp_jax.step.state import TrainState
@@ -69,7 +69,7 @@ class StepPlan:
     deferred: bool = False
     clip: float | None = None
     prefetch: Prefetch = "none"
-    report: Report = field(default_factory=Report, repr=False)
+    report: PrefetchReport = field(default_factory=PrefetchReport, repr=False)
     local_batch: bool = False
 
     @property

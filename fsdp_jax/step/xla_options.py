@@ -59,7 +59,7 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
     layer exposed. The scheduler that hides latencies is asked for by name: before Hopper XLA does
     without it, and nothing at all is hidden.
     """
-    if plan.layout.mesh.devices.flat[0].platform not in GPU or not plan.report.moved:
+    if plan.layout.mesh.devices.flat[0].platform not in GPU or not plan.report.prefetched:
         return {}
     largest = max(_unit_bytes(plan).values())
     combined = {
@@ -71,7 +71,7 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
 def _unit_bytes(plan: StepPlan) -> dict[str, int]:
     """{unit: bytes of its parameters as they travel}, of one layer where layers are stacked."""
     units: dict[str, int] = {}
-    for path in plan.report.moved:
+    for path in plan.report.prefetched:
         comm, leaf = plan.comms[path], plan.layout.by_path[path]
         elements = leaf.bytes // leaf.dtype.itemsize
         for size in leaf.shape[: comm.stacked]:
@@ -90,7 +90,7 @@ def warn_of_left(plan: StepPlan) -> None:
     """
     if plan.prefetch == "none" or not plan.per_unit:
         return
-    left = plan.report.left
+    left = plan.report.not_prefetched
     if left:
         path, why = next(iter(left.items()))
         warnings.warn(
@@ -98,7 +98,7 @@ def warn_of_left(plan: StepPlan) -> None:
             SlowerWarning,
             stacklevel=2,
         )
-    elif not plan.report.moved:
+    elif not plan.report.prefetched:
         fix = "two units or more, such as units=[Block] or units='scan'"
         warnings.warn(
             f"prefetch: there is no unit after another to gather ahead; {fix}",

@@ -306,7 +306,7 @@ def test_sharded_training_is_training(name, prefetch):
     check(found, alone(CASES[name], steps=2))
     gathered = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
     assert {path.split("/")[0] for path in gathered} == {"blocks", "class_blocks"}
-    assert prefetch == "none" or (step.plan.report.moved == gathered and not step.plan.report.left)
+    assert prefetch == "none" or (step.plan.report.prefetched == gathered and not step.plan.report.not_prefetched)
 
 
 @pytest.mark.long

@@ -248,7 +248,7 @@ def run(model, prefetch, said=None, **settings):
         )
     check(found, alone(Toy(model, loss), settings.get("accumulation", 1), steps=STEPS))
     in_units = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
-    assert step.plan.report.moved | set(step.plan.report.left) == in_units, (
+    assert step.plan.report.prefetched | set(step.plan.report.not_prefetched) == in_units, (
         "each is moved, or named"
     )
     return step.plan.report
@@ -266,8 +266,8 @@ def test_layers_are_found_wherever_they_stand(model, prefetch):
 @pytest.mark.parametrize("model", [InsAndOuts, Shared, Nested])
 def test_and_with_gradients_that_wait(model):
     report = run(model, "pre", accumulation=2, deferred=True, remat="full")
-    assert report.moved
-    assert not report.left
+    assert report.prefetched
+    assert not report.not_prefetched
 
 
 # What cannot be moved
@@ -338,7 +338,7 @@ class Lonely(Stacked):
 )
 def test_what_cannot_be_moved_is_named_and_right(model, left, why, prefetch):
     report = run(model, prefetch, rf"gathered where they are used, such as '{left}/.*': .*{why}")
-    assert {path.rsplit("/", 1)[0].removesuffix("/up") for path in report.left} == {left}
+    assert {path.rsplit("/", 1)[0].removesuffix("/up") for path in report.not_prefetched} == {left}
 
 
 @pytest.mark.parametrize("model", [One, OneStacked])
@@ -363,7 +363,7 @@ def test_frozen_layers_are_gathered_ahead_too(model):
     )
     plain, _ = train(case, mesh, steps=STEPS, frozen=["up/kernel"])
     check(frozen, plain)
-    assert any("up/kernel" in path for path in step.plan.report.moved)
+    assert any("up/kernel" in path for path in step.plan.report.prefetched)
     for path in (path for path in start[1] if "up/kernel" in path):
         np.testing.assert_array_equal(frozen[1][path], start[1][path])
 

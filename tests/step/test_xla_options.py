@@ -37,13 +37,13 @@ def lowered(
 
 def test_one_unit_has_none_after_it():
     plan = lowered(units="model", warns="there is no unit after another to gather ahead; two units")
-    assert not plan.report.moved
+    assert not plan.report.prefetched
 
 
 def test_what_is_gathered_once_a_step_has_nothing_to_prefetch():
     plan = lowered(strategy="shard_grad_op")
-    assert not plan.report.moved
-    assert not plan.report.left
+    assert not plan.report.prefetched
+    assert not plan.report.not_prefetched
 
 
 @dataclasses.dataclass(frozen=True)
