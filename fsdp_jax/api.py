@@ -126,7 +126,7 @@ def fully_shard(
     depth = stacked_dims(shapes) if stacked is None else _matching(stacked, shapes, "stacked")
     held = _matching(frozen, shapes, "frozen")
     placements = settings.place(adapter.params, mesh, stacked=depth)
-    _check_hybrid(strategy, placements)
+    strategy.check_placements(placements)
     dtypes = {
         path: precision.storage_dtype(leaf.dtype, path not in held) for path, leaf in made.items()
     }
@@ -145,7 +145,7 @@ def fully_shard(
         strategy,
         settings,
         stacked=depth,
-        trainable=lambda path: path not in held,
+        frozen=held,
         copied=copies,
     )
     arguments = {
@@ -189,9 +189,9 @@ def _kept(model: Model, precision: Precision) -> set[str]:
         path
         for m in model.modules
         for path in m.direct
-        if precision.kept(kind.__name__ for kind in m.kind.__mro__)
+        if precision.keeps(kind.__name__ for kind in m.kind.__mro__)
     }
-    return by_class | {path for path in flatten(model.params) if precision.kept((path,))}
+    return by_class | {path for path in flatten(model.params) if precision.keeps((path,))}
 
 
 def _copies(
@@ -204,7 +204,7 @@ def _copies(
     """What is computed with where it rests whole in another dtype than the master, which is then
     sharded.
     """
-    if strategy.gather != "never" or not strategy.shards_optimizer:
+    if not strategy.gathers_updates:
         return {}
     computed = {
         path: precision.comm_dtypes(path in kept, leaf.dtype)[0] for path, leaf in resting.items()
@@ -227,17 +227,6 @@ def _matching(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> 
                 message(f"pattern '{pattern}' matches no parameter", where=where, fix=fix)
             )
     return {path: 1 for path in paths if any(re.search(pattern, path) for pattern in patterns)}
-
-
-def _check_hybrid(strategy: Strategy, placements: Mapping[str, Placement]) -> None:
-    """Hybrid strategies repeat state along `replica`; neither a rule nor an annotation may shard
-    along it.
-    """
-    for path, at in placements.items():
-        if strategy.hybrid and REPLICA in [axis for entry in at.spec for axis in axes_of(entry)]:
-            fix = "use 'fsdp' or 'data', or strategy full_shard"
-            what = f"{strategy.name} replicates along 'replica'"
-            raise ValueError(message(what, where=f"{path}, by {at.rule}", got=at.spec, fix=fix))
 
 
 def _hops(mesh: Mesh) -> bool:

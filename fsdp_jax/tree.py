@@ -10,26 +10,21 @@ SEPARATOR = "/"
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """A key path as `blocks/0/attn/kernel`; what merely boxes a value (`.value`) is left out."""
-    if (
-        keys
-        and isinstance(keys[-1], jax.tree_util.GetAttrKey)
-        and keys[-1].name in ("value", "raw_value")
-    ):
+    """Returns a key path as `blocks/0/attn/kernel`, without the `.value` that boxes a leaf."""
+    last = keys[-1] if keys else None
+    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
         keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator=SEPARATOR)
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """{path: leaf} in the tree's own order."""
-    return {
-        path_of(keys): leaf
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
-    }
+    """Returns {path: leaf} in the tree's own order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return {path_of(keys): leaf for keys, leaf in leaves}
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{path: leaf} back to nested dicts."""
+    """Returns nested dicts of {path: leaf}; the inverse of `flatten` for nested dicts."""
     tree: dict[str, Any] = {}
     for path, leaf in flat.items():
         *parents, name = path.split(SEPARATOR)
@@ -41,9 +36,15 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prefixes(path: str) -> list[str]:
-    """The path and every path that it lies under, the longest first; the last is empty, the root."""
+    """Returns `a/b/c`, `a/b`, `a` and the empty path of the root, for `a/b/c`."""
     parts = path.split(SEPARATOR)
     return [SEPARATOR.join(parts[:count]) for count in range(len(parts), 0, -1)] + [""]
+
+
+def suffixes(path: str) -> list[str]:
+    """Returns `a/b/c`, `b/c` and `c`, for `a/b/c`."""
+    parts = path.split(SEPARATOR)
+    return [SEPARATOR.join(parts[start:]) for start in range(len(parts))]
 
 
 def map_with_path(
@@ -52,7 +53,7 @@ def map_with_path(
     *rest: PyTree,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> PyTree:
-    """`jax.tree.map` that hands `fn` the slash-joined path first."""
+    """Returns `jax.tree.map` of `fn(path, leaf, ...)`, with slash-joined paths."""
     return jax.tree_util.tree_map_with_path(
         lambda keys, *leaves: fn(path_of(keys), *leaves), tree, *rest, is_leaf=is_leaf
     )

@@ -19,7 +19,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from fsdp_jax.sharding.layout import COPIES
 from fsdp_jax.sharding.mesh import DATA, axes_of, batch_axes, data_axes
@@ -61,13 +61,13 @@ def expected_of(plan: StepPlan) -> list[Expected]:
     strategy, mesh = plan.layout.strategy, plan.layout.mesh
     for path, leaf in plan.layout.by_path.items():
         comm = plan.comms[path]
-        spec = leaf.spec if path in copies or strategy.gather != "never" else leaf.grad_spec
+        spec = leaf.spec if path in copies or strategy.gathers_params else leaf.grad_spec
         times, dtype = _gathers(plan, path), comm.transform.wire
-        if path not in copies and strategy.gather == "never":  # the updated parameter itself
+        if path not in copies and not strategy.gathers_params:  # the updated parameter itself
             dtype = leaf.dtype
         shapes = leaf.shape[leaf.stacked :], leaf.shape
         size = prod(leaf.shape)
-        if times and any(spec) and leaf.trainable | (strategy.gather != "never"):
+        if times and any(spec) and (leaf.trainable or strategy.gathers_params):
             axes = _axes(spec)
             found.append(
                 _one(path, "gather", "all-gather", dtype, plan, axes, times * size, shapes)
@@ -86,7 +86,7 @@ def expected_of(plan: StepPlan) -> list[Expected]:
             )
         parts = prod(mesh.shape[axis] for axis in scattered)
         if prod(mesh.shape[axis] for axis in rest) > 1:
-            part = NamedSharding(mesh, leaf.grad_spec).shard_shape(leaf.shape)
+            part = leaf.grad_sharding.shard_shape(leaf.shape)
             kept = part[leaf.stacked :], part
             found.append(
                 _one(path, "reduce", "all-reduce", reduce, plan, rest, times * size // parts, kept)

@@ -192,7 +192,7 @@ def candidates(topology: Topology, rows: int) -> Iterator[Knobs]:
         for replica in replicas_of(strategy, hosts):
             for accumulation in (k for k in (8, 4, 2, 1) if parts % k == 0):
                 ahead: tuple[Prefetch, ...] = (
-                    ("none", "pre") if get_strategy(strategy).gather == "unit" else ("none",)
+                    ("none", "pre") if get_strategy(strategy).gathers_per_unit else ("none",)
                 )
                 for remat, prefetch in product(get_args(Remat)[::-1], ahead):
                     yield Knobs(strategy, replica, remat, prefetch, accumulation)

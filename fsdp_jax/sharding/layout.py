@@ -1,10 +1,11 @@
-"""The waist: where every array of the training state lies, and why. What is above takes a Layout,
-no ambient mesh.
+"""The Layout: how every array of the training state is sharded, and why.
+
+All that a step is built from takes a Layout, and no ambient mesh.
 """
 
 import warnings
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.sharding.mesh import known_spec, shape_of, shards_of
+from fsdp_jax.sharding.mesh import shape_of, shards_of, user_spec
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
 from fsdp_jax.sharding.rules import Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
@@ -23,19 +24,24 @@ from fsdp_jax.tables import html_table, text_table
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, unflatten
 
 COLUMNS = ("part", "path", "shape", "dtype", "spec", "per device", "rule", "reason")
-COPIES = "copies"  # the part of the rest that holds them
+COPIES = (
+    "copies"  # the entry of `Layout.other` with the replicated copies that a step computes with
+)
 Part = Literal["params", "optimizer", "other"]
+PARTS: tuple[Part, ...] = ("params", "optimizer", "other")
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the state: where it lies at rest, by which rule, for which reason.
+    """One array of the state: how it is sharded between steps, by which rule, for which reason.
 
     Attributes:
-        spec: at rest.
-        grad_spec: for a parameter, how its gradient is reduced and the optimizer works on it; sharded
-            under `zero1` too.
-        undivided: the parts it would have if a dim divided; 1 where it is as the strategy wants it.
+        spec: between steps.
+        grad_spec: for a parameter, how its gradient is reduced and the optimizer updates it;
+            sharded under `zero1` too.
+        missed_shards: the shard count it would have if a dim were divisible; 1 if it is sharded or
+            small.
+        memory_kind: where JAX stores it, such as `pinned_host`; the device's memory by default.
 
     """
 
@@ -50,36 +56,42 @@ class Leaf:
     mesh: Mesh
     trainable: bool = True
     stacked: int = 0
-    undivided: int = 1
+    missed_shards: int = 1
+    memory_kind: str | None = None
 
     @property
     def sharding(self) -> NamedSharding:
-        """At rest."""
-        return NamedSharding(self.mesh, self.spec)
+        """Its sharding between steps."""
+        return NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)
+
+    @property
+    def grad_sharding(self) -> NamedSharding:
+        """The sharding of its reduced gradient, in the device's memory."""
+        return NamedSharding(self.mesh, self.grad_spec)
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding."""
+        """Its shape, dtype and sharding."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     @property
     def bytes(self) -> int:
-        """Of the whole array."""
+        """Bytes of the unsharded array."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def bytes_per_device(self) -> int:
-        """At rest, on each device."""
+        """Bytes on each device between steps."""
         return self.bytes // prod(shards_of(self.mesh, entry) for entry in self.spec)
 
     @property
-    def wasted(self) -> int:
-        """Bytes on each device that are there because no dim divides."""
-        return self.bytes - self.bytes // self.undivided
+    def wasted_bytes(self) -> int:
+        """Bytes on each device that sharding would save if a dim were divisible."""
+        return self.bytes - self.bytes // self.missed_shards
 
     @property
     def replicated(self) -> bool:
-        """Whole on every device."""
+        """Whether every device holds all of it."""
         return self.bytes_per_device == self.bytes
 
 
@@ -90,7 +102,7 @@ class Layout:
     Attributes:
         params: nested dicts of Leaf, in the model's own paths.
         optimizer: the optax state's tree, of Leaf.
-        other: what else a step carries: model state such as batch statistics, counters, random
+        other: all else that a step carries: model state such as batch statistics, counters, random
             keys.
 
     """
@@ -110,48 +122,32 @@ class Layout:
         return flatten(self.params)
 
     def total(self, part: Part | None = None) -> int:
-        """Bytes of the state, counted once."""
+        """Returns bytes of the state, unsharded; of one part if given."""
         return sum(leaf.bytes for leaf in self if part in (None, leaf.part))
 
     def per_device(self, part: Part | None = None) -> int:
-        """Bytes of the state on each device at rest."""
+        """Returns bytes of the state on each device between steps; of one part if given."""
         return sum(leaf.bytes_per_device for leaf in self if part in (None, leaf.part))
 
     def trainable(self, tree: PyTree) -> PyTree:
-        """The part of a tree of parameters that is trained."""
-        return unflatten(
-            {path: leaf for path, leaf in flatten(tree).items() if self.by_path[path].trainable}
-        )
+        """Returns the leaves of a tree of parameters that are trained."""
+        flat = flatten(tree)
+        return unflatten({p: leaf for p, leaf in flat.items() if self.by_path[p].trainable})
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A row per leaf; within each part, what takes most of a device first."""
-        order = {"params": 0, "optimizer": 1, "other": 2}
+        """Returns a table row per leaf; in each part those of most bytes per device first."""
         leaves = sorted(
-            self, key=lambda leaf: (order[leaf.part], -leaf.bytes_per_device, leaf.path)
+            self, key=lambda leaf: (PARTS.index(leaf.part), -leaf.bytes_per_device, leaf.path)
         )
-        return [
-            (
-                leaf.part,
-                leaf.path,
-                str(leaf.shape).replace(" ", ""),
-                str(leaf.dtype),
-                str(known_spec(self.mesh, leaf.spec)).replace("PartitionSpec", "P"),
-                human_bytes(leaf.bytes_per_device),
-                leaf.rule,
-                f"{leaf.reason}, {human_bytes(leaf.wasted)} more on every device"
-                if leaf.wasted
-                else leaf.reason,
-            )
-            for leaf in leaves
-        ]
+        return [_row(leaf) for leaf in leaves]
 
     def summary(self) -> str:
-        """One line: strategy, mesh, bytes per device against replicated."""
+        """Returns one line: strategy, mesh, bytes per device against replicated."""
         mesh = " x ".join(f"{name}={size}" for name, size in shape_of(self.mesh).items())
-        held, whole = self.per_device(), self.total()
+        sharded, replicated = self.per_device(), self.total()
         return (
-            f"{self.strategy.name} on {mesh}: {human_bytes(held)} of state per device "
-            f"({human_bytes(whole)} replicated, {whole / max(held, 1):.2f}x)"
+            f"{self.strategy.name} on {mesh}: {human_bytes(sharded)} of state per device "
+            f"({human_bytes(replicated)} replicated, {replicated / max(sharded, 1):.2f}x)"
         )
 
     def __str__(self) -> str:
@@ -164,127 +160,123 @@ class Layout:
         return html_table(COLUMNS, self.rows(), caption=self.summary())
 
 
+def _row(leaf: Leaf) -> tuple[str, ...]:
+    reason = leaf.reason
+    if leaf.wasted_bytes:
+        reason += f", {human_bytes(leaf.wasted_bytes)} more on every device"
+    return (
+        leaf.part,
+        leaf.path,
+        str(leaf.shape).replace(" ", ""),
+        str(leaf.dtype),
+        str(user_spec(leaf.mesh, leaf.spec)).replace("PartitionSpec", "P"),
+        human_bytes(leaf.bytes_per_device),
+        leaf.rule,
+        reason,
+    )
+
+
 def make_layout(
     params: PyTree,
-    placements: dict[str, Placement],
+    placements: Mapping[str, Placement],
     other: PyTree,
     tx: optax.GradientTransformation,
     mesh: Mesh,
     strategy: Strategy,
     rules: Rules,
     *,
-    stacked: dict[str, int],
-    trainable: Callable[[str], bool],
+    stacked: Mapping[str, int],
+    frozen: Container[str] = (),
     copied: Container[str] = (),
 ) -> Layout:
-    """Lays out a state that exists only as shapes.
+    """Returns the layout of a state that exists only as shapes.
 
     Args:
-        params: abstract parameters as they rest, nested dicts.
-        placements: path -> where the rules put it.
+        params: abstract parameters in the dtypes they are stored in, nested dicts.
+        placements: path -> how the rules shard it.
         other: abstract rest of the state.
         tx: the optimizer.
         mesh: checked by the caller.
         strategy: what is sharded.
         rules: their heuristic, for optimizer state that follows no parameter.
         stacked: path -> leading dims that stack layers.
-        trainable: path -> whether it gets gradients and optimizer state.
-        copied: paths of parameters that are sharded at rest though the strategy replicates them,
-            since `other` holds a whole copy to compute with.
+        frozen: paths of parameters without gradients and optimizer state.
+        copied: paths of parameters that are sharded though the strategy replicates them, since
+            `other` has a replicated copy to compute with.
 
     Warns:
-        ReplicationWarning: large leaves that stay whole because no dim divides, with the bytes it
-            costs.
+        ReplicationWarning: large leaves that stay replicated because no dim is divisible, with the
+            bytes it costs.
 
     """
-    whole = {
-        p: replace(at, spec=PartitionSpec(), reason=f"{strategy.name} replicates it", undivided=1)
-        for p, at in placements.items()
-    }
-    rest = {
-        p: at if strategy.shards_params or p in copied else whole[p] for p, at in placements.items()
-    }
-    work = placements if strategy.shards_optimizer else whole
+    # Parameters: stored one way, and updated by the optimizer in another under zero1.
+    updated = {path: strategy.grad_placement(place) for path, place in placements.items()}
 
-    def param(path: str, leaf: Any) -> Leaf:
-        return _leaf(
-            "params",
-            path,
-            leaf,
-            mesh,
-            rest[path],
-            work[path].spec,
-            trainable(path),
-            stacked.get(path, 0),
-        )
+    def param(path: str, array: Any) -> Leaf:
+        stored = strategy.param_placement(placements[path], has_copy=path in copied)
+        extra = {"trainable": path not in frozen, "stacked": stacked.get(path, 0)}
+        return _leaf("params", path, array, stored, mesh, grad_spec=updated[path].spec, **extra)
 
-    laid = map_with_path(param, params)
+    params_laid_out = map_with_path(param, params)
+
+    # Optimizer state follows the parameters as they are updated.
     trained = {
-        p: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        for p, leaf in flatten(laid).items()
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in flatten(params_laid_out).items()
         if leaf.trainable
     }
-    abstract, placed = optimizer_placements(
-        tx, unflatten(trained), {p: work[p] for p in trained}, rules, mesh
+    abstract, opt_placements = optimizer_placements(
+        tx, unflatten(trained), {path: updated[path] for path in trained}, rules, mesh
     )
 
-    def plain(part: Part) -> Callable[..., Leaf]:
-        return lambda path, leaf, at: _leaf(part, path, leaf, mesh, at, at.spec)
+    def optimizer_leaf(path: str, array: Any, placement: Placement) -> Leaf:
+        return _leaf("optimizer", path, array, placement, mesh)
 
-    def small(path: str, _: Any) -> Placement:
-        copy = path.startswith(COPIES + SEPARATOR)
-        return Placement(
-            PartitionSpec(),
-            "state",
-            f"what {strategy.name} computes with" if copy else "small state is replicated",
-        )
+    # All else is small, or a copy that is replicated on purpose.
+    def other_leaf(path: str, array: Any) -> Leaf:
+        reason = "small state is replicated"
+        if path.startswith(COPIES + SEPARATOR):
+            reason = f"what {strategy.name} computes with"
+        return _leaf("other", path, array, Placement(PartitionSpec(), "state", reason), mesh)
 
     layout = Layout(
         mesh,
         strategy,
-        laid,
-        map_with_path(plain("optimizer"), abstract, placed),
-        map_with_path(plain("other"), other, map_with_path(small, other)),
+        params_laid_out,
+        map_with_path(optimizer_leaf, abstract, opt_placements),
+        map_with_path(other_leaf, other),
     )
     _warn_of_waste(layout)
     return layout
 
 
 def _leaf(
-    part: Part,
-    path: str,
-    leaf: Any,
-    mesh: Mesh,
-    at: Placement,
-    grad_spec: PartitionSpec,
-    trainable: bool = True,
-    stacked: int = 0,
+    part: Part, path: str, array: Any, placement: Placement, mesh: Mesh, **fields: Any
 ) -> Leaf:
-    shape = tuple(leaf.shape)
+    """Returns a Leaf; `fields` are those that only parameters have."""
     return Leaf(
-        path,
-        part,
-        shape,
-        leaf.dtype,
-        at.spec,
-        grad_spec,
-        at.rule,
-        at.reason,
-        mesh,
-        trainable,
-        stacked,
-        at.undivided,
+        path=path,
+        part=part,
+        shape=tuple(array.shape),
+        dtype=array.dtype,
+        spec=placement.spec,
+        rule=placement.rule,
+        reason=placement.reason,
+        mesh=mesh,
+        missed_shards=placement.missed_shards,
+        **{"grad_spec": placement.spec} | fields,
     )
 
 
 def _warn_of_waste(layout: Layout) -> None:
-    wasted = [leaf for leaf in layout if leaf.wasted]
-    if wasted:
-        largest = max(wasted, key=lambda leaf: leaf.wasted)
-        total = human_bytes(sum(leaf.wasted for leaf in wasted))
+    wasteful = [leaf for leaf in layout if leaf.wasted_bytes]
+    if wasteful:
+        largest = max(wasteful, key=lambda leaf: leaf.wasted_bytes)
+        total = human_bytes(sum(leaf.wasted_bytes for leaf in wasteful))
         warnings.warn(
-            f"{len(wasted)} arrays stay replicated, {total} more on every device than if they were sharded; "
-            f"the largest is {largest.part} '{largest.path}' {largest.shape}: {largest.reason}",
+            f"{len(wasteful)} arrays stay replicated, {total} more on every device than if they "
+            f"were sharded; the largest is {largest.part} '{largest.path}' {largest.shape}: "
+            f"{largest.reason}",
             ReplicationWarning,
             stacklevel=4,  # the caller of fully_shard
         )

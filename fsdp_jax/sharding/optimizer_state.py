@@ -1,11 +1,13 @@
-"""Where the state of any optax transformation lies.
+"""How the state of any optax transformation is sharded.
 
-`jit(tx.init)` on an Auto mesh forgets the parameters' sharding and leaves the state whole on every
-device. So we ask JAX itself: `tx.init` is traced on parameters whose types carry their sharding (an
-Explicit abstract mesh), and each leaf of the result says how it is sharded. What comes back whole
-(histories, accumulators built from shapes alone) takes the spec of the parameter it belongs to, by
-path and shape, and failing that the size heuristic.
+`jit(tx.init)` on an Auto mesh drops the parameters' sharding and replicates the state. So we ask
+JAX itself: `tx.init` is traced on parameters whose types carry their sharding (an Explicit abstract
+mesh), and each leaf of the result says how it is sharded. What comes back replicated (histories,
+accumulators built from shapes alone) takes the spec of the parameter it belongs to, by path and
+shape, and failing that the size heuristic.
 """
+
+from collections.abc import Mapping
 
 import jax
 import optax
@@ -18,35 +20,35 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
+from fsdp_jax.sharding.mesh import spec_of
 from fsdp_jax.sharding.rules import Placement, Rules
-from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
+from fsdp_jax.tree import PyTree, flatten, map_with_path, suffixes
 
 
 def optimizer_placements(
     tx: optax.GradientTransformation,
     params: PyTree,
-    placements: dict[str, Placement],
+    placements: Mapping[str, Placement],
     rules: Rules,
     mesh: Mesh,
 ) -> tuple[PyTree, PyTree]:
-    """(abstract optimizer state, the same tree of Placements).
+    """Returns (abstract optimizer state, the same tree of Placements).
 
     Args:
         tx: any optax transformation.
         params: abstract parameters that are trained, nested dicts.
-        placements: path -> how the optimizer works on that parameter: sharded also where the
+        placements: path -> how the optimizer updates that parameter: sharded also where the
             parameter itself is not.
         rules: the heuristic's settings, for leaves that belong to no parameter.
         mesh: the run's mesh.
 
     """
     abstract = jax.eval_shape(tx.init, params)
-    if not any(at.spec or at.undivided > 1 for at in placements.values()):
-        whole = Placement(
-            PartitionSpec(), "optimizer", "whole, as every parameter is to the optimizer"
-        )
-        return abstract, jax.tree.map(lambda _: whole, abstract)
-    traced = _trace(tx, params, placements, mesh)
+    if not any(placement.spec or placement.missed_shards > 1 for placement in placements.values()):
+        reason = "whole, as every parameter is to the optimizer"
+        replicated = Placement(PartitionSpec(), "optimizer", reason)
+        return abstract, jax.tree.map(lambda _: replicated, abstract)
+    traced = _traced_specs(tx, params, placements, mesh)
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params).items()}
 
     def place(path: str, leaf: jax.ShapeDtypeStruct) -> Placement:
@@ -55,69 +57,60 @@ def optimizer_placements(
         owner, extra = _owner(path, tuple(leaf.shape), shapes)
         if owner is None:
             return _heuristic(rules, leaf, mesh)
-        at = placements[owner]
-        spec = PartitionSpec(*[None] * extra, *at.spec) if at.spec else PartitionSpec()
-        return Placement(
-            spec, "optimizer", f"as parameter {owner}, by path and shape", at.undivided
-        )
+        of_owner = placements[owner]
+        spec = PartitionSpec(*[None] * extra, *of_owner.spec) if of_owner.spec else PartitionSpec()
+        reason = f"as parameter {owner}, by path and shape"
+        return Placement(spec, "optimizer", reason, of_owner.missed_shards)
 
     return abstract, map_with_path(place, abstract)
 
 
 def _heuristic(rules: Rules, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Placement:
-    """The size heuristic alone: a user's rules speak of parameters."""
-    alone = Rules(min_size=rules.min_size, axes=rules.axes)
-    return alone.place({"leaf": leaf}, mesh, stacked={})["leaf"]
+    """Returns the size heuristic's placement: a user's rules are about parameters."""
+    by_size = Rules(min_size=rules.min_size, axes=rules.axes)
+    return by_size.place({"leaf": leaf}, mesh, stacked={})["leaf"]
 
 
-def _trace(
-    tx: optax.GradientTransformation, params: PyTree, placements: dict[str, Placement], mesh: Mesh
+def _traced_specs(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
 ) -> dict[str, PartitionSpec]:
-    """{path: spec} as `tx.init` gives them on sharded parameters; empty where it gives none."""
-    explicit = AbstractMesh(
-        mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names)
-    )
+    """Returns {path: spec} as `tx.init` gives them on sharded parameters; empty if it fails."""
+    axis_types = (AxisType.Explicit,) * len(mesh.axis_names)
+    explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=axis_types)
 
-    def typed(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = _full_rank(placements[path].spec, len(leaf.shape))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(explicit, spec))
+    def sharded(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = placements[path].spec
+        full_rank = PartitionSpec(*spec, *[None] * (len(leaf.shape) - len(spec)))
+        sharding = NamedSharding(explicit, full_rank)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     try:
         with use_abstract_mesh(explicit):
-            state = jax.eval_shape(tx.init, map_with_path(typed, params))
+            state = jax.eval_shape(tx.init, map_with_path(sharded, params))
     except Exception:
-        # It ran a moment ago without shardings: it does what no sharding survives, as the reshapes
-        # of `optax.flatten`.
+        # The same trace without shardings succeeded: `tx.init` does what no sharding survives, such
+        # as the reshapes of `optax.flatten`.
         return {}
-    return {
-        path: _trimmed(getattr(leaf.sharding, "spec", None))
-        for path, leaf in flatten(state).items()
-    }
-
-
-def _full_rank(spec: PartitionSpec, ndim: int) -> PartitionSpec:
-    return PartitionSpec(*spec, *[None] * (ndim - len(spec)))
-
-
-def _trimmed(spec: PartitionSpec | None) -> PartitionSpec:
-    entries = list(spec or ())
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+    specs = {}
+    for path, leaf in flatten(state).items():
+        specs[path] = spec_of(getattr(leaf.sharding, "spec", None) or ())
+    return specs
 
 
 def _owner(
-    path: str, shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]]
+    path: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str | None, int]:
-    """The parameter that a leaf of the state belongs to, and how many dims stand before the
-    parameter's own.
+    """Returns the parameter that a leaf of the state belongs to, and how many dims precede its own.
 
-    A leaf belongs to the parameter whose path ends its own; the longest such path wins.
+    That is the parameter with the longest path that ends the leaf's; (None, 0) if there is none, or
+    if the leaf's last dims are not its shape.
     """
-    parts = path.split(SEPARATOR)
-    for start in range(len(parts)):
-        name = SEPARATOR.join(parts[start:])
+    for name in suffixes(path):
         if name in shapes:
             extra = len(shape) - len(shapes[name])
-            return (name, extra) if extra >= 0 and shape[extra:] == shapes[name] else (None, 0)
+            fits = extra >= 0 and shape[extra:] == shapes[name]
+            return (name, extra) if fits else (None, 0)
     return None, 0

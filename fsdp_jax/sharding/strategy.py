@@ -1,91 +1,120 @@
-"""The strategies as data: what is sharded at rest, when it is gathered, how gradients are reduced."""
+"""The strategies as data: what is sharded, along which axes, and when parameters are gathered.
 
-from dataclasses import dataclass
+The rest of the library asks a `Strategy` questions, and names none: a new strategy is one entry of
+the table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.mesh import DATA, REPLICA, data_axes
+from fsdp_jax.sharding.mesh import DATA, REPLICA, axes_of, data_axes
+from fsdp_jax.sharding.rules import Placement
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What one row of the ZeRO table says.
+    """One row of the ZeRO table.
 
     Attributes:
-        shards_params: parameters are sharded at rest.
+        summary: one line for tables and help.
+        shards_params: parameters are sharded between steps.
         shards_optimizer: gradients are reduce-scattered and the optimizer state is sharded.
         gather: parameters are gathered `never`, once per `step`, or per `unit` in forward and again
             in backward.
-        hybrid: shards along `data` alone and repeats along `replica`.
-        summary: one line for tables and help.
+        hybrid: shards along `data` alone and replicates along `replica`.
 
     """
 
     name: str
-    aliases: tuple[str, ...]
-    shards_params: bool
-    shards_optimizer: bool
-    gather: Literal["never", "step", "unit"]
-    hybrid: bool
     summary: str
+    aliases: tuple[str, ...] = ()
+    shards_params: bool = True
+    shards_optimizer: bool = True
+    gather: Literal["never", "step", "unit"] = "unit"
+    hybrid: bool = False
+
+    @property
+    def gathers_params(self) -> bool:
+        """Whether the model is run with gathered parameters, instead of replicated ones."""
+        return self.gather != "never"
+
+    @property
+    def gathers_per_unit(self) -> bool:
+        """Whether parameters are gathered unit by unit, instead of once per step."""
+        return self.gather == "unit"
+
+    @property
+    def gathers_updates(self) -> bool:
+        """Whether parameters are replicated and updated in shards, which are then gathered."""
+        return self.shards_optimizer and not self.gathers_params
 
     def shard_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The mesh axes that state is sharded along; axes of size one are left out unless nothing
-        else is there.
+        """Returns the mesh axes that state is sharded along.
+
+        Axes of size one are left out, unless there are no others.
         """
         parts = data_axes(mesh) or (DATA,)
         names = (REPLICA, *parts) if REPLICA in mesh.axis_names and not self.hybrid else parts
         return tuple(axis for axis in names if mesh.shape[axis] > 1) or parts
 
+    def param_placement(self, placement: Placement, *, has_copy: bool = False) -> Placement:
+        """Returns how a parameter that the rules place so is stored.
+
+        `has_copy`: the step computes with a replicated copy of it, so that itself it is sharded.
+        """
+        return placement if self.shards_params or has_copy else self._replicated(placement)
+
+    def grad_placement(self, placement: Placement) -> Placement:
+        """Returns how its gradient is reduced, and how the optimizer updates it."""
+        return placement if self.shards_optimizer else self._replicated(placement)
+
+    def _replicated(self, placement: Placement) -> Placement:
+        reason = f"{self.name} replicates it"
+        return replace(placement, spec=PartitionSpec(), reason=reason, missed_shards=1)
+
+    def check_placements(self, placements: Mapping[str, Placement]) -> None:
+        """Raises ValueError where a hybrid strategy's placement shards along `replica`."""
+        for path, placement in placements.items():
+            axes = [axis for entry in placement.spec for axis in axes_of(entry)]
+            if self.hybrid and REPLICA in axes:
+                what = f"{self.name} replicates along 'replica'"
+                where = f"{path}, by {placement.rule}"
+                fix = "use 'fsdp' or 'data', or strategy full_shard"
+                raise ValueError(message(what, where=where, got=placement.spec, fix=fix))
+
 
 _TABLE = (
-    Strategy("no_shard", ("ddp", "zero0"), False, False, "never", False, "everything replicated"),
-    Strategy("zero1", (), False, True, "never", False, "optimizer state sharded"),
     Strategy(
-        "shard_grad_op",
-        ("zero2",),
-        True,
-        True,
-        "step",
-        False,
-        "all sharded at rest, gathered once per step",
+        "no_shard",
+        "everything replicated",
+        ("ddp", "zero0"),
+        shards_params=False,
+        shards_optimizer=False,
+        gather="never",
     ),
+    Strategy("zero1", "optimizer state sharded", shards_params=False, gather="never"),
+    Strategy("shard_grad_op", "all sharded, gathered once per step", ("zero2",), gather="step"),
+    Strategy("full_shard", "all sharded, gathered unit by unit", ("zero3", "fsdp")),
     Strategy(
-        "full_shard",
-        ("zero3", "fsdp"),
-        True,
-        True,
-        "unit",
-        False,
-        "all sharded, gathered unit by unit",
-    ),
-    Strategy(
-        "hybrid_shard",
-        ("hsdp",),
-        True,
-        True,
-        "unit",
-        True,
-        "full_shard over data, replicated over replica",
+        "hybrid_shard", "full_shard over data, replicated over replica", ("hsdp",), hybrid=True
     ),
     Strategy(
         "hybrid_shard_zero2",
-        (),
-        True,
-        True,
-        "step",
-        True,
         "shard_grad_op over data, replicated over replica",
+        gather="step",
+        hybrid=True,
     ),
 )
 STRATEGIES = {strategy.name: strategy for strategy in _TABLE}
-_NAMES = {alias: s for s in _TABLE for alias in (s.name, *s.aliases)}
+_BY_NAME = {name: strategy for strategy in _TABLE for name in (strategy.name, *strategy.aliases)}
 
 
 def get_strategy(name: str | Strategy) -> Strategy:
-    """The strategy of that name or alias, in any case: `full_shard`, `FULL_SHARD`, `zero3`, `fsdp`.
+    """Returns the strategy of that name or alias, in any case: `full_shard`, `ZERO3`, `fsdp`.
 
     Raises:
         ValueError: no such strategy; the message proposes the nearest.
@@ -93,11 +122,8 @@ def get_strategy(name: str | Strategy) -> Strategy:
     """
     if isinstance(name, Strategy):
         return name
-    if name.lower() in _NAMES:
-        return _NAMES[name.lower()]
-    fix = did_you_mean(name, _NAMES)
-    raise ValueError(
-        message(
-            f"unknown strategy '{name}'", where="strategy", expected=sorted(STRATEGIES), fix=fix
-        )
-    )
+    if name.lower() in _BY_NAME:
+        return _BY_NAME[name.lower()]
+    what = f"unknown strategy '{name}'"
+    fix = did_you_mean(name, _BY_NAME)
+    raise ValueError(message(what, where="strategy", expected=sorted(STRATEGIES), fix=fix))

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.processes import from_processes
-from fsdp_jax.sharding.mesh import batch_axes
+from fsdp_jax.sharding.mesh import batch_axes, batch_shards
 from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.step.train_step import StepPlan
@@ -115,7 +115,10 @@ class CompiledStep:
         if not isinstance(batch, GlobalBatch):
             leaves, tree = jax.tree.flatten(batch)
             leaves = self._checked(
-                leaves, batch, self._mesh.size // self._processes, "devices of this process"
+                leaves,
+                batch,
+                batch_shards(self._mesh) // self._processes,
+                "devices of this process",
             )
             if self._first is None:
                 self._first = self._summary(leaves)
@@ -166,8 +169,8 @@ class CompiledStep:
         for number, leaf in enumerate(leaves):
             if not leaf.ndim or not isinstance(leaf.dtype, np.dtype) or leaf.dtype.kind in "OSUmM":
                 raise _refused(list(flatten(batch))[number], leaf)
-        all_here = devices == self._mesh.size
-        share = devices / self._mesh.size  # what this process has of a global array
+        all_here = devices == batch_shards(self._mesh)
+        share = devices / batch_shards(self._mesh)  # what this process has of a global array
         rows = [leaf.shape[0] * (1 if all_here or self._is_own(leaf) else share) for leaf in leaves]
         if len(set(rows)) != 1:
             got = {path: int(count) for path, count in zip(flatten(batch), rows, strict=True)}
@@ -227,7 +230,7 @@ class CompiledStep:
                 (k, leaf.shape[0] // k, *leaf.shape[1:]) if k > 1 else leaf.shape,
                 canonicalize_dtype(leaf.dtype),
             )
-            for leaf in self._checked(leaves, batch, self._mesh.size, "devices")
+            for leaf in self._checked(leaves, batch, batch_shards(self._mesh), "devices")
         ]
         return GlobalBatch(jax.tree.unflatten(tree, found), k)
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.local_rows import batch_split
@@ -75,7 +75,7 @@ class StepPlan:
     @property
     def per_unit(self) -> bool:
         """Whether parameters are gathered unit by unit, and not once for the step."""
-        return self.layout.strategy.gather == "unit"
+        return self.layout.strategy.gathers_per_unit
 
 
 def train_step(
@@ -146,10 +146,10 @@ def _update(
     plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array
 ) -> tuple[PyTree, PyTree]:
     """The optimizer on its own shards; under zero1 these are slices of replicated parameters."""
-    mesh, by_path = plan.layout.mesh, plan.layout.by_path
+    by_path = plan.layout.by_path
 
     def pinned(path: str, x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, by_path[path].grad_spec))
+        return lax.with_sharding_constraint(x, by_path[path].grad_sharding)
 
     params = map_with_path(pinned, plan.layout.trainable(state.params))
     tx = optax.with_extra_args_support(plan.tx)
@@ -288,7 +288,7 @@ def _zeros(plan: StepPlan, path: str) -> jax.Array:
     dtype = jnp.promote_types(plan.comms[path].transform.param, jnp.float32)
     if plan.deferred:
         return jnp.zeros(leaf.shape, dtype)
-    sharding = NamedSharding(leaf.mesh, leaf.grad_spec)
+    sharding = leaf.grad_sharding
     if plan.local_batch:
         return jnp.zeros(sharding.shard_shape(leaf.shape), dtype)
     return lax.with_sharding_constraint(jnp.zeros(leaf.shape, dtype), sharding)

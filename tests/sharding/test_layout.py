@@ -127,7 +127,7 @@ def test_what_does_not_divide_warns_at_the_callers_line():
     (record,) = warned
     wasted = 3 * sum(leaf.bytes - leaf.bytes // 8 for leaf in jax.tree.leaves(layout.params))
     assert "12 arrays stay replicated" in str(record.message)
-    assert sum(leaf.wasted for leaf in layout) == wasted
+    assert sum(leaf.wasted_bytes for leaf in layout) == wasted
     assert layout.per_device("params") == layout.total("params") == 4 * 2 * (9 * 9 + 9)
     assert record.filename == __file__
 

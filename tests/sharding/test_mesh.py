@@ -22,13 +22,13 @@ from fsdp_jax.sharding.mesh import (
     batch_axes,
     check_mesh,
     data_axes,
-    known_as,
-    known_spec,
     make_mesh,
     replicated,
     shape_of,
     shards_of,
     split_data,
+    user_axes,
+    user_spec,
 )
 
 pytestmark = pytest.mark.core
@@ -329,12 +329,12 @@ def test_a_split_mesh_is_one_axis_to_the_user():
     assert split_data(mesh, (4,)) is mesh, "once is enough"
     assert batch_axes(mesh) == mesh.axis_names
     assert shape_of(mesh) == shape_of(make_mesh(data=4, replica=2)) == {REPLICA: 2, DATA: 4}
-    assert known_as(mesh, ("data_0", "data_1")) == known_as(mesh, (DATA,)) == (DATA,)
-    assert known_as(mesh, (REPLICA, "data_0", "data_1")) == (REPLICA, DATA)
-    assert known_as(mesh, ("data_1",)) == ("data_1",)
+    assert user_axes(mesh, ("data_0", "data_1")) == user_axes(mesh, (DATA,)) == (DATA,)
+    assert user_axes(mesh, (REPLICA, "data_0", "data_1")) == (REPLICA, DATA)
+    assert user_axes(mesh, ("data_1",)) == ("data_1",)
     spec = PartitionSpec(None, ("data_0", "data_1"))
-    assert known_spec(mesh, spec) == PartitionSpec(None, DATA)
-    assert known_spec(mesh, PartitionSpec("data_1", "data_0")) == PartitionSpec("data_1", "data_0")
+    assert user_spec(mesh, spec) == PartitionSpec(None, DATA)
+    assert user_spec(mesh, PartitionSpec("data_1", "data_0")) == PartitionSpec("data_1", "data_0")
 
 
 def test_other_axes_are_refused_beside_a_split_one():

@@ -84,7 +84,7 @@ def lay_out(
         strategy,
         settings,
         stacked=stacked,
-        trainable=lambda path: path not in frozen,
+        frozen=frozen,
     )
 
 
@@ -132,7 +132,7 @@ def test_nothing_large_is_replicated(tx, strategy):
         if follows(leaf.path, leaf.shape):
             assert {axis for entry in leaf.spec for axis in axes_of(entry)} == axes, leaf.path
         assert not leaf.replicated or prod(leaf.shape) < MIN_SIZE, leaf.path
-        assert not leaf.wasted
+        assert not leaf.wasted_bytes
 
 
 @EACH
@@ -168,7 +168,7 @@ def test_a_step_keeps_shardings_and_values(tx):
 def test_no_shard_replicates_all(tx):
     for leaf in lay_out(tx, "no_shard"):
         assert leaf.spec == PartitionSpec()
-        assert not leaf.wasted
+        assert not leaf.wasted_bytes
 
 
 def test_zero1_shards_the_optimizer_and_not_the_parameters():
@@ -224,7 +224,7 @@ def test_what_cannot_be_sharded_warns_with_its_bytes(strategy, copies, shapes):
     ) as warned:
         layout = lay_out(optax.adam(1e-2), strategy, shapes=shapes)
     assert len(warned) == 1
-    assert sum(leaf.wasted for leaf in layout) == copies * (size - size // 8)
+    assert sum(leaf.wasted_bytes for leaf in layout) == copies * (size - size // 8)
 
 
 def test_no_shard_wastes_nothing():

@@ -62,8 +62,8 @@ def test_what_is_no_float_stays_as_it_is(dtype):
 
 def test_floats_rest_in_the_parameter_dtype():
     for dtype in ("float32", "float16", "bfloat16"):
-        assert Precision(param="bfloat16").at_rest(dtype) == jnp.bfloat16
-        assert Precision().at_rest(dtype) == jnp.float32
+        assert Precision(param="bfloat16").storage_dtype(dtype) == jnp.bfloat16
+        assert Precision().storage_dtype(dtype) == jnp.float32
 
 
 def test_what_inputs_and_outputs_are_cast_to():
@@ -89,15 +89,15 @@ def test_what_inputs_and_outputs_are_cast_to():
     ],
 )
 def test_norms_are_kept_by_path_or_by_class(names, kept):
-    assert MIXED.kept(names) is kept
+    assert MIXED.keeps(names) is kept
 
 
 def test_what_is_kept_is_the_users_to_say():
     precision = Precision(compute="bfloat16", keep_float32=("^head/", "Router"))
-    assert precision.kept(("head/kernel",))
-    assert precision.kept(("MoERouter",))
-    assert not precision.kept(("blocks/head/kernel", "LayerNorm"))
-    assert not Precision(keep_float32=()).kept(("LayerNorm",))
+    assert precision.keeps(("head/kernel",))
+    assert precision.keeps(("MoERouter",))
+    assert not precision.keeps(("blocks/head/kernel", "LayerNorm"))
+    assert not Precision(keep_float32=()).keeps(("LayerNorm",))
 
 
 def test_one_pattern_is_not_a_sequence_of_letters():

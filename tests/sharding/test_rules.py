@@ -139,20 +139,20 @@ def test_min_size_counts_the_elements_of_one_layer(mesh):
     assert whole.spec == P(None, "data")
     assert stacked.spec == P()
     assert stacked.reason == "64 elements, below min_size 1024"
-    assert stacked.undivided == 1
+    assert stacked.missed_shards == 1
 
 
 def test_what_divides_nowhere_says_what_it_costs(mesh):
     placement = placed(shaped(63, 65), mesh, min_size=1)
     assert placement.spec == P()
-    assert placement.undivided == 4
+    assert placement.missed_shards == 4
     assert "no dim of (63, 65) divides by 4: replicated" in placement.reason
 
 
 def test_what_one_layer_has_one_of_is_whole_and_not_wasted(mesh):
     for shape, stacked in (((), 0), ((32,), 1)):
         placement = placed(shaped(*shape), mesh, stacked=stacked, min_size=1)
-        assert (placement.spec, placement.undivided, placement.reason) == (
+        assert (placement.spec, placement.missed_shards, placement.reason) == (
             P(),
             1,
             "a scalar stays whole",
@@ -187,7 +187,7 @@ def test_whatever_the_shape_the_spec_fits(shape, stacked, axes, sizes, min_size)
             for dim, size in enumerate(inner)) for deal in deals
     )  # fmt: skip
     assert bool(used) == (one_layer >= min_size and (by_one or by_several))
-    assert placement.undivided == 1 or not used
+    assert placement.missed_shards == 1 or not used
     assert NamedSharding(mesh, spec).shard_shape(tuple(shape)) is not None
 
 
@@ -476,7 +476,7 @@ def test_what_divides_along_no_one_dim_may_divide_along_several(
     found = placed(shaped(*shape), mesh, stacked=stacked, min_size=1, axes=data_axes(mesh))
     assert found.spec == spec
     assert reason in found.reason
-    assert found.undivided == (1 if spec else 8)
+    assert found.missed_shards == (1 if spec else 8)
 
 
 @given(

@@ -42,7 +42,7 @@ from fsdp_jax.errors import message
 from fsdp_jax.planner.analytic.matmuls import products_of
 from fsdp_jax.planner.machines.matmul import Product
 from fsdp_jax.sharding.layout import COPIES, Layout
-from fsdp_jax.sharding.mesh import shards_of
+from fsdp_jax.sharding.mesh import batch_shards, shards_of
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import SEPARATOR
 from fsdp_jax.units.collectives import SITE
@@ -133,7 +133,7 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
             leaf.bytes_per_device
         )
     batch = outer.invars[sum(1 for _ in layout) :]  # the state comes first
-    held["other"] += sum(_bytes(v.aval) for v in batch) // layout.mesh.size
+    held["other"] += sum(_bytes(v.aval) for v in batch) // batch_shards(layout.mesh)
     times: Counter[Product] = Counter()
     for product in program.products():
         times[replace(product, times=1)] += product.times

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import jax
-from jax.sharding import NamedSharding
 
 from fsdp_jax.hlo.op_names import scopes, stripped
 from fsdp_jax.hlo.parser import Computation, Instruction, Module, parse
@@ -357,7 +356,7 @@ def _kind(leaf: Leaf) -> Kind:
 
 def _shapes(leaf: Leaf) -> set[tuple[int, ...]]:
     """As `_dims` has them: a parameter and its shard, of all layers and of one."""
-    whole, shard = leaf.shape, NamedSharding(leaf.mesh, leaf.grad_spec).shard_shape(leaf.shape)
+    whole, shard = leaf.shape, leaf.grad_sharding.shard_shape(leaf.shape)
     return {
         tuple(sorted(size for size in dims if size > 1))
         for s in (whole, shard)
