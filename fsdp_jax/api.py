@@ -1,7 +1,8 @@
-"""The one sentence people write: `fully_shard(model, optimizer, mesh, strategy, units)`."""
+"""`fully_shard(model, optimizer, mesh, strategy, units)` and the `Sharded` model it returns."""
 
+import functools
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from fsdp_jax.sharding.mesh import (
     axes_of,
     check_mesh,
     data_axes,
+    entry_of,
     make_mesh,
     replicated,
     shape_of,
@@ -77,161 +79,176 @@ def fully_shard(
     stacked: Sequence[str] | None = None,
     frozen: Sequence[str] = (),
 ) -> "Sharded":
-    """Lays out a model's training state over a mesh. Nothing is allocated.
+    """Lays out a model's training state over a mesh. Allocates nothing.
 
-    Args:
+    The model:
         model: `make_model(rngs) -> nnx.Module`, or a `linen.Module` together with `inputs`.
+        inputs: example inputs of a Linen model, arrays or shapes: a tuple, or a dict by name.
         tx: any optax transformation.
+
+    What to shard, and how:
         mesh: from `make_mesh`.
         strategy: `no_shard`, `zero1`, `shard_grad_op`, `full_shard`, `hybrid_shard`,
             `hybrid_shard_zero2`, or an alias.
-        units: what is gathered together: module classes, a least number of parameters, `scan` (the
-            body of a layer scan) or `model`.
-        inputs: example inputs of a Linen model, arrays or shapes: a tuple, or a dict by name.
-        precision: dtypes; where absent, those that the model makes its parameters in.
+        rules: ordered (pattern, spec) for parameters by path; see `fsdp_jax.sharding.rules`.
+            Without a rule, the largest dim that divides by the devices is sharded.
+        logical_axes: logical name -> mesh axis, for rules and for Flax's annotations.
+        min_size: parameters with fewer elements stay replicated.
+        strict: every parameter must be matched by a rule or an annotation.
+        frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
+            still sharded.
+
+    How units are formed (a unit's parameters are gathered together, and dropped after use):
+        units: module classes or their names, a least number of parameters, `scan` (the body of a
+            layer scan) or `model` (all at once).
+        stacked: path patterns of parameters whose first dim stacks layers; detected by their shapes
+            by default.
+
+    Precision:
+        precision: dtypes to store, compute and reduce in; by default those that the model makes
+            its parameters in.
+
+    Memory against time:
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward.
         prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile,
             for one more unit in memory; `post` gathers in the backward as one has computed; `none`
             leaves it to XLA.
-        rules: ordered (pattern, spec); see `fsdp_jax.sharding.rules`.
-        logical_axes: logical name -> mesh axis, for rules and for Flax's annotations.
-        min_size: elements below which a parameter stays replicated.
-        strict: every parameter must be matched by a rule or an annotation.
-        stacked: path patterns of parameters whose first dim stacks layers; found by their shapes
-            where absent.
-        frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
-            still sharded.
 
     Raises:
-        ValueError: what does not fit, with the path, what was expected, what was found, and the
-            fix.
+        ValueError: arguments that do not fit, with the path, what was expected, what was found, and
+            the fix.
 
     """
+    # Check what needs no model, then trace the model for its shapes.
     check_arguments(tx, mesh, units, precision, remat, prefetch)
-    adapter, mesh, strategy = (
-        adapt(model, inputs),
-        split_data(check_mesh(mesh)),
-        get_strategy(strategy),
-    )
-    precision = precision or AS_MADE
-    settings = Rules(
-        tuple(rules),
-        _in_parts(logical_axes or {}, mesh),
-        min_size,
-        strict,
-        strategy.shard_axes(mesh),
-    )
+    adapter = adapt(model, inputs)
+    split_mesh = split_data(check_mesh(mesh))
+    resolved = get_strategy(strategy)
+    dtypes = precision or AS_MADE
+
+    # Parameters: which are stacked, which are frozen, and what the rules make of them.
     made = flatten(adapter.params)
     shapes = {path: tuple(leaf.shape) for path, leaf in made.items()}
-    depth = stacked_dims(shapes) if stacked is None else _matching(stacked, shapes, "stacked")
-    held = _matching(frozen, shapes, "frozen")
-    placements = settings.place(adapter.params, mesh, stacked=depth)
-    strategy.check_placements(placements)
-    dtypes = {
-        path: precision.storage_dtype(leaf.dtype, path not in held) for path, leaf in made.items()
+    if stacked is None:
+        layer_dims = stacked_dims(shapes)
+    else:
+        layer_dims = dict.fromkeys(_matches(stacked, shapes, "stacked"), 1)
+    frozen_paths = _matches(frozen, shapes, "frozen")
+    axes = resolved.shard_axes(split_mesh)
+    by_rules = Rules(tuple(rules), _split_axes(logical_axes, split_mesh), min_size, strict, axes)
+    placements = by_rules.place(adapter.params, split_mesh, stacked=layer_dims)
+    resolved.check_placements(placements)
+
+    # Units.
+    layer_sizes = {path: prod(shape[layer_dims.get(path, 0) :]) for path, shape in shapes.items()}
+    owners = choose_units(adapter.modules, units, layer_sizes, layer_dims, remat)
+
+    # The state as it is stored, and its layout.
+    stored = {
+        path: jax.ShapeDtypeStruct(
+            leaf.shape, dtypes.storage_dtype(leaf.dtype, path not in frozen_paths)
+        )
+        for path, leaf in made.items()
     }
-    resting = {path: jax.ShapeDtypeStruct(leaf.shape, dtypes[path]) for path, leaf in made.items()}
-    sizes = {path: prod(shape[depth.get(path, 0) :]) for path, shape in shapes.items()}
-    owners = choose_units(adapter.modules, units, sizes, depth, remat)
-    trained = {path: leaf for path, leaf in resting.items() if path not in held}
+    trained = {path: leaf for path, leaf in stored.items() if path not in frozen_paths}
     check_trained(trained)
-    copies = _copies(strategy, placements, trained, precision, _kept(adapter, precision))
+    float32 = _float32_paths(adapter, dtypes)
+    copies = _copies(resolved, placements, trained, dtypes, float32)
     layout = make_layout(
-        unflatten(resting),
+        unflatten(stored),
         placements,
         abstract_rest(adapter, unflatten(copies)),
         tx,
-        mesh,
-        strategy,
-        settings,
-        stacked=depth,
-        frozen=held,
+        split_mesh,
+        resolved,
+        by_rules,
+        stacked=layer_dims,
+        frozen=frozen_paths,
         copied=copies,
     )
-    arguments = {
-        "model": model,
-        "tx": tx,
-        "strategy": strategy,
-        "units": units,
-        "inputs": inputs,
-        "precision": precision,
-        "remat": remat,
-        "prefetch": prefetch,
-        "rules": rules,
-        "logical_axes": logical_axes,
-        "min_size": min_size,
-        "strict": strict,
-        "stacked": stacked,
-        "frozen": frozen,
-    }
-    return Sharded(adapter, tx, layout, precision, remat, prefetch, owners, arguments)
+    relayout = functools.partial(
+        fully_shard,
+        model=model,
+        tx=tx,
+        strategy=strategy,
+        units=units,
+        inputs=inputs,
+        precision=precision,
+        remat=remat,
+        prefetch=prefetch,
+        rules=rules,
+        logical_axes=logical_axes,
+        min_size=min_size,
+        strict=strict,
+        stacked=stacked,
+        frozen=frozen,
+    )
+    return Sharded(adapter, tx, layout, dtypes, remat, prefetch, owners, relayout)
 
 
-def _in_parts(logical_axes: Mapping[str, Axis], mesh: Mesh) -> dict[str, Axis]:
-    """Logical axes for a mesh whose `data` is several axes: rules go on saying `data`."""
+def _split_axes(logical_axes: Mapping[str, Axis] | None, mesh: Mesh) -> dict[str, Axis]:
+    """Returns logical axes in which `data` is the mesh axes behind it, as a logical name too."""
     parts = data_axes(mesh)
+    logical_axes = dict(logical_axes or {})
     if DATA in mesh.axis_names or not parts:
-        return dict(logical_axes)
-    expanded: dict[str, Axis] = {DATA: parts}
+        return logical_axes
+    split: dict[str, Axis] = {DATA: parts}
     for name, entry in logical_axes.items():
-        expanded[name] = (
-            tuple(part for axis in axes_of(entry) for part in (parts if axis == DATA else (axis,)))
-            or None
-        )
-    return expanded
+        axes = [part for axis in axes_of(entry) for part in (parts if axis == DATA else (axis,))]
+        split[name] = entry_of(axes)
+    return split
 
 
-def _kept(model: Model, precision: Precision) -> set[str]:
-    """Paths of parameters that are gathered in float32."""
-    classes = {kind.__name__ for m in model.modules for kind in m.kind.__mro__}
-    check_patterns(precision, classes, flatten(model.params))
+def _matches(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> set[str]:
+    """Returns the paths that any pattern is found in; every pattern must match some path."""
+    if isinstance(patterns, str):  # its letters would each be a pattern
+        raise ValueError(message("not a sequence of patterns", where=where, fix=f"({patterns!r},)"))
+    for pattern in patterns:
+        if not any(re.search(pattern, path) for path in paths):
+            what = f"pattern '{pattern}' matches no parameter"
+            raise ValueError(message(what, where=where, fix=did_you_mean(pattern, paths)))
+    return {path for path in paths if any(re.search(pattern, path) for pattern in patterns)}
+
+
+def _float32_paths(model: Model, precision: Precision) -> set[str]:
+    """Returns the paths of parameters that are gathered in float32, by path or by class."""
+    class_names = set().union(*(module.class_names for module in model.modules))
+    paths = flatten(model.params)
+    check_patterns(precision, class_names, paths)
     by_class = {
         path
-        for m in model.modules
-        for path in m.direct
-        if precision.keeps(kind.__name__ for kind in m.kind.__mro__)
+        for module in model.modules
+        for path in module.direct
+        if precision.keeps(module.class_names)
     }
-    return by_class | {path for path in flatten(model.params) if precision.keeps((path,))}
+    return by_class | {path for path in paths if precision.keeps((path,))}
 
 
 def _copies(
     strategy: Strategy,
     placements: Mapping[str, Placement],
-    resting: Mapping[str, Any],
+    trained: Mapping[str, Any],
     precision: Precision,
-    kept: Container[str],
+    float32: Collection[str],
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What is computed with where it rests whole in another dtype than the master, which is then
-    sharded.
+    """Returns the replicated copies that a step computes with, by path.
+
+    A strategy that replicates parameters and shards their optimizer state can, in mixed precision,
+    shard the master weights too: only the copy in the compute dtype is replicated.
     """
-    if not strategy.gathers_updates:
-        return {}
-    computed = {
-        path: precision.comm_dtypes(path in kept, leaf.dtype)[0] for path, leaf in resting.items()
-    }
-    return {
-        path: jax.ShapeDtypeStruct(leaf.shape, computed[path])
-        for path, leaf in resting.items()
-        if placements[path].spec and computed[path] != leaf.dtype
-    }
+    copies = {}
+    for path, leaf in trained.items() if strategy.gathers_updates else ():
+        compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
+        if placements[path].spec and compute != leaf.dtype:
+            copies[path] = jax.ShapeDtypeStruct(leaf.shape, compute)
+    return copies
 
 
-def _matching(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> dict[str, int]:
-    """{path: 1} for what any pattern matches; every pattern must match something."""
-    if isinstance(patterns, str):  # its letters would each be a pattern
-        raise ValueError(message("not a sequence of patterns", where=where, fix=f"({patterns!r},)"))
-    for pattern in patterns:
-        if not any(re.search(pattern, path) for path in paths):
-            fix = did_you_mean(pattern, paths)
-            raise ValueError(
-                message(f"pattern '{pattern}' matches no parameter", where=where, fix=fix)
-            )
-    return {path: 1 for path in paths if any(re.search(pattern, path) for pattern in patterns)}
+def _gathers_per_axis(mesh: Mesh) -> bool:
+    """Returns whether collectives go along one mesh axis at a time, as on the torus of a TPU.
 
-
-def _hops(mesh: Mesh) -> bool:
-    """Whether to go along one axis at a time, as a TPU must. NCCL does a whole mesh at once, over
-    any network.
+    NCCL's go over the whole mesh at once, on any network. Virtual CPU devices do as a TPU where
+    `data` was split.
     """
     platform = mesh.devices.flat[0].platform
     return platform == "tpu" or (platform == "cpu" and len(data_axes(mesh)) > 1)
@@ -242,8 +259,9 @@ class Sharded:
     """A model laid out over a mesh: what `fully_shard` returns.
 
     Attributes:
-        layout: where every array lies, and why.
-        units: parameter path -> path of the unit that gathers it; None on entering the model.
+        layout: how every array is sharded, and why.
+        units: parameter path -> path of the unit that gathers it; None if it is gathered when the
+            model is entered.
 
     """
 
@@ -254,11 +272,11 @@ class Sharded:
     remat: Remat
     prefetch: Prefetch
     units: dict[str, str | None] = field(repr=False)
-    _arguments: dict[str, Any] = field(repr=False)
+    _relayout: Callable[..., "Sharded"] = field(repr=False)
 
     def on(self, mesh: Mesh, **changes: Any) -> "Sharded":
-        """The same on another mesh, with other arguments of `fully_shard` where given."""
-        return fully_shard(mesh=mesh, **(self._arguments | changes))
+        """Returns the same on another mesh, with other arguments of `fully_shard` if given."""
+        return self._relayout(mesh=mesh, **changes)
 
     def plan(
         self,
@@ -272,24 +290,23 @@ class Sharded:
         cache: bool = True,
         **settings: Any,
     ) -> "Plan":
-        """What a training step takes on a machine that need not be there: memory, what is sent,
-        time.
+        """Estimates a training step on a machine that need not be there: memory, traffic, time.
 
         Args:
             topology: `h100:8`, `h100:64x8`, `v5e:16x16`, ...; `fsdp_jax.planner.choose_platforms()`
-                must have come before jax started, or JAX_PLATFORMS=cpu.
+                must be called before jax starts, or JAX_PLATFORMS=cpu be set.
             loss_fn: as `train_step` takes it.
             batch: arrays or shapes [global rows, ...] of all its devices.
-            replica: of the mesh there, for hybrid strategies; as in this mesh if None.
+            replica: size of that mesh axis there, for hybrid strategies; as in this mesh if None.
             work: tokens and FLOPs of a step, for tokens per second and MFU.
             analytic: estimate from the traced step, without a compiler, as if with
                 `local_batch=True`.
-            cache: keep the compiled program, and take it from there.
+            cache: store the compiled program, and reuse it.
             settings: of `train_step`: accumulation, clip, ...
 
         Raises:
-            ValueError: what does not fit together; a topology that does not exist, or without its
-                compiler.
+            ValueError: arguments that do not fit together; a topology that does not exist, or
+                without its compiler.
 
         """
         # imported here: those who only train never load the planner
@@ -303,48 +320,49 @@ class Sharded:
         )
 
         check_plan(topology, batch)
-        machine, kept = parse_topology(topology), shape_of(self.layout.mesh).get(REPLICA, 1)
+        machine = parse_topology(topology)
         devices = stand_ins(machine) if analytic else machine.devices()
-        replica = (kept if self.layout.strategy.hybrid else 1) if replica is None else replica
-        there = self.on(make_mesh(-1, replica, devices=devices))
-        if (
-            analytic
-        ):  # an estimate needs the shapes of one device, which an annotated program does not have
-            step = there.train_step(loss_fn, **(settings | {"local_batch": True}))
+        if replica is None:
+            hybrid = self.layout.strategy.hybrid
+            replica = shape_of(self.layout.mesh).get(REPLICA, 1) if hybrid else 1
+        sharded = self.on(make_mesh(-1, replica, devices=devices))
+        if analytic:
+            # An estimate needs the shapes of one device, which an annotated program does not have.
+            step = sharded.train_step(loss_fn, **(settings | {"local_batch": True}))
             return analytic_plan(step, batch, machine, work or Work())
-        step = there.train_step(loss_fn, **settings)
-        return compiled_plan(
-            step, batch, machine, work or Work(), cache_folder() if cache else None
-        )
+        step = sharded.train_step(loss_fn, **settings)
+        folder = cache_folder() if cache else None
+        return compiled_plan(step, batch, machine, work or Work(), folder)
 
     def init(self, seed: int = 0, params: PyTree | None = None) -> TrainState:
-        """A fresh state, every array made on the devices that hold it.
+        """Returns a fresh state, every array made on the devices that hold it.
 
-        `params`: those that shall not be random, as they lie in `checkpoint_target().params`
-        (nested, or by path); the state takes the arrays over. Raises ValueError where one does not
-        fit.
+        Args:
+            seed: of the random parameters and streams.
+            params: parameters that shall not be random, sharded as in `checkpoint_target().params`
+                (nested, or by path); the state takes ownership of the arrays.
+
+        Raises:
+            ValueError: one of `params` does not fit.
+
         """
         given = check_given(params or {}, self.layout)
         return init_state(self._model, self._tx, self.layout, seed, given)
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state: the target of a restore."""
+        """Returns shapes, dtypes and shardings of the state: the target of a restore."""
         return abstract_state(self.layout)
 
     def to_checkpoint(self, state: TrainState) -> TrainState:
-        """What to save of a state: all but the copies that it computes with, which another layout
-        may not have.
-        """
+        """Returns what to save of a state: all but `copies`, which another layout may not have."""
         return replace(state, copies={})
 
     def checkpoint_target(self) -> TrainState:
-        """Shapes, dtypes and shardings of `to_checkpoint`: what to restore a checkpoint into,
-        whoever wrote it.
-        """
+        """Returns shapes, dtypes and shardings to restore any checkpoint into."""
         return replace(self.abstract_state(), copies={})
 
     def from_checkpoint(self, saved: TrainState) -> TrainState:
-        """The state again from what was restored into `checkpoint_target`."""
+        """Returns the full state for what was restored into `checkpoint_target`."""
         shardings = state_shardings(self.layout).copies
         make = jax.jit(lambda params: make_copies(self.layout, params), out_shardings=shardings)
         return replace(saved, copies=make(saved.params))
@@ -359,15 +377,15 @@ class Sharded:
         clip: float | None = None,
         abort_after: int | None = 10,
     ) -> CompiledStep:
-        """The training step: `state, metrics = step(state, batch)`.
+        """Returns the training step: `state, metrics = step(state, batch)`.
 
         Args:
             loss_fn: `(model, batch) -> (summed loss, count)`; microbatches are weighed by their
                 counts.
             accumulation: microbatches per optimizer step; the batch is cut into that many.
             deferred_reduction: reduce gradients once, after the last microbatch (PyTorch's
-                `no_sync`): less is sent, and every device holds gradients of full size until then.
-                Needs `local_batch`.
+                `no_sync`): less communication, and every device holds gradients of full size until
+                then. Needs `local_batch`.
             local_batch: your promise that `loss_fn` is a sum over examples, so that each device may
                 run it on its own rows, with explicit collectives. Statistics over the batch
                 (contrastive or load-balancing terms) and penalties on parameters are no such sums;
@@ -395,14 +413,9 @@ class Sharded:
             clip=clip,
         )
         local_batch = local_batch and self.layout.mesh.size > 1
-        plan = StepPlan(
-            self._model,
-            self.layout,
-            self._tx,
-            self._param_comms("manual" if local_batch else "annotate"),
-            self._boundaries(),
+        plan = self._step_plan(
             loss_fn,
-            remat=self.remat,
+            "manual" if local_batch else "annotate",
             accumulation=accumulation,
             deferred=deferred_reduction and local_batch and accumulation > 1,
             clip=clip,
@@ -415,52 +428,49 @@ class Sharded:
         )
 
     def eval_step(self, loss_fn: LossFn) -> CompiledStep:
-        """`step(state, batch) -> (sum, count)` with the model in inference mode; the state is kept."""
-        plan = self._plain(lambda model, batch: sum_and_count(loss_fn(model, batch)))
+        """Returns `step(state, batch) -> (sum, count)` in inference mode; nothing is donated."""
+        plan = self._step_plan(lambda model, batch: sum_and_count(loss_fn(model, batch)))
+        state, outputs = self.abstract_state(), replicated(self.layout.mesh)
 
         def run(plan: StepPlan, state: TrainState, batch: Any) -> Any:
             rows = jax.tree.leaves(batch)[0].shape[1]
             return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows)
 
-        return CompiledStep(
-            run,
-            plan,
-            self.abstract_state(),
-            replicated(self.layout.mesh),
-            donate=False,
-            abort_after=None,
-        )
+        return CompiledStep(run, plan, state, outputs, donate=False, abort_after=None)
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`apply(fn)(state, *args)` runs `fn(model, *args)` compiled, in inference mode; results
-        are replicated.
+        """Returns `apply(fn)(state, *args)`: `fn(model, *args)`, compiled, in inference mode.
+
+        Its results are replicated.
         """
-        whole = replicated(self.layout.mesh)
-        plan = self._plain(lambda model, args: fn(model, *args))
-        return jax.jit(lambda state, *args: forward(plan, state, args), out_shardings=whole)
+        plan = self._step_plan(lambda model, args: fn(model, *args))
+        outputs = replicated(self.layout.mesh)
+        return jax.jit(lambda state, *args: forward(plan, state, args), out_shardings=outputs)
 
     def model(self, state: TrainState) -> Any:
-        """The user's own kind of model (NNX module, bound Linen module) around the sharded arrays."""
+        """Returns the model of sharded arrays: an NNX module, or a bound Linen module."""
         return self._model.build(state.params, state.model_state)
 
-    def _plain(self, fn: LossFn) -> StepPlan:
-        """For running the model without training it."""
+    def _step_plan(self, fn: LossFn, mode: Mode = "annotate", **settings: Any) -> StepPlan:
         return StepPlan(
             self._model,
             self.layout,
             self._tx,
-            self._param_comms("annotate"),
+            self._param_comms(mode),
             self._boundaries(),
             fn,
             remat=self.remat,
+            **settings,
         )
 
     def _param_comms(self, mode: Mode) -> dict[str, ParamComm]:
-        kept = _kept(self._model, self.precision)
+        """Returns how each parameter is gathered and its gradient reduced."""
+        float32 = _float32_paths(self._model, self.precision)
         copies = flatten(self.layout.other[COPIES])
+        per_axis = mode == "manual" and _gathers_per_axis(self.layout.mesh)
         comms = {}
         for path, leaf in self.layout.by_path.items():
-            compute, reduced = self.precision.comm_dtypes(path in kept, leaf.dtype)
+            compute, reduce = self.precision.comm_dtypes(path in float32, leaf.dtype)
             comms[path] = ParamComm(
                 path,
                 self.units[path],
@@ -468,35 +478,40 @@ class Sharded:
                 leaf.mesh,
                 PartitionSpec() if path in copies else leaf.spec,
                 leaf.grad_spec,
-                GatherTransform(leaf.dtype, compute, reduced),
+                GatherTransform(leaf.dtype, compute, reduce),
                 mode,
                 leaf.stacked,
-                per_axis=mode == "manual" and _hops(leaf.mesh),
+                per_axis=per_axis,
                 trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
             )
         return comms
 
     def _boundaries(self) -> dict[str, Boundary]:
-        """What happens at which module: units gather; where dtypes mix, inputs are cast and float32
-        islands end.
+        """Returns what happens as calls enter and leave modules, by module path.
+
+        Units gather; where dtypes mix, inputs are cast, and so are the outputs of float32 modules.
         """
-        compute, output = self.precision.cast_dtype, self.precision.output_dtype
+        compute = self.precision.cast_dtype
         units = {unit for unit in self.units.values() if unit}
-        kept = _kept(self._model, self.precision) if compute is not None else set()
-        found = {}
+        float32 = _float32_paths(self._model, self.precision) if compute is not None else set()
+        boundaries = {}
         for module in self._model.modules:
-            unit = module.path if module.path in units else None
-            island = bool(module.direct & kept) or module.pinned
-            root = module.path == ROOT
+            is_root = module.path == ROOT
+            is_unit = module.path in units
+            cast_in = cast_out = None
+            if self.precision.cast_inputs and (is_unit or is_root):
+                cast_in = compute
+            if is_root:
+                cast_out = self.precision.output_dtype
+            elif module.pinned or module.direct & float32:
+                cast_out = compute
             boundary = Boundary(
-                unit,
-                self.remat if unit else "none",
-                cast_in=compute
-                if self.precision.cast_inputs and (unit is not None or root)
-                else None,
-                cast_out=output if root else compute if island else None,
-                pin=root or unit is not None,
+                unit=module.path if is_unit else None,
+                remat=self.remat if is_unit else "none",
+                cast_in=cast_in,
+                cast_out=cast_out,
+                pin=is_root or is_unit,
             )
             if boundary != Boundary():
-                found[module.path] = boundary
-        return found
+                boundaries[module.path] = boundary
+        return boundaries

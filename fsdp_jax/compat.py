@@ -1,4 +1,4 @@
-"""What of a traced program's form differs between releases of jax."""
+"""Differences between releases of jax in the form of a traced program."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -9,18 +9,18 @@ T = TypeVar("T")
 def scan_arguments(
     params: Mapping[str, Any], values: Sequence[T]
 ) -> tuple[list[T], list[T], list[T]]:
-    """(constants, carry, slices) among the operands of a `scan` with these params, or among
-    anything in their order.
+    """Returns (constants, carry, slices) of the operands of a `scan`.
+
+    Args:
+        params: of the `scan` equation.
+        values: its operands, or anything in their order.
+
     """
-    if "ft_in" in params:  # since jax 0.12 a tree says which is which
+    if "ft_in" in params:  # since jax 0.12 a tree says which operand is which
         consts, carry, xs = map(list, params["ft_in"].update(values).unpack())
-        assert len(list(params["ft_out"].unpack()[0])) == len(carry), (
-            "a scan returns what it carries"
-        )
+        carry_out = params["ft_out"].unpack()[0]
+        assert len(list(carry_out)) == len(carry), "a scan returns its carry"
         return consts, carry, xs
-    start = params["num_consts"] + params["num_carry"]
-    return (
-        list(values[: params["num_consts"]]),
-        list(values[params["num_consts"] : start]),
-        list(values[start:]),
-    )
+    end_consts = params["num_consts"]
+    end_carry = end_consts + params["num_carry"]
+    return list(values[:end_consts]), list(values[end_consts:end_carry]), list(values[end_carry:])

@@ -1,6 +1,4 @@
-"""Messages for the user: what went wrong, where, what was expected, what was found, and what to do
-about it.
-"""
+"""Errors and their messages: what went wrong, where, what was expected, and what to do about it."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -15,13 +13,11 @@ class FitError(ValueError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read: a full disk, a damaged file. Not a mistake of
-    the user.
-    """
+    """A checkpoint cannot be written or read: a full disk, a damaged file; not a user error."""
 
 
 class DamageError(CheckpointError):
-    """A checkpoint that is not as it was written; the command line exits with 3."""
+    """A checkpoint differs from what was written; the command line exits with 3."""
 
 
 class SlowerWarning(UserWarning):
@@ -31,15 +27,20 @@ class SlowerWarning(UserWarning):
 def message(
     what: str, *, where: str = "", expected: object = "", got: object = "", fix: str = ""
 ) -> str:
-    """One readable block. Empty fields are left out; the order never changes."""
+    """Returns one readable block. Empty fields are left out; the order never changes."""
     fields = {"where": where, "expected": expected, "got": got, "fix": fix}
-    return "\n".join(
-        [what, *(f"  {name + ':':<9} {value}" for name, value in fields.items() if value != "")]
-    )
+    lines = [f"  {name + ':':<9} {value}" for name, value in fields.items() if value != ""]
+    return "\n".join([what, *lines])
+
+
+def first_lines(lines: Sequence[str], limit: int) -> str:
+    """Returns the first `limit` lines and the count of the others, as one field of a message."""
+    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "\n            ".join([*lines[:limit], *more])
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`did you mean 'full_shard'?`, or the list of choices where nothing is close."""
+    """Returns `did you mean 'full_shard'?`, or the list of choices if none is close."""
     choices = sorted(set(choices))
     close = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.5)
     if close:
@@ -48,21 +49,10 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Binary units, three significant digits: `1.25 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return (
-                f"{count:.0f} {unit}"
-                if unit == "B"
-                else f"{count:.3g} {unit}"
-                if count < 999.5
-                else f"{count:.0f} {unit}"
-            )
+    """Returns a size in binary units, of three significant digits: `1.25 GiB`."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(count) >= 1024 and len(units) > 1:
         count /= 1024
-    raise AssertionError("unreachable")
-
-
-def first_lines(lines: Sequence[str], limit: int) -> str:
-    """Returns the first `limit` lines and the count of the others, as one field of a message."""
-    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
-    return "\n            ".join([*lines[:limit], *more])
+        units.pop(0)
+    whole = units[0] == "B" or count >= 999.5
+    return f"{count:.0f} {units[0]}" if whole else f"{count:.3g} {units[0]}"

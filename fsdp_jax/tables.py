@@ -7,28 +7,33 @@ from html import escape
 def text_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
 ) -> str:
-    """Columns as wide as their content, never wrapped: what a user can search, cut and diff."""
+    """Returns a table never wrapped, which a user can search, cut and diff.
+
+    `right`: names of the columns to align to the right.
+    """
     cells = [[str(cell) for cell in row] for row in (columns, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    aligned = [
-        "  ".join(
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for cell, width, name in zip(row, widths, columns, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
-    return "\n".join([aligned[0], "  ".join("-" * width for width in widths), *aligned[1:]])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    pads = [str.rjust if name in right else str.ljust for name in columns]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)]
+        return "  ".join(padded).rstrip()
+
+    head, *body = map(line, cells)
+    return "\n".join([head, "  ".join("-" * width for width in widths), *body])
 
 
 def html_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, caption: str = ""
 ) -> str:
-    """A plain table; every cell is escaped."""
-    head = "".join(f"<th style='text-align:left'>{escape(name)}</th>" for name in columns)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td style='text-align:left'>{escape(str(cell))}</td>" for cell in row)
-        + "</tr>"
-        for row in rows
+    """Returns an HTML table; every cell is escaped."""
+
+    def line(tag: str, row: Sequence[object]) -> str:
+        cells = (f"<{tag} style='text-align:left'>{escape(str(cell))}</{tag}>" for cell in row)
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return (
+        f"<table><caption>{escape(caption)}</caption>"
+        f"<thead>{line('th', columns)}</thead><tbody>{body}</tbody></table>"
     )
-    return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
