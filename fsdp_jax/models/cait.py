@@ -1,14 +1,14 @@
-"""CaiT in plain Flax NNX: talking heads over an image's patches, then class attention; LayerScale
-on every branch.
+"""CaiT in plain Flax NNX: talking heads over an image's patches, then class attention.
 
 Shapes: B batch, T patches, D width, H heads, K head dim, F hidden width of the MLP, L layers.
 
-The arithmetic is that of timm's `cait_*` models and weights. Sources: CaiT, arXiv:2103.17239;
-talking heads, arXiv:2003.02436. What the paper drops at random, whole branches, is not dropped
-here.
+Every branch is scaled (LayerScale). The arithmetic is that of timm's `cait_*` models and weights.
+Sources: CaiT, arXiv:2103.17239; talking heads, arXiv:2003.02436. The paper's stochastic depth, which
+drops whole branches, is not implemented.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fsdp_jax.models import layers, vision
+from fsdp_jax.models.config import check_positive, check_sizes, from_preset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaiTConfig:
-    """The shape of a CaiT. Raises ValueError where the numbers do not fit together."""
+    """The shape of a CaiT. Raises ValueError for sizes that do not fit together."""
 
     image_size: int = 224
     """Side of the images, in pixels."""
@@ -36,23 +37,22 @@ class CaiTConfig:
     hidden: int
     """Hidden width of the MLP."""
     layer_scale: float | None = None
-    """What every branch is multiplied with at first; None takes the paper's for the depth, see `initial_scale`."""
+    """Initial LayerScale of every branch; None uses the paper's by depth, see `initial_scale`."""
     norm_epsilon: float = 1e-6
     mean: tuple[float, ...] = vision.HALF
-    """What is taken from uint8 pixels, red, green and blue, once they are divided by 255; see `vision.to_floats`."""
+    """Subtracted from uint8 pixels / 255, red, green and blue; see `vision.to_floats`."""
     std: tuple[float, ...] = vision.HALF
-    """What they are then divided by."""
+    """Divides them after that."""
     scan_layers: bool = True
-    """Stack the blocks' parameters and compile one block of each kind; False keeps lists of blocks."""
+    """Stack the blocks' parameters and compile one block per kind; False keeps lists of blocks."""
     dtype: str | None = None
     """Compute dtype by name; None follows the parameters."""
 
     def __post_init__(self) -> None:
-        vision.check_sizes(self)
-        if self.class_layers < 1:
-            raise ValueError(f"CaiTConfig.class_layers must be at least 1, got {self.class_layers}")
-        if self.layer_scale is not None and not self.layer_scale > 0:
-            raise ValueError(f"CaiTConfig.layer_scale must be above 0, got {self.layer_scale}")
+        vision.check_image_config(self)
+        check_sizes(self, "class_layers")
+        if self.layer_scale is not None:
+            check_positive(self, "layer_scale")
 
     @property
     def patches(self) -> int:
@@ -61,17 +61,17 @@ class CaiTConfig:
 
     @property
     def initial_scale(self) -> float:
-        """`layer_scale`, or the paper's (section 2): 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6
-        beyond.
-        """
-        by_depth = 0.1 if self.layers <= 18 else 1e-5 if self.layers <= 24 else 1e-6
-        return by_depth if self.layer_scale is None else self.layer_scale
+        """`layer_scale`, or the paper's (section 2): 0.1 up to 18 blocks, 1e-5 to 24, then 1e-6."""
+        if self.layer_scale is not None:
+            return self.layer_scale
+        if self.layers <= 18:
+            return 0.1
+        return 1e-5 if self.layers <= 24 else 1e-6
 
 
 def _cait(depth: int, width: int, heads: int, image_size: int) -> CaiTConfig:
-    return CaiTConfig(
-        image_size=image_size, layers=depth, width=width, heads=heads, hidden=4 * width
-    )
+    sizes = {"layers": depth, "width": width, "heads": heads, "hidden": 4 * width}
+    return CaiTConfig(image_size=image_size, **sizes)
 
 
 PRESETS: dict[str, CaiTConfig] = {
@@ -84,19 +84,7 @@ PRESETS: dict[str, CaiTConfig] = {
     "cait-m36-384": _cait(36, 768, 16, 384),  # 271M
     "cait-m48-448": _cait(48, 768, 16, 448),  # 356M
 }
-
-
-def preset(name: str, **overrides: Any) -> CaiTConfig:
-    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was
-    probably meant.
-    """
-    return layers.from_preset(PRESETS, name, overrides)
-
-
-def _norm(config: CaiTConfig, *, rngs: nnx.Rngs) -> layers.LayerNorm:
-    return layers.LayerNorm(
-        config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs
-    )
+preset = partial(from_preset, PRESETS)
 
 
 class HeadMix(nnx.Module):
@@ -104,14 +92,13 @@ class HeadMix(nnx.Module):
 
     def __init__(self, heads: int, *, dtype: str | None, rngs: nnx.Rngs):
         self.dtype = dtype
-        self.kernel = vision.drawn(heads, heads, rngs=rngs)
+        self.kernel = vision.normal_param(heads, heads, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros((heads,), jnp.float32))
 
     def __call__(self, x_BHTS: jax.Array) -> jax.Array:
         """[B, H, T, S] to [B, H, T, S] in the dtype of the input."""
-        kernel, bias = (
-            value[...].astype(self.dtype or x_BHTS.dtype) for value in (self.kernel, self.bias)
-        )
+        dtype = self.dtype or x_BHTS.dtype
+        kernel, bias = self.kernel[...].astype(dtype), self.bias[...].astype(dtype)
         mixed = jnp.einsum("bhts,hg->bgts", x_BHTS, kernel) + bias[None, :, None, None]
         return mixed.astype(x_BHTS.dtype)
 
@@ -119,13 +106,13 @@ class HeadMix(nnx.Module):
 class TalkingHeadsAttention(nnx.Module):
     """Self-attention whose heads are mixed before the softmax (`proj_l`) and after it (`proj_w`).
 
-    Written out, not with an `Attention`: a fused kernel keeps the scores of one head at a time, and
-    here each head's depend on all of them.
+    It takes no `Attention`: a fused kernel computes the scores of one head at a time, and here each
+    head's depend on all of them.
     """
 
     def __init__(self, config: CaiTConfig, *, rngs: nnx.Rngs):
         D, dtype = config.width, config.dtype
-        self.heads = config.heads
+        self.head_dim = D // config.heads
         self.qkv = layers.linear(D, 3 * D, dtype=dtype, rngs=rngs)
         self.proj_l = HeadMix(config.heads, dtype=dtype, rngs=rngs)
         self.proj_w = HeadMix(config.heads, dtype=dtype, rngs=rngs)
@@ -133,38 +120,36 @@ class TalkingHeadsAttention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
-        B, T, D = x_BTD.shape
         parts = jnp.split(self.qkv(x_BTD), 3, axis=-1)
-        q_BTHK, k_BTHK, v_BTHK = (part.reshape(B, T, self.heads, D // self.heads) for part in parts)
-        q_BTHK = q_BTHK * (D // self.heads) ** -0.5
+        q_BTHK, k_BTHK, v_BTHK = (layers.split_heads(part, self.head_dim) for part in parts)
+        q_BTHK = q_BTHK * self.head_dim**-0.5
         scores_BHTS = self.proj_l(jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK))
         weights_BHTS = jax.nn.softmax(scores_BHTS.astype(jnp.float32), axis=-1).astype(v_BTHK.dtype)
         attended = jnp.einsum("bhts,bshk->bthk", self.proj_w(weights_BHTS), v_BTHK)
-        return self.o(attended.reshape(B, T, D))
+        return self.o(attended.reshape(x_BTD.shape))
 
 
-class _Scaled(nnx.Module):
-    """What both blocks are: attention, then an MLP, each after a norm and times a LayerScale,
-    gamma_1 and gamma_2.
-    """
+class _ScaledBlock(nnx.Module):
+    """Base of both blocks: attention, then an MLP, each after a norm and times a LayerScale."""
 
     def __init__(self, config: CaiTConfig, attn: nnx.Module, *, rngs: nnx.Rngs):
         def scale() -> nnx.Param:
             return nnx.Param(jnp.full((config.width,), config.initial_scale, jnp.float32))
 
-        self.attn_norm = _norm(config, rngs=rngs)
+        self.attn_norm = vision.layer_norm(config, rngs=rngs)
         self.attn = attn
         self.gamma_1 = scale()
-        self.mlp_norm = _norm(config, rngs=rngs)
-        self.mlp = vision.MLP(config.width, config.hidden, dtype=config.dtype, rngs=rngs)
+        self.mlp_norm = vision.layer_norm(config, rngs=rngs)
+        self.mlp = vision.mlp(config, rngs=rngs)
         self.gamma_2 = scale()
 
 
-def _times(gamma: nnx.Param, y_BTD: jax.Array, dtype: Any) -> jax.Array:
-    return gamma[...].astype(dtype)[None, None] * y_BTD.astype(dtype)
+def _add_scaled(x_BTD: jax.Array, gamma: nnx.Param, branch: jax.Array) -> jax.Array:
+    """Returns x + gamma * branch in the dtype of x."""
+    return x_BTD + gamma[...].astype(x_BTD.dtype)[None, None] * branch.astype(x_BTD.dtype)
 
 
-class CaiTBlock(_Scaled):
+class CaiTBlock(_ScaledBlock):
     """One block of talking-heads attention between the patches."""
 
     def __init__(self, config: CaiTConfig, *, rngs: nnx.Rngs):
@@ -172,24 +157,22 @@ class CaiTBlock(_Scaled):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D] in the dtype of the input."""
-        x_BTD = x_BTD + _times(self.gamma_1, self.attn(self.attn_norm(x_BTD)), x_BTD.dtype)
-        return x_BTD + _times(self.gamma_2, self.mlp(self.mlp_norm(x_BTD)), x_BTD.dtype)
+        x_BTD = _add_scaled(x_BTD, self.gamma_1, self.attn(self.attn_norm(x_BTD)))
+        return _add_scaled(x_BTD, self.gamma_2, self.mlp(self.mlp_norm(x_BTD)))
 
 
-class ClassAttentionBlock(_Scaled):
-    """One block in which the class token reads itself and the patches, which stay as they are."""
+class ClassAttentionBlock(_ScaledBlock):
+    """One block in which the class token attends to itself and the patches, which do not change."""
 
     def __init__(self, config: CaiTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
-        attn = vision.Attention(
-            config.width, config.heads, attention=attention, dtype=config.dtype, rngs=rngs
-        )
+        attn = vision.VisionAttention(config, attention=attention, rngs=rngs)
         super().__init__(config, attn, rngs=rngs)
 
     def __call__(self, x_B1D: jax.Array, *, patches: jax.Array) -> jax.Array:
         """The class token [B, 1, D] and the patches [B, T, D] to the class token, in its dtype."""
-        seen = self.attn_norm(jnp.concatenate([x_B1D, patches], axis=1))
-        x_B1D = x_B1D + _times(self.gamma_1, self.attn(seen[:, :1], seen), x_B1D.dtype)
-        return x_B1D + _times(self.gamma_2, self.mlp(self.mlp_norm(x_B1D)), x_B1D.dtype)
+        source = self.attn_norm(jnp.concatenate([x_B1D, patches], axis=1))
+        x_B1D = _add_scaled(x_B1D, self.gamma_1, self.attn(source[:, :1], source))
+        return _add_scaled(x_B1D, self.gamma_2, self.mlp(self.mlp_norm(x_B1D)))
 
 
 class CaiT(nnx.Module):
@@ -197,7 +180,7 @@ class CaiT(nnx.Module):
 
     `blocks` is one CaiTBlock whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L
     CaiTBlocks; so are `class_blocks` ClassAttentionBlocks. `rngs` needs a `params` stream.
-    `attention` replaces the class attention alone. Weights start from normal(0, 0.02), biases from
+    `attention` replaces the class attention only. Weights start from normal(0, 0.02), biases from
     zero, as in timm.
     """
 
@@ -211,53 +194,42 @@ class CaiT(nnx.Module):
         D, dtype = config.width, config.dtype
         self.config = config
         self.patches = vision.PatchEmbed(config.patch, D, dtype=dtype, rngs=rngs)
-        self.class_token = vision.drawn(1, 1, D, rngs=rngs)
-        self.positions = vision.drawn(1, config.patches, D, rngs=rngs)
-
-        def make(rngs: nnx.Rngs) -> CaiTBlock:
-            return CaiTBlock(config, rngs=rngs)
-
-        def make_class(rngs: nnx.Rngs) -> ClassAttentionBlock:
-            return ClassAttentionBlock(config, attention=attention, rngs=rngs)
-
-        scan = config.scan_layers
-        self.blocks = layers.make_blocks(make, config.layers, scan_layers=scan, rngs=rngs)
-        self.class_blocks = layers.make_blocks(
-            make_class, config.class_layers, scan_layers=scan, rngs=rngs
-        )
-        self.norm = _norm(config, rngs=rngs)
+        self.class_token = vision.normal_param(1, 1, D, rngs=rngs)
+        self.positions = vision.normal_param(1, config.patches, D, rngs=rngs)
+        stack: dict[str, Any] = {"scan_layers": config.scan_layers, "rngs": rngs}
+        self.blocks = layers.make_blocks(partial(CaiTBlock, config), config.layers, **stack)
+        make_class = partial(ClassAttentionBlock, config, attention=attention)
+        self.class_blocks = layers.make_blocks(make_class, config.class_layers, **stack)
+        self.norm = vision.layer_norm(config, rngs=rngs)
         self.head = layers.linear(D, config.classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
 
-        uint8 pixels are normalised by the config's mean and std; floats are taken as they are.
-        ValueError for images of another shape or dtype. `deterministic` is what every family is
-        called with; a CaiT draws no random numbers.
+        uint8 pixels are normalized by the config's mean and std; floats are passed on unchanged.
+        ValueError for images of another shape or dtype. `deterministic`, which every family takes,
+        has no effect: a CaiT draws no random numbers.
         """
-        vision.check_images(images_BHWC, self.config.image_size)
-        x_BTD = self.patches(vision.to_floats(images_BHWC, self.config.mean, self.config.std))
+        config = self.config
+        vision.check_images(images_BHWC, config.image_size)
+        x_BTD = self.patches(vision.to_floats(images_BHWC, config.mean, config.std))
         x_BTD = x_BTD + self.positions[...].astype(x_BTD.dtype)
         x_BTD = layers.run_blocks(self.blocks, x_BTD)
-        token = self.class_token[...].astype(x_BTD.dtype)
-        token_B1D = jnp.broadcast_to(token, (x_BTD.shape[0], 1, x_BTD.shape[2]))
+        token_B1D = vision.repeat_token(self.class_token, x_BTD)
         token_B1D = layers.run_blocks(self.class_blocks, token_B1D, patches=x_BTD)
         return self.head(self.norm(token_B1D[:, 0]))
 
 
 def _sizes(config: CaiTConfig) -> tuple[int, int, int]:
-    """Parameters of a block less its head mixes, of its head mixes, and of the final norm with the
-    head.
-    """
+    """Returns the parameters of a block without its head mixes, of these, and of norm and head."""
     D, F, H = config.width, config.hidden, config.heads
-    block = (
-        4 * D * D + 2 * D * F + 11 * D + F
-    )  # products; their biases, 5 D + F; two norms, 4 D; two scales, 2 D
+    # matmuls; their biases, 5 D + F; two norms, 4 D; two scales, 2 D
+    block = 4 * D * D + 2 * D * F + 11 * D + F
     return block, 2 * (H * H + H), 2 * D + config.classes * (D + 1)
 
 
 def parameter_count(config: CaiTConfig) -> int:
-    """The number of parameters."""
+    """Returns the number of parameters."""
     block, mixes, head = _sizes(config)
     D = config.width
     patches = vision.CHANNELS * config.patch**2 * D + D
@@ -266,24 +238,20 @@ def parameter_count(config: CaiTConfig) -> int:
 
 
 def flops_per_example(config: CaiTConfig) -> float:
-    """Model FLOPs of one image of a training step, forward and backward.
+    """Returns the model FLOPs of one image of a training step, forward and backward.
 
-    The convention is 6 N + 12 L D T per position (PaLM, appendix B), with what each parameter is
-    multiplied with counted apart: the patches' kernel and the blocks T times, the mixes of heads T
-    x T times; of a class block the keys and values and the norm before them T + 1 times, all else
-    once, as the final norm and the head. The class token and the positions are added, not
-    multiplied. Nothing is added for recomputation.
+    The convention is 6 N + 12 L D T per position (PaLM, appendix B), with the positions that each
+    parameter is multiplied with counted separately: the patches' kernel and the blocks T times, the
+    mixes of heads T x T times; of a class block the keys and values and the norm before them T + 1
+    times, the rest once, as the final norm and the head. The class token and the positions are
+    added, not multiplied. Nothing is added for recomputation.
     """
     block, mixes, head = _sizes(config)
     D, T = config.width, config.patches
     patches = (vision.CHANNELS * config.patch**2 + 1) * D * T
-    read = 2 * D * D + 2 * D + 2 * D  # k and v with their biases, a norm
-    class_block = read * (T + 1) + block - read
-    multiplied = (
-        patches
-        + config.layers * (block * T + mixes * T * T)
-        + config.class_layers * class_block
-        + head
-    )
+    keys_values = 2 * D * D + 2 * D + 2 * D  # k and v with their biases, a norm
+    class_block = keys_values * (T + 1) + block - keys_values
+    blocks = config.layers * (block * T + mixes * T * T)
+    multiplied = patches + blocks + config.class_layers * class_block + head
     pairs = config.layers * T * T + config.class_layers * (T + 1)
     return 6.0 * multiplied + 12.0 * D * pairs

@@ -1,5 +1,4 @@
-"""GPT-2 in plain Flax NNX: pre-norm blocks, learned positions, biases, and a head tied to the
-embedding.
+"""GPT-2 in plain Flax NNX: pre-norm blocks, learned positions, biases, a head tied to the embedding.
 
 Shapes: B batch, T sequence, D width, H heads, K head dim, V vocab, L layers.
 
@@ -9,18 +8,19 @@ to the residual stream, so that any fused attention can be used.
 
 import dataclasses
 import math
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from fsdp_jax.models import layers
+from fsdp_jax.models.config import check_dropout, check_multiple, check_sizes, from_preset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a GPT. Raises ValueError where the numbers do not fit together."""
+    """The shape of a GPT. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int
     sequence_length: int
@@ -29,9 +29,9 @@ class GPTConfig:
     width: int
     heads: int
     pad_vocab_to: int = 128
-    """The embedding table and the head have as many rows as the next multiple of this, so that they can be sharded."""
+    """The rows of the embedding and of the head are padded to a multiple of this, to be sharded."""
     dropout: float = 0.0
-    """The probability that a value is dropped; above 0 the model needs a `dropout` random stream."""
+    """Dropout probability; above 0 the model needs a `dropout` random stream."""
     scan_layers: bool = True
     """Stack the blocks' parameters and compile one block; False keeps a list of blocks."""
     tie_head: bool = True
@@ -40,23 +40,14 @@ class GPTConfig:
     """Compute dtype by name; None follows the parameters and inputs."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "sequence_length", "layers", "width", "heads", "pad_vocab_to"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"GPTConfig.{name} must be at least 1, got {getattr(self, name)}")
-        if self.width % self.heads:
-            raise ValueError(
-                f"GPTConfig.width must be a multiple of heads, got width {self.width}, heads {self.heads}"
-            )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(
-                f"GPTConfig.dropout must be at least 0 and below 1, got {self.dropout}"
-            )
+        names = ("vocab_size", "sequence_length", "layers", "width", "heads", "pad_vocab_to")
+        check_sizes(self, *names)
+        check_multiple(self, "width", "heads")
+        check_dropout(self)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding table. Those from vocab_size on belong to no token: no logit, no
-        gradient.
-        """
+        """Rows of the embedding table; those from vocab_size on have no logit and no gradient."""
         return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
 
 
@@ -64,39 +55,26 @@ def _gpt2(depth: int, width: int, heads: int) -> GPTConfig:
     return GPTConfig(vocab_size=50257, sequence_length=1024, layers=depth, width=width, heads=heads)
 
 
+# The shapes of GPT-3 (arXiv:2005.14165, table 2.1) and of the 1T model that PyTorch's FSDP was
+# announced with; minGPT, which that was, has an untied head.
+_large = partial(dataclasses.replace, sequence_length=2048, tie_head=False)
+
 PRESETS: dict[str, GPTConfig] = {
-    "tiny": GPTConfig(
-        vocab_size=256, sequence_length=128, layers=4, width=128, heads=4
-    ),  # 0.8M, bytes
-    "small": GPTConfig(
-        vocab_size=256, sequence_length=256, layers=6, width=384, heads=6
-    ),  # 10.8M, bytes
+    # 0.8M and 10.8M parameters, bytes
+    "tiny": GPTConfig(vocab_size=256, sequence_length=128, layers=4, width=128, heads=4),
+    "small": GPTConfig(vocab_size=256, sequence_length=256, layers=6, width=384, heads=6),
     "gpt2": _gpt2(12, 768, 12),  # 124M
     "gpt2-medium": _gpt2(24, 1024, 16),  # 355M
     "gpt2-large": _gpt2(36, 1280, 20),  # 774M
     "gpt2-xl": _gpt2(48, 1600, 25),  # 1.56B
-    # The shapes of GPT-3 (arXiv:2005.14165, table 2.1), and of the 1T model that PyTorch's FSDP was
-    # announced with; minGPT, which that was, has an untied head.
-    "gpt3-175b": dataclasses.replace(
-        _gpt2(96, 12_288, 96), sequence_length=2048, tie_head=False
-    ),  # 175B
-    "gpt-1t": dataclasses.replace(
-        _gpt2(128, 25_600, 160), sequence_length=2048, tie_head=False
-    ),  # 1.01T
+    "gpt3-175b": _large(_gpt2(96, 12_288, 96)),  # 175B
+    "gpt-1t": _large(_gpt2(128, 25_600, 160)),  # 1.01T
 }
-
-
-def preset(name: str, **overrides: Any) -> GPTConfig:
-    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was
-    probably meant.
-    """
-    return layers.from_preset(PRESETS, name, overrides)
+preset = partial(from_preset, PRESETS)
 
 
 class Block(nnx.Module):
-    """One pre-norm transformer block: attention, then an MLP four times as wide, each added to the
-    residual stream.
-    """
+    """One pre-norm transformer block: attention, then an MLP four times as wide."""
 
     def __init__(self, config: GPTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
         D, dtype = config.width, config.dtype
@@ -109,20 +87,14 @@ class Block(nnx.Module):
         )
         self.ln_2 = layers.layer_norm(D, dtype=dtype, rngs=rngs)
         self.mlp = layers.MLP(D, 4 * D, out_std=out_std, dtype=dtype, rngs=rngs)
-        self.dropout = layers.dropout(config.dropout, rngs=rngs)
+        self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
 
     def __call__(
         self, x_BTD: jax.Array, *, segments: jax.Array | None = None, deterministic: bool = True
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input, also where a norm kept in float32
-        widens a branch.
-        """
-
-        def branch(y_BTD: jax.Array) -> jax.Array:
-            return self.dropout(y_BTD, deterministic=deterministic).astype(x_BTD.dtype)
-
-        x_BTD = x_BTD + branch(self.attn(self.ln_1(x_BTD), segments))
-        return x_BTD + branch(self.mlp(self.ln_2(x_BTD)))
+        """[B, T, D] to [B, T, D] in the dtype of the input."""
+        x_BTD = self.dropout.add(x_BTD, self.attn(self.ln_1(x_BTD), segments), deterministic)
+        return self.dropout.add(x_BTD, self.mlp(self.ln_2(x_BTD)), deterministic)
 
 
 class GPT(layers.LanguageModel):
@@ -140,20 +112,12 @@ class GPT(layers.LanguageModel):
         rngs: nnx.Rngs,
         attention: layers.Attention = layers.blockwise_attention,
     ):
-        V, T, D, dtype = (
-            config.padded_vocab_size,
-            config.sequence_length,
-            config.width,
-            config.dtype,
-        )
+        V, D, dtype = config.padded_vocab_size, config.width, config.dtype
         self.config = config
         self.embed = layers.embedding(V, D, tied=config.tie_head, dtype=dtype, rngs=rngs)
-        self.positions = layers.embedding(T, D, dtype=dtype, rngs=rngs)
-        self.dropout = layers.dropout(config.dropout, rngs=rngs)
-
-        def make(rngs: nnx.Rngs) -> Block:
-            return Block(config, attention=attention, rngs=rngs)
-
+        self.positions = layers.embedding(config.sequence_length, D, dtype=dtype, rngs=rngs)
+        self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
+        make = partial(Block, config, attention=attention)
         self.blocks = layers.make_blocks(
             make, config.layers, scan_layers=config.scan_layers, rngs=rngs
         )
@@ -161,49 +125,53 @@ class GPT(layers.LanguageModel):
         if not config.tie_head:
             self.head = layers.head(D, V, dtype=dtype, rngs=rngs)
 
-    def _trunk(
+    def hidden_states(
         self,
         tokens_BT: jax.Array,
-        segments: jax.Array | None,
-        positions: jax.Array | None,
-        deterministic: bool,
+        *,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        deterministic: bool = True,
     ) -> jax.Array:
-        """All but the head, to [B, T, D]."""
-        T = tokens_BT.shape[1]
-        if self.config.sequence_length < T:
-            raise ValueError(
-                f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}"
-            )
-        x_BTD = self.embed(tokens_BT) + self.positions(
-            jnp.arange(T)[None] if positions is None else positions
-        )
+        """Int32 [B, T] to the input of the head, [B, T, D].
+
+        Args:
+            tokens_BT: at most `sequence_length` tokens a row; more are a ValueError.
+            segments: int32 [B, T], of packed documents: a token attends to those before it in its
+                own segment only.
+            positions: int32 [B, T], of packed documents; 0 to T-1 if absent.
+            deterministic: False applies dropout, and advances its random state.
+
+        """
+        layers.check_length(tokens_BT, self.config.sequence_length, "sequence_length")
+        if positions is None:
+            positions = jnp.arange(tokens_BT.shape[1])[None]
+        x_BTD = self.embed(tokens_BT) + self.positions(positions)
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)
-        x_BTD = layers.run_blocks(
-            self.blocks, x_BTD, segments=segments, deterministic=deterministic
-        )
-        return self.ln_f(x_BTD)
+        settings = {"segments": segments, "deterministic": deterministic}
+        return self.ln_f(layers.run_blocks(self.blocks, x_BTD, **settings))
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """The number of parameters that are stored; a tied head counts once.
+    """Returns the number of parameters that are stored; a tied head counts once.
 
     With `pad_vocab_to=1` it is the published count: 124,439,808 for gpt2, which stores 47 rows of
     768 more.
     """
     V, T, D = config.padded_vocab_size, config.sequence_length, config.width
-    block = (
-        12 * D * D + 13 * D
-    )  # qkv, out, up, down: 3 + 1 + 4 + 4 squares and 9 bias rows; two norms: 4 rows
-    return (V + T) * D + config.layers * block + 2 * D + (0 if config.tie_head else V * D)
+    # qkv, out, up, down: 3 + 1 + 4 + 4 squares and 9 bias rows; two norms: 4 rows
+    block = 12 * D * D + 13 * D
+    head = 0 if config.tie_head else V * D
+    return (V + T) * D + config.layers * block + 2 * D + head
 
 
 def flops_per_token(config: GPTConfig) -> float:
-    """Model FLOPs per token of a training step, forward and backward, at the full sequence length.
+    """Returns the model FLOPs per token of a training step at the full sequence length.
 
-    The convention is 6 N + 12 L D T (PaLM, appendix B). N leaves out the tables that are looked up,
-    not multiplied: the positions and, where the head is its own matrix, the embedding. It leaves
-    out the rows that pad the vocabulary. Attention is counted in full, not halved for causality,
-    and nothing is added for recomputation.
+    Forward and backward by the convention 6 N + 12 L D T (PaLM, appendix B). N leaves out tables
+    that are looked up, not multiplied: the positions and, where the head is its own matrix, the
+    embedding. It leaves out the rows that pad the vocabulary. Attention is counted in full, not
+    halved for causality, and nothing is added for recomputation.
     """
     V, T, D = config.vocab_size, config.sequence_length, config.width
     published = parameter_count(dataclasses.replace(config, pad_vocab_to=1))

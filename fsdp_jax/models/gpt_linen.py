@@ -1,5 +1,4 @@
-"""GPT-2 in Flax Linen: the configuration, the arithmetic, and the names and shapes of parameters of
-`gpt.GPT`.
+"""GPT-2 in Flax Linen, with the configuration, arithmetic and parameter names of `gpt.GPT`.
 
 Shapes: B batch, T sequence, D width, H heads, V vocab, L layers.
 """
@@ -32,9 +31,7 @@ def _layer_norm(config: GPTConfig, *, name: str) -> nn.LayerNorm:
 
 
 class LinenSelfAttention(nn.Module):
-    """Causal multi-head self-attention with one fused projection to queries, keys and values, in
-    that order.
-    """
+    """Causal multi-head self-attention with one fused projection to queries, keys and values."""
 
     config: GPTConfig
     out_std: float
@@ -42,17 +39,16 @@ class LinenSelfAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there
-        are segments.
-        """
-        B, T, D = x_BTD.shape
-        H = self.config.heads
+        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
+        D = x_BTD.shape[-1]
         parts = jnp.split(_linear(3 * D, self.config, name="qkv")(x_BTD), 3, axis=-1)
-        q_BTHK, k_BTHK, v_BTHK = (part.reshape(B, T, H, D // H) for part in parts)
-        attended = self.attention(
-            q_BTHK, k_BTHK, v_BTHK, is_causal=True, **layers.within(segments_BT)
+        q_BTHK, k_BTHK, v_BTHK = (
+            layers.split_heads(part, D // self.config.heads) for part in parts
         )
-        return _linear(D, self.config, std=self.out_std, name="out")(attended.reshape(B, T, D))
+        more = layers.segment_pair(segments_BT)
+        attended = self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **more)
+        out = _linear(D, self.config, std=self.out_std, name="out")
+        return out(attended.reshape(x_BTD.shape))
 
 
 class LinenMLP(nn.Module):
@@ -70,9 +66,7 @@ class LinenMLP(nn.Module):
 
 
 class LinenBlock(nn.Module):
-    """One pre-norm transformer block: attention, then an MLP four times as wide, each added to the
-    residual stream.
-    """
+    """One pre-norm transformer block: attention, then an MLP four times as wide."""
 
     config: GPTConfig
     attention: layers.Attention
@@ -82,9 +76,7 @@ class LinenBlock(nn.Module):
     def __call__(
         self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
     ) -> tuple[jax.Array, None]:
-        """[B, T, D] to ([B, T, D] in the dtype of the input, None): a carry and no output, as
-        `nn.scan` has it.
-        """
+        """[B, T, D] to ([B, T, D] in its dtype, None): a carry and no output, for `nn.scan`."""
         config = self.config
         out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
         dropout = nn.Dropout(config.dropout, deterministic=self.deterministic)
@@ -99,7 +91,7 @@ class LinenBlock(nn.Module):
 
 
 class LinenBlocks(nn.Module):
-    """The blocks one after another, named 0 to L-1, as those of an `nnx.List` are."""
+    """The blocks in order, named 0 to L-1, as those of an `nnx.List` are."""
 
     config: GPTConfig
     attention: layers.Attention
@@ -109,11 +101,10 @@ class LinenBlocks(nn.Module):
     def __call__(
         self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
     ) -> tuple[jax.Array, None]:
-        """[B, T, D] to ([B, T, D], None), like a scan of them."""
+        """[B, T, D] to ([B, T, D], None), like a scan of the blocks."""
+        settings = (self.config, self.attention, self.deterministic)
         for i in range(self.config.layers):
-            x_BTD, _ = LinenBlock(self.config, self.attention, self.deterministic, name=str(i))(
-                x_BTD, segments_BT
-            )
+            x_BTD, _ = LinenBlock(*settings, name=str(i))(x_BTD, segments_BT)
         return x_BTD, None
 
 
@@ -137,28 +128,19 @@ class LinenGPT(nn.Module):
         positions: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """int32 [B, T] to logits [B, T, V] in the compute dtype; ValueError where T exceeds the
-        config's.
-
-        `segments` and `positions`, int32 [B, T], are of packed documents, as `gpt.GPT` takes them.
-        """
-        config, T = self.config, tokens_BT.shape[1]
-        if config.sequence_length < T:
-            raise ValueError(
-                f"expected at most {config.sequence_length} tokens (sequence_length), got {T}"
-            )
+        """Int32 [B, T] to logits [B, T, V] in the compute dtype; arguments are those of `gpt.GPT`."""
+        config = self.config
+        layers.check_length(tokens_BT, config.sequence_length, "sequence_length")
+        if positions is None:
+            positions = jnp.arange(tokens_BT.shape[1])[None]
         embed = _embedding(config.padded_vocab_size, config, name="embed")
         table = _embedding(config.sequence_length, config, name="positions")
-        x_BTD = embed(tokens_BT) + table(jnp.arange(T)[None] if positions is None else positions)
+        x_BTD = embed(tokens_BT) + table(positions)
         x_BTD = nn.Dropout(config.dropout, deterministic=deterministic)(x_BTD)
         blocks: type[nn.Module] = LinenBlocks
         if config.scan_layers:
-            streams = {"params": True, "dropout": True}
-            scanned: dict[str, Any] = {
-                "split_rngs": streams,
-                "in_axes": (nn.broadcast,),
-                "length": config.layers,
-            }
+            scanned: dict[str, Any] = {"in_axes": (nn.broadcast,), "length": config.layers}
+            scanned["split_rngs"] = {"params": True, "dropout": True}
             blocks = nn.scan(LinenBlock, {"params": 0}, **scanned)
         x_BTD, _ = blocks(config, self.attention, deterministic, name="blocks")(x_BTD, segments)
         x_BTD = _layer_norm(config, name="ln_f")(x_BTD)

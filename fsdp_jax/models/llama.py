@@ -1,16 +1,16 @@
-"""Llama 2 and 3 in plain Flax NNX: pre-norm blocks with RMSNorm, rotary positions, grouped queries
-and SwiGLU.
+"""Llama 2 and 3 in plain Flax NNX: RMSNorm, rotary positions, grouped queries and SwiGLU.
 
 Shapes: B batch, T sequence, D width, H query heads, G key and value heads, K head dim, F hidden
 width, V vocab, L layers.
 
 Parameters are named after what they do; their order, and the halves that the rotary embedding
-turns, are those of the weights on Hugging Face. Sources: Llama 2, arXiv:2307.09288; Llama 3,
+rotates, are those of the weights on Hugging Face. Sources: Llama 2, arXiv:2307.09288; Llama 3,
 arXiv:2407.21783.
 """
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fsdp_jax.models import layers
+from fsdp_jax.models.config import check_multiple, check_positive, check_sizes, from_preset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How Llama 3.1 and later stretch the rotary embedding to longer sequences than they were first
-    trained on.
+    """How Llama 3.1 and later extend the rotary embedding beyond the first training length.
 
-    Frequencies that turn less than `low_frequency_factor` times in `original_length` tokens are
-    divided by `factor`, those that turn more than `high_frequency_factor` times stay, and between
+    Frequencies that rotate less than `low_frequency_factor` times in `original_length` tokens are
+    divided by `factor`, those that rotate more than `high_frequency_factor` times stay, and between
     them it is interpolated.
     """
 
@@ -38,18 +38,16 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.factor < 1 or self.original_length < 1:
-            raise ValueError(
-                f"RopeScaling.factor and original_length must be at least 1, got {self}"
-            )
+            expected = "RopeScaling.factor and original_length must be at least 1"
+            raise ValueError(f"{expected}, got {self}")
         if not 0 < self.low_frequency_factor < self.high_frequency_factor:
-            raise ValueError(
-                f"RopeScaling.low_frequency_factor must be above 0 and below the high one, got {self}"
-            )
+            expected = "RopeScaling.low_frequency_factor must be above 0 and below the high one"
+            raise ValueError(f"{expected}, got {self}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The shape of a Llama. Raises ValueError where the numbers do not fit together."""
+    """The shape of a Llama. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int
     sequence_length: int
@@ -74,30 +72,13 @@ class LlamaConfig:
     """Compute dtype by name; None follows the parameters and inputs."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "sequence_length",
-            "layers",
-            "width",
-            "heads",
-            "kv_heads",
-            "hidden",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"LlamaConfig.{name} must be at least 1, got {getattr(self, name)}"
-                )
-        for name in ("rope_theta", "norm_epsilon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"LlamaConfig.{name} must be above 0, got {getattr(self, name)}")
+        sizes = ("vocab_size", "sequence_length", "layers", "width", "heads", "kv_heads", "hidden")
+        check_sizes(self, *sizes)
+        check_positive(self, "rope_theta", "norm_epsilon")
         if self.width % (2 * self.heads):
-            where = f"width {self.width}, heads {self.heads}"
-            raise ValueError(
-                f"LlamaConfig.width must be a multiple of 2 x heads (rotary pairs), got {where}"
-            )
-        if self.heads % self.kv_heads:
-            where = f"heads {self.heads}, kv_heads {self.kv_heads}"
-            raise ValueError(f"LlamaConfig.heads must be a multiple of kv_heads, got {where}")
+            expected = "LlamaConfig.width must be a multiple of 2 x heads (rotary pairs)"
+            raise ValueError(f"{expected}, got width {self.width}, heads {self.heads}")
+        check_multiple(self, "heads", "kv_heads")
 
     @property
     def head_dim(self) -> int:
@@ -114,77 +95,49 @@ _LLAMA2 = LlamaConfig(
     kv_heads=32,
     hidden=11_008,
 )
-
-_LLAMA3 = dataclasses.replace(
-    _LLAMA2,
-    vocab_size=128_256,
-    sequence_length=8192,
-    kv_heads=8,
-    hidden=14_336,
-    rope_theta=500_000.0,
+_llama2 = partial(dataclasses.replace, _LLAMA2)
+_LLAMA3 = _llama2(
+    vocab_size=128_256, sequence_length=8192, kv_heads=8, hidden=14_336, rope_theta=500_000.0
 )
+_llama3 = partial(dataclasses.replace, _LLAMA3)
 _70B: dict[str, Any] = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28_672}
 _LONG: dict[str, Any] = {"sequence_length": 131_072, "rope_scaling": RopeScaling(factor=8.0)}
+_1B: dict[str, Any] = {"layers": 16, "width": 2048, "hidden": 8192, "tie_head": True}
 
 PRESETS: dict[str, LlamaConfig] = {
     "llama-tiny": LlamaConfig(  # 0.7M, bytes
         vocab_size=256, sequence_length=128, layers=4, width=128, heads=4, kv_heads=2, hidden=320
     ),
     "llama2-7b": _LLAMA2,  # 6.74B
-    "llama2-13b": dataclasses.replace(
-        _LLAMA2, layers=40, width=5120, heads=40, kv_heads=40, hidden=13_824
-    ),  # 13.0B
-    "llama2-70b": dataclasses.replace(_LLAMA2, **_70B),  # 69.0B
+    "llama2-13b": _llama2(layers=40, width=5120, heads=40, kv_heads=40, hidden=13_824),  # 13.0B
+    "llama2-70b": _llama2(**_70B),  # 69.0B
     "llama3-8b": _LLAMA3,  # 8.03B
-    "llama3-70b": dataclasses.replace(_LLAMA3, **_70B),  # 70.6B
-    "llama3.1-8b": dataclasses.replace(_LLAMA3, **_LONG),
-    "llama3.1-70b": dataclasses.replace(_LLAMA3, **_70B, **_LONG),
-    "llama3.2-1b": dataclasses.replace(  # 1.24B
-        _LLAMA3,
-        sequence_length=131_072,
-        layers=16,
-        width=2048,
-        hidden=8192,
-        rope_scaling=RopeScaling(factor=32.0),
-        tie_head=True,
-    ),
+    "llama3-70b": _llama3(**_70B),  # 70.6B
+    "llama3.1-8b": _llama3(**_LONG),
+    "llama3.1-70b": _llama3(**_70B, **_LONG),
+    "llama3.2-1b": _llama3(**_LONG | _1B | {"rope_scaling": RopeScaling(factor=32.0)}),  # 1.24B
 }
-
-
-def preset(name: str, **overrides: Any) -> LlamaConfig:
-    """The preset `name` with fields replaced; ValueError for an unknown name or field says what was
-    probably meant.
-    """
-    return layers.from_preset(PRESETS, name, overrides)
-
-
-def rms_norm(config: LlamaConfig, *, rngs: nnx.Rngs) -> layers.RMSNorm:
-    """RMSNorm over D, x / sqrt(mean(x^2) + epsilon) times a scale, in float32 whatever the dtype
-    (arXiv:1910.07467).
-    """
-    return layers.RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
+preset = partial(from_preset, PRESETS)
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
-    """Radians that each pair of the head turns per position, float32 [K/2]: theta^(-2i/K),
-    stretched by `scaling`.
+    """Returns the radians that each pair of the head rotates per position, float32 [K/2].
 
-    The stretching is that of Llama 3.1's published code (`apply_scaling`).
+    theta^(-2i/K), scaled by `scaling` as in Llama 3.1's published code (`apply_scaling`).
     """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return frequency
-    turns = scaling.original_length * frequency / (2 * math.pi)
+    rotations = scaling.original_length * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1 - kept) * frequency / scaling.factor + kept * frequency
+    unscaled = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return (1 - unscaled) * frequency / scaling.factor + unscaled * frequency
 
 
 def rotary(
     x_BTHK: jax.Array, frequency: jax.Array, positions_BT: jax.Array | None = None
 ) -> jax.Array:
-    """Turns pair i of the head at position t by the angle t * frequency[i], in float32; keeps shape
-    and dtype.
+    """Rotates pair i of the head at position t by t * frequency[i] in float32; keeps the dtype.
 
     Pair i is (x[i], x[i + K/2]): the layout of the weights on Hugging Face. RoFormer,
     arXiv:2104.09864, equation 34, and Meta's own weights pair neighbours (x[2i], x[2i+1]) instead.
@@ -192,31 +145,29 @@ def rotary(
     """
     if positions_BT is None:
         positions_BT = jnp.arange(x_BTHK.shape[1])[None]
-    angle = (
-        positions_BT.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
-    )  # [B or 1, T, 1, K/2]
+    # [B or 1, T, 1, K/2]
+    angle = positions_BT.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BTHK.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTHK.dtype)
 
 
 class GroupedQueryAttention(nnx.Module):
-    """Causal self-attention with rotary positions; query head h reads key and value head h // (H /
-    G).
-    """
+    """Causal self-attention with rotary positions; query head h reads k, v head h // (H / G)."""
 
     def __init__(
         self, config: LlamaConfig, *, out_std: float, attention: layers.Attention, rngs: nnx.Rngs
     ):
-        D, shared, dtype = config.width, config.kv_heads * config.head_dim, config.dtype
+        D, kv_width = config.width, config.kv_heads * config.head_dim
+        linear = partial(layers.linear, bias=False, dtype=config.dtype, rngs=rngs)
         self.head_dim = config.head_dim
         self.rope = (config.head_dim, config.rope_theta, config.rope_scaling)
         self.attention = attention
-        self.q = layers.linear(D, D, bias=False, dtype=dtype, rngs=rngs)
-        self.k = layers.linear(D, shared, bias=False, dtype=dtype, rngs=rngs)
-        self.v = layers.linear(D, shared, bias=False, dtype=dtype, rngs=rngs)
-        self.o = layers.linear(D, D, std=out_std, bias=False, dtype=dtype, rngs=rngs)
+        self.q = linear(D, D)
+        self.k = linear(D, kv_width)
+        self.v = linear(D, kv_width)
+        self.o = linear(D, D, std=out_std)
 
     def __call__(
         self,
@@ -224,32 +175,28 @@ class GroupedQueryAttention(nnx.Module):
         segments_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t sees positions 0 to t, of its own segment where there
-        are segments.
-        """
-        B, T, D = x_BTD.shape
+        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
         q_BTHK, k_BTGK, v_BTGK = (
-            project(x_BTD).reshape(B, T, -1, self.head_dim) for project in (self.q, self.k, self.v)
+            layers.split_heads(project(x_BTD), self.head_dim)
+            for project in (self.q, self.k, self.v)
         )
         frequency = frequencies(*self.rope)
-        q_BTHK, k_BTGK = (
-            rotary(q_BTHK, frequency, positions_BT),
-            rotary(k_BTGK, frequency, positions_BT),
-        )
-        attended = self.attention(
-            q_BTHK, k_BTGK, v_BTGK, is_causal=True, **layers.within(segments_BT)
-        )
-        return self.o(attended.reshape(B, T, D))
+        q_BTHK = rotary(q_BTHK, frequency, positions_BT)
+        k_BTGK = rotary(k_BTGK, frequency, positions_BT)
+        more = layers.segment_pair(segments_BT)
+        attended = self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **more)
+        return self.o(attended.reshape(x_BTD.shape))
 
 
 class SwiGLU(nnx.Module):
     """down(silu(gate(x)) * up(x)), D to F and back (arXiv:2002.05202)."""
 
     def __init__(self, config: LlamaConfig, *, out_std: float, rngs: nnx.Rngs):
-        D, F, dtype = config.width, config.hidden, config.dtype
-        self.gate = layers.linear(D, F, bias=False, dtype=dtype, rngs=rngs)
-        self.up = layers.linear(D, F, bias=False, dtype=dtype, rngs=rngs)
-        self.down = layers.linear(F, D, std=out_std, bias=False, dtype=dtype, rngs=rngs)
+        D, F = config.width, config.hidden
+        linear = partial(layers.linear, bias=False, dtype=config.dtype, rngs=rngs)
+        self.gate = linear(D, F)
+        self.up = linear(D, F)
+        self.down = linear(F, D, std=out_std)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
@@ -262,9 +209,9 @@ class LlamaBlock(nnx.Module):
     def __init__(self, config: LlamaConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
         # Meta has not published its initialisation; this is GPT-2's.
         out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
-        self.attn_norm = rms_norm(config, rngs=rngs)
+        self.attn_norm = layers.rms_norm(config, rngs=rngs)
         self.attn = GroupedQueryAttention(config, out_std=out_std, attention=attention, rngs=rngs)
-        self.mlp_norm = rms_norm(config, rngs=rngs)
+        self.mlp_norm = layers.rms_norm(config, rngs=rngs)
         self.mlp = SwiGLU(config, out_std=out_std, rngs=rngs)
 
     def __call__(
@@ -274,9 +221,7 @@ class LlamaBlock(nnx.Module):
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input, also where a norm kept in float32
-        widens a branch.
-        """
+        """[B, T, D] to [B, T, D] in the dtype of the input, also where a float32 norm widens it."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), segments, positions).astype(x_BTD.dtype)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)).astype(x_BTD.dtype)
 
@@ -299,50 +244,48 @@ class Llama(layers.LanguageModel):
         V, D, dtype = config.vocab_size, config.width, config.dtype
         self.config = config
         self.embed = layers.embedding(V, D, tied=config.tie_head, dtype=dtype, rngs=rngs)
-
-        def make(rngs: nnx.Rngs) -> LlamaBlock:
-            return LlamaBlock(config, attention=attention, rngs=rngs)
-
+        make = partial(LlamaBlock, config, attention=attention)
         self.blocks = layers.make_blocks(
             make, config.layers, scan_layers=config.scan_layers, rngs=rngs
         )
-        self.norm = rms_norm(config, rngs=rngs)
+        self.norm = layers.rms_norm(config, rngs=rngs)
         if not config.tie_head:
             self.head = layers.head(D, V, dtype=dtype, rngs=rngs)
 
-    def _trunk(
+    def hidden_states(
         self,
         tokens_BT: jax.Array,
-        segments: jax.Array | None,
-        positions: jax.Array | None,
-        deterministic: bool,
+        *,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        deterministic: bool = True,
     ) -> jax.Array:
-        """All but the head, to [B, T, D]."""
-        T = tokens_BT.shape[1]
-        if self.config.sequence_length < T:
-            raise ValueError(
-                f"expected at most {self.config.sequence_length} tokens (sequence_length), got {T}"
-            )
-        x_BTD = layers.run_blocks(
-            self.blocks, self.embed(tokens_BT), segments=segments, positions=positions
-        )
-        return self.norm(x_BTD)
+        """Int32 [B, T] to the input of the head, [B, T, D]; arguments are those of `gpt.GPT`.
+
+        `deterministic` has no effect: a Llama has no dropout.
+        """
+        layers.check_length(tokens_BT, self.config.sequence_length, "sequence_length")
+        settings = {"segments": segments, "positions": positions}
+        return self.norm(layers.run_blocks(self.blocks, self.embed(tokens_BT), **settings))
 
 
 def parameter_count(config: LlamaConfig) -> int:
-    """The number of parameters; a tied head counts once."""
+    """Returns the number of parameters; a tied head counts once."""
     V, D, F = config.vocab_size, config.width, config.hidden
-    shared = config.kv_heads * config.head_dim
-    block = 2 * D * D + 2 * D * shared + 3 * D * F + 2 * D  # q, o; k, v; gate, up, down; two norms
-    return V * D + config.layers * block + D + (0 if config.tie_head else V * D)
+    kv_width = config.kv_heads * config.head_dim
+    # q, o; k, v; gate, up, down; two norms
+    block = 2 * D * D + 2 * D * kv_width + 3 * D * F + 2 * D
+    head = 0 if config.tie_head else V * D
+    return V * D + config.layers * block + D + head
 
 
 def flops_per_token(config: LlamaConfig) -> float:
-    """Model FLOPs per token of a training step, forward and backward, at the full sequence length.
+    """Returns the model FLOPs per token of a training step at the full sequence length.
 
-    The convention is 6 N + 12 L D T (PaLM, appendix B). N leaves out the embedding where the head
-    is its own matrix: it is looked up, not multiplied. Attention is counted in full, not halved for
-    causality; sharing keys and values does not change it. Nothing is added for recomputation.
+    Forward and backward by the convention 6 N + 12 L D T (PaLM, appendix B). N leaves out the
+    embedding where the head is its own matrix: it is looked up, not multiplied. Attention is
+    counted in full, not halved for causality; sharing keys and values does not change it. Nothing
+    is added for recomputation.
     """
     looked_up = 0 if config.tie_head else config.vocab_size * config.width
     multiplied = parameter_count(config) - looked_up

@@ -1,9 +1,8 @@
-"""What the image models share: patches, the MLP between the attentions, the loss of a classifier.
+"""Layers and checks that the image models share.
 
 Shapes: B batch, N patches, P the side of a patch in pixels, D width, F hidden width of the MLP.
 """
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,32 +12,27 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax.models import layers
+from fsdp_jax.models.config import check_multiple, check_positive, check_sizes
 
 CHANNELS = 3
 HALF = (0.5, 0.5, 0.5)
-"""Mean and standard deviation that take pixels to -1 to 1."""
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels, red, green and blue, from 0 to 1."""
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """The exact gelu, by the error function, `recomputed`."""
-    return layers.recomputed(partial(jax.nn.gelu, approximate=False))(x)
+"""Mean and standard deviation that map pixels to -1 to 1."""
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+"""Mean of ImageNet's pixels, red, green and blue, from 0 to 1."""
+IMAGENET_STD = (0.229, 0.224, 0.225)
+"""Standard deviation of ImageNet's pixels."""
 
 
 class PatchEmbed(nnx.Module):
-    """A convolution whose stride is its size, as one product: every patch of P x P pixels becomes a
-    vector.
+    """A convolution whose stride is its size, as one matmul: P x P pixels become a vector.
 
-    `kernel` [P, P, 3, D] (HWIO), drawn from normal(0, 0.02), and `bias` [D]. The images are cast to
-    `dtype`, or where that is None to the kernel's: pixels do not choose the dtype that a model
-    computes in.
+    `kernel` [P, P, 3, D] (HWIO) from normal(0, 0.02), and `bias` [D]. The images are cast to
+    `dtype`, or where that is None to the kernel's: pixels do not choose the compute dtype.
     """
 
     def __init__(self, patch: int, width: int, *, dtype: str | None, rngs: nnx.Rngs):
         self.dtype = dtype
-        draw = nnx.initializers.normal(layers.INIT_STD)
-        self.kernel = nnx.Param(draw(rngs.params(), (patch, patch, CHANNELS, width), jnp.float32))
+        self.kernel = normal_param(patch, patch, CHANNELS, width, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
@@ -52,111 +46,80 @@ class PatchEmbed(nnx.Module):
         return patches @ kernel.reshape(-1, D).astype(dtype) + bias.astype(dtype)[None, None]
 
 
-class Attention(nnx.Module):
-    """Multi-head attention with biases, in all directions; queries come from one stream, keys and
-    values from any.
-    """
+class VisionAttention(nnx.Module):
+    """Multi-head attention with biases, in all directions."""
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        attention: layers.Attention,
-        dtype: str | None,
-        rngs: nnx.Rngs,
-    ):
-        self.heads = heads
+    def __init__(self, config: Any, *, attention: layers.Attention, rngs: nnx.Rngs):
+        D = config.width
+        linear = partial(layers.linear, D, D, dtype=config.dtype, rngs=rngs)
+        self.head_dim = D // config.heads
         self.attention = attention
-        self.q = layers.linear(width, width, dtype=dtype, rngs=rngs)
-        self.k = layers.linear(width, width, dtype=dtype, rngs=rngs)
-        self.v = layers.linear(width, width, dtype=dtype, rngs=rngs)
-        self.o = layers.linear(width, width, dtype=dtype, rngs=rngs)
+        self.q = linear()
+        self.k = linear()
+        self.v = linear()
+        self.o = linear()
 
-    def __call__(self, x_BTD: jax.Array, seen_BSD: jax.Array) -> jax.Array:
-        """[B, T, D] and [B, S, D] to [B, T, D]."""
+    def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array) -> jax.Array:
+        """[B, T, D] that attends to [B, S, D], to [B, T, D]."""
         q_BTHK, k_BSHK, v_BSHK = (
-            project(x).reshape(*x.shape[:2], self.heads, x.shape[2] // self.heads)
-            for project, x in ((self.q, x_BTD), (self.k, seen_BSD), (self.v, seen_BSD))
+            layers.split_heads(project(x), self.head_dim)
+            for project, x in ((self.q, x_BTD), (self.k, source_BSD), (self.v, source_BSD))
         )
         return self.o(self.attention(q_BTHK, k_BSHK, v_BSHK, is_causal=False).reshape(x_BTD.shape))
 
 
-class MLP(nnx.Module):
-    """Two Linears, D to F and back, with the exact gelu between them."""
-
-    def __init__(self, width: int, hidden: int, *, dtype: str | None, rngs: nnx.Rngs):
-        self.up = layers.linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.down = layers.linear(hidden, width, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
-        return self.down(gelu(self.up(x_BTD)))
+def mlp(config: Any, *, rngs: nnx.Rngs) -> layers.MLP:
+    """Returns an MLP with the exact gelu."""
+    sizes = (config.width, config.hidden)
+    return layers.MLP(*sizes, activation=layers.exact_gelu, dtype=config.dtype, rngs=rngs)
 
 
-def drawn(*shape: int, rngs: nnx.Rngs) -> nnx.Param:
-    """A parameter drawn from normal(0, 0.02): a class token, a table of positions."""
+def layer_norm(config: Any, *, rngs: nnx.Rngs) -> layers.LayerNorm:
+    """Returns a LayerNorm over D with the configuration's epsilon."""
+    epsilon = config.norm_epsilon
+    return layers.LayerNorm(config.width, epsilon=epsilon, dtype=config.dtype, rngs=rngs)
+
+
+def normal_param(*shape: int, rngs: nnx.Rngs) -> nnx.Param:
+    """Returns a parameter from normal(0, 0.02): a class token, a table of positions."""
     return nnx.Param(nnx.initializers.normal(layers.INIT_STD)(rngs.params(), shape, jnp.float32))
 
 
-def check_sizes(config: Any) -> None:
-    """ValueError where the sizes that every image model has do not fit together."""
+def repeat_token(token: nnx.Param, x_BND: jax.Array) -> jax.Array:
+    """Returns the class token [1, 1, D] for each row of `x_BND`, [B, 1, D] in its dtype."""
+    return jnp.broadcast_to(token[...].astype(x_BND.dtype), (x_BND.shape[0], 1, x_BND.shape[2]))
+
+
+def check_image_config(config: Any) -> None:
+    """Raises ValueError for sizes, of the fields of every image model, that do not fit together."""
+    check_sizes(config, "image_size", "patch", "classes", "layers", "width", "heads", "hidden")
+    check_multiple(config, "image_size", "patch")
+    check_multiple(config, "width", "heads")
+    check_positive(config, "norm_epsilon")
     kind = type(config).__name__
-    for name in ("image_size", "patch", "classes", "layers", "width", "heads", "hidden"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{kind}.{name} must be at least 1, got {getattr(config, name)}")
-    if config.image_size % config.patch:
-        where = f"image_size {config.image_size}, patch {config.patch}"
-        raise ValueError(f"{kind}.image_size must be a multiple of patch, got {where}")
-    if config.width % config.heads:
-        raise ValueError(
-            f"{kind}.width must be a multiple of heads, got width {config.width}, heads {config.heads}"
-        )
-    if not config.norm_epsilon > 0:
-        raise ValueError(f"{kind}.norm_epsilon must be above 0, got {config.norm_epsilon}")
     for name in ("mean", "std"):
-        if len(getattr(config, name)) != CHANNELS:
-            raise ValueError(
-                f"{kind}.{name} must be {CHANNELS} numbers, got {getattr(config, name)}"
-            )
+        values = getattr(config, name)
+        if len(values) != CHANNELS:
+            raise ValueError(f"{kind}.{name} must be {CHANNELS} numbers, got {values}")
     if not min(config.std) > 0:
         raise ValueError(f"{kind}.std must be above 0, got {config.std}")
 
 
 def check_images(images: jax.Array, image_size: int) -> None:
-    """ValueError unless these are uint8 or floats, [B, image_size, image_size, 3]."""
-    expected = (image_size, image_size, CHANNELS)
+    """Raises ValueError unless images are uint8 or floats, [B, image_size, image_size, 3]."""
+    shape = (image_size, image_size, CHANNELS)
     known = images.dtype == jnp.uint8 or jnp.issubdtype(images.dtype, jnp.floating)
-    if images.ndim != 4 or images.shape[1:] != expected or not known:
+    if images.ndim != 4 or images.shape[1:] != shape or not known:
+        expected = f"[B, {', '.join(map(str, shape))}]"
         got = f"{images.dtype} {list(images.shape)}"
-        raise ValueError(
-            f"expected images as uint8 or floats [B, {', '.join(map(str, expected))}], got {got}"
-        )
+        raise ValueError(f"expected images as uint8 or floats {expected}, got {got}")
 
 
 def to_floats(
     images_BHWC: jax.Array, mean: tuple[float, ...] = HALF, std: tuple[float, ...] = HALF
 ) -> jax.Array:
-    """uint8 pixels [B, H, W, 3] to float32, (x / 255 - mean) / std for each colour; floats as they
-    are.
-    """
+    """Normalizes uint8 pixels to float32, (x / 255 - mean) / std per color; keeps floats."""
     if images_BHWC.dtype != jnp.uint8:
         return images_BHWC
     shift, scale = (255 * np.array(each, np.float32)[None, None, None] for each in (mean, std))
     return (images_BHWC.astype(jnp.float32) - shift) / scale
-
-
-def classification_loss(
-    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array], *, train: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """The sum of the cross-entropy in nats and the number of images it is over, both float32
-    scalars.
-
-    `batch` has `images` [B, H, W, 3], which the model takes as they are, and `labels`, int32 [B],
-    and may have `mask`, [B], the weight of each image (absent: all 1); where it is 0 the label may
-    be any number. They are returned apart so that sums over microbatches and devices can be divided
-    once. `train=True` applies dropout.
-    """
-    logits_BC = model(batch["images"], deterministic=not train)
-    loss_B = layers.cross_entropy(logits_BC[:, None], batch["labels"][:, None])[:, 0]
-    return layers.masked_sum(loss_B, batch.get("mask"))

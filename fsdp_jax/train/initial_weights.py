@@ -1,6 +1,4 @@
-"""The weights that a run starts from, where they are not random: other people's, or those of
-another run.
-"""
+"""The weights that a run starts from, where they are not random: a folder's or another run's."""
 
 from pathlib import Path
 from typing import Any
@@ -13,95 +11,84 @@ from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.array_specs import describe, parse_description
 from fsdp_jax.lora import split_lora
 from fsdp_jax.tree import PyTree, flatten, unflatten
-from fsdp_jax.weights import import_weights, read_config
+from fsdp_jax.weights import import_weights, read_config, table_of
 
 CHECKPOINTS = "checkpoints"
-NEW_HEAD = {
-    "head/kernel": ("classifier.weight", "head.weight"),
-    "head/bias": ("classifier.bias", "head.bias"),
-}
-"""What another number of classes leaves random: our path -> its names in a ViT and in a CaiT."""
+CLASSIFIER = ("head/kernel", "head/bias")
+"""Parameters that stay random where the weights have another number of classes."""
 
 
 def weights_shape(path: str | None) -> Any | None:
-    """The configuration of the model whose weights lie there, by its `config.json`; None where no
-    weights are named.
-    """
+    """Returns the model configuration of a folder of weights; None where no weights are named."""
     return None if path is None else read_config(Path(path).expanduser())
 
 
 def tokenizer_beside(path: str | None) -> str | None:
-    """The folder of the weights, if their tokenizer lies there too."""
+    """Returns the folder of the weights if it has a tokenizer too."""
     return path if path is not None and (Path(path).expanduser() / TOKENIZER).is_file() else None
 
 
 def initial_params(
     path: str | None, sharded: Sharded, shape: Any, *, verify: bool = True
 ) -> PyTree | None:
-    """The parameters of a fresh run, read straight into their shards; None leaves all of them
-    random.
+    """Reads the parameters of a new run straight into their shards; None if all are random.
 
-    Adapters of LoRA are in no file and stay as they are drawn; so does the head of a model of
-    images that has another number of classes than the weights.
+    LoRA adapters are in no file and keep their initial values; so does the head of an image model
+    that has another number of classes than the weights.
 
     Args:
-        path: of a folder as on Hugging Face, or of a run, whose newest step it is.
+        path: of a folder in Hugging Face's layout, or of a run, for its newest step.
         sharded: the model.
         shape: its configuration.
-        verify: whether a run's step is held against its manifest first, which reads all of its
-            files, the optimizer's state too. A folder as on Hugging Face has none.
+        verify: whether a run's step is checked against its manifest first, which reads all of its
+            files, the optimizer state too. A folder in Hugging Face's layout has no manifest.
 
     Raises:
         ConfigError: weights that do not fit the model, by name.
-        DamageError: a checkpoint that is not as it was written, if that is verified.
+        DamageError: a checkpoint that differs from its manifest, if that is verified.
         CheckpointError: one that cannot be read.
 
     """
     if path is None:
         return None
     folder = Path(path).expanduser()
-    base, _ = split_lora(sharded.checkpoint_target().params)
-    anew = (
-        NEW_HEAD
-        if getattr(weights_shape(path), "classes", None) != getattr(shape, "classes", None)
-        else {}
-    )
-    target = unflatten({path: leaf for path, leaf in flatten(base).items() if path not in anew})
+    base = flatten(split_lora(sharded.checkpoint_target().params)[0])
+    saved_classes = getattr(weights_shape(path), "classes", None)
+    random: tuple[str, ...] = ()
+    if saved_classes != getattr(shape, "classes", None):
+        random = CLASSIFIER
+    target = unflatten({path: leaf for path, leaf in base.items() if path not in random})
     if not (folder / CHECKPOINTS).is_dir():
-        return import_weights(
-            folder, target, shape, ignore=[name for names in anew.values() for name in names]
-        )
+        ignore = [each.theirs for each in table_of(shape).entries if each.ours in random]
+        return import_weights(folder, target, shape, ignore=ignore)
+
     with CheckpointStore(folder / CHECKPOINTS) as store:
         step = store.latest()
         if step is None:
-            fix = "fsdp-jax import FOLDER --to RUN"
-            raise ConfigError(
-                message("no checkpoint there", where="model.weights", got=str(folder), fix=fix)
-            )
+            what, fix = "no checkpoint there", "fsdp-jax import FOLDER --to RUN"
+            raise ConfigError(message(what, where="model.weights", got=str(folder), fix=fix))
         if verify:
             store.require_good(step)
         wanted = flatten({"params": target})
-        saved = store.record(step)["leaves"]
-        kept = {path: leaf for path, leaf in saved.items() if path.removeprefix(PARAMS) not in anew}
-        _check_saved(kept, wanted, str(store.path(step)))
+        saved = {
+            path: text
+            for path, text in store.record(step)["leaves"].items()
+            if path.startswith(PARAMS) and path.removeprefix(PARAMS) not in random
+        }
+        _check_saved(saved, wanted, str(store.path(step)))
         return unflatten(store.read(step, wanted))["params"]
 
 
 def _check_saved(saved: dict[str, str], wanted: dict[str, Any], where: str) -> None:
-    """Every parameter is there in its shape, and there is no other. Dtypes may differ: they are
-    cast.
+    """Raises ConfigError unless the same parameters are saved in the same shapes.
+
+    Dtypes may differ: they are cast.
     """
-    found = {
-        path: parse_description(text)[1] for path, text in saved.items() if path.startswith(PARAMS)
-    }
-    lines = [f"{path}: unknown" for path in found if path not in wanted]
+    lines = [f"{path}: unknown" for path in saved if path not in wanted]
     for path, leaf in wanted.items():
-        if path not in found:
+        if path not in saved:
             lines.append(f"{path}: missing")
-        elif found[path] != tuple(leaf.shape):
+        elif parse_description(saved[path])[1] != tuple(leaf.shape):
             lines.append(f"{path}: expected {describe(leaf)}, got {saved[path]}")
-    refuse_misfits(
-        where,
-        sorted(lines),
-        fix="model.scan_layers and lora as they were there; or export it, and start from that",
-    )
+    fix = "model.scan_layers and lora as they were there; or export it, and start from that"
+    refuse_misfits(where, sorted(lines), fix=fix)

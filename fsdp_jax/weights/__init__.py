@@ -1,22 +1,18 @@
-"""Weights from Hugging Face and timm into a sharded model, and back: safetensors and `config.json`,
-nothing else.
-"""
+"""Weights of Hugging Face and timm into a sharded model, and back: safetensors and `config.json`."""
 
 from fsdp_jax.io.safetensors_writer import Exported
 from fsdp_jax.models.huggingface.table import Entry, Table
 from fsdp_jax.weights.export import Source, export_weights, from_arrays, from_store
-from fsdp_jax.weights.families import (
-    EXCHANGED,
+from fsdp_jax.weights.importer import import_weights
+from fsdp_jax.weights.model_config import (
     config_files,
     config_json,
     read_config,
     table_of,
     token_ids,
 )
-from fsdp_jax.weights.importer import import_weights
 
 __all__ = [
-    "EXCHANGED",
     "Entry",
     "Exported",
     "Source",

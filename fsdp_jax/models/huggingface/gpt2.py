@@ -1,10 +1,9 @@
 """GPT-2 as `GPT2LMHeadModel` saves it (openai-community/gpt2)."""
 
-from typing import Any
-
 from fsdp_jax.models.gpt import GPTConfig
 from fsdp_jax.models.huggingface.config_json import Json, Keys, refuse
 from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, conv1d, norm, stacked
+from fsdp_jax.models.huggingface.weight_format import WeightFormat
 from fsdp_jax.models.layers import LAYER_NORM_EPSILON
 
 BLOCK = [
@@ -18,66 +17,59 @@ BLOCK = [
 
 KEYS = Keys(
     fields={
-        "vocab_size": "vocab_size", "n_positions": "sequence_length", "n_layer": "layers", "n_embd": "width",
-        "n_head": "heads", "tie_word_embeddings": "tie_head",
+        "vocab_size": "vocab_size", "n_positions": "sequence_length", "n_layer": "layers",
+        "n_embd": "width", "n_head": "heads", "tie_word_embeddings": "tie_head",
     },
     optional={"tie_word_embeddings": True},
     fixed={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),  # the tanh approximation, by three names
-        "layer_norm_epsilon": (LAYER_NORM_EPSILON,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "reorder_and_upcast_attn": (False,),
-        "add_cross_attention": (False,),
-        "is_encoder_decoder": (False,),
+        # the tanh approximation, by three names
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+        "layer_norm_epsilon": (LAYER_NORM_EPSILON,), "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
+        "add_cross_attention": (False,), "is_encoder_decoder": (False,),
     },
     harmless=(
-        "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj", "summary_activation",
-        "summary_proj_to_labels", "summary_first_dropout",
+        "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj",
+        "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     ),
     derived=("n_inner", "n_ctx"),
 )  # fmt: skip
 
 
 def table(config: GPTConfig) -> Table:
-    """Of a config."""
-    vocab = config.vocab_size
-    head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR, (1, vocab))]
+    """Returns the weight table for `config`."""
+    rows = config.vocab_size
+    head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR, (1, rows))]
     aliases = ("lm_head.weight",) if config.tie_head else ()
-    return Table(
-        (
-            Entry("embed/embedding", "transformer.wte.weight", rows=(0, vocab), aliases=aliases),
-            Entry("positions/embedding", "transformer.wpe.weight"),
-            *stacked(config.layers, "blocks/*", "transformer.h.*", BLOCK),
-            *norm("ln_f", "transformer.ln_f"),
-            *head,
-        ),
-        prefix="transformer.",
-        ignored=(
-            "transformer.h.*.attn.bias",
-            "transformer.h.*.attn.masked_bias",
-        ),  # the causal mask
+    entries = (
+        Entry("embed/embedding", "transformer.wte.weight", rows=(0, rows), aliases=aliases),
+        Entry("positions/embedding", "transformer.wpe.weight"),
+        *stacked(config.layers, "blocks/*", "transformer.h.*", BLOCK),
+        *norm("ln_f", "transformer.ln_f"),
+        *head,
     )
+    causal_mask = ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias")
+    return Table(entries, prefix="transformer.", ignored=causal_mask)
 
 
-def read(found: Json, where: object) -> GPTConfig:
-    """From `config.json`. Raises ConfigError, ValueError."""
-    fields = KEYS.read(found, where)
-    inner, context = found.get("n_inner"), found.get("n_ctx", fields["sequence_length"])
+def read(content: Json, where: object) -> GPTConfig:
+    """Returns our configuration for a `config.json`. Raises ConfigError, ValueError."""
+    fields = KEYS.read(content, where)
+    width, length = fields["width"], fields["sequence_length"]
+    inner, context = content.get("n_inner"), content.get("n_ctx", length)
     lines = []
-    if inner not in (None, 4 * fields["width"]):
-        lines.append(f"n_inner: {inner} is not implemented, only 4 x n_embd, {4 * fields['width']}")
-    if context != fields["sequence_length"]:
-        lines.append(f"n_ctx: {context} differs from n_positions, {fields['sequence_length']}")
+    if inner not in (None, 4 * width):
+        lines.append(f"n_inner: {inner} is not implemented, only 4 x n_embd, {4 * width}")
+    if context != length:
+        lines.append(f"n_ctx: {context} differs from n_positions, {length}")
     refuse(lines, where)
     return GPTConfig(**fields)
 
 
 def write(config: GPTConfig) -> Json:
-    """For `config.json`."""
-    rates: dict[str, Any] = {
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": 0.0,
-    }
+    """Returns the content of `config.json`."""
+    rates: Json = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout) | {"attn_pdrop": 0.0}
     return KEYS.write(config) | {"n_inner": None, "architectures": ["GPT2LMHeadModel"]} | rates
+
+
+FORMAT = WeightFormat("gpt2", table, read, write)

@@ -4,6 +4,7 @@ from typing import Any
 
 from fsdp_jax.models.huggingface.config_json import Json, Keys, refuse
 from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, linear, norm, stacked
+from fsdp_jax.models.huggingface.weight_format import WeightFormat
 from fsdp_jax.models.llama import LlamaConfig, RopeScaling
 
 BLOCK = [
@@ -20,115 +21,121 @@ BLOCK = [
 
 KEYS = Keys(
     fields={
-        "vocab_size": "vocab_size", "max_position_embeddings": "sequence_length", "num_hidden_layers": "layers",
-        "hidden_size": "width", "num_attention_heads": "heads", "intermediate_size": "hidden",
-        "rms_norm_eps": "norm_epsilon", "tie_word_embeddings": "tie_head",
+        "vocab_size": "vocab_size", "max_position_embeddings": "sequence_length",
+        "num_hidden_layers": "layers", "hidden_size": "width", "num_attention_heads": "heads",
+        "intermediate_size": "hidden", "rms_norm_eps": "norm_epsilon",
+        "tie_word_embeddings": "tie_head",
     },
     optional={"tie_word_embeddings": False},
     fixed={
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "is_encoder_decoder": (False,),
-        "partial_rotary_factor": (1.0, None),
+        "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
+        "is_encoder_decoder": (False,), "partial_rotary_factor": (1.0, None),
     },
-    harmless=("attention_dropout", "pretraining_tp"),  # the latter cuts products in parts, for the same sums
-    derived=("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rope_parameters"),
+    # pretraining_tp splits matmuls into parts with the same sums
+    harmless=("attention_dropout", "pretraining_tp"),
+    derived=(
+        "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rope_parameters",
+    ),
 )  # fmt: skip
 
 SCALING = {
-    "factor": "factor", "low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor",
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
     "original_max_position_embeddings": "original_length",
-}  # fmt: skip
-KINDS = ("default", "llama3")
+}
+ROPE_TYPES = ("default", "llama3")
 
 
 def table(config: LlamaConfig) -> Table:
-    """Of a config."""
+    """Returns the weight table for `config`."""
+    head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR)]
     aliases = ("lm_head.weight",) if config.tie_head else ()
-    return Table(
-        (
-            Entry("embed/embedding", "model.embed_tokens.weight", aliases=aliases),
-            *stacked(config.layers, "blocks/*", "model.layers.*", BLOCK),
-            *norm("norm", "model.norm", bias=False),
-            *([] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR)]),
-        ),
-        prefix="model.",
-        ignored=(
-            "model.layers.*.self_attn.rotary_emb.inv_freq",
-        ),  # a buffer that older versions saved
+    entries = (
+        Entry("embed/embedding", "model.embed_tokens.weight", aliases=aliases),
+        *stacked(config.layers, "blocks/*", "model.layers.*", BLOCK),
+        *norm("norm", "model.norm", bias=False),
+        *head,
     )
+    # a buffer that older versions saved
+    ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+    return Table(entries, prefix="model.", ignored=ignored)
 
 
-def read(found: Json, where: object) -> LlamaConfig:
-    """From `config.json`, of transformers 5 (`rope_parameters`) or older. Raises ConfigError,
-    ValueError.
+def read(content: Json, where: object) -> LlamaConfig:
+    """Returns our configuration for a `config.json`, of transformers 5 or older.
+
+    Raises ConfigError, ValueError.
     """
-    fields = KEYS.read(found, where)
+    fields = KEYS.read(content, where)
     lines: list[str] = []
-    width, heads = fields["width"], fields["heads"]
-    if found.get("head_dim") not in (None, width / heads):
-        got = found["head_dim"]
-        lines.append(
-            f"head_dim: {got} is not implemented, only hidden_size / num_attention_heads, {width / heads:g}"
-        )
-    rope = _rope(found, lines)
+    heads, head_dim = fields["heads"], fields["width"] / fields["heads"]
+    if content.get("head_dim") not in (None, head_dim):
+        only = f"only hidden_size / num_attention_heads, {head_dim:g}"
+        lines.append(f"head_dim: {content['head_dim']} is not implemented, {only}")
+    rope = _rope(content, lines)
     refuse(lines, where)
-    kv_heads = found.get("num_key_value_heads") or heads
+    theta = rope.pop("rope_theta")
+    scaling = {ours: rope[theirs] for theirs, ours in SCALING.items()} if rope else None
     return LlamaConfig(
-        **fields, kv_heads=kv_heads, rope_theta=rope.pop("rope_theta"), rope_scaling=_scaling(rope)
+        **fields,
+        kv_heads=content.get("num_key_value_heads") or heads,
+        rope_theta=theta,
+        rope_scaling=RopeScaling(**scaling) if scaling else None,
     )
 
 
 def write(config: LlamaConfig) -> Json:
-    """For `config.json`, for transformers of any age."""
+    """Returns the content of `config.json`, for any version of transformers."""
     scaling: dict[str, Any] = {}
     if config.rope_scaling is not None:
         scaling = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in SCALING.items()}
-    kind = {"rope_type": "llama3" if scaling else "default"}
-    fixed = KEYS.write(config)
-    del fixed["partial_rotary_factor"]
-    return fixed | {
-        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "architectures": ["LlamaForCausalLM"],
-        "rope_theta": config.rope_theta, "rope_scaling": kind | scaling if scaling else None,
-        "rope_parameters": kind | {"rope_theta": config.rope_theta} | scaling,
-    }  # fmt: skip
-
-
-def _rope(found: Json, lines: list[str]) -> Json:
-    """`rope_theta`, and what scales it under their names; adds to `lines` what is not implemented."""
-    new, old = found.get("rope_parameters") or {}, found.get("rope_scaling") or {}
-    older = {"rope_theta": found["rope_theta"]} if found.get("rope_theta") is not None else {}
-    rope = {"rope_theta": 10_000.0} | older | _plain(old) | _plain(new)
-    differing = {
-        key
-        for key in (older | _plain(old)).keys() & new.keys()
-        if rope[key] != (older | _plain(old))[key]
+    rope = {"rope_type": "llama3" if scaling else "default"} | scaling
+    content = KEYS.write(config)
+    del content["partial_rotary_factor"]
+    return content | {
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if scaling else None,
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
     }
+
+
+def _rope(content: Json, lines: list[str]) -> Json:
+    """Returns `rope_theta` and, under their names, what scales it.
+
+    Appends to `lines` what is not implemented. transformers 5 has `rope_parameters`, older versions
+    `rope_theta` and `rope_scaling`.
+    """
+    new, old = content.get("rope_parameters") or {}, _without_nulls(content.get("rope_scaling"))
+    if content.get("rope_theta") is not None:
+        old = {"rope_theta": content["rope_theta"]} | old
+    rope = {"rope_theta": 10_000.0} | old | _without_nulls(new)
     lines += [
-        f"rope_parameters.{key} says otherwise than rope_theta, rope_scaling"
-        for key in sorted(differing)
+        f"rope_parameters.{key} contradicts rope_theta, rope_scaling"
+        for key in sorted(old.keys() & new.keys())
+        if rope[key] != old[key]
     ]
-    kind = rope.pop("rope_type", "default")
+    rope_type = rope.pop("rope_type", "default")
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         lines.append("rope_parameters.partial_rotary_factor: only 1.0 is implemented")
-    if kind not in KINDS:
-        lines.append(f"rope_type: '{kind}' is not implemented, only {' or '.join(KINDS)}")
+    if rope_type not in ROPE_TYPES:
+        choices = " or ".join(ROPE_TYPES)
+        lines.append(f"rope_type: '{rope_type}' is not implemented, only {choices}")
         return {"rope_theta": rope["rope_theta"]}
-    known = {"rope_theta", *(SCALING if kind == "llama3" else ())}
+    known = {"rope_theta", *(SCALING if rope_type == "llama3" else ())}
     lines += [f"rope_parameters.{key}: missing" for key in sorted(known - rope.keys())]
-    lines += [
-        f"rope_parameters.{key}: not known with rope_type '{kind}'"
-        for key in sorted(rope.keys() - known)
-    ]
+    unknown = sorted(rope.keys() - known)
+    lines += [f"rope_parameters.{key}: not known with rope_type '{rope_type}'" for key in unknown]
     return rope
 
 
-def _plain(rope: Json) -> Json:
-    """Older versions say `type` for `rope_type`."""
-    renamed = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
+def _without_nulls(rope: Json | None) -> Json:
+    """Drops nulls and renames `type`, which older versions have, to `rope_type`."""
+    renamed = {"rope_type" if key == "type" else key: value for key, value in (rope or {}).items()}
     return {key: value for key, value in renamed.items() if value is not None}
 
 
-def _scaling(rope: Json) -> RopeScaling | None:
-    return RopeScaling(**{ours: rope[theirs] for theirs, ours in SCALING.items()}) if rope else None
+FORMAT = WeightFormat("llama", table, read, write)

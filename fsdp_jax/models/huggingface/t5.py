@@ -1,117 +1,124 @@
 """T5 1.0 and 1.1 as `T5ForConditionalGeneration` saves them.
 
-Version 1.1 has a gated MLP, a head of its own, and no scaling of what goes into the head.
-transformers 5 says the latter with `scale_decoder_outputs`, and older versions with
-`tie_word_embeddings`.
+Version 1.1 has a gated MLP, a head of its own, and no scaling of the head's input; transformers 5
+states the latter with `scale_decoder_outputs`, older versions with `tie_word_embeddings`.
 """
 
 from fsdp_jax.models.huggingface.config_json import Json, Keys, refuse
 from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, linear, norm, stacked
+from fsdp_jax.models.huggingface.weight_format import WeightFormat
 from fsdp_jax.models.t5 import T5Config
 
 KEYS = Keys(
     fields={
-        "vocab_size": "vocab_size", "num_layers": "layers", "d_model": "width", "num_heads": "heads",
-        "d_kv": "head_dim", "d_ff": "hidden", "relative_attention_num_buckets": "buckets",
+        "vocab_size": "vocab_size", "num_layers": "layers", "d_model": "width",
+        "num_heads": "heads", "d_kv": "head_dim", "d_ff": "hidden",
+        "relative_attention_num_buckets": "buckets",
         "relative_attention_max_distance": "max_distance", "layer_norm_epsilon": "norm_epsilon",
     },
     optional={"relative_attention_max_distance": 128},
     fixed={
         "is_encoder_decoder": (True,),
-        "pad_token_id": (0,),  # what the targets are shifted with, and padding, in our loss
+        "pad_token_id": (0,),  # our loss pads and shifts the targets with it
         "decoder_start_token_id": (0, None),
     },
-    harmless=("dropout_rate", "classifier_dropout", "dense_act_fn", "is_gated_act", "is_decoder", "output_past"),
+    harmless=(
+        "dropout_rate", "classifier_dropout", "dense_act_fn", "is_gated_act", "is_decoder",
+        "output_past",
+    ),
     derived=(
-        "num_decoder_layers", "feed_forward_proj", "tie_word_embeddings", "scale_decoder_outputs", "n_positions",
+        "num_decoder_layers", "feed_forward_proj", "tie_word_embeddings", "scale_decoder_outputs",
+        "n_positions",
     ),
 )  # fmt: skip
-PLAIN, GATED = "relu", "gated-gelu"
-LENGTH = 512  # tokens; what the published ones were trained with, where `n_positions` does not say
+RELU, GATED = "relu", "gated-gelu"
+LENGTH = 512
+"""Tokens of the published models' training sequences, where `n_positions` is absent."""
 
 
 def _attention(ours: str, theirs: str) -> list[Entry]:
-    return [
-        entry
-        for name in "qkvo"
-        for entry in linear(f"{ours}/{name}", f"{theirs}.{name}", bias=False)
-    ]
+    entries = (linear(f"{ours}/{name}", f"{theirs}.{name}", bias=False) for name in "qkvo")
+    return [entry for group in entries for entry in group]
 
 
-def _block(config: T5Config, *, decoder: bool) -> list[Entry]:
-    mlp = 2 if decoder else 1
-    names = {"wi_0": "wi_0", "wi_1": "wi_1"} if config.gated else {"up": "wi"}
-    cross = [
-        *norm("cross_norm", "layer.1.layer_norm", bias=False),
-        *_attention("cross", "layer.1.EncDecAttention"),
-    ]  # fmt: skip
-    return [
+def _block(config: T5Config, *, is_decoder: bool) -> list[Entry]:
+    entries = [
         *norm("attn_norm", "layer.0.layer_norm", bias=False),
         *_attention("attn", "layer.0.SelfAttention"),
-        *(cross if decoder else []),
-        *norm("mlp_norm", f"layer.{mlp}.layer_norm", bias=False),
-        *(e for ours, theirs in (names | {"down": "wo"}).items()
-          for e in linear(f"mlp/{ours}", f"layer.{mlp}.DenseReluDense.{theirs}", bias=False)),
-    ]  # fmt: skip
+    ]
+    if is_decoder:
+        entries += norm("cross_norm", "layer.1.layer_norm", bias=False)
+        entries += _attention("cross", "layer.1.EncDecAttention")
+    layer = f"layer.{2 if is_decoder else 1}"
+    entries += norm("mlp_norm", f"{layer}.layer_norm", bias=False)
+    names = {"wi_0": "wi_0", "wi_1": "wi_1"} if config.gated else {"up": "wi"}
+    for ours, theirs in (names | {"down": "wo"}).items():
+        entries += linear(f"mlp/{ours}", f"{layer}.DenseReluDense.{theirs}", bias=False)
+    return entries
 
 
 def _stack(config: T5Config, name: str, depth: int) -> list[Entry]:
-    positions = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"  # of all of its blocks
+    # stored with the first block, used by all of them
+    positions = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    block = _block(config, is_decoder=name == "decoder")
     return [
         Entry(f"{name}/relative_bias/embedding", positions),
-        *stacked(
-            depth, f"{name}/blocks/*", f"{name}.block.*", _block(config, decoder=name == "decoder")
-        ),
+        *stacked(depth, f"{name}/blocks/*", f"{name}.block.*", block),
         *norm(f"{name}/norm", f"{name}.final_layer_norm", bias=False),
     ]
 
 
 def table(config: T5Config) -> Table:
-    """Of a config."""
-    aliases = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    """Returns the weight table for `config`."""
     head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR)]
-    return Table(
-        (
-            Entry(
-                "embed/embedding",
-                "shared.weight",
-                aliases=(*aliases, "lm_head.weight")[: 3 if not head else 2],
-            ),
-            *_stack(config, "encoder", config.layers),
-            *_stack(config, "decoder", config.decoder_layers),
-            *head,
-        ),
-        # saved by old versions, and never used: keys at a distance from queries of another stack
-        ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+    aliases: tuple[str, ...] = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    if config.tie_head:
+        aliases = (*aliases, "lm_head.weight")
+    entries = (
+        Entry("embed/embedding", "shared.weight", aliases=aliases),
+        *_stack(config, "encoder", config.layers),
+        *_stack(config, "decoder", config.decoder_layers),
+        *head,
+    )
+    # saved by old versions and never used: cross-attention has no relative positions
+    ignored = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+    return Table(entries, ignored=ignored)
+
+
+def read(content: Json, where: object) -> T5Config:
+    """Returns our configuration for a `config.json`. Raises ConfigError, ValueError."""
+    fields = KEYS.read(content, where)
+    mlp = content.get("feed_forward_proj", RELU)
+    tied = content.get("tie_word_embeddings", True)
+    scaled = content.get("scale_decoder_outputs", tied)
+    lines = []
+    if mlp not in (RELU, GATED):
+        lines.append(f"feed_forward_proj: '{mlp}' is not implemented, only '{RELU}' or '{GATED}'")
+    if scaled and not tied:
+        what = "scale_decoder_outputs: true is not implemented"
+        lines.append(f"{what} where tie_word_embeddings is false")
+    refuse(lines, where)
+    length = content.get("n_positions") or LENGTH
+    return T5Config(
+        **fields,
+        decoder_layers=content.get("num_decoder_layers") or fields["layers"],
+        gated=mlp == GATED,
+        tie_head=bool(scaled),
+        inputs_length=length,
+        targets_length=length,
     )
 
 
-def read(found: Json, where: object) -> T5Config:
-    """From `config.json`. Raises ConfigError, ValueError."""
-    fields = KEYS.read(found, where)
-    kind = found.get("feed_forward_proj", PLAIN)
-    tied = found.get("tie_word_embeddings", True)
-    scaled = found.get("scale_decoder_outputs", tied)
-    lines = []
-    if kind not in (PLAIN, GATED):
-        lines.append(f"feed_forward_proj: '{kind}' is not implemented, only '{PLAIN}' or '{GATED}'")
-    if scaled and not tied:
-        lines.append(
-            "scale_decoder_outputs: true is not implemented where tie_word_embeddings is false"
-        )
-    refuse(lines, where)
-    length = found.get("n_positions") or LENGTH
-    decoder = found.get("num_decoder_layers") or fields["layers"]
-    return T5Config(
-        **fields, decoder_layers=decoder, gated=kind == GATED, tie_head=bool(scaled), inputs_length=length,
-        targets_length=length,
-    )  # fmt: skip
-
-
 def write(config: T5Config) -> Json:
-    """For `config.json`, for transformers of any age."""
+    """Returns the content of `config.json`, for any version of transformers."""
     return KEYS.write(config) | {
-        "num_decoder_layers": config.decoder_layers, "feed_forward_proj": GATED if config.gated else PLAIN,
-        "tie_word_embeddings": config.tie_head, "n_positions": max(config.inputs_length, config.targets_length),
-        "dropout_rate": config.dropout, "architectures": ["T5ForConditionalGeneration"],
-    }  # fmt: skip
+        "num_decoder_layers": config.decoder_layers,
+        "feed_forward_proj": GATED if config.gated else RELU,
+        "tie_word_embeddings": config.tie_head,
+        "n_positions": max(config.inputs_length, config.targets_length),
+        "dropout_rate": config.dropout,
+        "architectures": ["T5ForConditionalGeneration"],
+    }
+
+
+FORMAT = WeightFormat("t5", table, read, write)

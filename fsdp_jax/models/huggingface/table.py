@@ -1,13 +1,13 @@
-"""Which of our parameters is which of their tensors: a table of entries, read in both directions.
+"""Weight tables: which of our parameters is which tensor of a file, read in both directions.
 
-An entry says how one tensor lies in one of our arrays and nothing else, so that any slice of ours
-is slices of theirs: its dims in another order, dims of size one added or dropped, rows of padding
-that theirs lacks, and layers that ours stacks in a first dim where theirs has a tensor for each.
+An entry states only how one tensor is placed in one of our arrays, so that any slice of ours is
+slices of theirs: dims in another order, dims of size one added or dropped, rows of padding that
+theirs lacks, and layers that ours stacks in a first dim where theirs has a tensor for each.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_jax.io.tensor_mapping import TensorMapping
@@ -18,13 +18,13 @@ class Entry:
     """One parameter.
 
     Attributes:
-        ours: its path; `*` is the number of a block, or nothing where the blocks are stacked.
+        ours: its path; `*` is the number of a block, dropped where the blocks are stacked.
         theirs: the tensor's name; `*` is the number of a block.
-        dims: theirs -> ours, a word for each dim, as in `out in -> in out`; 1 is a dim of size one
+        dims: theirs -> ours, a name for each dim, as in `out in -> in out`; 1 is a dim of size one
             that the other side lacks. Empty where both are the same.
         rows: (dim of ours, its size in theirs) where ours is padded with zeros.
-        aliases: other names of the same tensor, which a file may have too.
-        depth: how many blocks there are, where the names have a `*`.
+        aliases: other names of the same tensor that a file may have too.
+        depth: the number of blocks, where the names have a `*`.
 
     """
 
@@ -38,41 +38,45 @@ class Entry:
     def __post_init__(self) -> None:
         assert (self.depth is not None) == ("*" in self.ours) == ("*" in self.theirs), self
 
-    def piece(self, name: str, shape: Sequence[int]) -> TensorMapping | None:
-        """Where one tensor lies in an array of ours that stacks nothing; None where the array
-        cannot hold it.
+    def mapping(self, name: str, shape: Sequence[int]) -> TensorMapping | None:
+        """Returns where one tensor is placed in an array of ours that stacks nothing.
+
+        None where the array cannot hold it.
         """
-        own = [f"dim {dim}" for dim in range(len(shape))]
-        left, right = [side.split() for side in self.dims.split("->")] if self.dims else [own, own]
+        same = [f"dim {dim}" for dim in range(len(shape))]
+        theirs, ours = same, same
+        if self.dims:
+            theirs, ours = (side.split() for side in self.dims.split("->"))
+        # the part of our array that is not padding
         size = list(shape)
         if self.rows and len(shape) > self.rows[0]:
             size[self.rows[0]] = self.rows[1]
-        if len(right) != len(shape) or any(
-            small > large for small, large in zip(size, shape, strict=True)
-        ):
+        if len(ours) != len(shape):
             return None
-        theirs = tuple(1 if word == "1" else size[right.index(word)] for word in left)
-        dims = tuple(None if word == "1" else left.index(word) for word in right)
-        return TensorMapping(name, (0,) * len(size), tuple(size), dims, theirs)
+        if any(unpadded > padded for unpadded, padded in zip(size, shape, strict=True)):
+            return None
+        their_shape = tuple(1 if dim == "1" else size[ours.index(dim)] for dim in theirs)
+        dims = tuple(None if dim == "1" else theirs.index(dim) for dim in ours)
+        return TensorMapping(name, (0,) * len(size), tuple(size), dims, their_shape)
 
-    def pieces(self, path: str, shape: Sequence[int]) -> list[TensorMapping]:
-        """The pieces of our array at `path`; none where it is not this entry's."""
+    def mappings(self, path: str, shape: Sequence[int]) -> list[TensorMapping]:
+        """Returns the mappings of our array at `path`; empty where it is not this entry's."""
         if path == self.ours:
-            one = self.piece(self.theirs, shape)
-            return [] if one is None else [one]
+            mapping = self.mapping(self.theirs, shape)
+            return [] if mapping is None else [mapping]
         if self.depth is None:
             return []
         if path == self.ours.replace("*/", "") and shape:
-            one = self.piece("", shape[1:])
-            return (
-                [] if one is None else [one.in_stack(self.name(at), at) for at in range(shape[0])]
-            )
+            mapping = self.mapping("", shape[1:])
+            if mapping is None:
+                return []
+            return [mapping.in_stack(self.name(block), block) for block in range(shape[0])]
         match = re.fullmatch(re.escape(self.ours).replace(r"\*", r"(\d+)"), path)
-        one = self.piece(self.name(int(match[1])), shape) if match else None
-        return [] if one is None else [one]
+        mapping = self.mapping(self.name(int(match[1])), shape) if match else None
+        return [] if mapping is None else [mapping]
 
     def name(self, block: int) -> str:
-        """Of the tensor of one block."""
+        """Returns the name of one block's tensor."""
         return self.theirs.replace("*", str(block))
 
 
@@ -82,8 +86,8 @@ class Table:
 
     Attributes:
         entries: of all parameters.
-        prefix: what a name may lack, as where a file was saved from the model without its head.
-        ignored: names of tensors that are no parameters, or of none that we have; `*` is a number.
+        prefix: what a name may lack, as in a file that was saved from the model without its head.
+        ignored: names of tensors that are no parameters, or none of ours; `*` is a number.
 
     """
 
@@ -92,74 +96,73 @@ class Table:
     ignored: tuple[str, ...] = ()
 
     def names(self) -> dict[str, Entry]:
-        """{name of every tensor that a whole model has: its entry}."""
-        found = {
+        """Returns {name of every tensor of a full model: its entry}."""
+        names = {
             name: entry for entry in self.entries for name in _numbered(entry.theirs, entry.depth)
         }
-        assert len(found) == sum(entry.depth or 1 for entry in self.entries), (
-            "each tensor has one entry"
-        )
-        return found
+        count = sum(entry.depth or 1 for entry in self.entries)
+        assert len(names) == count, "each tensor has one entry"
+        return names
 
     def aliases(self) -> dict[str, str]:
-        """{another name: the name}."""
-        return {
-            alias: name
-            for entry in self.entries
-            for pattern in entry.aliases
-            for alias, name in zip(_numbered(pattern, entry.depth), _numbered(entry.theirs, entry.depth), strict=True)
-        }  # fmt: skip
+        """Returns {another name of a tensor: its name}."""
+        aliases = {}
+        for entry in self.entries:
+            names = _numbered(entry.theirs, entry.depth)
+            for pattern in entry.aliases:
+                aliases |= dict(zip(_numbered(pattern, entry.depth), names, strict=True))
+        return aliases
 
     def is_ignored(self, name: str) -> bool:
-        """Whether it is known to be no parameter of ours."""
-        return any(
-            re.fullmatch(re.escape(each).replace(r"\*", r"\d+"), name) for each in self.ignored
-        )
+        """Returns whether a tensor is known to be no parameter of ours."""
+        patterns = (re.escape(each).replace(r"\*", r"\d+") for each in self.ignored)
+        return any(re.fullmatch(pattern, name) for pattern in patterns)
 
-    def pieces(self, leaves: Mapping[str, Any]) -> dict[str, list[TensorMapping]]:
-        """{path: its pieces} of leaves with shapes; empty where no entry has the path."""
-        found: dict[str, list[TensorMapping]] = {}
+    def mappings(self, leaves: Mapping[str, Any]) -> dict[str, list[TensorMapping]]:
+        """Returns {path: its mappings} of leaves with shapes; empty where no entry has the path."""
+        mappings: dict[str, list[TensorMapping]] = {}
         for path, leaf in leaves.items():
-            matches = [
-                pieces for entry in self.entries if (pieces := entry.pieces(path, leaf.shape))
-            ]
+            candidates = (entry.mappings(path, leaf.shape) for entry in self.entries)
+            matches = [match for match in candidates if match]
             assert len(matches) < 2, f"{path} has two entries"
-            found[path] = matches[0] if matches else []
-        return found
+            mappings[path] = matches[0] if matches else []
+        return mappings
 
 
 def stacked(depth: int, ours: str, theirs: str, entries: Sequence[Entry]) -> Iterator[Entry]:
-    """The entries of a block, for blocks that lie under two paths with a `*` each."""
+    """Yields a block's entries for blocks under two paths with a `*` each."""
     for entry in entries:
-        yield Entry(
-            f"{ours}/{entry.ours}", f"{theirs}.{entry.theirs}", entry.dims, entry.rows,
-            tuple(f"{theirs}.{alias}" for alias in entry.aliases), depth,
-        )  # fmt: skip
+        yield replace(
+            entry,
+            ours=f"{ours}/{entry.ours}",
+            theirs=f"{theirs}.{entry.theirs}",
+            aliases=tuple(f"{theirs}.{alias}" for alias in entry.aliases),
+            depth=depth,
+        )
 
 
-LINEAR = "out in -> in out"  # torch.nn.Linear keeps its weight the other way round
+LINEAR = "out in -> in out"
+"""torch.nn.Linear stores the transpose."""
 
 
 def linear(ours: str, theirs: str, *, bias: bool = True) -> list[Entry]:
-    """A torch.nn.Linear."""
+    """Returns the entries of a torch.nn.Linear."""
     return [Entry(f"{ours}/kernel", f"{theirs}.weight", LINEAR), *_bias(ours, theirs, bias)]
 
 
 def conv1d(ours: str, theirs: str) -> list[Entry]:
-    """GPT-2's Conv1D, whose weight is [in, out] as ours is."""
+    """Returns the entries of GPT-2's Conv1D, whose weight is [in, out] as ours is."""
     return [Entry(f"{ours}/kernel", f"{theirs}.weight"), *_bias(ours, theirs, True)]
 
 
-def patches(ours: str, theirs: str) -> list[Entry]:
-    """A torch.nn.Conv2d."""
-    return [
-        Entry(f"{ours}/kernel", f"{theirs}.weight", "out in high wide -> high wide in out"),
-        *_bias(ours, theirs, True),
-    ]  # fmt: skip
+def conv2d(ours: str, theirs: str) -> list[Entry]:
+    """Returns the entries of a torch.nn.Conv2d."""
+    dims = "out in height width -> height width in out"
+    return [Entry(f"{ours}/kernel", f"{theirs}.weight", dims), *_bias(ours, theirs, True)]
 
 
 def norm(ours: str, theirs: str, *, bias: bool = True) -> list[Entry]:
-    """A LayerNorm, or without bias an RMSNorm."""
+    """Returns the entries of a LayerNorm, or without bias of an RMSNorm."""
     return [Entry(f"{ours}/scale", f"{theirs}.weight"), *_bias(ours, theirs, bias)]
 
 
@@ -168,4 +171,4 @@ def _bias(ours: str, theirs: str, bias: bool) -> list[Entry]:
 
 
 def _numbered(name: str, depth: int | None) -> list[str]:
-    return [name] if depth is None else [name.replace("*", str(at)) for at in range(depth)]
+    return [name] if depth is None else [name.replace("*", str(block)) for block in range(depth)]

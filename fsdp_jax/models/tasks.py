@@ -1,0 +1,158 @@
+"""What the models are trained for: text, text to text, or images.
+
+A Task is what the families of one kind share: the arrays of an example, the loss, what is sampled.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fsdp_jax.models.losses import classification_loss, next_token_loss, text_to_text_loss
+from fsdp_jax.models.sampling import answer, sample
+from fsdp_jax.models.vision import CHANNELS
+
+Example = Mapping[str, np.ndarray]
+Arrays = dict[str, jax.ShapeDtypeStruct]
+PROMPT_TOKENS = 64
+"""Tokens of plain text that a sample continues."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The tokens of an example, where it is text.
+
+    Attributes:
+        sequence: of a sequence, or of an encoder's inputs.
+        target: of a decoder's targets.
+        packed: whether a row holds several documents, with `mask`, `segments` and `positions`.
+
+    """
+
+    sequence: int
+    target: int
+    packed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What an example is, what is learned from it and what a model writes.
+
+    Attributes:
+        name: for messages.
+        loss: (model, batch, *, train) -> (sum, count); where `is_text` it takes `chunk` too.
+        data_kinds: values of `data.kind` with such examples, the default first.
+        data_keys: keys of the data that only this task reads.
+        config_lengths: Lengths -> the model configuration's fields for them.
+        any_length: whether weights serve any length; otherwise their own is the limit.
+        arrays: (model configuration, Lengths) -> the arrays of one example.
+        prompt: example -> int32 [P], what a sample starts from; None for images.
+        write: (model, prompt, length, *, window, temperature, key) -> int32 tokens.
+        separator: printed between prompt and written text.
+
+    """
+
+    name: str
+    loss: Callable[..., tuple[jax.Array, jax.Array]]
+    data_kinds: tuple[str, ...]
+    data_keys: tuple[str, ...] = ()
+    config_lengths: Callable[[Lengths], dict[str, int]]
+    any_length: bool = False
+    arrays: Callable[[Any, Lengths], Arrays]
+    prompt: Callable[[Example], np.ndarray] | None = None
+    write: Callable[..., jax.Array] | None = None
+    separator: str = ""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether examples are tokens, and the model has a vocabulary."""
+        return self.prompt is not None
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _text_arrays(config: Any, lengths: Lengths) -> Arrays:
+    T = lengths.sequence
+    arrays = {"tokens": _integers(T + 1)}
+    if lengths.packed:
+        arrays |= {"mask": _floats(T), "segments": _integers(T), "positions": _integers(T)}
+    return arrays
+
+
+def _text_to_text_arrays(config: Any, lengths: Lengths) -> Arrays:
+    S, T = lengths.sequence, lengths.target
+    inputs = {"inputs": _integers(S), "inputs_mask": _integers(S)}
+    return inputs | {"targets": _integers(T), "mask": _floats(T)}
+
+
+def _image_arrays(config: Any, lengths: Lengths) -> Arrays:
+    size = config.image_size
+    images = jax.ShapeDtypeStruct((size, size, CHANNELS), jnp.uint8)
+    return {"images": images, "labels": _integers()}
+
+
+def _text_prompt(example: Example) -> np.ndarray:
+    """Returns int32 [P]: the example's own prompt, which has no loss, else its first tokens."""
+    tokens, mask = example["tokens"], example.get("mask")
+    if mask is None or mask[0]:
+        return tokens[:PROMPT_TOKENS]
+    return tokens[: int(np.argmax(mask > 0)) + 1]
+
+
+def _text_to_text_prompt(example: Example) -> np.ndarray:
+    return example["inputs"][example["inputs_mask"] > 0]
+
+
+def _continue(model: Any, prompt: jax.Array, length: int, **settings: Any) -> jax.Array:
+    return sample(model, prompt, length, **settings)[len(prompt) :]
+
+
+def _answer(
+    model: Any, prompt: jax.Array, length: int, *, window: int, **settings: Any
+) -> jax.Array:
+    return answer(model, prompt, length, **settings)
+
+
+_TEXT_KINDS = ("embedded", "text", "tokens", "instructions", "datasets")
+
+TEXT = Task(
+    name="text",
+    loss=next_token_loss,
+    data_kinds=_TEXT_KINDS,
+    data_keys=("packing",),
+    config_lengths=lambda lengths: {"sequence_length": lengths.sequence},
+    arrays=_text_arrays,
+    prompt=_text_prompt,
+    write=_continue,
+)
+TEXT_TO_TEXT = Task(
+    name="text to text",
+    loss=text_to_text_loss,
+    data_kinds=_TEXT_KINDS,
+    data_keys=("target_length",),
+    config_lengths=lambda lengths: {
+        "inputs_length": lengths.sequence,
+        "targets_length": lengths.target,
+    },
+    any_length=True,
+    arrays=_text_to_text_arrays,
+    prompt=_text_to_text_prompt,
+    write=_answer,
+    separator="\n-> ",
+)
+IMAGES = Task(
+    name="images",
+    loss=classification_loss,
+    data_kinds=("images",),
+    config_lengths=lambda lengths: {},
+    arrays=_image_arrays,
+)

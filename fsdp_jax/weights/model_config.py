@@ -1,0 +1,129 @@
+"""Model configurations as `config.json`, for every family."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.models.families import FAMILIES, Family, family_name
+from fsdp_jax.models.huggingface.config_json import (
+    CONFIG,
+    TOKENS,
+    Json,
+    TokenIds,
+    read_json,
+    unknown_model,
+)
+from fsdp_jax.models.huggingface.table import Table
+
+
+def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
+    """Returns our configuration of the model in a folder with a `config.json`.
+
+    It has the normalization of images too, a ViT's from the `preprocessor_config.json` in the
+    folder. Dropout rates are settings of a training run, and are not read. No code from the folder
+    is run.
+
+    Args:
+        folder: of Hugging Face's or timm's layout.
+        **fields: of the configuration, to be replaced: `scan_layers`, `dtype`, `sequence_length`.
+
+    Returns:
+        GPTConfig, LlamaConfig, T5Config, ViTConfig or CaiTConfig.
+
+    Raises:
+        ConfigError: no such file, an unknown kind of model, or one that computes what we do not
+            implement: every key by name.
+
+    """
+    directory = Path(folder)
+    content, where = read_json(directory), directory / CONFIG
+    if "auto_map" in content:
+        what = "a model with its own code in the folder, which is never run"
+        raise ConfigError(message(what, where=str(where), got=content["auto_map"]))
+    try:
+        weight_format = _family_by_content(content, where).weight_format
+        config = weight_format.read(content, where)
+        return dataclasses.replace(config, **weight_format.read_images(directory) | fields)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:  # values that are no numbers, or do not fit together
+        what = "a model that is not supported"
+        raise ConfigError(message(what, where=str(where), got=error)) from error
+
+
+def config_json(config: Any, *, dtype: str | None = None, tokens: TokenIds | None = None) -> Json:
+    """Returns the content of `config.json` for one of our configurations.
+
+    Args:
+        config: of any family.
+        dtype: of the weights.
+        tokens: ids by the names in `TOKENS`; those of a text model that are not given are written
+            as null, because transformers has defaults for absent ones.
+
+    Raises:
+        ConfigError: a configuration of no family, or one that the format cannot express; tokens
+            that the family does not have, or computes with under other ids, as T5 its padding.
+
+    """
+    name, family = _family_of(config)
+    weight_format = family.weight_format
+    content = dict.fromkeys(weight_format.tokens) | weight_format.write(config)
+    for token, given in (tokens or {}).items():
+        if token not in weight_format.tokens or content[token] not in (None, given):
+            expected = content.get(token, " or ".join(weight_format.tokens) or f"none, for {name}")
+            what = "not a valid token id"
+            raise ConfigError(message(what, where=token, expected=expected, got=given))
+        content[token] = given
+    if weight_format.model_type is None:
+        return content
+    content["model_type"] = weight_format.model_type
+    return content | ({} if dtype is None else {"torch_dtype": dtype})
+
+
+def config_files(
+    config: Any, *, dtype: str | None = None, tokens: TokenIds | None = None
+) -> dict[str, bytes]:
+    """Returns {name: content} of all files that `read_config` reads, `config.json` last.
+
+    Arguments and errors are those of `config_json`.
+    """
+    contents = _family_of(config)[1].weight_format.write_images(config)
+    contents = contents | {CONFIG: config_json(config, dtype=dtype, tokens=tokens)}
+    return {
+        name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()
+    }
+
+
+def token_ids(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns {name: id or ids} of the `TOKENS` in the folder's `config.json`.
+
+    Raises ConfigError.
+    """
+    content = read_json(Path(folder))
+    return {name: content[name] for name in TOKENS if content.get(name) is not None}
+
+
+def table_of(config: Any) -> Table:
+    """Returns the weight table for `config`. Raises ConfigError for one of no family."""
+    return _family_of(config)[1].weight_format.table(config)
+
+
+def _family_of(config: Any) -> tuple[str, Family]:
+    """Returns (name, family) of a configuration."""
+    name = family_name(config)
+    if name is None:
+        known = [family.config.__name__ for family in FAMILIES.values()]
+        raise unknown_model(type(config).__name__, known, "config")
+    return name, FAMILIES[name]
+
+
+def _family_by_content(content: Json, where: Path) -> Family:
+    """Returns the family of a `config.json`: by `model_type`, or timm's by its `architecture`."""
+    model_type = content.get("model_type")
+    families = {family.weight_format.model_type: family for family in FAMILIES.values()}
+    if model_type in families and (model_type is not None or "architecture" in content):
+        return families[model_type]
+    raise unknown_model(model_type, [name for name in families if name is not None], where)
