@@ -96,14 +96,14 @@ def make_files(case: str, gib: float, folder: Path) -> None:
 
     sharded = laid_out(case, gib)
     leaves = flatten(jax.tree.map(lambda leaf: leaf.abstract, sharded.layout.params))
-    pieces = [piece for each in table_of(config).pieces(leaves).values() for piece in each]
+    mappings = [mapping for each in table_of(config).mappings(leaves).values() for mapping in each]
     drawn = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(np.float32).astype(dtype)
 
     def values() -> Iterator[np.ndarray]:
-        for piece in pieces:
-            yield np.resize(drawn, piece.shape)
+        for mapping in mappings:
+            yield np.resize(drawn, mapping.shape)
 
-    outlines = [TensorSpec(piece.name, piece.shape, dtype) for piece in pieces]
+    outlines = [TensorSpec(mapping.name, mapping.shape, dtype) for mapping in mappings]
     others = {"config.json": json.dumps(config_json(config)).encode()}
     write_weights(
         folder, outlines, values(), file_bytes=FILE_BYTES, metadata={"format": "pt"}, others=others

@@ -63,7 +63,7 @@ import fsdp_jax
 from fsdp_jax.launch import use_virtual_devices
 from fsdp_jax.models import GPT, GPTConfig, next_token_loss, parameter_count
 from fsdp_jax.models.gpt import Block, preset
-from fsdp_jax.models.layers import cross_entropy
+from fsdp_jax.models.losses import cross_entropy
 
 DEVICES = 8
 TARGET, TRACE_TARGET = 1.02, 1.3

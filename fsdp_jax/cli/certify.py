@@ -17,7 +17,7 @@ from fsdp_jax.train.build import make_loss, make_model, make_units, start_device
 from fsdp_jax.train.config import Config, DataConfig
 from fsdp_jax.train.initial_weights import weights_shape
 from fsdp_jax.train.optimizers import make_optimizer
-from fsdp_jax.train.shapes import Batch, batch_shapes, lengths, make_shape
+from fsdp_jax.train.shapes import Batch, batch_shapes, length_fields, make_shape
 
 DEVICES = 8
 ACCUMULATION = (1, 4)
@@ -58,7 +58,7 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
     data = dataclasses.replace(config.data, sequence_length=LENGTH, target_length=None)
     family = FAMILIES[model.family]
     configured = make_shape(model, config.data, weights_shape(model.weights))
-    shape = small_shape(configured, lengths(family, data))
+    shape = small_shape(configured, length_fields(family, data))
     make, frozen = make_model(model, config.lora, family, shape, "cpu")
     precision = config.precision
     rows = len(jax.devices()) * max(ACCUMULATION)

@@ -121,9 +121,8 @@ def _splash(
     )
 
     T, S, H = query.shape[1], key.shape[1], query.shape[2]
-    mask_class = splash_attention_mask.FullMask
-    if is_causal:
-        mask_class = splash_attention_mask.CausalMask
+    masks = splash_attention_mask
+    mask_class = masks.CausalMask if is_causal else masks.FullMask
     rows, columns = _block_size(T), _block_size(S)
     sizes = splash_attention_kernel.BlockSizes(
         block_q=rows,

@@ -70,8 +70,8 @@ class CaiTConfig:
 
 
 def _cait(depth: int, width: int, heads: int, image_size: int) -> CaiTConfig:
-    sizes = {"layers": depth, "width": width, "heads": heads, "hidden": 4 * width}
-    return CaiTConfig(image_size=image_size, **sizes)
+    hidden = 4 * width
+    return CaiTConfig(image_size=image_size, layers=depth, width=width, heads=heads, hidden=hidden)
 
 
 PRESETS: dict[str, CaiTConfig] = {

@@ -195,14 +195,17 @@ class T5Attention(nnx.Module):
                 more["bias"] = bias_HTS[None]
             return self.attention(q, k, v, is_causal=is_causal, scale=1.0, **more)
 
+        attended: jax.Array
         if bias is None:
             attended = attend(q_BTHK, k_BSHK, v_BSHK, segments, None)
         else:
             # Each part of the batch has its own bias, so that the bias's gradient is summed over
             # the rows of a part first.
-            batch = (q_BTHK, k_BSHK, v_BSHK, segments)
-            parts: Any = jax.tree.map(lambda x: x.reshape(bias.shape[0], -1, *x.shape[1:]), batch)
-            attended = jax.vmap(attend)(*parts, bias)
+            q, k, v, parts = jax.tree.map(
+                lambda x: x.reshape(bias.shape[0], -1, *x.shape[1:]),
+                (q_BTHK, k_BSHK, v_BSHK, segments),
+            )
+            attended = jax.vmap(attend)(q, k, v, parts, bias)
         return self.o(attended.reshape(*x_BTD.shape[:2], -1))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import optax
@@ -14,7 +14,7 @@ from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import use_virtual_devices
 from fsdp_jax.lora import with_lora
 from fsdp_jax.models import FAMILIES, Family
-from fsdp_jax.models.attention import TILE, make_attention
+from fsdp_jax.models.attention import TILE, AttentionKind, make_attention
 from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.sharding.mesh import batch_shards, make_mesh
 from fsdp_jax.sharding.precision import Precision
@@ -160,7 +160,7 @@ def make_model(
     attention = make_attention(model.attention, platform)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        return family.make(shape, rngs=rngs, attention=attention)
+        return family.model(shape, rngs=rngs, attention=attention)
 
     if lora.rank is None:
         if lora != LoraConfig():
@@ -176,7 +176,11 @@ def make_model(
             message("LoRA freezes all the rest", where="model.frozen", got=got, fix=fix)
         )
     adapted = with_lora(
-        make, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, trainable=lora.trained
+        make,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.targets or family.lora_targets,
+        trainable=lora.trained,
     )
     return adapted, adapted.frozen
 
@@ -191,18 +195,13 @@ def lora_scale(lora: LoraConfig) -> float | None:
 def _check_attention(model: ModelConfig, family: Family, length: int) -> None:
     """ConfigError for a kernel that cannot do what the family asks of it."""
     kind, where = model.attention, "model.attention"
-    if model.family == "cait" and kind != "blockwise":
-        got, fix = f"{kind}; CaiT mixes its heads inside attention", "use blockwise"
-        raise ConfigError(message("attention would be ignored", where=where, got=got, fix=fix))
-    if model.family == "t5" and kind == "flash":
-        got, fix = "flash, which adds no bias to the scores, as T5 does", "use blockwise or cudnn"
-        raise ConfigError(message("no such kernel for this family", where=where, got=got, fix=fix))
-    if kind == "flash" and family.task == "images":
-        got, fix = (
-            f"flash, which takes multiples of {TILE} positions; images have a class token more",
-            "use blockwise",
-        )
-        raise ConfigError(message("no such kernel for this family", where=where, got=got, fix=fix))
+    if kind in family.unsupported_attention:
+        what, got = "no such attention for this family", f"{kind}, which "
+        got += family.unsupported_attention[kind]
+        usable = [
+            each for each in get_args(AttentionKind) if each not in family.unsupported_attention
+        ]
+        raise ConfigError(message(what, where=where, got=got, fix=f"use {' or '.join(usable)}"))
     if kind == "flash" and length % TILE:
         fix = f"use {max(TILE, length // TILE * TILE)}, or model.attention blockwise"
         what, expected = (
@@ -220,7 +219,7 @@ def make_loss(family: Family, chunk: int | None) -> Callable[..., Any]:
     """
     if chunk is None:
         return family.loss
-    if family.task == "images":
+    if not family.task.is_text:
         fix = "leave it out: the logits of images are few"
         raise ConfigError(
             message("chunks would be ignored", where="train.loss_chunk", got=chunk, fix=fix)

@@ -45,8 +45,8 @@ class LoraConfig:
     """Rank of the adapters; None trains without any."""
     alpha: float | None = None
     """What an adapter adds is scaled by alpha / rank; None is alpha = rank."""
-    targets: tuple[str, ...] = (r"(attn|cross)/(qkv|q|k|v|o|out)$",)
-    """Patterns of the linear layers that get one, by path; those of attention where not said."""
+    targets: tuple[str, ...] = ()
+    """Patterns of the linear layers that get one, by path; where empty, those of attention."""
     trained: tuple[str, ...] = ()
     """Patterns of other parameters that are trained too."""
 

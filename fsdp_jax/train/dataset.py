@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 
 from fsdp_jax.data import (
-    Loader,
     LoadedData,
+    Loader,
     eval_batches,
     load_tokenizer,
     make_loader,
@@ -67,9 +67,9 @@ def open_data(
 
     """
     task, rows = run.family.task, jax.tree.leaves(run.batch)[0].shape[0]
-    beside = None if task == "images" else tokenizer_beside(weights)
+    beside = tokenizer_beside(weights) if task.is_text else None
     given = settings.tokenizer or (None if settings.kind == "tokens" else beside)
-    if weights is not None and given is None and task != "images" and settings.kind != "tokens":
+    if weights is not None and given is None and task.is_text and settings.kind != "tokens":
         what, fix = (
             "no tokenizer beside the weights",
             "the tokenizer.json that they were trained with, or bytes if so",
@@ -78,7 +78,7 @@ def open_data(
     loaded = open_examples(
         settings.kind,
         sequence_length=settings.sequence_length,
-        targets_length=target_length(settings) if task == "text to text" else None,
+        targets_length=target_length(settings) if "target_length" in task.data_keys else None,
         path=settings.path,
         split=settings.split,
         field=settings.field,
@@ -108,7 +108,7 @@ def _of_images(run: Run) -> dict[str, int]:
     """What drawn images shall be like, or labels at most."""
     return (
         {}
-        if run.family.task != "images"
+        if run.family.task.is_text
         else {"image_size": run.shape.image_size, "classes": run.shape.classes}
     )
 
@@ -130,7 +130,7 @@ def _check_rows(loaded: LoadedData, run: Run) -> None:
     """Rows are what the step is compiled for."""
     found = {name: (array.shape, array.dtype) for name, array in loaded.train[0].items()}
     wanted = {name: (leaf.shape[1:], leaf.dtype) for name, leaf in run.batch.items()}
-    if run.family.task == "images" and found["images"] != wanted["images"]:
+    if "images" in wanted and found["images"] != wanted["images"]:
         fix = "use a model for images of that size, or resize them"
         expected, got = (
             f"{'x'.join(map(str, shape))}" for shape, _ in (wanted["images"], found["images"])

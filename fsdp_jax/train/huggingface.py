@@ -1,4 +1,4 @@
-"""Runs from other people's weights, and weights for other people from runs."""
+"""Imports Hugging Face weights as a run, and exports runs in Hugging Face's layout."""
 
 import os
 import shutil
@@ -21,6 +21,7 @@ from fsdp_jax.io.boxes import Box, box_view
 from fsdp_jax.io.safetensors_writer import exported_dtype, new_directory
 from fsdp_jax.lora import merge, merged_paths
 from fsdp_jax.models import FAMILIES, Family
+from fsdp_jax.models.families import family_name
 from fsdp_jax.models.huggingface.config_json import CONFIG
 from fsdp_jax.models.huggingface.vit import IMAGES
 from fsdp_jax.sharding.mesh import make_mesh
@@ -39,201 +40,197 @@ from fsdp_jax.weights import (
 from fsdp_jax.weights.export import Change
 
 AnyPath = str | os.PathLike[str]
-IMPORTED = ("float32", "bfloat16")
-IS_IMPORT = "imported"  # in the metadata of a step: the name of the folder that it comes from
-WRITING = ".writing"  # the ending of a small file that is being written
+IMPORT_DTYPES = ("float32", "bfloat16")
+IS_IMPORT = "imported"
+"""Key of a step's metadata: the name of the folder that was imported."""
+WRITING = ".writing"
+"""Suffix of a small file while it is written."""
 LEASE = "lease.json"
 
 
 def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
-    """Weights as on Hugging Face become step 0 of a new run, sharded over all devices; returns what
-    to print.
+    """Writes Hugging Face weights as step 0 of a new run, sharded over all devices.
 
-    `config.json` is written last: an import that was killed before is begun anew.
+    `config.json` is written last: an import that was killed before starts over.
 
     Args:
-        folder: with `config.json` and safetensors; its tokenizer comes along.
+        folder: with `config.json` and safetensors; its tokenizer is copied too.
         to: directory of the run, for `model.weights`.
         dtype: of the parameters, float32 or bfloat16.
 
+    Returns:
+        What to print.
+
     Raises:
-        ConfigError: another dtype, weights or a model that are none of ours, by name, or a
-            directory that holds something.
+        ConfigError: another dtype, weights or a model that are not supported, by name, or a
+            directory that is not empty.
 
     """
-    if dtype not in IMPORTED:
-        expected = " or ".join(IMPORTED)
-        raise ConfigError(
-            message("not a dtype to train in", where="--dtype", expected=expected, got=dtype)
-        )
+    if dtype not in IMPORT_DTYPES:
+        what, expected = "not a dtype to train in", " or ".join(IMPORT_DTYPES)
+        raise ConfigError(message(what, where="--dtype", expected=expected, got=dtype))
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     shape = read_config(source)
     family = _family_of(shape)
     tokenizer = load_tokenizer(source) if _has_tokenizer(source, family) else None
-    tokens = _known_ids(source, family)
+    tokens = _token_ids(source, family)
     _require_free(target)
+
+    # the parameters, in the shards that a run would have
     sharded = fully_shard(
-        lambda rngs: family.make(shape, rngs=rngs),
+        lambda rngs: family.model(shape, rngs=rngs),
         optax.identity(),
         make_mesh(),
         precision=Precision(dtype),
     )
     params = import_weights(source, sharded.checkpoint_target().params, shape)
+
+    # the run's directory
     metadata = {"config": "", "strategy": "full_shard", IS_IMPORT: source.resolve().name}
     with Lease(target):
-        _require_free(target)  # another may have been here meanwhile
+        _require_free(target)  # another process may have written meanwhile
         if (target / CHECKPOINTS).exists():
             shutil.rmtree(target / CHECKPOINTS)
         with CheckpointStore(target / CHECKPOINTS) as store:
             store.save(0, {"params": params}, data={}, metadata=metadata)
         _write(target, shape, tokenizer, tokens)
+
     leaves = flatten(params).values()
     size = human_bytes(sum(leaf.nbytes for leaf in leaves))
-    count = sum(leaf.size for leaf in leaves)
-    return f"{count:,} parameters, {size} in {len(leaves)} arrays, in {target}: for --model.weights {target}"
+    count = f"{sum(leaf.size for leaf in leaves):,} parameters, {size} in {len(leaves)} arrays"
+    return f"{count}, in {target}: for --model.weights {target}"
 
 
 def _require_free(target: Path) -> None:
-    """Raises ConfigError unless there is nothing, or what an import left that did not come to its
-    end.
-    """
+    """Raises ConfigError unless the directory is empty, absent or an unfinished import's."""
     fix = "choose another for --to"
     if target.exists() and not target.is_dir():
         raise ConfigError(message("not a directory", where="--to", got=str(target), fix=fix))
-    found = {each.name for each in target.iterdir()} if target.exists() else set()
-    begun = {
-        LEASE,
-        CHECKPOINTS,
-        FILE,
-        SETTINGS,
-        IMAGES,
-        *(name + WRITING for name in (FILE, SETTINGS, IMAGES, CONFIG)),
-    }
-    others = sorted(found - begun)
-    if not others and CHECKPOINTS in found and not _is_import(target / CHECKPOINTS):
+    names = {each.name for each in target.iterdir()} if target.exists() else set()
+    unfinished = {LEASE, CHECKPOINTS, FILE, SETTINGS, IMAGES}
+    unfinished |= {name + WRITING for name in (FILE, SETTINGS, IMAGES, CONFIG)}
+    others = sorted(names - unfinished)
+    if not others and CHECKPOINTS in names and not _is_import(target / CHECKPOINTS):
         others = [CHECKPOINTS]
     if others:
-        what = "the directory holds something already"
+        what = "the directory is not empty"
         raise ConfigError(message(what, where=str(target), got=others[0], fix=fix))
 
 
 def _is_import(directory: Path) -> bool:
-    """Whether all checkpoints in it are imported ones; one that is not finished is none."""
+    """Returns whether all finished checkpoints in a directory are imported ones."""
     with CheckpointStore(directory) as store:
         imported = [IS_IMPORT in store.record(step)["metadata"] for step in store.steps()]
         return all(imported) and not store.foreign()
 
 
 def write_model(output: Path, shape: Any, tokenizer: Tokenizer | None) -> None:
-    """What an export needs beside the arrays: `config.json`, in Hugging Face's words, and the
-    tokenizer's files.
-    """
-    _write(output, shape, tokenizer, _ids_of(tokenizer))
+    """Writes what an export needs besides the arrays: `config.json` and the tokenizer's files."""
+    _write(output, shape, tokenizer, _tokenizer_ids(tokenizer))
 
 
 def _write(output: Path, shape: Any, tokenizer: Tokenizer | None, tokens: dict[str, Any]) -> None:
-    files = ({} if tokenizer is None else dict(tokenizer.files)) | config_files(
-        shape, tokens=tokens
-    )
+    files = {} if tokenizer is None else dict(tokenizer.files)
+    files |= config_files(shape, tokens=tokens)
     for name, content in files.items():
-        beside = output / (name + WRITING)
-        beside.write_bytes(content)
-        beside.replace(output / name)
+        unfinished = output / (name + WRITING)
+        unfinished.write_bytes(content)
+        unfinished.replace(output / name)
 
 
-def _ids_of(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """How a text begins and ends, as `config.json` names it; what is not known is left out."""
-    if tokenizer is None:
-        return {}
-    known = {
-        "bos_token_id": tokenizer.begin[-1] if tokenizer.begin else None,
-        "eos_token_id": tokenizer.end,
-    }
-    return {name: token for name, token in known.items() if token is not None}
+def _tokenizer_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Returns the ids that begin and end a text, as `config.json` names them, if they are known."""
+    ids: dict[str, Any] = {}
+    if tokenizer is not None and tokenizer.begin:
+        ids["bos_token_id"] = tokenizer.begin[-1]
+    if tokenizer is not None and tokenizer.end is not None:
+        ids["eos_token_id"] = tokenizer.end
+    return ids
 
 
-def _known_ids(folder: Path, family: Family) -> dict[str, Any]:
-    """What `config.json` says, which `write_model` wrote by the tokenizer beside it; else what that
-    tokenizer says.
-    """
-    found = {} if family.task == "images" else token_ids(folder)
-    if "eos_token_id" in found or not _has_tokenizer(folder, family):
-        return found
-    return found | _ids_of(load_tokenizer(folder))
+def _token_ids(folder: Path, family: Family) -> dict[str, Any]:
+    """Returns the ids of `config.json`, or where it has no end of text also the tokenizer's."""
+    ids = token_ids(folder) if family.task.is_text else {}
+    if "eos_token_id" in ids or not _has_tokenizer(folder, family):
+        return ids
+    return ids | _tokenizer_ids(load_tokenizer(folder))
 
 
 def _has_tokenizer(folder: Path, family: Family) -> bool:
-    return family.task != "images" and (folder / FILE).is_file()
+    return family.task.is_text and (folder / FILE).is_file()
 
 
 def _family_of(shape: Any) -> Family:
-    return next(family for family in FAMILIES.values() if isinstance(shape, family.config))
+    name = family_name(shape)
+    assert name is not None, "read_config returns configurations of families"
+    return FAMILIES[name]
 
 
 def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str | None) -> str:
-    """Verifies a step of a run, the newest if None, and writes it for Hugging Face; returns what to
-    print.
+    """Verifies a step of a run, the newest if None, and writes it in Hugging Face's layout.
 
-    Adapters of LoRA are merged into what they adapt, one tensor at a time, in float32, and rounded
-    once to the dtype that is written: the kernel's own where `dtype` is None. In bfloat16, 8
+    LoRA adapters are merged into their kernels, one tensor at a time, in float32, and rounded once
+    to the dtype that is written: the kernel's own where `dtype` is None. In bfloat16, with 8
     significant bits, what an adapter adds to an element is lost where it is below 1/512 of that
-    element, and much of it often is; float32 keeps it, whatever the frozen kernels rest in.
+    element, as much of it often is; float32 keeps it, whatever dtype the frozen kernels have.
+
+    Returns:
+        What to print.
 
     Raises:
-        ConfigError: a dtype that is none, no such step, no `config.json`, or a directory that is
-            there already.
+        ConfigError: an unknown dtype, no such step, no `config.json`, or a directory that exists
+            already.
         DamageError, CheckpointError: it cannot be read or written.
 
     """
     run, target = Path(output).expanduser(), Path(to).expanduser()
     exported_dtype(np.dtype("float32"), dtype, "--dtype")
     new_directory(target)
-    directory, found = steps_of(run)
-    chosen = max(found) if step is None else step
-    if chosen not in found:
-        raise ConfigError(
-            message("no such step", where="--step", expected=f"one of {found}", got=chosen)
-        )
+    directory, steps = steps_of(run)
+    chosen = max(steps) if step is None else step
+    if chosen not in steps:
+        expected = f"one of {steps}"
+        raise ConfigError(message("no such step", where="--step", expected=expected, got=chosen))
     shape = read_config(run)
     family = _family_of(shape)
-    tokens = _known_ids(run, family)
+    tokens = _token_ids(run, family)
     tokenizer = run if _has_tokenizer(run, family) else None
     with CheckpointStore(directory) as store:
         store.require_good(chosen)
-        source, change = _merging(store, chosen)
+        source, change = _merged_source(store, chosen)
         done = export_weights(
             source, shape, target, dtype=dtype, tokenizer=tokenizer, tokens=tokens, change=change
         )
-    return (
-        f"{done.tensors} tensors of step {chosen}, {human_bytes(done.size)} in {len(done.files)} files, in "
-        f"{done.directory}, for Hugging Face"
-    )
+    size = f"{human_bytes(done.size)} in {len(done.files)} files, in {done.directory}"
+    return f"{done.tensors} tensors of step {chosen}, {size}, for Hugging Face"
 
 
-def _merging(store: CheckpointStore, step: int) -> tuple[Source, Change | None]:
-    """The parameters without adapters, and what adds the adapters to them."""
-    leaves, scale = saved_params(store, step), store.record(step)["metadata"].get("lora_scale")
+def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | None]:
+    """Returns (the parameters without adapters, what merges the adapters into them)."""
+    leaves = saved_params(store, step)
+    scale = store.record(step)["metadata"].get("lora_scale")
     if scale is None:
         return from_store(store, step), None
-    made_from = merged_paths(leaves)
-    kept = {path: leaves[path] for path in made_from}
+    parts = merged_paths(leaves)
+    base = {path: leaves[path] for path in parts}
 
     @lru_cache(maxsize=1)  # the layers of a kernel follow one another
     def adapters(path: str) -> list[np.ndarray]:
-        parts = made_from[path][1:]
-        found = dict(read_params(store, step, {each: leaves[each] for each in parts}))
-        return [found[each] for each in parts]
+        paths = parts[path][1:]
+        arrays = dict(read_params(store, step, {each: leaves[each] for each in paths}))
+        return [arrays[each] for each in paths]
 
     def change(path: str, box: Box, kernel: np.ndarray) -> np.ndarray:
-        if len(made_from[path]) == 1:
+        if len(parts[path]) == 1:
             return kernel
         a, b = adapters(path)
         *stack, inputs, outputs = box
         rank = (0, a.shape[-1])
-        a, b = box_view(a, (*stack, inputs, rank)), box_view(b, (*stack, rank, outputs))
+        a = box_view(a, (*stack, inputs, rank))
+        b = box_view(b, (*stack, rank, outputs))
         return np.asarray(merge(kernel.astype(np.float32), a, b, scale=scale))
 
     def read(paths: Sequence[str]) -> Any:
-        return read_params(store, step, {path: kept[path] for path in paths})
+        return read_params(store, step, {path: base[path] for path in paths})
 
-    return Source(kept, read), change
+    return Source(base, read), change

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face and timm into a sharded model, and back: safetensors and `config.json`."""
+"""Reads and writes the safetensors and `config.json` of Hugging Face and timm, sharded."""
 
 from fsdp_jax.io.safetensors_writer import Exported
 from fsdp_jax.models.huggingface.table import Entry, Table

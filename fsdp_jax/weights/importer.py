@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.export import fits_dtype, read_mapped, refuse_misfits
 from fsdp_jax.io.array_specs import describe
-from fsdp_jax.io.safetensors import StoredTensor, SafetensorsFolder
+from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.sharded_read import STAGING_BYTES, tensors_equal
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.models.huggingface.table import Table

@@ -14,7 +14,7 @@ from fsdp_jax.cli.main import main
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.train.config import Config, ModelConfig
 from fsdp_jax.train.config_file import load
-from fsdp_jax.train.shapes import batch_shapes, lengths, make_shape
+from fsdp_jax.train.shapes import batch_shapes, length_fields, make_shape
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SETTING = Setting("full_shard", 1, 32)
@@ -87,18 +87,18 @@ def test_every_preset_has_a_small_version(family, preset):
     config = Config(model=ModelConfig(family=family, preset=preset))
     data = (
         config.data
-        if FAMILIES[family].task != "images"
+        if FAMILIES[family].task.is_text
         else dataclasses.replace(config.data, kind="images")
     )
     shape = make_shape(config.model, data)
     data = dataclasses.replace(
-        data, sequence_length=command.LENGTH, packing=FAMILIES[family].task == "text"
+        data, sequence_length=command.LENGTH, packing=FAMILIES[family].task.name == "text"
     )
-    shape = command.small_shape(shape, lengths(FAMILIES[family], data))
+    shape = command.small_shape(shape, length_fields(FAMILIES[family], data))
     batch = command.make_batch(batch_shapes(FAMILIES[family], shape, data, 4), shape, data)
 
     def loss():
-        model = FAMILIES[family].make(shape, rngs=nnx.Rngs(0))
+        model = FAMILIES[family].model(shape, rngs=nnx.Rngs(0))
         return FAMILIES[family].loss(model, batch, train=True)
 
     assert jax.eval_shape(loss)[0].shape == ()

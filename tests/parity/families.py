@@ -12,7 +12,7 @@ import transformers
 from torch.nn import functional
 
 from fsdp_jax.models import cait, gpt, llama, t5, vision, vit
-from fsdp_jax.models.layers import next_token_loss
+from fsdp_jax.models.losses import next_token_loss
 
 B, T, S, V, CLASSES, SIDE = 8, 24, 20, 93, 11, 32
 

@@ -108,10 +108,10 @@ def as_theirs(config, params):
     """Our arrays under their names, by the table."""
     flat = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
     found = {}
-    for path, pieces in table_of(config).pieces(flat).items():
-        for piece in pieces:
-            found[piece.name] = piece.to_theirs(
-                flat[path][tuple(slice(*each) for each in piece.box)]
+    for path, mappings in table_of(config).mappings(flat).items():
+        for mapping in mappings:
+            found[mapping.name] = mapping.to_theirs(
+                flat[path][tuple(slice(*each) for each in mapping.box)]
             )
     return found
 

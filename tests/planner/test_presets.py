@@ -55,7 +55,7 @@ def test_every_size_has_a_configuration():
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "preset"), OTHERS)
 def test_other_presets_are_planned(family, preset, tmp_path):
-    kind = "images" if FAMILIES[family].task == "images" else "embedded"
+    kind = FAMILIES[family].task.data_kinds[0]
     (tmp_path / "run.yaml").write_text(
         f"model: {{family: {family}, preset: {preset}}}\ndata: {{kind: {kind}}}\ntrain: {{global_batch_size: 64}}\n"
     )

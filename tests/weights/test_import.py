@@ -299,7 +299,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 
 @st.composite
 def arrays(draw):
-    """(piece, shape of ours, sharding axes per dim): one tensor in a larger array of up to 4 dims,
+    """(mapping, shape of ours, sharding axes per dim): one tensor in a larger array of up to 4 dims,
     anyhow sharded.
     """
     rank = draw(st.integers(1, 4))
@@ -325,13 +325,13 @@ def arrays(draw):
 def test_any_slice_of_any_piece_on_any_sharding(
     tmp_path_factory, case, budget, dtype, on_device, run
 ):
-    piece, shape, axes = case
+    mapping, shape, axes = case
     folder = tmp_path_factory.mktemp("slices")
-    value = np.random.default_rng(0).normal(size=piece.shape).astype(np.float32)
+    value = np.random.default_rng(0).normal(size=mapping.shape).astype(np.float32)
     save_file({"t": value, "before": np.ones(3, np.float32)}, folder / "model.safetensors")
     leaf = spec(shape, dtype, axes)
     whole = np.zeros(shape, np.float32)
-    whole[tuple(slice(*each) for each in piece.box)] = value.transpose(piece.dims)
+    whole[tuple(slice(*each) for each in mapping.box)] = value.transpose(mapping.dims)
     with (
         pytest.MonkeyPatch.context() as patch,
         SafetensorsFolder(folder) as tensors,
@@ -339,11 +339,11 @@ def test_any_slice_of_any_piece_on_any_sharding(
     ):
         patch.setattr(sharded_read, "MIN_READ", run)
         patch.setattr(sharded_read, "uses_host_memory", lambda device: not on_device)
-        array = staging.read_array(leaf, [piece], tensors)
+        array = staging.read_array(leaf, [mapping], tensors)
     assert_bits({"": array}, {"": whole.astype(jnp.dtype(dtype))})
     assert array.sharding == leaf.sharding
     np.testing.assert_array_equal(
-        piece.to_tensor(whole[tuple(slice(*each) for each in piece.box)]), value
+        mapping.to_tensor(whole[tuple(slice(*each) for each in mapping.box)]), value
     )
 
 
@@ -401,7 +401,7 @@ def test_a_process_reads_what_its_own_devices_need(tmp_path, reads):
     """A shard of rows is read alone; one of columns too, where they are long enough to be worth it."""
     value = np.random.default_rng(0).normal(size=(64, 64 << 10)).astype(np.float32)
     save_file({"t": value}, tmp_path / "model.safetensors")
-    piece = TensorMapping("t", (0, 0), value.shape, (0, 1), value.shape)
+    mapping = TensorMapping("t", (0, 0), value.shape, (0, 1), value.shape)
     for rows, columns in (
         ((8, 16), (0, 64 << 10)),
         ((0, 64), (16 << 10, 32 << 10)),
@@ -411,7 +411,7 @@ def test_a_process_reads_what_its_own_devices_need(tmp_path, reads):
         sink = HostBuffer(np.zeros([hi - lo for lo, hi in box], value.dtype), [])
         reads.clear()
         with SafetensorsFolder(tmp_path) as tensors, ShardReader() as staging:
-            staging.fill({box: sink}, [piece], tensors)
+            staging.fill({box: sink}, [mapping], tensors)
         assert (sink.values == value[tuple(slice(*each) for each in box)]).all()
         worth_it = (columns[1] - columns[0]) * 4 >= sharded_read.MIN_READ
         wide = columns if worth_it else (0, 64 << 10)
@@ -425,13 +425,13 @@ def test_the_budget_bounds_what_is_staged(tmp_path, monkeypatch):
     budget = 4 << 20
     value = np.random.default_rng(0).normal(size=(2048, 4096)).astype(np.float32)  # 32 MiB
     save_file({"t": value}, tmp_path / "model.safetensors")
-    piece = TensorMapping("t", (0, 0), value.shape[::-1], (1, 0), value.shape)
+    mapping = TensorMapping("t", (0, 0), value.shape[::-1], (1, 0), value.shape)
     leaf = spec(value.shape[::-1], "bfloat16", ("a", "b"))
     monkeypatch.setattr(sharded_read, "uses_host_memory", lambda device: False)
     with SafetensorsFolder(tmp_path) as tensors:
         tracemalloc.start()
         with ShardReader(budget) as staging:
-            array = staging.read_array(leaf, [piece], tensors)
+            array = staging.read_array(leaf, [mapping], tensors)
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert (np.asarray(array) == value.T.astype(jnp.bfloat16)).all()

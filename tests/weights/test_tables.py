@@ -52,25 +52,25 @@ def shapes(leaves):
 
 def check(config, leaves):
     table = table_of(config)
-    pieces = table.pieces(leaves)
-    assert all(pieces.values()), [path for path, each in pieces.items() if not each]
-    names = [piece.name for each in pieces.values() for piece in each]
+    mappings = table.mappings(leaves)
+    assert all(mappings.values()), [path for path, each in mappings.items() if not each]
+    names = [mapping.name for each in mappings.values() for mapping in each]
     assert len(names) == len(set(names))
     assert set(names) == set(table.names())
     assert not set(names) & set(table.aliases())
     assert not [name for name in names if table.is_ignored(name)]
-    for path, each in pieces.items():
-        for piece in each:
-            assert prod(piece.size) == prod(piece.shape)
+    for path, each in mappings.items():
+        for mapping in each:
+            assert prod(mapping.size) == prod(mapping.shape)
             assert all(
-                hi <= size for (_, hi), size in zip(piece.box, leaves[path].shape, strict=True)
+                hi <= size for (_, hi), size in zip(mapping.box, leaves[path].shape, strict=True)
             )
-        starts = {piece.start for piece in each}
-        assert len(starts) == len(each), "pieces do not lie on each other"
+        starts = {mapping.start for mapping in each}
+        assert len(starts) == len(each), "mappings do not lie on each other"
     published = dataclasses.replace(
         config, **({"pad_vocab_to": 1} if hasattr(config, "pad_vocab_to") else {})
     )
-    held = sum(prod(piece.shape) for each in pieces.values() for piece in each)
+    held = sum(prod(mapping.shape) for each in mappings.values() for mapping in each)
     assert held == MODELS[type(config)].parameter_count(published)
 
 
@@ -145,8 +145,8 @@ def test_a_list_of_blocks_has_these_paths(kind):
 )  # fmt: skip
 def test_names_and_shapes_are_the_published_ones(name, count, examples):
     config = PRESETS[name]
-    pieces = table_of(config).pieces(leaves_of(config))
-    found = {piece.name: piece.shape for each in pieces.values() for piece in each}
+    mappings = table_of(config).mappings(leaves_of(config))
+    found = {mapping.name: mapping.shape for each in mappings.values() for mapping in each}
     assert len(found) == count
     assert {key: found[key] for key in examples} == examples
 
@@ -157,7 +157,7 @@ def test_a_leaf_that_no_model_has_is_of_no_tensor():
         "blocks/attn/qkv/lora_a": Shape((12, 768, 8)),
         "embed/embedding": Shape((40_000, 768)),
     }
-    assert table.pieces(leaves) == {
+    assert table.mappings(leaves) == {
         "blocks/attn/qkv/lora_a": [],
         "embed/embedding": [],
     }  # fewer rows than they have

@@ -71,8 +71,8 @@ def target_of(name, dtype="float32", **more):
 def theirs(config, leaves, seed=0, dtype="float32"):
     """{name: random tensor} that the table wants for leaves."""
     draw = np.random.default_rng(seed)
-    pieces = [piece for each in table_of(config).pieces(leaves).values() for piece in each]
-    return {piece.name: draw.normal(size=piece.shape).astype(jnp.dtype(dtype)) for piece in pieces}
+    mappings = [mapping for each in table_of(config).mappings(leaves).values() for mapping in each]
+    return {mapping.name: draw.normal(size=mapping.shape).astype(jnp.dtype(dtype)) for mapping in mappings}
 
 
 def saved(folder, config, tensors):
@@ -93,15 +93,15 @@ def folder_of(name, folder, *, dtype="float32", change=lambda tensors: tensors):
 def expected(config, leaves, tensors):
     """{path: whole array}: the table's meaning, written without it being read slice by slice."""
     found = {}
-    for path, pieces in table_of(config).pieces(leaves).items():
+    for path, mappings in table_of(config).mappings(leaves).items():
         whole = np.zeros(leaves[path].shape, next(iter(tensors.values())).dtype)
-        for piece in pieces:
-            value = tensors[piece.name]
-            order = [dim for dim in piece.dims if dim is not None]
+        for mapping in mappings:
+            value = tensors[mapping.name]
+            order = [dim for dim in mapping.dims if dim is not None]
             rest = [dim for dim in range(value.ndim) if dim not in order]
-            whole[tuple(slice(*each) for each in piece.box)] = value.transpose(
+            whole[tuple(slice(*each) for each in mapping.box)] = value.transpose(
                 *order, *rest
-            ).reshape(piece.size)
+            ).reshape(mapping.size)
         found[path] = whole
     return found
 

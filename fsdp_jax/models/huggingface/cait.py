@@ -83,9 +83,7 @@ def read(content: Json, where: object) -> CaiTConfig:
         what = "an unknown architecture"
         raise ConfigError(message(what, where=str(where), got=name, fix=fix))
     given = {
-        key: value
-        for key, value in (content.get("model_args") or {}).items()
-        if value is not None
+        key: value for key, value in (content.get("model_args") or {}).items() if value is not None
     }
     # all that is not implemented, at once
     unknown = {f"model_args.{key}: {given[key]}" for key in given.keys() - ARGUMENT_NAMES}
@@ -102,7 +100,7 @@ def read(content: Json, where: object) -> CaiTConfig:
     if sizes["mlp_ratio"] != sizes["mlp_ratio_token_only"]:
         lines.append("mlp_ratio: is not implemented where mlp_ratio_token_only differs from it")
     refuse(lines, where)
-    pixels = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    pixels: dict[str, Any] = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
     pretrained = content.get("pretrained_cfg") or {}
     pixels |= normalization(pretrained, {"mean": "mean", "std": "std"}, where)
     return CaiTConfig(

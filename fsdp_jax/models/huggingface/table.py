@@ -106,7 +106,7 @@ class Table:
 
     def aliases(self) -> dict[str, str]:
         """Returns {another name of a tensor: its name}."""
-        aliases = {}
+        aliases: dict[str, str] = {}
         for entry in self.entries:
             names = _numbered(entry.theirs, entry.depth)
             for pattern in entry.aliases:
