@@ -1,18 +1,27 @@
-"""Python in fresh processes, as a user starts it."""
+"""Python programs in fresh processes, alone or joined into a cluster."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-PATIENCE = 300  # seconds: two cores shared by whoever is testing
+PATIENCE = 300  # seconds: the machine may be busy
 
-# What jax and this suite set in their own environment.
+# Variables that jax and this suite set in their own environment.
 INHERITED = ("JAX_PLATFORMS", "XLA_FLAGS", "TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
+
+JOIN = """
+import sys
+from fsdp_jax.launch import barrier, is_lead, join_cluster, leave_cluster, use_virtual_devices
+port, process, processes = map(int, sys.argv[1:4])
+use_virtual_devices(4)
+join_cluster(f"127.0.0.1:{port}", processes, process)
+"""
 
 
 def start(program, *arguments, **environment):
-    """`program` with nothing chosen for jax but what `environment` says."""
+    """Starts `program` with no settings for jax but those in `environment`."""
     clean = {name: value for name, value in os.environ.items() if name not in INHERITED}
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],
@@ -24,13 +33,33 @@ def start(program, *arguments, **environment):
 
 
 def finish(*processes):
-    """(stdout, stderr) of each, which has to have succeeded."""
+    """Returns (stdout, stderr) of each process; fails if one does not exit with 0."""
     try:
         outputs = [process.communicate(timeout=PATIENCE) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(
-        err for _, err in outputs
-    )
+    errors = "\n".join(err for _, err in outputs)
+    assert [process.returncode for process in processes] == [0] * len(processes), errors
     return outputs
+
+
+def run_cluster(program, *arguments, count=2, **environment):
+    """Runs `program` in `count` processes of 4 CPU devices, joined; returns their stdouts.
+
+    In the program, `process` is its number, and `sys.argv[4:]` are the arguments.
+    """
+    environment = {"JAX_PLATFORMS": "cpu", **environment}
+    port = free_port()
+    started = [
+        start(JOIN + program, port, process, count, *arguments, **environment)
+        for process in range(count)
+    ]
+    return [out for out, _ in finish(*started)]
+
+
+def free_port():
+    """Returns a port of this host that no process listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,4 +1,6 @@
-"""A checkpoint belongs to no layout: whoever reads it, on whatever mesh, gets the same bits."""
+"""A checkpoint does not depend on the layout: any mesh and strategy restores the same bits."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,106 +10,104 @@ from reference import CASES, gpt, optimizer
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.tree import flatten
 
 pytestmark = pytest.mark.core
 
 CASE = CASES["nnx-gpt-scanned"]
-MIXED = fsdp.Precision(compute="bfloat16")
 
-# Each restores what the one before has saved. zero1 in mixed precision computes with a copy that no
-# other layout has.
+# (strategy, data, replica, compute dtype, units). Each restores what the one before has saved.
+# zero1 in mixed precision computes with a copy that no other layout has.
 CHAIN = [
-    ("full_shard", {"data": 8}, "float32", CASE.units),
-    ("full_shard", {"data": 4}, "float32", "model"),
-    ("full_shard", {"data": 2}, "float32", "scan"),
-    ("full_shard", {"data": 1}, "float32", CASE.units),
-    ("full_shard", {"data": 8}, "bfloat16", CASE.units),
-    ("hybrid_shard", {"data": 4, "replica": 2}, "float32", CASE.units),
-    ("no_shard", {"data": 8}, "bfloat16", CASE.units),
-    ("zero1", {"data": 8}, "bfloat16", "scan"),
-    ("zero1", {"data": 2}, "float32", "model"),
-    ("shard_grad_op", {"data": 8}, "bfloat16", CASE.units),
-    ("full_shard", {"data": 8}, "float32", CASE.units),
+    ("full_shard", 8, 1, "float32", CASE.units),
+    ("full_shard", 4, 1, "float32", "model"),
+    ("full_shard", 2, 1, "float32", "scan"),
+    ("full_shard", 1, 1, "float32", CASE.units),
+    ("full_shard", 8, 1, "bfloat16", CASE.units),
+    ("hybrid_shard", 4, 2, "float32", CASE.units),
+    ("no_shard", 8, 1, "bfloat16", CASE.units),
+    ("zero1", 8, 1, "bfloat16", "scan"),
+    ("zero1", 2, 1, "float32", "model"),
+    ("shard_grad_op", 8, 1, "bfloat16", CASE.units),
+    ("full_shard", 8, 1, "float32", CASE.units),
 ]
 
 
-def sharded(strategy, axes, compute, units):
-    count = axes["data"] * axes.get("replica", 1)
-    mesh = fsdp.make_mesh(**axes, devices=jax.devices()[:count])
+@functools.cache
+def sharded(layout):
+    strategy, data, replica, compute, units = CHAIN[layout]
+    mesh = fsdp.make_mesh(data=data, replica=replica, devices=jax.devices()[: data * replica])
+    precision = fsdp.Precision(compute=compute)
     return fsdp.fully_shard(
-        gpt(True),
-        optimizer(),
-        mesh,
-        strategy,
-        units,
-        min_size=8,
-        precision=fsdp.Precision(compute=compute),
+        gpt(True), optimizer(), mesh, strategy, units, min_size=8, precision=precision
     )
+
+
+@functools.cache
+def train_step(layout):
+    return sharded(layout).train_step(CASE.loss)
 
 
 def bits(state):
     leaves = flatten(state)
     data = {
-        p: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        for p, x in leaves.items()
+        path: jax.random.key_data(leaf) if is_prng_key(leaf) else leaf
+        for path, leaf in leaves.items()
     }
     return {path: np.asarray(leaf).tobytes() for path, leaf in data.items()}
 
 
 @pytest.mark.long
 def test_bits_survive_every_layout(tmp_path):
-    first, *rest = CHAIN
-    model = sharded(*first)
+    model = sharded(0)
     state = model.init(seed=3)
-    step = model.train_step(CASE.loss)
     for i in range(2):  # the optimizer's state is not zero
-        state, _ = step(state, CASE.batch(i))
+        state, _ = train_step(0)(state, CASE.batch(i))
     expected = bits(model.to_checkpoint(state))
     with CheckpointStore(tmp_path, keep=99) as store:
         store.save(0, model.to_checkpoint(state), data={}, metadata={})
-        for at, layout in enumerate(rest):
-            model = sharded(*layout)
-            plan = store.preflight(at, model.checkpoint_target())
+        for layout in range(1, len(CHAIN)):
+            model = sharded(layout)
+            plan = store.preflight(layout - 1, model.checkpoint_target())
             assert (plan.differences, plan.casts) == ((), ())
-            saved, *_ = store.restore(at, model.checkpoint_target())
+            saved, *_ = store.restore(layout - 1, model.checkpoint_target())
             state = model.from_checkpoint(saved)
-            assert bits(model.to_checkpoint(state)) == expected, layout
+            assert bits(model.to_checkpoint(state)) == expected, CHAIN[layout]
             for leaf, wanted in zip(
                 jax.tree.leaves(state), jax.tree.leaves(model.abstract_state()), strict=True
             ):
                 assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-            store.save(at + 1, model.to_checkpoint(state), data={}, metadata={})
+            store.save(layout, model.to_checkpoint(state), data={}, metadata={})
 
 
-@pytest.mark.parametrize("layout", [CHAIN[5], CHAIN[7]], ids=["hybrid_shard", "zero1"])
-def test_another_layout_trains_on(tmp_path, layout):
-    """Within the tolerance of another order of sums; bfloat16 is rounded elsewhere too."""
-    compute = layout[2]
-    one, other = sharded("full_shard", {"data": 8}, compute, CASE.units), sharded(*layout)
+@pytest.mark.parametrize(
+    ("source", "restored", "rounding"),
+    [(0, 5, 1e-5), (4, 7, 2e-3)],  # another order of sums; bfloat16 is also rounded elsewhere
+    ids=["hybrid_shard", "zero1"],
+)
+def test_training_continues_in_another_layout(tmp_path, source, restored, rounding):
     batches = [CASE.batch(i) for i in range(4)]
-    step, state = one.train_step(CASE.loss), one.init()
+    state = sharded(source).init()
     for batch in batches[:2]:
-        state, _ = step(state, batch)
+        state, _ = train_step(source)(state, batch)
     with CheckpointStore(tmp_path) as store:
-        store.save(2, one.to_checkpoint(state), data={}, metadata={})
-        store.wait()
-        there = other.from_checkpoint(store.restore(2, other.checkpoint_target())[0])
-    again = other.train_step(CASE.loss)
+        store.save(2, sharded(source).to_checkpoint(state), data={}, metadata={})
+        saved, *_ = store.restore(2, sharded(restored).checkpoint_target())
+    other_state = sharded(restored).from_checkpoint(saved)
     for batch in batches[2:]:
-        state, metrics = step(state, batch)
-        there, found = again(there, batch)
-        rounding = 1e-5 if compute == "float32" else 2e-3
-        assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=rounding)
+        state, metrics = train_step(source)(state, batch)
+        other_state, other_metrics = train_step(restored)(other_state, batch)
+        expected = pytest.approx(float(metrics["loss"]), rel=rounding)
+        assert float(other_metrics["loss"]) == expected
 
 
 def test_copies_are_not_saved(tmp_path):
-    model = sharded("zero1", {"data": 8}, "bfloat16", CASE.units)
     with (
         CheckpointStore(tmp_path) as store,
         pytest.raises(ValueError, match=r"copies[^$]*to_checkpoint\(state\)"),
     ):
-        store.save(1, model.init(), data={}, metadata={})
+        store.save(1, sharded(7).init(), data={}, metadata={})
 
 
 def target(shape, dtype, devices, *spec):
@@ -118,11 +118,11 @@ def target(shape, dtype, devices, *spec):
 @pytest.fixture
 def store(tmp_path):
     mesh = jax.make_mesh((8,), ("data",))
-    rows, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
+    rows, replicated = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
     state = {
         "w": jax.device_put(jax.random.normal(jax.random.key(0), (64, 32)), rows),
-        "n": jax.device_put(jnp.arange(8), whole),
-        "key": jax.device_put(jax.random.key(1), whole),
+        "n": jax.device_put(jnp.arange(8), replicated),
+        "key": jax.device_put(jax.random.key(1), replicated),
     }
     with CheckpointStore(tmp_path) as store:
         store.save(1, state, data={}, metadata={})
@@ -131,28 +131,25 @@ def store(tmp_path):
 
 
 def wanted(devices=8, **other):
-    whole = target((), jax.random.key(0).dtype, devices)
     return {
         "w": target((64, 32), "float32", devices, "data"),
         "n": target((8,), "int32", devices),
-        "key": whole,
+        "key": target((), jax.random.key(0).dtype, devices),
     } | other
 
 
-def test_preflight_counts_what_is_read_and_held(store):
+def test_preflight_counts_the_bytes_read_and_held(store):
     counter, key = 8 * 4, 2 * 4
     for devices in (8, 2):
         plan = store.preflight(1, wanted(devices))
         assert plan.read_bytes == 64 * 32 * 4 + counter + key, "a replicated array is read once"
         assert plan.device_bytes == 64 * 32 * 4 // devices + counter + key
-        assert plan.host_bytes == 2 * plan.read_bytes, (
-            "what is read, and the part of it that is kept"
-        )
+        assert plan.host_bytes == 2 * plan.read_bytes, "bytes read and bytes kept"
         assert "into" in str(plan)
     plan.require_fit()
 
 
-def test_a_cast_is_said_and_is_that_of_jax(store):
+def test_a_cast_must_be_allowed_and_rounds_as_jax(store):
     narrow = wanted(w=target((64, 32), "bfloat16", 8, "data"))
     with pytest.raises(
         ValueError,
@@ -163,17 +160,16 @@ def test_a_cast_is_said_and_is_that_of_jax(store):
         "w: float32[64,32] to bfloat16[64,32]",
     )
     found, *_ = store.restore(1, narrow, allow_cast=True)
-    whole, *_ = store.restore(1, wanted())
+    uncast, *_ = store.restore(1, wanted())
     assert found["w"].dtype == jnp.bfloat16
-    assert (np.asarray(found["w"]) == np.asarray(whole["w"].astype(jnp.bfloat16))).all()
+    assert (np.asarray(found["w"]) == np.asarray(uncast["w"].astype(jnp.bfloat16))).all()
 
 
-def test_preflight_counts_what_is_cut_through(store):
-    """A part of another shape than those that were saved is read with all of each that it touches."""
+def test_preflight_counts_all_of_every_saved_shard_that_is_read_in_part(store):
     plan = store.preflight(1, wanted(w=target((64, 32), "float32", 8, None, "data")))
     assert plan.read_bytes == 8 * 64 * 32 * 4 + 8 * 4 + 2 * 4
     narrow = store.preflight(1, wanted(w=target((64, 32), "bfloat16", 8, "data")), allow_cast=True)
-    assert narrow.read_bytes == 64 * 32 * 4 + 8 * 4 + 2 * 4, "what is read is what was written"
+    assert narrow.read_bytes == 64 * 32 * 4 + 8 * 4 + 2 * 4, "bytes of the saved dtype are read"
     assert narrow.device_bytes == 64 * 32 * 2 // 8 + 8 * 4 + 2 * 4
 
 
@@ -189,7 +185,7 @@ def test_preflight_counts_what_is_cut_through(store):
         ({"new": target((2,), "float32", 8)}, r"new: expected float32\[2\], got nothing\n"),
     ],
 )
-def test_what_no_cast_makes_fit(store, other, line):
+def test_other_differences_are_refused_though_casts_are_allowed(store, other, line):
     with pytest.raises(ValueError, match=line) as refused:
         store.restore(1, wanted(**other), allow_cast=True)
     assert "allow_cast" not in str(refused.value)

@@ -1,11 +1,10 @@
-"""Virtual devices; two processes that join, reduce together and checkpoint together."""
+"""Virtual devices, and two processes that join, reduce together and train on their own rows."""
 
 import os
-import socket
 
 import jax
 import pytest
-from processes import finish, start
+from processes import finish, run_cluster, start
 
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.launch import barrier, is_lead, join_cluster, leave_cluster, use_virtual_devices
@@ -25,8 +24,8 @@ try:
     use_virtual_devices(4)
 except ValueError as error:
     print(error)
-x = jax.device_put(jax.numpy.ones(5), jax.NamedSharding(jax.make_mesh((5,), ("data",)), jax.P("data")))
-print(jax.jit(lambda x: x.sum())(x))
+rows = jax.NamedSharding(jax.make_mesh((5,), ("data",)), jax.P("data"))
+print(jax.jit(lambda x: x.sum())(jax.device_put(jax.numpy.ones(5), rows)))
 """
 
 
@@ -46,7 +45,7 @@ def test_virtual_devices():
     assert total == "5.0"
 
 
-def test_virtual_devices_once_jax_has_started(monkeypatch):
+def test_virtual_devices_are_fixed_once_jax_has_started(monkeypatch):
     flags = os.environ["XLA_FLAGS"]
     use_virtual_devices(jax.device_count())
     with pytest.raises(ValueError, match=r"started already[^$]*train\.devices[^$]*fix:"):
@@ -56,7 +55,7 @@ def test_virtual_devices_once_jax_has_started(monkeypatch):
     use_virtual_devices(jax.device_count() + 1)  # nothing to do with an accelerator there
 
 
-def test_no_devices():
+def test_zero_devices_are_refused():
     with pytest.raises(ConfigError, match=r"train\.devices"):
         use_virtual_devices(0)
 
@@ -75,12 +74,12 @@ def test_no_devices():
         (("host:1234", 2, -1), r"cluster\.process"),
     ],
 )
-def test_unusable_cluster(arguments, where):
+def test_an_unusable_cluster_is_refused(arguments, where):
     with pytest.raises(ConfigError, match=rf"where: +{where}\n"):
         join_cluster(*arguments)
 
 
-def test_a_process_alone():
+def test_a_single_process_needs_no_cluster():
     join_cluster(None, None, None)
     assert is_lead()
     barrier("alone")
@@ -88,116 +87,63 @@ def test_a_process_alone():
 
 
 TWO = """
-import sys
-from fsdp_jax.launch import barrier, is_lead, join_cluster, leave_cluster, use_virtual_devices
-port, process, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-use_virtual_devices(4)
-join_cluster(f"127.0.0.1:{port}", 2, process)
-import jax, jax.numpy as jnp, numpy as np
+import jax, numpy as np, optax
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from fsdp_jax.checkpoint import CheckpointStore
+import fsdp_jax as fsdp
 assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 8, 4)
 assert is_lead() == (process == 0)
 
-mesh = jax.make_mesh((8,), ("data",))
-rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+# One reduction over all eight devices.
+by_rows = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
 values = np.arange(64, dtype=np.float32).reshape(16, 4)
-w = jax.make_array_from_callback(values.shape, rows, lambda index: values[index])
-psum = jax.shard_map(lambda x: jax.lax.psum(x.sum(), "data"), mesh=mesh, in_specs=rows.spec, out_specs=whole.spec)
-assert float(jax.jit(psum)(w)) == values.sum()
+x = jax.make_array_from_callback(values.shape, by_rows, lambda index: values[index])
+psum = jax.shard_map(
+    lambda x: jax.lax.psum(x.sum(), "data"),
+    mesh=by_rows.mesh, in_specs=by_rows.spec, out_specs=PartitionSpec(),
+)
+assert float(jax.jit(psum)(x)) == values.sum()
 barrier("reduced")
 
-state = jax.jit(lambda w: {"w": w, "key": jax.random.key(3)}, out_shardings={"w": rows, "key": whole})(w)
-target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
-with CheckpointStore(directory, keep=1) as store:
-    for step in (1, 2):
-        store.save(step, state, data={"position": step}, metadata={})
-    store.wait()
-    barrier("saved")
-    assert store.latest() == 2
-    restored, data, _ = store.restore(2, target)
-    assert data == {"position": 2}
-    for shard in restored["w"].addressable_shards:
-        assert (np.asarray(shard.data) == values[shard.index]).all()
-    assert (jax.random.key_data(restored["key"]).addressable_data(0) == jax.random.key_data(jax.random.key(3))).all()
+# Batches that the processes must not pass.
+sharded = fsdp.fully_shard(
+    lambda rngs: nnx.Linear(4, 8, rngs=rngs), optax.sgd(0.1), fsdp.make_mesh(), min_size=1
+)
+loss = lambda model, batch: ((model(batch["x"]) * batch["w"][:, None]).sum(), batch["x"].shape[0])
+everything = {"x": values, "w": np.arange(16, dtype=np.float32)}
+part = lambda first, count: {name: x[first : first + count] for name, x in everything.items()}
+for wrong in (part(8 * process, 4 + 4 * process), part(0, 8)):
     try:
-        store.restore(2, {**target, "w": jax.ShapeDtypeStruct((16, 4), jnp.bfloat16, sharding=rows)})
+        sharded.train_step(loss)(sharded.init(0), wrong)
     except ValueError as error:
-        assert "w: expected bfloat16[16,4], got float32[16,4]" in str(error)
-    else:
-        raise AssertionError("cast")
-barrier("done")
+        print("refused:", str(error).replace("\\n", " "))
+
+# The same batch in every way to pass it: numpy, local arrays, global arrays, a mixture.
+global_batch = {
+    name: jax.make_array_from_callback(x.shape, by_rows, lambda index, x=x: x[index])
+    for name, x in everything.items()
+}
+own = part(8 * process, 8)
+for k in (1, 2):
+    step = sharded.train_step(loss, accumulation=k)
+    mixed = own | {"w": global_batch["w"]} if k == 1 else global_batch
+    batches = [own, jax.tree.map(jax.numpy.asarray, own), global_batch, mixed]
+    losses = [float(step(sharded.init(0), batch)[1]["loss"]) for batch in batches]
+    print(k, bool(np.allclose(losses, losses[0], rtol=1e-5)))
 leave_cluster()
 leave_cluster()
 print("left")
 """
 
 
-BATCHES = """
-import sys
-from fsdp_jax.launch import join_cluster, leave_cluster, use_virtual_devices
-port, process = int(sys.argv[1]), int(sys.argv[2])
-use_virtual_devices(4)
-join_cluster(f"127.0.0.1:{port}", 2, process)
-import jax, numpy as np, optax
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
-import fsdp_jax as fsdp
-mesh = fsdp.make_mesh()
-sharded = fsdp.fully_shard(lambda rngs: nnx.Linear(4, 8, rngs=rngs), optax.sgd(0.1), mesh, min_size=1)
-loss = lambda model, batch: ((model(batch["x"]) * batch["w"][:, None]).sum(), batch["x"].shape[0])
-everything = {"x": np.arange(64, dtype=np.float32).reshape(16, 4), "w": np.arange(16, dtype=np.float32)}
-part = lambda start, count: {name: rows[start : start + count] for name, rows in everything.items()}
-for wrong in (part(8 * process, 4 + 4 * process), part(0, 8)):
-    try:
-        sharded.train_step(loss)(sharded.init(0), wrong)
-    except ValueError as error:
-        print("refused:", str(error).replace("\\n", " "))
-rows = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
-whole = {name: jax.make_array_from_callback(x.shape, rows, lambda i, x=x: x[i]) for name, x in everything.items()}
-own = part(8 * process, 8)
-for k in (1, 2):
-    losses = []
-    for batch in (own, jax.tree.map(jax.numpy.asarray, own), whole, own | {"w": whole["w"]} if k == 1 else whole):
-        losses.append(float(sharded.train_step(loss, accumulation=k)(sharded.init(0), batch)[1]["loss"]))
-    print(k, bool(np.allclose(losses, losses[0], rtol=1e-5)))
-leave_cluster()
-"""
-
-
-def test_batches_of_two_processes():
-    """Each passes its own rows, on the host or its devices, or both the same global arrays; else it
-    is refused.
-    """
-    port = free_port()
-    outputs = finish(*(start(BATCHES, port, process, JAX_PLATFORMS="cpu") for process in range(2)))
-    for out, _ in outputs:
-        counts, same, *rest = [
-            line for line in out.splitlines() if line.startswith(("refused", "1 ", "2 "))
+def test_two_processes_reduce_together_and_train_on_their_own_rows():
+    """Each passes its own rows, on the host or its devices, or both the same global arrays."""
+    for out in run_cluster(TWO):
+        counts, same_rows, *rest = [  # Gloo prints lines of its own
+            line for line in out.splitlines() if line.startswith(("refused", "1 ", "2 ", "left"))
         ]
         assert "different numbers of rows" in counts
         assert "4 in process 0, 8 in process 1" in counts
-        assert "all processes passed the same rows" in same
-        assert "jax.process_index()" in same
-        assert rest == ["1 True", "2 True"]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def test_two_processes(tmp_path):
-    """Two of four devices each: one reduction over all eight, and a checkpoint that both write and
-    both read.
-    """
-    port = free_port()
-    outputs = finish(
-        *(start(TWO, port, process, tmp_path, JAX_PLATFORMS="cpu") for process in range(2))
-    )
-    assert [out.splitlines()[-1] for out, _ in outputs] == [
-        "left",
-        "left",
-    ]  # after what Gloo has to say
-    assert sorted(os.listdir(tmp_path)) == ["2"]
+        assert "all processes passed the same rows" in same_rows
+        assert "jax.process_index()" in same_rows
+        assert rest == ["1 True", "2 True", "left"]
