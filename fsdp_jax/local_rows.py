@@ -1,10 +1,11 @@
-"""Keeping the rows of a batch on their devices while XLA partitions a step.
+"""Keeps the rows of a batch on their devices while XLA partitions a step.
 
-Under annotations XLA chooses where activations go. It cannot partition a kernel that it does not
-know (a Pallas call): it gathers the whole batch on every device for it. It also reduces some
-gradients at full size, such as a lookup's, and may move activations in place of weights.
-`on_local_rows` runs a function on each device's rows, and `pin_rows` keeps activations split along
-the batch. Neither changes a result. Outside a step on several devices both do nothing.
+With sharding annotations XLA chooses how activations are sharded. It cannot partition a kernel that
+it does not know (a Pallas call): it gathers the whole batch on every device for it. It also reduces
+some gradients at full size, such as a lookup's, and may communicate activations in place of
+weights. `on_local_rows` runs a function on each device's rows, and `pin_rows` keeps activations
+sharded along the batch. Neither changes a result. Outside a step on several devices both do
+nothing.
 """
 
 import functools
@@ -26,10 +27,10 @@ from fsdp_jax.tree import PyTree
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How the batch of the step that is being traced lies on its devices.
+    """How the batch of the step that is being traced is sharded.
 
     Attributes:
-        axes: mesh axes that dim 0 of the batch is split over.
+        axes: mesh axes that shard dim 0 of the batch.
         rows: of the global microbatch; None where arguments are no batch.
 
     """
@@ -43,19 +44,25 @@ _SPLIT: ContextVar[BatchSplit | None] = ContextVar("fsdp_jax_batch_split", defau
 
 
 @contextmanager
-def batch_split(mesh: Mesh, axes: tuple[str, ...], rows: int | None) -> Iterator[None]:
-    """For the length of a trace on the global batch."""
-    token = _SPLIT.set(BatchSplit(mesh, axes, rows) if mesh.size > 1 else None)
+def _split_as(split: BatchSplit | None) -> Iterator[None]:
+    token = _SPLIT.set(split)
     try:
         yield
     finally:
         _SPLIT.reset(token)
 
 
+@contextmanager
+def batch_split(mesh: Mesh, axes: tuple[str, ...], rows: int | None) -> Iterator[None]:
+    """Sets the batch split while a step on the global batch is traced."""
+    with _split_as(BatchSplit(mesh, axes, rows) if mesh.size > 1 else None):
+        yield
+
+
 def on_local_rows(
     fn: Callable[..., Any], *, replicated: Collection[int] = ()
 ) -> Callable[..., Any]:
-    """`fn`, run on each device's own rows where XLA would partition it badly or not at all.
+    """Returns `fn`, run on each device's own rows where XLA would partition it badly or not at all.
 
     For a Pallas kernel, say: `attention = on_local_rows(my_kernel)`.
 
@@ -63,8 +70,8 @@ def on_local_rows(
         fn: a function of positional arrays (or trees of them) that treats rows alike: dim 0 of
             every argument and result is the batch, and a row of a result comes from the same rows
             of the arguments. That is your promise. A result may also have one row a device.
-        replicated: numbers of the arguments that have no rows, such as a table; they are whole on
-            every device, and their gradients are summed over devices.
+        replicated: numbers of the arguments that have no rows, such as a table; they are replicated
+            on every device, and their gradients are summed over devices.
 
     Raises:
         ValueError: when traced, arguments or results whose dim 0 is not the batch.
@@ -75,9 +82,8 @@ def on_local_rows(
 
     """
     where = f"on_local_rows({getattr(fn, '__name__', fn)})"
-    if not isinstance(replicated, Collection) or not all(
-        isinstance(number, int) for number in replicated
-    ):
+    numbers = isinstance(replicated, Collection) and all(isinstance(n, int) for n in replicated)
+    if not numbers:
         fix = "replicated=(1,)"
         raise ValueError(message("not numbers of arguments", where=where, got=replicated, fix=fix))
 
@@ -86,74 +92,66 @@ def on_local_rows(
         split = _SPLIT.get()
         if split is None:
             return fn(*args)
-        rows = _rows(args, replicated, where)
+        rows = _row_counts(args, replicated, where)
         devices = prod(split.mesh.shape[axis] for axis in split.axes)
         if any(count % devices for count in rows):
-            if split.rows is not None:  # a step's rows divide: these are others
-                said = f"{where}: all rows run on every device, for {sorted(rows)} do not divide by {devices}"
-                warnings.warn(said, SlowerWarning, stacklevel=2)
+            # A step's rows divide: these are others.
+            if split.rows is not None:
+                warnings.warn(
+                    f"{where}: all rows run on every device, for {sorted(rows)} do not divide by "
+                    f"{devices}",
+                    SlowerWarning,
+                    stacklevel=2,
+                )
             return fn(*args)
         by_rows = PartitionSpec(split.axes)
         specs = tuple(
             PartitionSpec() if number in replicated else by_rows for number in range(len(args))
         )
-        local = _alone(fn, {count // devices for count in rows}, where)
-        return jax.shard_map(
+        local = _on_one_device(fn, {count // devices for count in rows}, where)
+        sharded = jax.shard_map(
             local, mesh=split.mesh, in_specs=specs, out_specs=by_rows, check_vma=False
-        )(*args)
+        )
+        return sharded(*args)
 
     return run
 
 
-def _rows(args: tuple[Any, ...], replicated: Collection[int], where: str) -> set[int]:
-    """Sizes of dim 0 of what is split. Raises ValueError."""
+def _row_counts(args: tuple[Any, ...], replicated: Collection[int], where: str) -> set[int]:
+    """Returns sizes of dim 0 of the arguments with rows. Raises ValueError where one has none."""
     if any(number >= len(args) for number in replicated):
         expected = f"numbers below {len(args)}, the arguments"
-        raise ValueError(
-            message(
-                "no such argument", where=where, expected=expected, got=f"replicated={replicated}"
-            )
-        )
-    leaves = [
-        x
-        for number, arg in enumerate(args)
-        if number not in replicated
-        for x in jax.tree.leaves(arg)
-    ]
-    if any(not jnp.ndim(x) for x in leaves):
+        got = f"replicated={replicated}"
+        raise ValueError(message("no such argument", where=where, expected=expected, got=got))
+    with_rows = [arg for number, arg in enumerate(args) if number not in replicated]
+    leaves = jax.tree.leaves(with_rows)
+    if any(not jnp.ndim(leaf) for leaf in leaves):
+        what = "an argument without rows"
         fix = "name its number in replicated, or close over it"
-        raise ValueError(
-            message("an argument without rows", where=where, expected="arrays [rows, ...]", fix=fix)
-        )
-    return {x.shape[0] for x in leaves}
+        raise ValueError(message(what, where=where, expected="arrays [rows, ...]", fix=fix))
+    return {leaf.shape[0] for leaf in leaves}
 
 
-def _alone(fn: Callable[..., Any], rows: set[int], where: str) -> Callable[..., Any]:
-    """`fn` on a device's own rows, with nothing left to split. Raises ValueError for results that
-    have other rows.
-    """
+def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callable[..., Any]:
+    """Returns `fn` with no batch split inside. Raises ValueError where results have other rows."""
 
     def run(*args: Any) -> Any:
-        token = _SPLIT.set(None)
-        try:
+        with _split_as(None):
             out = fn(*args)
-        finally:
-            _SPLIT.reset(token)
         for leaf in jax.tree.leaves(out):
             if not jnp.ndim(leaf) or leaf.shape[0] not in {1, *rows}:
-                expected = f"dim 0 of {sorted(rows)}, a device's rows, or of 1"
-                fix = "keep the rows in dim 0 of every result; sum over them outside"
                 what = "a result without the rows of the arguments"
-                raise ValueError(
-                    message(what, where=where, expected=expected, got=jnp.shape(leaf), fix=fix)
-                )
+                expected = f"dim 0 of {sorted(rows)}, a device's rows, or of 1"
+                got = jnp.shape(leaf)
+                fix = "keep the rows in dim 0 of every result; sum over them outside"
+                raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
         return out
 
     return run
 
 
 def pin_rows(tree: PyTree) -> PyTree:
-    """Keeps activations, arrays whose dim 0 is the batch's rows, split over the batch axes."""
+    """Keeps activations, arrays whose dim 0 is the batch's rows, sharded over the batch axes."""
     split = _SPLIT.get()
     if split is None or split.rows is None:
         return tree

@@ -1,3 +1,1 @@
-"""The mesh, the strategies, the rules, and the Layout that follows from them: where every array is
-stored.
-"""
+"""The mesh, the strategies, the rules, and the Layout: how every array is sharded."""

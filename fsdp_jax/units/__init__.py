@@ -1,3 +1,1 @@
-"""FSDP units: which parameters are gathered together, how they are gathered, and how their
-gradients are reduced.
-"""
+"""FSDP units: how parameters are grouped, gathered together, and their gradients reduced."""

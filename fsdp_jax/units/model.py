@@ -1,4 +1,4 @@
-"""What the core asks of a model, whichever library it is written in."""
+"""What the library asks of a model, whether it is written in NNX or in Linen."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class Boundary:
     """What happens as a call enters and leaves a module.
 
     Attributes:
-        unit: the unit's path where the module is one: it gathers its parameters for the duration.
+        unit: the unit's path if the module is one; its parameters are gathered during the call.
         remat: of the unit.
-        cast_in: float inputs take this dtype.
-        cast_out: float outputs take this dtype.
-        pin: activations that enter or leave stay split along the batch; see `rows.py`.
+        cast_in: dtype that float inputs are cast to; None leaves them.
+        cast_out: dtype that float outputs are cast to; None leaves them.
+        pin: inputs and outputs stay sharded along the batch; see `fsdp_jax.local_rows`.
 
     """
 
@@ -36,12 +36,12 @@ class Boundary:
     pin: bool = False
 
     def entering(self, arguments: PyTree) -> PyTree:
-        """A call's arguments, cast and split along the batch."""
+        """Returns a call's arguments, cast and pinned."""
         arguments = cast_floats(arguments, self.cast_in)
         return pin_rows(arguments) if self.pin else arguments
 
     def leaving(self, results: PyTree) -> PyTree:
-        """A call's results, likewise."""
+        """Returns a call's results, cast and pinned."""
         results = cast_floats(results, self.cast_out)
         return pin_rows(results) if self.pin else results
 
@@ -53,7 +53,7 @@ class Model(Protocol):
         params: abstract parameters, nested dicts with string keys; leaves may carry partitioning
             metadata.
         rest: abstract other state of the model: batch statistics, random streams.
-        modules: what it is made of, parents before children.
+        modules: of the model, parents before children.
 
     """
 
@@ -62,11 +62,11 @@ class Model(Protocol):
     modules: Sequence[ModuleInfo]
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """(params, rest), concrete; called inside jit."""
+        """Returns (params, rest), concrete; called inside jit."""
         ...
 
     def build(self, params: PyTree, rest: PyTree) -> Any:
-        """What the user's own code knows as the model, with these values."""
+        """Returns the model as the user's own code calls it, with these values."""
         ...
 
     def run(
@@ -81,7 +81,7 @@ class Model(Protocol):
         training: bool,
         device: jax.Array | None,
     ) -> tuple[Any, PyTree]:
-        """(`fn(model, batch)`, the rest afterwards).
+        """Returns (`fn(model, batch)`, the updated rest).
 
         Args:
             fn: the user's function of model and batch.
@@ -90,52 +90,49 @@ class Model(Protocol):
             batch: one microbatch.
             key: for the random streams of this call.
             boundaries: module path -> what happens there.
-            training: whether dropout and batch statistics are live, where the library has a switch
-                for it.
-            device: number of the device where each sees its own part of the batch; None where all
-                see the whole.
+            training: whether dropout and batch statistics are active, where the library has a
+                switch for it.
+            device: index of the device if each runs on its own rows; None on the global batch.
 
         """
         ...
 
 
+def is_array(x: Any) -> bool:
+    """Returns whether x is an array of JAX or NumPy."""
+    return isinstance(x, jax.Array | np.ndarray)
+
+
 def cast_floats(tree: PyTree, dtype: np.dtype | None) -> PyTree:
-    """Float arrays in another dtype; everything else as it is."""
+    """Returns the tree with its float arrays in another dtype; None leaves them."""
     if dtype is None:
         return tree
-    return jax.tree.map(
-        lambda x: (
-            x.astype(dtype)
-            if isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
-            else x
-        ),
-        tree,
-    )
+
+    def cast(x: Any) -> Any:
+        return x.astype(dtype) if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
 
 
 def split_arrays(
     tree: PyTree, is_node: Callable[[Any], bool] = lambda _: False
 ) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
-    """(arrays, nodes, rebuild): what a checkpoint may trace, what it may not, and how to put them
-    together again.
+    """Returns (arrays, nodes, rebuild): what a checkpoint may trace, what it may not, the inverse.
 
-    Everything else (flags, strings, functions) stays where it was, so that `if deterministic:` goes
-    on working.
+    All other leaves (flags, strings, functions) stay static, so that `if deterministic:` works.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_node)
-    kinds = [
-        "node" if is_node(x) else "array" if isinstance(x, jax.Array | np.ndarray) else "static"
-        for x in leaves
-    ]
-    arrays = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == "array"]
-    nodes = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == "node"]
+    nodes = [leaf for leaf in leaves if is_node(leaf)]
+    arrays = [leaf for leaf in leaves if is_array(leaf) and not is_node(leaf)]
 
-    def rebuild(arrays: Sequence[Any], nodes: Sequence[Any]) -> PyTree:
-        sources = {"array": iter(arrays), "node": iter(nodes)}
-        filled = [
-            leaf if kind == "static" else next(sources[kind])
-            for leaf, kind in zip(leaves, kinds, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, filled)
+    def rebuild(new_arrays: Sequence[Any], new_nodes: Sequence[Any]) -> PyTree:
+        next_array, next_node = iter(new_arrays), iter(new_nodes)
+
+        def new(leaf: Any) -> Any:
+            if is_node(leaf):
+                return next(next_node)
+            return next(next_array) if is_array(leaf) else leaf
+
+        return jax.tree.unflatten(treedef, [new(leaf) for leaf in leaves])
 
     return arrays, nodes, rebuild

@@ -1,9 +1,8 @@
-"""A Flax NNX model as the core wants it: parameters by path, a loss to differentiate, units to
-gather.
+"""Adapter of Flax NNX models.
 
-The model is not modified and need not know. Inside a step it is rebuilt around Shards, and the
-modules that act as units, the norms that stay in float32 and the model itself get, for that trace
-alone, a subclass of their class whose methods gather and cast around the original ones.
+The model is not modified and needs no preparation. Inside a step it is rebuilt around Shards, and
+the modules that act as units, the norms that stay in float32 and the model itself get, for that
+trace alone, a subclass of their class whose methods gather and cast around the original ones.
 """
 
 import functools
@@ -15,10 +14,10 @@ import jax
 from flax import nnx
 
 from fsdp_jax.errors import message
-from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.model import Boundary, LossFn, split_arrays
-from fsdp_jax.units.unit import run_unit
+from fsdp_jax.units.unit import is_shard, run_unit
 
 
 class NnxModel:
@@ -31,39 +30,37 @@ class NnxModel:
         params, rest = states
         model = nnx.merge(self._graphdef, params, rest)
         _refuse_plain_arrays(model)
-        self._params = _Skeleton(params)
-        self._rest = _Skeleton(rest)
+        self._params = _StateStructure(params)
+        self._rest = _StateStructure(rest)
         self.params: PyTree = unflatten(_variables(params))
         self.rest: PyTree = self._rest.to_tree(rest)
         self.modules: Sequence[ModuleInfo] = list(_modules(model))
         self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
 
     def _split(self, key: Any) -> Any:
-        """A new model's (graphdef, params, rest); called inside jit."""
+        """Returns a new model's (graphdef, params, rest); called inside jit."""
         rngs = nnx.Rngs(key)
         _swap_streams(rngs, nnx.RngStream, _Stream)
         model = self._make(rngs)
         if not isinstance(model, nnx.Module):
-            fix = "return the model; a Linen module is passed itself, with inputs=(...)"
             what = "the function makes no NNX model"
-            raise ValueError(
-                message(what, where="model", expected=nnx.Module, got=type(model), fix=fix)
-            )
+            fix = "return the model; a Linen module is passed itself, with inputs=(...)"
+            expected = nnx.Module
+            got = type(model)
+            raise ValueError(message(what, where="model", expected=expected, got=got, fix=fix))
         _swap_streams(model, _Stream, nnx.RngStream)
         return nnx.split(model, nnx.Param, ...)
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """(params, rest), concrete; called inside jit."""
+        """Returns (params, rest), concrete; called inside jit."""
         with nnx.use_eager_sharding(False):
-            _, *states = self._split(key)
-        params, rest = states
+            _, params, rest = self._split(key)
         return self._params.to_tree(params), self._rest.to_tree(rest)
 
     def build(self, params: PyTree, rest: PyTree) -> nnx.Module:
-        """The model around these parameters, arrays or Shards."""
-        return nnx.merge(
-            self._graphdef, self._params.to_state(params), self._rest.to_state(rest), copy=True
-        )
+        """Returns the model with these parameters, arrays or Shards."""
+        states = self._params.to_state(params), self._rest.to_state(rest)
+        return nnx.merge(self._graphdef, *states, copy=True)
 
     def run(
         self,
@@ -77,54 +74,45 @@ class NnxModel:
         training: bool,
         device: jax.Array | None,
     ) -> tuple[Any, PyTree]:
-        """(`fn(model, batch)`, the rest afterwards). `device` numbers the device where each sees
-        its own batch.
-        """
+        """Returns (`fn(model, batch)`, the updated rest); see `Model.run`."""
         del key  # NNX keeps its random streams in the model
-        local = rest if device is None else self._fold(rest, device)
+        local = rest if device is None else self._fold_keys(rest, device)
         model = self.build(params, local)
         if not training:
             model.eval()
         for path, module in list(_walk(model)):
             if path in boundaries and not hasattr(module, "_fsdp"):
                 module._fsdp = boundaries[path]
-                _become(module, _bounded(type(module)))  # type: ignore[arg-type]
+                _set_class(module, _with_boundary(type(module)))  # type: ignore[arg-type]
         out = fn(model, batch)
         after = self._rest.to_tree(nnx.state(model, nnx.Not(nnx.Param)))
-        return out, after if device is None else self._unfold(after, rest, local)
+        return out, after if device is None else self._unfold_keys(after, rest, local)
 
-    def _fold(self, rest: PyTree, device: jax.Array) -> PyTree:
-        """Random streams of each device's own."""
+    def _fold_keys(self, rest: PyTree, device: jax.Array) -> PyTree:
+        """Returns the state with the device's index folded into the random streams' keys."""
         flat = flatten(rest)
         return unflatten(
             {p: _fold_in(v, device) if p in self._keys else v for p, v in flat.items()}
         )
 
-    def _unfold(self, after: PyTree, before: PyTree, local: PyTree) -> PyTree:
-        """The state with its keys as before: a stream advances by its count, which is the same on
-        every device.
+    def _unfold_keys(self, after: PyTree, before: PyTree, local: PyTree) -> PyTree:
+        """Returns the state with its keys as before: a stream only advances its count.
+
+        Counts are the same on every device. Raises ValueError where the model writes a key itself.
         """
-        keys, folded = flatten(before), flatten(local)
-        for path, value in flatten(after).items():
-            own = path in self._keys and path.removesuffix("key") + "count" not in keys
-            if own and value is not folded[path]:
-                what, fix = (
-                    "the model writes a random key of its own",
-                    "draw from an nnx.RngStream, or leave local_batch out",
-                )
-                raise ValueError(
-                    message(
-                        what,
-                        where=path,
-                        expected="keys that are read only, with local_batch",
-                        fix=fix,
-                    )
-                )
-        return unflatten({p: keys[p] if p in self._keys else v for p, v in flatten(after).items()})
+        keys, folded, flat = flatten(before), flatten(local), flatten(after)
+        for path, value in flat.items():
+            of_stream = path.removesuffix("key") + "count" in keys
+            if path in self._keys and not of_stream and value is not folded[path]:
+                what = "the model writes a random key of its own"
+                expected = "keys that are read only, with local_batch"
+                fix = "draw from an nnx.RngStream, or leave local_batch out"
+                raise ValueError(message(what, where=path, expected=expected, fix=fix))
+        return unflatten({p: keys[p] if p in self._keys else v for p, v in flat.items()})
 
 
 class _Stream(nnx.RngStream):
-    """Draws the same keys, in time that does not depend on what was traced before.
+    """Draws the same keys as `nnx.RngStream`, in time independent of what was traced before.
 
     NNX's `count[...] += 1` asks a tracer for its sharding, which has none, and for the message of
     that AttributeError jax walks all that was traced so far: quadratic in the number of parameters.
@@ -139,23 +127,21 @@ class _Stream(nnx.RngStream):
 def _swap_streams(node: Any, old: type, new: type) -> None:
     for _, each in _walk(node):
         if type(each) is old:
-            _become(each, new)
+            _set_class(each, new)
 
 
-def _fold_in(keys: jax.Array, number: jax.Array) -> jax.Array:
-    """Into one key, or into each of a stack of them."""
-    return (
-        jax.vmap(_fold_in, (0, None))(keys, number)
-        if keys.ndim
-        else jax.random.fold_in(keys, number)
-    )
+def _fold_in(keys: jax.Array, index: jax.Array) -> jax.Array:
+    """Folds an index into one key, or into each of a stack of them."""
+    if keys.ndim:
+        return jax.vmap(_fold_in, (0, None))(keys, index)
+    return jax.random.fold_in(keys, index)
 
 
-class _Skeleton:
-    """The structure of an `nnx.State`, to go between it and nested dicts with string keys."""
+class _StateStructure:
+    """The structure of an `nnx.State`; converts it to nested dicts with string keys, and back."""
 
     def __init__(self, state: nnx.State) -> None:
-        self._paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+        self._paths = list(_variables(state))
         self._treedef = jax.tree.structure(state)
 
     def to_tree(self, state: nnx.State) -> PyTree:
@@ -165,152 +151,141 @@ class _Skeleton:
         )
 
     def to_state(self, tree: PyTree) -> nnx.State:
-        flat = flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "comm"))
+        flat = flatten(tree, is_leaf=is_shard)
         return jax.tree.unflatten(self._treedef, [flat[path] for path in self._paths])
 
 
+def _join(path: Sequence[Any]) -> str:
+    return SEPARATOR.join(map(str, path))
+
+
 def _variables(state: nnx.State) -> dict[str, nnx.Variable]:
-    return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+    return {_join(path): variable for path, variable in nnx.to_flat_state(state)}
 
 
 def _walk(
-    node: Any, path: tuple[str, ...] = (), above: frozenset[int] = frozenset()
+    node: Any, path: tuple[str, ...] = (), parents: frozenset[int] = frozenset()
 ) -> Iterator[tuple[str, Any]]:
-    """(path, node) for modules and containers, parents first; one that is used in two places comes
-    twice.
-    """
-    yield "/".join(path), node
+    """Yields (path, node) of modules and containers, parents first; one used twice comes twice."""
+    yield _join(path), node
     for name, child in _attributes(node):
-        if isinstance(child, nnx.Pytree | dict | list | tuple) and id(child) not in above:
-            yield from _walk(child, (*path, str(name)), above | {id(node)})
+        if isinstance(child, nnx.Pytree | dict | list | tuple) and id(child) not in parents:
+            yield from _walk(child, (*path, str(name)), parents | {id(node)})
 
 
 def _attributes(node: Any) -> list[tuple[Any, Any]]:
     if isinstance(node, nnx.Pytree):
-        return [
-            (name, child) for name, child in vars(node).items() if not name.startswith("_pytree__")
-        ]
+        return [(k, child) for k, child in vars(node).items() if not k.startswith("_pytree__")]
     return list(node.items()) if isinstance(node, dict) else list(enumerate(node))
 
 
 def _modules(model: nnx.Module) -> Iterator[ModuleInfo]:
-    owned = {
-        id(variable): path for path, variable in _variables(nnx.state(model, nnx.Param)).items()
-    }
+    params = _variables(nnx.state(model, nnx.Param))
+    path_of = {id(variable): path for path, variable in params.items()}
     for path, node in _walk(model):
-        direct = frozenset(owned[id(child)] for _, child in _attributes(node) if id(child) in owned)
-        # nnx.Embed keeps the dtype that its table was made in, and would return to it from a table
-        # cast since.
-        yield ModuleInfo(
-            path,
-            type(node),
-            direct,
-            isinstance(node, nnx.Module) and callable(node),
-            isinstance(node, nnx.Embed),
-        )
+        children = [id(child) for _, child in _attributes(node)]
+        direct = frozenset(path_of[child] for child in children if child in path_of)
+        is_callable = isinstance(node, nnx.Module) and callable(node)
+        # nnx.Embed keeps the dtype that its table was made in, and casts a table of another dtype
+        # back to it.
+        yield ModuleInfo(path, type(node), direct, is_callable, isinstance(node, nnx.Embed))
 
 
 def _refuse_plain_arrays(model: nnx.Module) -> None:
-    """A JAX array that NNX does not know as state would be baked into one trace and missing in the
-    next.
+    """Raises ValueError for JAX arrays that are not NNX state.
+
+    Such an array would be baked into one trace and missing in the next.
     """
     for path, node in _walk(model):
         for name, child in _attributes(node):
             if isinstance(child, jax.Array):
-                where = "/".join(filter(None, (path, str(name))))
+                what = "a plain JAX array is an attribute of the model"
+                where = _join([*filter(None, [path]), name])
                 fix = "make it a NumPy array, or nnx.Variable(array)"
-                raise ValueError(
-                    message("a plain JAX array is an attribute of the model", where=where, fix=fix)
-                )
+                raise ValueError(message(what, where=where, fix=fix))
 
 
 @functools.cache
-def _bounded(cls: Hashable) -> type:
-    """A subclass whose public methods run inside the module's boundary."""
+def _with_boundary(cls: Hashable) -> type:
+    """Returns a subclass whose public methods run inside the module's boundary."""
     assert isinstance(cls, type)
-    own = [c for c in cls.__mro__ if c not in nnx.Module.__mro__]
-    names = {
-        name for c in own for name in vars(c) if name == "__call__" or not name.startswith("_")
-    }
-    methods = {
-        name: getattr(cls, name) for name in names if _is_method(inspect.getattr_static(cls, name))
-    }
 
-    def inside(original: Callable[..., Any]) -> Callable[..., Any]:
+    def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return _call(cls, original, self, args, kwargs)
 
         return method
 
-    return type(
-        cls.__name__, (cls,), {name: inside(original) for name, original in methods.items()}
-    )
+    methods = {}
+    for base in cls.__mro__:
+        for name in vars(base) if base not in nnx.Module.__mro__ else ():
+            public = name == "__call__" or not name.startswith("_")
+            if public and _is_method(inspect.getattr_static(cls, name)):
+                methods[name] = bounded(getattr(cls, name))
+    return type(cls.__name__, (cls,), methods)
 
 
 def _is_method(attribute: Any) -> bool:
-    """Whether it is called with the module: a function, or one that `nnx.jit` and the like wrap."""
-    return inspect.isfunction(attribute) or (
-        hasattr(attribute, "__wrapped__") and callable(attribute)
-    )
+    """Returns whether the module is its first argument: functions, also inside `nnx.jit` etc."""
+    wrapped = hasattr(attribute, "__wrapped__") and callable(attribute)
+    return inspect.isfunction(attribute) or wrapped
 
 
 def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
     boundary: Boundary = module._fsdp
     args, kwargs = boundary.entering((args, kwargs))
-    if boundary.unit is None:
-        bounded = type(module)
-        _become(module, cls)  # calls among its own methods are already inside
-        try:
-            out = original(module, *args, **kwargs)
-        finally:
-            _become(module, bounded)
-    else:
-        out = _call_unit(cls, original, module, args, kwargs, boundary)
+    if boundary.unit is not None:
+        return boundary.leaving(_call_unit(cls, original, module, args, kwargs, boundary))
+    bounded_class = type(module)
+    _set_class(module, cls)  # calls among its own methods are inside the boundary already
+    try:
+        out = original(module, *args, **kwargs)
+    finally:
+        _set_class(module, bounded_class)
     return boundary.leaving(out)
 
 
-def _become(module: Any, cls: type) -> None:
-    """Past NNX's own check: a class is no state, and may change inside a loop of the caller's."""
+def _set_class(module: Any, cls: type) -> None:
+    """Sets an object's class, bypassing NNX's check against changes inside a transform."""
     object.__setattr__(module, "__class__", cls)
 
 
 def _call_unit(
     cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any, boundary: Boundary
 ) -> Any:
-    """Splits the module (and what modules it is handed), runs it as a pure function, and takes over
-    its new state.
-    """
+    """Runs a unit's method as a pure function of the module's state; updates its state after."""
     assert boundary.unit is not None
+    # Split the module, and the modules among its arguments, into structure and state.
     arrays, nodes, rebuild = split_arrays(
         (args, kwargs), lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
     )
     graphdef, state = nnx.split((module, nodes))
+    rebuild_out: list[Callable[..., Any]] = []
 
     def pure(state: nnx.State, arrays: list[Any]) -> tuple[Any, nnx.State]:
         inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
-        _become(inner, cls)
+        _set_class(inner, cls)
         before = _values((inner, inner_nodes))
         inner_args, inner_kwargs = rebuild(arrays, inner_nodes)
         out = original(inner, *inner_args, **inner_kwargs)
         after = nnx.to_flat_state(nnx.state((inner, inner_nodes), nnx.Not(nnx.Param)))
         changed = nnx.from_flat_state([(p, v) for p, v in after if _value(v) is not before.get(p)])
-        out_arrays, _, rebuilds["out"] = split_arrays(out)
+        out_arrays, _, rebuild_last = split_arrays(out)
+        rebuild_out[:] = [rebuild_last]
         return out_arrays, changed
 
-    rebuilds: dict[str, Callable[..., Any]] = {}
     out_arrays, changed = run_unit(pure, state, arrays, unit=boundary.unit, remat=boundary.remat)
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
-    return rebuilds["out"](out_arrays, ())
+    return rebuild_out[0](out_arrays, ())
 
 
 def _values(node: Any) -> dict[Any, Any]:
-    return {
-        path: _value(leaf) for path, leaf in nnx.to_flat_state(nnx.state(node, nnx.Not(nnx.Param)))
-    }
+    state = nnx.to_flat_state(nnx.state(node, nnx.Not(nnx.Param)))
+    return {path: _value(leaf) for path, leaf in state}
 
 
 def _value(leaf: Any) -> Any:
-    """Of a Variable, or of an array that is a plain attribute."""
+    """Returns the value of a Variable, or an array that is a plain attribute."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
