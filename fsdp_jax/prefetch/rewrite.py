@@ -208,7 +208,7 @@ class _Rewriter:
     def _gather_deferred(
         self, gathers: Sequence[jex.JaxprEqn], layers: Sequence[jex.JaxprEqn], env: _Env
     ) -> None:
-        """Gathers after some layers; the gradients are reduced before the layers' backward begins."""
+        """Gathers after some layers; reduces the gradients before the layers' backward."""
         if not gathers:
             return
         outputs = [v for eqn in layers for v in eqn.outvars if v in env and is_float(env[v])]

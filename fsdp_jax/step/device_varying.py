@@ -1,5 +1,4 @@
-"""Which values of a traced `shard_map` program differ between devices, and what must not depend on
-them.
+"""Finds the values of a traced `shard_map` program that differ between devices.
 
 A value *varies* along a mesh axis if devices along it may hold different values (JAX calls these
 axes `vma`). Two things go wrong without a message where a value varies: a branch or loop that it
@@ -44,7 +43,7 @@ MUTATING = {"new_ref", "ref", "get", "swap", "addupdate", "freeze"}
 
 
 def varying_outputs(jaxpr: jex.Jaxpr, varying: Sequence[Axes]) -> list[Axes]:
-    """The axes along which each output varies, given those of each input (constants come first).
+    """Returns the axes along which each output varies, given those of each input, constants first.
 
     Raises:
         ValueError: a branch or loop that varies has a collective inside.
@@ -61,18 +60,22 @@ def varying_outputs(jaxpr: jex.Jaxpr, varying: Sequence[Axes]) -> list[Axes]:
     return [read(v) for v in jaxpr.outvars]
 
 
+def _varying_outputs(closed: jex.ClosedJaxpr, varying: Sequence[Axes]) -> list[Axes]:
+    """As `varying_outputs`; a closed program's constants do not vary."""
+    return varying_outputs(closed.jaxpr, [*(NONE for _ in closed.consts), *varying])
+
+
 def _outputs_of(eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
-    name, either = eqn.primitive.name, NONE.union(*varying)
+    name = eqn.primitive.name
+    any_operand = NONE.union(*varying)
     if name in MUTATING:
-        what, fix = (
-            "a mutable array (jax.new_ref) cannot be followed from device to device",
-            "leave local_batch out",
-        )
-        raise ValueError(message(what, where=str(eqn.source_info.name_stack) or name, fix=fix))
+        what = "a mutable array (jax.new_ref) cannot be followed from device to device"
+        where = str(eqn.source_info.name_stack) or name
+        raise ValueError(message(what, where=where, fix="leave local_batch out"))
     if name in SAME_AFTER and eqn.params.get("axis_index_groups") is None:
         return [axes - collective_axes(eqn) for axes in varying] or [NONE]
     if name in SAME_AFTER | DIFFERENT_AFTER:
-        return [either | collective_axes(eqn) for _ in eqn.outvars]
+        return [any_operand | collective_axes(eqn) for _ in eqn.outvars]
     if name == "cond":
         return _cond(eqn, varying)
     if name == "while":
@@ -81,63 +84,58 @@ def _outputs_of(eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
         return _scan(eqn, varying)
     inner = list(jex.jaxprs_in_params(eqn.params))
     if len(inner) == 1 and len(inner[0].invars) == len(varying):  # jit, checkpoint and other calls
-        consts = [NONE for _ in inner[0].constvars]
-        return varying_outputs(inner[0], [*consts, *varying])
-    return [either for _ in eqn.outvars]
+        return varying_outputs(inner[0], [*(NONE for _ in inner[0].constvars), *varying])
+    return [any_operand for _ in eqn.outvars]
 
 
 def _cond(eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
-    decides, operands = varying[0], varying[1:]
-    _refuse_collectives(eqn, decides, eqn.params["branches"], "branch")
-    outputs = [decides for _ in eqn.outvars]
+    condition, operands = varying[0], varying[1:]
+    _refuse_collectives(eqn, condition, eqn.params["branches"], "branch")
+    outputs = [condition for _ in eqn.outvars]
     for branch in eqn.params["branches"]:
-        found = varying_outputs(branch.jaxpr, [*(NONE for _ in branch.consts), *operands])
-        outputs = [a | b for a, b in zip(outputs, found, strict=True)]
+        of_branch = _varying_outputs(branch, operands)
+        outputs = [a | b for a, b in zip(outputs, of_branch, strict=True)]
     return outputs
 
 
 def _while(eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
     cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    of_cond, of_body, carry = (
-        varying[:n_cond],
-        varying[n_cond : n_cond + n_body],
-        varying[n_cond + n_body :],
-    )
+    body_start = eqn.params["cond_nconsts"]
+    carry_start = body_start + eqn.params["body_nconsts"]
+    cond_consts, body_consts = varying[:body_start], varying[body_start:carry_start]
 
-    def turn(carry: list[Axes]) -> list[Axes]:
-        (decides,) = varying_outputs(cond.jaxpr, [*(NONE for _ in cond.consts), *of_cond, *carry])
-        _refuse_collectives(eqn, decides, [cond, body], "loop")
-        found = varying_outputs(body.jaxpr, [*(NONE for _ in body.consts), *of_body, *carry])
-        return [axes | decides for axes in found]
+    def iterate(carry: list[Axes]) -> list[Axes]:
+        (condition,) = _varying_outputs(cond, [*cond_consts, *carry])
+        _refuse_collectives(eqn, condition, [cond, body], "loop")
+        return [axes | condition for axes in _varying_outputs(body, [*body_consts, *carry])]
 
-    return _fixed_point(turn, carry)
+    return _fixed_point(iterate, varying[carry_start:])
 
 
 def _scan(eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
-    body = eqn.params["jaxpr"]
     consts, carry, xs = scan_arguments(eqn.params, varying)
 
-    def turn(carry: list[Axes]) -> list[Axes]:
-        return varying_outputs(body.jaxpr, [*(NONE for _ in body.consts), *consts, *carry, *xs])
+    def iterate(carry: list[Axes]) -> list[Axes]:
+        return _varying_outputs(eqn.params["jaxpr"], [*consts, *carry, *xs])
 
-    carry = _fixed_point(lambda carry: turn(carry)[: len(carry)], carry)
-    return [*carry, *turn(carry)[len(carry) :]]
+    carry = _fixed_point(lambda carry: iterate(carry)[: len(carry)], carry)
+    return [*carry, *iterate(carry)[len(carry) :]]
 
 
-def _fixed_point(turn: Callable[[list[Axes]], list[Axes]], carry: list[Axes]) -> list[Axes]:
-    """What a loop carries, after as many turns as change anything: at most one for each axis and
-    value.
+def _fixed_point(iterate: Callable[[list[Axes]], list[Axes]], carry: list[Axes]) -> list[Axes]:
+    """Returns the axes along which a loop's carry varies after any number of iterations.
+
+    At most one iteration for each axis and value changes anything.
     """
     while True:
-        after = [a | b for a, b in zip(carry, turn(carry), strict=True)]
+        after = [a | b for a, b in zip(carry, iterate(carry), strict=True)]
         if after == carry:
             return carry
         carry = after
 
 
 def collective_axes(eqn: jex.JaxprEqn) -> Axes:
-    """The mesh axes that a collective goes along; empty for any other operation."""
+    """Returns the mesh axes of a collective; none for any other operation."""
     if eqn.primitive.name not in SAME_AFTER | DIFFERENT_AFTER:
         return NONE
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
@@ -153,26 +151,22 @@ def _collectives(jaxpr: jex.Jaxpr) -> Iterable[jex.JaxprEqn]:
 
 
 def _refuse_collectives(
-    eqn: jex.JaxprEqn, decides: Axes, programs: Sequence[Any], kind: str
+    eqn: jex.JaxprEqn, condition: Axes, programs: Sequence[Any], kind: str
 ) -> None:
-    """Raises ValueError for a collective in what devices may run differently."""
-    inside = (each for program in programs for each in _collectives(program.jaxpr))
-    waited = (
-        next((each for each in inside if collective_axes(each) & decides), None)
-        if decides
-        else None
-    )
-    if waited is not None:
-        raise ValueError(
-            message(
-                f"devices may take this {kind} differently, and it has a collective inside",
-                where=str(waited.source_info.name_stack)
-                or f"{waited.primitive.name} in a `{eqn.primitive.name}`",
-                expected="a condition that is the same on every device: not computed from the batch, nor from "
-                "random numbers, which are each device's own",
-                fix="leave local_batch out; or compute both sides and select with jnp.where",
-            )
-        )
+    """Raises ValueError for a collective along an axis on which devices may not all run it."""
+    if not condition:
+        return
+    for program in programs:
+        for collective in _collectives(program.jaxpr):
+            if not collective_axes(collective) & condition:
+                continue
+            what = f"devices may take this {kind} differently, and it has a collective inside"
+            where = str(collective.source_info.name_stack)
+            where = where or f"{collective.primitive.name} in a `{eqn.primitive.name}`"
+            expected = "a condition that is the same on every device: not computed from the batch, "
+            expected += "nor from random numbers, which are each device's own"
+            fix = "leave local_batch out; or compute both sides and select with jnp.where"
+            raise ValueError(message(what, where=where, expected=expected, fix=fix))
 
 
 @contextmanager
@@ -185,11 +179,11 @@ def _ignoring(axes: Axes) -> Iterator[None]:
 
 
 def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
-    """Holds the `shard_map` of a step with local batches to what all devices must agree on.
+    """Checks what all devices must agree on in the `shard_map` of a step with local batches.
 
     Args:
         program: of the step, with one `shard_map` in it whose last outputs are the model's state.
-        state: their paths.
+        state: paths of the model's state.
 
     Raises:
         ValueError: the new state is computed from a device's own rows, or devices may disagree on
@@ -205,24 +199,22 @@ def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
         outputs = varying_outputs(eqn.params["jaxpr"], [axes - single for axes in inputs])
     for path, axes in zip(state, outputs[len(outputs) - len(state) :], strict=True):
         if axes:
-            raise ValueError(
-                message(
-                    "the model's state is computed from the batch, of which a device sees its own rows alone",
-                    where=path,
-                    expected="state that is the same on every device",
-                    got=f"a value that differs along {' and '.join(sorted(axes))}",
-                    fix="leave local_batch out: without it, batch statistics are those of the global batch",
-                )
-            )
+            what = "the model's state is computed from the batch, "
+            what += "of which a device sees its own rows alone"
+            expected = "state that is the same on every device"
+            got = f"a value that differs along {' and '.join(sorted(axes))}"
+            fix = "leave local_batch out: without it, "
+            fix += "batch statistics are those of the global batch"
+            raise ValueError(message(what, where=path, expected=expected, got=got, fix=fix))
 
 
 def _shard_maps(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
-    """The outermost ones: kernels may have others inside."""
-    found = []
+    """Returns the outermost ones: kernels may have others inside."""
+    shard_maps = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
-            found.append(eqn)
+            shard_maps.append(eqn)
         else:
             inner: Iterable[jex.Jaxpr] = jex.jaxprs_in_params(eqn.params)
-            found += [each for part in inner for each in _shard_maps(part)]
-    return found
+            shard_maps += [each for part in inner for each in _shard_maps(part)]
+    return shard_maps

@@ -1,4 +1,4 @@
-"""What a step carries from one call to the next, abstract and born sharded."""
+"""The state that a step carries from one call to the next, abstract and created sharded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.model import Model
 
+COUNTERS = ("step", "skipped", "skipped_in_a_row")
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -22,13 +24,13 @@ class TrainState:
     Attributes:
         step: int32, optimizer steps taken or skipped.
         params: nested dicts in the model's own paths.
-        copies: whole copies in the compute dtype of parameters that are sharded, where the strategy
-            computes with replicated ones (`zero1` in mixed precision); empty elsewhere.
+        copies: replicated copies in the compute dtype of parameters that are sharded, where the
+            strategy computes with replicated ones (`zero1` in mixed precision); empty elsewhere.
         opt_state: of the optax transformation, for the trained parameters.
         model_state: the model's other state: batch statistics, random streams.
         rng: key that each step's randomness is folded from.
         skipped: int32, steps whose gradients were not finite.
-        skipped_in_a_row: int32, the last of them without a good one between.
+        skipped_in_a_row: int32, how many of the last steps were skipped without a good one between.
 
     """
 
@@ -43,76 +45,61 @@ class TrainState:
 
 
 def abstract_rest(model: Model, copies: PyTree) -> PyTree:
-    """Shapes of all that is neither parameter nor optimizer state. `copies`: of the parameters that
-    have one.
+    """Returns shapes of all that is neither parameter nor optimizer state.
+
+    `copies`: of the parameters that have a copy.
     """
-    counter = jax.ShapeDtypeStruct((), jnp.int32)
+    counters = {name: jax.ShapeDtypeStruct((), jnp.int32) for name in COUNTERS}
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return {
-        "step": counter,
-        "skipped": counter,
-        "skipped_in_a_row": counter,
-        "rng": key,
-        "model_state": model.rest,
-        COPIES: copies,
-    }
+    return {**counters, "rng": key, "model_state": model.rest, COPIES: copies}
 
 
 def state_like(layout: Layout, leaf_to: Any) -> TrainState:
-    """A TrainState with `leaf_to(Leaf)` in place of every array."""
-    params, opt_state, other = (
-        jax.tree.map(leaf_to, part) for part in (layout.params, layout.optimizer, layout.other)
-    )
+    """Returns a TrainState with `leaf_to(Leaf)` in place of every array."""
+    parts = (layout.params, layout.optimizer, layout.other)
+    params, opt_state, other = (jax.tree.map(leaf_to, part) for part in parts)
     return TrainState(params=params, opt_state=opt_state, **other)
 
 
 def state_shardings(layout: Layout) -> TrainState:
-    """A NamedSharding for every array of the state."""
+    """Returns a NamedSharding for every array of the state."""
     return state_like(layout, lambda leaf: leaf.sharding)
 
 
 def abstract_state(layout: Layout) -> TrainState:
-    """Shape, dtype and sharding of every array of the state."""
+    """Returns shape, dtype and sharding of every array of the state."""
     return state_like(layout, lambda leaf: leaf.abstract)
 
 
 def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
-    """{path: array} of parameters that someone else has filled. Raises ValueError where one is not
-    as it will lie.
+    """Returns {path: array} of the parameters that the caller has filled.
+
+    Raises:
+        ValueError: an unknown path, or an array whose shape, dtype or sharding is not the layout's.
+
     """
-    given, wanted = flatten(params), flatten(layout.params)
+    given, expected = flatten(params), flatten(layout.params)
+    fix = "read it into sharded.checkpoint_target().params"
     for path, array in given.items():
-        if path not in wanted:
-            raise ValueError(
-                message(
-                    "no such parameter", where="params", got=path, fix=did_you_mean(path, wanted)
-                )
-            )
-        leaf = wanted[path].abstract
+        if path not in expected:
+            near = did_you_mean(path, expected)
+            raise ValueError(message("no such parameter", where="params", got=path, fix=near))
+        leaf = expected[path].abstract
         if not isinstance(array, jax.Array):
-            fix = "read it into sharded.checkpoint_target().params"
-            raise ValueError(
-                message("not a jax.Array, on its devices", where=path, got=type(array), fix=fix)
-            )
+            what = "not a jax.Array, on its devices"
+            raise ValueError(message(what, where=path, got=type(array), fix=fix))
         fits = array.shape == leaf.shape and array.dtype == leaf.dtype
         if not fits or not array.sharding.is_equivalent_to(leaf.sharding, array.ndim):
-            expected, got = (f"{x.dtype}{list(x.shape)}, {x.sharding}" for x in (leaf, array))
-            fix = "read it into sharded.checkpoint_target().params"
-            raise ValueError(
-                message("a parameter does not fit", where=path, expected=expected, got=got, fix=fix)
-            )
+            what = "a parameter does not fit"
+            wanted, got = (f"{x.dtype}{list(x.shape)}, {x.sharding}" for x in (leaf, array))
+            raise ValueError(message(what, where=path, expected=wanted, got=got, fix=fix))
     return given
 
 
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
-    """The copies that the layout has, cast from the parameters."""
-    flat = flatten(params)
-    return unflatten(
-        {
-            path: flat[path].astype(leaf.dtype)
-            for path, leaf in flatten(layout.other[COPIES]).items()
-        }
-    )
+    """Returns the copies that the layout has, cast from the parameters."""
+    flat, copies = flatten(params), flatten(layout.other[COPIES])
+    return unflatten({path: flat[path].astype(leaf.dtype) for path, leaf in copies.items()})
 
 
 def init_state(
@@ -122,47 +109,44 @@ def init_state(
     seed: int,
     given: Mapping[str, jax.Array],
 ) -> TrainState:
-    """A state whose every array is made on the devices that hold it; no whole copy is ever made.
+    """Returns a state whose every array is created on the devices that hold it, never unsharded.
 
-    `given`: parameters by path, as they shall be; only the others are drawn.
+    Parameters come first and the optimizer after, so that what the random generator needs is freed
+    when the optimizer's arrays are created.
 
-    Parameters come first and the optimizer after, so that what the random generator needs is gone
-    when the optimizer's arrays are made.
+    Args:
+        model: the adapter.
+        tx: the optimizer.
+        layout: of the state.
+        seed: of the random numbers.
+        given: path -> parameter to use as it is; the others are drawn.
+
     """
     shardings = state_shardings(layout)
+    param_shardings = flatten(shardings.params)
     dtypes = {path: leaf.dtype for path, leaf in flatten(layout.params).items()}
+    init_key, run_key = jax.random.split(jax.random.key(seed))
 
-    def params_and_rest(key: jax.Array) -> tuple[dict[str, jax.Array], PyTree]:
-        params, rest = model.init(key)
+    def params_and_model_state(key: jax.Array) -> tuple[dict[str, jax.Array], PyTree]:
+        params, model_state = model.init(key)
         drawn = {path: x for path, x in flatten(params).items() if path not in given}
-        return {path: x.astype(dtypes[path]) for path, x in drawn.items()}, rest
+        return {path: x.astype(dtypes[path]) for path, x in drawn.items()}, model_state
 
-    key, run = jax.random.split(jax.random.key(seed))
-    placed = {
-        path: sharding for path, sharding in flatten(shardings.params).items() if path not in given
-    }
-    drawn, rest = jax.jit(params_and_rest, out_shardings=(placed, shardings.model_state))(key)
-    params = unflatten(
-        {path: given[path] if path in given else drawn[path] for path in flatten(shardings.params)}
-    )
-    copies = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)(
-        params
-    )
-    opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(layout.trainable(params))
+    drawn_shardings = {path: each for path, each in param_shardings.items() if path not in given}
+    init = jax.jit(params_and_model_state, out_shardings=(drawn_shardings, shardings.model_state))
+    drawn, model_state = init(init_key)
+    params = unflatten({path: given.get(path, drawn.get(path)) for path in param_shardings})
+    copy = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)
+    copies = copy(params)
+    init_optimizer = jax.jit(tx.init, out_shardings=shardings.opt_state)
+    opt_state = init_optimizer(layout.trainable(params))
 
-    def counters(run: jax.Array) -> dict[str, jax.Array]:
-        return {"rng": run} | {
-            name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "skipped_in_a_row")
-        }
+    # Inside jit each counter has a buffer of its own, as donation needs.
+    def key_and_counters(key: jax.Array) -> dict[str, jax.Array]:
+        return {"rng": key} | {name: jnp.zeros((), jnp.int32) for name in COUNTERS}
 
-    # Made inside jit: each has a buffer of its own, as donation wants.
-    counted = {
-        name: getattr(shardings, name) for name in ("rng", "step", "skipped", "skipped_in_a_row")
-    }
+    counter_shardings = {name: getattr(shardings, name) for name in ("rng", *COUNTERS)}
+    counters = jax.jit(key_and_counters, out_shardings=counter_shardings)(run_key)
     return TrainState(
-        params=params,
-        copies=copies,
-        opt_state=opt_state,
-        model_state=rest,
-        **jax.jit(counters, out_shardings=counted)(run),
+        params=params, copies=copies, opt_state=opt_state, model_state=model_state, **counters
     )

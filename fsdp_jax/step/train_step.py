@@ -1,5 +1,6 @@
-"""The pure training step: accumulate, reduce, clip, update or skip; compiled once with pinned
-shardings and donation.
+"""The pure training step: accumulate, reduce, clip, update or skip.
+
+It is compiled once, with pinned shardings and donation.
 
 [Note: what is differentiated] Four ways to get the same sum of gradients differ in when parameters
 are gathered and when gradients are reduced:
@@ -7,7 +8,7 @@ are gathered and when gradients are reduced:
 | gathered | reduced | differentiated | after each microbatch | at the end |
 |---|---|---|---|---|
 | per unit | each microbatch | the shards; the units' custom VJP reduces | | |
-| per unit | deferred | `pending` zeros, full size and local | | reduce |
+| per unit | deferred | zeros of full size, local to the device | | reduce |
 | once | each microbatch | the gathered copies | reduce | |
 | once | deferred | the gathered copies, local | | reduce |
 
@@ -44,15 +45,18 @@ class StepPlan:
     """All that a step is made from.
 
     Attributes:
-        comms: path -> how that parameter travels.
-        boundaries: module path -> what happens there.
+        model: the adapter.
+        layout: of the state.
+        tx: the optimizer.
+        comms: path -> how that parameter is communicated.
+        boundaries: module path -> what happens as a call enters and leaves it.
         loss_fn: `(model, batch) -> (sum, count)`.
         remat: of the whole model, where that is the unit.
         accumulation: microbatches per step.
-        deferred: reduce once, after the last of them.
-        clip: largest global norm of the gradient; None leaves it.
+        deferred: whether gradients are reduced once, after the last microbatch.
+        clip: largest global norm of the gradient; None does not clip.
         prefetch: when the next unit is gathered.
-        report: which gathers that moved, once the step is traced.
+        report: which gathers prefetch moved, once the step is traced.
         local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
             collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
 
@@ -81,71 +85,350 @@ class StepPlan:
 def train_step(
     plan: StepPlan, state: TrainState, batch: PyTree
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step. `batch`: leaves [accumulation, microbatch, ...], the second dim over all
-    mesh axes.
+    """Returns (state after one optimizer step, metrics).
 
     Metrics, all float32 or int32 scalars: loss (sum / count), grad_norm (before clipping), count,
     skipped, skipped_in_a_row. Where the loss or a gradient is not finite nothing but the counters
     changes.
+
+    Args:
+        plan: of the step.
+        state: before it.
+        batch: leaves [accumulation, microbatch, ...], the second dim over all mesh axes.
+
     """
-    with _split(plan, jax.tree.leaves(batch)[0].shape[1]):
-        gradients, (total, count), model_state = _gradients(plan, state, batch)
-    loss = total / count
-    norm = (
-        optax.tree.norm(jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), gradients)) / count
-    )
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    with _batch_split(plan, jax.tree.leaves(batch)[0].shape[1]):
+        gradients, (loss_sum, count), model_state = _gradients(plan, state, batch)
+    loss = loss_sum / count
+    # The gradients are of the sum: their norm, and the clipped ones, are of the mean.
+    magnitudes = jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), gradients)
+    norm = optax.tree.norm(magnitudes) / count
     clip = 1.0 if plan.clip is None else jnp.minimum(1.0, plan.clip / jnp.maximum(norm, 1e-12))
-    gradients = jax.tree.map(
+    gradients = jax.tree.map(  # scaled in float32
         lambda g: (g * (clip / count)).astype(g.dtype), gradients
-    )  # scaled in float32
+    )
     params, opt_state = _update(plan, state, gradients, loss)
-    kept = jax.tree.map(
+    # Skip the step where it is not finite.
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    params, copies, opt_state, model_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
         (params, _copies(plan, params), opt_state, model_state),
         (state.params, state.copies, state.opt_state, state.model_state),
     )
     skipped = state.skipped + jnp.where(finite, 0, 1)
     in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
-    params, copies, opt_state, model_state = kept
     new = TrainState(
         state.step + 1, params, copies, opt_state, model_state, state.rng, skipped, in_a_row
     )
-    metrics = {
-        "loss": loss,
-        "grad_norm": norm,
-        "count": count,
-        "skipped": skipped,
-        "skipped_in_a_row": in_a_row,
-    }
-    return new, metrics
+    counters = {"count": count, "skipped": skipped, "skipped_in_a_row": in_a_row}
+    return new, {"loss": loss, "grad_norm": norm, **counters}
 
 
-def _working(state: TrainState) -> PyTree:
-    """The parameters that the model is run with: copies where there are some."""
+def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None) -> Any:
+    """Returns `loss_fn(model, batch)` in inference mode; nothing is differentiated, no state kept.
+
+    `rows`: of the batch; None where the function takes something else.
+    """
+    params = _gathered_once(plan, _compute_params(state))
+    with _batch_split(plan, rows):
+        out, _ = _run_model(
+            plan,
+            _model_params(plan, params, {}),
+            state.model_state,
+            batch,
+            state.rng,
+            training=False,
+            device=None,
+        )
+    return out
+
+
+def _batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
+    """Tells the model how its batch is sharded, where XLA partitions the step; see `local_rows`."""
+    mesh = plan.layout.mesh
+    return nullcontext() if plan.local_batch else batch_split(mesh, batch_axes(mesh), rows)
+
+
+# Parameters
+
+
+def _compute_params(state: TrainState) -> PyTree:
+    """Returns the parameters that the model computes with: copies where there are some."""
     return unflatten(flatten(state.params) | flatten(state.copies))
 
 
 def _copies(plan: StepPlan, params: PyTree) -> PyTree:
-    """Whole copies of updated parameters, gathered in the compute dtype."""
+    """Returns replicated copies of updated parameters, gathered in the compute dtype."""
     leaves, flat = plan.layout.by_path, flatten(params)
 
     def copy(path: str, _: Any) -> jax.Array:
-        # the optimizer works outside `shard_map`, and this follows it
-        return fetch(
-            replace(
-                plan.comms[path], param_spec=leaves[path].spec, mode="annotate", per_axis=False
-            ),
-            flat[path],
-        )
+        # The optimizer's update is outside `shard_map`, and so is this.
+        spec = leaves[path].spec
+        comm = replace(plan.comms[path], param_spec=spec, mode="annotate", per_axis=False)
+        return fetch(comm, flat[path])
 
     return map_with_path(copy, plan.layout.other[COPIES])
+
+
+def _gathered_once(plan: StepPlan, params: PyTree) -> dict[str, jax.Array]:
+    """Returns {path: parameter}: gathered for the whole step, or shards where units gather."""
+    flat = flatten(params)
+    if plan.per_unit:
+        return flat
+    return {path: gather(plan.comms[path], value) for path, value in flat.items()}
+
+
+def _model_params(
+    plan: StepPlan, params: dict[str, jax.Array], variables: dict[str, jax.Array]
+) -> PyTree:
+    """Returns what the model is built around: Shards where a unit gathers, arrays elsewhere.
+
+    Args:
+        plan: of the step.
+        params: as `_gathered_once` returns them.
+        variables: what is differentiated, by path; see the note.
+
+    """
+
+    def model_param(path: str, value: jax.Array) -> Any:
+        comm = plan.comms[path]
+        if not plan.per_unit:
+            comm = replace(comm, already_gathered=True)
+        if plan.per_unit and plan.deferred:
+            shard = Shard(value, comm, variables.get(path))
+        else:
+            shard = Shard(variables.get(path, value), comm)
+        if comm.unit is None:
+            return shard.gather()
+        if plan.local_batch:  # of the value's shape, so that scans and vmaps may slice both
+            shard.guard = jnp.broadcast_to(jax.random.key(0), value.shape)
+        return shard
+
+    return unflatten({path: model_param(path, value) for path, value in params.items()})
+
+
+# Gradients
+
+
+def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree, Any, PyTree]:
+    """Returns (gradients of the summed loss, (sum, count), model state), reduced over the mesh."""
+    params = _compute_params(state)
+    if not plan.local_batch:
+        return _accumulate(plan, params, state.model_state, state.rng, state.step, batch, None)
+    mesh, by_path = plan.layout.mesh, plan.layout.by_path
+    axes = batch_axes(mesh)
+
+    def local(
+        params: PyTree, model_state: PyTree, rng: jax.Array, step: jax.Array, batch: PyTree
+    ) -> Any:
+        gradients, sums, model_state = _accumulate(
+            plan, params, model_state, rng, step, batch, lax.axis_index(axes)
+        )
+        return gradients, lax.psum(sums, axes), model_state
+
+    replicated = PartitionSpec()
+    trainable = plan.layout.trainable(plan.layout.params)
+    param_specs = map_with_path(lambda path, _: plan.comms[path].param_spec, plan.layout.params)
+    grad_specs = map_with_path(lambda path, _: by_path[path].grad_spec, trainable)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        check_vma=False,
+        in_specs=(param_specs, replicated, replicated, replicated, PartitionSpec(None, axes)),
+        out_specs=(grad_specs, replicated, replicated),
+    )(params, state.model_state, state.rng, state.step, batch)
+
+
+def _accumulate(
+    plan: StepPlan,
+    params: PyTree,
+    model_state: PyTree,
+    rng: jax.Array,
+    step: jax.Array,
+    batch: PyTree,
+    device: Any,
+) -> tuple[PyTree, Any, PyTree]:
+    """Returns the sums over microbatches, as `_gradients` does; see the note.
+
+    `device`: number of the device with local batches, otherwise None.
+    """
+    leaves = plan.layout.by_path
+    trained = [path for path, leaf in leaves.items() if leaf.trainable]
+    flat = _gathered_once(plan, params)
+    variables = {path: flat[path] for path in trained}
+    if plan.per_unit and plan.deferred:
+        variables = {
+            path: jnp.zeros(leaves[path].shape, plan.comms[path].transform.reduce) for path in trained
+        }
+
+    def loss(
+        variables: dict[str, jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> Any:
+        model_params = _model_params(plan, flat, variables)
+        out, new_state = _run_model(
+            plan, model_params, model_state, batch, key, training=True, device=device
+        )
+        loss_sum, count = sum_and_count(out)
+        return loss_sum, (loss_sum, count, new_state)
+
+    def microbatch(
+        model_state: PyTree, batch: PyTree, index: Any
+    ) -> tuple[dict[str, jax.Array], Any, PyTree]:
+        key = jax.random.fold_in(rng, step * plan.accumulation + index)
+        fn = loss
+        if plan.per_unit and plan.prefetch != "none":
+            fn = prefetched(loss, plan.comms, plan.prefetch, plan.report)
+        gradients, (loss_sum, count, new_state) = jax.grad(fn, has_aux=True)(
+            variables, model_state, batch, key
+        )
+        _check_model_state(model_state, new_state)
+        if not (plan.per_unit or plan.deferred):
+            gradients = {path: reduce(plan.comms[path], gradients[path]) for path in trained}
+        return gradients, (loss_sum, count), new_state
+
+    def add(carry: Any, batch_and_index: Any) -> Any:
+        totals, model_state = carry
+        gradients, sums, model_state = microbatch(model_state, *batch_and_index)
+        totals = jax.tree.map(
+            lambda total, x: total + x.astype(total.dtype), totals, (gradients, sums)
+        )
+        return (totals, model_state), None
+
+    if plan.accumulation == 1:
+        first = jax.tree.map(lambda x: x[0], batch)
+        gradients, sums, model_state = microbatch(model_state, first, 0)
+    else:
+        zeros = {path: _zero_gradient(plan, path) for path in trained}
+        start = (zeros, (jnp.zeros(()), jnp.zeros(()))), model_state
+        microbatches = (batch, jnp.arange(plan.accumulation))
+        ((gradients, sums), model_state), _ = lax.scan(add, start, microbatches)
+    if plan.deferred:
+        gradients = {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
+    cast = {path: g.astype(plan.comms[path].transform.param) for path, g in gradients.items()}
+    return unflatten(cast), sums, model_state
+
+
+def _check_model_state(before: PyTree, after: PyTree) -> None:
+    """Raises ValueError where the model's new state has another shape or dtype.
+
+    The next step could not take it.
+    """
+    expected = flatten(before)
+    for path, new in flatten(after).items():
+        old = expected[path]
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            what = "the model's state changes its shape or dtype in a step"
+            was, got = (f"{x.dtype}{list(x.shape)}" for x in (old, new))
+            fix = "cast what is written to the dtype that the model makes it in"
+            raise ValueError(message(what, where=path, expected=was, got=got, fix=fix))
+
+
+def _zero_gradient(plan: StepPlan, path: str) -> jax.Array:
+    """Returns zeros to sum microbatches in: sharded as they are reduced, in float32 at least."""
+    leaf = plan.layout.by_path[path]
+    dtype = jnp.promote_types(plan.comms[path].transform.param, jnp.float32)
+    if plan.deferred:
+        return jnp.zeros(leaf.shape, dtype)
+    sharding = leaf.grad_sharding
+    if plan.local_batch:
+        return jnp.zeros(sharding.shard_shape(leaf.shape), dtype)
+    return lax.with_sharding_constraint(jnp.zeros(leaf.shape, dtype), sharding)
+
+
+# The user's function
+
+
+def _run_model(
+    plan: StepPlan,
+    params: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    key: jax.Array,
+    *,
+    training: bool,
+    device: Any,
+) -> tuple[Any, PyTree]:
+    """Runs the user's function on the model; all of it is a unit where the model is one.
+
+    Raises:
+        UnitError: with local batches, a loss that computes with raw parameter leaves.
+
+    """
+
+    def call(params: PyTree, args: Any) -> tuple[Any, PyTree]:
+        model_state, batch, key = args
+        try:
+            return plan.model.run(
+                plan.loss_fn,
+                params,
+                model_state,
+                batch,
+                key,
+                plan.boundaries,
+                training=training,
+                device=device,
+            )
+        except TypeError as error:
+            if not plan.local_batch or "key<" not in str(error):
+                raise
+            what = "the loss reads parameters outside their units, as a penalty on them does"
+            expected = "a sum over examples: a device has its own shards alone, "
+            expected += "and would count replicated ones once more"
+            fix = "leave local_batch out, or let the optimizer do it, "
+            fix += "as optax.add_decayed_weights does"
+            raise UnitError(message(what, where="loss_fn", expected=expected, fix=fix)) from error
+
+    args = (model_state, batch, key)
+    if not any(comm.unit == ROOT for comm in plan.comms.values()):
+        return call(params, args)
+    return run_unit(call, params, args, unit=ROOT, remat=plan.remat)
+
+
+def sum_and_count(out: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns what a loss function returned, as float32 scalars.
+
+    Raises:
+        ValueError: anything else than a pair of scalars.
+
+    """
+    numbers = jax.Array, np.ndarray, np.generic, int, float
+    if (
+        isinstance(out, tuple)
+        and len(out) == 2
+        and all(isinstance(x, numbers) and jnp.ndim(x) == 0 for x in out)
+    ):
+        return jnp.asarray(out[0], jnp.float32), jnp.asarray(out[1], jnp.float32)
+    what = "loss_fn returned something else"
+    fix = "return the summed loss and the number of tokens (or examples) in it; "
+    fix += "the step divides, over all microbatches"
+    raise ValueError(
+        message(what, where="loss_fn", expected="(sum, count)", got=_type_of(out), fix=fix)
+    )
+
+
+def _type_of(out: Any) -> str:
+    """Returns the type of each part of a result: `(float32[8], dict)`."""
+    if isinstance(out, tuple):
+        return f"({', '.join(map(_type_of, out))})"
+    if isinstance(out, jax.Array | np.ndarray):
+        return f"{out.dtype}{list(out.shape)}"
+    return type(out).__name__
+
+
+# The optimizer
 
 
 def _update(
     plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array
 ) -> tuple[PyTree, PyTree]:
-    """The optimizer on its own shards; under zero1 these are slices of replicated parameters."""
+    """Returns (parameters, optimizer state), each device updating its own shards.
+
+    Under zero1 these are slices of replicated parameters.
+
+    Raises:
+        ValueError: an optimizer that evaluates the loss again, for a line search.
+
+    """
     by_path = plan.layout.by_path
 
     def pinned(path: str, x: jax.Array) -> jax.Array:
@@ -160,260 +443,9 @@ def _update(
     except TypeError as error:
         if "value_fn" not in str(error):
             raise
+        what = "the optimizer wants to evaluate the loss again"
         fix = "turn its line search off, as in optax.lbfgs(learning_rate, linesearch=None)"
-        raise ValueError(
-            message("the optimizer wants to evaluate the loss again", where="optimizer", fix=fix)
-        ) from error
+        raise ValueError(message(what, where="optimizer", fix=fix)) from error
     updated = flatten(map_with_path(pinned, optax.apply_updates(params, updates)))
-    return unflatten(
-        {path: updated.get(path, old) for path, old in flatten(state.params).items()}
-    ), opt_state
-
-
-def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree, Any, PyTree]:
-    """(gradients of the summed loss, (sum, count), model state), reduced over the whole mesh."""
-    params = _working(state)
-    if not plan.local_batch:
-        return _accumulate(plan, params, state.model_state, state.rng, state.step, batch, None)
-    mesh, by_path = plan.layout.mesh, plan.layout.by_path
-    axes = batch_axes(mesh)
-
-    def local(params: PyTree, rest: PyTree, rng: jax.Array, step: jax.Array, batch: PyTree) -> Any:
-        grads, sums, rest = _accumulate(plan, params, rest, rng, step, batch, lax.axis_index(axes))
-        return grads, lax.psum(sums, axes), rest
-
-    whole = PartitionSpec()
-    specs = map_with_path(lambda path, _: plan.comms[path].param_spec, plan.layout.params)
-    work = map_with_path(
-        lambda path, _: by_path[path].grad_spec, plan.layout.trainable(plan.layout.params)
-    )
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        check_vma=False,
-        in_specs=(specs, whole, whole, whole, PartitionSpec(None, axes)),
-        out_specs=(work, whole, whole),
-    )(params, state.model_state, state.rng, state.step, batch)
-
-
-def _accumulate(
-    plan: StepPlan,
-    params: PyTree,
-    rest: PyTree,
-    rng: jax.Array,
-    step: jax.Array,
-    batch: PyTree,
-    device: Any,
-) -> tuple[PyTree, Any, PyTree]:
-    """Sums over microbatches; see the note on what is differentiated."""
-    flat = flatten(params)
-    trained = [path for path, leaf in plan.layout.by_path.items() if leaf.trainable]
-    held = (
-        flat
-        if plan.per_unit
-        else {path: gather(plan.comms[path], value) for path, value in flat.items()}
-    )
-    leaves = plan.layout.by_path
-    if plan.per_unit and plan.deferred:
-        variables = {
-            path: jnp.zeros(leaves[path].shape, plan.comms[path].transform.reduce)
-            for path in trained
-        }
-    else:
-        variables = {path: held[path] for path in trained}
-
-    def loss(variables: dict[str, jax.Array], rest: PyTree, batch: PyTree, key: jax.Array) -> Any:
-        out, after = _run(
-            plan, _weights(plan, held, variables), rest, batch, key, training=True, device=device
-        )
-        total, count = sum_and_count(out)
-        return total, (total, count, after)
-
-    def microbatch(
-        rest: PyTree, batch: PyTree, index: Any
-    ) -> tuple[dict[str, jax.Array], Any, PyTree]:
-        key = jax.random.fold_in(rng, step * plan.accumulation + index)
-        ahead = plan.per_unit and plan.prefetch != "none"
-        run = prefetched(loss, plan.comms, plan.prefetch, plan.report) if ahead else loss
-        found, (total, count, after) = jax.grad(run, has_aux=True)(variables, rest, batch, key)
-        _check_state(rest, after)
-        if not (plan.per_unit or plan.deferred):
-            found = {path: reduce(plan.comms[path], found[path]) for path in trained}
-        return found, (total, count), after
-
-    def add(carry: Any, batch_and_index: Any) -> Any:
-        gradients, sums, rest = carry
-        found, more, rest = microbatch(rest, *batch_and_index)
-        gradients, sums = jax.tree.map(
-            lambda total, x: total + x.astype(total.dtype), (gradients, sums), (found, more)
-        )
-        return (gradients, sums, rest), None
-
-    if plan.accumulation == 1:
-        gradients, sums, rest = microbatch(rest, jax.tree.map(lambda x: x[0], batch), 0)
-    else:
-        zeros = {path: _zeros(plan, path) for path in trained}
-        start = zeros, (jnp.zeros(()), jnp.zeros(())), rest
-        (gradients, sums, rest), _ = lax.scan(add, start, (batch, jnp.arange(plan.accumulation)))
-    if plan.deferred:
-        gradients = {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
-    return (
-        unflatten(
-            {path: g.astype(plan.comms[path].transform.param) for path, g in gradients.items()}
-        ),
-        sums,
-        rest,
-    )
-
-
-def _check_state(before: PyTree, after: PyTree) -> None:
-    """Raises ValueError where the model's new state has another shape or dtype: the next step could
-    not take it.
-    """
-    wanted = flatten(before)
-    for path, new in flatten(after).items():
-        old = wanted[path]
-        if (new.shape, new.dtype) != (old.shape, old.dtype):
-            expected, got = (f"{x.dtype}{list(x.shape)}" for x in (old, new))
-            fix = "cast what is written to the dtype that the model makes it in"
-            what = "the model's state changes its shape or dtype in a step"
-            raise ValueError(message(what, where=path, expected=expected, got=got, fix=fix))
-
-
-def _zeros(plan: StepPlan, path: str) -> jax.Array:
-    """Where the gradients of microbatches are summed: sharded as they are reduced, in float32 at
-    least.
-    """
-    leaf = plan.layout.by_path[path]
-    dtype = jnp.promote_types(plan.comms[path].transform.param, jnp.float32)
-    if plan.deferred:
-        return jnp.zeros(leaf.shape, dtype)
-    sharding = leaf.grad_sharding
-    if plan.local_batch:
-        return jnp.zeros(sharding.shard_shape(leaf.shape), dtype)
-    return lax.with_sharding_constraint(jnp.zeros(leaf.shape, dtype), sharding)
-
-
-def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None) -> Any:
-    """`loss_fn(model, batch)` in inference mode; nothing is differentiated and no state is kept.
-
-    `rows`: of the batch; None where the function takes something else.
-    """
-    flat = flatten(_working(state))
-    held = (
-        flat
-        if plan.per_unit
-        else {path: gather(plan.comms[path], value) for path, value in flat.items()}
-    )
-    weights = _weights(plan, held, {})
-    with _split(plan, rows):
-        return _run(
-            plan, weights, state.model_state, batch, state.rng, training=False, device=None
-        )[0]
-
-
-def _split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
-    """Where XLA partitions the step, the model may ask how its batch lies; see `rows.py`."""
-    mesh = plan.layout.mesh
-    return nullcontext() if plan.local_batch else batch_split(mesh, batch_axes(mesh), rows)
-
-
-def _run(
-    plan: StepPlan,
-    weights: PyTree,
-    rest: PyTree,
-    batch: PyTree,
-    key: jax.Array,
-    *,
-    training: bool,
-    device: Any,
-) -> tuple[Any, PyTree]:
-    """The user's function on the model; the whole of it is a unit where the model is one."""
-
-    def call(weights: PyTree, args: Any) -> tuple[Any, PyTree]:
-        rest, batch, key = args
-        try:
-            return plan.model.run(
-                plan.loss_fn,
-                weights,
-                rest,
-                batch,
-                key,
-                plan.boundaries,
-                training=training,
-                device=device,
-            )
-        except TypeError as error:
-            if not plan.local_batch or "key<" not in str(error):
-                raise
-            what = "the loss reads parameters outside their units, as a penalty on them does"
-            expected = "a sum over examples: a device has its own shards alone, and would count whole ones once more"
-            fix = "leave local_batch out, or let the optimizer do it, as optax.add_decayed_weights does"
-            raise UnitError(message(what, where="loss_fn", expected=expected, fix=fix)) from error
-
-    if not _is_unit(plan):
-        return call(weights, (rest, batch, key))
-    return run_unit(call, weights, (rest, batch, key), unit=ROOT, remat=plan.remat)
-
-
-def _is_unit(plan: StepPlan) -> bool:
-    return any(comm.unit == ROOT for comm in plan.comms.values())
-
-
-def sum_and_count(out: Any) -> tuple[jax.Array, jax.Array]:
-    """What a loss function returned, as float32 scalars.
-
-    Raises:
-        ValueError: anything else than a pair of scalars.
-
-    """
-    numbers = jax.Array, np.ndarray, np.generic, int, float
-    if (
-        isinstance(out, tuple)
-        and len(out) == 2
-        and all(isinstance(x, numbers) and jnp.ndim(x) == 0 for x in out)
-    ):
-        return jnp.asarray(out[0], jnp.float32), jnp.asarray(out[1], jnp.float32)
-    fix = "return the summed loss and the number of tokens (or examples) in it; the step divides, over all microbatches"
-    raise ValueError(
-        message(
-            "loss_fn returned something else",
-            where="loss_fn",
-            expected="(sum, count)",
-            got=_kinds(out),
-            fix=fix,
-        )
-    )
-
-
-def _kinds(out: Any) -> str:
-    """What was returned, in a word for each part: `(float32[8], dict)`."""
-    if isinstance(out, tuple):
-        return f"({', '.join(map(_kinds, out))})"
-    return (
-        f"{out.dtype}{list(out.shape)}"
-        if isinstance(out, jax.Array | np.ndarray)
-        else type(out).__name__
-    )
-
-
-def _weights(plan: StepPlan, held: dict[str, jax.Array], variables: dict[str, jax.Array]) -> PyTree:
-    """What the model is built around: Shards where a unit gathers, arrays elsewhere."""
-
-    def weight(path: str, value: jax.Array) -> Any:
-        comm = (
-            plan.comms[path] if plan.per_unit else replace(plan.comms[path], already_gathered=True)
-        )
-        deferred = plan.per_unit and plan.deferred
-        shard = (
-            Shard(value, comm, variables.get(path))
-            if deferred
-            else Shard(variables.get(path, value), comm)
-        )
-        if comm.unit is None:
-            return shard.gather()
-        if plan.local_batch:  # of the value's shape, so that scans and vmaps may slice both
-            shard.guard = jnp.broadcast_to(jax.random.key(0), value.shape)
-        return shard
-
-    return unflatten({path: weight(path, value) for path, value in held.items()})
+    before = flatten(state.params)
+    return unflatten({path: updated.get(path, old) for path, old in before.items()}), opt_state

@@ -260,7 +260,7 @@ def run(model, prefetch, said=None, **settings):
     + [(model, "post") for model in (Base, InsAndOuts, Nested, EncoderDecoder, Shared)],
 )
 def test_layers_are_found_wherever_they_stand(model, prefetch):
-    assert not run(model, prefetch).left
+    assert not run(model, prefetch).not_prefetched
 
 
 @pytest.mark.parametrize("model", [InsAndOuts, Shared, Nested])

@@ -1,0 +1,161 @@
+"""Places a batch on the devices: checks its rows, moves them, cuts them into microbatches."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import canonicalize_dtype  # NumPy's float64 arrives as float32
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fsdp_jax.errors import message
+from fsdp_jax.sharding.mesh import batch_axes, batch_shards
+from fsdp_jax.tree import PyTree, flatten
+
+_ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GlobalBatch:
+    """A batch on the devices.
+
+    Attributes:
+        leaves: arrays [rows, ...], or [accumulation, rows of a microbatch, ...].
+        accumulation: microbatches per step.
+
+    """
+
+    leaves: PyTree
+    accumulation: int = field(metadata={"static": True})
+
+
+class BatchPlacement:
+    """Turns a process's rows into a `GlobalBatch` for a mesh.
+
+    Attributes:
+        processes: number of processes that have devices of the mesh.
+        sharding: of each leaf of the `GlobalBatch`.
+
+    """
+
+    def __init__(self, mesh: Mesh, accumulation: int) -> None:
+        self._accumulation = accumulation
+        self._shards = batch_shards(mesh)
+        self.processes = len({device.process_index for device in mesh.devices.flat})
+        self._rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
+        self.sharding = self._rows
+        if accumulation > 1:
+            self.sharding = NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
+        self._cut_on_devices = jax.jit(
+            lambda leaves: [self._cut(leaf) for leaf in leaves], out_shardings=self.sharding
+        )
+
+    def place(self, batch: PyTree) -> GlobalBatch:
+        """Moves arrays [rows, ...] to the devices; raises ValueError as `CompiledStep.put` does."""
+        leaves, tree = jax.tree.flatten(batch)
+        local_devices = self._shards // self.processes
+        leaves = self._checked(leaves, batch, local_devices, "devices of this process")
+        return GlobalBatch(jax.tree.unflatten(tree, self._placed(leaves)), self._accumulation)
+
+    def check_accumulation(self, batch: GlobalBatch) -> None:
+        """Raises ValueError for a batch that was cut into another number of microbatches."""
+        if batch.accumulation != self._accumulation:
+            what = "the batch was cut for another step"
+            expected = f"{self._accumulation} microbatches"
+            fix = "put the batch with the step that takes it"
+            got = batch.accumulation
+            raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
+
+    def abstract(self, batch: PyTree) -> GlobalBatch:
+        """Returns shapes, dtypes and shardings of a batch of global rows, once it is placed."""
+        k = self._accumulation
+
+        def placed(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+        if isinstance(batch, GlobalBatch):
+            leaves = jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), batch.leaves)
+            return GlobalBatch(leaves, k)
+        leaves, tree = jax.tree.flatten(batch)
+        leaves = self._checked(leaves, batch, self._shards, "devices")
+        abstract = []
+        for leaf in leaves:
+            cut = (k, leaf.shape[0] // k, *leaf.shape[1:]) if k > 1 else leaf.shape
+            abstract.append(placed(cut, canonicalize_dtype(leaf.dtype)))
+        return GlobalBatch(jax.tree.unflatten(tree, abstract), k)
+
+    def is_local(self, leaf: Any) -> bool:
+        """Returns whether a leaf holds this process's rows alone, not those of the global batch."""
+        return isinstance(leaf, np.ndarray) or (self.processes > 1 and leaf.is_fully_addressable)
+
+    def _placed(self, leaves: list[Any]) -> list[jax.Array]:
+        """Moves leaves to the devices in one call: a call each takes several times as long."""
+        local = [self._cut(leaf) for leaf in leaves if self.is_local(leaf)]
+        if self.processes == 1:
+            from_local = iter(jax.device_put(local, self.sharding))
+        else:
+            from_local = iter(jax.make_array_from_process_local_data(self.sharding, local))
+        if len(local) == len(leaves):
+            return list(from_local)
+        placed = jax.device_put([x for x in leaves if not self.is_local(x)], self._rows)
+        from_global = iter(self._cut_on_devices(placed) if self._accumulation > 1 else placed)
+        return [next(from_local if self.is_local(leaf) else from_global) for leaf in leaves]
+
+    def _cut(self, leaf: Any) -> Any:
+        k = self._accumulation
+        return leaf.reshape(k, -1, *leaf.shape[1:]) if k > 1 else leaf
+
+    def _checked(self, leaves: list[Any], batch: PyTree, devices: int, which: str) -> list[Any]:
+        """Returns the leaves as arrays.
+
+        Raises:
+            ValueError: no leaves, a leaf without rows or of no numbers, leaves that differ in their
+                rows, or rows that do not divide by `devices` x accumulation.
+
+        """
+        if not leaves:
+            expected = "arrays [rows, ...]"
+            what = "the batch is empty"
+            raise ValueError(message(what, where="batch", expected=expected, got=batch))
+        leaves = [leaf if isinstance(leaf, _ARRAYS) else np.asarray(leaf) for leaf in leaves]
+        for number, leaf in enumerate(leaves):
+            if not leaf.ndim or not isinstance(leaf.dtype, np.dtype) or leaf.dtype.kind in "OSUmM":
+                raise _no_rows_of_numbers(list(flatten(batch))[number], leaf)
+        # A global array counts with the share of its rows that these devices hold.
+        share = devices / self._shards
+        rows = [
+            leaf.shape[0] if share == 1 or self.is_local(leaf) else leaf.shape[0] * share
+            for leaf in leaves
+        ]
+        if len(set(rows)) != 1:
+            what = "leaves of the batch differ in their rows"
+            counts = {path: int(count) for path, count in zip(flatten(batch), rows, strict=True)}
+            raise ValueError(message(what, where="batch", got=counts))
+        parts = devices * self._accumulation
+        if rows[0] == 0 or rows[0] % parts:
+            what = "the batch does not divide"
+            expected = f"a multiple of {parts} rows: {devices} {which}"
+            expected += f" x accumulation {self._accumulation}"
+            got = int(rows[0])
+            near = max(parts, got // parts * parts)
+            fix = f"use {near} or {near + parts} rows"
+            raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
+        return leaves
+
+
+def _no_rows_of_numbers(path: str, leaf: Any) -> ValueError:
+    """Returns the error for a leaf that has no rows or no numbers."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        what = "a random key in the batch"
+        fix = "leave it out: dropout draws from the model's own streams, a new key each step"
+    elif leaf.ndim:
+        what = "not an array of numbers in the batch"
+        fix = "leave it out, or encode it as numbers"
+    else:
+        what = "a scalar in the batch"
+        fix = "repeat it for each row: numpy.full(rows, value)"
+    where = "/".join(filter(None, ("batch", path)))
+    got = f"{leaf.dtype}{list(leaf.shape)}"
+    return ValueError(message(what, where=where, expected="numbers, [rows, ...]", got=got, fix=fix))
