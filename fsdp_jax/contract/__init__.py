@@ -1,3 +1,1 @@
-"""The communication contract: the collectives that a strategy promises, checked on the compiled
-program.
-"""
+"""The communication contract: the collectives that a strategy declares, checked on the program."""

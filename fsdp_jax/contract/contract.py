@@ -1,12 +1,13 @@
-"""The contract: what a step declares that it sends, held against what the compiled program sends.
+"""The contract: compares the traffic that a step declares with what the compiled program sends.
 
-Every byte of the program is given to the parameter that it serves: by the scope that the library
-puts around its collectives, and where XLA has lost that, by the shape. What serves no parameter is
-an activation. In a step with explicit collectives that is a violation; by sharding annotations XLA
-may send activations where they are less than the parameter, and the contract holds while the
-declared bytes are not exceeded and the dtypes are those declared.
+Every byte of the program is attributed to the parameter that it serves: by the scope that the
+library puts around its collectives, and where XLA has lost that, by the shape. What serves no
+parameter is an activation. In a step with explicit collectives that is a violation; by sharding
+annotations XLA may send activations where they are less than the parameter, and the contract holds
+while the declared bytes are not exceeded and the dtypes are those declared.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,8 +15,8 @@ from html import escape
 from math import prod
 from typing import Any
 
-from fsdp_jax.contract.attribution import Violation, judged, judged_by_sum, other_axes
 from fsdp_jax.contract.expected import Expected, axis_name, expected_of
+from fsdp_jax.contract.violations import Violation, other_axes, traffic_violations
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective, read_program
 from fsdp_jax.hlo.partitioner_log import Rematerialization, rematerializations
@@ -37,11 +38,13 @@ class Contract:
     Attributes:
         expected: what each parameter declares.
         collectives: what the program sends.
-        violations: what differs, dearest first.
-        unread: what the reader could not judge; where it is not empty the contract does not hold.
+        violations: what differs, the most bytes first.
+        unread: what could not be read in the program; where there is any, the contract does not
+            hold.
         choices: by sharding annotations, what XLA sends in place of what is declared, within the
             limit.
         note: what the platform hides.
+        parts: the mesh axes behind `data`.
 
     """
 
@@ -55,44 +58,35 @@ class Contract:
 
     @property
     def holds(self) -> bool:
-        """Whether the program sends what is declared, and no more than 1.02 of it."""
+        """Whether the program sends what is declared, and at most 1.02 times as much."""
         return not self.violations and not self.unread
 
     @cached_property
     def wire_bytes(self) -> int:
-        """That a device sends per step."""
+        """Bytes that a device sends per step."""
         return sum(each.bytes for each in self.collectives)
 
     @cached_property
     def wire_bytes_limit(self) -> int:
-        """That a device must send per step, by the strategy's arithmetic."""
+        """Bytes that a device must send per step, by the strategy's arithmetic."""
         return sum(each.bytes for each in self.expected)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The collectives as `inspect --json` has them; alike ones share a row."""
-        rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        """Returns the collectives as `inspect --json` lists them; equal ones share a row."""
+        totals: dict[tuple[str, ...], Counter[str]] = {}
         for each in sorted(self.collectives, key=lambda c: -c.bytes):
             where = ", ".join(dict.fromkeys(path for path in each.paths if path)) or "-"
             axis = axis_name(each.axis.split("+"), self.parts)
-            row = rows.setdefault(
-                (each.op, each.dtype, axis, where),
-                {
-                    "op": each.op,
-                    "dtype": each.dtype,
-                    "axis": axis,
-                    "count": 0,
-                    "bytes": 0,
-                    "overlapped_bytes": 0,
-                    "where": where,
-                },
-            )
-            row["count"] += each.count
-            row["bytes"] += each.bytes
-            row["overlapped_bytes"] += each.hidden
-        return sorted(rows.values(), key=lambda row: -row["bytes"])
+            total = totals.setdefault((each.op, each.dtype, axis, where), Counter())
+            total.update(count=each.count, bytes=each.bytes, overlapped_bytes=each.hidden)
+        rows: list[dict[str, Any]] = [
+            {"op": op, "dtype": dtype, "axis": axis, **total, "where": where}
+            for (op, dtype, axis, where), total in totals.items()
+        ]
+        return sorted(rows, key=lambda row: -row["bytes"])
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of `inspect --json` with a topology."""
+        """Returns the fields of `inspect --json` with a topology."""
         return {
             "collectives": self.rows(),
             "contract": {
@@ -113,27 +107,24 @@ class Contract:
         return html_table(COLUMNS, self._cells()) + f"<pre>a device sends {escape(verdict)}</pre>"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                row["op"],
-                row["dtype"],
-                row["axis"],
-                str(row["count"]),
-                human_bytes(row["bytes"]),
-                human_bytes(row["overlapped_bytes"]),
-                row["where"] if len(row["where"]) < 60 else row["where"][:59] + "…",
-            )
-            for row in self.rows()
-        ]
+        cells: list[tuple[str, ...]] = []
+        for row in self.rows():
+            sizes = human_bytes(row["bytes"]), human_bytes(row["overlapped_bytes"])
+            where = row["where"] if len(row["where"]) < 60 else row["where"][:59] + "…"
+            cells.append((row["op"], row["dtype"], row["axis"], str(row["count"]), *sizes, where))
+        return cells
 
     def __str__(self) -> str:
         ratio = self.wire_bytes / self.wire_bytes_limit if self.wire_bytes_limit else 1.0
+        verdict = f"a device sends {human_bytes(self.wire_bytes)} per step; "
+        verdict += f"declared {human_bytes(self.wire_bytes_limit)} ({ratio:.3f}); "
+        verdict += f"the contract {'holds' if self.holds else 'DOES NOT HOLD'}"
+        table = "nothing is sent"
+        if self.collectives:
+            table = text_table(COLUMNS, self._cells(), right=COLUMNS[3:6])
         lines = [
-            text_table(COLUMNS, self._cells(), right=COLUMNS[3:6])
-            if self.collectives
-            else "nothing is sent",
-            f"a device sends {human_bytes(self.wire_bytes)} per step; declared {human_bytes(self.wire_bytes_limit)} "
-            f"({ratio:.3f}); the contract {'holds' if self.holds else 'DOES NOT HOLD'}",
+            table,
+            verdict,
             *(f"  {violation}" for violation in self.violations),
             *(f"  not judged: {line}" for line in self.unread),
             *(f"  {choice}" for choice in self.choices),
@@ -143,10 +134,10 @@ class Contract:
 
 
 def check_contract(step: CompiledStep, batch: PyTree) -> Contract:
-    """Compiles a step for its mesh and holds the program to what the step declares.
+    """Compiles a step for its mesh and compares the program's traffic with what it declares.
 
     Args:
-        step: from `Sharded.train_step`; its mesh may be of devices that are not there.
+        step: from `Sharded.train_step`; the devices of its mesh need not exist.
         batch: arrays or shapes [global rows, ...].
 
     """
@@ -156,60 +147,67 @@ def check_contract(step: CompiledStep, batch: PyTree) -> Contract:
 
 
 def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ()) -> Contract:
-    """Holds a compiled program's text to a step's plan."""
-    mesh = plan.layout.mesh
-    program = read_program(text, mesh.shape)
-    expected = expected_of(plan)
-    parts = data_axes(mesh)
-    choices: list[str] = []
-    if plan.local_batch:
-        traffic = judged(expected, program.collectives, plan.layout.by_path)
-    else:
-        traffic, choices = judged_by_sum(expected, program.collectives, plan.layout.by_path)
-    traffic += other_axes(expected, program.collectives, parts)
-    violations = [*traffic, *map(_replicated, _whole(plan)), *map(_repeated, repeated)]
-    cpu = mesh.devices.flat[0].platform == "cpu"
-    note = ""
-    if cpu:
-        note = "XLA:CPU sends bfloat16 as float32, and reduces annotated gradients whole; compile for a topology to see "
-        note += "what an accelerator sends"
-    if traffic and not plan.local_batch:
-        ours = "by sharding annotations, XLA chooses what is sent; train_step(local_batch=True) says it itself"
-        note = f"{ours}\n{note}" if note else ours
-    order = sorted(violations, key=lambda violation: -violation.bytes)
-    return Contract(expected, program.collectives, order, program.unread, choices, note, parts)
+    """Compares a compiled program's traffic with what a step's plan declares.
 
+    Args:
+        plan: of the step.
+        text: `compiled.as_text()`.
+        repeated: what XLA's partitioner reported while it compiled.
 
-def _whole(plan: StepPlan) -> list[Leaf]:
-    """Parameters that the strategy would shard and that are whole on every device, small ones
-    aside.
     """
+    mesh, annotated = plan.layout.mesh, not plan.local_batch
+    program, expected, parts = read_program(text, mesh.shape), expected_of(plan), data_axes(mesh)
+    traffic, choices = traffic_violations(
+        expected, program.collectives, plan.layout.by_path, annotated=annotated
+    )
+    traffic += other_axes(expected, program.collectives, parts)
+    replicated = map(_replicated, _large_replicated(plan))
+    violations = [*traffic, *replicated, *map(_rematerialized, repeated)]
+    notes = []
+    if traffic and annotated:
+        notes.append(
+            "by sharding annotations, XLA chooses what is sent; train_step(local_batch=True) "
+            "says it itself"
+        )
+    if mesh.devices.flat[0].platform == "cpu":
+        notes.append(
+            "XLA:CPU sends bfloat16 as float32, and reduces annotated gradients unsharded; "
+            "compile for a topology to see what an accelerator sends"
+        )
+    violations.sort(key=lambda violation: -violation.bytes)
+    note = "\n".join(notes)
+    return Contract(expected, program.collectives, violations, program.unread, choices, note, parts)
+
+
+def _large_replicated(plan: StepPlan) -> list[Leaf]:
+    """Returns large parameters that the strategy would shard and that are replicated."""
     if not plan.layout.strategy.shards_optimizer or plan.layout.mesh.size == 1:
         return []
-    size = {path: prod(leaf.shape[leaf.stacked :]) for path, leaf in plan.layout.by_path.items()}
     return [
         leaf
-        for path, leaf in plan.layout.by_path.items()
-        if not any(leaf.grad_spec) and size[path] >= MIN_SIZE
+        for leaf in plan.layout.by_path.values()
+        if not any(leaf.grad_spec) and prod(leaf.shape[leaf.stacked :]) >= MIN_SIZE
     ]
 
 
 def _replicated(leaf: Leaf) -> Violation:
     cost = human_bytes(leaf.bytes)
-    why = f"by rule '{leaf.rule}'" if leaf.rule != "heuristic" else leaf.reason
-    cause = f"its gradient is all-reduced and its state costs {cost} a copy; narrow the rule, or pad a dim"
-    return Violation(leaf.path, f"whole on every device, {why}", 0, cause)
+    reason = f"by rule '{leaf.rule}'" if leaf.rule != "heuristic" else leaf.reason
+    cause = f"its gradient is all-reduced and its state costs {cost} a copy; "
+    cause += "narrow the rule, or pad a dim"
+    return Violation(leaf.path, f"replicated on every device, {reason}", 0, cause)
 
 
-def _repeated(found: Rematerialization) -> Violation:
-    cause = "XLA found no way between two shardings but to gather it whole (involuntary full rematerialization)"
-    return Violation(found.path, f"{found.shape} is replicated at {found.op_name}", 0, cause)
+def _rematerialized(array: Rematerialization) -> Violation:
+    cause = "XLA found no way between two shardings but to gather all of it "
+    cause += "(involuntary full rematerialization)"
+    return Violation(array.path, f"{array.shape} is replicated at {array.op_name}", 0, cause)
 
 
 def _sums(rows: Iterable[tuple[str, str, str, int]]) -> list[dict[str, Any]]:
-    sums: dict[tuple[str, str, str], int] = {}
+    sums = Counter[tuple[str, str, str]]()
     for op, dtype, axis, sent in rows:
-        sums[op, dtype, axis] = sums.get((op, dtype, axis), 0) + sent
+        sums[op, dtype, axis] += sent
     return [
         {"op": op, "dtype": dtype, "axis": axis, "bytes": sent}
         for (op, dtype, axis), sent in sums.items()

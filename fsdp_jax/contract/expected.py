@@ -1,4 +1,4 @@
-"""What a step declares that it sends, parameter by parameter, from the strategy's arithmetic alone.
+"""The traffic that a step declares, parameter by parameter, from the strategy's arithmetic alone.
 
 [Note: the limit] With n devices along an axis a ring sends (n-1)/n of an array to gather it or to
 reduce and scatter it, twice that to reduce it everywhere (Patarasuk and Yuan, 2009). A parameter
@@ -12,7 +12,7 @@ parameter. A gradient is then reduced in the dtype that its matmul yields, which
 dtype; no other is declared.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -31,17 +31,17 @@ Role = Literal["gather", "reduce"]
 
 @dataclass(frozen=True)
 class Expected:
-    """What one parameter sends, one way.
+    """The declared traffic of one parameter, by one operation.
 
     Attributes:
         path: of the parameter.
-        role: to the model, or its gradient back.
+        role: gather of the parameter, or reduction of its gradient.
         op: all-gather, reduce-scatter or all-reduce.
-        dtype: numpy name of the dtype on the wire.
-        axis: mesh axes joined by "+", in the user's words.
+        dtype: numpy name of the dtype that is sent.
+        axis: mesh axes joined by "+", by the user's names.
         bytes: that a device sends per step.
-        shapes: that the array may travel in: one layer of a stack, or all of them; what is left of
-            it where it is reduced after it was scattered.
+        shapes: that the array may have when it is sent: one layer of a stack, or all of them; a
+            device's part of it where it is reduced after it was scattered.
 
     """
 
@@ -55,47 +55,39 @@ class Expected:
 
 
 def expected_of(plan: StepPlan) -> list[Expected]:
-    """All that the parameters of a step send."""
-    found: list[Expected] = []
+    """Returns all traffic that the parameters of a step declare."""
+    rows: list[Expected] = []
     copies = flatten(plan.layout.other.get(COPIES, {}))
     strategy, mesh = plan.layout.strategy, plan.layout.mesh
+    gathers = strategy.gathers_params
     for path, leaf in plan.layout.by_path.items():
         comm = plan.comms[path]
-        spec = leaf.spec if path in copies or strategy.gathers_params else leaf.grad_spec
-        times, dtype = _gathers(plan, path), comm.transform.wire
-        if path not in copies and not strategy.gathers_params:  # the updated parameter itself
-            dtype = leaf.dtype
-        shapes = leaf.shape[leaf.stacked :], leaf.shape
-        size = prod(leaf.shape)
-        if times and any(spec) and (leaf.trainable or strategy.gathers_params):
-            axes = _axes(spec)
-            found.append(
-                _one(path, "gather", "all-gather", dtype, plan, axes, times * size, shapes)
-            )
+        size, shapes = prod(leaf.shape), (leaf.shape[leaf.stacked :], leaf.shape)
+        # The parameter; where the strategy never gathers, its copy or the updated parameter itself.
+        spec = leaf.spec if gathers or path in copies else leaf.grad_spec
+        dtype = comm.transform.wire if gathers or path in copies else leaf.dtype
+        times = _gathers_per_step(plan, path)
+        if any(spec) and (leaf.trainable or gathers):
+            gather = _Traffic(plan, path, "gather", dtype)
+            rows.append(gather.by("all-gather", _axes(spec), times * size, shapes))
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
+        # Its gradient: scattered along the axes that it is sharded along, ...
         times = 1 if plan.deferred else plan.accumulation
-        reduce = comm.transform.reduce if plan.local_batch else comm.transform.compute
+        reduce = _Traffic(plan, path, "reduce", comm.transform.reduce if plan.local_batch else comm.transform.compute)
         scattered = _axes(leaf.grad_spec)
-        rest = tuple(axis for axis in batch_axes(mesh) if axis not in scattered)
         if scattered:
-            found.append(
-                _one(
-                    path, "reduce", "reduce-scatter", reduce, plan, scattered, times * size, shapes
-                )
-            )
+            rows.append(reduce.by("reduce-scatter", scattered, times * size, shapes))
+        # ... and a device's part of it reduced along the others.
+        others = tuple(axis for axis in batch_axes(mesh) if axis not in scattered)
+        part = leaf.grad_sharding.shard_shape(leaf.shape)
+        shapes = part[leaf.stacked :], part
         parts = prod(mesh.shape[axis] for axis in scattered)
-        if prod(mesh.shape[axis] for axis in rest) > 1:
-            part = leaf.grad_sharding.shard_shape(leaf.shape)
-            kept = part[leaf.stacked :], part
-            found.append(
-                _one(path, "reduce", "all-reduce", reduce, plan, rest, times * size // parts, kept)
-            )
-    return [each for each in found if each.bytes]
+        rows.append(reduce.by("all-reduce", others, times * size // parts, shapes))
+    return [each for each in rows if each.bytes]
 
 
-def _gathers(plan: StepPlan, path: str) -> int:
-    """How often a parameter is gathered in a step."""
+def _gathers_per_step(plan: StepPlan, path: str) -> int:
     if not plan.per_unit:
         return 1
     return plan.accumulation * (1 if plan.comms[path].unit is None else 2)
@@ -105,37 +97,32 @@ def _axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
-def _one(
-    path: str,
-    role: Role,
-    op: str,
-    dtype: np.dtype,
-    plan: StepPlan,
-    axes: Sequence[str],
-    elements: int,
-    shapes: tuple[tuple[int, ...], ...],
-) -> Expected:
-    mesh = plan.layout.mesh
-    n = prod(mesh.shape[axis] for axis in axes)
-    wire = on_wire(dtype, mesh.devices.flat[0].platform)
-    sent = elements * wire.itemsize * (n - 1) // n * (2 if op == "all-reduce" else 1)
-    named = [axis for axis in axes if mesh.shape[axis] > 1]
-    return Expected(path, role, op, str(wire), axis_name(named, data_axes(mesh)), sent, shapes)
+@dataclass(frozen=True)
+class _Traffic:
+    """One parameter in one role, in the dtype that it is sent in."""
+
+    plan: StepPlan
+    path: str
+    role: Role
+    dtype: np.dtype
+
+    def by(
+        self, op: str, axes: Sequence[str], elements: int, shapes: tuple[tuple[int, ...], ...]
+    ) -> Expected:
+        """Returns the traffic of an operation on `elements` a step, in a ring along these axes."""
+        mesh = self.plan.layout.mesh
+        n = prod(mesh.shape[axis] for axis in axes)
+        dtype = on_wire(self.dtype, mesh.devices.flat[0].platform)
+        sent = elements * dtype.itemsize * (n - 1) // n * (2 if op == "all-reduce" else 1)
+        axis = axis_name([axis for axis in axes if mesh.shape[axis] > 1], data_axes(mesh))
+        return Expected(self.path, self.role, op, str(dtype), axis, sent, shapes)
 
 
 def on_wire(dtype: np.dtype, platform: str) -> np.dtype:
-    """XLA:CPU widens bfloat16 before it sends it; no accelerator does."""
+    """Returns the dtype that is sent: XLA:CPU widens bfloat16 first, no accelerator does."""
     return jnp.dtype("float32") if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)
 
 
 def axis_name(axes: Sequence[str], parts: Sequence[str]) -> str:
-    """`replica+data` for any axes of the mesh; one of the axes behind `data` counts as `data`."""
+    """Returns `replica+data` for any axes of the mesh; `parts`, those behind `data`, are `data`."""
     return "+".join(dict.fromkeys(DATA if axis in parts else axis for axis in axes))
-
-
-def by_axis(rows: Sequence[Expected]) -> Mapping[str, int]:
-    """{axis: bytes}."""
-    sums: dict[str, int] = {}
-    for row in rows:
-        sums[row.axis] = sums.get(row.axis, 0) + row.bytes
-    return sums

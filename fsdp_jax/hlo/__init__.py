@@ -1,3 +1,1 @@
-"""Reads compiled programs: instructions, collectives, replica groups, overlap. Knows nothing of
-layouts.
-"""
+"""Reads compiled programs: instructions, collectives, replica groups, overlap; knows no layouts."""

@@ -1,22 +1,22 @@
-"""What a compiled program sends, by meaning: `read_program(compiled.as_text(), mesh.shape)`.
+"""Reads what a compiled program sends: `read_program(compiled.as_text(), mesh.shape)`.
 
-An operation is named by what travels, not by the instruction: an `all-reduce-scatter` fusion of a
-TPU is a reduce-scatter; an all-reduce of which each device then keeps a part is an all-reduce,
-`sliced`. Bytes follow a ring: with n devices in a group, all-gather, reduce-scatter and all-to-all
-send (n-1)/n of the whole array, all-reduce twice that (reduce-scatter, then all-gather), a permute
-its operand once, on a device that has someone to send to. The shapes are the program's: what the
-compiler pads travels too.
+An operation is named by what is communicated, not by the instruction: an `all-reduce-scatter`
+fusion of a TPU is a reduce-scatter; an all-reduce of which each device then keeps a part is an
+all-reduce, `sliced`. Bytes follow a ring: with n devices in a group, all-gather, reduce-scatter and
+all-to-all send (n-1)/n of the unsharded array, all-reduce twice that (reduce-scatter, then
+all-gather), a permute its operand once, on a device that has someone to send to. The shapes are the
+program's: padding by the compiler is sent too.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Literal, NamedTuple
 
 from fsdp_jax.errors import message
 from fsdp_jax.hlo.dataflow import only_sliced, paths_of, pieces
-from fsdp_jax.hlo.overlap import KERNELS, Overlap, Span, meet
+from fsdp_jax.hlo.overlap import KERNELS, Overlap, Span, is_pair
 from fsdp_jax.hlo.parser import Computation, Instruction, Module, Shape, parse
 from fsdp_jax.hlo.replica_groups import Axes, Groups, groups_of
 
@@ -30,14 +30,14 @@ OPS: dict[str, Op] = {
     "collective-permute": "permute",
 }
 UNREAD = ("ragged-all-to-all", "collective-broadcast", "send")
-"""What also travels between devices, but whose bytes or partners the text does not tell."""
+"""Communication between devices whose bytes or partners the text does not tell."""
 
 MEGASCALE: dict[str, Op] = {
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
     "ALL_REDUCE": "all-reduce",
 }
-"""What slices of a TPU, each of which runs a program of its own, say in the `send` to the others."""
+"""Transfer types in a `send` between slices of a TPU, each of which runs a program of its own."""
 _MEGASCALE = "_xla_megascale_transfer_type"
 
 
@@ -46,21 +46,21 @@ class Collective:
     """One instruction's traffic in one dtype, over a whole step.
 
     Attributes:
-        op: what travels.
-        dtype: numpy name of the dtype on the wire.
+        op: the operation, by what is communicated.
+        dtype: numpy name of the dtype that is sent.
         axis: the mesh axes it runs along, joined by "+"; "?" where the groups fit no axes.
         count: executions per step.
         bytes: that a device sends per step, all executions.
-        hidden: of these, what is sent while a GEMM, a convolution or an attention kernel runs.
+        hidden: of these, the bytes sent while a GEMM, a convolution or an attention kernel runs.
         asynchronous: it has a start and a done.
         sliced: each device keeps only a part of an all-reduce's result; a reduce-scatter would have
             sent half.
-        kernels: how many GEMMs, convolutions and attention kernels stand between start and done,
+        kernels: how many GEMMs, convolutions and attention kernels run between start and done,
             per execution.
-        shapes: of the whole (gathered, unscattered) arrays, one per operand.
+        shapes: of the unsharded (gathered, not yet scattered) arrays, one per operand.
         paths: what each operand serves: the parameter of its `fsdp.gather[...]` or
             `fsdp.reduce[...]` scope, else the traced operation; "" where the program does not tell.
-        loop: how many while loops stand around it.
+        loop: number of while loops around it.
         name: of the instruction in the program.
         within: the scheduled computation that runs it.
         begins: the instruction of `within` that starts it: itself, or the fusion or wrapper around
@@ -88,14 +88,14 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramTraffic:
     """The collectives of a program in its order, and what could not be read.
 
     Attributes:
         collectives: what is sent.
-        unread: one line for each loop whose length is not known, which is counted as run once, and
-            for each transfer of a kind that is not understood. Where it is not empty, the bytes are
-            a lower bound.
+        unread: one line for each loop whose trip count is not known, which is counted as run once,
+            and for each transfer of a kind that is not understood. Where it is not empty, the bytes
+            are a lower bound.
 
     """
 
@@ -103,7 +103,7 @@ class Program:
     unread: tuple[str, ...]
 
 
-def read_program(text: str, axes: Mapping[str, int]) -> Program:
+def read_program(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
     """Reads what a compiled program sends.
 
     Args:
@@ -116,221 +116,228 @@ def read_program(text: str, axes: Mapping[str, int]) -> Program:
 
     """
     module = parse(text)
-    inner, across = _slices(axes, prod(axes.values()) // module.partitions)
+    devices = prod(axes.values())
+    inner, across = _slices(axes, devices // module.partitions)
     fits = (
-        prod(axes.values())
-        == prod(size for _, size in inner) * across.size
-        == module.partitions * across.size
+        devices == prod(size for _, size in inner) * across.size == module.partitions * across.size
     )
     if not fits or (across.size > 1) != (_MEGASCALE in text):
-        fix = "pass the shape of the mesh that the program was compiled for"
-        got, expected = f"a mesh of {dict(axes)}", f"{module.partitions} devices"
+        what = "the program is not for this mesh"
+        expected = f"{module.partitions} devices"
         expected += " in each of several slices" if _MEGASCALE in text else ""
-        raise ValueError(
-            message("the program is not for this mesh", got=got, expected=expected, fix=fix)
-        )
-    reader = _Reader(module, inner, across)
-    collectives = reader.read(module[module.entry], _Place(1, 0, {}))
-    return Program(tuple(collectives), tuple(dict.fromkeys([*reader.unread, *reader.unreached()])))
+        got = f"a mesh of {dict(axes)}"
+        fix = "pass the shape of the mesh that the program was compiled for"
+        raise ValueError(message(what, got=got, expected=expected, fix=fix))
+    reader = _CollectiveReader(module, inner, across)
+    collectives = reader.read(module[module.entry], _LoopContext(1, 0, {}))
+    unread = dict.fromkeys([*reader.unread, *reader.not_entered()])
+    return ProgramTraffic(tuple(collectives), tuple(unread))
 
 
 def _slices(axes: Mapping[str, int], slices: int) -> tuple[Axes, Groups]:
-    """A mesh whose first axes lead from slice to slice: what is left of it inside a slice, and
-    those axes.
-    """
-    inner, across, over = [], [], 1
+    """Returns (axes inside a slice, group across slices); slices are along the first axes."""
+    inner: list[tuple[str, int]] = []
+    across: list[str] = []
+    covered = 1
     for name, size in axes.items():
-        part = gcd(size, slices // over)
-        over *= part
+        part = gcd(size, slices // covered)
+        covered *= part
         inner.append((name, size // part))
-        across += [name] if part > 1 else []
-    return tuple(inner), Groups(over, "+".join(across))
+        if part > 1:
+            across.append(name)
+    return tuple(inner), Groups(covered, "+".join(across))
 
 
-class _Place(NamedTuple):
-    """Where a computation runs: how often per step, inside how many loops, and what is known of its
-    arguments.
+class _LoopContext(NamedTuple):
+    """The loops around a computation.
+
+    Attributes:
+        executions: how often it runs per step.
+        loop: number of while loops around it.
+        known: known scalars of its argument, by position in the tuple.
+
     """
 
-    times: int
+    executions: int
     loop: int
     known: Mapping[int, int]
 
 
 class _Caller(NamedTuple):
-    """An instruction of a scheduled computation."""
+    """An instruction of a scheduled computation, by position."""
 
     within: Computation
     position: int
 
 
 class _Scheduled(NamedTuple):
-    """Where a collective stands in the schedule."""
+    """Where the schedule starts a collective and waits for it."""
 
     within: str
     begins: str
     span: Span
 
 
-class _Reader:
+_Part = list[tuple[Shape, str]]  # operands of one dtype: shape of the unsharded array, path
+
+
+class _CollectiveReader:
+    """Reads the collectives of a module.
+
+    Attributes:
+        unread: what could not be read so far.
+
+    """
+
     def __init__(self, module: Module, axes: Axes, across: Groups):
-        self.module, self.axes, self.across = module, axes, across
         self.unread: list[str] = []
-        self.entered: set[str] = set()
-        self.overlap = Overlap(module)
+        self._module, self._axes, self._across = module, axes, across
+        self._entered: set[str] = set()
+        self._overlap = Overlap(module)
 
     def read(
-        self, within: Computation, place: _Place, caller: _Caller | None = None
+        self, within: Computation, context: _LoopContext, caller: _Caller | None = None
     ) -> list[Collective]:
-        """The collectives of a computation and of all that it runs.
+        """Returns the collectives of a computation and of all that it calls.
 
         Args:
             within: the computation.
-            place: where it runs.
-            caller: what is scheduled in its place, where it is one operation: a fusion, or what
-                runs asynchronously.
+            context: the loops around it.
+            caller: the instruction that the schedule shows in its place, where it is a fusion or is
+                called asynchronously.
 
         """
-        found: list[Collective] = []
-        self.entered.add(within.name)
+        collectives: list[Collective] = []
+        self._entered.add(within.name)
         for position, one in enumerate(within.instructions):
-            at = caller or _Caller(within, position)
+            scheduled = caller or _Caller(within, position)
             if one.opcode == "while":
-                found += self._loop(within, one, place)
+                collectives += self._loop(within, one, context)
             elif one.opcode == "conditional":
-                branches = [
-                    self.read(self.module[name], place._replace(known={})) for name in one.calls
-                ]
-                found += max(
-                    branches, key=lambda branch: sum(each.bytes for each in branch), default=[]
-                )
+                unknown = context._replace(known={})
+                branches = [self.read(self._module[name], unknown) for name in one.calls]
+                collectives += max(branches, key=_total_bytes, default=[])
             elif one.opcode.removesuffix("-start") in OPS:
-                found += self._collective(within, one, place, at)
+                collectives += self._collective(within, one, context, scheduled)
             elif one.opcode == "send" and _MEGASCALE in one.attributes:
-                found += self._between_slices(within, one, place, position)
-            elif _transfers(one):
+                collectives += self._between_slices(within, one, context, position)
+            elif _communicates(one):
                 self.unread.append(f"{one.opcode} '{one.name}' in '{within.name}'")
             else:
-                found += self._called(within, one, place, at)
-        return found
+                collectives += self._called(within, one, context, scheduled)
+        return collectives
 
-    def unreached(self) -> list[str]:
-        """What travels in computations that no instruction which is understood runs."""
+    def not_entered(self) -> list[str]:
+        """Returns the communication in computations that no understood instruction calls."""
         return [
-            f"{one.opcode} '{one.name}' in '{name}', which is not run by an instruction that is understood"
-            for name, computation in self.module.computations.items()
-            if name not in self.entered
+            f"{one.opcode} '{one.name}' in '{name}', "
+            "which is not run by an instruction that is understood"
+            for name, computation in self._module.computations.items()
+            if name not in self._entered
             for one in computation.instructions
-            if _transfers(one) or _opaque(one)
+            if _communicates(one) or _is_opaque(one)
         ]
 
-    def _loop(self, within: Computation, one: Instruction, place: _Place) -> list[Collective]:
-        trips = self.module.trips(within, one, place.known)
+    def _loop(
+        self, within: Computation, one: Instruction, context: _LoopContext
+    ) -> list[Collective]:
+        trips = self._module.trips(within, one, context.known)
         if trips is None:
             self.unread.append(f"the length of the loop '{one.name}' in '{within.name}'")
-        condition, body = self.module.parts(one)
-        known = self.module.constants(within, one, place.known)
-        times = place.times * (1 if trips is None else trips)
+            trips = 1
+        condition, body = self._module.parts(one)
+        known = self._module.constants(within, one, context.known)
+        executions, loop = context.executions * trips, context.loop + 1
         return [
-            *self.read(condition, _Place(times + place.times, place.loop + 1, known)),
-            *self.read(body, _Place(times, place.loop + 1, known)),
+            *self.read(condition, _LoopContext(executions + context.executions, loop, known)),
+            *self.read(body, _LoopContext(executions, loop, known)),
         ]
 
     def _called(
-        self, within: Computation, one: Instruction, place: _Place, at: _Caller
+        self, within: Computation, one: Instruction, context: _LoopContext, scheduled: _Caller
     ) -> list[Collective]:
-        """What fusions, calls and asynchronous wrappers send."""
-        found: list[Collective] = []
+        """Returns the collectives of what fusions, calls and asynchronous wrappers call."""
+        collectives: list[Collective] = []
         single = one.opcode in ("fusion", "async-start", "call-start")
-        for called in (self.module[name] for name in one.calls):
-            sent = self.read(called, place._replace(known={}), at if single else None)
-            continued = one.opcode == "fusion" and sent and self.overlap.continues(called)
-            found += [] if continued else sent
+        for called in (self._module[name] for name in one.calls):
+            inside = self.read(called, context._replace(known={}), scheduled if single else None)
+            if not (inside and one.opcode == "fusion" and self._overlap.continues(called)):
+                collectives += inside
         self.unread += [
             f"what {one.opcode} '{one.name}' in '{within.name}' sends by '{called.name}'"
-            for called in self.module.named(one)
-            if called.name not in one.calls and self._sends(called)
+            for called in self._module.named(one)
+            if called.name not in one.calls and self._may_communicate(called)
         ]
-        return found
+        return collectives
 
-    def _sends(self, within: Computation) -> bool:
-        """Whether something may travel in a computation or in what its instructions name; it counts
-        as entered.
-        """
-        self.entered.add(within.name)
-        inside = [
-            self._sends(called) for one in within.instructions for called in self.module.named(one)
-        ]
-        return any(inside) or any(_transfers(one) or _opaque(one) for one in within.instructions)
+    def _may_communicate(self, within: Computation) -> bool:
+        """Returns whether a computation, or one that it names, may send; enters all of them."""
+        self._entered.add(within.name)
+        named = [each for one in within.instructions for each in self._module.named(one)]
+        inside = [self._may_communicate(each) for each in named]
+        return any(inside) or any(
+            _communicates(one) or _is_opaque(one) for one in within.instructions
+        )
 
     def _collective(
-        self, inner: Computation, one: Instruction, place: _Place, at: _Caller
+        self, inner: Computation, one: Instruction, context: _LoopContext, scheduled: _Caller
     ) -> list[Collective]:
-        """One collective per dtype.
+        """Returns one collective per dtype.
 
         Args:
-            inner: the computation that holds `one`.
+            inner: the computation that contains `one`.
             one: the collective.
-            place: where it runs.
-            at: the collective itself, or the fusion or wrapper around it.
+            context: the loops around it.
+            scheduled: the collective itself, or the fusion or wrapper around it.
 
         """
-        outer, position = at
+        outer, position = scheduled
         op = OPS[one.opcode.removesuffix("-start")]
-        groups = groups_of(one, self.axes)
+        groups = groups_of(one, self._axes)
         if groups.size == 1:
             return []
-        sliced = op == "all-reduce" and only_sliced(self.module, inner, one.name)
+        sliced = op == "all-reduce" and only_sliced(self._module, inner, one.name)
         if sliced and inner is not outer:
             op, sliced = "reduce-scatter", False
-        if op == "all-reduce":  # XLA lays small arrays end to end before it reduces them
-            parts = [part for name in one.operands for part in pieces(self.module, inner, name)]
-        else:
-            parts = list(one.operands)
-        shapes = [_whole(op, one, inner[name].shapes[0], groups.size) for name in parts]
-        given = (
-            one
-            if len(parts) == len(one.operands)
-            else replace(one, inside=", ".join(f"%{name}" for name in parts))
-        )
-        paths = paths_of(self.module, inner, given)
-        where = _Scheduled(
-            outer.name, outer.instructions[position].name, self.overlap.between(outer, position)
-        )
+        # XLA concatenates small arrays before it reduces them.
+        parts = list(one.operands)
+        if op == "all-reduce":
+            parts = [part for name in parts for part in pieces(self._module, inner, name)]
+        unmerged = one
+        if len(parts) != len(one.operands):
+            unmerged = replace(one, inside=", ".join(f"%{name}" for name in parts))
+        paths = paths_of(self._module, inner, unmerged)
+        shapes = [_unsharded(op, one, inner[name].shapes[0], groups.size) for name in parts]
+        begins = outer.instructions[position].name
+        where = _Scheduled(outer.name, begins, self._overlap.between(outer, position))
         return [
-            _record(op, groups, part, where, place, one.name, sliced)
+            _record(op, groups, part, where, context, one.name, sliced)
             for part in _by_dtype(shapes, paths)
         ]
 
     def _between_slices(
-        self, within: Computation, one: Instruction, place: _Place, position: int
+        self, within: Computation, one: Instruction, context: _LoopContext, position: int
     ) -> list[Collective]:
-        """An exchange of a TPU's slices through their hosts: a send and a receive that say what
-        they do together.
-        """
-        said = dict(re.findall(r'_xla_(megascale_\w+)="([^"]*)"', one.attributes))
-        op = MEGASCALE.get(said["megascale_transfer_type"])
-        everyone = (
-            said.get("megascale_target", "").partition("}")[0].count(",") + 1 == self.across.size
-        )
-        receive = next(
-            (each for each in within.instructions if each.opcode == "recv" and meet(one, each)),
-            None,
-        )
-        if op is None or receive is None or not everyone:
+        """Returns the exchange between a TPU's slices through their hosts: a send and a receive."""
+        attributes = dict(re.findall(r'_xla_(megascale_\w+)="([^"]*)"', one.attributes))
+        op = MEGASCALE.get(attributes["megascale_transfer_type"])
+        targets = attributes.get("megascale_target", "").partition("}")[0].count(",") + 1
+        receives = (each for each in within.instructions if each.opcode == "recv")
+        receive = next((each for each in receives if is_pair(one, each)), None)
+        if op is None or receive is None or targets != self._across.size:
             self.unread.append(f"{one.opcode} '{one.name}' in '{within.name}'")
             return []
-        whole = receive.shapes[0] if op == "all-gather" else one.shapes[0]
-        path = paths_of(self.module, within, replace(one, inside=f"%{one.operands[0]}"))
-        where = _Scheduled(within.name, one.name, self.overlap.between(within, position))
+        shape = receive.shapes[0] if op == "all-gather" else one.shapes[0]
+        path = paths_of(self._module, within, replace(one, inside=f"%{one.operands[0]}"))
+        where = _Scheduled(within.name, one.name, self._overlap.between(within, position))
         return [
-            _record(op, self.across, part, where, place, one.name)
-            for part in _by_dtype([whole], path)
+            _record(op, self._across, part, where, context, one.name)
+            for part in _by_dtype([shape], path)
         ]
 
 
-def _transfers(one: Instruction) -> bool:
-    """Whether an instruction is itself an exchange between devices; a Pallas kernel says so."""
+def _communicates(one: Instruction) -> bool:
+    """Returns whether an instruction sends between devices; a Pallas kernel declares it."""
     if one.opcode == "custom-call":
         return '"has_communication":true' in one.attributes
     if one.opcode in UNREAD:
@@ -338,12 +345,13 @@ def _transfers(one: Instruction) -> bool:
     return one.opcode.removesuffix("-start") in OPS
 
 
-def _opaque(one: Instruction) -> bool:
-    """Whether it is a library's or the runtime's, and may exchange anything."""
+def _is_opaque(one: Instruction) -> bool:
+    """Returns whether it calls a library or the runtime, which may send anything."""
     return one.opcode == "custom-call" and not KERNELS.search(one.attribute("custom_call_target"))
 
 
-_Part = list[tuple[Shape, str]]
+def _total_bytes(collectives: Iterable[Collective]) -> int:
+    return sum(each.bytes for each in collectives)
 
 
 def _by_dtype(shapes: list[Shape], paths: list[str]) -> list[_Part]:
@@ -358,17 +366,18 @@ def _record(
     groups: Groups,
     part: _Part,
     where: _Scheduled,
-    place: _Place,
+    context: _LoopContext,
     name: str,
     sliced: bool = False,
 ) -> Collective:
     asynchronous, kernels, ends = where.span
-    sent = place.times * _sent(op, groups.size, sum(shape.bytes for shape, _ in part))
+    once = _sent_bytes(op, groups.size, sum(shape.bytes for shape, _ in part))
+    sent = context.executions * once
     return Collective(
         op=op,
         dtype=part[0][0].dtype,
         axis=groups.axis,
-        count=place.times,
+        count=context.executions,
         bytes=sent,
         hidden=sent if asynchronous and kernels else 0,
         asynchronous=asynchronous,
@@ -376,7 +385,7 @@ def _record(
         kernels=kernels,
         shapes=tuple(shape.dims for shape, _ in part),
         paths=tuple(path for _, path in part),
-        loop=place.loop,
+        loop=context.loop,
         name=name,
         within=where.within,
         begins=where.begins,
@@ -384,19 +393,18 @@ def _record(
     )
 
 
-def _whole(op: Op, one: Instruction, shape: Shape, size: int) -> Shape:
-    """The gathered array of an operand; of the other collectives the operand is whole."""
+def _unsharded(op: Op, one: Instruction, shape: Shape, size: int) -> Shape:
+    """Returns the gathered shape of an all-gather's operand; other operands are not sharded."""
     if op != "all-gather":
         return shape
     dim = int(one.attribute("dimensions").strip("{}"))
-    return Shape(
-        shape.dtype,
-        tuple(length * size if i == dim else length for i, length in enumerate(shape.dims)),
-    )
+    dims = list(shape.dims)
+    dims[dim] *= size
+    return Shape(shape.dtype, tuple(dims))
 
 
-def _sent(op: Op, size: int, whole: int) -> int:
-    """Bytes that a device sends once, in a ring of `size` devices."""
+def _sent_bytes(op: Op, size: int, array_bytes: int) -> int:
+    """Returns the bytes that a device sends once, in a ring of `size` devices."""
     if op == "permute":
-        return whole
-    return (2 if op == "all-reduce" else 1) * whole * (size - 1) // size
+        return array_bytes
+    return (2 if op == "all-reduce" else 1) * array_bytes * (size - 1) // size

@@ -1,5 +1,6 @@
-"""Where a collective's operands come from, for what they serve, and where its result goes, for what
-is kept of it.
+"""Follows data through a program: from a collective's operands back, and from its result on.
+
+Backwards for the parameter that it serves, forwards for the part of its result that is used.
 """
 
 from math import prod
@@ -16,7 +17,7 @@ _COLLECTIVES = {
     "async",
 }
 _HALVES = {f"{op}-{half}" for op in (*_COLLECTIVES, "call", "copy") for half in ("start", "done")}
-_MOVES = {
+_REARRANGING = {
     "bitcast",
     "copy",
     "convert",
@@ -26,115 +27,120 @@ _MOVES = {
     "get-tuple-element",
     *_HALVES,
 }
-_SCALES = {"multiply", "divide", "add", "subtract", "negate"}
-_GATHERS = {"concatenate", "pad", "dynamic-slice", "tuple", *_COLLECTIVES}
-_IDLE = {"parameter", "constant", "broadcast"}
+_SCALING = {"multiply", "divide", "add", "subtract", "negate"}
+_JOINING = {"concatenate", "pad", "dynamic-slice", "tuple", *_COLLECTIVES}
+_CONSTANT = {"parameter", "constant", "broadcast"}
 DEPTH = 10
-"""How many instructions a name is looked for."""
+"""How many instructions are followed in search of a name."""
 
 
 def paths_of(module: Module, within: Computation, one: Instruction) -> list[str]:
-    """What each operand of a collective serves; "" where the program does not tell.
+    """Returns what each operand of a collective serves; "" where the program does not tell.
 
     XLA names a combined collective after all that it combined, or after the first; then its
-    operands are asked. A gradient that the partitioner reduces has no name of its own, but what it
-    becomes has.
+    operands' producers are searched. A gradient that the partitioner reduces has no name of its
+    own, but the array that it becomes has.
     """
     own, names, count = scopes(one.op_name), expand(one.op_name), len(one.operands)
     if own and (count == 1 or len(own) == count):
         return own if count > 1 else [_joined(own)]
-    paths = [_joined(scopes_behind(module, within, name)) for name in one.operands]
-    paths = [path or _joined(_scopes_ahead(module, within, one, i)) for i, path in enumerate(paths)]
+    # Each operand by its producers, then by the users of its part of the result.
+    paths = []
+    for number, name in enumerate(one.operands):
+        behind = _joined(scopes_behind(module, within, name))
+        paths.append(behind or _joined(_scopes_ahead(module, within, one, number)))
+    # Where that fails, by the collective's own name.
     if count > 1 and len(names) == count:  # parameters, and activations, which have no scope
-        rest = [_joined(scopes(name)) for name in names]
+        fallback = [_joined(scopes(name)) for name in names]
     else:
-        rest = (own or _scopes_of_reduction(module, one))[:1]
-    if not rest or len(rest) == count > 1:
-        rest = [path or _traced(within, one, i) for i, path in enumerate(rest or [""] * count)]
-    rest += [""] * count
-    return [path or other for path, other in zip(paths, rest, strict=False)]
+        fallback = (own or _scopes_of_reduction(module, one))[:1]
+    if not fallback or len(fallback) == count > 1:
+        fallback = [
+            path or _traced_name(within, one, number)
+            for number, path in enumerate(fallback or [""] * count)
+        ]
+    fallback += [""] * count
+    return [path or other for path, other in zip(paths, fallback, strict=False)]
 
 
 def pieces(module: Module, within: Computation, name: str) -> list[str]:
-    """The arrays that an operand is made of, by their names: of a concatenation its parts, as they
-    were before.
-    """
+    """Returns the names of the arrays that an operand concatenates, before they were flattened."""
     one = within[name]
-    made = one
+    producer = one
     if one.opcode == "fusion":
         called = module[one.calls[0]]
-        made = called.root
-        given = (
-            [called[operand] for operand in made.operands] if made.opcode == "concatenate" else []
-        )
-        if not given or any(each.opcode != "parameter" for each in given):
+        producer = called.root
+        if producer.opcode != "concatenate":
             return [name]
-        parts = [one.operands[int(each.inside)] for each in given]
+        parameters = [called[operand] for operand in producer.operands]
+        if not parameters or any(each.opcode != "parameter" for each in parameters):
+            return [name]
+        parts = [one.operands[int(each.inside)] for each in parameters]
     else:
         parts = list(one.operands)
-    if made.opcode != "concatenate":
+    if producer.opcode != "concatenate":
         return [name]
     while flat := [i for i, part in enumerate(parts) if within[part].opcode == "bitcast"]:
         for i in flat:
             parts[i] = within[parts[i]].operands[0]
-    same = sum(prod(within[part].shapes[0].dims) for part in parts) == prod(one.shapes[0].dims)
-    return parts if same and all(len(within[part].shapes) == 1 for part in parts) else [name]
+    elements = sum(prod(within[part].shapes[0].dims) for part in parts)
+    arrays = all(len(within[part].shapes) == 1 for part in parts)
+    return parts if arrays and elements == prod(one.shapes[0].dims) else [name]
 
 
 def _scopes_ahead(module: Module, within: Computation, one: Instruction, operand: int) -> list[str]:
-    """The scope of the reduction that a collective's result is cast in, where it is but moved
-    before.
-    """
+    """Returns the scopes in which a reduction's result is cast, where it is only moved before."""
     if one.opcode.removesuffix("-start") not in ("all-reduce", "reduce-scatter"):
         return []
-    while done := [
-        user for user in within.users.get(one.name, []) if user.opcode.endswith("-done")
-    ]:
+    while done := [u for u in within.users.get(one.name, []) if u.opcode.endswith("-done")]:
         one = done[0]
     if len(one.shapes) == 1:
-        return _named_users(module, within, one.name)
-    place = str(operand)
-    mine = [user for user in within.users.get(one.name, []) if user.attribute("index") == place]
-    return [scope for user in mine for scope in _named_users(module, within, user.name)]
+        return _scopes_of_users(module, within, one.name)
+    index = str(operand)
+    elements = [u for u in within.users.get(one.name, []) if u.attribute("index") == index]
+    return [scope for each in elements for scope in _scopes_of_users(module, within, each.name)]
 
 
-def _named_users(module: Module, within: Computation, name: str, depth: int = DEPTH) -> list[str]:
+def _scopes_of_users(
+    module: Module, within: Computation, name: str, depth: int = DEPTH
+) -> list[str]:
+    """Returns the nearest scopes among the instructions that move an array on."""
     found: list[str] = []
     for user in within.users.get(name, []) if depth else []:
         if user.opcode == "fusion":
             called = module[user.calls[0]]
-            for given in _given(called, user, name):
-                found += _named_users(module, called, given, depth - 1)
-        elif user.opcode in _MOVES:
-            found += scopes(user.op_name) or _named_users(module, within, user.name, depth - 1)
+            for parameter in _parameters_for(called, user, name):
+                found += _scopes_of_users(module, called, parameter, depth - 1)
+        elif user.opcode in _REARRANGING:
+            found += scopes(user.op_name) or _scopes_of_users(module, within, user.name, depth - 1)
     return list(dict.fromkeys(found))
 
 
 def scopes_behind(module: Module, within: Computation, name: str, depth: int = DEPTH) -> list[str]:
-    """The nearest scopes among an array's producers that only move it."""
+    """Returns the nearest scopes among an array's producers that only move it."""
     one = within[name]
     if not depth:
         return []
     if one.opcode == "get-tuple-element":
         return _scopes_of_element(module, within, one, depth)
-    if found := scopes(one.op_name):
-        return found
+    if own := scopes(one.op_name):
+        return own
     if one.opcode == "fusion":
         inside = module[one.calls[0]].instructions
         named = inside
-        if any(
-            each.opcode in ("dot", "convolution") for each in inside
-        ):  # of a weight it makes an activation
+        if any(each.opcode in ("dot", "convolution") for each in inside):
+            # It makes an activation of a weight; a gradient's scope still counts.
             named = [each for each in inside if "fsdp.reduce[" in each.op_name]
-        if found := [
+        scopes_inside = [
             scope
             for each in named
             for scope in scopes(each.op_name) or _scopes_of_reduction(module, each)
-        ]:
-            return found
-        if not all(each.opcode in _MOVES | _GATHERS | _IDLE for each in inside):
+        ]
+        if scopes_inside:
+            return scopes_inside
+        if not all(each.opcode in _REARRANGING | _JOINING | _CONSTANT for each in inside):
             return []
-    elif one.opcode not in _MOVES | _GATHERS:
+    elif one.opcode not in _REARRANGING | _JOINING:
         return []
     return [
         scope
@@ -146,34 +152,33 @@ def scopes_behind(module: Module, within: Computation, name: str, depth: int = D
 def _scopes_of_element(
     module: Module, within: Computation, one: Instruction, depth: int
 ) -> list[str]:
-    """Of one element of a tuple, or of a combined collective's result."""
+    """Returns the scopes of one element of a tuple, or of a combined collective's result."""
     source, index = within[one.operands[0]], int(one.attribute("index"))
-    found = scopes(source.op_name)
-    if len(found) > 1:
-        return found[index : index + 1]
+    own = scopes(source.op_name)
+    if len(own) > 1:
+        return own[index : index + 1]
     while source.opcode.endswith("-done"):
         source = within[source.operands[0]]
-    plain = source.opcode.removesuffix("-start")
-    if (plain in _COLLECTIVES or plain == "tuple") and index < len(source.operands):
+    opcode = source.opcode.removesuffix("-start")
+    if (opcode in _COLLECTIVES or opcode == "tuple") and index < len(source.operands):
         behind = scopes_behind(module, within, source.operands[index], depth - 1)
-        return behind or (found if index == 0 else [])
-    return found
+        return behind or (own if index == 0 else [])
+    return own
 
 
 def _scopes_of_reduction(module: Module, one: Instruction) -> list[str]:
-    """A TPU's compiler may drop a reduction's own name; the function that it applies still has the
-    first one's.
+    """Returns the scopes in the function that a reduction applies.
+
+    A TPU's compiler may drop a reduction's own name; the function keeps that of the first one.
     """
     name = one.attribute("to_apply").lstrip("%")
-    return (
-        [scope for each in module[name].instructions for scope in scopes(each.op_name)]
-        if name
-        else []
-    )
+    if not name:
+        return []
+    return [scope for each in module[name].instructions for scope in scopes(each.op_name)]
 
 
-def _traced(within: Computation, one: Instruction, operand: int) -> str:
-    """The traced operation of a collective without a scope, or of what produces its operand."""
+def _traced_name(within: Computation, one: Instruction, operand: int) -> str:
+    """Returns the traced operation of a collective without scope, or of its operand's producer."""
     names = expand(one.op_name)
     if len(names) == len(one.operands) > 1:
         return stripped(names[operand])
@@ -191,16 +196,16 @@ def _joined(names: list[str]) -> str:
 
 
 def only_sliced(module: Module, within: Computation, name: str) -> bool:
-    """Whether of a result only a dynamic slice is used: by each device its own part."""
-    seen, ahead = {name}, [name]
-    while ahead:
-        name = ahead.pop()
+    """Returns whether only a dynamic slice of a result is used: by each device its own part."""
+    seen, remaining = {name}, [name]
+    while remaining:
+        name = remaining.pop()
         users = within.users.get(name, [])
         if not users or within[name].root:
             return False
         for user in users:
-            if user.opcode in _MOVES | _SCALES:
-                ahead += {user.name} - seen
+            if user.opcode in _REARRANGING | _SCALING:
+                remaining += {user.name} - seen
                 seen.add(user.name)
             elif not _slices(module, within, user, name):
                 return False
@@ -209,20 +214,17 @@ def only_sliced(module: Module, within: Computation, name: str) -> bool:
 
 def _slices(module: Module, within: Computation, user: Instruction, name: str) -> bool:
     if user.opcode == "dynamic-slice":
-        return user.operands[0] == name and prod(user.shapes[0].dims) < prod(
-            within[name].shapes[0].dims
-        )
+        smaller = prod(user.shapes[0].dims) < prod(within[name].shapes[0].dims)
+        return user.operands[0] == name and smaller
     if user.opcode != "fusion":
         return False
     called = module[user.calls[0]]
-    return all(only_sliced(module, called, parameter) for parameter in _given(called, user, name))
+    parameters = _parameters_for(called, user, name)
+    return all(only_sliced(module, called, parameter) for parameter in parameters)
 
 
-def _given(called: Computation, user: Instruction, name: str) -> list[str]:
-    """The parameters of a fusion's computation that are given an array."""
-    places = {str(place) for place, operand in enumerate(user.operands) if operand == name}
-    return [
-        one.name
-        for one in called.instructions
-        if one.opcode == "parameter" and one.inside in places
-    ]
+def _parameters_for(called: Computation, user: Instruction, name: str) -> list[str]:
+    """Returns the parameters of a fusion's computation that receive an array."""
+    numbers = {str(number) for number, operand in enumerate(user.operands) if operand == name}
+    parameters = [one for one in called.instructions if one.opcode == "parameter"]
+    return [one.name for one in parameters if one.inside in numbers]

@@ -1,8 +1,8 @@
-"""The text of a compiled program (`compiled.as_text()`) as computations of instructions.
+"""Parses the text of a compiled program (`compiled.as_text()`) into computations of instructions.
 
-Only the grammar lives here: names, shapes, operands, attributes, what calls what, how often a loop
-runs. What a collective means is for `collectives.py`. XLA promises no stable format: what is not
-understood is a ValueError.
+Only the grammar is here: names, shapes, operands, attributes, which computation calls which, how
+often a loop runs. `collectives.py` interprets the collectives. XLA promises no stable format:
+anything that is not understood is a ValueError.
 """
 
 import re
@@ -25,7 +25,7 @@ DTYPES = {
     **{f"u{bits}": f"uint{bits}" for bits in (1, 2, 4, 8, 16, 32, 64)},
 }
 LONGEST_LOOP = 1 << 16
-"""A loop is run here, where XLA does not say how often it runs, for at most so many steps."""
+"""Where XLA does not state a loop's trip count, its counter is evaluated up to this many times."""
 
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(
@@ -38,14 +38,15 @@ _TRANSPARENT = {"copy", "bitcast", "convert", "reshape"}
 
 
 def malformed(what: str, got: str) -> ValueError:
-    """The error for a text that is not a compiled program as XLA prints it."""
-    fix = "pass compiled.as_text(), whole; where it is, this release of XLA prints what the reader does not know"
+    """Returns the error for a text that is not a compiled program as XLA prints it."""
+    fix = "pass compiled.as_text(), whole; where it is, "
+    fix += "this release of XLA prints what the reader does not know"
     return ValueError(message(f"unreadable program: {what}", got=got.strip()[:200], fix=fix))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One array: its dtype by its numpy name, its dims as the device holds them."""
+    """One array: the numpy name of its dtype, and its dims on one device."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -59,7 +60,18 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line: `%name = type opcode(operands), attributes`."""
+    """One line: `%name = type opcode(inside), attributes`.
+
+    Attributes:
+        name: unique in its computation.
+        opcode: the operation.
+        type: text of the result's shape, or of a tuple of shapes.
+        inside: text between the parentheses: operands, or a constant's value, or the number of a
+            parameter.
+        attributes: text after them.
+        root: whether the computation returns it.
+
+    """
 
     name: str
     opcode: str
@@ -70,38 +82,36 @@ class Instruction:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """The names of the instructions that it reads."""
+        """Names of the instructions that it reads."""
         return tuple(_OPERAND.findall(self.inside))
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The arrays of its result, tuples flattened."""
-        found = [
+        """Arrays of its result, tuples flattened."""
+        arrays = [
             (dtype, dims)
             for dtype, dims in _SHAPE.findall(self.type)
             if dtype not in ("token", "opaque")
         ]
-        sizes = ((dtype, re.sub("[<=]", "", dims)) for dtype, dims in found)
+        sizes = ((dtype, re.sub("[<=]", "", dims)) for dtype, dims in arrays)
         return tuple(
             Shape(_dtype(d), tuple(int(size) for size in s.split(",") if size)) for d, s in sizes
         )
 
     def attribute(self, key: str) -> str:
-        """The value of `key=value`, "" where there is none; lists keep their braces."""
+        """Returns the value of `key=value`, "" where there is none; lists keep their braces."""
         found = re.search(rf"\b{key}=(\{{[^{{}}]*\}}|[^\s,]+)", self.attributes)
         return found.group(1) if found else ""
 
     @cached_property
     def op_name(self) -> str:
-        """The path of the traced operation, "" where the compiler kept none."""
+        """Path of the traced operation, "" where the compiler kept none."""
         found = re.search(r'metadata=\{.*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found.group(1) if found else ""
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """The computations that it runs as they stand: not the reductions of a `to_apply`, not a
-        loop's.
-        """
+        """Computations that it calls; not the reduction of a `to_apply`, nor a loop's."""
         keys = [
             "calls",
             "called_computations",
@@ -109,14 +119,10 @@ class Instruction:
             "true_computation",
             "false_computation",
         ]
-        keys += ["to_apply"] if self.opcode in ("call", "call-start") else []
-        return tuple(
-            name.strip(" %{}")
-            for key in keys
-            if (v := self.attribute(key))
-            for name in v.split(",")
-            if name
-        )
+        if self.opcode in ("call", "call-start"):
+            keys.append("to_apply")
+        lists = [self.attribute(key) for key in keys]
+        return tuple(name.strip(" %{}") for each in lists for name in each.split(",") if name)
 
 
 @dataclass(frozen=True)
@@ -128,12 +134,12 @@ class Computation:
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """The instructions by their names, which are unique."""
+        """Instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who reads an instruction's result."""
+        """The instructions that read each instruction's result."""
         users: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for name in dict.fromkeys(instruction.operands):
@@ -142,7 +148,7 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        """What it returns."""
+        """The instruction whose result it returns."""
         return next((one for one in self.instructions if one.root), self.instructions[-1])
 
     def __getitem__(self, name: str) -> Instruction:
@@ -153,7 +159,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A program: its computations by name, and how many devices it is partitioned over."""
+    """A program: computations by name, the entry, and the devices it is partitioned over."""
 
     computations: dict[str, Computation]
     entry: str
@@ -165,25 +171,22 @@ class Module:
         return self.computations[name]
 
     def named(self, one: Instruction) -> list[Computation]:
-        """All computations that an instruction's attributes name, for whatever it is that it does
-        with them.
-        """
+        """Returns all computations that an instruction's attributes name, for whatever purpose."""
         lists = _NAMED.findall(one.attributes)
         names = dict.fromkeys(name for each in lists for name in _OPERAND.findall(each))
         return [self.computations[name] for name in names if name in self.computations]
 
     def trips(self, within: Computation, loop: Instruction, known: Mapping[int, int]) -> int | None:
-        """How often a `while` runs its body: as XLA says, or by running its counter; None where
-        neither tells.
+        """Returns a loop's trip count, stated by XLA or evaluated from its counter; else None.
 
         Args:
-            within: the computation that holds the loop.
+            within: the computation that contains the loop.
             loop: the `while`.
-            known: what is known of the tuple that `within` was given.
+            known: scalars of the tuple that `within` receives, by position.
 
         """
-        if said := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
-            return int(said.group(1))
+        if stated := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+            return int(stated.group(1))
         condition, body = self.parts(loop)
         state = self.carried(within, loop, known)
         if body.root.opcode != "tuple":
@@ -199,15 +202,14 @@ class Module:
         return None
 
     def parts(self, loop: Instruction) -> tuple[Computation, Computation]:
-        """A loop's condition and body."""
-        return self[loop.attribute("condition").lstrip("%")], self[
-            loop.attribute("body").lstrip("%")
-        ]
+        """Returns a loop's condition and body."""
+        condition, body = loop.attribute("condition"), loop.attribute("body")
+        return self[condition.lstrip("%")], self[body.lstrip("%")]
 
     def carried(
         self, within: Computation, loop: Instruction, known: Mapping[int, int]
     ) -> dict[int, int]:
-        """The scalars of a loop's tuple that are known when it starts, by their place in it."""
+        """Returns the scalars of a loop's tuple that are known when it starts, by position."""
         start = within[loop.operands[0]]
         if start.opcode != "tuple":
             return {}
@@ -217,26 +219,25 @@ class Module:
     def constants(
         self, within: Computation, loop: Instruction, known: Mapping[int, int]
     ) -> dict[int, int]:
-        """Those of `carried` that the body hands on as they are."""
-        root, body = self.parts(loop)[1].root, self.parts(loop)[1]
-        if root.opcode != "tuple":
+        """Returns those of `carried` that the body passes on unchanged."""
+        _, body = self.parts(loop)
+        if body.root.opcode != "tuple":
             return {}
-        handed = {i: body[name] for i, name in enumerate(root.operands)}
-        same = {
-            i
-            for i, one in handed.items()
-            if one.opcode == "get-tuple-element" and one.attribute("index") == str(i)
-        }
-        return {i: value for i, value in self.carried(within, loop, known).items() if i in same}
+        unchanged = set()
+        for i, name in enumerate(body.root.operands):
+            passed = body[name]
+            if passed.opcode == "get-tuple-element" and passed.attribute("index") == str(i):
+                unchanged.add(i)
+        carried = self.carried(within, loop, known)
+        return {i: value for i, value in carried.items() if i in unchanged}
 
     def scalar(self, within: Computation, name: str, inputs: Mapping[int, int]) -> int | None:
-        """The value of an integer or a truth that can be computed from `inputs`, the parameters or
-        the tuple of one.
+        """Returns the value of an integer or boolean scalar; None if it cannot be computed.
+
+        `inputs`: known scalars, by parameter number or by position in the only parameter's tuple.
         """
         one = within[name]
-        if not _countable(
-            one
-        ):  # a number found beside arrays: what those are computed from need not be looked at
+        if not _is_integer_scalar(one):  # the operands of arrays need not be visited
             return None
         if one.opcode == "constant":
             return _literal(one.inside)
@@ -255,15 +256,14 @@ class Module:
         values = [self.scalar(within, operand, inputs) for operand in one.operands]
         if one.opcode in ("fusion", "call"):
             called = self[one.calls[0]]
-            return self.scalar(
-                called, called.root.name, {i: v for i, v in enumerate(values) if v is not None}
-            )
+            arguments = {i: value for i, value in enumerate(values) if value is not None}
+            return self.scalar(called, called.root.name, arguments)
         left, right = values
         return None if left is None or right is None else _apply(one, left, right)
 
 
 def parse(text: str) -> Module:
-    """Reads a compiled, scheduled program.
+    """Parses a compiled, scheduled program.
 
     Raises:
         ValueError: a text that is not one, or is cut short.
@@ -279,7 +279,7 @@ def parse(text: str) -> Module:
         raise malformed("it is replicated (pmap), not partitioned", head)
     computations: dict[str, Computation] = {}
     entry, current = "", None
-    for line in _whole(lines[1:]):
+    for line in _joined_lines(lines[1:]):
         if current is None:
             if header := _HEADER.match(line):
                 current = computations[header[2]] = Computation(header[2])
@@ -297,27 +297,25 @@ def parse(text: str) -> Module:
         raise malformed(f"it ends inside '{current.name}'", lines[-1])
     if not entry:
         raise malformed("it has no ENTRY", head)
-    said = re.search(r"num_partitions=(\d+)", head)
-    return Module(computations, entry, int(said.group(1)) if said else 1)
+    partitions = re.search(r"num_partitions=(\d+)", head)
+    return Module(computations, entry, int(partitions.group(1)) if partitions else 1)
 
 
-def _whole(lines: Sequence[str]) -> Iterator[str]:
-    """The lines, those put together that a kernel's metadata breaks: `={` ends one, `}` begins the
-    last of them.
-    """
-    held = ""
+def _joined_lines(lines: Sequence[str]) -> Iterator[str]:
+    """Joins instructions whose metadata spans lines: `={` ends the first, `}` begins the last."""
+    partial = ""
     for line in lines:
-        if held:
-            held = f"{held} {line.strip()}"
+        if partial:
+            partial = f"{partial} {line.strip()}"
             if line.startswith("}"):
-                yield held
-                held = ""
+                yield partial
+                partial = ""
         elif line.startswith(" ") and line.endswith("={"):
-            held = line
+            partial = line
         else:
             yield line
-    if held:
-        yield held
+    if partial:
+        yield partial
 
 
 def _dtype(name: str) -> str:
@@ -328,13 +326,11 @@ def _dtype(name: str) -> str:
     raise malformed(f"unknown dtype '{name}'", name)
 
 
-def _countable(one: Instruction) -> bool:
-    """Whether it is a single integer or truth."""
-    return (
-        len(one.shapes) == 1
-        and not one.shapes[0].dims
-        and one.shapes[0].dtype.startswith(("int", "uint", "bool"))
-    )
+def _is_integer_scalar(one: Instruction) -> bool:
+    """Returns whether the result is one integer or boolean."""
+    if len(one.shapes) != 1 or one.shapes[0].dims:
+        return False
+    return one.shapes[0].dtype.startswith(("int", "uint", "bool"))
 
 
 def _literal(text: str) -> int | None:

@@ -1,6 +1,4 @@
-"""What XLA's partitioner only says on the process's standard error: arrays that it makes whole on
-every device.
-"""
+"""Collects the arrays that XLA's partitioner replicates, which it reports on stderr alone."""
 
 import os
 import re
@@ -24,8 +22,7 @@ class Rematerialization:
     Attributes:
         op_name: of the traced operation, "" where the compiler kept none.
         shape: of the array on one device before, as XLA writes it: `f32[8,16]`.
-        path: the parameter of an `fsdp` scope around it, else the operation without what tracing
-            adds.
+        path: the parameter of an `fsdp` scope around it, else `stripped(op_name)`.
 
     """
 
@@ -36,38 +33,39 @@ class Rematerialization:
 
 @contextmanager
 def rematerializations() -> Iterator[list[Rematerialization]]:
-    """Collects what XLA says of involuntary full rematerialization while the block compiles.
+    """Collects XLA's warnings of involuntary full rematerialization while the block compiles.
 
-    The list is filled when the block ends, by an exception too. File descriptor 2 of the whole
-    process is held back for that long and then written out unchanged, so blocks may be nested; the
-    last words of a process that is killed meanwhile are lost. A program that comes from jax's
-    compilation cache is not partitioned again and says nothing, neither does XLA where
+    The list is filled when the block ends, also by an exception. File descriptor 2 of the whole
+    process is redirected for that long and its output then written out unchanged, so blocks may be
+    nested; the last output of a process that is killed meanwhile is lost. A program that comes from
+    jax's compilation cache is not partitioned again and gives no warning, nor does XLA where
     TF_CPP_MIN_LOG_LEVEL silences its warnings.
     """
-    found: list[Rematerialization] = []
+    collected: list[Rematerialization] = []
     sys.stderr.flush()
-    before = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    original = os.dup(2)
+    with tempfile.TemporaryFile() as redirected:
+        os.dup2(redirected.fileno(), 2)
         try:
-            yield found
+            yield collected
         finally:
             sys.stderr.flush()
-            os.dup2(before, 2)
-            os.close(before)
-            held.seek(0)
-            text = held.read()
+            os.dup2(original, 2)
+            os.close(original)
+            redirected.seek(0)
+            text = redirected.read()
             with os.fdopen(2, "wb", closefd=False) as stderr:
                 stderr.write(text)
-            found += find(text.decode(errors="replace"))
+            collected += find(text.decode(errors="replace"))
 
 
 def find(text: str) -> list[Rematerialization]:
-    """The rematerializations in XLA's log, each once."""
-    found = []
-    for said in _MESSAGE.findall(text):
-        shape, name = _OPERATION.search(said), _NAME.search(said)
+    """Returns the rematerializations in XLA's log, each once."""
+    replicated = []
+    for warning in _MESSAGE.findall(text):
+        shape = _OPERATION.search(warning)
+        name = _NAME.search(warning)
         op_name = name.group(1) if name else ""
         path = "+".join(scopes(op_name)) or stripped(op_name)
-        found.append(Rematerialization(op_name, shape.group(1) if shape else "", path))
-    return list(dict.fromkeys(found))
+        replicated.append(Rematerialization(op_name, shape.group(1) if shape else "", path))
+    return list(dict.fromkeys(replicated))

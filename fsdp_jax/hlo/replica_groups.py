@@ -1,4 +1,4 @@
-"""The devices that talk to each other in a collective, as axes of the mesh."""
+"""Maps the replica groups of a collective to axes of the mesh."""
 
 import re
 from functools import cache
@@ -18,8 +18,12 @@ _AXIS = re.compile(r"'?([^,'=:]+)'?(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
 class Groups(NamedTuple):
-    """How many devices a collective joins, and the mesh axes that they lie along ("?" where they
-    fit none).
+    """The devices of one group of a collective.
+
+    Attributes:
+        size: devices in a group.
+        axis: mesh axes that they differ along, joined by "+"; "?" where the groups fit no axes.
+
     """
 
     size: int
@@ -27,56 +31,53 @@ class Groups(NamedTuple):
 
 
 def groups_of(one: Instruction, axes: Axes) -> Groups:
-    """The groups of a collective; size 1 sends nothing.
+    """Returns the groups of a collective; a group of size 1 sends nothing.
 
     Devices are numbered as positions in the flattened mesh, row-major. XLA writes groups as
     `{{0,1},{2,3}}`, as an iota `[2,2]<=[4]`, possibly transposed, or as axes of a mesh of its own,
     or parts of them: `mesh['a'=8] {'a':(2)4}`.
     """
     if pairs := re.search(r"source_target_pairs=\{([\d,{}]*)\}", one.attributes):
-        return _permuted(pairs.group(1), axes)
-    if found := _FORMS.search(one.attributes):
-        return _joined(found.group(1), axes)
+        return _permutation_groups(pairs.group(1), axes)
+    if groups := _FORMS.search(one.attributes):
+        return _replica_groups(groups.group(1), axes)
     raise malformed("a collective without groups", f"{one.name}{one.attributes}")
 
 
 @cache
-def _permuted(pairs: str, axes: Axes) -> Groups:
-    moved = [tuple(map(int, pair.split(","))) for pair in re.findall(r"\d+,\d+", pairs)]
-    moved = [(source, target) for source, target in moved if source != target]
-    if not moved:
+def _permutation_groups(pairs: str, axes: Axes) -> Groups:
+    numbers = [tuple(map(int, pair.split(","))) for pair in re.findall(r"\d+,\d+", pairs)]
+    moves = [(source, target) for source, target in numbers if source != target]
+    if not moves:
         return Groups(1, "")
     sizes = [size for _, size in axes]
-    here, there = (
-        np.stack(np.unravel_index(np.array(end), sizes)) for end in zip(*moved, strict=True)
+    sources, targets = (
+        np.stack(np.unravel_index(np.array(devices), sizes)) for devices in zip(*moves, strict=True)
     )
-    along = [
-        name for (name, _), differs in zip(axes, (here != there).any(1), strict=True) if differs
-    ]
+    differs = (sources != targets).any(1)
+    along = [name for (name, _), moved in zip(axes, differs, strict=True) if moved]
     return Groups(prod(size for name, size in axes if name in along), "+".join(along))
 
 
 @cache
-def _joined(text: str, axes: Axes) -> Groups:
+def _replica_groups(text: str, axes: Axes) -> Groups:
     devices = prod(size for _, size in axes)
     groups = _expand(text, devices)
     if groups.shape[1] == 1:
         return Groups(1, "")
     sizes = [size for _, size in axes]
-    places = np.stack(np.unravel_index(groups[0], sizes))
-    along = [dim for dim, place in enumerate(places) if len(set(place.tolist())) > 1]
-    width = prod(sizes[dim] for dim in along)
-    expected = np.moveaxis(np.arange(devices).reshape(sizes), along, range(-len(along), 0)).reshape(
-        -1, width
-    )
-    fits = {frozenset(group) for group in groups.tolist()} == {
-        frozenset(group) for group in expected.tolist()
-    }
+    # The axes along which the first group's devices differ; do all groups span exactly those?
+    coordinates = np.stack(np.unravel_index(groups[0], sizes))
+    along = [dim for dim, values in enumerate(coordinates) if len(set(values.tolist())) > 1]
+    numbers = np.arange(devices).reshape(sizes)
+    expected = np.moveaxis(numbers, along, range(-len(along), 0))
+    expected = expected.reshape(-1, prod(sizes[dim] for dim in along))
+    fits = set(map(frozenset, groups.tolist())) == set(map(frozenset, expected.tolist()))
     return Groups(groups.shape[1], "+".join(axes[dim][0] for dim in along) if fits else "?")
 
 
 def _expand(text: str, devices: int) -> np.ndarray:
-    """[groups, devices of a group] numbers."""
+    """Returns device numbers, [groups, devices of a group]."""
     if text == "{}":
         return np.arange(devices)[None]
     if text.startswith("{"):
@@ -92,22 +93,20 @@ def _expand(text: str, devices: int) -> np.ndarray:
 
 
 def _mesh(sizes: str, order: str | None, joined: str) -> np.ndarray:
-    """Groups along some axes of a mesh, or along parts of them: `a:(2)4` is the middle of a = 2 x 4
-    x rest.
-    """
+    """Returns groups along axes of a mesh or parts of them: `a:(2)4` is the 4 of a = 2 x 4 x n."""
     shape = {name: int(size) for name, size, _, _ in _AXIS.findall(sizes)}
     cuts: dict[str, list[tuple[int, int]]] = {name: [] for name in shape}
     for name, _, before, size in _AXIS.findall(joined):
         cuts[name].append((int(before), int(size)) if size else (1, shape[name]))
     dims: list[int] = []
     inside: list[int] = []
-    for name, whole in shape.items():
-        done = 1
+    for name, axis_size in shape.items():
+        covered = 1
         for before, size in sorted(cuts[name]):
             inside.append(len(dims) + 1)
-            dims += [before // done, size]
-            done = before * size
-        dims.append(whole // done)
+            dims += [before // covered, size]
+            covered = before * size
+        dims.append(axis_size // covered)
     flat = np.arange(prod(shape.values()))
     if order:
         iota = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", order)

@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_jax.contract.contract import judge
 from fsdp_jax.contract.expected import expected_of
 from fsdp_jax.errors import ConfigError, human_bytes, message
-from fsdp_jax.hlo.collectives import Program as Sent
+from fsdp_jax.hlo.collectives import ProgramTraffic
 from fsdp_jax.hlo.collectives import read_program
 from fsdp_jax.hlo.parser import Module, parse
 from fsdp_jax.planner.analytic.communication import Traffic, expected_traffic
@@ -99,7 +99,9 @@ def compiled_plan(
     )
 
 
-def player_of(module: Module, sent: Sent, plan: StepPlan, efficiency: Efficiency) -> Player:
+def player_of(
+    module: Module, sent: ProgramTraffic, plan: StepPlan, efficiency: Efficiency
+) -> Player:
     """A player of a compiled step, on a chip that achieves so much."""
     chip = efficiency.chip
     network = Network(plan.layout.mesh, chip, efficiency)
@@ -280,7 +282,7 @@ def _analytic_notes(plan: StepPlan, topology: Topology, peak: int) -> list[str]:
 
 
 def _compiled_notes(
-    holds: bool, plan: StepPlan, topology: Topology, peak: int, sent: Sent, played: Played
+    holds: bool, plan: StepPlan, topology: Topology, peak: int, sent: ProgramTraffic, played: Played
 ) -> list[str]:
     notes = _notes(plan, topology, peak)
     waits = played.exposed / played.seconds if played.seconds else 0

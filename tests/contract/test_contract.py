@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import LinenTransformer, gpt, linen_loss
 
 import fsdp_jax as fsdp
-from fsdp_jax.contract.attribution import judged, judged_by_sum, other_axes
 from fsdp_jax.contract.contract import check_contract
 from fsdp_jax.contract.expected import Expected
+from fsdp_jax.contract.violations import other_axes, traffic_violations
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
@@ -307,7 +307,7 @@ def test_a_loss_that_mixes_the_examples_sends_activations():
         {"x": jax.ShapeDtypeStruct((512, 32), "f4")},
     )
     line = next(str(violation) for violation in contract.violations if not violation.path)
-    assert "an activation travels, float32[" in line
+    assert "an activation is sent, float32[" in line
     assert "pairs" in line
     assert "mixes the examples of a batch" in line
 
@@ -317,7 +317,7 @@ def test_a_rule_that_replicates_a_large_leaf():
         warnings.simplefilter("ignore", fsdp.ReplicationWarning)
         step = net_step(fsdp.make_mesh(), rules=[("middle/linear/kernel", PartitionSpec())])
     line = one_line(check_contract(step, BATCH), "middle/linear/kernel")
-    assert "whole on every device, by rule 'middle/linear/kernel'" in line
+    assert "replicated on every device, by rule 'middle/linear/kernel'" in line
 
 
 def test_an_array_that_xla_replicates(capfd):
@@ -357,6 +357,14 @@ def sent(op, size, shapes, paths, dtype="bfloat16"):
     )
 
 
+def judged(expected, collectives, paths):
+    return traffic_violations(expected, collectives, paths, annotated=False)[0]
+
+
+def judged_annotated(expected, *collectives):
+    return traffic_violations(expected, collectives, {"a", "b", "c"}, annotated=True)
+
+
 def violations(expected, *collectives):
     return [str(each) for each in judged(expected, collectives, {each.path for each in expected})]
 
@@ -382,7 +390,7 @@ def test_small_arrays_that_travel_as_one_are_shared_out():
     )  # two microbatches sent as one
     [line] = violations(expected, sent("all-reduce", 48000, [(1000,)], ["b"]))
     assert line.startswith(
-        "no parameter: an activation travels, bfloat16[1000] by all-reduce (b): +23.4 KiB"
+        "no parameter: an activation is sent, bfloat16[1000] by all-reduce (b): +23.4 KiB"
     )
 
 
@@ -438,7 +446,7 @@ def test_a_tied_table_reduced_twice_is_named_and_no_activation():
     once = sent("reduce-scatter", 28672, [BIG], ["dot_general"])
     [line] = violations(PAIR[:1], once, sent("reduce-scatter", 28672, [BIG], ["scatter-add"]))
     assert line.startswith(
-        "a: one more array of its shape travels, bfloat16[64, 256] by reduce-scatter ("
+        "a: one more array of its shape is sent, bfloat16[64, 256] by reduce-scatter ("
     )
     assert "a tied head" in line
 
@@ -466,7 +474,7 @@ def test_token_ids_are_activations_and_scalars_are_not():
         PAIR[:1], weights, loss, sent("all-gather", 3584, [(16, 64)], ["embed/take"], "int32")
     )
     assert line.startswith(
-        "no parameter: an activation travels, int32[16, 64] by all-gather (embed/take): +3.5 KiB"
+        "no parameter: an activation is sent, int32[16, 64] by all-gather (embed/take): +3.5 KiB"
     )
 
 
@@ -482,28 +490,27 @@ def test_what_is_never_gathered_and_what_is_not_declared():
 def test_by_annotations_activations_may_travel_in_place_of_a_gradient():
     """What a parameter saves pays for activations, the smallest first; a dtype is no bytes."""
     activations = sent("all-gather", 20_000, [(8, 32, 64)], ["jit(_take)/scatter-add"])
-    ours, a = {"a", "b", "c"}, sent("reduce-scatter", 28672, [BIG], ["a"])
     more = sent("all-gather", 30_000, [(8, 48, 64)], ["mha/pallas_call"])
+    gradient = sent("reduce-scatter", 28672, [BIG], ["a"])
+    wide = sent("reduce-scatter", 57344, [BIG], [""], "float32")
 
-    assert judged_by_sum(PAIR[:1], [a], ours) == ([], [])
-    found, choices = judged_by_sum(PAIR[:1], [activations], ours)
+    assert judged_annotated(PAIR[:1], gradient) == ([], [])
+    found, choices = judged_annotated(PAIR[:1], activations)
     assert found == []
     assert choices == [
-        "a: its gradient not reduced; XLA computed with its shards and moved 19.5 KiB of activations per step in "
-        "place of 28 KiB"
+        "a: its gradient not reduced; XLA computed with its shards and moved 19.5 KiB of "
+        "activations per step in place of 28 KiB"
     ]
-    [line], choices = judged_by_sum(PAIR[:1], [activations, more], ours)
+    [line], choices = judged_annotated(PAIR[:1], activations, more)
     assert str(line).startswith(
-        "no parameter: an activation travels, bfloat16[8, 48, 64] by all-gather (mha/pallas_call)"
+        "no parameter: an activation is sent, bfloat16[8, 48, 64] by all-gather (mha/pallas_call)"
     )
     assert "wrap it in fsdp_jax.local_rows.on_local_rows" in str(line)
     assert "19.5 KiB of activations" in choices[0]
-    [line], choices = judged_by_sum(PAIR[:1], [a, activations], ours)
+    [line], choices = judged_annotated(PAIR[:1], gradient, activations)
     assert "the gradient of a lookup" in str(line)
     assert choices == []
-    [line], _ = judged_by_sum(
-        PAIR[:1], [sent("reduce-scatter", 57344, [BIG], [""], "float32")], ours
-    )
+    [line], _ = judged_annotated(PAIR[:1], wide)
     assert str(line).startswith(
         "a: reduced in float32, declared bfloat16: +28 KiB per step; 'a' computes in float32"
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax.hlo.collectives import Program, read_program
+from fsdp_jax.hlo.collectives import ProgramTraffic, read_program
 from fsdp_jax.sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.core
@@ -115,7 +115,7 @@ PLAIN = "\n  %x = f32[64]{0} parameter(0)"
 GROUPS = "replica_groups={{0,1,2,3}}"
 
 
-def written(body: str, *, more: str = "") -> partial[Program]:
+def written(body: str, *, more: str = "") -> partial[ProgramTraffic]:
     head = "HloModule m, is_scheduled=true, num_partitions=4"
     return partial(
         read_program,
@@ -188,13 +188,13 @@ def test_a_computation_called_twice_counts_twice():
 def test_groups_of_one_send_nothing():
     alone = "\n  ROOT %g = f32[64] all-gather(%x), replica_groups={{0},{1},{2},{3}}, dimensions={0}"
     still = "\n  ROOT %g = f32[64] collective-permute(%x), source_target_pairs={{0,0},{1,1}}"
-    assert written(alone)() == written(still)() == Program((), ())
+    assert written(alone)() == written(still)() == ProgramTraffic((), ())
 
 
 @pytest.mark.parametrize("opcode", ["ragged-all-to-all", "collective-broadcast", "send"])
 def test_a_transfer_that_is_not_understood_is_said(opcode):
     program = written(f"\n  ROOT %g = f32[64] {opcode}(%x), {GROUPS}")()
-    assert program == Program((), (f"{opcode} 'g' in 'main'",))
+    assert program == ProgramTraffic((), (f"{opcode} 'g' in 'main'",))
 
 
 MALFORMED = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jax.hlo.collectives import Program, read_program
+from fsdp_jax.hlo.collectives import ProgramTraffic, read_program
 from fsdp_jax.hlo.parser import parse
 
 pytestmark = pytest.mark.core
@@ -47,11 +47,11 @@ def text_of(name: str) -> str:
 
 
 @cache
-def stored(name: str) -> Program:
+def stored(name: str) -> ProgramTraffic:
     return read_program(text_of(name), MESHES[name])
 
 
-def sent(program: Program) -> dict[tuple[str, str, str], int]:
+def sent(program: ProgramTraffic) -> dict[tuple[str, str, str], int]:
     """Bytes by operation, dtype and axis."""
     total: Counter[tuple[str, str, str]] = Counter()
     for one in program.collectives:
@@ -59,7 +59,7 @@ def sent(program: Program) -> dict[tuple[str, str, str], int]:
     return dict(total)
 
 
-def served(program: Program, op: str) -> Counter[tuple[str, tuple[int, ...]]]:
+def served(program: ProgramTraffic, op: str) -> Counter[tuple[str, tuple[int, ...]]]:
     """How often an operation ran for each path and shape."""
     total: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for one in program.collectives:

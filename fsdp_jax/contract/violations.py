@@ -1,0 +1,297 @@
+"""Compares what a program sends with what is declared, and names the likely causes."""
+
+import re
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from fsdp_jax.contract.attribution import (
+    IMMATERIAL_BYTES,
+    MATERIAL,
+    TOLERANCE,
+    Account,
+    Attribution,
+    Sent,
+)
+from fsdp_jax.contract.expected import Expected, axis_name
+from fsdp_jax.errors import human_bytes
+from fsdp_jax.hlo.collectives import Collective
+
+MANY = 4
+"""Multiple of the material bytes by which many parameters together may differ."""
+_LOOKUP = re.compile(r"scatter-add|_take")
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that the program does and the layout does not declare.
+
+    Attributes:
+        path: of the parameter; empty for what serves none.
+        what: the difference, in the user's terms.
+        bytes: sent per step above what is declared.
+        cause: the likely cause, and the fix.
+        kind: bytes: more is sent than declared; repeat: more often; dtype: in another dtype; less:
+            hardly anything is sent.
+
+    """
+
+    path: str
+    what: str
+    bytes: int
+    cause: str
+    kind: Literal["bytes", "repeat", "dtype", "less"] = "bytes"
+
+    def __str__(self) -> str:
+        cost = f": +{human_bytes(self.bytes)} per step" if self.bytes > 0 else ""
+        return f"{self.path or 'no parameter'}: {self.what}{cost}; {self.cause}"
+
+
+def traffic_violations(
+    expected: Sequence[Expected],
+    collectives: Sequence[Collective],
+    paths: Container[str],
+    *,
+    annotated: bool,
+) -> tuple[list[Violation], list[str]]:
+    """Returns (violations, what XLA sends in place of what is declared, one line each).
+
+    Parameter by parameter; then, where each is within its tolerance, all together.
+
+    By sharding annotations XLA may send activations in place of a parameter, or of its gradient,
+    where that is less. The bytes that it saves so on some parameters pay for the activations, the
+    smallest first; an activation that they do not pay for is a violation.
+
+    Args:
+        expected: what each parameter declares.
+        collectives: of the program.
+        paths: of all parameters, also of those that declare nothing.
+        annotated: whether the step is partitioned by sharding annotations; otherwise its
+            collectives are explicit, and any activation is a violation.
+
+    """
+    books = Attribution(expected, collectives, paths)
+    own = [v for account in books.accounts for v in _violations_of(account, books.material)]
+    own = own or _violations_of_many(books)
+    activations = [
+        (sent, _unattributed(sent, books.accounts, annotated=annotated))
+        for sent in books.unattributed
+    ]
+    if not annotated:
+        violations = own + [violation for _, violation in activations]
+        return violations or _total_excess(books), []
+    wrong = [violation for violation in own if violation.kind == "dtype"]
+    more = [violation for violation in own if violation.kind in ("bytes", "repeat")]
+    # A wider all-gather than any parameter declares may be of weights in disguise (concatenated,
+    # say): never paid for.
+    gathers = [each for each in expected if each.role == "gather" and each.bytes > books.material]
+    widest = max((jnp.dtype(each.dtype).itemsize for each in gathers), default=4)
+    for sent, violation in activations:
+        material = sent.op == "all-gather" and sent.bytes > books.material
+        wide = material and jnp.dtype(sent.dtype).itemsize > widest
+        (wrong if wide else more).append(violation)
+    avoided = [account for account in books.accounts if account.is_avoided(books.material)]
+    saved = sum(account.declared_bytes - account.sent_bytes for account in avoided)
+    paid: list[Violation] = []
+    unpaid: list[Violation] = []
+    for violation in sorted(more, key=lambda violation: violation.bytes):
+        if books.excess <= books.slack or violation.bytes <= saved:
+            saved -= violation.bytes
+            paid.append(violation)
+        else:
+            unpaid.append(violation)
+    return wrong + unpaid or _total_excess(books), _substitutions(avoided, paid)
+
+
+def other_axes(
+    expected: Sequence[Expected], collectives: Sequence[Collective], parts: Sequence[str]
+) -> list[Violation]:
+    """Returns a violation for each mesh axis along which traffic is sent and none is declared.
+
+    `parts`: the mesh axes behind `data`.
+    """
+    declared, sent = Counter[str](), Counter[str]()
+    for one in expected:
+        declared[one.axis] += one.bytes
+    for each in collectives:
+        sent[axis_name(each.axis.split("+"), parts)] += each.bytes
+    if not declared:
+        return []
+    least = max(MATERIAL * sum(declared.values()), IMMATERIAL_BYTES)
+    cause = "the placement of an array, in the model or by a rule, "
+    cause += "crosses axes that its parameter does not"
+    return [
+        Violation("", f"more is sent along '{axis}' than declared", sent[axis], cause)
+        for axis in sent
+        if not declared[axis] and sent[axis] > least
+    ]
+
+
+def _substitutions(avoided: Sequence[Account], paid: Sequence[Violation]) -> list[str]:
+    """Returns what XLA does in place of gathering or reducing some parameters, as one line."""
+    moved = sum(violation.bytes for violation in paid)
+    if not avoided:
+        what = ", ".join(violation.what for violation in paid)
+        return [f"within the limit: {what} ({human_bytes(moved)} per step)"] if paid else []
+    by_path: dict[str, list[str]] = {}
+    for each in avoided:
+        what = "not gathered" if each.role == "gather" else "its gradient not reduced"
+        by_path.setdefault(each.path, []).append(what)
+    by_what: dict[str, list[str]] = {}
+    for path, whats in by_path.items():
+        by_what.setdefault(", ".join(whats), []).append(path)
+    which = "; ".join(f"{', '.join(paths)}: {what}" for what, paths in by_what.items())
+    saved = human_bytes(sum(each.declared_bytes - each.sent_bytes for each in avoided))
+    instead = "and moved no activations for it"
+    if moved:
+        instead = f"and moved {human_bytes(moved)} of activations"
+    return [f"{which}; XLA computed with its shards {instead} per step in place of {saved}"]
+
+
+def _total_excess(books: Attribution) -> list[Violation]:
+    """Returns what is sent above all that is declared, where no parameter accounts for it."""
+    if books.excess <= books.slack:
+        return []
+    cause = "many small parameters, each sent by what the compiler has: raise min_size, "
+    cause += "and they stay replicated"
+    return [Violation("", "more is sent than declared", books.excess, cause)]
+
+
+def _unattributed(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -> Violation:
+    """Returns the violation of an activation, or of a parameter's shape sent once more."""
+    source = f" ({sent.path})" if sent.path else ""
+    what = f"{sent.dtype}{list(sent.shape)} by {sent.op}{source}"
+    same_shape = list(dict.fromkeys(each.path for each in accounts if each.has_shape(sent.shape)))
+    if same_shape:
+        where = " or ".join(same_shape)
+        what = f"one more array of its shape is sent, {what}"
+        cause = (
+            "by annotations, what is used in several places (a tied head, chunks of a loss) is "
+            "gathered or reduced once for each: local_batch=True adds that up first; "
+            "or an activation is sent"
+        )
+        return Violation(where, what, sent.bytes, cause)
+    if "pallas_call" in sent.path or "custom_call" in sent.path:
+        cause = (
+            "XLA cannot partition a kernel, so each device runs it on the whole batch: wrap it in "
+            "fsdp_jax.local_rows.on_local_rows, or give it a partitioning rule "
+            "(jax.experimental.custom_partitioning)"
+        )
+    elif annotated and _LOOKUP.search(sent.path):
+        cause = (
+            "the gradient of a lookup: XLA sends each device what flows back to all positions, "
+            "for its own rows of the table; wrap the lookup in fsdp_jax.local_rows.on_local_rows, "
+            "and the table's gradient is reduced instead"
+        )
+    else:
+        cause = (
+            "the loss or the model mixes the examples of a batch, computes on a sharded operand, "
+            "or makes a parameter's gradient from a larger one: look at the operation named, "
+            "and at sharding constraints in the model"
+        )
+    return Violation("", f"an activation is sent, {what}", sent.bytes, cause)
+
+
+def _violations_of_many(books: Attribution) -> list[Violation]:
+    """Returns differences too small to matter in any parameter, which matter in their sum."""
+    kinds: dict[str, list[tuple[int, Violation]]] = {}
+    for account in books.accounts:
+        for violation in _violations_of(account, 0):
+            if violation.kind == "repeat":  # `_total_excess` finds these
+                continue
+            weight = violation.bytes
+            if violation.kind == "less":
+                weight = account.declared_bytes
+            elif account.expected:
+                other = sum(sent.bytes for sent in account.sent if sent.dtype != account.dtype)
+                weight = max(weight, other)
+            kinds.setdefault(violation.what, []).append((weight, violation))
+    merged = []
+    for what, weighted in kinds.items():
+        if sum(weight for weight, _ in weighted) <= max(MANY * books.material, IMMATERIAL_BYTES):
+            continue
+        alike = [violation for _, violation in weighted]
+        first = max(alike, key=lambda violation: violation.bytes)
+        where = f"{first.path} and {len(alike) - 1} more" if len(alike) > 1 else first.path
+        more = sum(violation.bytes for violation in alike)
+        merged.append(Violation(where, what, more, first.cause, first.kind))
+    return merged
+
+
+def _violations_of(account: Account, material: float) -> Iterator[Violation]:
+    """Yields what one parameter's traffic differs in: the first difference that matters."""
+    done = "gathered" if account.role == "gather" else "reduced"
+    excess = account.sent_bytes - account.declared_bytes
+    if not account.expected:
+        if account.sent_bytes > material:
+            what, cause = f"{done}, which is not declared", "it is replicated, or not trained"
+            yield Violation(account.path, what, account.sent_bytes, cause)
+        return
+    declared = jnp.dtype(account.dtype)
+    others = [sent for sent in account.sent if sent.dtype != declared.name]
+    dtype = jnp.dtype(others[0].dtype) if others else declared
+    wider_by = dtype.itemsize - declared.itemsize
+    more = sum(sent.bytes for sent in others) * wider_by // dtype.itemsize
+    dtype_matters = account.role == "gather" or more < 0 or excess > material
+    if abs(more) > material and dtype_matters:
+        what = f"{done} in {dtype}, declared {declared}"
+        cause = _dtype_cause(account, dtype, more)
+        yield Violation(account.path, what, max(more, 0), cause, "dtype")
+    elif excess > max(material, (TOLERANCE - 1) * account.declared_bytes):
+        yield _excess(account, excess)
+    elif account.is_avoided(material):
+        cause = "XLA computes on its shards and sends activations: "
+        cause += "make the module that uses it a unit"
+        yield Violation(account.path, f"never {done}", 0, cause, "less")
+
+
+def _dtype_cause(account: Account, dtype: np.dtype, more: int) -> str:
+    """Returns why a parameter is sent in another dtype; `more`: bytes above the declared."""
+    if account.role == "gather":
+        return (
+            "the cast moved past the gather: cast the shard and fence it (an optimization barrier) "
+            "before it"
+        )
+    if more < 0:
+        return "it is reduced in the dtype that it is computed in; local_batch=True casts it first"
+    module = account.path.rpartition("/")[0] or account.path
+    return (
+        f"'{module}' computes in {dtype}, by its own dtype or its inputs', and by annotations a "
+        "gradient is reduced in the dtype that it is computed in: make it with dtype=None "
+        f"(an nnx.Embed, whose default is its table's own dtype, with dtype='{account.dtype}'), "
+        f"or declare it: keep_float32=('{module}',)"
+    )
+
+
+def _excess(account: Account, excess: int) -> Violation:
+    """Returns the violation of more bytes than declared, in the declared dtype."""
+    ops = {each.op for each in account.expected}
+    declared = sum(each.bytes for each in account.expected if each.op == "all-reduce")
+    reduced = sum(sent.bytes for sent in account.sent if sent.op == "all-reduce")
+    scatters = account.role == "reduce" and "reduce-scatter" in ops
+    if scatters and reduced > declared + excess / 2:
+        what = "reduced by an all-reduce, declared a reduce-scatter"
+        cause = (
+            "annotations leave that to the compiler; with local_batch=True, this compiler finds no "
+            "way to scatter an array of this shape"
+        )
+        return Violation(account.path, what, excess, cause)
+    if account.role == "reduce":
+        done = "reduced"
+        cause = (
+            "it is used in several places (a tied head), and by annotations each use's gradient is "
+            "reduced by itself: train_step(local_batch=True) adds them up first"
+        )
+    else:
+        done = "gathered"
+        cause = (
+            "it is used in several places, or outside its unit: leave it to no unit, "
+            "and it is gathered once"
+        )
+    other = next((sent for sent in account.sent if sent.path not in ("", account.path)), None)
+    what = f"{done} more often than declared" + (f" ({other.path})" if other else "")
+    return Violation(account.path, what, excess, cause, "repeat")
