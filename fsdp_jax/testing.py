@@ -1,5 +1,4 @@
-"""Holds a model to its numbers on one device, and to its communication contract, in a pytest or a
-notebook cell.
+"""Assertions for tests and notebooks: a model's numbers on one device, and what its step sends.
 
     certify(make_model, loss_fn, batch, tx=tx, units=[Block], local_batch=True)
 
@@ -27,43 +26,41 @@ __all__ = ["Certificate", "CertifyError", "Tolerance", "assert_contract", "certi
 
 
 def assert_contract(step: CompiledStep, batch: PyTree) -> Contract:
-    """Compiles a step for its mesh and holds what the program sends to what the layout declares.
+    """Compiles a step for its mesh and asserts that it sends what the layout declares.
 
     Args:
-        step: from `Sharded.train_step`; nothing is allocated, and the mesh's devices need not be
-            there.
+        step: from `Sharded.train_step`; nothing is allocated, and the mesh's devices need not
+            exist.
         batch: arrays or shapes [global rows, ...].
 
     Raises:
-        AssertionError: with the violations, dearest first, and what is sent.
+        AssertionError: with the violations, the most bytes first, and what is sent.
 
     """
     contract = check_contract(step, batch)
     if not contract.holds:
-        broken = [
-            *map(str, contract.violations),
-            *(f"not judged: {line}" for line in contract.unread),
-        ]
-        raise AssertionError("\n".join(["the contract does not hold", *broken, "", str(contract)]))
+        unread = [f"not judged: {line}" for line in contract.unread]
+        lines = ["the contract does not hold", *map(str, contract.violations), *unread]
+        raise AssertionError("\n".join([*lines, "", str(contract)]))
     return contract
 
 
 def mesh_of(topology: str, *, data: int = -1, replica: int = 1) -> Mesh:
-    """A mesh of a machine by name, as `h100:8`, `v5p:2x2x2` or `cpu:8`, to compile for.
+    """Returns a mesh to compile for, of a machine by name: `h100:8`, `v5p:2x2x2` or `cpu:8`.
 
     Raises:
-        ConfigError: an unknown name, or a compiler that is not installed: nothing is skipped in its
-            place.
+        ConfigError: an unknown name, or a compiler that is not installed: no test is skipped
+            instead.
         ValueError: sizes that do not fit the machine.
 
     """
     return make_mesh(data, replica, devices=parse_topology(topology).devices())
 
 
-if find_spec("pytest"):  # not there in a notebook, and not missed
+if find_spec("pytest"):  # not needed in a notebook
     import pytest
 
     @pytest.fixture(scope="session")
     def topology_mesh() -> Callable[..., Mesh]:
-        """`topology_mesh("h100:8", replica=2)`: see `mesh_of`."""
+        """Returns `mesh_of`: `topology_mesh("h100:8", replica=2)`."""
         return mesh_of

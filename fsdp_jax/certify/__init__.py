@@ -1,6 +1,4 @@
-"""Holds a user's own model, loss and optimizer to the unsharded step, numerically, setting by
-setting.
-"""
+"""Compares a user's own model, loss and optimizer with the unsharded step, setting by setting."""
 
 from fsdp_jax.certify.certificate import (
     Certificate,

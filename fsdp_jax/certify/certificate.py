@@ -1,4 +1,4 @@
-"""What `certify` found: a table of differences, and failures with their likely causes."""
+"""The result of `certify`: a table of differences, and failures with their likely causes."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest relative differences that hold; see the note.
+    """The largest relative differences that hold; see the note in `comparison`.
 
     Attributes:
         loss: also of the count.
@@ -39,19 +39,23 @@ class Tolerance:
 
 
 def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Tolerance:
-    """What rounding makes with this precision, and parameters stored in these dtypes: bfloat16
-    keeps 8 bits.
+    """Returns what rounding amounts to with this precision; bfloat16 keeps 8 bits.
 
     The control computes in float32 on parameters rounded to the compute dtype, so that bfloat16 is
     compared loosely.
+
+    Args:
+        precision: of the step.
+        stored: dtypes of the stored parameters.
+
     """
-    found = Tolerance()
+    tolerance = Tolerance()
     narrow = "bfloat16" in stored
     if precision.compute == "bfloat16" or (precision.compute is None and narrow):
-        found = replace(found, loss=2e-2, grad_norm=5e-2, gradient=2e-1)
+        tolerance = replace(tolerance, loss=2e-2, grad_norm=5e-2, gradient=2e-1)
     if precision.param == "bfloat16" or narrow:
-        found = replace(found, gradient=2e-1, parameter=0.5)
-    return found
+        tolerance = replace(tolerance, gradient=2e-1, parameter=0.5)
+    return tolerance
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,13 @@ class Setting:
     one_row: bool = False
 
     def __str__(self) -> str:
-        words = [self.strategy, f"accumulation {self.accumulation}"]
-        words += ["local_batch"] if self.local_batch else []
-        words += ["deferred_reduction"] if self.deferred_reduction else []
-        words += ["one row a device"] if self.one_row else []
-        return ", ".join(words)
+        options = {
+            "local_batch": self.local_batch,
+            "deferred_reduction": self.deferred_reduction,
+            "one row a device": self.one_row,
+        }
+        chosen = [name for name, value in options.items() if value]
+        return ", ".join([self.strategy, f"accumulation {self.accumulation}", *chosen])
 
 
 @dataclass(frozen=True)
@@ -94,11 +100,12 @@ class Failure:
     cause: str
 
     def __str__(self) -> str:
-        at = f" of {self.path}" if self.path else ""
-        at += f" (and {self.others} more)" if self.others else ""
-        size = f": off by {self.difference:.1e}, tolerance {self.tolerance:.0e}"
-        size = size if math.isfinite(self.difference) else ""
-        return f"{self.setting}: {self.what}{at}{size}; likely cause: {self.cause}"
+        text = f"{self.setting}: {self.what}"
+        text += f" of {self.path}" if self.path else ""
+        text += f" (and {self.others} more)" if self.others else ""
+        if math.isfinite(self.difference):
+            text += f": off by {self.difference:.1e}, tolerance {self.tolerance:.0e}"
+        return f"{text}; likely cause: {self.cause}"
 
 
 @dataclass(frozen=True)
@@ -115,21 +122,17 @@ class Row:
         return not self.failures
 
     def cells(self) -> list[str]:
-        """As the table shows them."""
-        shown = [
-            _shown(*self.differences[name]) if name in self.differences else "-"
-            for name in COLUMNS[1:-1]
-        ]
-        return [str(self.setting), *shown, "holds" if self.holds else "DOES NOT HOLD"]
-
-
-def _shown(difference: float, path: str) -> str:
-    return f"{difference:.1e} {path}".rstrip()
+        """Returns the row's cells in the table."""
+        cells = [str(self.setting)]
+        for name in COLUMNS[1:-1]:
+            difference, path = self.differences.get(name, (None, ""))
+            cells.append("-" if difference is None else f"{difference:.1e} {path}".rstrip())
+        return [*cells, "holds" if self.holds else "DOES NOT HOLD"]
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `certify` found: a row for each setting, and what does not hold."""
+    """The result of `certify`: a row for each setting."""
 
     rows: tuple[Row, ...]
     devices: int
@@ -138,22 +141,21 @@ class Certificate:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Of all settings."""
+        """The failures of all settings."""
         return tuple(failure for row in self.rows for failure in row.failures)
 
     @property
     def holds(self) -> bool:
-        """Whether every setting does what one device does."""
+        """Whether every setting computes what one device does."""
         return not self.failures
 
     def __str__(self) -> str:
-        head = (
-            f"{self.devices} devices against one, {self.steps} steps; largest relative differences"
-        )
+        head = f"{self.devices} devices against one, {self.steps} steps; "
+        head += "largest relative differences"
         return f"{head}\n{text_table(COLUMNS, [row.cells() for row in self.rows])}"
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; a difference that is no finite number is null."""
+        """Returns the certificate for programs; a difference that is not finite is null."""
         rows = []
         for row in self.rows:
             differences = {
@@ -161,16 +163,18 @@ class Certificate:
                 for name, (difference, path) in row.differences.items()
             }
             rows.append({**vars(row.setting), "holds": row.holds, "differences": differences})
-        failures = [
-            {
-                **vars(failure),
-                "setting": str(failure.setting),
-                "difference": _finite(failure.difference),
-            }
-            for failure in self.failures
-        ]
-        found = {"holds": self.holds, "devices": self.devices, "steps": self.steps}
-        return {**found, "tolerance": vars(self.tolerance), "rows": rows, "failures": failures}
+        failures = []
+        for failure in self.failures:
+            changed = {"setting": str(failure.setting), "difference": _finite(failure.difference)}
+            failures.append({**vars(failure), **changed})
+        return {
+            "holds": self.holds,
+            "devices": self.devices,
+            "steps": self.steps,
+            "tolerance": vars(self.tolerance),
+            "rows": rows,
+            "failures": failures,
+        }
 
 
 def _finite(value: float) -> float | None:
@@ -178,19 +182,15 @@ def _finite(value: float) -> float | None:
 
 
 class CertifyError(AssertionError):
-    """A setting does not do what one device does.
+    """A setting does not compute what one device does.
 
     Attributes:
-        certificate: all that was found.
+        certificate: the differences of all settings.
 
     """
 
     def __init__(self, certificate: Certificate) -> None:
         self.certificate = certificate
-        lines = [
-            "the model differs from a run on one device",
-            *map(str, certificate.failures),
-            "",
-            str(certificate),
-        ]
-        super().__init__("\n".join(lines))
+        failures = "\n".join(map(str, certificate.failures))
+        what = "the model differs from a run on one device"
+        super().__init__(f"{what}\n{failures}\n\n{certificate}")

@@ -1,10 +1,10 @@
-"""Sharded steps and the unsharded control, compared number by number.
+"""Compares sharded steps with the unsharded control, number by number.
 
 [Note: how a step is compared] The control is a run on one device in plain JAX (`unsharded.py`) from
-the same starting values. In each step the loss, its count, the gradient norm and every gradient of
-the sharded step are compared with the control's own. Then both optimizers take the gradients that
-the sharded step found, and the parameters are compared at the end. Were each optimizer given its
-own gradients, rounding would decide: Adam makes a step of the learning rate of a gradient of 1e-9.
+the same initial values. In each step the loss, its count, the gradient norm and every gradient of
+the sharded step are compared with the control's own. Then both optimizers are given the gradients
+of the sharded step, and the parameters are compared at the end. Were each optimizer given its own
+gradients, rounding would decide: Adam makes a step of the learning rate of a gradient of 1e-9.
 
 Differences are relative: the largest difference in an array, over the array's largest value plus 1%
 of the largest value in any array. Those of parameters are over the largest change in that parameter
@@ -27,15 +27,18 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.certify.causes import Evidence, likely_cause
 from fsdp_jax.certify.certificate import Failure, Row, Setting, Tolerance, tolerance_of
-from fsdp_jax.certify.unsharded import Arrays, Measured, Unsharded
+from fsdp_jax.certify.unsharded import Arrays, Measured, Unsharded, as_float64
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.mesh import make_mesh, shape_of
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import get_strategy
+from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten
 
-FLOOR = 0.01  # of the largest value in any array: below it, an array's own rounding is not worth a failure
+# Fraction of the largest value in any array, added to an array's own largest value: below it, the
+# array's rounding is not a failure.
+FLOOR = 0.01
 
 
 class _Recorded(NamedTuple):
@@ -43,7 +46,7 @@ class _Recorded(NamedTuple):
 
 
 def _recording(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same optimizer, whose state shows the gradients that it was given last."""
+    """Returns the same optimizer, whose state shows the gradients that it was given last."""
     record = optax.GradientTransformation(
         lambda params: _Recorded(jax.tree.map(jnp.zeros_like, params)),
         lambda updates, state, params=None: (updates, _Recorded(updates)),
@@ -57,7 +60,7 @@ class _RefusedError(Exception):
 
 @contextmanager
 def _refusals(setting: Setting) -> Iterator[None]:
-    """By default any error is the caller's own; with local batches it is an answer."""
+    """Raises _RefusedError for any error with local batches; by default it is the caller's own."""
     try:
         yield
     except Exception as error:
@@ -67,14 +70,40 @@ def _refusals(setting: Setting) -> Iterator[None]:
 
 
 def _one_line(error: BaseException | None) -> str:
-    """An error's message without what jax puts below it."""
+    """Returns an error's message without what jax adds below it."""
     lines = [" ".join(line.split()) for line in str(error).partition("\n-----")[0].splitlines()]
     return "; ".join(filter(None, lines)) or type(error).__name__
 
 
+class _Difference(NamedTuple):
+    """The largest relative difference among some arrays.
+
+    Attributes:
+        size: relative; infinite where a value is NaN.
+        path: of the array that differs most; empty for numbers.
+        failed: how many arrays differ by more than the limit.
+        limit: the tolerance.
+
+    """
+
+    size: float
+    path: str
+    failed: int
+    limit: float
+
+
+_Differences = dict[str, _Difference]  # by the column of the table
+
+
 @dataclass
 class Comparison:
-    """The control, and the sharded steps that are compared with it."""
+    """The control, and the sharded steps that are compared with it.
+
+    Attributes:
+        arguments: of `fully_shard`, beside model, optimizer, mesh and strategy.
+        tolerance: None until the first setting has run, where the dtypes decide.
+
+    """
 
     model: Any
     loss_fn: Callable[[Any, Any], Any]
@@ -88,13 +117,14 @@ class Comparison:
     tolerance: Tolerance | None
     _start: TrainState | None = field(default=None)
     _control: Unsharded | None = field(default=None)
-    _drawn: tuple[bool, bool] | None = field(default=None)
+    _random: tuple[bool, bool] | None = field(default=None)
 
     def row(self, setting: Setting, before: Sequence[Row]) -> Row:
-        """Runs one setting. `before`: rows of settings that came earlier."""
+        """Runs one setting. `before`: rows of settings that ran earlier."""
         alone = replace(setting, accumulation=1, deferred_reduction=False)
+        mesh = self._mesh_of(setting.strategy)
         evidence = Evidence(
-            sizes=self._sizes(setting),
+            sizes={"devices": len(self.devices), **shape_of(mesh)},
             local_batch=setting.local_batch,
             one_row=setting.one_row,
             accumulation=setting.accumulation,
@@ -102,14 +132,20 @@ class Comparison:
             holds_local=any(row.setting.local_batch and row.holds for row in before),
         )
         try:
-            return self._compare(setting, evidence)
+            differences = self._run(setting, mesh, evidence)
         except _RefusedError as refused:
             cause = f"refused with local batches: {_one_line(refused.__cause__)}"
-            failure = Failure(setting, "error", "", 0, math.inf, 0.0, cause)
-            return Row(setting, {}, (failure,))
-
-    def _sizes(self, setting: Setting) -> dict[str, int]:
-        return {"devices": len(self.devices), **shape_of(self._mesh_of(setting.strategy))}
+            return Row(setting, {}, (Failure(setting, "error", "", 0, math.inf, 0.0, cause),))
+        broken = {name: each for name, each in differences.items() if each.failed}
+        if setting.local_batch and broken:
+            is_random, draws = self._randomness()
+            evidence = replace(evidence, is_random=is_random, draws=draws)
+        failures = []
+        for name, (size, path, failed, limit) in broken.items():
+            cause = likely_cause(evidence, name, path, broken)
+            failures.append(Failure(setting, name, path, failed - 1, size, limit, cause))
+        largest = {name: (each.size, each.path) for name, each in differences.items()}
+        return Row(setting, largest, tuple(failures))
 
     def _mesh_of(self, strategy: str) -> Mesh:
         if self.mesh is not None:
@@ -117,27 +153,23 @@ class Comparison:
         replica = 2 if get_strategy(strategy).hybrid and len(self.devices) % 2 == 0 else 1
         return make_mesh(-1, replica, devices=self.devices)
 
-    def _sharded(self, setting: Setting) -> Sharded:
+    def _sharded(self, setting: Setting, mesh: Mesh) -> Sharded:
         arguments = dict(self.arguments)
-        if not setting.local_batch:  # what only explicit collectives serve
+        if not setting.local_batch:  # these need explicit collectives
             arguments["prefetch"] = "none"
             arguments["precision"] = replace(arguments["precision"], reduce=None)
+        tx = _recording(self.tx)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here only numbers count
-            sharded = fully_shard(
-                self.model,
-                _recording(self.tx),
-                self._mesh_of(setting.strategy),
-                setting.strategy,
-                **arguments,
-            )
+            warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here numbers count
+            sharded = fully_shard(self.model, tx, mesh, setting.strategy, **arguments)
         if self.tolerance is None:
             stored = {leaf.dtype.name for leaf in sharded.layout.by_path.values()}
             self.tolerance = tolerance_of(sharded.precision, stored)
         return sharded
 
-    def _compare(self, setting: Setting, evidence: Evidence) -> Row:
-        sharded = self._sharded(setting)
+    def _run(self, setting: Setting, mesh: Mesh, evidence: Evidence) -> _Differences:
+        """Returns the largest differences over all steps; adds the first step to the evidence."""
+        sharded = self._sharded(setting, mesh)
         with _refusals(setting):
             step = sharded.train_step(
                 self.loss_fn,
@@ -147,177 +179,149 @@ class Comparison:
                 abort_after=None,
             )
         batch = jax.tree.map(lambda leaf: leaf[: setting.rows], self.batch)
-        state = self._placed(sharded)
+        state = self._initial_state(sharded)
         assert self._start is not None
-        params, rest = flatten(self._start.params), flatten(self._start.model_state)
-        first = {path: _wide(value) for path, value in params.items()}
+        assert self.tolerance is not None
+        params, model_state = flatten(self._start.params), flatten(self._start.model_state)
+        initial = {path: as_float64(value) for path, value in params.items()}
         opt_state = None
-        differences: dict[str, tuple[float, str, int, float]] = {}
+        differences: _Differences = {}
         for number in range(self.steps):
-            with _refusals(
-                setting
-            ):  # before the control, so that a mistake in the loss has the library's message
+            # Before the control, so that a mistake in the loss has the library's message.
+            with _refusals(setting):
                 state, metrics = step(state, batch)
-            control = self._controlled(sharded, step.plan)
-            opt_state = control.start(params) if opt_state is None else opt_state
+            control = self._unsharded(step)
+            if opt_state is None:
+                opt_state = control.start(params)
             expected = control.measure(
-                params, rest, batch, self._start.rng, number, setting.accumulation
+                params, model_state, batch, self._start.rng, number, setting.accumulation
             )
-            self._check_finite(expected, number)
-            gradients = {
-                path: _wide(value) for path, value in flatten(state.opt_state[0].gradients).items()
-            }
+            _check_finite(expected, number)
+            recorded = flatten(state.opt_state[0].gradients)
+            gradients = {path: as_float64(value) for path, value in recorded.items()}
             metrics = {name: float(value) for name, value in metrics.items()}
             evidence.add(expected, metrics, gradients)
-            _worst(differences, self._step_differences(expected, metrics, gradients, state))
+            _keep_largest(differences, self._compare(expected, metrics, gradients, state))
             params, opt_state = control.update(params, opt_state, gradients, expected.loss)
-            rest = expected.rest
-        moved = {path: _wide(value) for path, value in params.items()}
-        found = {path: _wide(value) for path, value in flatten(state.params).items()}
-        assert self.tolerance is not None
-        sizes = {
-            p: np.abs(moved[p] - first[p]).max() + FLOOR * np.abs(moved[p]).max() for p in moved
+            model_state = expected.rest
+        final = {path: as_float64(value) for path, value in params.items()}
+        measured = {path: as_float64(value) for path, value in flatten(state.params).items()}
+        scales = {
+            path: np.abs(value - initial[path]).max() + FLOOR * np.abs(value).max()
+            for path, value in final.items()
         }
-        _worst(differences, {"parameters": _largest(found, moved, sizes, self.tolerance.parameter)})
-        assert self._control is not None
-        return self._judged(setting, evidence, differences, self._control)
+        limit = self.tolerance.parameter
+        _keep_largest(differences, {"parameters": _largest(measured, final, scales, limit)})
+        return differences
 
-    def _placed(self, sharded: Sharded) -> TrainState:
-        """A fresh state; the first is drawn, and later layouts take its values."""
+    def _initial_state(self, sharded: Sharded) -> TrainState:
+        """Returns the initial state: drawn for the first layout, copied for later ones."""
         if self._start is None:
             state = sharded.init(self.seed)
-            whole = SingleDeviceSharding(self.devices[0])
-            self._start = jax.tree.map(
-                lambda leaf: _copied(leaf, whole), sharded.to_checkpoint(state)
-            )
+            one_device = SingleDeviceSharding(self.devices[0])
+            saved = sharded.to_checkpoint(state)
+            self._start = jax.tree.map(lambda leaf: _copied(leaf, one_device), saved)
             return state
         target = sharded.checkpoint_target()
-        return sharded.from_checkpoint(
-            jax.tree.map(lambda leaf, to: _copied(leaf, to.sharding), self._start, target)
-        )
+        copied = jax.tree.map(lambda leaf, to: _copied(leaf, to.sharding), self._start, target)
+        return sharded.from_checkpoint(copied)
 
-    def _controlled(self, sharded: Sharded, plan: Any) -> Unsharded:
+    def _unsharded(self, step: CompiledStep) -> Unsharded:
         if self._control is None:
-            leaves = sharded.layout.by_path
+            leaves = step.plan.layout.by_path
             trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
-            compute = {path: comm.transform.compute for path, comm in plan.comms.items()}
+            compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
             self._control = Unsharded(self.model, self.loss_fn, self.tx, trained, compute)
         return self._control
 
-    def _check_finite(self, expected: Measured, number: int) -> None:
-        # The step squares gradients in float32.
-        if not math.isfinite(expected.loss) or not expected.grad_norm**2 < np.finfo(np.float32).max:
-            got = f"loss {expected.loss}, gradient norm {expected.grad_norm} in step {number + 1}"
-            fix = "a smaller learning rate, fewer steps, or another batch"
-            raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))
-
-    def _step_differences(
+    def _compare(
         self,
         expected: Measured,
         metrics: Mapping[str, float],
         gradients: Mapping[str, np.ndarray],
         state: TrainState,
-    ) -> dict[str, tuple[float, str, int, float]]:
-        at = self.tolerance
-        assert at is not None
+    ) -> _Differences:
+        """Returns the differences of one step."""
+        tolerance = self.tolerance
+        assert tolerance is not None
+        numbers = {
+            "loss": (metrics["loss"], expected.loss, tolerance.loss),
+            "count": (metrics["count"], expected.count, tolerance.loss),
+            "gradient norm": (metrics["grad_norm"], expected.grad_norm, tolerance.grad_norm),
+        }
+        differences: _Differences = {}
+        for name, (measured, wanted, limit) in numbers.items():
+            # Below 0.1 a loss is a difference of larger numbers, or nearly learned.
+            size = abs(measured - wanted) / max(abs(wanted), 0.1 if name == "loss" else 1e-30)
+            differences[name] = _Difference(size, "", int(not size <= limit), limit)
         largest = max((np.abs(value).max() for value in expected.gradients.values()), default=0.0)
-        sizes = {
+        scales = {
             path: np.abs(value).max() + FLOOR * largest
             for path, value in expected.gradients.items()
         }
-        numbers = {
-            "loss": (metrics["loss"], expected.loss, at.loss),
-            "count": (metrics["count"], expected.count, at.loss),
-            "gradient norm": (metrics["grad_norm"], expected.grad_norm, at.grad_norm),
-        }
-        differences = {}
-        for name, (found, wanted, limit) in numbers.items():
-            # Below 0.1 a loss is a difference of larger numbers, or nearly learned.
-            difference = abs(found - wanted) / max(abs(wanted), 0.1 if name == "loss" else 1e-30)
-            differences[name] = (difference, "", int(not difference <= limit), limit)
-        differences["gradients"] = _largest(gradients, expected.gradients, sizes, at.gradient)
-        differences["model state"] = _state_differences(state, expected.rest, at.gradient)
+        limit = tolerance.gradient
+        differences["gradients"] = _largest(gradients, expected.gradients, scales, limit)
+        differences["model state"] = _state_difference(state, expected.rest, limit)
         return differences
 
-    def _judged(
-        self,
-        setting: Setting,
-        evidence: Evidence,
-        differences: Mapping[str, tuple[float, str, int, float]],
-        control: Unsharded,
-    ) -> Row:
-        broken = {name: found for name, found in differences.items() if found[2]}
-        if setting.local_batch and broken:
-            evidence = replace(evidence, drawn=self._draws(control))
-        failures = []
-        for name, (difference, path, count, limit) in broken.items():
-            cause = likely_cause(evidence, name, path, set(broken))
-            failures.append(Failure(setting, name, path, count - 1, difference, limit, cause))
-        worst = {name: (difference, path) for name, (difference, path, _, _) in differences.items()}
-        return Row(setting, worst, tuple(failures))
-
-    def _draws(self, control: Unsharded) -> tuple[bool, bool]:
-        """Whether the loss is random by its streams, and whether it draws at all."""
-        if self._drawn is None:
+    def _randomness(self) -> tuple[bool, bool]:
+        """Returns whether the loss depends on its random streams, and whether it draws at all."""
+        if self._random is None:
             assert self._start is not None
-            start = (
-                flatten(self._start.params),
-                flatten(self._start.model_state),
-                self.batch,
-                self._start.rng,
-            )
-            self._drawn = (control.is_random(*start), control.draws(*start))
-        return self._drawn
+            assert self._control is not None
+            params, model_state = flatten(self._start.params), flatten(self._start.model_state)
+            start = (params, model_state, self.batch, self._start.rng)
+            self._random = (self._control.is_random(*start), self._control.draws(*start))
+        return self._random
 
 
-def _worst(differences: dict[str, tuple[float, str, int, float]], more: Mapping[str, Any]) -> None:
-    """Keeps the largest of each; what is not a number is larger than any."""
-    for name, found in more.items():
-        if name not in differences or not found[0] <= differences[name][0]:
-            differences[name] = found
+def _check_finite(expected: Measured, number: int) -> None:
+    """Raises ValueError where the control is not finite; the step squares gradients in float32."""
+    largest = np.finfo(np.float32).max
+    if not math.isfinite(expected.loss) or not expected.grad_norm**2 < largest:
+        got = f"loss {expected.loss}, gradient norm {expected.grad_norm} in step {number + 1}"
+        fix = "a smaller learning rate, fewer steps, or another batch"
+        raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))
+
+
+def _keep_largest(differences: _Differences, more: _Differences) -> None:
+    """Keeps the larger of each difference; NaN is larger than any number."""
+    for name, each in more.items():
+        if name not in differences or not each.size <= differences[name].size:
+            differences[name] = each
 
 
 def _largest(
-    found: Mapping[str, np.ndarray],
+    measured: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
-    sizes: Mapping[str, float],
+    scales: Mapping[str, float],
     limit: float,
-) -> tuple[float, str, int, float]:
-    """(largest relative difference, its path, how many are above the limit, the limit)."""
-    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
-    worst = (0.0, "")
-    above = 0
+) -> _Difference:
+    """Returns the largest difference, each relative to its scale."""
+    assert measured.keys() == expected.keys(), (sorted(measured), sorted(expected))
+    largest, largest_path, failed = 0.0, "", 0
     for path, value in expected.items():
-        difference = float(np.abs(found[path] - value).max(initial=0.0) / max(sizes[path], 1e-30))
-        difference = math.inf if math.isnan(difference) else difference
-        above += difference > limit
-        if difference > worst[0]:
-            worst = (difference, path)
-    return (*worst, above, limit)
+        size = float(np.abs(measured[path] - value).max(initial=0.0) / max(scales[path], 1e-30))
+        size = math.inf if math.isnan(size) else size
+        failed += size > limit
+        if size > largest:
+            largest, largest_path = size, path
+    return _Difference(largest, largest_path, failed, limit)
 
 
-def _state_differences(
-    state: TrainState, expected: Arrays, limit: float
-) -> tuple[float, str, int, float]:
-    found = flatten(state.model_state)
-    numbers = {
-        path: value for path, value in expected.items() if jnp.issubdtype(value.dtype, jnp.number)
-    }
-    wanted = {path: _wide(value) for path, value in numbers.items()}
-    sizes = {path: float(np.abs(value).max(initial=0.0)) + 1e-6 for path, value in wanted.items()}
-    return _largest({path: _wide(found[path]) for path in wanted}, wanted, sizes, limit)
-
-
-def _wide(value: Any) -> np.ndarray:
-    """A copy: the step takes the array over."""
-    return np.array(value).astype(np.float64)
+def _state_difference(state: TrainState, expected: Arrays, limit: float) -> _Difference:
+    numbers = [path for path, x in expected.items() if jnp.issubdtype(x.dtype, jnp.number)]
+    model_state = flatten(state.model_state)
+    measured = {path: as_float64(model_state[path]) for path in numbers}
+    wanted = {path: as_float64(expected[path]) for path in numbers}
+    scales = {path: float(np.abs(value).max(initial=0.0)) + 1e-6 for path, value in wanted.items()}
+    return _largest(measured, wanted, scales, limit)
 
 
 def _copied(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """Through the host, so that no buffer is shared: steps take theirs over."""
+    """Copies an array through the host: steps donate theirs, so that no buffer may be shared."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = _copied(jax.random.key_data(array), SingleDeviceSharding(jax.devices()[0]))
-        return jax.device_put(
-            jax.random.wrap_key_data(data, impl=jax.random.key_impl(array)), sharding
-        )
+        keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+        return jax.device_put(keys, sharding)
     return jax.device_put(np.array(array), sharding)

@@ -1,4 +1,4 @@
-"""`certify`: which runs are made and compared."""
+"""`certify`: which settings are run and compared."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,8 +36,7 @@ def certify(
     tolerance: Tolerance | None = None,
     **settings: Any,
 ) -> Certificate:
-    """Trains a few steps with every strategy and compares each with the unsharded model on one
-    device.
+    """Trains a few steps with every strategy; compares each with the unsharded model on one device.
 
     Args:
         model: as `fully_shard` takes it.
@@ -50,13 +49,13 @@ def certify(
             strategies a `replica` of 2.
         precision: dtypes; those that the model makes its parameters in if None. bfloat16 is
             compared loosely, see `tolerance_of`.
-        strategies: which are run.
-        accumulation: numbers of microbatches that are run.
+        strategies: names of the strategies to run.
+        accumulation: numbers of microbatches to run.
         local_batch: also run each with `local_batch=True`, once more with `deferred_reduction`, and
             once with one row on each device: whether the loss is the sum over examples that
             `local_batch=True` promises.
         steps: of each run.
-        seed: of the starting values.
+        seed: of the initial values.
         min_size: elements below which a parameter stays replicated; 1, so that a small model is
             sharded at all.
         tolerance: largest differences; by the dtypes if None.
@@ -73,8 +72,8 @@ def certify(
             device.
 
     """
-    precision = precision or AS_MADE
-    tx = optax.sgd(0.1) if tx is None else tx
+    arguments: dict[str, Any] = {"units": units, "inputs": inputs, "min_size": min_size}
+    arguments["precision"] = precision or AS_MADE
     devices = list(jax.devices() if mesh is None else mesh.devices.flat)
     rows = _check(batch, len(devices), accumulation)
     names = [get_strategy(name).name for name in strategies]
@@ -82,53 +81,41 @@ def certify(
         model=model,
         loss_fn=loss_fn,
         batch=jax.tree.map(np.asarray, batch),
-        tx=tx,
-        arguments={
-            "units": units,
-            "inputs": inputs,
-            "precision": precision,
-            "min_size": min_size,
-            **settings,
-        },
+        tx=optax.sgd(0.1) if tx is None else tx,
+        arguments={**arguments, **settings},
         devices=devices,
         mesh=mesh,
         steps=steps,
         seed=seed,
         tolerance=tolerance,
     )
-    found: list[Row] = []
+    compared: list[Row] = []
     with jax.default_matmul_precision("highest"):  # GPUs and TPUs would round float32 to fewer bits
         for setting in _settings(names, accumulation, rows, len(devices), local_batch):
-            found.append(comparison.row(setting, found))
-    assert comparison.tolerance is not None, "known of the first setting"
-    certificate = Certificate(tuple(found), len(devices), steps, comparison.tolerance)
+            compared.append(comparison.row(setting, compared))
+    assert comparison.tolerance is not None, "the first setting decides it"
+    certificate = Certificate(tuple(compared), len(devices), steps, comparison.tolerance)
     if not certificate.holds:
         raise CertifyError(certificate)
     return certificate
 
 
 def _check(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:
-    """The rows of the batch. Raises ValueError."""
+    """Returns the rows of the batch; raises ValueError where they do not divide."""
     if devices < 2:
+        what = "nothing is sharded on one device"
         fix = "fsdp_jax.launch.use_virtual_devices(8), before jax starts"
-        raise ValueError(
-            message("nothing is sharded on one device", where="certify", got=devices, fix=fix)
-        )
-    rows = {
-        path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in flatten(batch).items()
-    }
+        raise ValueError(message(what, where="certify", got=devices, fix=fix))
+    leaves = flatten(batch).items()
+    rows = {path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in leaves}
     parts = devices * max(accumulation)
     first = next(iter(rows.values()), None)
     if first is None or first % parts or len(set(rows.values())) > 1:
-        expected = (
-            f"a multiple of {parts} rows: {devices} devices x accumulation {max(accumulation)}"
-        )
+        what = "the batch does not divide"
+        expected = f"a multiple of {parts} rows: {devices} devices "
+        expected += f"x accumulation {max(accumulation)}"
         fix = "pass more rows, or accumulation=(1,)"
-        raise ValueError(
-            message(
-                "the batch does not divide", where="batch", expected=expected, got=rows, fix=fix
-            )
-        )
+        raise ValueError(message(what, where="batch", expected=expected, got=rows, fix=fix))
     return first
 
 
@@ -139,7 +126,7 @@ def _settings(
     devices: int,
     local_batch: bool,
 ) -> Iterator[Setting]:
-    """In order: what a later one is compared with comes first."""
+    """Yields the settings; causes are told from earlier rows, so simpler ones come first."""
     for strategy in strategies:
         for number in accumulation:
             yield Setting(strategy, number, rows)

@@ -20,13 +20,19 @@ from fsdp_jax.tree import PyTree, flatten, unflatten
 
 Arrays = dict[str, jax.Array]
 Apply = Callable[[Arrays, Arrays, PyTree, jax.Array], tuple[Any, Arrays]]
-"""(parameters, other state, batch, key) -> (what the loss returned, the other state afterwards), all by path."""
+"""(parameters, other state, batch, key) -> (result of the loss, other state afterwards)."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A batch's loss on one device: float64 scalars, the gradient of the mean by path, the model's
-    other state.
+    """A batch's loss on one device.
+
+    Attributes:
+        total: the summed loss, float64.
+        count: what it is divided by, float64.
+        gradients: path -> gradient of the mean, float64.
+        rest: path -> the model's other state afterwards.
+
     """
 
     total: float
@@ -36,15 +42,14 @@ class Measured:
 
     @property
     def loss(self) -> float:
-        """The mean."""
+        """The mean loss."""
         return self.total / self.count
 
     @property
     def grad_norm(self) -> float:
-        """Over all parameters."""
-        return float(
-            np.sqrt(sum(np.square(np.abs(gradient)).sum() for gradient in self.gradients.values()))
-        )
+        """The norm over all parameters."""
+        squares = (np.square(np.abs(gradient)).sum() for gradient in self.gradients.values())
+        return float(np.sqrt(sum(squares)))
 
 
 class Unsharded:
@@ -68,11 +73,8 @@ class Unsharded:
         compute: Mapping[str, np.dtype],
     ) -> None:
         self._tx = optax.with_extra_args_support(tx)
-        self._apply = (
-            _apply_linen(model, loss_fn)
-            if isinstance(model, nn.Module)
-            else _apply_nnx(model, loss_fn)
-        )
+        make_apply = _apply_linen if isinstance(model, nn.Module) else _apply_nnx
+        self._apply: Apply = make_apply(model, loss_fn)
         self._trained = trained
         self._compute = compute
         self._differentiate = jax.jit(self._gradients)
@@ -109,30 +111,32 @@ class Unsharded:
         step: int,
         accumulation: int,
     ) -> Measured:
-        """Sums over the microbatches of a batch [rows, ...], divided by the sum of their counts."""
+        """Sums over the microbatches of a batch [rows, ...]; divides by the sum of their counts."""
         gradients: dict[str, np.ndarray] = {}
         total = 0.0
         count = 0.0
         for index in range(accumulation):
-            part = jax.tree.map(
+            microbatch = jax.tree.map(
                 lambda leaf, index=index: np.split(leaf, accumulation)[index], batch
             )
             key = jax.random.fold_in(rng, step * accumulation + index)
-            found, more, number, rest = self._differentiate(params, rest, part, key)
-            total += float(more)
+            of_microbatch, loss_sum, number, rest = self._differentiate(
+                params, rest, microbatch, key
+            )
+            total += float(loss_sum)
             count += float(number)
-            for path, gradient in found.items():
-                gradients[path] = gradients.get(path, 0.0) + _wide(gradient)
+            for path, gradient in of_microbatch.items():
+                gradients[path] = gradients.get(path, 0.0) + as_float64(gradient)
         return Measured(total, count, {path: g / count for path, g in gradients.items()}, rest)
 
     def start(self, params: Arrays) -> PyTree:
-        """The optimizer's state."""
+        """Returns the optimizer's initial state."""
         return self._tx.init(self._tree(params))
 
     def update(
         self, params: Arrays, opt_state: PyTree, gradients: Mapping[str, np.ndarray], loss: float
     ) -> tuple[Arrays, PyTree]:
-        """(parameters, optimizer state) after a step with these gradients of the mean."""
+        """Returns (parameters, optimizer state) after a step with these gradients of the mean."""
         return self._updated(params, opt_state, dict(gradients), loss)
 
     def _update(
@@ -149,7 +153,7 @@ class Unsharded:
         return unflatten({path: value for path, value in params.items() if path in self._trained})
 
     def is_random(self, params: Arrays, rest: Arrays, batch: PyTree, rng: jax.Array) -> bool:
-        """Whether the loss depends on the model's random streams, as it does with dropout."""
+        """Returns whether the loss depends on the model's random streams, as with dropout."""
         other = {
             path: _another_key(value) if _is_key(value) else value for path, value in rest.items()
         }
@@ -158,12 +162,13 @@ class Unsharded:
         return one.total != two.total
 
     def draws(self, params: Arrays, rest: Arrays, batch: PyTree, rng: jax.Array) -> bool:
-        """Whether random numbers are drawn anywhere, be it from a constant key."""
+        """Returns whether random numbers are drawn anywhere, also from a constant key."""
         return "random_bits" in str(jax.make_jaxpr(self._gradients)(params, rest, batch, rng))
 
 
-def _wide(value: Any) -> np.ndarray:
-    return np.asarray(value).astype(np.float64)
+def as_float64(value: Any) -> np.ndarray:
+    """Returns a copy on the host; steps donate their arrays."""
+    return np.array(value).astype(np.float64)
 
 
 def _is_key(value: jax.Array) -> bool:

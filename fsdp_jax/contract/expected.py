@@ -74,7 +74,8 @@ def expected_of(plan: StepPlan) -> list[Expected]:
             continue
         # Its gradient: scattered along the axes that it is sharded along, ...
         times = 1 if plan.deferred else plan.accumulation
-        reduce = _Traffic(plan, path, "reduce", comm.transform.reduce if plan.local_batch else comm.transform.compute)
+        dtype = comm.transform.reduce if plan.local_batch else comm.transform.compute
+        reduce = _Traffic(plan, path, "reduce", dtype)
         scattered = _axes(leaf.grad_spec)
         if scattered:
             rows.append(reduce.by("reduce-scatter", scattered, times * size, shapes))
