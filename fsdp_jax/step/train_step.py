@@ -258,7 +258,8 @@ def _accumulate(
     variables = {path: flat[path] for path in trained}
     if plan.per_unit and plan.deferred:
         variables = {
-            path: jnp.zeros(leaves[path].shape, plan.comms[path].transform.reduce) for path in trained
+            path: jnp.zeros(leaves[path].shape, plan.comms[path].transform.reduce)
+            for path in trained
         }
 
     def loss(
