@@ -47,7 +47,7 @@ def name_of(case):
     )
 
 
-def test_no_possible_pair_is_left_out_of_a_covering():
+def test_a_covering_has_every_possible_pair():
     axes = [[0, 1, 2], [0, 1], [0, 1]]
     found = covering(axes, first=[(2, 1, 1)], possible=lambda a, b, c: not a == b == 0)
     assert found[0] == (2, 1, 1)
@@ -66,7 +66,7 @@ def run(name, mesh, strategy, **settings):
 @pytest.mark.parametrize(
     ("strategy", "mesh", "way", "model", "remat"), CHOSEN, ids=map(name_of, CHOSEN)
 )
-def test_strategy_trains_as_one_device_does(strategy, mesh, way, model, remat):
+def test_every_strategy_matches_an_unsharded_run(strategy, mesh, way, model, remat):
     found = run(model, mesh, strategy, remat=remat, **way._asdict())
     check(found, control(model, way.accumulation))
 
@@ -80,7 +80,7 @@ def test_strategy_trains_as_one_device_does(strategy, mesh, way, model, remat):
         ("nnx-cnn-batchnorm", None),
     ],
 )
-def test_bfloat16_compute_stays_near(model, reduce):
+def test_bfloat16_compute_stays_close_to_float32(model, reduce):
     """bfloat16 has 8 bits of mantissa: losses within 2%, parameters within 2 learning rates a step
     of float32's.
     """
@@ -98,7 +98,7 @@ def test_clipping_is_by_the_global_norm():
 @pytest.mark.parametrize(
     "units", ["model", "scan", 1000, ["Block", "SelfAttention", "MLP"]], ids=str
 )
-def test_units_change_what_is_gathered_not_what_is_computed(units):
+def test_units_change_what_is_gathered_and_not_what_is_computed(units):
     case = dataclasses.replace(CASES["nnx-gpt-scanned"], units=units)
     found, _ = train(case, fsdp.make_mesh(data=8))
     check(found, control("nnx-gpt-scanned", 1))

@@ -21,14 +21,14 @@ def step(mesh, **settings):
     return sharded.train_step(next_token_loss, **settings)
 
 
-def test_a_contract_that_holds_is_returned_and_shown():
+def test_a_contract_that_holds_is_returned():
     contract = assert_contract(step(mesh_of("cpu:8"), local_batch=True), BATCH)
     assert contract.holds
     assert "a device sends" in contract._repr_html_()
     assert contract._repr_html_().count("<tr>") == 1 + len(contract.rows())
 
 
-def test_one_that_does_not_is_told_violations_first():
+def test_a_broken_contract_raises_with_its_violations_first():
     with pytest.raises(AssertionError) as caught:
         assert_contract(step(mesh_of("cpu:8"), local_batch=False), BATCH)
     first, *violations = str(caught.value).partition("\n\n")[0].splitlines()
@@ -40,13 +40,13 @@ def test_one_that_does_not_is_told_violations_first():
     assert "DOES NOT HOLD" in str(caught.value)
 
 
-def test_a_mesh_by_name():
+def test_mesh_of_a_named_machine():
     assert dict(mesh_of("cpu:8", replica=2).shape) == {"replica": 2, "data": 4}
     with pytest.raises(ConfigError, match="unknown hardware 'h10'"):
         mesh_of("h10:8")
 
 
-def test_the_fixture_in_a_suite_of_ones_own(pytester):
+def test_the_topology_mesh_fixture_in_another_suite(pytester):
     pytester.makeconftest('pytest_plugins = ["fsdp_jax.testing"]')
     pytester.makepyfile(
         "def test(topology_mesh):\n    assert topology_mesh('cpu:8', data=8).size == 8"

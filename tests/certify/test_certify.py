@@ -54,14 +54,14 @@ def compiled_once(tmp_path_factory):
         jax.config.update(name, value)
 
 
-def test_there_are_as_many_attacks_as_there_were():
+def test_no_attack_was_dropped():
     assert len(NOT_SUMS) >= 114
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_every_loss_means_what_it_means_on_one_device(attack, compiled_once):
+def test_every_loss_is_that_of_one_device_or_found_out(attack, compiled_once):
     """By default for all of them; with local batches for sums over examples, and the others are
     found out.
 
@@ -86,14 +86,14 @@ def test_every_loss_means_what_it_means_on_one_device(attack, compiled_once):
         ("dot with a constant", "refused with local batches"),
     ],
 )
-def test_wrong_losses_are_told_why(name, words):
+def test_a_loss_that_is_not_a_sum_is_explained(name, words):
     certificate = quick(NOT_SUMS[name], local_batch=True)
     default, local = certificate.rows
     assert default.holds
     assert words in local.failures[0].cause, local.failures
 
 
-def test_what_shows_with_one_row_only_is_told_so():
+def test_a_difference_that_needs_one_row_per_device_is_found():
     certificate = quick(NOT_SUMS["if more than one row"], local_batch=True, rows=32)
     assert [row.holds for row in certificate.rows] == [True, True, False]
     assert certificate.rows[-1].setting.one_row
@@ -109,7 +109,7 @@ class Normed(nnx.Module):
         return self.norm(self.tiny(x))
 
 
-def test_batch_norm_holds_by_default_alone():
+def test_batch_norm_holds_only_by_default():
     default, local = quick(SUM, make=lambda rngs: Normed(rngs=rngs), local_batch=True, steps=3).rows
     assert default.holds
     assert default.differences["model state"][0] < 1e-5
@@ -123,7 +123,7 @@ class Dropped(nn.Module):
         return nn.Dense(CLASSES)(nn.Dropout(0.5, deterministic=False)(nn.Dense(16)(x)))
 
 
-def test_dropout_draws_the_same_masks_by_default_as_one_device_does():
+def test_dropout_by_default_draws_the_masks_of_one_device():
     settings = {"inputs": (jnp.zeros((1, 4)),), "accumulation": [4], "rows": 32, "steps": 3}
     certificate = quick(SUM, make=Dropped(), **settings)
     assert certificate.holds
@@ -132,7 +132,7 @@ def test_dropout_draws_the_same_masks_by_default_as_one_device_does():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_models_hold(name):
+def test_the_reference_models_hold(name):
     case = CASES[name]
     tx = optax.adamw(1e-3)  # its eps of 1e-8 turns rounding into steps, where gradients are zero
     certificate = certify(
@@ -155,7 +155,7 @@ def test_every_strategy_and_setting_holds(compiled_once):
 PLANTED_AT = "hybrid_shard_zero2"
 
 
-def scaled_norm(plan, state, batch):
+def norm_scaled_by_replicas(plan, state, batch):
     """The gradients of every replica are counted."""
     new, metrics = steps.train_step(plan, state, batch)
     replicas = dict(plan.layout.mesh.shape)["replica"]
@@ -196,7 +196,7 @@ RIGHT_UPDATE = steps._update
 @pytest.mark.parametrize(
     ("bug", "settings", "failed", "words"),
     [
-        (("api.train_step", scaled_norm), [PLANTED_AT, "zero1"], [(PLANTED_AT, 1, "gradient norm")], "the root of 2"),
+        (("api.train_step", norm_scaled_by_replicas), [PLANTED_AT, "zero1"], [(PLANTED_AT, 1, "gradient norm")], "the root of 2"),
         (("step.train_step._gradients", lost), [PLANTED_AT, "full_shard"], [(PLANTED_AT, 1, "gradients")], "the gradient is lost"),
         (("step.train_step._gradients", rescaled), ["zero1"], [("zero1", 4, "gradients")], "each of the 4 microbatches"),
         (("step.train_step._gradients", averaged_twice), ["zero1"], [("zero1", 1, "gradients")], "the number of devices (8)"),
@@ -204,7 +204,7 @@ RIGHT_UPDATE = steps._update
     ],
     ids=["norm-off-by-replicas", "lost-under-one-strategy", "scale-per-microbatch", "averaged-twice", "update"],
 )  # fmt: skip
-def test_bugs_known_from_others_are_found_and_named(monkeypatch, bug, settings, failed, words):
+def test_planted_bugs_are_found_and_explained(monkeypatch, bug, settings, failed, words):
     monkeypatch.setattr(
         f"fsdp_jax.{bug[0]}", planted_gradients(bug[1]) if "_gradients" in bug[0] else bug[1]
     )
@@ -226,7 +226,7 @@ def test_bugs_known_from_others_are_found_and_named(monkeypatch, bug, settings, 
     assert failed[0][0] in str(failure)
 
 
-def test_a_lost_gradient_names_its_array(monkeypatch):
+def test_a_lost_gradient_is_named(monkeypatch):
     monkeypatch.setattr("fsdp_jax.step.train_step._gradients", planted_gradients(lost))
     (failure, *_) = [
         f for f in quick(SUM, strategies=[PLANTED_AT]).failures if f.what == "gradients"
@@ -268,7 +268,7 @@ def test_an_update_that_is_not_applied_is_found(loss, cause):
     assert cause in local.failures[0].cause
 
 
-def test_programs_read_it():
+def test_the_certificate_as_json():
     certificate = quick(NOT_SUMS["all pairs"], local_batch=True)
     assert str(certificate.failures[0]).startswith(
         "full_shard, accumulation 1, local_batch: loss: off by "
@@ -279,7 +279,7 @@ def test_programs_read_it():
     assert read["failures"][0]["setting"] == "full_shard, accumulation 1, local_batch"
 
 
-def test_what_cannot_be_certified_is_refused():
+def test_inputs_that_cannot_be_certified_are_refused():
     with pytest.raises(ValueError, match=r"does not divide(.|\n)*a multiple of 32 rows"):
         certify(make_model, SUM, make_batch(8))
     with pytest.raises(ValueError, match="nothing is sharded on one device"):
@@ -290,14 +290,14 @@ def test_what_cannot_be_certified_is_refused():
         quick(lambda model, batch: model(batch["x"]).sum())
 
 
-def test_linen_too():
+def test_linen_models_are_certified():
     settings = {"make": nn.Dense(CLASSES), "inputs": (jnp.zeros((1, 4)),), "local_batch": True}
     assert quick(SUM, **settings).holds
     failures = quick(NOT_SUMS["all pairs"], **settings).failures
     assert [failure.path for failure in failures if failure.what == "gradients"] == ["bias"]
 
 
-def test_tolerances_are_the_users_to_set():
+def test_the_tolerance_can_be_set():
     strict = dataclasses.replace(Tolerance(), gradient=1e-20)
     with pytest.raises(
         CertifyError, match=r"^the model differs from a run on one device\nzero1, .*tolerance 1e-20"

@@ -91,13 +91,13 @@ IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD
 
 
 @pytest.mark.parametrize(("name", "settings"), HOLD, ids=IDS)
-def test_it_holds_on_virtual_devices(name, settings):
+def test_the_contract_holds_on_virtual_devices(name, settings):
     assert str(checked(name, "cpu:8", **settings)).count("the contract holds") == 1
 
 
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize(("name", "settings"), HOLD, ids=IDS)
-def test_it_holds_on_gpus(name, settings):
+def test_the_contract_holds_on_gpus(name, settings):
     contract = checked(name, "h100:8", **settings)
     assert contract.holds, contract
     assert contract.wire_bytes <= 1.02 * contract.wire_bytes_limit
@@ -106,7 +106,7 @@ def test_it_holds_on_gpus(name, settings):
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize("name", ["llama", "linen"])
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "full_shard", "hybrid_shard"])
-def test_it_holds_on_gpus_by_annotations(name, strategy):
+def test_the_contract_holds_on_gpus_by_annotations(name, strategy):
     replica = 2 if strategy == "hybrid_shard" else 1
     contract = checked(
         name, "h100:8", local_batch=False, strategy=strategy, replica=replica, width=128
@@ -118,7 +118,7 @@ def test_it_holds_on_gpus_by_annotations(name, strategy):
 @pytest.mark.long
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize(("name", "settings"), [HOLD[0], HOLD[6]], ids=[IDS[0], IDS[6]])
-def test_it_holds_on_a_torus(name, settings):
+def test_the_contract_holds_on_a_torus(name, settings):
     contract = checked(
         name, "v5p:2x2x2", width=256, **settings
     )  # smaller arrays are padded to tiles
@@ -180,7 +180,7 @@ BATCH = {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32)}
 
 
 @pytest.mark.parametrize("strategy", ARITHMETIC)
-def test_what_is_declared_is_arithmetic_and_the_json_has_it(strategy):
+def test_the_declared_traffic_is_the_strategys_arithmetic(strategy):
     mesh = fsdp.make_mesh(replica=2 if "hybrid" in strategy else 1)
     contract = check_contract(net_step(mesh, strategy=strategy, accumulation=2), BATCH)
     assert contract.holds, contract
@@ -208,7 +208,7 @@ def one_line(contract, start):
 
 
 @pytest.mark.needs_plugin
-def test_without_the_pin_and_the_fence_weights_are_gathered_wide(monkeypatch):
+def test_without_the_pin_and_the_fence_weights_are_gathered_in_float32(monkeypatch):
     def unfenced(comm, value, spec):
         return jax.lax.with_sharding_constraint(value, NamedSharding(comm.mesh, PartitionSpec()))
 
@@ -241,7 +241,7 @@ def pinned(dtype):
 
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
-def test_a_module_that_computes_in_float32_makes_its_gradient_travel_wide(dtype):
+def test_a_module_that_computes_in_float32_has_its_gradient_reduced_in_float32(dtype):
     def loss(model, batch):
         logits = model(batch["ids"]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"]).sum(), batch[
@@ -312,7 +312,7 @@ def test_a_loss_that_mixes_the_examples_sends_activations():
     assert "mixes the examples of a batch" in line
 
 
-def test_a_rule_that_replicates_a_large_leaf():
+def test_a_rule_that_replicates_a_large_parameter_is_a_violation():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fsdp.ReplicationWarning)
         step = net_step(fsdp.make_mesh(), rules=[("middle/linear/kernel", PartitionSpec())])
@@ -320,7 +320,7 @@ def test_a_rule_that_replicates_a_large_leaf():
     assert "replicated on every device, by rule 'middle/linear/kernel'" in line
 
 
-def test_an_array_that_xla_replicates(capfd):
+def test_an_array_that_xla_replicates_is_a_violation(capfd):
     mesh = fsdp.make_mesh(replica=2)
 
     def loss(model, batch):
@@ -377,12 +377,12 @@ PAIR = [
 ]
 
 
-def test_a_combined_collective_whose_names_are_lost_is_given_out_by_shape_and_dtype():
+def test_a_combined_collective_without_names_is_attributed_by_shape_and_dtype():
     together = sent("reduce-scatter", 28784, [(256, 64), SMALL], ["", ""])
     assert violations(PAIR, together, sent("reduce-scatter", 224, [SMALL], ["b"], "float32")) == []
 
 
-def test_small_arrays_that_travel_as_one_are_shared_out():
+def test_small_arrays_that_are_sent_as_one_are_shared_out():
     expected = [declared(path, "reduce", "all-reduce", 8000, BIG) for path in "abc"]
     assert violations(expected, sent("all-reduce", 24000, [(1000,)], ["b+a"])) == []
     assert (
@@ -394,7 +394,7 @@ def test_small_arrays_that_travel_as_one_are_shared_out():
     )
 
 
-def test_what_xla_says_it_joined_goes_to_those_it_names():
+def test_a_joined_collective_is_attributed_to_the_parameters_that_it_names():
     """Though another array has as many elements: their shards across `replica`, as the scatter left
     them.
     """
@@ -422,7 +422,7 @@ def test_what_xla_says_it_joined_goes_to_those_it_names():
     )
 
 
-def test_scalars_joined_to_small_arrays_are_no_activation():
+def test_scalars_joined_to_small_arrays_are_not_activations():
     expected = [declared("norm", "reduce", "all-reduce", 40_000, (10_000,), dtype="float32")]
     assert (
         violations(expected, sent("all-reduce", 40_014, [(10_002,)], ["reduce_sum"], "float32"))
@@ -434,7 +434,7 @@ def test_scalars_joined_to_small_arrays_are_no_activation():
     )
 
 
-def test_a_stack_travels_layer_by_layer_or_whole():
+def test_a_stack_may_be_sent_layer_by_layer_or_at_once():
     expected = [declared("a", "gather", "all-gather", 1000, BIG, (2, *BIG))]
     assert violations(expected, sent("all-gather", 1000, [(2, 256, 64)], [""])) == []
     assert violations(expected, *[sent("all-gather", 500, [(1, *BIG)], [""])] * 2) == []
@@ -442,7 +442,7 @@ def test_a_stack_travels_layer_by_layer_or_whole():
     assert line.startswith("a: gathered more often than declared: +500 B per step; ")
 
 
-def test_a_tied_table_reduced_twice_is_named_and_no_activation():
+def test_a_tied_table_reduced_twice_is_named():
     once = sent("reduce-scatter", 28672, [BIG], ["dot_general"])
     [line] = violations(PAIR[:1], once, sent("reduce-scatter", 28672, [BIG], ["scatter-add"]))
     assert line.startswith(
@@ -451,7 +451,7 @@ def test_a_tied_table_reduced_twice_is_named_and_no_activation():
     assert "a tied head" in line
 
 
-def test_an_all_reduce_in_place_of_a_reduce_scatter():
+def test_an_all_reduce_in_place_of_a_reduce_scatter_is_a_violation():
     [line] = violations(PAIR[:1], sent("all-reduce", 57344, [BIG], [""]))
     assert line.startswith(
         "a: reduced by an all-reduce, declared a reduce-scatter: +28 KiB per step; "
@@ -478,7 +478,7 @@ def test_token_ids_are_activations_and_scalars_are_not():
     )
 
 
-def test_what_is_never_gathered_and_what_is_not_declared():
+def test_a_parameter_that_is_never_gathered_or_not_declared_is_a_violation():
     expected = [declared("a", "gather", "all-gather", 28672, BIG)]
     assert violations(expected)[0].startswith("a: never gathered; XLA computes on its shards")
     found = judged(expected, [sent("all-gather", 28672, [BIG], ["frozen"])], {"a", "frozen"})
@@ -487,7 +487,7 @@ def test_what_is_never_gathered_and_what_is_not_declared():
     )
 
 
-def test_by_annotations_activations_may_travel_in_place_of_a_gradient():
+def test_by_annotations_activations_may_be_sent_in_place_of_a_gradient():
     """What a parameter saves pays for activations, the smallest first; a dtype is no bytes."""
     activations = sent("all-gather", 20_000, [(8, 32, 64)], ["jit(_take)/scatter-add"])
     more = sent("all-gather", 30_000, [(8, 48, 64)], ["mha/pallas_call"])
@@ -561,13 +561,13 @@ def many(op, dtype, *, declared=None, axis="data", times=1.0, count=300):
         (many("all-gather", "bfloat16", times=0), "never gathered"),
     ],
 )
-def test_what_is_little_in_each_of_many_parameters_counts_in_their_sum(case, said):
+def test_small_differences_in_many_parameters_count_in_their_sum(case, said):
     found = [str(violation) for violation in judged(*case)]
     assert [text for text in found if said and f"299 more: {said}" in text] == found
     assert bool(found) == bool(said)
 
 
-def test_what_is_sent_along_an_axis_that_nothing_is_declared_for():
+def test_traffic_along_an_undeclared_axis_is_a_violation():
     expected, collectives, _ = many("all-gather", "bfloat16", axis="replica", count=4)
     (violation,) = other_axes(expected, collectives, ("data",))
     assert "more is sent along 'replica' than declared: +7.81 MiB per step" in str(violation)

@@ -80,7 +80,7 @@ def compile_loop(
     outer=st.integers(1, 4),
     inner=st.integers(1, 6),
 )
-def test_round_trip(op, axis, rows, columns, outer, inner):
+def test_collectives_in_loops_are_read_back(op, axis, rows, columns, outer, inner):
     run, share = ROUND_TRIPS[op]
     shape = (8 * rows, columns)
     program = read_program(
@@ -94,7 +94,7 @@ def test_round_trip(op, axis, rows, columns, outer, inner):
     )
 
 
-def test_a_loop_that_ends_when_the_data_says_is_counted_once_and_said():
+def test_a_loop_of_unknown_length_is_counted_once_and_reported():
     mesh = make_mesh(data=8)
 
     def local(x):
@@ -192,7 +192,7 @@ def test_groups_of_one_send_nothing():
 
 
 @pytest.mark.parametrize("opcode", ["ragged-all-to-all", "collective-broadcast", "send"])
-def test_a_transfer_that_is_not_understood_is_said(opcode):
+def test_an_unknown_transfer_is_reported(opcode):
     program = written(f"\n  ROOT %g = f32[64] {opcode}(%x), {GROUPS}")()
     assert program == ProgramTraffic((), (f"{opcode} 'g' in 'main'",))
 
@@ -206,7 +206,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("text", "what"), MALFORMED.items())
-def test_what_is_no_compiled_program_is_refused(text, what):
+def test_a_text_that_is_not_a_compiled_program_is_refused(text, what):
     with pytest.raises(ValueError, match=what):
         read_program(text, {"d": 1})
 
@@ -238,6 +238,6 @@ def test_what_is_no_compiled_program_is_refused(text, what):
         ),
     ],
 )
-def test_what_cannot_be_understood_is_refused(body, what):
+def test_an_instruction_that_cannot_be_read_is_refused(body, what):
     with pytest.raises(ValueError, match=what):
         written(body)()

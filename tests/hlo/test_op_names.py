@@ -22,7 +22,7 @@ pytestmark = pytest.mark.core
         ("jit(f)/(never closed:", ["jit(f)/(never closed:"]),
     ],
 )
-def test_what_was_combined_is_told_apart(name, expected):
+def test_combined_names_are_expanded(name, expected):
     assert expand(name) == expected
 
 
@@ -63,15 +63,15 @@ def test_scopes(name, expected):
         ("", ""),
     ],
 )
-def test_what_tracing_adds_is_left_out(name, expected):
+def test_what_tracing_adds_is_stripped(name, expected):
     assert stripped(name) == expected
 
 
-def test_what_was_factored_out_may_end_inside_a_bracket_inside_parentheses():
+def test_a_factored_prefix_may_end_inside_a_bracket():
     name = "jit(f)/jvp(fsdp.gather[mlp/(down/w])/all_gather:gate/w])/all_gather:up/w])/all_gather)"
     assert scopes(name) == ["mlp/down/w", "mlp/gate/w", "mlp/up/w"]
 
 
-def test_a_function_whose_own_name_holds_slashes():
+def test_a_function_whose_own_name_contains_slashes():
     assert scopes("jit(f)/jit(fsdp.gather[mlp/up])/add") == ["mlp/up"]
     assert stripped("jit(f)/jvp(shard_map)/foo(fsdp[mlp/up])/add").endswith("add")

@@ -69,7 +69,7 @@ def served(program: ProgramTraffic, op: str) -> Counter[tuple[str, tuple[int, ..
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_everything_is_read_and_fits_the_mesh(name):
+def test_every_stored_program_is_read_completely(name):
     program = stored(name)
     assert program.unread == ()
     assert all(set(one.axis.split("+")) <= set(MESHES[name]) for one in program.collectives)
@@ -254,7 +254,7 @@ def test_windowed_matmuls_permute_each_part_nine_times_round_a_ring_of_eight():
 
 
 @pytest.mark.parametrize("name", ["h100_mapped", "h100_hybrid", "h100_annotated"])
-def test_kernels_are_what_stands_between_start_and_done_in_the_text(name):
+def test_kernels_are_counted_between_start_and_done(name):
     """Against a search of the text: XLA calls every matmul of these programs `gemm_fusion_...`."""
     for one in stored(name).collectives:
         inside = re.search(rf"%{one.name} = (.*?)-done\(%{one.name}\)", text_of(name), re.DOTALL)
@@ -265,7 +265,7 @@ def test_kernels_are_what_stands_between_start_and_done_in_the_text(name):
         assert one.hidden == (one.bytes if kernels else 0)
 
 
-def test_some_of_it_is_hidden():
+def test_some_collectives_are_hidden():
     assert {one.op for one in stored("h100_mapped").collectives if one.hidden} == {"reduce-scatter"}
     assert {one.op for one in stored("h100_annotated").collectives if one.hidden} == {
         "all-to-all",
@@ -273,7 +273,7 @@ def test_some_of_it_is_hidden():
     }
 
 
-def test_a_tpu_carries_a_collective_on_inside_the_fusions_that_hide_it():
+def test_a_tpu_collective_continued_inside_fusions_counts_once():
     """`async-collective-start`, two `async_collective_fusion`s with a convolution,
     `async-collective-done`: one.
     """
@@ -317,7 +317,7 @@ def test_a_sparse_core_scatters_beside_the_matmuls():
 
 
 @pytest.mark.parametrize("key", ["to_apply", "some_computations"])
-def test_an_instruction_that_runs_what_sends_and_is_not_known_is_told(key):
+def test_an_unknown_instruction_that_calls_a_collective_is_reported(key):
     """The SparseCore's calls by a name invented here."""
     text = (
         text_of("v6e_sparse_core")
@@ -333,7 +333,7 @@ def test_an_instruction_that_runs_what_sends_and_is_not_known_is_told(key):
     assert told[0].endswith("sends by 'called_computation'")
 
 
-def test_a_computation_that_is_run_by_two_of_which_one_is_not_known_is_told():
+def test_an_unknown_second_caller_of_a_collective_is_reported():
     text, start = text_of("v6e_sparse_core"), "  %reduce-scatter.3.cloned.1.call-start = "
     [line] = [line for line in text.splitlines() if line.startswith(start)]
     again = line.replace(start, "  %again = ").replace(" call-start(", " call-again(")
@@ -348,7 +348,7 @@ def test_a_computation_that_is_run_by_two_of_which_one_is_not_known_is_told():
         'custom-call(%p), custom_call_target="exchange"',
     ],
 )
-def test_what_travels_in_a_computation_that_nothing_names_is_told(body):
+def test_a_collective_in_a_computation_that_nothing_names_is_reported(body):
     planted = f"\n\n%planted (p: f32[8]) -> f32[64] {{\n  %p = f32[8] parameter(0)\n  ROOT %x = f32[64] {body}\n}}\n"
     program = read_program(text_of("h100_mapped") + planted, MESHES["h100_mapped"])
     assert program.collectives == stored("h100_mapped").collectives
@@ -358,7 +358,7 @@ def test_what_travels_in_a_computation_that_nothing_names_is_told(body):
     )
 
 
-def test_a_pallas_kernel_that_copies_to_another_device_is_told():
+def test_a_pallas_kernel_that_copies_to_another_device_is_reported():
     """As an `async_remote_copy` on a v5e:4x2 is printed."""
     text = text_of("h100_mapped") + (
         "\n%f (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n  ROOT %k = f32[8] custom-call(%p), "
@@ -403,7 +403,7 @@ def test_exchanges_of_a_cpu():
 
 
 @pytest.mark.parametrize("name", ["cpu_mapped", "cpu_exchanges", "h100_mapped", "h100_exchanges"])
-def test_a_loop_whose_length_is_not_said_is_run(name):
+def test_a_loop_of_unstated_length_is_evaluated(name):
     untold = re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text_of(name))
     assert untold != text_of(name)
     assert read_program(untold, MESHES[name]) == stored(name)

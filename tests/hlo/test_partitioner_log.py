@@ -36,7 +36,7 @@ def compile_reshard(name: str, after: PartitionSpec, scale: float) -> None:
     jax.jit(f).lower(jax.ShapeDtypeStruct((8, 16, 32), jnp.float32)).compile()
 
 
-def test_a_reshard_that_no_exchange_can_do_is_found_with_its_path(capfd):
+def test_a_reshard_that_replicates_is_found_with_its_path(capfd):
     with rematerializations() as found:
         compile_reshard("fsdp.gather[blocks/mlp/up]", PartitionSpec(("replica", "data")), 2.0)
     assert [(one.shape, one.path) for one in found] == [
@@ -48,13 +48,13 @@ def test_a_reshard_that_no_exchange_can_do_is_found_with_its_path(capfd):
     )  # it is said all the same, afterwards
 
 
-def test_a_reshard_that_an_exchange_can_do_is_none():
+def test_a_reshard_by_an_exchange_is_not_reported():
     with rematerializations() as found:
         compile_reshard("f", PartitionSpec("replica", None, "data"), 3.0)
     assert found == []
 
 
-def test_what_is_written_meanwhile_comes_out_in_order(capfd):
+def test_other_output_on_stderr_is_kept_in_order(capfd):
     with rematerializations() as outer:
         os.write(2, b"one\n")
         with rematerializations() as inner:
@@ -66,7 +66,7 @@ def test_what_is_written_meanwhile_comes_out_in_order(capfd):
     assert capfd.readouterr().err == f"one\ntwo\n{OLD}\nthree\n"
 
 
-def test_an_exception_gives_the_descriptor_back(capfd):
+def test_an_exception_restores_the_descriptor(capfd):
     seen = []
 
     def fails():
@@ -93,6 +93,6 @@ def test_no_descriptor_is_left_open():
     assert after == before  # the lowest free number is what it was
 
 
-def test_the_same_words_twice_are_one():
+def test_the_same_warning_twice_counts_once():
     assert len(find(f"W1121 07:41:14 x.cc:1] {OLD}\nnoise\n{OLD}\n")) == 1
     assert find("[SPMD] all is well") == []

@@ -64,7 +64,7 @@ def test_pairs(pairs, size, axis):
 
 
 @pytest.mark.parametrize("groups", ["{{0,1},{2}}", "{{0,1}}", "somewhere"])
-def test_groups_that_cannot_be_are_refused(groups):
+def test_invalid_groups_are_refused(groups):
     with pytest.raises(ValueError, match="unreadable program"):
         read(f"replica_groups={groups}")
 

@@ -70,7 +70,7 @@ EXACTING = [
 @pytest.mark.parametrize(
     ("model", "prefetch", "dtypes", "remat", "accumulation"), covering(AXES, first=EXACTING)
 )
-def test_every_mode_trains_as_one_device_does(model, prefetch, dtypes, remat, accumulation):
+def test_every_prefetch_mode_matches_an_unsharded_run(model, prefetch, dtypes, remat, accumulation):
     """float32 to rounding; bfloat16 (8 bits of mantissa) to 2% of the loss and 2 learning rates a
     step.
     """
@@ -102,7 +102,7 @@ def gpt_step(scan, layers, prefetch, mesh=None, **settings):
 @pytest.mark.parametrize("prefetch", MODES)
 @pytest.mark.parametrize("layers", [2, 3])
 @pytest.mark.parametrize("scan", [True, False])
-def test_how_often_a_kernel_travels(scan, layers, prefetch):
+def test_how_often_each_kernel_is_gathered_and_reduced(scan, layers, prefetch):
     """`pre`: the last layer's parameters wait for the backward, which begins with it; else 2
     gathers a layer.
     """
@@ -123,7 +123,7 @@ def test_how_often_a_kernel_travels(scan, layers, prefetch):
 
 @pytest.mark.parametrize("prefetch", MODES)
 @pytest.mark.parametrize("scan", [True, False])
-def test_deferred_reduction_sends_a_gradient_once(scan, prefetch):
+def test_deferred_reduction_reduces_each_gradient_once(scan, prefetch):
     found = traffic(*gpt_step(scan, 3, prefetch, accumulation=2, deferred_reduction=True), TOKENS)
     path, each = ("blocks/mlp/up/kernel", 3) if scan else ("blocks/1/mlp/up/kernel", 1)
     assert found["reduce_scatter", path] == 1
@@ -131,7 +131,7 @@ def test_deferred_reduction_sends_a_gradient_once(scan, prefetch):
 
 
 @pytest.mark.parametrize("prefetch", MODES)
-def test_what_is_compiled_is_what_was_built(prefetch):
+def test_the_compiled_program_gathers_what_the_traced_one_does(prefetch):
     """And nothing but parameters is gathered: no activation, no token."""
     sharded, step = gpt_step(True, 4, prefetch)
     program = read_program(step.compile(TOKENS).as_text(), sharded.layout.mesh.shape)
@@ -166,7 +166,7 @@ def split(*sizes, replica=1):
         ("cnn", (4, 2), 1, "none"),
     ],
 )
-def test_one_dim_of_a_torus_after_another_trains_as_one_device_does(
+def test_one_mesh_axis_of_a_torus_at_a_time_matches_an_unsharded_run(
     model, sizes, replica, prefetch
 ):
     case, mesh = MODELS[model], split(*sizes, replica=replica)
@@ -177,7 +177,7 @@ def test_one_dim_of_a_torus_after_another_trains_as_one_device_does(
 
 
 @pytest.mark.parametrize("prefetch", MODES)
-def test_a_torus_is_gone_along_one_dim_at_a_time(prefetch):
+def test_a_torus_gathers_along_one_mesh_axis_at_a_time(prefetch):
     sharded, step = gpt_step(True, 3, prefetch, mesh=split(2, 4))
     found = traffic(sharded, step, TOKENS)
     assert found["all_gather", "blocks/mlp/up/kernel"] == 2 * (6 - (prefetch == "pre"))
@@ -199,7 +199,7 @@ class Packed(Case):
 
 
 @pytest.mark.parametrize(("scan", "prefetch"), [(True, "pre"), (False, "post")])
-def test_packed_rows_and_a_chunked_loss_train_as_one_device_does(scan, prefetch):
+def test_packed_rows_and_a_chunked_loss_match_an_unsharded_run(scan, prefetch):
     """Arrays that every layer reads (segments), and a derivative of its own that belongs to no
     layer (the loss).
     """
@@ -213,7 +213,7 @@ def test_packed_rows_and_a_chunked_loss_train_as_one_device_does(scan, prefetch)
 
 @pytest.mark.long
 @pytest.mark.parametrize("scan", [True, False])
-def test_dropout_draws_the_same_numbers_in_every_mode(scan):
+def test_dropout_draws_the_same_numbers_in_every_prefetch_mode(scan):
     case = Case(
         gpt(scan, layers=3, dropout=0.5), lambda m, b: next_token_loss(m, b, train=True), (Block,)
     )

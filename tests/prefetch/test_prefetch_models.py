@@ -259,12 +259,12 @@ def run(model, prefetch, said=None, **settings):
     [(model, "pre") for model in FOUND]
     + [(model, "post") for model in (Base, InsAndOuts, Nested, EncoderDecoder, Shared)],
 )
-def test_layers_are_found_wherever_they_stand(model, prefetch):
+def test_layers_of_any_model_are_prefetched(model, prefetch):
     assert not run(model, prefetch).not_prefetched
 
 
 @pytest.mark.parametrize("model", [InsAndOuts, Shared, Nested])
-def test_and_with_gradients_that_wait(model):
+def test_layers_are_prefetched_with_deferred_reduction(model):
     report = run(model, "pre", accumulation=2, deferred=True, remat="full")
     assert report.prefetched
     assert not report.not_prefetched
@@ -336,13 +336,13 @@ class Lonely(Stacked):
         (Lonely, "last", "no other unit is run just before or after", "pre"),
     ],
 )
-def test_what_cannot_be_moved_is_named_and_right(model, left, why, prefetch):
+def test_a_gather_that_cannot_be_moved_is_named_and_correct(model, left, why, prefetch):
     report = run(model, prefetch, rf"gathered where they are used, such as '{left}/.*': .*{why}")
     assert {path.rsplit("/", 1)[0].removesuffix("/up") for path in report.not_prefetched} == {left}
 
 
 @pytest.mark.parametrize("model", [One, OneStacked])
-def test_one_layer_has_none_after_it(model):
+def test_a_single_layer_warns_that_nothing_is_prefetched(model):
     case = Toy(model, loss)
     with pytest.warns(
         fsdp.SlowerWarning, match="there is no unit after another|gathered where they are used"
@@ -354,7 +354,7 @@ def test_one_layer_has_none_after_it(model):
 
 
 @pytest.mark.parametrize("model", [Base, Stacked])
-def test_frozen_layers_are_gathered_ahead_too(model):
+def test_frozen_layers_are_prefetched(model):
     case = Toy(model, loss)
     mesh = fsdp.make_mesh(data=8)
     start, _ = train(case, mesh, steps=0)
@@ -385,7 +385,7 @@ class Odd(nnx.Module):
 @pytest.mark.parametrize(
     ("prefetch", "local_batch"), [("none", False), ("none", True), ("pre", True)]
 )
-def test_a_kernel_over_two_dims_of_a_torus(prefetch, local_batch):
+def test_a_kernel_sharded_over_two_axes_of_a_torus(prefetch, local_batch):
     case = Toy(Odd, loss, (nnx.Linear,))
     mesh = split_data(fsdp.make_mesh(data=8), (2, 4))
     found, step = train(case, mesh, steps=STEPS, prefetch=prefetch, local_batch=local_batch)
@@ -397,7 +397,7 @@ def test_a_kernel_over_two_dims_of_a_torus(prefetch, local_batch):
 @pytest.mark.parametrize(
     ("sizes", "entry"), [((2, 4), "data"), ((2, 2, 2), "fsdp"), ((2, 4), "mine")]
 )
-def test_the_user_knows_one_axis(sizes, entry):
+def test_rules_and_reports_name_the_axes_of_a_torus_as_one(sizes, entry):
     mesh = split_data(fsdp.make_mesh(data=8), sizes)
     rules = [("up/kernel", (None, entry)), ("up/bias", (entry,))]
     found, step = train(

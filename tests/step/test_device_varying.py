@@ -146,12 +146,12 @@ WAITS = {
 
 
 @pytest.mark.parametrize("fn", SAME_ON_ALL.values(), ids=SAME_ON_ALL)
-def test_what_is_the_same_on_all_devices_is_taken(fn):
+def test_state_that_is_the_same_on_all_devices_is_accepted(fn):
     check(fn)
 
 
 @pytest.mark.parametrize("fn", DIFFERENT.values(), ids=DIFFERENT)
-def test_state_that_differs_is_refused_by_its_path(fn):
+def test_state_that_differs_between_devices_is_refused_with_its_path(fn):
     with pytest.raises(
         ValueError, match=r"computed from the batch(.*\n)+.*norm/mean(.*\n)+.*leave local_batch out"
     ):
@@ -160,14 +160,14 @@ def test_state_that_differs_is_refused_by_its_path(fn):
 
 
 @pytest.mark.parametrize("fn", WAITS.values(), ids=WAITS)
-def test_a_collective_that_some_devices_may_not_come_to_is_refused(fn):
+def test_a_collective_that_some_devices_may_skip_is_refused(fn):
     with pytest.raises(
         ValueError, match=r"devices may take this (branch|loop) differently(.*\n)+.*jnp.where"
     ):
         check(fn, state=[])
 
 
-def test_the_axes_are_named():
+def test_the_error_names_the_axes():
     with pytest.raises(ValueError, match=r"differs along replica\n"):
         check(lambda rows, shards, same: lax.psum(rows[0], "data"))
 

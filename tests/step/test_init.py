@@ -25,7 +25,7 @@ def drawn(sharded):
     return flatten(sharded.init(0).params)
 
 
-def test_only_what_is_not_given_is_drawn(sharded, drawn):
+def test_only_parameters_that_are_not_given_are_drawn(sharded, drawn):
     path = "blocks/mlp/up/kernel"
     mine = jax.device_put(jnp.full_like(drawn[path], 2.0), drawn[path].sharding)
     for params in ({path: mine}, unflatten({path: mine})):
@@ -35,7 +35,7 @@ def test_only_what_is_not_given_is_drawn(sharded, drawn):
         assert jax.tree.structure(state) == jax.tree.structure(sharded.abstract_state())
 
 
-def test_all_can_be_given(sharded, drawn):
+def test_all_parameters_can_be_given(sharded, drawn):
     doubled = {path: jax.device_put(2 * leaf, leaf.sharding) for path, leaf in drawn.items()}
     for path, leaf in flatten(sharded.init(0, doubled).params).items():
         np.testing.assert_array_equal(leaf, 2 * drawn[path])
@@ -51,12 +51,12 @@ def test_all_can_be_given(sharded, drawn):
         ("blocks/mlp/up/kernel", np.asarray, "not a jax.Array"),
     ],
 )
-def test_what_does_not_fit_is_refused(sharded, drawn, path, change, said):
+def test_a_given_parameter_that_does_not_fit_is_refused(sharded, drawn, path, change, said):
     with pytest.raises(ValueError, match=said):
         sharded.init(0, {path: change(drawn["blocks/mlp/up/kernel"])})
 
 
-def test_what_is_frozen_rests_in_a_dtype_of_its_own():
+def test_frozen_parameters_are_stored_in_a_dtype_of_their_own():
     precision = fsdp.Precision(compute="bfloat16", frozen="bfloat16")
     made = fsdp.fully_shard(
         gpt(True),

@@ -50,7 +50,7 @@ def mesh_for(strategy):
         ),
     ],
 )
-def test_what_only_local_batches_can_do_is_an_error_without_them(settings, asked, name):
+def test_settings_that_need_local_batches_are_an_error_without_them(settings, asked, name):
     sharded = shard(**settings)
     said = rf"^{name} needs local_batch=True(.*\n)+.*local_batch=True\) if loss_fn is a sum over examples"
     with pytest.raises(ValueError, match=said):
@@ -58,7 +58,7 @@ def test_what_only_local_batches_can_do_is_an_error_without_them(settings, asked
     assert sharded.train_step(next_token_loss, local_batch=True, **asked).plan.local_batch
 
 
-def test_a_reduce_dtype_that_is_the_compute_dtype_is_no_other():
+def test_a_reduce_dtype_equal_to_the_compute_dtype_needs_no_local_batches():
     precision = fsdp.Precision(compute="bfloat16", reduce="bfloat16")
     assert not shard(precision=precision).train_step(next_token_loss).plan.local_batch
 
@@ -68,7 +68,7 @@ def test_local_batch_is_a_bool():
         shard().train_step(next_token_loss, local_batch=None)
 
 
-def test_one_device_has_no_one_to_send_to():
+def test_one_device_ignores_settings_of_communication():
     mesh = fsdp.make_mesh(data=1, allow_fewer=True)
     settings = {"accumulation": 2, "deferred_reduction": True, "local_batch": True}
     plan = shard(mesh=mesh, prefetch="pre").train_step(next_token_loss, **settings).plan
@@ -107,7 +107,7 @@ ROWS = {"x": np.random.default_rng(0).normal(size=(32, WIDTH)).astype(np.float32
 
 
 @pytest.mark.parametrize("prefetch", ["none", "pre"])
-def test_state_that_all_devices_agree_on_is_kept(prefetch):
+def test_state_that_all_devices_agree_on_is_updated(prefetch):
     """A scan hands constants on; what changes is not computed from rows."""
     model = lambda rngs: Stateful(lambda ema, x: ema * 0.5, rngs)  # noqa: E731
     sharded = shard(model, units=[nnx.Linear], prefetch=prefetch)
@@ -118,7 +118,7 @@ def test_state_that_all_devices_agree_on_is_kept(prefetch):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_state_computed_from_rows_is_refused_with_local_batches_and_global_by_default(accumulation):
+def test_state_computed_from_rows_is_global_by_default_and_refused_with_local_batches(accumulation):
     model = lambda rngs: Stateful(lambda ema, x: x.mean(0), rngs)  # noqa: E731
     sharded = shard(model, units=[nnx.Linear])
     with pytest.raises(
@@ -168,7 +168,7 @@ def deep(keep):
 
 
 @pytest.mark.parametrize("keep", ["random", "batch"])
-def test_a_unit_that_some_devices_may_leave_out_is_refused_with_local_batches(keep):
+def test_a_unit_that_some_devices_may_skip_is_refused_with_local_batches(keep):
     """Some devices would wait in its gather for others that never come."""
     step = shard(deep(keep), units=[Layer]).train_step(squares, local_batch=True)
     with pytest.raises(
@@ -184,7 +184,7 @@ def test_a_unit_in_a_branch_that_all_devices_take_runs_with_local_batches():
     np.testing.assert_allclose(local["loss"], default["loss"], rtol=1e-5)
 
 
-def test_stochastic_depth_is_that_of_one_device_by_default():
+def test_stochastic_depth_by_default_is_that_of_one_device():
     sharded = shard(deep("random"), units=[Layer])
     model = sharded.model(sharded.init(0))
     possible = []
@@ -247,7 +247,7 @@ def test_a_penalty_on_the_parameters_is_exact_by_default(strategy, model):
     [(*each, "none") for each in EVERY_STRATEGY]
     + [("full_shard", Stack, "pre"), ("hybrid_shard", Chain, "post")],
 )
-def test_a_penalty_is_never_a_wrong_number_with_local_batches(strategy, model, prefetch, deferred):
+def test_a_penalty_on_the_parameters_is_refused_with_local_batches(strategy, model, prefetch, deferred):
     """A device would see its own shards, or count whole ones once more: the loss cannot be traced."""
     sharded = shard(
         lambda rngs: model(rngs), mesh_for(strategy), [Layer], strategy, prefetch=prefetch
@@ -264,7 +264,7 @@ def test_a_penalty_is_never_a_wrong_number_with_local_batches(strategy, model, p
 @pytest.mark.parametrize(
     "shrink", [lambda p: jnp.where(jnp.abs(p) > 0.1, p, 0), jnp.nansum, jnp.linalg.norm]
 )
-def test_no_arithmetic_gets_past_the_guard(shrink):
+def test_any_arithmetic_on_raw_parameters_is_refused(shrink):
     def loss(model, batch):
         total, count = squares(model, batch)
         return total + sum(
@@ -304,7 +304,7 @@ def lower(model):
 
 
 @pytest.mark.parametrize("local_batch", [True, False])
-def test_collectives_are_explicit_with_local_batches_alone(local_batch):
+def test_collectives_are_explicit_only_with_local_batches(local_batch):
     """By annotations nothing is mapped over devices but what XLA cannot partition, such as kernels:
     none is here.
     """
@@ -325,7 +325,7 @@ def contrastive(model, batch):
     return -jnp.trace(jax.nn.log_softmax(logits @ logits.T)), logits.shape[0]
 
 
-def test_a_loss_over_the_batch_is_exact_by_default_and_a_promise_is_taken():
+def test_a_loss_over_the_batch_is_exact_by_default_and_not_checked_with_local_batches():
     case, mesh = Toy(lambda rngs: Chain(rngs), contrastive, (Layer,)), fsdp.make_mesh(data=8)
     check(train(case, mesh, steps=2)[0], alone(case, steps=2))
     (promised,), _ = train(case, mesh, steps=1, local_batch=True)[0]

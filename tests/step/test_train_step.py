@@ -34,7 +34,7 @@ def images():
     )
 
 
-def test_state_is_born_sharded_with_the_values_of_one_device(sharded):
+def test_state_is_created_sharded_with_the_values_of_one_device(sharded):
     state = sharded.init(seed=3)
     key, _ = jax.random.split(jax.random.key(3))
     alone = nnx.state(GPT_CASE.model(nnx.Rngs(key)), nnx.Param)
@@ -55,7 +55,7 @@ def _same_shardings(sharded, state):
     jax.tree.map(check, state, sharded.abstract_state())
 
 
-def test_a_step_keeps_every_sharding_and_takes_the_old_state(sharded):
+def test_a_step_keeps_every_sharding_and_donates_the_old_state(sharded):
     step, state = sharded.train_step(GPT_CASE.loss), sharded.init(0)
     old = state.params["embed"]["embedding"]
     state, metrics = step(state, GPT_CASE.batch(0))
@@ -65,7 +65,7 @@ def test_a_step_keeps_every_sharding_and_takes_the_old_state(sharded):
     assert set(metrics) == {"loss", "grad_norm", "count", "skipped", "skipped_in_a_row"}
 
 
-def test_the_optimizer_state_aliases_its_input(sharded):
+def test_the_state_is_updated_in_place(sharded):
     """Donation that fails in silence doubles the state: nearly all of it must be aliased."""
     compiled = sharded.train_step(GPT_CASE.loss).compile(GPT_CASE.batch(0))
     stats = compiled.memory_analysis()
@@ -94,7 +94,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(images):
     assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"]), int(state.step)) == (1, 0, 3)
 
 
-def test_too_many_in_a_row_abort_without_being_applied(images):
+def test_too_many_skipped_steps_in_a_row_abort(images):
     case = CASES["nnx-cnn-batchnorm"]
     step, state = images.train_step(case.loss, abort_after=3), images.init(0)
     before = jax.device_get(state.params)
@@ -142,7 +142,7 @@ def test_another_models_state_names_the_leaf(sharded, images):
 
 
 @pytest.mark.parametrize("rows", [0, 7, 12])
-def test_a_batch_that_does_not_divide(sharded, rows):
+def test_a_batch_that_does_not_divide_is_refused(sharded, rows):
     step = sharded.train_step(GPT_CASE.loss, accumulation=2)
     batch = {key: value[:rows] for key, value in GPT_CASE.batch(0).items()}
     with pytest.raises(
@@ -197,21 +197,21 @@ def test_arrays_on_devices_do_not_pass_through_the_host(sharded, monkeypatch, ac
         (np.array(["text"] * 32), r"not an array of numbers in the batch\n.*batch/extra"),
     ],
 )
-def test_leaves_without_rows_of_numbers(sharded, leaf, said):
+def test_batch_leaves_without_rows_of_numbers_are_refused(sharded, leaf, said):
     step, batch = sharded.train_step(GPT_CASE.loss), GPT_CASE.batch(0) | {"extra": leaf}
     for use in (step.put, step.lower):
         with pytest.raises(ValueError, match=said):
             use(batch)
 
 
-def test_leaves_of_different_rows(sharded):
+def test_batch_leaves_of_different_rows_are_refused(sharded):
     batch = GPT_CASE.batch(0)
     with pytest.raises(ValueError, match="leaves of the batch differ in their rows"):
         sharded.train_step(GPT_CASE.loss).put(batch | {"mask": batch["mask"][:8]})
 
 
 @pytest.mark.parametrize("wrong", [lambda m, b: jnp.float32(1), lambda m, b: (jnp.ones(3), 1)])
-def test_a_loss_of_another_form(sharded, wrong):
+def test_a_loss_that_returns_something_else_is_refused(sharded, wrong):
     with pytest.raises(ValueError, match=r"loss_fn returned something else\n.*\n.*\(sum, count\)"):
         sharded.train_step(wrong).lower(GPT_CASE.batch(0))
 
@@ -237,7 +237,7 @@ def test_apply_runs_any_function_of_the_model(sharded):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_apply_inside_a_loop_of_ones_own(scan):
+def test_apply_inside_a_loop_of_the_users(scan):
     """In mixed precision and with dropout, whose streams the loop may not write."""
     mesh, precision = fsdp.make_mesh(data=8), fsdp.Precision(compute="bfloat16")
     model = gpt(scan, dropout=0.5)
@@ -290,7 +290,7 @@ def test_a_line_search_is_refused_with_the_fix():
         ),
     ],
 )
-def test_settings_that_do_not_fit(settings, said):
+def test_invalid_settings_are_refused(settings, said):
     arguments = {
         "model": GPT_CASE.model,
         "tx": optax.adam(1e-3),
@@ -353,12 +353,12 @@ def test_tables_that_are_plain_attributes(table):
 @pytest.mark.parametrize(
     ("name", "value"), [("clip", 0.0), ("clip", -1.0), ("accumulation", 0), ("accumulation", 2.0)]
 )
-def test_numbers_out_of_range(sharded, name, value):
+def test_numbers_out_of_range_are_refused(sharded, name, value):
     with pytest.raises(ValueError, match=name):
         sharded.train_step(GPT_CASE.loss, **{name: value})
 
 
-def test_a_state_that_a_step_took_over_is_refused(sharded):
+def test_a_donated_state_is_refused(sharded):
     step, state = sharded.train_step(GPT_CASE.loss), sharded.init(0)
     step(state, GPT_CASE.batch(0))
     with pytest.raises(

@@ -35,12 +35,12 @@ def lowered(
     return step.plan
 
 
-def test_one_unit_has_none_after_it():
+def test_a_single_unit_warns_that_nothing_is_prefetched():
     plan = lowered(units="model", warns="there is no unit after another to gather ahead; two units")
     assert not plan.report.prefetched
 
 
-def test_what_is_gathered_once_a_step_has_nothing_to_prefetch():
+def test_parameters_gathered_once_a_step_are_not_prefetched():
     plan = lowered(strategy="shard_grad_op")
     assert not plan.report.prefetched
     assert not plan.report.not_prefetched
@@ -65,7 +65,7 @@ def on_gpu(plan):
 
 
 @pytest.mark.parametrize(("scan", "layers"), [(True, 3), (False, 2)])
-def test_on_a_gpu_all_of_a_layer_is_sent_as_one(scan, layers):
+def test_on_a_gpu_the_gathers_of_a_layer_are_combined(scan, layers):
     """A layer of GPT has 12 D^2 + 13 D parameters."""
     plan = lowered(gpt(scan, layers=layers), precision=BF16)
     norms, width = 4 * 16, 2
@@ -78,12 +78,12 @@ def test_on_a_gpu_all_of_a_layer_is_sent_as_one(scan, layers):
     assert compiler_options(plan) == {}, "the CPU knows no such option"
 
 
-def test_a_gradient_wider_than_its_parameter_counts():
+def test_the_threshold_covers_gradients_wider_than_their_parameters():
     options = compiler_options(on_gpu(lowered(precision=MIXED)))
     assert {options[name] for name in options if "threshold" in name} == {
         (12 * 16**2 + 13 * 16) * 4
     }
 
 
-def test_without_prefetch_xla_decides():
+def test_without_prefetch_no_options_are_set():
     assert compiler_options(on_gpu(lowered(prefetch="none"))) == {}
