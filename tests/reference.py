@@ -141,11 +141,13 @@ Run = tuple[list[float], dict[str, np.ndarray]]
 
 def control(name: str, accumulation: int, clip: float | None = None) -> Run:
     """A run of one of the CASES on one device."""
-    return alone(CASES[name], accumulation, clip)
+    return train_unsharded(CASES[name], accumulation, clip)
 
 
 @cache
-def alone(case: Case, accumulation: int = 1, clip: float | None = None, steps: int = STEPS) -> Run:
+def train_unsharded(
+    case: Case, accumulation: int = 1, clip: float | None = None, steps: int = STEPS
+) -> Run:
     """A run on one device, in plain JAX, microbatch after microbatch."""
     params, rest, apply = _start(case)
     tx = optimizer()

@@ -207,7 +207,7 @@ def test_the_product_has_the_dtype_that_the_linear_computes_in():
 # Training
 
 
-def alone(make, loss, batches):
+def train_unsharded(make, loss, batches):
     """LoRA's parameters trained on one device, in plain JAX and optax."""
     key, _ = jax.random.split(jax.random.key(0))
     graphdef, lora, rest = nnx.split(make(nnx.Rngs(key)), nnx.LoRAParam, ...)
@@ -233,7 +233,9 @@ def alone(make, loss, batches):
 
 @functools.cache
 def control(make):
-    return alone(make, next_token_loss, [CASES["nnx-gpt-scanned"].batch(i) for i in range(STEPS)])
+    return train_unsharded(
+        make, next_token_loss, [CASES["nnx-gpt-scanned"].batch(i) for i in range(STEPS)]
+    )
 
 
 def held_against_the_control(make, units, mesh, strategy="full_shard", *, step=None, **settings):

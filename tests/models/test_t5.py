@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Case, alone, check, train
+from reference import Case, check, train, train_unsharded
 
 import fsdp_jax as fsdp
 from fsdp_jax.models.t5 import (
@@ -439,20 +439,22 @@ def test_sharded_training_is_training(name, prefetch):
     found, step = train(
         CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch
     )
-    check(found, alone(CASES[name], steps=2))
+    check(found, train_unsharded(CASES[name], steps=2))
     gathered = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
     assert {path.split("/")[0] for path in gathered} == {"encoder", "decoder"}
-    assert prefetch == "none" or (step.plan.report.prefetched == gathered and not step.plan.report.not_prefetched)
+    assert prefetch == "none" or (
+        step.plan.report.prefetched == gathered and not step.plan.report.not_prefetched
+    )
 
 
 @pytest.mark.long
 def test_sharded_training_with_recomputation():
     settings = {"accumulation": 2, "local_batch": True, "prefetch": "pre", "remat": "full"}
     found, _ = train(CASES["scanned"], fsdp.make_mesh(data=8), steps=2, **settings)
-    check(found, alone(CASES["scanned"], 2, steps=2))
+    check(found, train_unsharded(CASES["scanned"], 2, steps=2))
 
 
 @pytest.mark.long
 def test_sharded_training_in_bfloat16_stays_near():
     found, _ = train(CASES["scanned"], fsdp.make_mesh(data=8), steps=2, precision=BFLOAT16)
-    np.testing.assert_allclose(found[0], alone(CASES["scanned"], steps=2)[0], rtol=2e-2)
+    np.testing.assert_allclose(found[0], train_unsharded(CASES["scanned"], steps=2)[0], rtol=2e-2)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from reference import Case, alone, check, train
+from reference import Case, check, train, train_unsharded
 
 import fsdp_jax as fsdp
 from fsdp_jax.models.vit import (
@@ -302,14 +302,16 @@ def test_sharded_training_is_training(name, prefetch):
     found, step = train(
         CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch
     )
-    check(found, alone(CASES[name], steps=2))
+    check(found, train_unsharded(CASES[name], steps=2))
     gathered = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
     assert {path.split("/")[0] for path in gathered} == {"blocks"}
-    assert prefetch == "none" or (step.plan.report.prefetched == gathered and not step.plan.report.not_prefetched)
+    assert prefetch == "none" or (
+        step.plan.report.prefetched == gathered and not step.plan.report.not_prefetched
+    )
 
 
 @pytest.mark.long
 def test_sharded_training_in_bfloat16_stays_near():
     precision = fsdp.Precision(compute="bfloat16")
     found, _ = train(CASES["scanned"], fsdp.make_mesh(data=8), steps=2, precision=precision)
-    np.testing.assert_allclose(found[0], alone(CASES["scanned"], steps=2)[0], rtol=2e-2)
+    np.testing.assert_allclose(found[0], train_unsharded(CASES["scanned"], steps=2)[0], rtol=2e-2)

@@ -17,7 +17,6 @@ from reference import (
     CNN,
     Case,
     LinenTransformer,
-    alone,
     check,
     covering,
     gpt,
@@ -25,6 +24,7 @@ from reference import (
     linen_loss,
     traffic,
     train,
+    train_unsharded,
 )
 
 import fsdp_jax as fsdp
@@ -82,7 +82,7 @@ def test_every_prefetch_mode_matches_an_unsharded_run(model, prefetch, dtypes, r
     )  # fmt: skip
     exact = dtypes == ("float32", None)
     near = {} if exact else {"loss": 2e-2, "params": 2e-3 * STEPS}
-    check(found, alone(case, count, steps=STEPS), **near)
+    check(found, train_unsharded(case, count, steps=STEPS), **near)
 
 
 # By construction
@@ -172,7 +172,7 @@ def test_one_mesh_axis_of_a_torus_at_a_time_matches_an_unsharded_run(
     case, mesh = MODELS[model], split(*sizes, replica=replica)
     strategy = "hybrid_shard" if replica > 1 else "full_shard"
     found, step = train(case, mesh, strategy, steps=STEPS, local_batch=True, prefetch=prefetch)
-    check(found, alone(case, steps=STEPS))
+    check(found, train_unsharded(case, steps=STEPS))
     assert all(comm.per_axis for comm in step.plan.comms.values())
 
 
@@ -205,7 +205,7 @@ def test_packed_rows_and_a_chunked_loss_match_an_unsharded_run(scan, prefetch):
     """
     case = Packed(gpt(scan, layers=3), partial(next_token_loss, chunk=12), (Block,))
     found, _ = train(case, fsdp.make_mesh(data=8), steps=STEPS, local_batch=True, prefetch=prefetch)
-    check(found, alone(case, steps=STEPS))
+    check(found, train_unsharded(case, steps=STEPS))
 
 
 # Randomness

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from reference import Case, alone, check, train
+from reference import Case, check, train, train_unsharded
 
 import fsdp_jax as fsdp
 from fsdp_jax.sharding.mesh import split_data
@@ -246,7 +246,7 @@ def run(model, prefetch, said=None, **settings):
             prefetch=prefetch,
             **settings,
         )
-    check(found, alone(Toy(model, loss), settings.get("accumulation", 1), steps=STEPS))
+    check(found, train_unsharded(Toy(model, loss), settings.get("accumulation", 1), steps=STEPS))
     in_units = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
     assert step.plan.report.prefetched | set(step.plan.report.not_prefetched) == in_units, (
         "each is moved, or named"
@@ -350,7 +350,7 @@ def test_a_single_layer_warns_that_nothing_is_prefetched(model):
         found, _ = train(
             case, fsdp.make_mesh(data=8), steps=STEPS, local_batch=True, prefetch="pre"
         )
-    check(found, alone(case, steps=STEPS))
+    check(found, train_unsharded(case, steps=STEPS))
 
 
 @pytest.mark.parametrize("model", [Base, Stacked])
@@ -389,7 +389,7 @@ def test_a_kernel_sharded_over_two_axes_of_a_torus(prefetch, local_batch):
     case = Toy(Odd, loss, (nnx.Linear,))
     mesh = split_data(fsdp.make_mesh(data=8), (2, 4))
     found, step = train(case, mesh, steps=STEPS, prefetch=prefetch, local_batch=local_batch)
-    check(found, alone(case, steps=STEPS))
+    check(found, train_unsharded(case, steps=STEPS))
     specs = [tuple(step.plan.comms[f"inner/{i}/kernel"].param_spec) for i in range(2)]
     assert specs == [("data_0", "data_1"), ("data_1", "data_0")]
 
@@ -404,7 +404,7 @@ def test_rules_and_reports_name_the_axes_of_a_torus_as_one(sizes, entry):
         Toy(Base, loss), mesh, steps=STEPS, rules=rules, logical_axes={"mine": "data"}, local_batch=True,
         prefetch="pre",
     )  # fmt: skip
-    check(found, alone(Toy(Base, loss), steps=STEPS))
+    check(found, train_unsharded(Toy(Base, loss), steps=STEPS))
     layout = step.plan.layout
     text = str(layout) + repr(layout) + layout._repr_html_()
     assert "data=8" in text

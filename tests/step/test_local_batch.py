@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from reference import Case, alone, check, gpt, train
+from reference import Case, check, gpt, train, train_unsharded
 
 import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
@@ -238,7 +238,7 @@ EVERY_STRATEGY = list(zip(fsdp.STRATEGIES, [Stack, Chain] * 3, strict=True))
 @pytest.mark.parametrize(("strategy", "model"), EVERY_STRATEGY)
 def test_a_penalty_on_the_parameters_is_exact_by_default(strategy, model):
     case = Toy(lambda rngs: model(rngs), penalised, (Layer,))
-    check(train(case, mesh_for(strategy), strategy, steps=2)[0], alone(case, steps=2))
+    check(train(case, mesh_for(strategy), strategy, steps=2)[0], train_unsharded(case, steps=2))
 
 
 @pytest.mark.parametrize("deferred", [True, False])
@@ -247,7 +247,9 @@ def test_a_penalty_on_the_parameters_is_exact_by_default(strategy, model):
     [(*each, "none") for each in EVERY_STRATEGY]
     + [("full_shard", Stack, "pre"), ("hybrid_shard", Chain, "post")],
 )
-def test_a_penalty_on_the_parameters_is_refused_with_local_batches(strategy, model, prefetch, deferred):
+def test_a_penalty_on_the_parameters_is_refused_with_local_batches(
+    strategy, model, prefetch, deferred
+):
     """A device would see its own shards, or count whole ones once more: the loss cannot be traced."""
     sharded = shard(
         lambda rngs: model(rngs), mesh_for(strategy), [Layer], strategy, prefetch=prefetch
@@ -327,9 +329,9 @@ def contrastive(model, batch):
 
 def test_a_loss_over_the_batch_is_exact_by_default_and_not_checked_with_local_batches():
     case, mesh = Toy(lambda rngs: Chain(rngs), contrastive, (Layer,)), fsdp.make_mesh(data=8)
-    check(train(case, mesh, steps=2)[0], alone(case, steps=2))
+    check(train(case, mesh, steps=2)[0], train_unsharded(case, steps=2))
     (promised,), _ = train(case, mesh, steps=1, local_batch=True)[0]
-    assert promised < 0.9 * alone(case, steps=2)[0][0], "a device sees 4 of 32 examples"
+    assert promised < 0.9 * train_unsharded(case, steps=2)[0][0], "a device sees 4 of 32 examples"
 
 
 # Accumulation

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from reference import Case, alone, check, linen_loss, traffic, train
+from reference import Case, check, linen_loss, traffic, train, train_unsharded
 
 import fsdp_jax as fsdp
 
@@ -143,7 +143,7 @@ def mesh():
 
 def as_alone(mesh, case, **settings):
     run, step = train(case, mesh, steps=2, **settings)
-    check(run, alone(case, steps=2))
+    check(run, train_unsharded(case, steps=2))
     return step
 
 
