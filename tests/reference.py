@@ -1,8 +1,7 @@
-"""What the tests hold the library against: small models of four kinds, and training written out by
-hand, unsharded.
+"""What the tests compare the library with: small models, and unsharded training written by hand.
 
-Nothing in the control comes from the library's core but the models' starting values. Below it stand
-the run that is held against it, and a count of what a traced step gathers and reduces.
+Nothing in the control comes from the library's core but the models' initial values. Below it are
+the same run by the library, and a count of what a traced step gathers and reduces.
 """
 
 import dataclasses
@@ -100,9 +99,8 @@ class Case:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        return (
-            {"inputs": (jnp.zeros((1, 8), jnp.int32),)} if isinstance(self.model, nn.Module) else {}
-        )
+        is_linen = isinstance(self.model, nn.Module)
+        return {"inputs": (jnp.zeros((1, 8), jnp.int32),)} if is_linen else {}
 
     def batch(self, step: int, rows: int = 32) -> dict[str, np.ndarray]:
         random = np.random.default_rng(step)
@@ -113,9 +111,8 @@ class Case:
         tokens = random.integers(0, 32, (rows, 9)).astype(np.int32)
         # Uneven masks: a mean of means would show.
         mask = (np.arange(8)[None] < random.integers(1, 9, (rows, 1))).astype(np.float32)
-        return (
-            {"tokens": tokens, "mask": mask} if self.loss is next_token_loss else {"tokens": tokens}
-        )
+        masked = self.loss is next_token_loss
+        return {"tokens": tokens, "mask": mask} if masked else {"tokens": tokens}
 
 
 CASES = {
@@ -131,7 +128,7 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def make_model(case: Case) -> Any:
-    """`fully_shard` wants a function of rngs."""
+    """The model as `fully_shard` takes it: a function of rngs, or a Linen module."""
     return (lambda rngs: case.model(rngs=rngs)) if isinstance(case.model, type) else case.model
 
 
@@ -140,7 +137,7 @@ Run = tuple[list[float], dict[str, np.ndarray]]
 
 
 def control(name: str, accumulation: int, clip: float | None = None) -> Run:
-    """A run of one of the CASES on one device."""
+    """An unsharded run of one of the CASES."""
     return train_unsharded(CASES[name], accumulation, clip)
 
 
@@ -148,7 +145,7 @@ def control(name: str, accumulation: int, clip: float | None = None) -> Run:
 def train_unsharded(
     case: Case, accumulation: int = 1, clip: float | None = None, steps: int = STEPS
 ) -> Run:
-    """A run on one device, in plain JAX, microbatch after microbatch."""
+    """Trains on one device, in plain JAX, microbatch after microbatch."""
     params, rest, apply = _start(case)
     tx = optimizer()
     opt_state = tx.init(params)
@@ -176,8 +173,8 @@ def train_unsharded(
         sums = None
         for part in microbatches(case.batch(step), accumulation):
             grads, total, count, rest = gradients(params, rest, part)
-            found = (grads, total, jnp.float32(count))
-            sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+            more = (grads, total, jnp.float32(count))
+            sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
         grads, total, count = sums
         losses.append(float(total / count))
         params, opt_state = update(params, opt_state, grads, count)
@@ -192,9 +189,7 @@ def microbatches(batch: dict[str, np.ndarray], accumulation: int) -> list[dict[s
 
 
 def _start(case: Case) -> tuple[Any, Any, Callable[..., Any]]:
-    """(params, rest, apply) with the values that `fully_shard(...).init(seed=0)` starts from, made
-    unsharded.
-    """
+    """(params, rest, apply), unsharded, with the initial values of `fully_shard(...).init(0)`."""
     key, _ = jax.random.split(jax.random.key(0))
     if isinstance(case.model, nn.Module):
         params_key, dropout_key = jax.random.split(key, 2)
@@ -231,7 +226,7 @@ Choice = tuple[Hashable, ...]
 
 
 def pairs_of(case: Choice) -> set[tuple[Hashable, ...]]:
-    """The pairs of values of a member of a product, with their places."""
+    """The pairs of values of a member of a product, with their positions."""
     return {(a, b, case[a], case[b]) for a, b in itertools.combinations(range(len(case)), 2)}
 
 
@@ -241,8 +236,7 @@ def covering(
     first: Sequence[Choice] = (),
     possible: Callable[..., bool] | None = None,
 ) -> list[Choice]:
-    """Members of the product of `axes` that hold every pair of values which a possible member
-    holds.
+    """Members of a product that together have every pair of values that a possible member has.
 
     Args:
         axes: the values of each.
@@ -260,10 +254,18 @@ def covering(
 
 
 def train(
-    case: Case, mesh: jax.sharding.Mesh, strategy: str = "full_shard", *, steps: int = STEPS, accumulation: int = 1,
-    deferred: bool = False, local_batch: bool = False, clip: float | None = None, **settings: Any,
-) -> tuple[Run, fsdp.CompiledStep]:  # fmt: skip
-    """The same run by the library, and its step."""
+    case: Case,
+    mesh: jax.sharding.Mesh,
+    strategy: str = "full_shard",
+    *,
+    steps: int = STEPS,
+    accumulation: int = 1,
+    deferred: bool = False,
+    local_batch: bool = False,
+    clip: float | None = None,
+    **settings: Any,
+) -> tuple[Run, fsdp.CompiledStep]:
+    """Trains by the library; returns the run and its step."""
     sharded = fsdp.fully_shard(
         make_model(case),
         optimizer(),
@@ -289,6 +291,7 @@ def train(
 
 
 def check(found: Run, expected: Run, *, loss: float = 1e-5, params: float = 1e-4) -> None:
+    """Asserts equal losses and parameters, to these relative tolerances."""
     np.testing.assert_allclose(found[0], expected[0], rtol=loss)
     assert found[1].keys() == expected[1].keys()
     for path, value in expected[1].items():
@@ -296,8 +299,7 @@ def check(found: Run, expected: Run, *, loss: float = 1e-5, params: float = 1e-4
 
 
 def traffic(sharded: fsdp.Sharded, step: fsdp.CompiledStep, batch: Any) -> Counter[tuple[str, str]]:
-    """{(operation, parameter): times a step} of the traced step, before XLA merges or moves
-    anything.
+    """{(operation, parameter): executions per step} of the traced step, before XLA changes it.
 
     Operations are JAX's names, of those that communicate and of the fence before an annotated
     gather. The parameter is that of the scope around it; "" where there is none.

@@ -1,8 +1,6 @@
-"""Every strategy, mesh, way to run a step and kind of model against an unsharded run written by
-hand.
+"""Every strategy, mesh, way to run a step and kind of model against an unsharded run by hand.
 
-The whole product has 708 possible members; each pair of values from any two axes is run at least
-once.
+Of the 708 possible combinations, each pair of values from any two axes is run at least once.
 """
 
 import dataclasses
@@ -31,7 +29,7 @@ AXES = [list(fsdp.STRATEGIES), MESHES, WAYS, list(CASES), ["none", "full"]]
 
 
 def possible(strategy, mesh, way, model, remat):
-    """Batch statistics are of the global batch, and one device has no other."""
+    """Whether a combination is valid: batch statistics need the global batch."""
     return not (way.local_batch and ("batchnorm" in model or mesh == (1, 1)))
 
 
@@ -51,9 +49,9 @@ def test_a_covering_has_every_possible_pair():
     axes = [[0, 1, 2], [0, 1], [0, 1]]
     found = covering(axes, first=[(2, 1, 1)], possible=lambda a, b, c: not a == b == 0)
     assert found[0] == (2, 1, 1)
-    held = set().union(*map(pairs_of, found))
-    assert held == {(0, 1, a, b) for a in range(3) for b in range(2) if a or b} | {
-        (place, 2, x, c) for place in (0, 1) for x in axes[place] for c in range(2)
+    covered = set().union(*map(pairs_of, found))
+    assert covered == {(0, 1, a, b) for a in range(3) for b in range(2) if a or b} | {
+        (axis, 2, x, c) for axis in (0, 1) for x in axes[axis] for c in range(2)
     }
 
 
@@ -81,9 +79,7 @@ def test_every_strategy_matches_an_unsharded_run(strategy, mesh, way, model, rem
     ],
 )
 def test_bfloat16_compute_stays_close_to_float32(model, reduce):
-    """bfloat16 has 8 bits of mantissa: losses within 2%, parameters within 2 learning rates a step
-    of float32's.
-    """
+    """bfloat16 has 8 bits: losses within 2%, parameters within 2 learning rates a step."""
     precision = fsdp.Precision(compute="bfloat16", reduce=reduce, output="float32")
     found = run(model, (2, 4), "full_shard", precision=precision, local_batch=reduce is not None)
     check(found, control(model, 1), loss=2e-2, params=2e-3 * STEPS)

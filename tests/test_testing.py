@@ -1,4 +1,4 @@
-"""What users hold their own models with."""
+"""The assertions that users test their own models with."""
 
 import jax
 import jax.numpy as jnp

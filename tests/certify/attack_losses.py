@@ -1,8 +1,7 @@
-"""Losses that were an attack on a reader of programs that decided whether a loss is a sum over
-examples.
+"""Losses to test whether `certify` tells sums over examples from all others.
 
-Each is `loss(model, batch) -> (sum, count)` on a small model. `is_sum` says whether sum and count
-are sums over examples, as `local_batch=True` promises, for any number of rows that a device has. B
+Each is `loss(model, batch) -> (sum, count)` on a small model. `is_sum`: whether sum and count are
+sums over examples, as `local_batch=True` requires, for any number of rows that a device has. B
 rows, C classes.
 """
 
@@ -158,6 +157,11 @@ def class_weights(r, h, y):
     return r / jnp.bincount(y, length=CLASSES)[y]
 
 
+def class_centres(h, y):
+    rows = jnp.bincount(y, length=CLASSES)[:, None]
+    return jax.ops.segment_sum(h, y, CLASSES) / (1.0 + rows)
+
+
 def masked_mean(model, batch):
     losses = cross_entropy(model(batch["x"]), batch["y"])
     return (losses * batch["mask"]).sum() / batch["mask"].sum(), 1
@@ -227,7 +231,7 @@ NOT_SUMS = {
             "cumsum": lambda h, y: jnp.square(jnp.cumsum(h, 0)),
             "cumprod": lambda h, y: jnp.cumprod(jnp.tanh(h) + 1.5, 0),
             "cummax": lambda h, y: lax.cummax(h, 0),
-            "associative scan": lambda h, y: lax.associative_scan(jnp.multiply, jnp.tanh(h) + 1, axis=0),
+            "associative scan": lambda h, y: lax.associative_scan(jnp.multiply, jnp.tanh(h) + 1),
             "roll": lambda h, y: h * jnp.roll(h, 1, 0),
             "flip": lambda h, y: h * jnp.flip(h, 0),
             "difference": lambda h, y: jnp.square(jnp.diff(h, axis=0)),
@@ -246,12 +250,18 @@ NOT_SUMS = {
     **{
         name: of_outputs(f)
         for name, f in {
-            "in-batch negatives": lambda h, y: cross_entropy(normed(h) @ normed(h).T * 5, jnp.arange(len(h))),
-            "supervised contrastive": lambda h, y: (y[:, None] == y[None]) * jnp.exp(normed(h) @ normed(h).T),
+            "in-batch negatives": lambda h, y: cross_entropy(
+                normed(h) @ normed(h).T * 5, jnp.arange(len(h))
+            ),
+            "supervised contrastive": lambda h, y: (
+                (y[:, None] == y[None]) * jnp.exp(normed(h) @ normed(h).T)
+            ),
             "all pairs": lambda h, y: jnp.square(h @ h.T),
             "hardest negative": lambda h, y: (h @ h.T - 1e3 * jnp.eye(len(h))).max(1),
             "covariance": lambda h, y: jnp.square(jnp.einsum("bi,bj->ij", h, h)),
-            "Barlow twins": lambda h, y: jnp.square(standardized(h).T @ standardized(h) / len(h) - jnp.eye(CLASSES)),
+            "Barlow twins": lambda h, y: jnp.square(
+                standardized(h).T @ standardized(h) / len(h) - jnp.eye(CLASSES)
+            ),
             "rank of each": lambda h, y: (h[:, :1] < h[None, :, 0]).sum(1) * h[:, 1],
             "soft rank": lambda h, y: jax.nn.sigmoid(h[:, :1] - h[None, :, 0]) * h[:, 1:2],
             "pairs of neighbours": lambda h, y: h[::2] * h[1::2],
@@ -259,7 +269,9 @@ NOT_SUMS = {
             "mixed up": lambda h, y: jnp.square(0.7 * h + 0.3 * h[::-1]),
             "rows by label": lambda h, y: h * h[y],
             "rows by a permutation": lambda h, y: h * h[np.random.default_rng(0).permutation(ROWS)],
-            "distance of distributions": lambda h, y: jnp.exp(-jnp.square(h[:, None] - h[None]).sum(2)),
+            "distance of distributions": lambda h, y: jnp.exp(
+                -jnp.square(h[:, None] - h[None]).sum(2)
+            ),
             "largest singular value": lambda h, y: jnp.linalg.svd(h, compute_uv=False)[:1],
             "determinant": lambda h, y: jnp.linalg.slogdet(h.T @ h + jnp.eye(CLASSES))[1],
         }.items()
@@ -282,13 +294,13 @@ NOT_SUMS = {
             "load of experts": lambda r, h, y: (
                 jax.nn.one_hot(h.argmax(1), CLASSES).mean(0) * softmax(h).mean(0)
             ),
-            "dice": lambda r, h, y: 1 - (softmax(h) * jax.nn.one_hot(y, CLASSES)).sum() / (softmax(h) + 1).sum(),
+            "dice": lambda r, h, y: (
+                1 - (softmax(h) * jax.nn.one_hot(y, CLASSES)).sum() / (softmax(h) + 1).sum()
+            ),
             "correlation": lambda r, h, y: jnp.corrcoef(h[:, 0], h[:, 1])[0, 1],
             "cosine of columns": lambda r, h, y: h[:, 0] @ h[:, 1] / jnp.linalg.norm(h[:, 0]),
             "explained variance": lambda r, h, y: jnp.square(h[:, 0]).sum() / (h[:, 1].var() + 1.0),
-            "class centres": lambda r, h, y: jnp.square(
-                h - (jax.ops.segment_sum(h, y, CLASSES) / (1.0 + jnp.bincount(y, length=CLASSES)[:, None]))[y]
-            ),
+            "class centres": lambda r, h, y: jnp.square(h - class_centres(h, y)[y]),
             "sums of classes": lambda r, h, y: jnp.square(jax.ops.segment_sum(r, y, CLASSES)),
             "largest of a class": lambda r, h, y: jnp.zeros((CLASSES, CLASSES)).at[y].max(h),
             "written by label": lambda r, h, y: jnp.zeros((CLASSES,)).at[y].add(r).max(),
@@ -308,9 +320,11 @@ NOT_SUMS = {
             "groups of rows": lambda h, y: h.reshape(2, -1).prod(0),
             "squeezed": lambda h, y: jnp.square(h.squeeze()) * (len(h) / h.squeeze().shape[0]),
             "squeezed columns": lambda h, y: h.squeeze()[..., :2].max(-1) * h.squeeze()[0].mean(),
-            "squeezed away": lambda h, y: jnp.square(cross_entropy(h, y).squeeze()).mean(-1) * 1.0
-            if len(h) > 1
-            else cross_entropy(h, y),
+            "squeezed away": lambda h, y: (
+                jnp.square(cross_entropy(h, y).squeeze()).mean(-1) * 1.0
+                if len(h) > 1
+                else cross_entropy(h, y)
+            ),
             "if more than one row": lambda h, y: jnp.square(h) if len(h) > 1 else h,
             "if eight rows": lambda h, y: jnp.square(h) if len(h) == ROWS else jnp.abs(h),
         }.items()
@@ -326,11 +340,15 @@ NOT_SUMS = {
             "slice in the middle": lambda r, h, y: lax.dynamic_slice_in_dim(r, len(r) // 2, 1),
             "first row set": lambda r, h, y: lax.dynamic_update_slice_in_dim(h, h[:1] * 2, 0, 0),
             "weights by position": lambda r, h, y: r * position(r),
-            "weights by a table": lambda r, h, y: r * jnp.asarray(np.linspace(1, 2, ROWS, dtype=np.float32)),
+            "weights by a table": lambda r, h, y: (
+                r * jnp.asarray(np.linspace(1, 2, ROWS, dtype=np.float32))
+            ),
             "dot with a constant": lambda r, h, y: jnp.dot(np.arange(ROWS, dtype=np.float32), r),
             "even rows": lambda r, h, y: jnp.where(jnp.arange(len(r)) % 2 == 0, r, 0.0),
             "groups by position": lambda r, h, y: lax.ragged_dot(
-                h, jnp.stack([jnp.eye(CLASSES), 3 * jnp.eye(CLASSES)]), jnp.array([len(h) - 1, 1], jnp.int32)
+                h,
+                jnp.stack([jnp.eye(CLASSES), 3 * jnp.eye(CLASSES)]),
+                jnp.array([len(h) - 1, 1], jnp.int32),
             ),
             "over the rows": lambda r, h, y: r / r.shape[0],
             "times the rows": lambda r, h, y: r * len(r),
@@ -355,28 +373,40 @@ NOT_SUMS = {
         }.items()
     },
     "gradient penalty": of_batch(squared_gradient),
-    "penalty on parameters": of_batch(lambda m, x, y: cross_entropy(m(x), y).sum() + 0.1 * penalty(m)),
-    "norm of parameters": of_batch(lambda m, x, y: cross_entropy(m(x), y).sum() + jnp.sqrt(penalty(m))),
+    "penalty on parameters": of_batch(
+        lambda m, x, y: cross_entropy(m(x), y).sum() + 0.1 * penalty(m)
+    ),
+    "norm of parameters": of_batch(
+        lambda m, x, y: cross_entropy(m(x), y).sum() + jnp.sqrt(penalty(m))
+    ),
     # control flow
     "scan with a carry": carried(lambda c, row: jnp.tanh(c + row)),
     "scan that averages": carried(lambda c, row: 0.9 * c + 0.1 * jnp.square(row)),
-    "cond on the batch": of_outputs(lambda h, y: lax.cond(h.sum() > 0, jnp.square, jnp.abs, h - 0.1 * h.mean())),
+    "cond on the batch": of_outputs(
+        lambda h, y: lax.cond(h.sum() > 0, jnp.square, jnp.abs, h - 0.1 * h.mean())
+    ),
     "where on the batch": of_outputs(lambda h, y: jnp.where(h > h.mean(), h, jnp.square(h))),
-    "loop as long as the batch": of_outputs(lambda h, y: lax.fori_loop(0, len(h), lambda i, c: jnp.sin(c) + 0.1, h)),
+    "loop as long as the batch": of_outputs(
+        lambda h, y: lax.fori_loop(0, len(h), lambda i, c: jnp.sin(c) + 0.1, h)
+    ),
     # named axes over rows
     "mean by a named axis": in_unit_of_rows(lambda row: jnp.square(row - lax.pmean(row, "rows"))),
     "index of a named axis": in_unit_of_rows(lambda row: row * lax.axis_index("rows")),
     # random numbers
     "noise from a constant key": of_outputs(lambda h, y: h * jax.random.normal(key(), h.shape)),
-    "dropout from a constant key": of_outputs(lambda h, y: jnp.where(jax.random.bernoulli(key(), 0.5, h.shape), h, 0)),
+    "dropout from a constant key": of_outputs(
+        lambda h, y: jnp.where(jax.random.bernoulli(key(), 0.5, h.shape), h, 0)
+    ),
     "rows drawn by a constant key": of_rows(lambda r, h, y: jax.random.choice(key(), r, (len(r),))),
     "shuffled by a constant key": of_outputs(lambda h, y: h * jax.random.permutation(key(), h)),
     "labels drawn by a constant key": of_outputs(
         lambda h, y: cross_entropy(h, jax.random.randint(key(), (len(h),), 0, CLASSES))
     ),
     "stochastic depth": stochastic_depth(lambda model: model.streams.noise()),
-    "dropout from the model": of_batch(lambda m, x, y: m(x) * jax.random.normal(m.streams.noise(), (len(x), CLASSES))),
-}  # fmt: skip
+    "dropout from the model": of_batch(
+        lambda m, x, y: m(x) * jax.random.normal(m.streams.noise(), (len(x), CLASSES))
+    ),
+}
 
 ATTACKS = [Attack(name, loss, True) for name, loss in SUMS.items()]
 ATTACKS += [Attack(name, loss, False) for name, loss in NOT_SUMS.items()]

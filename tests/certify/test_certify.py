@@ -1,4 +1,4 @@
-"""`certify` finds what differs from one device, and names it."""
+"""`certify` finds what differs from a run on one device, and names the likely cause."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ SUM = SUMS["cross-entropy"]
 
 
 def found(loss, rows=32, make=make_model, **settings) -> Certificate:
-    """What certify finds, whether it holds or not."""
+    """The certificate, whether it holds or not."""
     try:
         return certify(make, loss, make_batch(rows), **settings)
     except CertifyError as error:
@@ -41,7 +41,7 @@ def quick(loss, **settings) -> Certificate:
 
 @pytest.fixture(scope="module")
 def compiled_once(tmp_path_factory):
-    """Every loss starts from the same programs: initial values, optimizer, copies."""
+    """A compilation cache: initial values, optimizer and copies are the same for every loss."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -62,11 +62,9 @@ def test_no_attack_was_dropped():
 @pytest.mark.long
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_every_loss_is_that_of_one_device_or_found_out(attack, compiled_once):
-    """By default for all of them; with local batches for sums over examples, and the others are
-    found out.
+    """By default every loss holds; with local batches those that are sums over examples do.
 
-    One row on each device is the sharpest test: only for a sum is the whole the sum of what single
-    rows give.
+    One row on each device is the strictest test: only a sum is the sum of its single rows.
     """
     default, local = quick(attack.loss, local_batch=True).rows
     assert default.holds, default.failures
@@ -135,10 +133,10 @@ def test_dropout_by_default_draws_the_masks_of_one_device():
 def test_the_reference_models_hold(name):
     case = CASES[name]
     tx = optax.adamw(1e-3)  # its eps of 1e-8 turns rounding into steps, where gradients are zero
+    settings = {"tx": tx, "units": case.units, "accumulation": [1], **case.inputs}
     certificate = certify(
-        make_case(case), case.loss, case.batch(0), tx=tx, units=case.units, strategies=["hybrid_shard"],
-        accumulation=[1], **case.inputs,
-    )  # fmt: skip
+        make_case(case), case.loss, case.batch(0), strategies=["hybrid_shard"], **settings
+    )
     assert certificate.holds
     assert certificate.rows[0].differences["gradients"][0] > 0
 
@@ -156,7 +154,7 @@ PLANTED_AT = "hybrid_shard_zero2"
 
 
 def norm_scaled_by_replicas(plan, state, batch):
-    """The gradients of every replica are counted."""
+    """Counts the gradients of every replica."""
     new, metrics = steps.train_step(plan, state, batch)
     replicas = dict(plan.layout.mesh.shape)["replica"]
     return new, {**metrics, "grad_norm": metrics["grad_norm"] * np.sqrt(replicas)}
@@ -191,39 +189,71 @@ def updated_twice(plan, state, gradients, loss):
 
 
 RIGHT_UPDATE = steps._update
+GRADIENTS = "step.train_step._gradients"
 
 
 @pytest.mark.parametrize(
-    ("bug", "settings", "failed", "words"),
+    ("name", "bug", "strategies", "expected", "explanation"),
     [
-        (("api.train_step", norm_scaled_by_replicas), [PLANTED_AT, "zero1"], [(PLANTED_AT, 1, "gradient norm")], "the root of 2"),
-        (("step.train_step._gradients", lost), [PLANTED_AT, "full_shard"], [(PLANTED_AT, 1, "gradients")], "the gradient is lost"),
-        (("step.train_step._gradients", rescaled), ["zero1"], [("zero1", 4, "gradients")], "each of the 4 microbatches"),
-        (("step.train_step._gradients", averaged_twice), ["zero1"], [("zero1", 1, "gradients")], "the number of devices (8)"),
-        (("step.train_step._update", updated_twice), ["full_shard"], [("full_shard", 1, "parameters")], "the optimizer, sharded"),
+        pytest.param(
+            "api.train_step",
+            norm_scaled_by_replicas,
+            [PLANTED_AT, "zero1"],
+            (PLANTED_AT, 1, "gradient norm"),
+            "the root of 2",
+            id="norm-off-by-replicas",
+        ),
+        pytest.param(
+            GRADIENTS,
+            lost,
+            [PLANTED_AT, "full_shard"],
+            (PLANTED_AT, 1, "gradients"),
+            "the gradient is lost",
+            id="lost-under-one-strategy",
+        ),
+        pytest.param(
+            GRADIENTS,
+            rescaled,
+            ["zero1"],
+            ("zero1", 4, "gradients"),
+            "each of the 4 microbatches",
+            id="scale-per-microbatch",
+        ),
+        pytest.param(
+            GRADIENTS,
+            averaged_twice,
+            ["zero1"],
+            ("zero1", 1, "gradients"),
+            "the number of devices (8)",
+            id="averaged-twice",
+        ),
+        pytest.param(
+            "step.train_step._update",
+            updated_twice,
+            ["full_shard"],
+            ("full_shard", 1, "parameters"),
+            "the optimizer, sharded",
+            id="update",
+        ),
     ],
-    ids=["norm-off-by-replicas", "lost-under-one-strategy", "scale-per-microbatch", "averaged-twice", "update"],
-)  # fmt: skip
-def test_planted_bugs_are_found_and_explained(monkeypatch, bug, settings, failed, words):
-    monkeypatch.setattr(
-        f"fsdp_jax.{bug[0]}", planted_gradients(bug[1]) if "_gradients" in bug[0] else bug[1]
-    )
-    numbers = sorted({number for _, number, _ in failed} | ({1} if failed[0][1] > 1 else set()))
-    certificate = quick(SUM, strategies=settings, accumulation=numbers, rows=32)
-    ours = [(f.setting.strategy, f.setting.accumulation, f.what) for f in certificate.failures]
-    assert set(failed) <= set(ours)
-    assert {(strategy, number) for strategy, number, _ in ours} == {
-        (s, number) for s, number, _ in failed
+)
+def test_planted_bugs_are_found_and_explained(
+    monkeypatch, name, bug, strategies, expected, explanation
+):
+    monkeypatch.setattr(f"fsdp_jax.{name}", planted_gradients(bug) if name == GRADIENTS else bug)
+    strategy, accumulation, what = expected
+    numbers = sorted({1, accumulation})
+    certificate = quick(SUM, strategies=strategies, accumulation=numbers, rows=32)
+    failures = {
+        (f.setting.strategy, f.setting.accumulation, f.what): f for f in certificate.failures
     }
-    failure = next(
-        f
-        for f in certificate.failures
-        if (f.setting.strategy, f.setting.accumulation, f.what) == failed[0]
-    )
-    assert words in failure.cause, failure
-    if failure.what in ("gradients", "parameters"):
+    assert expected in failures
+    assert {key[:2] for key in failures} == {(strategy, accumulation)}, "no other setting fails"
+    failure = failures[expected]
+    assert explanation in failure.cause, failure
+    if what in ("gradients", "parameters"):
         assert failure.path in ("up/kernel", "up/bias", "head/kernel", "head/bias")
-    assert failed[0][0] in str(failure)
+    assert strategy in str(failure)
 
 
 def test_a_lost_gradient_is_named(monkeypatch):

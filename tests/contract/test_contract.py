@@ -1,6 +1,4 @@
-"""The contract: held by what the library makes, on virtual CPUs, GPUs and a torus; broken by each
-fault, by name.
-"""
+"""The contract: it holds for the library's steps on CPUs, GPUs and a torus; faults are named."""
 
 import json
 import warnings
@@ -26,7 +24,7 @@ SIZES = {"vocab_size": 384, "sequence_length": 64, "layers": 2}
 
 
 def model_of(name, width):
-    """(model, units, inputs, loss, columns)"""
+    """(model, units, inputs, loss, columns of a batch)"""
     if name == "linen":
         inputs = {"inputs": (jax.ShapeDtypeStruct((1, 8), jnp.int32),)}
         return LinenTransformer(), ["LinenBlock"], inputs, linen_loss, 9
@@ -153,13 +151,16 @@ ARITHMETIC = {
     "shard_grad_op": {"all-gather": ALL * RING8, "reduce-scatter": 2 * ALL * RING8},
     "full_shard": {"all-gather": 2 * (ENDS + 2 * UNIT) * RING8, "reduce-scatter": 2 * ALL * RING8},
     "hybrid_shard": {
-        "all-gather": 2 * (ENDS + 2 * UNIT) * RING4, "reduce-scatter": 2 * ALL * RING4,
+        "all-gather": 2 * (ENDS + 2 * UNIT) * RING4,
+        "reduce-scatter": 2 * ALL * RING4,
         "all-reduce": 2 * 2 * ALL / 4 * 4 * 1 / 2,
     },
     "hybrid_shard_zero2": {
-        "all-gather": ALL * RING4, "reduce-scatter": 2 * ALL * RING4, "all-reduce": 2 * 2 * ALL / 4 * 4 * 1 / 2,
+        "all-gather": ALL * RING4,
+        "reduce-scatter": 2 * ALL * RING4,
+        "all-reduce": 2 * 2 * ALL / 4 * 4 * 1 / 2,
     },
-}  # fmt: skip
+}
 
 
 def squares(model, batch):
@@ -199,7 +200,7 @@ def test_the_declared_traffic_is_the_strategys_arithmetic(strategy):
     )
 
 
-# Faults, each told by name.
+# Faults, each named
 
 
 def one_line(contract, start):
@@ -215,10 +216,9 @@ def test_without_the_pin_and_the_fence_weights_are_gathered_in_float32(monkeypat
     monkeypatch.setattr("fsdp_jax.units.collectives._gather_annotated", unfenced)
     contract = checked("llama", "h100:8", local_batch=False)
     line = one_line(contract, "head/kernel: gathered")
-    assert (
-        "gathered in float32, declared bfloat16: +42 KiB per step; the cast moved past the gather"
-        in line
-    )  # 2 x 7/8
+    # 2 x 7/8
+    what = "gathered in float32, declared bfloat16: +42 KiB per step"
+    assert f"{what}; the cast moved past the gather" in line
     assert not contract.holds
 
 
@@ -260,15 +260,13 @@ def test_a_module_that_computes_in_float32_has_its_gradient_reduced_in_float32(d
     assert contract.holds == (dtype is None), contract
     wide = {each.path: str(each) for each in contract.violations}
     assert set(wide) == (set() if dtype is None else {"embed/embedding", "middle/linear/kernel"})
-    for path, bytes_ in (
-        {"embed/embedding": "56 KiB", "middle/linear/kernel": "28 KiB"}.items() if wide else ()
-    ):
-        assert (
-            f"{path}: reduced in float32, declared bfloat16: +{bytes_} per step; '{path.rpartition('/')[0]}'"
-            in (wide[path])
-        )
-        assert "make it with dtype=None" in wide[path]
-        assert f"keep_float32=('{path.rpartition('/')[0]}',)" in wide[path]
+    for path, line in wide.items():
+        size = {"embed/embedding": "56 KiB", "middle/linear/kernel": "28 KiB"}[path]
+        module = path.rpartition("/")[0]
+        what = f"{path}: reduced in float32, declared bfloat16: +{size} per step"
+        assert f"{what}; '{module}'" in line
+        assert "make it with dtype=None" in line
+        assert f"keep_float32=('{module}',)" in line
 
 
 def few_of_many(rngs):
@@ -289,8 +287,8 @@ def test_a_lookup_of_few_tokens_may_send_them_in_place_of_its_gradient():
     assert contract.holds, contract
     assert contract.wire_bytes < contract.wire_bytes_limit
     assert contract.choices == [
-        "embed/embedding: its gradient not reduced; XLA computed with its shards and moved 14.2 KiB of activations per "
-        "step in place of 896 KiB"
+        "embed/embedding: its gradient not reduced; XLA computed with its shards and moved "
+        "14.2 KiB of activations per step in place of 896 KiB"
     ]
     assert contract.choices[0] in str(contract)
 
@@ -344,7 +342,7 @@ def test_an_array_that_xla_replicates_is_a_violation(capfd):
     ), contract
 
 
-# Attribution, on collectives written here.
+# Attribution of collectives written here
 
 
 def declared(path, role, op, size, *shapes, dtype="bfloat16"):
@@ -385,9 +383,8 @@ def test_a_combined_collective_without_names_is_attributed_by_shape_and_dtype():
 def test_small_arrays_that_are_sent_as_one_are_shared_out():
     expected = [declared(path, "reduce", "all-reduce", 8000, BIG) for path in "abc"]
     assert violations(expected, sent("all-reduce", 24000, [(1000,)], ["b+a"])) == []
-    assert (
-        violations(expected, sent("all-reduce", 12000, [(1000,)], ["b"])) == []
-    )  # two microbatches sent as one
+    two_microbatches = sent("all-reduce", 12000, [(1000,)], ["b"])
+    assert violations(expected, two_microbatches) == []
     [line] = violations(expected, sent("all-reduce", 48000, [(1000,)], ["b"]))
     assert line.startswith(
         "no parameter: an activation is sent, bfloat16[1000] by all-reduce (b): +23.4 KiB"
@@ -395,9 +392,7 @@ def test_small_arrays_that_are_sent_as_one_are_shared_out():
 
 
 def test_a_joined_collective_is_attributed_to_the_parameters_that_it_names():
-    """Though another array has as many elements: their shards across `replica`, as the scatter left
-    them.
-    """
+    """Also where another array has as many elements: the parts reduced across `replica`."""
     expected = [
         part
         for path, size in (("qkv", 3), ("out", 1), ("up", 4), ("down", 4))
@@ -406,32 +401,23 @@ def test_a_joined_collective_is_attributed_to_the_parameters_that_it_names():
             declared(path, "reduce", "all-reduce", 1000 * size, (size * 16, 256)),
         )
     ]
-    scattered = [sent("reduce-scatter", 36000, [(3, 64, 256), (1, 64, 256), (4, 64, 256), (4, 64, 256)],
-                      ["qkv", "out", "up", "down"])]  # fmt: skip
-    joined = sent(
-        "all-reduce", 12000, [(3 * 64 * 256,)], ["qkv+out+up+down"]
-    )  # as many elements as qkv
-    assert violations(expected, *scattered, joined) == []
-    assert violations(expected, *scattered, joined, joined) != []
-    unnamed = [declared("norm", "reduce", "all-reduce", 200, (100,))]
-    assert (
-        violations(
-            expected + unnamed, *scattered, sent("all-reduce", 12200, [(50_000,)], joined.paths)
-        )
-        == []
-    )
+    shapes = [(3, 64, 256), (1, 64, 256), (4, 64, 256), (4, 64, 256)]
+    scattered = sent("reduce-scatter", 36000, shapes, ["qkv", "out", "up", "down"])
+    as_qkv = [(3 * 64 * 256,)]  # as many elements as qkv
+    joined = sent("all-reduce", 12000, as_qkv, ["qkv+out+up+down"])
+    assert violations(expected, scattered, joined) == []
+    assert violations(expected, scattered, joined, joined) != []
+    expected.append(declared("norm", "reduce", "all-reduce", 200, (100,)))  # not named
+    with_norm = sent("all-reduce", 12200, [(50_000,)], joined.paths)
+    assert violations(expected, scattered, with_norm) == []
 
 
 def test_scalars_joined_to_small_arrays_are_not_activations():
     expected = [declared("norm", "reduce", "all-reduce", 40_000, (10_000,), dtype="float32")]
-    assert (
-        violations(expected, sent("all-reduce", 40_014, [(10_002,)], ["reduce_sum"], "float32"))
-        == []
-    )
-    assert (
-        violations(expected, sent("all-reduce", 42_000, [(10_500,)], ["reduce_sum"], "float32"))
-        != []
-    )
+    two_more = sent("all-reduce", 40_014, [(10_002,)], ["reduce_sum"], "float32")
+    many_more = sent("all-reduce", 42_000, [(10_500,)], ["reduce_sum"], "float32")
+    assert violations(expected, two_more) == []
+    assert violations(expected, many_more) != []
 
 
 def test_a_stack_may_be_sent_layer_by_layer_or_at_once():
@@ -488,7 +474,7 @@ def test_a_parameter_that_is_never_gathered_or_not_declared_is_a_violation():
 
 
 def test_by_annotations_activations_may_be_sent_in_place_of_a_gradient():
-    """What a parameter saves pays for activations, the smallest first; a dtype is no bytes."""
+    """Bytes saved on a parameter pay for activations, the smallest first; not for a dtype."""
     activations = sent("all-gather", 20_000, [(8, 32, 64)], ["jit(_take)/scatter-add"])
     more = sent("all-gather", 30_000, [(8, 48, 64)], ["mha/pallas_call"])
     gradient = sent("reduce-scatter", 28672, [BIG], ["a"])
@@ -517,22 +503,15 @@ def test_by_annotations_activations_may_be_sent_in_place_of_a_gradient():
 
 
 def many(op, dtype, *, declared=None, axis="data", times=1.0, count=300):
-    """(expected, collectives) of as many parameters, none of which matters alone."""
+    """(expected, collectives, paths) of many parameters, none of which matters alone."""
     expected, collectives = [], []
     shape, size = (1000, 1024), 1000 * 1024
     role = "gather" if op == "all-gather" else "reduce"
     for number in range(count):
-        path, (said_op, said_dtype) = f"l{number}/k", declared or (op, dtype)
+        path, (declared_op, declared_dtype) = f"l{number}/k", declared or (op, dtype)
+        declared_bytes = size * jnp.dtype(declared_dtype).itemsize
         expected.append(
-            Expected(
-                path,
-                role,
-                said_op,
-                said_dtype,
-                "data",
-                size * jnp.dtype(said_dtype).itemsize,
-                (shape,),
-            )
+            Expected(path, role, declared_op, declared_dtype, "data", declared_bytes, (shape,))
         )
         sent = int(times * size * jnp.dtype(dtype).itemsize)
         if sent:

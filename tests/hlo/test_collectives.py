@@ -1,6 +1,4 @@
-"""The reader against programs compiled here, and against written ones for what no compiler at hand
-prints.
-"""
+"""Reads programs that are compiled here, and programs written here that no compiler here prints."""
 
 from functools import partial
 
@@ -37,7 +35,7 @@ def permute(x, axes, n):
     return lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)])
 
 
-# The traced operation and its share of the whole array's bytes, n * rows for the gather.
+# op -> (traced operation, bytes sent for an operand of x bytes over n devices)
 ROUND_TRIPS = {
     "all-gather": (gather, lambda n, x: (n - 1) * x),
     "reduce-scatter": (scatter, lambda n, x: (n - 1) * x // n),
@@ -50,8 +48,9 @@ ROUND_TRIPS = {
 def compile_loop(
     op, axes: tuple[str, ...], n: int, shape: tuple[int, int], outer: int, inner: int
 ) -> str:
-    """The text of a program that runs an operation outer * inner times on [rows, columns] float32
-    of each device.
+    """Compiles a program that runs an operation outer * inner times.
+
+    Each device has float32 [rows, columns].
     """
     mesh = make_mesh(data=4, replica=2)
 
@@ -109,7 +108,7 @@ def test_a_loop_of_unknown_length_is_counted_once_and_reported():
     assert "length of the loop" in program.unread[0]
 
 
-# Programs written here, for what no compiler at hand prints.
+# Programs written here
 
 PLAIN = "\n  %x = f32[64]{0} parameter(0)"
 GROUPS = "replica_groups={{0,1,2,3}}"
@@ -143,24 +142,34 @@ def pair(between: str) -> str:
         ('%k = f32[64] custom-call(%x), custom_call_target="AllocateBuffer"', 0),
         ("%k = f32[] dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}", 1),
         ("%k = f32[64] fusion(%x), kind=kLoop, calls=%cheap", 0),
-        ("%k = f32[64] fusion(%x), kind=kOutput, calls=%dear", 1),
-        ("%k = f32[64] call(%x), to_apply=%dear", 1),
-        ("%k = f32[64] while(%x), condition=%cheap, body=%dear", 1),
-        ("%k = f32[64] conditional(%x, %x, %x), branch_computations={%cheap, %dear}", 1),
+        ("%k = f32[64] fusion(%x), kind=kOutput, calls=%costly", 1),
+        ("%k = f32[64] call(%x), to_apply=%costly", 1),
+        ("%k = f32[64] while(%x), condition=%cheap, body=%costly", 1),
+        ("%k = f32[64] conditional(%x, %x, %x), branch_computations={%cheap, %costly}", 1),
         ("%k = f32[64] add(%x, %x)", 0),
     ],
 )
 def test_what_counts_as_a_kernel(kernel, count):
-    cheap = "%cheap (p: f32[64]) -> f32[64] {\n  ROOT %p = f32[64] parameter(0)\n}"
-    dear = "%dear (q: f32[64]) -> f32[] {\n  %q = f32[64] parameter(0)\n  ROOT %dot = f32[] dot(%q, %q)\n}"
-    [gather] = written(pair(kernel), more=f"{cheap}\n\n{dear}")().collectives
+    functions = """%cheap (p: f32[64]) -> f32[64] {
+  ROOT %p = f32[64] parameter(0)
+}
+
+%costly (q: f32[64]) -> f32[] {
+  %q = f32[64] parameter(0)
+  ROOT %dot = f32[] dot(%q, %q)
+}"""
+    [gather] = written(pair(kernel), more=functions)().collectives
     assert (gather.asynchronous, gather.kernels) == (True, count)
     assert gather.hidden == (3 * 64 * 4 if count else 0)
 
 
 def test_an_asynchronous_wrapper_and_an_update_on_the_way():
-    add = "%add (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n  ROOT %b = f32[] parameter(1)\n}"
-    inner = """%wrapped (p: f32[64]) -> f32[16] {
+    functions = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %b = f32[] parameter(1)
+}
+
+%wrapped (p: f32[64]) -> f32[16] {
   %p = f32[64] parameter(0)
   ROOT %rs = f32[16] reduce-scatter(%p), replica_groups=[1,4]<=[4], dimensions={0}, to_apply=%add
 }"""
@@ -169,7 +178,7 @@ def test_an_asynchronous_wrapper_and_an_update_on_the_way():
   %k = f32[64] custom-call(%x), custom_call_target="__cublas$gemm"
   %u = ((f32[64]), f32[16], u32[]) async-update(%s)
   ROOT %d = f32[16] async-done(%u)"""
-    [scatter] = written(body, more=f"{add}\n\n{inner}")().collectives
+    [scatter] = written(body, more=functions)().collectives
     assert (scatter.op, scatter.shapes, scatter.bytes, scatter.hidden) == (
         "reduce-scatter",
         ((64,),),
@@ -233,7 +242,8 @@ def test_a_text_that_is_not_a_compiled_program_is_refused(text, what):
             "do not share out",
         ),
         (
-            f"\n  %y = q99[64] parameter(1)\n  ROOT %g = q99[256] all-gather(%y), {GROUPS}, dimensions={{0}}",
+            "\n  %y = q99[64] parameter(1)"
+            f"\n  ROOT %g = q99[256] all-gather(%y), {GROUPS}, dimensions={{0}}",
             "dtype",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Names of operations, as traces and XLA's combiner leave them."""
+"""Names of operations, as tracing and XLA's combiner write them."""
 
 import pytest
 

@@ -1,7 +1,8 @@
-"""The reader against programs that scripts/store_programs.py compiled for an H100, TPUs and a CPU.
+"""Reads programs that scripts/store_programs.py compiled for an H100, TPUs and a CPU.
 
-Expectations are arithmetic on the traced program, not what the reader said. The MLP has three
-layers of two weights, W bytes each in bfloat16: 1024 x 4096, but 4096 x 16384 in `v5p_windowed`.
+Expectations are arithmetic on the traced program, not earlier output of the reader. The MLP has
+three layers of two weights, W bytes each in bfloat16: 1024 x 4096, but 4096 x 16384 in
+`v5p_windowed`.
 """
 
 import gzip
@@ -36,7 +37,8 @@ MESHES = {
     "v5p_windowed": {"data": 8},
     "v6e_sparse_core": {"data": 8},
 }
-LOSS = 7  # the mean loss: an all-reduce of one float32 over 8, 16 or 256 devices sends 2 * 4 * (n-1)/n, rounded down
+# The mean loss: an all-reduce of one float32 over 8, 16 or 256 devices sends 2 * 4 * (n-1)/n.
+LOSS = 7
 
 
 @cache
@@ -209,9 +211,7 @@ def test_v5p_hybrid():
 
 
 def test_slices_exchange_the_shards_through_their_hosts():
-    """`send` and `recv` of the megascale runtime; each slice's program knows its own 16 devices
-    only.
-    """
+    """`send` and `recv` of the megascale runtime; a slice's program has its own 16 devices only."""
     program = stored("v5e_slices")
     assert "num_partitions=16" in text_of("v5e_slices")
     loss = 128 * 4  # padded to a row of a tile
@@ -250,7 +250,7 @@ def test_windowed_matmuls_permute_each_part_nine_times_round_a_ring_of_eight():
     assert sum(one.hidden for one in program.collectives) == LAYERS * (6 * 8 + 4) * part
 
 
-# What stands between a start and its done.
+# Overlap: the kernels between a start and its done
 
 
 @pytest.mark.parametrize("name", ["h100_mapped", "h100_hybrid", "h100_annotated"])
@@ -274,9 +274,7 @@ def test_some_collectives_are_hidden():
 
 
 def test_a_tpu_collective_continued_inside_fusions_counts_once():
-    """`async-collective-start`, two `async_collective_fusion`s with a convolution,
-    `async-collective-done`: one.
-    """
+    """A start, two `async_collective_fusion`s with a convolution, and a done are one collective."""
     [gather] = [one for one in stored("v5e_mapped").collectives if one.asynchronous]
     assert (gather.op, gather.paths, gather.count, gather.kernels) == (
         "all-gather",
@@ -288,9 +286,7 @@ def test_a_tpu_collective_continued_inside_fusions_counts_once():
 
 
 def test_a_sparse_core_scatters_beside_the_matmuls():
-    """`call-start ... to_apply=%called_computation, async_execution_thread="sparsecore"`, and its
-    `call-done`.
-    """
+    """`call-start ... async_execution_thread="sparsecore"`, and its `call-done`."""
     program = stored("v6e_sparse_core")
     assert sent(program) == {
         ("all-gather", "bfloat16", "data"): 2 * LAYERS * 2 * W * 7 // 8,
@@ -313,7 +309,7 @@ def test_a_sparse_core_scatters_beside_the_matmuls():
     )
 
 
-# What the reader does not enter never reads as clean.
+# A computation that the reader does not enter is reported.
 
 
 @pytest.mark.parametrize("key", ["to_apply", "some_computations"])
@@ -349,7 +345,8 @@ def test_an_unknown_second_caller_of_a_collective_is_reported():
     ],
 )
 def test_a_collective_in_a_computation_that_nothing_names_is_reported(body):
-    planted = f"\n\n%planted (p: f32[8]) -> f32[64] {{\n  %p = f32[8] parameter(0)\n  ROOT %x = f32[64] {body}\n}}\n"
+    planted = "\n\n%planted (p: f32[8]) -> f32[64] {\n  %p = f32[8] parameter(0)\n"
+    planted += f"  ROOT %x = f32[64] {body}\n}}\n"
     program = read_program(text_of("h100_mapped") + planted, MESHES["h100_mapped"])
     assert program.collectives == stored("h100_mapped").collectives
     opcode = body.partition("(")[0]
@@ -361,15 +358,16 @@ def test_a_collective_in_a_computation_that_nothing_names_is_reported(body):
 def test_a_pallas_kernel_that_copies_to_another_device_is_reported():
     """As an `async_remote_copy` on a v5e:4x2 is printed."""
     text = text_of("h100_mapped") + (
-        "\n%f (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n  ROOT %k = f32[8] custom-call(%p), "
-        'custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"has_communication":true}}\n}\n'
+        "\n%f (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n"
+        '  ROOT %k = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", '
+        'backend_config={"custom_call_config":{"has_communication":true}}\n}\n'
     )
     [told] = read_program(text, MESHES["h100_mapped"]).unread
     assert told.startswith("custom-call 'k' in 'f'")
     assert read_program(text.replace(":true}}", ":false}}"), MESHES["h100_mapped"]).unread == ()
 
 
-# Loops in loops, branches, two dtypes at once: x is [64, 128] float32 on each of 4, ids [64] int32.
+# Nested loops, branches, two dtypes at once: x is float32 [64, 128] on each of 4, ids int32 [64].
 
 
 def test_exchanges_of_an_h100():
@@ -420,17 +418,16 @@ def test_another_mesh_is_refused():
 
 
 def test_an_instruction_may_run_over_several_lines():
-    """A Pallas kernel's metadata stands on lines of its own, whose last begins with the closing
-    brace.
-    """
-    text = """HloModule m, is_scheduled=true, num_partitions=8
+    """A Pallas kernel's metadata has lines of its own; the last begins with the closing brace."""
+    target = 'custom_call_target="tpu_custom_call"'
+    text = f"""HloModule m, is_scheduled=true, num_partitions=8
 
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
-"xprof_metadata":"{\\"block_q\\": 512}"
-}}, metadata={op_name="jit(f)/splash_mha_fwd"}
-}
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  ROOT %k = f32[8]{{0}} custom-call(%p), {target}, frontend_attributes={{kernel_metadata={{
+"xprof_metadata":"{{\\"block_q\\": 512}}"
+}}}}, metadata={{op_name="jit(f)/splash_mha_fwd"}}
+}}
 """
     entry = parse(text)["main"]
     assert [one.name for one in entry.instructions] == ["p", "k"]

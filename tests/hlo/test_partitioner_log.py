@@ -1,4 +1,4 @@
-"""XLA's words about arrays that it replicates, provoked for real on 8 virtual devices."""
+"""XLA's warnings of arrays that it replicates, provoked on 8 virtual devices."""
 
 import os
 import sys
@@ -14,16 +14,16 @@ from fsdp_jax.sharding.mesh import make_mesh
 pytestmark = pytest.mark.core
 
 OLD = (  # the wording of XLA in 2023
-    "[spmd] Involuntary full rematerialization. The compiler was not able to go from sharding {devices=[8,1]<=[8]} to "
-    "{devices=[2,4]<=[8]} without doing a full rematerialization of the tensor for HLO operation: "
-    '%copy.3 = f32[4,2]{1,0} copy(%x), metadata={op_name="jit(f)/mlp/mul"}. You want to enrich the annotations.'
+    "[spmd] Involuntary full rematerialization. The compiler was not able to go from sharding "
+    "{devices=[8,1]<=[8]} to {devices=[2,4]<=[8]} without doing a full rematerialization of the "
+    "tensor for HLO operation: "
+    '%copy.3 = f32[4,2]{1,0} copy(%x), metadata={op_name="jit(f)/mlp/mul"}. '
+    "You want to enrich the annotations."
 )
 
 
 def compile_reshard(name: str, after: PartitionSpec, scale: float) -> None:
-    """[8, 16, 32] with its last two dims along two axes, to another place; `scale` makes it a
-    program of its own.
-    """
+    """Reshards [8, 16, 32] from two mesh axes; another `scale` is another program."""
     mesh = make_mesh(data=4, replica=2)
 
     def f(x):
@@ -39,13 +39,10 @@ def compile_reshard(name: str, after: PartitionSpec, scale: float) -> None:
 def test_a_reshard_that_replicates_is_found_with_its_path(capfd):
     with rematerializations() as found:
         compile_reshard("fsdp.gather[blocks/mlp/up]", PartitionSpec(("replica", "data")), 2.0)
-    assert [(one.shape, one.path) for one in found] == [
-        ("f32[8,8,8]", "blocks/mlp/up")
-    ]  # 16/2 and 32/4
+    shape = "f32[8,8,8]"  # 16/2 and 32/4
+    assert [(one.shape, one.path) for one in found] == [(shape, "blocks/mlp/up")]
     assert "fsdp.gather[blocks/mlp/up]" in found[0].op_name
-    assert (
-        "Involuntary full rematerialization" in capfd.readouterr().err
-    )  # it is said all the same, afterwards
+    assert "Involuntary full rematerialization" in capfd.readouterr().err, "written out afterwards"
 
 
 def test_a_reshard_by_an_exchange_is_not_reported():

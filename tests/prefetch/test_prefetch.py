@@ -1,8 +1,7 @@
-"""Prefetch changes when a parameter travels, never what is computed: every mode against an
-unsharded run.
+"""Prefetch changes when a parameter is gathered, never what is computed.
 
-The whole product of the first test has 270 members; each pair of values from any two axes is run at
-least once.
+The first test compares with an unsharded run; of its 270 combinations, each pair of values from any
+two axes is run at least once.
 """
 
 from dataclasses import replace
@@ -56,46 +55,52 @@ DTYPES = [
     ("float32", None),
     ("bfloat16", "float32"),
     ("float32", "bfloat16"),
-]  # computed in, reduced in
+]  # (compute, reduce)
 REMATS = ["none", "full"]
 ACCUMULATIONS = [(1, False), (2, False), (2, True)]
 AXES = [list(MODELS), MODES, DTYPES, REMATS, ACCUMULATIONS]
-# `pre` at its most exacting first
-EXACTING = [
+# With `pre`, deferred reduction and each model and remat: the most demanding cases.
+DEMANDING = [
     (model, "pre", DTYPES[0], REMATS[i % 2], ACCUMULATIONS[2]) for i, model in enumerate(MODELS)
 ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model", "prefetch", "dtypes", "remat", "accumulation"), covering(AXES, first=EXACTING)
+    ("model", "prefetch", "dtypes", "remat", "accumulation"), covering(AXES, first=DEMANDING)
 )
 def test_every_prefetch_mode_matches_an_unsharded_run(model, prefetch, dtypes, remat, accumulation):
-    """float32 to rounding; bfloat16 (8 bits of mantissa) to 2% of the loss and 2 learning rates a
-    step.
-    """
+    """float32 within rounding; bfloat16 (8 bits) within 2% of the loss, 2 learning rates a step."""
     case, (count, deferred) = MODELS[model], accumulation
     precision = fsdp.Precision(compute=dtypes[0], reduce=dtypes[1], output="float32")
     found, _ = train(
-        case, fsdp.make_mesh(data=4, replica=2), "hybrid_shard", steps=STEPS, accumulation=count,
-        deferred=deferred, local_batch=True, precision=precision, remat=remat, prefetch=prefetch,
-    )  # fmt: skip
+        case,
+        fsdp.make_mesh(data=4, replica=2),
+        "hybrid_shard",
+        steps=STEPS,
+        accumulation=count,
+        deferred=deferred,
+        local_batch=True,
+        precision=precision,
+        remat=remat,
+        prefetch=prefetch,
+    )
     exact = dtypes == ("float32", None)
     near = {} if exact else {"loss": 2e-2, "params": 2e-3 * STEPS}
     check(found, train_unsharded(case, count, steps=STEPS), **near)
 
 
-# By construction
+# How often parameters are gathered
 
 TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), "int32")}
 KERNELS = ("attn/qkv/kernel", "attn/out/kernel", "mlp/up/kernel", "mlp/down/kernel")
 
 
 def gpt_step(scan, layers, prefetch, mesh=None, **settings):
+    model, mesh = gpt(scan, layers=layers), mesh or fsdp.make_mesh(data=8)
     sharded = fsdp.fully_shard(
-        gpt(scan, layers=layers), optax.adam(1e-3), mesh or fsdp.make_mesh(data=8), "full_shard", (Block,), min_size=8,
-        prefetch=prefetch,
-    )  # fmt: skip
+        model, optax.adam(1e-3), mesh, "full_shard", (Block,), min_size=8, prefetch=prefetch
+    )
     return sharded, sharded.train_step(next_token_loss, local_batch=True, **settings)
 
 
@@ -103,9 +108,7 @@ def gpt_step(scan, layers, prefetch, mesh=None, **settings):
 @pytest.mark.parametrize("layers", [2, 3])
 @pytest.mark.parametrize("scan", [True, False])
 def test_how_often_each_kernel_is_gathered_and_reduced(scan, layers, prefetch):
-    """`pre`: the last layer's parameters wait for the backward, which begins with it; else 2
-    gathers a layer.
-    """
+    """2 gathers a layer; with `pre` the last layer's parameters are kept for the backward."""
     sharded, step = gpt_step(scan, layers, prefetch)
     found = traffic(sharded, step, TOKENS)
     for kernel in KERNELS:
@@ -118,7 +121,7 @@ def test_how_often_each_kernel_is_gathered_and_reduced(scan, layers, prefetch):
         for (operation, path), times in found.items()
         if operation in ("all_gather", "reduce_scatter") and times
     }
-    assert sent == set(sharded.layout.by_path), "nothing but parameters"
+    assert sent == set(sharded.layout.by_path), "parameters alone are sent"
 
 
 @pytest.mark.parametrize("prefetch", MODES)
@@ -132,14 +135,14 @@ def test_deferred_reduction_reduces_each_gradient_once(scan, prefetch):
 
 @pytest.mark.parametrize("prefetch", MODES)
 def test_the_compiled_program_gathers_what_the_traced_one_does(prefetch):
-    """And nothing but parameters is gathered: no activation, no token."""
+    """Parameters alone are gathered: no activation, no token."""
     sharded, step = gpt_step(True, 4, prefetch)
     program = read_program(step.compile(TOKENS).as_text(), sharded.layout.mesh.shape)
     assert not program.unread
     found = {}
     for one in program.collectives:
         if one.op == "all-reduce":
-            assert set(one.shapes) == {()}, "the loss and its count, and the norm of the gradient"
+            assert set(one.shapes) == {()}, "the loss, its count and the gradient norm"
             continue
         assert set(one.paths) <= set(sharded.layout.by_path)
         for path in one.paths:
@@ -188,21 +191,20 @@ def test_a_torus_gathers_along_one_mesh_axis_at_a_time(prefetch):
 
 
 class Packed(Case):
-    """Rows of two documents each, cut at different places."""
+    """Rows of two documents each, of different lengths."""
 
     def batch(self, step, rows=32):
-        cut, places = np.arange(rows)[:, None] % 8, np.arange(8)[None]
-        segments = (places >= cut).astype(np.int32)
-        positions = (places - cut * segments).astype(np.int32)
+        start = np.arange(rows)[:, None] % 8  # of the second document
+        column = np.arange(8)[None]
+        segments = (column >= start).astype(np.int32)
+        positions = (column - start * segments).astype(np.int32)
         plain = Case(self.model, next_token_loss, self.units).batch(step, rows)
         return plain | {"segments": segments, "positions": positions}
 
 
 @pytest.mark.parametrize(("scan", "prefetch"), [(True, "pre"), (False, "post")])
 def test_packed_rows_and_a_chunked_loss_match_an_unsharded_run(scan, prefetch):
-    """Arrays that every layer reads (segments), and a derivative of its own that belongs to no
-    layer (the loss).
-    """
+    """Every layer reads the segments; the loss has a custom derivative outside the layers."""
     case = Packed(gpt(scan, layers=3), partial(next_token_loss, chunk=12), (Block,))
     found, _ = train(case, fsdp.make_mesh(data=8), steps=STEPS, local_batch=True, prefetch=prefetch)
     check(found, train_unsharded(case, steps=STEPS))

@@ -1,5 +1,6 @@
-"""What users write, prefetched: the layers are found, the gradients are right, and what stays where
-it was is named.
+"""Prefetch of models as users write them.
+
+The layers are found, the gradients are right, and every gather that is not moved is named.
 """
 
 import contextlib
@@ -109,9 +110,7 @@ class Reversed(Stacked):
 
 
 class InsAndOuts(Stacked):
-    """Each layer has an input and an output of its own, an integer is carried, and a trained bias
-    is closed over.
-    """
+    """Each layer has its own input and output, carries an integer and closes over a bias."""
 
     def __call__(self, x):
         bias = self.bias[...][None]
@@ -128,7 +127,7 @@ class InsAndOuts(Stacked):
 
 
 class Keys(Stacked):
-    """A random key goes through the scan."""
+    """A random key is carried through the scan."""
 
     def __call__(self, x):
         def body(layer, carry):
@@ -157,7 +156,7 @@ class Nested(nnx.Module):
 
 
 class InPairs(Stacked):
-    """The body of the scan calls two layers, slices of what it is given."""
+    """The body of the scan calls two layers, slices of its argument."""
 
     layers = 4
 
@@ -217,7 +216,7 @@ class EncoderDecoder(nnx.Module):
 
 
 class Skips(Base):
-    """Every layer sees what all before it made."""
+    """Every layer reads the outputs of all layers before it."""
 
     def __call__(self, x):
         made = [x]
@@ -226,18 +225,19 @@ class Skips(Base):
         return made[-1] + made[1] * self.bias[...][None]
 
 
-# All of the following are taken as they are: nothing is said, and every unit's parameters are
-# moved.
-FOUND = [
-    Base, Stacked, Two, TwoStacked, Reversed, InsAndOuts, Keys, Nested, InPairs, Grouped, Jitted, Shared,
-    EncoderDecoder, Skips,
-]  # fmt: skip
+# Models without a warning: every parameter of a unit is prefetched.
+PREFETCHED = [
+    *(Base, Stacked, Two, TwoStacked, Reversed, InsAndOuts, Keys, Nested, InPairs, Grouped),
+    *(Jitted, Shared, EncoderDecoder, Skips),
+]
 
 
-def run(model, prefetch, said=None, **settings):
+def run(model, prefetch, warning=None, **settings):
     case = Toy(model, loss, settings.pop("units", ("Layer",)))
-    says = pytest.warns(fsdp.SlowerWarning, match=said) if said else contextlib.nullcontext()
-    with says:
+    expected = contextlib.nullcontext()
+    if warning:
+        expected = pytest.warns(fsdp.SlowerWarning, match=warning)
+    with expected:
         found, step = train(
             case,
             fsdp.make_mesh(data=8),
@@ -249,14 +249,14 @@ def run(model, prefetch, said=None, **settings):
     check(found, train_unsharded(Toy(model, loss), settings.get("accumulation", 1), steps=STEPS))
     in_units = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
     assert step.plan.report.prefetched | set(step.plan.report.not_prefetched) == in_units, (
-        "each is moved, or named"
+        "each is prefetched, or named"
     )
     return step.plan.report
 
 
 @pytest.mark.parametrize(
     ("model", "prefetch"),
-    [(model, "pre") for model in FOUND]
+    [(model, "pre") for model in PREFETCHED]
     + [(model, "post") for model in (Base, InsAndOuts, Nested, EncoderDecoder, Shared)],
 )
 def test_layers_of_any_model_are_prefetched(model, prefetch):
@@ -270,11 +270,11 @@ def test_layers_are_prefetched_with_deferred_reduction(model):
     assert not report.not_prefetched
 
 
-# What cannot be moved
+# Gathers that cannot be moved
 
 
-class Chosen(Base):
-    """The last layer is used now and then."""
+class Conditional(Base):
+    """The last layer runs on a condition."""
 
     def __call__(self, x):
         for layer in self.inner[:2]:
@@ -284,8 +284,8 @@ class Chosen(Base):
         )
 
 
-class Settling(Base):
-    """A layer that is not trained, over and over."""
+class FixedPoint(Base):
+    """A frozen layer in a while loop."""
 
     def __call__(self, x):
         graphdef, state = nnx.split(self.inner[0])
@@ -300,7 +300,7 @@ class Settling(Base):
 
 
 class Gated(Base):
-    """The first layer decides on the weights of the second."""
+    """The weights of the second layer are computed from the first's."""
 
     def __call__(self, x):
         gate = self.inner[0].gate()
@@ -312,8 +312,8 @@ class Gated(Base):
         return self.inner[2](x)
 
 
-class Lonely(Stacked):
-    """After the stack comes a unit of its own, with nothing after it."""
+class UnitAfterStack(Stacked):
+    """One unit follows the stack, with none before or after it in a chain."""
 
     def __init__(self, rngs):
         super().__init__(rngs)
@@ -325,15 +325,15 @@ class Lonely(Stacked):
 
 @pytest.mark.filterwarnings(
     "ignore:unit 'inner/0' is gathered in every turn:fsdp_jax.SlowerWarning"
-)  # of Settling
+)  # of FixedPoint
 @pytest.mark.parametrize(
     ("model", "left", "why", "prefetch"),
     [
-        (Chosen, "inner/2", "gathered inside a `cond`", "pre"),
-        (Settling, "inner/0", "gathered inside a `while`", "post"),
+        (Conditional, "inner/2", "gathered inside a `cond`", "pre"),
+        (FixedPoint, "inner/0", "gathered inside a `while`", "post"),
         (Gated, "inner/1", "computed between the units", "pre"),
         (Gated, "inner/1", "computed between the units", "post"),
-        (Lonely, "last", "no other unit is run just before or after", "pre"),
+        (UnitAfterStack, "last", "no other unit is run just before or after", "pre"),
     ],
 )
 def test_a_gather_that_cannot_be_moved_is_named_and_correct(model, left, why, prefetch):
@@ -400,10 +400,10 @@ def test_a_kernel_sharded_over_two_axes_of_a_torus(prefetch, local_batch):
 def test_rules_and_reports_name_the_axes_of_a_torus_as_one(sizes, entry):
     mesh = split_data(fsdp.make_mesh(data=8), sizes)
     rules = [("up/kernel", (None, entry)), ("up/bias", (entry,))]
+    settings = {"rules": rules, "logical_axes": {"mine": "data"}}
     found, step = train(
-        Toy(Base, loss), mesh, steps=STEPS, rules=rules, logical_axes={"mine": "data"}, local_batch=True,
-        prefetch="pre",
-    )  # fmt: skip
+        Toy(Base, loss), mesh, steps=STEPS, local_batch=True, prefetch="pre", **settings
+    )
     check(found, train_unsharded(Toy(Base, loss), steps=STEPS))
     layout = step.plan.layout
     text = str(layout) + repr(layout) + layout._repr_html_()

@@ -1,4 +1,4 @@
-"""Which values differ between devices, on programs written here."""
+"""The values that differ between devices, in small programs."""
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ ROWS, SHARDS, SAME = PartitionSpec(BOTH), PartitionSpec("data"), PartitionSpec()
 
 
 def check(fn, *, state=("state",)):
-    """Holds `fn(rows, shards, same)`, arrays [8], [4] and [] whose devices have 1, 1 and all of the
-    elements.
+    """Checks `fn(rows, shards, same)`, arrays [8], [4] and [].
+
+    A device has 1 element of rows and of shards, and all of `same`.
     """
     mesh = fsdp.make_mesh(data=4, replica=2)
     local = jax.shard_map(
@@ -28,14 +29,14 @@ def check(fn, *, state=("state",)):
 
 
 def repeated(length, body):
-    """`body` over and over, on the state and a value that it may bring in."""
+    """A scan of `body` on the state and another carried value."""
     return lambda rows, shards, same: lax.scan(
         lambda carry, _: (body(*carry, rows[0]), None), (same, same), length=length
     )[0][0]
 
 
 def counted(bound, *, gathers=True):
-    """A loop of `bound(rows, shards, same)` turns, each with a gather along `data` where `gathers`."""
+    """A while loop of `bound(rows, shards, same)` turns; with `gathers` each turn gathers."""
 
     def body(rows, shards, same):
         def turn(carry):
@@ -51,7 +52,7 @@ def counted(bound, *, gathers=True):
 
 
 def chosen(decides, inside):
-    """A branch on `decides(rows, shards, same)`, of which one side has a collective."""
+    """A branch on `decides(rows, shards, same)`; one side has a collective."""
 
     def body(rows, shards, same):
         return lax.cond(decides(rows, shards, same) > 0, lambda: inside(shards), lambda: same)

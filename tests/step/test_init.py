@@ -1,4 +1,4 @@
-"""A state that starts from parameters that someone else has filled."""
+"""A state that starts from parameters that the caller has filled."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_all_parameters_can_be_given(sharded, drawn):
 
 
 @pytest.mark.parametrize(
-    ("path", "change", "said"),
+    ("path", "change", "text"),
     [
         ("blocks/mlp/upp/kernel", lambda x: x, "did you mean 'blocks/mlp/up/kernel'"),
         ("blocks/mlp/up/kernel", lambda x: x[:1], "a parameter does not fit"),
@@ -51,8 +51,8 @@ def test_all_parameters_can_be_given(sharded, drawn):
         ("blocks/mlp/up/kernel", np.asarray, "not a jax.Array"),
     ],
 )
-def test_a_given_parameter_that_does_not_fit_is_refused(sharded, drawn, path, change, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_given_parameter_that_does_not_fit_is_refused(sharded, drawn, path, change, text):
+    with pytest.raises(ValueError, match=text):
         sharded.init(0, {path: change(drawn["blocks/mlp/up/kernel"])})
 
 

@@ -1,8 +1,10 @@
-"""What a step means: by default what one device computes; with local batches what the loss's
-promise allows.
+"""The meaning of a step: by default it is that of one device.
+
+With local batches it is, if the loss is a sum over examples.
 """
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,7 @@ def mesh_for(strategy):
     return fsdp.make_mesh(data=4, replica=2) if "hybrid" in strategy else fsdp.make_mesh(data=8)
 
 
-# What is asked for
+# Settings
 
 
 @pytest.mark.parametrize(
@@ -52,8 +54,8 @@ def mesh_for(strategy):
 )
 def test_settings_that_need_local_batches_are_an_error_without_them(settings, asked, name):
     sharded = shard(**settings)
-    said = rf"^{name} needs local_batch=True(.*\n)+.*local_batch=True\) if loss_fn is a sum over examples"
-    with pytest.raises(ValueError, match=said):
+    fix = r"local_batch=True\) if loss_fn is a sum over examples"
+    with pytest.raises(ValueError, match=rf"^{name} needs local_batch=True(.*\n)+.*{fix}"):
         sharded.train_step(next_token_loss, **asked)
     assert sharded.train_step(next_token_loss, local_batch=True, **asked).plan.local_batch
 
@@ -79,7 +81,7 @@ def test_one_device_ignores_settings_of_communication():
 
 
 class Stateful(nnx.Module):
-    """A stack of layers with a constant, and an average that `update` makes of what they make."""
+    """A stack of layers with a constant, and an average that `update` computes of their outputs."""
 
     def __init__(self, update, rngs):
         def layer(keys):
@@ -108,7 +110,7 @@ ROWS = {"x": np.random.default_rng(0).normal(size=(32, WIDTH)).astype(np.float32
 
 @pytest.mark.parametrize("prefetch", ["none", "pre"])
 def test_state_that_all_devices_agree_on_is_updated(prefetch):
-    """A scan hands constants on; what changes is not computed from rows."""
+    """A scan passes constants on; what changes is not computed from rows."""
     model = lambda rngs: Stateful(lambda ema, x: ema * 0.5, rngs)  # noqa: E731
     sharded = shard(model, units=[nnx.Linear], prefetch=prefetch)
     step = sharded.train_step(squares, accumulation=2, local_batch=True)
@@ -143,7 +145,7 @@ class Layer(nnx.Module):
 
 
 class StochasticDepth(nnx.Module):
-    """Layers that are left out where `keep(key, x)` says so."""
+    """Layers that run only where `keep(key, x)` is true."""
 
     def __init__(self, keep, rngs):
         self.layers, self.rngs, self.keep = nnx.List([Layer(rngs) for _ in range(2)]), rngs, keep
@@ -151,7 +153,7 @@ class StochasticDepth(nnx.Module):
     def __call__(self, x):
         for layer in self.layers:
             graphdef, state = nnx.split(layer)
-            run = lambda x, graphdef=graphdef, state=state: nnx.merge(graphdef, state)(x)  # noqa: E731
+            run = partial(lambda graphdef, state, x: nnx.merge(graphdef, state)(x), graphdef, state)
             x = jax.lax.cond(self.keep(self.rngs.dropout(), x), run, lambda x: x, x)
         return x
 
@@ -250,7 +252,7 @@ def test_a_penalty_on_the_parameters_is_exact_by_default(strategy, model):
 def test_a_penalty_on_the_parameters_is_refused_with_local_batches(
     strategy, model, prefetch, deferred
 ):
-    """A device would see its own shards, or count whole ones once more: the loss cannot be traced."""
+    """A device would see its own shards, or count replicated ones again: tracing fails."""
     sharded = shard(
         lambda rngs: model(rngs), mesh_for(strategy), [Layer], strategy, prefetch=prefetch
     )
@@ -307,9 +309,7 @@ def lower(model):
 
 @pytest.mark.parametrize("local_batch", [True, False])
 def test_collectives_are_explicit_only_with_local_batches(local_batch):
-    """By annotations nothing is mapped over devices but what XLA cannot partition, such as kernels:
-    none is here.
-    """
+    """By annotations only what XLA cannot partition, such as kernels, is mapped over devices."""
     sharded = shard(lambda rngs: Chain(rngs), split_data(fsdp.make_mesh(data=8), (2, 4)), [Layer])
     step = sharded.train_step(squares, accumulation=2, local_batch=local_batch)
     text = str(step.trace(ROWS))

@@ -1,6 +1,4 @@
-"""The step and its state: born sharded, shardings fixed, skipped when not finite, refused when
-signatures change.
-"""
+"""The step and its state: sharded from the start, shardings fixed, steps skipped if not finite."""
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +36,10 @@ def test_state_is_created_sharded_with_the_values_of_one_device(sharded):
     state = sharded.init(seed=3)
     key, _ = jax.random.split(jax.random.key(3))
     alone = nnx.state(GPT_CASE.model(nnx.Rngs(key)), nnx.Param)
-    found, expected = (
-        state.params["blocks"]["mlp"]["up"]["kernel"],
-        alone["blocks"]["mlp"]["up"]["kernel"][...],
-    )
-    np.testing.assert_allclose(
-        found, expected, rtol=1e-6
-    )  # compiled and not: the last bit may differ
+    kernel = state.params["blocks"]["mlp"]["up"]["kernel"]
+    expected = alone["blocks"]["mlp"]["up"]["kernel"][...]
+    # One is compiled: the last bit may differ.
+    np.testing.assert_allclose(kernel, expected, rtol=1e-6)
     _same_shardings(sharded, state)
 
 
@@ -66,7 +61,7 @@ def test_a_step_keeps_every_sharding_and_donates_the_old_state(sharded):
 
 
 def test_the_state_is_updated_in_place(sharded):
-    """Donation that fails in silence doubles the state: nearly all of it must be aliased."""
+    """Donation that fails silently would double the state: nearly all of it must be aliased."""
     compiled = sharded.train_step(GPT_CASE.loss).compile(GPT_CASE.batch(0))
     stats = compiled.memory_analysis()
     assert stats.alias_size_in_bytes >= 0.95 * sharded.layout.per_device()
@@ -145,10 +140,10 @@ def test_another_models_state_names_the_leaf(sharded, images):
 def test_a_batch_that_does_not_divide_is_refused(sharded, rows):
     step = sharded.train_step(GPT_CASE.loss, accumulation=2)
     batch = {key: value[:rows] for key, value in GPT_CASE.batch(0).items()}
-    with pytest.raises(
-        ValueError,
-        match=rf"does not divide\n.*batch\n.*16 rows: 8 devices .* accumulation 2\n.*{rows}\n.*16 or 32",
-    ):
+    text = (
+        rf"does not divide\n.*batch\n.*16 rows: 8 devices .* accumulation 2\n.*{rows}\n.*16 or 32"
+    )
+    with pytest.raises(ValueError, match=text):
         step(sharded.init(0), batch)
 
 
@@ -316,9 +311,7 @@ def test_a_batch_put_for_another_step_is_refused(sharded):
 
 @pytest.mark.parametrize("table", [np.arange, jnp.arange])
 def test_tables_that_are_plain_attributes(table):
-    """NumPy arrays are constants of the model; JAX arrays are refused, as they belong to the trace
-    that made them.
-    """
+    """NumPy arrays are constants of the model; JAX arrays, which belong to a trace, are refused."""
 
     class Rotary(nnx.Module):
         def __init__(self, rngs):

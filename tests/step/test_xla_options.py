@@ -1,4 +1,4 @@
-"""What prefetch could not move is said, and XLA is told what overlap needs."""
+"""Warnings where prefetch moves nothing, and the XLA options that overlap needs."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ BF16 = fsdp.Precision(compute="bfloat16")
 def lowered(
     model=None, units=(Block,), *, strategy="full_shard", prefetch="pre", warns=None, **settings
 ):
-    """The plan of a step, once it is lowered. Warnings that are not expected are errors."""
+    """The plan of a lowered step; warnings that are not expected are errors."""
     mesh, make = fsdp.make_mesh(data=8), model or gpt(True)
     sharded = fsdp.fully_shard(
         make, optax.adam(1e-3), mesh, strategy, units, min_size=8, prefetch=prefetch, **settings
