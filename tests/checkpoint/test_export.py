@@ -1,4 +1,4 @@
-"""Full state dicts: what any reader of safetensors sees, and what comes back."""
+"""Exports as any reader of safetensors sees them, and imports of the same files."""
 
 import json
 import os
@@ -58,12 +58,12 @@ def store(tmp_path, params):
 
 
 def read(directory):
-    """Every tensor, by the library that defines the format."""
-    found = {}
+    """Returns every tensor, read by the library that defines the format."""
+    tensors = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="numpy") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
 
 
 def targets(params, devices, dtype=None):
@@ -86,7 +86,9 @@ def assert_bits(found, expected):
 
 @pytest.mark.parametrize("file_bytes", [1 << 20, 4000, 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
-def test_another_reader_finds_every_parameter(tmp_path, store, params, dtype, file_bytes):
+def test_any_reader_of_safetensors_finds_every_parameter(
+    tmp_path, store, params, dtype, file_bytes
+):
     done = export_params(store, 3, tmp_path / "out", dtype=dtype, file_bytes=file_bytes)
     wanted = {
         path: leaf.astype(dtype) if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -110,7 +112,7 @@ def test_another_reader_finds_every_parameter(tmp_path, store, params, dtype, fi
 
 @pytest.mark.parametrize("devices", [8, 4, 1])
 @pytest.mark.parametrize("file_bytes", [1 << 20, 4000])
-def test_there_and_back_is_bitwise(tmp_path, store, params, devices, file_bytes):
+def test_export_and_import_are_bitwise(tmp_path, store, params, devices, file_bytes):
     export_params(store, 3, tmp_path / "out", dtype=None, file_bytes=file_bytes)
     wanted = targets(params, devices)
     found = import_params(tmp_path / "out", wanted)
@@ -119,7 +121,7 @@ def test_there_and_back_is_bitwise(tmp_path, store, params, devices, file_bytes)
         assert leaf.sharding.is_equivalent_to(wanted[path].sharding, leaf.ndim)
 
 
-def test_weights_come_back_as_the_tree_that_is_asked_for(tmp_path, store, params):
+def test_an_import_has_the_structure_of_its_target(tmp_path, store, params):
     export_params(store, 3, tmp_path / "out", dtype=None)
     tree = {
         "embed": {"embedding": 0},
@@ -138,7 +140,7 @@ def test_weights_come_back_as_the_tree_that_is_asked_for(tmp_path, store, params
         )
 
 
-def test_an_export_is_as_readable_as_the_umask_says(tmp_path, store):
+def test_an_export_has_the_permissions_of_the_umask(tmp_path, store):
     before = os.umask(0o027)
     try:
         done = export_params(store, 3, tmp_path / "out", file_bytes=1)
@@ -148,7 +150,7 @@ def test_an_export_is_as_readable_as_the_umask_says(tmp_path, store):
     assert {path.stat().st_mode & 0o777 for path in done.directory.iterdir()} == {0o640}
 
 
-def test_weights_are_cast_to_what_the_model_wants(tmp_path, store, params):
+def test_weights_are_cast_to_the_dtypes_of_the_target(tmp_path, store, params):
     export_params(store, 3, tmp_path / "out")
     found = import_params(tmp_path / "out", targets(params, 8, "bfloat16"))
     assert_bits(
@@ -156,7 +158,7 @@ def test_weights_are_cast_to_what_the_model_wants(tmp_path, store, params):
     )
 
 
-def test_what_cannot_be_exported(tmp_path, store, monkeypatch):
+def test_exports_that_fail_leave_nothing(tmp_path, store, monkeypatch):
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="there already"):
         export_params(store, 3, tmp_path / "there")
@@ -174,9 +176,11 @@ def test_what_cannot_be_exported(tmp_path, store, monkeypatch):
     monkeypatch.setattr(safetensors_writer.os, "fsync", full)
     with pytest.raises(CheckpointError, match=r"could not be written[^$]*No space left"):
         export_params(store, 3, tmp_path / "out")
-    assert not (tmp_path / "out").exists(), "a half export has not the name of a whole one"
+    assert not (tmp_path / "out").exists(), (
+        "an export in part must not have the name of a complete one"
+    )
     monkeypatch.undo()
-    export_params(store, 3, tmp_path / "out")  # what the failure left is not in the way
+    export_params(store, 3, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out", "there"]
 
 
@@ -211,7 +215,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path, store, params):
         ({INDEX: '{"weight_map": {"w": "a.safetensors"}}'}, r"cannot be read[^$]*a\.safetensors"),
     ],
 )
-def test_weights_that_are_none(tmp_path, params, files, said):
+def test_folders_without_weights_are_refused(tmp_path, params, files, said):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=said):

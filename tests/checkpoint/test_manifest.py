@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a checkpoint is found, and named."""
+"""Any damage to a file of a checkpoint is found, and the file is named."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jax.checkpoint import CheckpointStore, DamageError, manifest
@@ -20,11 +20,13 @@ STATE = {"w": (16, 4), "b": (8,), "counter": ()}
 
 @pytest.fixture
 def step(tmp_path):
-    """The directory of a checkpoint that is as it was written."""
+    """Returns the directory of an intact checkpoint."""
     mesh = jax.make_mesh((8,), ("data",))
-    rows, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
+    rows, replicated = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
     state = {
-        name: jax.device_put(jax.random.normal(jax.random.key(0), shape), rows if shape else whole)
+        name: jax.device_put(
+            jax.random.normal(jax.random.key(0), shape), rows if shape else replicated
+        )
         for name, shape in STATE.items()
     }
     with CheckpointStore(tmp_path) as store:
@@ -40,7 +42,7 @@ def problems(step):
     return manifest.check_files(step).problems
 
 
-def test_a_good_one(step):
+def test_an_intact_checkpoint_is_good(step):
     checked = manifest.check_files(step)
     assert checked.good
     assert checked.files == len(manifest.list_files(step)) > 5
@@ -56,16 +58,13 @@ def test_every_flipped_bit_is_found(step):
     for name in every_file(step):
         file = step / name
         before = file.read_bytes()
-        if not before:  # orbax writes an empty one; there is no bit to flip
+        if not before:  # orbax writes an empty file
             continue
-        for place in {
-            0,
-            len(before) // 2,
-            len(before) - 1,
-            *(numbers.randrange(len(before)) for _ in range(5)),
-        }:
+        size = len(before)
+        offsets = {0, size // 2, size - 1, *(numbers.randrange(size) for _ in range(5))}
+        for offset in offsets:
             after = bytearray(before)
-            after[place] ^= 1 << numbers.randrange(8)
+            after[offset] ^= 1 << numbers.randrange(8)
             file.write_bytes(after)
             (found,) = problems(step)
             assert found.startswith(f"{name}: "), found
@@ -73,25 +72,25 @@ def test_every_flipped_bit_is_found(step):
     assert not problems(step)
 
 
-@pytest.mark.parametrize("harm", ["cut", "longer", "gone", "link", "folder"])
-def test_every_harmed_file_is_found(step, tmp_path, harm):
+@pytest.mark.parametrize("harm", ["shortened", "longer", "missing", "link", "folder"])
+def test_every_damaged_file_is_found(step, tmp_path, harm):
     for name in every_file(step):
-        file, kept = step / name, tmp_path / "kept"
-        file.rename(kept)
-        if harm == "cut":
-            file.write_bytes(kept.read_bytes()[:-1])
+        file, original = step / name, tmp_path / "original"
+        file.rename(original)
+        if harm == "shortened":
+            file.write_bytes(original.read_bytes()[:-1])
         elif harm == "longer":
-            file.write_bytes(kept.read_bytes() + b"\n")
+            file.write_bytes(original.read_bytes() + b"\n")
         elif harm == "link":
-            file.symlink_to(kept)
+            file.symlink_to(original)
         elif harm == "folder":
             file.mkdir()
         found = problems(step)
-        if kept.stat().st_size or harm != "cut":  # nothing can be cut from an empty file
+        if original.stat().st_size or harm != "shortened":  # an empty file has nothing to lose
             assert [line.partition(":")[0] for line in found] == [name], (harm, found)
         if harm == "folder":
             file.rmdir()
-        kept.replace(file)
+        original.replace(file)
     assert not problems(step)
 
 
@@ -105,14 +104,14 @@ def test_a_linked_folder_is_not_followed(step, tmp_path):
 
 
 def rewrite(step, change):
-    """The manifest with something else in it, and a digest that fits."""
+    """Changes the manifest and gives it a digest that fits."""
     body = json.loads((step / manifest.MANIFEST).read_text())
     change(body)
     body["digest"] = manifest._digest_of(body)
     (step / manifest.MANIFEST).write_text(manifest._text(body))
 
 
-def test_a_name_that_leads_outside_is_no_file(step, tmp_path):
+def test_a_listed_path_outside_the_checkpoint_is_never_read(step, tmp_path):
     (tmp_path / "secret").write_text("x")
     digest = manifest.digest_files(tmp_path, ["secret"])["secret"]
     for name in ("../secret", str(tmp_path / "secret")):
@@ -126,7 +125,7 @@ def test_another_format_is_refused(step):
         manifest.read_manifest(step)
 
 
-def test_without_a_manifest_it_is_damaged_but_still_there(step):
+def test_a_step_without_a_manifest_is_damaged(step):
     (step / manifest.MANIFEST).unlink()
     with CheckpointStore(step.parent) as store:
         assert store.steps() == [7]
@@ -135,19 +134,19 @@ def test_without_a_manifest_it_is_damaged_but_still_there(step):
             store.restore(7, {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=jax.P())})
 
 
-def test_what_the_manifest_does_not_name_is_left_alone(step):
+def test_files_that_the_manifest_does_not_list_are_ignored(step):
     (step / "note.txt").write_text("mine")
     assert not problems(step)
 
 
-def test_each_reader_takes_a_part(step):
-    whole = manifest.check_files(step)
+def test_several_readers_check_a_part_each(step):
+    alone = manifest.check_files(step)
     parts = [manifest.check_files(step, part=part, parts=3) for part in range(3)]
-    assert sum(part.files for part in parts) == whole.files
-    assert sum(part.size for part in parts) == whole.size
+    assert sum(part.files for part in parts) == alone.files
+    assert sum(part.size for part in parts) == alone.size
 
 
-def test_what_the_disk_does_not_give_back_is_named(step, monkeypatch):
+def test_a_file_that_the_disk_cannot_read_is_named(step, monkeypatch):
     bad = manifest.list_files(step)[0]
     digest = manifest._digest
 
@@ -165,8 +164,9 @@ def test_many_problems_are_counted():
     assert checked.summary().splitlines()[-1].strip() == "and 15 more"
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(1, 64))
-def test_a_digest_is_that_of_the_whole(tmp_path_factory, content, block):
+def test_a_digest_does_not_depend_on_the_block_size(tmp_path_factory, content, block):
     file = tmp_path_factory.mktemp("digest") / "file"
     file.write_bytes(content)
     with pytest.MonkeyPatch.context() as patched:

@@ -1,4 +1,4 @@
-"""What is saved comes back, on whatever mesh; what cannot be saved or read says so."""
+"""Saving and restoring on any mesh, and the errors of what cannot be saved or read."""
 
 import gc
 import os
@@ -38,17 +38,14 @@ def sharding(devices, *spec):
 
 
 def make_state(devices=8):
-    """Everything that a training state is made of; the parameters are sharded, the rest is
-    replicated.
-    """
-    rows, whole = sharding(devices, "data"), sharding(devices)
+    """Returns all kinds of leaves of a training state; those with rows are sharded by them."""
+    rows, replicated = sharding(devices, "data"), sharding(devices)
     numbers = np.random.default_rng(0)
     params = {
         "embed": jnp.asarray(numbers.normal(size=(16, 24)), jnp.float32),
         "blocks": [{"kernel": jnp.asarray(numbers.normal(size=(8, 4)), jnp.bfloat16)}, {}],
     }
-    # a chain with EmptyState, a mask with MaskedNode, injected numbers: each has its own empty or
-    # odd places
+    # EmptyState of a chain, MaskedNode of a mask, injected hyperparameters.
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.masked(optax.adam(1e-3), {"embed": True, "blocks": False}),
@@ -66,7 +63,8 @@ def make_state(devices=8):
         },
     }
     return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, rows if leaf.ndim and leaf.shape[0] else whole), state
+        lambda leaf: jax.device_put(leaf, rows if leaf.ndim and leaf.shape[0] else replicated),
+        state,
     )
 
 
@@ -99,7 +97,7 @@ def save(store, step, state, data=DATA, metadata=METADATA):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_everything_comes_back(tmp_path, asynchronous):
+def test_a_state_is_restored_with_all_kinds_of_leaves(tmp_path, asynchronous):
     state = make_state()
     with CheckpointStore(tmp_path / "new" / "checkpoints", asynchronous=asynchronous) as store:
         assert (store.steps(), store.latest()) == ([], None)
@@ -109,13 +107,13 @@ def test_everything_comes_back(tmp_path, asynchronous):
         restored, data, metadata = store.restore(5, target_of(state))
     assert (data, metadata) == (DATA, METADATA)
     assert_same(restored, state)
-    # typed keys that go on where they were
+    # Typed keys continue where they were.
     assert (jax.random.bits(restored["key"]) == jax.random.bits(state["key"])).all()
     assert str(jax.random.key_impl(restored["dropout"])) == "rbg"
 
 
 def test_resharding_is_bitwise(tmp_path):
-    """8 → 4 → 1 → 8 devices, saved anew each time."""
+    """From 8 to 4, 1 and 8 devices, saved again each time."""
     before = make_state(8)
     with CheckpointStore(tmp_path, keep=9) as store:
         save(store, 0, before)
@@ -128,19 +126,21 @@ def test_resharding_is_bitwise(tmp_path):
 
 
 def test_state_may_be_donated_right_after_save(tmp_path):
-    """The step that follows overwrites the buffers that are still being written."""
+    """The next step overwrites the buffers while they are being written."""
     state = {
         str(i): jax.device_put(jnp.full((512, 512), float(i)), sharding(8, "data"))
         for i in range(8)
     }
     target = target_of(state)
-    spoil = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 - 1, tree), donate_argnums=0)
+    overwrite = jax.jit(
+        lambda tree: jax.tree.map(lambda leaf: leaf * 0 - 1, tree), donate_argnums=0
+    )
     data = {"position": [1]}
     with CheckpointStore(tmp_path) as store:
         save(store, 1, state, data=data)
         data["position"].append(2)
         for _ in range(3):
-            state = spoil(state)
+            state = overwrite(state)
         restored, found, _ = store.restore(1, target)
     assert found == {"position": [1]}
     for name, leaf in restored.items():
@@ -149,21 +149,17 @@ def test_state_may_be_donated_right_after_save(tmp_path):
 
 def test_newest_steps_are_kept(tmp_path):
     with CheckpointStore(tmp_path, keep=2) as store:
-        for step in (
-            1,
-            5,
-            10,
-            9,
-        ):  # 9: taken up again from 5; step 10 is not ours to delete, and 9 is not the oldest
+        # The run is resumed at 5: 10 is of an earlier attempt and stays, 9 is not the oldest.
+        for step in (1, 5, 10, 9):
             save(store, step, small(float(step)))
             store.wait()
         assert store.steps() == [5, 9, 10]
         assert store.latest() == 10
         assert (np.asarray(store.restore(9, target_of(small()))[0]["w"]) == 9).all()
-    assert sorted(os.listdir(tmp_path)) == ["10", "5", "9"], "nothing else is left lying about"
+    assert sorted(os.listdir(tmp_path)) == ["10", "5", "9"], "nothing else is left"
 
 
-def test_only_committed_steps_count(tmp_path):
+def test_only_complete_steps_count(tmp_path):
     with CheckpointStore(tmp_path) as store:
         save(store, 3, small())
         store.wait()
@@ -181,7 +177,7 @@ def test_only_committed_steps_count(tmp_path):
             save(store, 7, small())
 
 
-def test_reader_changes_nothing(tmp_path):
+def test_a_reader_changes_nothing(tmp_path):
     with CheckpointStore(tmp_path) as store:
         save(store, 1, small())
     (tmp_path / "2.orbax-checkpoint-tmp").mkdir()  # someone else is writing
@@ -230,24 +226,24 @@ def test_differences_are_listed_path_by_path(tmp_path, monkeypatch, wanted, expe
     assert got is None or re.search(got, str(refused.value))
 
 
-def test_key_of_another_kind_is_refused(tmp_path):
-    whole = sharding(8)
-    state = {"key": jax.device_put(jax.random.key(0), whole)}
-    target = target_of({"key": jax.device_put(jax.random.key(0, impl="rbg"), whole)})
+def test_a_key_of_another_implementation_is_refused(tmp_path):
+    replicated = sharding(8)
+    state = {"key": jax.device_put(jax.random.key(0), replicated)}
+    target = target_of({"key": jax.device_put(jax.random.key(0, impl="rbg"), replicated)})
     with CheckpointStore(tmp_path) as store:
         save(store, 1, state)
         with pytest.raises(ValueError, match=r"key: expected key<rbg>\[\], got key<fry>\[\]"):
             store.restore(1, target)
 
 
-def test_target_without_sharding_is_refused(tmp_path):
+def test_a_target_without_shardings_is_refused(tmp_path):
     with CheckpointStore(tmp_path) as store:
         save(store, 1, small())
         with pytest.raises(ValueError, match=r"without shardings[^$]*w"):
             store.restore(1, {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)})
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path):
+def test_states_that_cannot_be_saved_are_refused(tmp_path):
     with CheckpointStore(tmp_path) as store:
         with pytest.raises(ValueError, match=r"only jax.Arrays[^$]*a: float; b: ndarray"):
             save(store, 1, {"a": 1.0, "b": np.zeros(3), "c": jnp.zeros(3)})
@@ -263,29 +259,29 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         CheckpointStore(tmp_path, keep=0)
 
 
-def test_directory_that_cannot_be_made(tmp_path):
+def test_a_directory_that_cannot_be_created(tmp_path):
     directory = tmp_path / "checkpoints"
-    directory.write_text("in the way")
+    directory.write_text("a file")
     with CheckpointStore(directory) as store:
         with pytest.raises(
             CheckpointError, match=rf"could not be written[^$]*{directory}/2[^$]*NotADirectoryError"
         ):
             save(store, 2, small())
         directory.unlink()
-        save(store, 2, small())  # the same step again: nothing was left in its way
+        save(store, 2, small())  # the same step again
         store.wait()
         assert store.steps() == [2]
 
 
-DISK_FULL = """
-import os, sys
+FAULTS = """
+import os, signal, sys
 sys.path.insert(0, sys.argv[2])
 import conftest, jax, jax.numpy as jnp
 from resource import RLIM_INFINITY, RLIMIT_FSIZE, setrlimit
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
 small, large = {"w": jnp.zeros(8)}, {"w": jax.random.normal(jax.random.key(0), (1 << 18,))}
 
-def caught(call, *arguments):
+def error_of(call, *arguments):
     try:
         call(*arguments)
     except CheckpointError as error:
@@ -293,59 +289,88 @@ def caught(call, *arguments):
     else:
         print("no error")
 
-with CheckpointStore(sys.argv[1]) as store:
+# A full disk, which a limit on the size of files stands for.
+full = sys.argv[1] + "/full"
+with CheckpointStore(full) as store:
     save = lambda step, state: store.save(step, state, data={}, metadata={})
     save(1, small)
     store.wait()
     setrlimit(RLIMIT_FSIZE, (1 << 16, RLIM_INFINITY))
     save(2, large)
-    caught(save, 3, large)  # the earlier save's error, and no save
+    error_of(save, 3, large)  # the earlier save's error; this one is not begun
     save(3, large)
-    caught(store.wait)
+    error_of(store.wait)
     print("latest", store.latest())
     setrlimit(RLIMIT_FSIZE, (RLIM_INFINITY, RLIM_INFINITY))
-    save(3, large)  # neither skipped nor hindered by what the failure left
+    save(3, large)  # again, in spite of what the failed save left
     store.wait()
-    print("latest", store.latest(), sorted(os.listdir(sys.argv[1])))
+    print("latest", store.latest(), sorted(os.listdir(full)))
     setrlimit(RLIMIT_FSIZE, (1 << 16, RLIM_INFINITY))
     save(4, large)
-    caught(store.close)
-"""
+    error_of(store.close)
+setrlimit(RLIMIT_FSIZE, (RLIM_INFINITY, RLIM_INFINITY))
+sys.stdout.flush()
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[2])
-import conftest, jax.numpy as jnp
-from orbax.checkpoint import v1
-from fsdp_jax.checkpoint import CheckpointStore
-store = CheckpointStore(sys.argv[1])
-store.save(1, {"w": jnp.zeros(8)}, data={}, metadata={})
+# Killed while it saves.
+killed = sys.argv[1] + "/killed"
+store = CheckpointStore(killed)
+store.save(1, small, data={}, metadata={})
 store.wait()
 store.save(2, {f"w{i}": jnp.zeros(1 << 18) for i in range(32)}, data={}, metadata={})
-while not any(name.startswith("2.") for name in os.listdir(sys.argv[1])):
+while not any(name.startswith("2.") for name in os.listdir(killed)):
     pass
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def run(program, directory):
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """Returns (directory, stdout) of a process whose disk was full, and which was killed."""
+    directory = tmp_path_factory.mktemp("faults")
     tests = os.path.dirname(os.path.dirname(__file__))
-    return subprocess.run(
-        [sys.executable, "-c", program, str(directory), tests],
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, str(directory), tests],
         capture_output=True,
         text=True,
         timeout=300,
     )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return directory, done.stdout
 
 
-def test_what_cannot_be_deleted_ends_nothing(tmp_path, monkeypatch, caplog):
-    """A reader on another host may hold a file open: it is tried again before a later save."""
+def test_a_full_disk_is_the_error_of_the_next_call(faults):
+    """Whichever call that is, and once."""
+    directory, out = faults
+    failed = (
+        r"a checkpoint could not be written\n  where: +{}/full/{}\n"
+        r"  got: [^\n]*File too large[^\n]*\n  fix: +make room there\n"
+    )
+    lines = [
+        failed.format(directory, 2),
+        failed.format(directory, 3),
+        r"latest 1\nlatest 3 \['1', '3'\]\n",
+        failed.format(directory, 4),
+    ]
+    assert re.fullmatch("".join(lines), out), out
+
+
+def test_a_writer_that_is_killed_leaves_no_step(faults):
+    directory = faults[0] / "killed"
+    (directory / "0.deleting").mkdir()
+    with CheckpointStore(directory) as store:
+        assert store.steps() == [1], sorted(os.listdir(directory))
+        save(store, 2, small())
+    assert sorted(os.listdir(directory)) == ["1", "2"]
+
+
+def test_an_old_step_that_cannot_be_deleted_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
+    """A reader on another host may hold a file open: the next save tries again."""
     rmtree = shutil.rmtree
 
-    def busy(path, *rest, **more):
+    def busy(path, *args, **options):
         if str(path).endswith(".deleting"):
             raise OSError(39, "Directory not empty")
-        rmtree(path, *rest, **more)
+        rmtree(path, *args, **options)
 
     with CheckpointStore(tmp_path, keep=1) as store:
         with monkeypatch.context() as patched:
@@ -359,64 +384,35 @@ def test_what_cannot_be_deleted_ends_nothing(tmp_path, monkeypatch, caplog):
     assert sorted(os.listdir(tmp_path)) == ["3"]
 
 
-def test_all_lies_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """Every file, and every folder that names one; and the name itself."""
+def test_a_step_is_renamed_once_it_is_on_disk(tmp_path, monkeypatch):
+    """Every file and directory is flushed before the rename, and its new name after it."""
     flushed, fsync, rename = [], os.fsync, Path.rename
 
-    def noted(handle):
+    def recording_fsync(handle):
         flushed.append(os.readlink(f"/proc/self/fd/{handle}"))
         fsync(handle)
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", recording_fsync)
 
-    def renamed(path, target):
+    def checking_rename(path, target):
         if path.name == "1.unsealed":
             missing = {str(each) for each in [path, *path.rglob("*")]} - set(flushed)
             assert not missing
             flushed.clear()
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(Path, "rename", checking_rename)
     with CheckpointStore(tmp_path / "checkpoints", asynchronous=False) as store:
         save(store, 1, small())
     assert flushed == [str(tmp_path / "checkpoints"), str(tmp_path)]
 
 
-def test_full_disk(tmp_path):
-    """A limit on the size of files stands for it. The error comes with the next call, whichever
-    that is, and once.
-    """
-    done = run(DISK_FULL, tmp_path)
-    assert done.returncode == 0, done.stderr
-    failed = (
-        r"a checkpoint could not be written\n  where: +{}/{}\n  got: [^\n]*File too large[^\n]*\n"
-    )
-    failed += r"  fix: +make room there\n"
-    lines = [
-        failed.format(tmp_path, 2),
-        failed.format(tmp_path, 3),
-        r"latest 1\nlatest 3 \['1', '3'\]\n",
-        failed.format(tmp_path, 4),
-    ]
-    assert re.fullmatch("".join(lines), done.stdout), done.stdout
-
-
-def test_killed_while_saving(tmp_path):
-    assert run(KILLED, tmp_path).returncode == -signal.SIGKILL
-    (tmp_path / "0.deleting").mkdir()
-    with CheckpointStore(tmp_path) as store:
-        assert store.steps() == [1], sorted(os.listdir(tmp_path))
-        save(store, 2, small())
-    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
-
-
-# Where a file is missing, orbax gives up on the first array and leaves the coroutines of the others
-# unawaited.
+# Orbax gives up at the first missing file, and never awaits the coroutines of the other arrays.
 @pytest.mark.filterwarnings(
     "ignore:coroutine '.*_get_array_metadatas' was never awaited:RuntimeWarning"
 )
-def test_damage_that_reading_meets_is_named(tmp_path, monkeypatch):
-    """Where nothing was verified before; and what is no damage is orbax's own error, in one line."""
+def test_damage_is_named_though_restore_did_not_verify(tmp_path, monkeypatch):
+    """If the files are intact, the error is orbax's own, in one line."""
     with CheckpointStore(tmp_path) as store:
         save(store, 1, small())
         store.wait()
@@ -432,4 +428,4 @@ def test_damage_that_reading_meets_is_named(tmp_path, monkeypatch):
             missing.value
         )
         assert len(str(missing.value).splitlines()) == 3
-    gc.collect()  # those coroutines warn as they are collected: here, not in a later test
+    gc.collect()  # the coroutines warn when they are collected: here, not in a later test

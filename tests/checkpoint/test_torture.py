@@ -1,4 +1,4 @@
-"""A real run, killed at moments that nobody has chosen."""
+"""A real training run that is killed at random moments."""
 
 import json
 import subprocess
@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "torture_checkpoint.py"
 
 
 @pytest.mark.long
-def test_killed_again_and_again(tmp_path):
-    words = [
+def test_a_run_that_is_killed_at_random_moments_loses_nothing(tmp_path):
+    command = [
         sys.executable,
         str(SCRIPT),
         "--trials",
@@ -22,10 +22,10 @@ def test_killed_again_and_again(tmp_path):
         "--directory",
         str(tmp_path),
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["lost"], found["differences"]) == ([], [])
-    assert sum(count for phase, count in found["kills"].items() if "end" not in phase) >= 8
-    assert found["unsealed"] >= 1
-    assert found["runs"] >= 1
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["lost"], result["differences"]) == ([], [])
+    assert sum(count for phase, count in result["kills"].items() if "end" not in phase) >= 8
+    assert result["unsealed"] >= 1
+    assert result["runs"] >= 1

@@ -1,4 +1,4 @@
-"""`fsdp-jax verify` and `fsdp-jax export`: what they print, and how they exit."""
+"""Output and exit codes of `fsdp-jax verify` and `fsdp-jax export`."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from fsdp_jax.cli.main import main
 
 @pytest.fixture
 def run(tmp_path):
-    """The output of a run with two steps, and what lies beside them."""
+    """Returns the output of a run with two steps, an unfinished one and a foreign directory."""
     rows = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P("data"))
     state = {"params": {"w": jax.device_put(jax.random.normal(jax.random.key(0), (16, 4)), rows)}}
     with CheckpointStore(tmp_path / "checkpoints") as store:
@@ -24,14 +24,14 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_a_good_run(run, capsys):
+def test_verify_of_a_good_run(run, capsys):
     assert main(["verify", str(run)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in shown[3:5]] == [["2", "good"], ["10", "good"]]
     assert shown[5:] == ["not a checkpoint: 12.unsealed", "not a checkpoint: 99"]
 
 
-def test_a_damaged_run(run, capsys):
+def test_verify_of_a_damaged_run(run, capsys):
     file = max(
         (path for path in (run / "checkpoints" / "10").rglob("*") if path.is_file()),
         key=lambda p: p.name,
@@ -53,35 +53,23 @@ def test_a_damaged_run(run, capsys):
     assert main(["export", str(run), "--to", str(run / "weights"), "--step", "2"]) == 0
 
 
-def test_a_step_that_its_run_deletes_meanwhile_is_not_damaged(run, capsys, monkeypatch):
+def test_a_step_that_its_run_deletes_during_verify_is_not_damaged(run, capsys, monkeypatch):
     check = verify.check_files
 
-    def retired(path):
+    def deleted_by_its_run(path):
         if path.name == "2":
             path.rename(path.with_name("2.deleting"))
         return check(path)
 
-    monkeypatch.setattr(verify, "check_files", retired)
+    monkeypatch.setattr(verify, "check_files", deleted_by_its_run)
     assert main(["verify", str(run)]) == 0
     assert "DAMAGED" not in capsys.readouterr().out
 
 
-def test_an_export(run, capsys):
-    assert (
-        main(
-            [
-                "export",
-                str(run),
-                "--to",
-                str(run / "weights"),
-                "--dtype",
-                "bfloat16",
-                "--format=gguf",
-            ]
-        )
-        == 2
-    )
-    assert main(["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16"]) == 0
+def test_export_of_the_newest_step(run, capsys):
+    command = ["export", str(run), "--to", str(run / "weights"), "--dtype", "bfloat16"]
+    assert main([*command, "--format=gguf"]) == 2
+    assert main(command) == 0
     assert "1 tensors of step 10, 128 B in 1 files" in capsys.readouterr().out
     with safe_open(run / "weights" / "model.safetensors", framework="numpy") as opened:
         assert opened.get_tensor("w").dtype == jax.numpy.bfloat16
@@ -91,7 +79,7 @@ def test_an_export(run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "expected"),
     [
         (["verify"], "RUN is one path"),
         (["verify", "a", "b"], r"RUN is one path[^$]*got: +a b"),
@@ -106,14 +94,14 @@ def test_an_export(run, capsys):
         (["export", "RUN", "--to"], "--to needs a value"),
     ],
 )
-def test_mistakes(run, capsys, words, said, monkeypatch, tmp_path):
+def test_mistakes_on_the_command_line(run, capsys, arguments, expected, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert main([word.replace("RUN", str(run)) for word in words]) == 2
+    assert main([each.replace("RUN", str(run)) for each in arguments]) == 2
     error = capsys.readouterr().err
-    assert re.search(said, error), error
+    assert re.search(expected, error), error
 
 
-def test_help(capsys):
+def test_help_names_the_arguments(capsys):
     for command in ("verify", "export"):
         assert main([command, "--help"]) == 0
         assert f"fsdp-jax {command} RUN" in capsys.readouterr().out
