@@ -76,7 +76,7 @@ def _check_stacks(layout: Layout) -> None:
     for path, leaf in layout.by_path.items():
         if any(leaf.spec[: leaf.stacked]):
             what = "a stack of layers is sharded along its layers"
-            expected = "a spec that keeps that dim whole"
+            expected = "a spec that leaves that dim unsharded"
             fix = "shard another dim, or leave local_batch out"
             raise ValueError(message(what, where=path, expected=expected, got=leaf.spec, fix=fix))
 

@@ -118,7 +118,7 @@ def test_a_foreign_library_is_used_where_it_belongs():
 
 
 def test_importing_the_library_loads_no_planner():
-    code = "import sys, fsdp_jax; print(*(name for name in sys.modules if name.startswith('fsdp_jax.')))"
+    code = "import sys, fsdp_jax; print(*(m for m in sys.modules if m.startswith('fsdp_jax.')))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -1,6 +1,4 @@
-"""Rows stay on their devices under annotations: kernels run on local rows, activations are pinned,
-results stay.
-"""
+"""Rows stay on their devices with annotations: kernels on local rows, pinned activations."""
 
 import dataclasses
 
@@ -24,7 +22,7 @@ TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), "int32")}
 
 
 def kernel(x, table):
-    """A row of the result is of the same row of `x`."""
+    """Computes each row of the result from the same row of `x`."""
     return jnp.cumsum(x, axis=1) @ table
 
 
@@ -46,9 +44,9 @@ def test_results_and_gradients_are_the_same_on_local_rows(mesh):
         np.testing.assert_array_equal, grads(wrapped, x, table), plain
     )  # outside a step: the function itself
     with batch_split(mesh, batch_axes(mesh), 16):
-        found = grads(fsdp.on_local_rows(kernel, replicated=(1,)), x, table)
+        local = grads(fsdp.on_local_rows(kernel, replicated=(1,)), x, table)
         traced = jax.make_jaxpr(wrapped)(x, table)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), local, plain)
     (eqn,) = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
     assert [v.aval.shape for v in eqn.params["jaxpr"].invars] == [(2, 4), (4, 3)]
 
@@ -66,17 +64,17 @@ def test_rows_that_do_not_divide(mesh):
 
 
 @pytest.mark.parametrize(
-    ("fn", "replicated", "said"),
+    ("fn", "replicated", "text"),
     [
         (kernel, (2,), r"no such argument\n.*on_local_rows\(kernel\)\n.*below 2"),
         (lambda x, table: x.sum(0) @ table, (1,), r"result without the rows(.*\n)+.*\[2\]"),
         (lambda x, table: (x @ table).sum(), (1,), "result without the rows"),
     ],
 )
-def test_what_does_not_keep_its_rows(mesh, fn, replicated, said):
+def test_functions_that_do_not_keep_rows_are_refused(mesh, fn, replicated, text):
     with (
         batch_split(mesh, batch_axes(mesh), 16),
-        pytest.raises((ValueError, TypeError), match=said),
+        pytest.raises((ValueError, TypeError), match=text),
     ):
         fsdp.on_local_rows(fn, replicated=replicated)(
             np.ones((16, 4), np.float32), np.ones((8, 3), np.float32)[:4]
@@ -84,14 +82,14 @@ def test_what_does_not_keep_its_rows(mesh, fn, replicated, said):
 
 
 @pytest.mark.parametrize("replicated", [1, ("table",)])
-def test_what_is_no_number_of_an_argument(replicated):
+def test_replicated_takes_numbers_of_arguments(replicated):
     with pytest.raises(
         ValueError, match=r"not numbers of arguments\n.*kernel(.*\n)+.*replicated=\(1,\)"
     ):
         fsdp.on_local_rows(kernel, replicated=replicated)
 
 
-def test_what_is_pinned(mesh):
+def test_only_activations_are_pinned(mesh):
     tree = {"x": jnp.ones((16, 4)), "rows": jnp.ones(16), "table": jnp.ones((4, 4)), "flag": True}
     assert pin_rows(tree) is tree
 
@@ -109,7 +107,7 @@ def test_what_is_pinned(mesh):
 
 
 def primitives(jaxpr, inside=()):
-    """(primitive, those around it) of every operation of a traced program."""
+    """Yields (primitive, primitives around it) of every operation of a traced program."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name, inside
         for inner in jex.jaxprs_in_params(eqn.params):
@@ -144,14 +142,14 @@ def test_a_default_step_has_a_shard_map_around_what_xla_cannot_partition_alone(
         units=[Block],
         min_size=8,
     )
-    found = list(primitives(sharded.train_step(next_token_loss).trace(TOKENS).jaxpr))
-    assert ("shard_map" in {name for name, _ in found}) == some
-    outside = {name for name, inside in found if "shard_map" not in inside}
+    operations = list(primitives(sharded.train_step(next_token_loss).trace(TOKENS).jaxpr))
+    assert ("shard_map" in {name for name, _ in operations}) == some
+    outside = {name for name, inside in operations if "shard_map" not in inside}
     assert outside.isdisjoint({"all_gather", "reduce_scatter", "psum_scatter", "psum"})
 
 
 def test_a_tied_table_trains_as_one_device_does():
-    found, _ = train(
+    run, _ = train(
         CASES["nnx-gpt-scanned"], fsdp.make_mesh(data=4, replica=2), "hybrid_shard", accumulation=4
     )
-    check(found, control("nnx-gpt-scanned", 4))
+    check(run, control("nnx-gpt-scanned", 4))

@@ -1,6 +1,4 @@
-"""LoRA against training written out by hand, what it leaves alone, and what comes of it when it is
-merged.
-"""
+"""LoRA against training written out by hand, what it leaves unchanged, and merged weights."""
 
 import dataclasses
 import functools
@@ -13,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import CASES, LinenTransformer, by_path, check, gpt, optimizer
 from safetensors.numpy import save_file
@@ -93,7 +91,7 @@ BATCH = {"tokens": TOKENS}
 
 
 def moved(params, seed=0):
-    """As if trained: lora_b is no longer zero."""
+    """Returns the parameters as if trained: lora_b is no longer zero."""
     random = np.random.default_rng(seed)
 
     def move(path, leaf):
@@ -126,11 +124,11 @@ MODELS = {
 }
 
 
-# What it starts from
+# Initial values
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_starts_as_the_model_was(name):
+def test_a_model_with_lora_starts_with_the_outputs_of_the_plain_model(name):
     make, targets = MODELS[name]
     streams = [nnx.Rngs(params=1, dropout=2) for _ in range(2)]
     plain, adapted = make(streams[0]), with_lora(make, rank=3, targets=targets)(streams[1])
@@ -162,13 +160,13 @@ def test_it_starts_as_the_model_was(name):
 
 
 def test_each_layer_and_each_kernel_draws_numbers_of_its_own():
-    found = params_of(with_lora(gpt(True), rank=3, targets=("attn/",))(nnx.Rngs(0)))
-    qkv, out = found["blocks/attn/qkv/lora_a"], found["blocks/attn/out/lora_a"]
+    params = params_of(with_lora(gpt(True), rank=3, targets=("attn/",))(nnx.Rngs(0)))
+    qkv, out = params["blocks/attn/qkv/lora_a"], params["blocks/attn/out/lora_a"]
     assert qkv.shape == out.shape == (2, 16, 3)
     assert len({qkv[0].tobytes(), qkv[1].tobytes(), out[0].tobytes(), out[1].tobytes()}) == 4
     assert np.abs(qkv).max() <= 16**-0.5
     assert np.abs(qkv).max() > 0.8 * 16**-0.5
-    assert not found["blocks/attn/qkv/lora_b"].any()
+    assert not params["blocks/attn/qkv/lora_b"].any()
     make, rngs = with_lora(gpt(True), rank=3, targets=("attn/",)), nnx.Rngs(0)
     for other in (
         make(nnx.Rngs(1)),
@@ -177,7 +175,7 @@ def test_each_layer_and_each_kernel_draws_numbers_of_its_own():
         assert (params_of(other)["blocks/attn/qkv/lora_a"] != qkv).all()
 
 
-def test_it_is_the_formula_of_the_paper():
+def test_an_adapted_linear_computes_the_formula_of_the_paper():
     make = with_lora(lambda rngs: nnx.Linear(6, 5, rngs=rngs), rank=2, alpha=6, targets=("^$",))
     linear = make(nnx.Rngs(0))
     assert type(linear) is AdaptedLinear
@@ -238,7 +236,7 @@ def control(make):
     )
 
 
-def held_against_the_control(make, units, mesh, strategy="full_shard", *, step=None, **settings):
+def check_against_the_control(make, units, mesh, strategy="full_shard", *, step=None, **settings):
     sharded = fsdp.fully_shard(
         make, optimizer(), mesh, strategy, units, min_size=8, frozen=make.frozen, **settings
     )
@@ -267,8 +265,8 @@ LLAMA_LORA = with_lora(small_llama(), rank=4, targets=("attn/(q|v)$", "mlp/"))
 @pytest.mark.long
 @pytest.mark.parametrize("prefetch", ["none", "pre"])
 @pytest.mark.parametrize("scan", [True, False])
-def test_it_trains_as_one_device_does(scan, prefetch):
-    step = held_against_the_control(
+def test_lora_trains_as_one_device_does(scan, prefetch):
+    step = check_against_the_control(
         GPT_LORA[scan],
         (Block,),
         fsdp.make_mesh(data=8),
@@ -295,9 +293,9 @@ def test_it_trains_as_one_device_does(scan, prefetch):
         ("zero1", {"units": ("Linear",)}),
     ],
 )
-def test_other_strategies_do_too(strategy, settings):
+def test_lora_trains_as_one_device_does_with_other_strategies(strategy, settings):
     mesh = fsdp.make_mesh(data=4, replica=2)
-    held_against_the_control(
+    check_against_the_control(
         LLAMA_LORA, strategy=strategy, mesh=mesh, **{"units": ("LlamaBlock",)} | settings
     )
 
@@ -335,12 +333,12 @@ def test_a_model_of_the_users_own_learns_and_is_merged():
     assert {path: leaf.sharding for path, leaf in merged.items()} == {
         path: leaf.sharding for path, leaf in plain.layout.by_path.items()
     }
-    whole = dataclasses.replace(
+    plain_state = dataclasses.replace(
         plain.init(0), params=unflatten(merged), model_state=state.model_state
     )
-    found = plain.apply(lambda model, x: model(x))(whole, x)
+    merged_logits = plain.apply(lambda model, x: model(x))(plain_state, x)
     np.testing.assert_allclose(
-        np.float32(found), np.float32(logits), rtol=2e-2, atol=0.1
+        np.float32(merged_logits), np.float32(logits), rtol=2e-2, atol=0.1
     )  # its head is in bfloat16
 
 
@@ -348,9 +346,14 @@ def test_a_model_of_the_users_own_learns_and_is_merged():
 def test_mixed_precision_keeps_what_is_trained_in_float32():
     make = with_lora(small_llama(), rank=4, targets=("attn/",))
     sharded = fsdp.fully_shard(
-        make, optax.adam(1e-2), fsdp.make_mesh(data=8), units=[llama.LlamaBlock], min_size=8, frozen=make.frozen,
+        make,
+        optax.adam(1e-2),
+        fsdp.make_mesh(data=8),
+        units=[llama.LlamaBlock],
+        min_size=8,
+        frozen=make.frozen,
         precision=fsdp.Precision(compute="bfloat16"),
-    )  # fmt: skip
+    )
     step, state, losses = sharded.train_step(next_token_loss), sharded.init(0), []
     for _ in range(20):
         state, metrics = step(state, BATCH)
@@ -359,7 +362,7 @@ def test_mixed_precision_keeps_what_is_trained_in_float32():
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 
 
-# What it costs
+# Costs
 
 
 def test_only_what_is_trained_has_optimizer_state():
@@ -386,22 +389,28 @@ def test_only_what_is_trained_has_optimizer_state():
 
 
 def test_the_contract_holds_and_nothing_frozen_is_reduced():
-    held_to_the_contract(fsdp.make_mesh(data=8), prefetch="none")
+    check_the_contract(fsdp.make_mesh(data=8), prefetch="none")
 
 
 @pytest.mark.long
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize("prefetch", ["none", "pre"])
 def test_the_contract_holds_on_gpus(prefetch):
-    held_to_the_contract(mesh_of("h100:8"), prefetch=prefetch)
+    check_the_contract(mesh_of("h100:8"), prefetch=prefetch)
 
 
-def held_to_the_contract(mesh, **settings):
+def check_the_contract(mesh, **settings):
     make = with_lora(small_llama(width=64, hidden=192), rank=4, targets=("attn/(q|v)$",))
     sharded = fsdp.fully_shard(
-        make, optax.adamw(1e-4), mesh, units=[llama.LlamaBlock], min_size=64, frozen=make.frozen,
-        precision=fsdp.Precision(compute="bfloat16"), **settings,
-    )  # fmt: skip
+        make,
+        optax.adamw(1e-4),
+        mesh,
+        units=[llama.LlamaBlock],
+        min_size=64,
+        frozen=make.frozen,
+        precision=fsdp.Precision(compute="bfloat16"),
+        **settings,
+    )
     contract = assert_contract(sharded.train_step(next_token_loss, local_batch=True), BATCH)
     declared = {each.path for each in contract.expected if each.role == "reduce"}
     assert declared == {f"blocks/attn/{at}/{name}" for at in "qv" for name in ("lora_a", "lora_b")}
@@ -411,7 +420,7 @@ def held_to_the_contract(mesh, **settings):
     assert reduced & sharded.layout.by_path.keys() == declared
 
 
-def test_a_tied_embedding_is_as_it_was():
+def test_a_tied_embedding_is_sharded_as_without_lora():
     make = with_lora(gpt(True), rank=4, targets=GPT_TARGETS)
     with_it, without = (
         fsdp.fully_shard(
@@ -430,13 +439,13 @@ def test_a_tied_embedding_is_as_it_was():
 # Which parameters are frozen
 
 
-def test_what_is_to_be_trained_beside_it():
+def test_parameters_may_be_trained_beside_lora():
     make = with_lora(small_llama(), rank=4, targets=("attn/q",), trainable=("^head/", "norm/scale"))
     sharded = fsdp.fully_shard(make, optax.sgd(0.1), fsdp.make_mesh(data=8), frozen=make.frozen)
-    assert {path for path, leaf in sharded.layout.by_path.items() if leaf.trainable} == {
-        "blocks/attn/q/lora_a", "blocks/attn/q/lora_b", "head/kernel", "norm/scale", "blocks/attn_norm/scale",
-        "blocks/mlp_norm/scale",
-    }  # fmt: skip
+    lora = {"blocks/attn/q/lora_a", "blocks/attn/q/lora_b"}
+    beside = {"head/kernel", "norm/scale", "blocks/attn_norm/scale", "blocks/mlp_norm/scale"}
+    trained = {path for path, leaf in sharded.layout.by_path.items() if leaf.trainable}
+    assert trained == lora | beside
     assert frozen_but() == with_lora(gpt(True), rank=1, targets=(".",)).frozen
     with pytest.raises(
         ConfigError, match=r"pattern 'haed' matches no parameter\n.*where: *trainable"
@@ -444,7 +453,7 @@ def test_what_is_to_be_trained_beside_it():
         with_lora(small_llama(), rank=4, targets=("attn/q",), trainable=("haed",))(nnx.Rngs(0))
 
 
-# What is refused
+# Errors
 
 
 class Scaled(nnx.Linear):
@@ -474,7 +483,7 @@ def odd(rngs):
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "said"),
+    ("make", "settings", "text"),
     [
         (
             odd,
@@ -510,13 +519,13 @@ def odd(rngs):
         (lambda rngs: {}, {"targets": ("a",)}, "not an NNX model"),
     ],
 )
-def test_a_model_that_does_not_fit(make, settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_models_that_do_not_fit_are_refused(make, settings, text):
+    with pytest.raises(ConfigError, match=text):
         with_lora(make, **{"rank": 1} | settings)(nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "text"),
     [
         ({"make_model": Own}, r"not a function that makes a model\n(.*\n)*.*lambda rngs"),
         ({"make_model": Own(nnx.Rngs(0))}, "not a function that makes a model"),
@@ -533,8 +542,8 @@ def test_a_model_that_does_not_fit(make, settings, said):
         ({"trainable": ("[",)}, "not a regular expression"),
     ],
 )
-def test_arguments_that_cannot_be(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_arguments_out_of_range_are_refused(settings, text):
+    with pytest.raises(ConfigError, match=text):
         with_lora(**{"make_model": gpt(True), "rank": 2, "targets": ("attn",)} | settings)
 
 
@@ -543,7 +552,7 @@ def test_arguments_that_cannot_be(settings, said):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
-def test_merged_it_computes_the_same(name):
+def test_merged_weights_compute_the_same(name):
     make, targets = MODELS[name]
     adapted = with_lora(make, rank=3, alpha=6, targets=targets)
     model = adapted(nnx.Rngs(0))
@@ -576,6 +585,7 @@ def _key(part):
     return int(part) if part.isdigit() else part
 
 
+@settings(deadline=None)
 @given(
     stack=st.lists(st.integers(0, 3), max_size=2),
     sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)),
@@ -590,17 +600,17 @@ def test_a_merge_is_rounded_once(stack, sizes, scale, dtypes, seed):
         random.normal(size=(*stack, *shape)).astype(dtypes[1])
         for shape in ((inputs, rank), (rank, outputs))
     )
-    found = merge(kernel, a, b, scale=scale)
+    merged = merge(kernel, a, b, scale=scale)
     exact = kernel.astype(np.float64) + scale * (a.astype(np.float64) @ b.astype(np.float64))
     size = np.abs(kernel.astype(np.float64)) + scale * (
         np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)
     )
     unit = float(ml_dtypes.finfo(kernel.dtype).eps) / 2
-    assert found.dtype == kernel.dtype
-    assert (np.abs(found.astype(np.float64) - exact) <= unit * np.abs(exact) + 1e-6 * size).all()
+    assert merged.dtype == kernel.dtype
+    assert (np.abs(merged.astype(np.float64) - exact) <= unit * np.abs(exact) + 1e-6 * size).all()
 
 
-def test_arrays_of_jax_are_merged_where_they_are():
+def test_jax_arrays_are_merged_in_their_own_sharding():
     random = np.random.default_rng(0)
     kernel, a, b = (
         random.normal(size=shape).astype(np.float32)
@@ -608,21 +618,23 @@ def test_arrays_of_jax_are_merged_where_they_are():
     )
     sharding = jax.NamedSharding(fsdp.make_mesh(data=8), jax.P(None, "data"))
     placed = jax.device_put(kernel.astype(jnp.bfloat16), sharding)
-    found = merge(placed, jnp.asarray(a), jnp.asarray(b), scale=0.5)
-    assert found.sharding == sharding
-    np.testing.assert_array_equal(np.asarray(found), merge(np.asarray(placed), a, b, scale=0.5))
+    merged = merge(placed, jnp.asarray(a), jnp.asarray(b), scale=0.5)
+    assert merged.sharding == sharding
+    np.testing.assert_array_equal(np.asarray(merged), merge(np.asarray(placed), a, b, scale=0.5))
     traced = jax.jit(lambda *parts: merge(*parts, scale=0.5))(kernel, a, b)
     np.testing.assert_allclose(traced, merge(kernel, a, b, scale=0.5), rtol=1e-6, atol=1e-6)
     with pytest.raises(ConfigError, match="shapes that do not fit"):
         merge(kernel, a, b[:1], scale=0.5)
 
 
-def test_paths_say_what_is_read_for_which_tensor():
+def test_merged_paths_name_the_parts_of_each_tensor():
     paths = ["a/bias", "a/kernel", "a/lora_a", "a/lora_b", "b/kernel", "my_lora_a"]
     assert merged_paths(paths) == {
-        "a/bias": ("a/bias",), "a/kernel": ("a/kernel", "a/lora_a", "a/lora_b"), "b/kernel": ("b/kernel",),
+        "a/bias": ("a/bias",),
+        "a/kernel": ("a/kernel", "a/lora_a", "a/lora_b"),
+        "b/kernel": ("b/kernel",),
         "my_lora_a": ("my_lora_a",),
-    }  # fmt: skip
+    }
     assert merged_paths(["kernel", "lora_a", "lora_b"]) == {
         "kernel": ("kernel", "lora_a", "lora_b")
     }
@@ -681,7 +693,7 @@ def test_saved_restored_and_merged_tensor_by_tensor(tmp_path):
     )
 
 
-def test_weights_of_the_model_without_are_loaded_by_path(tmp_path):
+def test_weights_of_the_plain_model_are_loaded_by_path(tmp_path):
     weights = {path: np.asarray(x) for path, x in params_of(small_llama()(nnx.Rngs(7))).items()}
     save_file(weights, tmp_path / "model.safetensors")
     make = with_lora(small_llama(), rank=4, targets=("attn/",))

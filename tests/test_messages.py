@@ -1,4 +1,4 @@
-"""What a user meets who passes something else than was meant: the path, and a fix that works."""
+"""Errors for common mistakes name the path, and a fix that works."""
 
 import jax
 import jax.numpy as jnp
@@ -39,15 +39,10 @@ class Outer(nnx.Module):
         return self.inner(x)
 
 
-def shard(model=Model, **settings):
-    return fsdp.fully_shard(
-        lambda rngs: model(rngs),
-        optax.sgd(0.1),
-        fsdp.make_mesh(data=8),
-        units=[Unit],
-        min_size=8,
-        **settings,
-    )
+def shard(model=Model, units=(Unit,), **settings):
+    mesh = fsdp.make_mesh(data=8)
+    settings = {"units": units, "min_size": 8} | settings
+    return fsdp.fully_shard(lambda rngs: model(rngs), optax.sgd(0.1), mesh, **settings)
 
 
 @pytest.mark.parametrize("local_batch", [False, True])
@@ -71,7 +66,7 @@ def test_a_parameter_read_outside_its_unit_is_named(read, local_batch):
         shard().train_step(loss, local_batch=local_batch).lower(BATCH)
 
 
-def test_a_trained_parameter_of_integers():
+def test_trained_parameters_of_integers_are_refused():
     def model(rngs):
         return Model(rngs, jnp.int32)
 
@@ -87,14 +82,14 @@ def test_a_trained_parameter_of_integers():
     assert np.isfinite(float(metrics["loss"]))
 
 
-def test_complex_parameters():
+def test_trained_complex_parameters_are_refused():
     with pytest.raises(
         ValueError, match=r"only parameters of real(.*\n)+.*a/kernel\n.*\n.*complex64"
     ):
         shard(lambda rngs: Model(rngs, jnp.complex64))
 
 
-def test_state_that_changes_its_dtype():
+def test_state_that_changes_its_dtype_is_refused():
     class Ema(nnx.Module):
         def __init__(self, rngs):
             self.inner, self.mean = Model(rngs), nnx.BatchStat(jnp.zeros(8, jnp.bfloat16))
@@ -132,7 +127,7 @@ class Jitted(nnx.Module):
 
 @pytest.mark.parametrize("unit", [Inherits, Jitted])
 @pytest.mark.parametrize("local_batch", [False, True])
-def test_units_whose_call_is_inherited_or_wrapped(unit, local_batch):
+def test_units_may_inherit_or_wrap_their_call(unit, local_batch):
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.a, self.b = unit(rngs), unit(rngs)
@@ -144,16 +139,14 @@ def test_units_whose_call_is_inherited_or_wrapped(unit, local_batch):
         return (model(batch["x"]) ** 2).sum(), 8
 
     def run(units):
-        sharded = fsdp.fully_shard(
-            lambda rngs: Net(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=units, min_size=8
-        )
+        sharded = shard(Net, units)
         return sharded.train_step(loss, local_batch=local_batch)(sharded.init(0), BATCH)[1]
 
     np.testing.assert_allclose(run([unit])["loss"], run("model")["loss"], rtol=1e-5)
     np.testing.assert_allclose(run([unit])["grad_norm"], run("model")["grad_norm"], rtol=1e-5)
 
 
-def test_an_argument_without_rows():
+def test_an_argument_without_rows_is_refused():
     wrapped = fsdp.on_local_rows(lambda x, scale: x * scale)
     step = shard().train_step(
         lambda model, batch: (wrapped(model(batch["x"]), jnp.float32(2)).sum(), 8)
@@ -164,12 +157,12 @@ def test_an_argument_without_rows():
         step.lower(BATCH)
 
 
-def test_an_empty_batch():
+def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match="the batch is empty"):
         shard().train_step(lambda model, batch: (jnp.float32(0), 8)).lower({})
 
 
-def test_a_pattern_of_keep_float32_that_matches_nothing():
+def test_a_pattern_of_keep_float32_must_match():
     with pytest.raises(
         ValueError, match=r"'a/kernle' matches no parameter(.*\n)+.*keep_float32\n.*'a/kernel'"
     ):
@@ -178,25 +171,25 @@ def test_a_pattern_of_keep_float32_that_matches_nothing():
 
 @pytest.mark.parametrize(
     ("out", "shown"),
-    [(lambda y: y.mean(), r"float32\[\]"), (lambda y: (y.mean(), {"accuracy": 1.0}), r"\(float32\[\], dict\)"),
-     (lambda y: (y.sum(-1), 8), r"\(float32\[8\], int\)")],
-)  # fmt: skip
-def test_a_loss_that_is_no_sum_and_count(out, shown):
+    [
+        (lambda y: y.mean(), r"float32\[\]"),
+        (lambda y: (y.mean(), {"accuracy": 1.0}), r"\(float32\[\], dict\)"),
+        (lambda y: (y.sum(-1), 8), r"\(float32\[8\], int\)"),
+    ],
+)
+def test_a_loss_must_be_a_sum_and_a_count(out, shown):
     with pytest.raises(
         ValueError, match=rf"loss_fn\n.*\(sum, count\)\n.*{shown}\n.*return the summed loss"
     ):
         shard().train_step(lambda model, batch: out(model(batch["x"]))).lower(BATCH)
 
 
-def test_units_that_are_not_recomputed():
+def test_units_that_are_not_recomputed_warn():
     """The model owns no parameters itself: its units own them all."""
     with pytest.warns(
         fsdp.SlowerWarning, match=r"remat='full' does nothing for 1 units, such as 'inner'"
     ):
-        fsdp.fully_shard(
-            lambda rngs: Outer(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Model, Unit], min_size=8,
-            remat="full",
-        )  # fmt: skip
+        shard(Outer, units=[Model, Unit], remat="full")
     shard(remat="full")  # a warning would be an error
 
 

@@ -236,7 +236,7 @@ def make_layout(
     def other_leaf(path: str, array: Any) -> Leaf:
         reason = "small state is replicated"
         if path.startswith(COPIES + SEPARATOR):
-            reason = f"what {strategy.name} computes with"
+            reason = f"{strategy.name} computes with this copy"
         return _leaf("other", path, array, Placement(PartitionSpec(), "state", reason), mesh)
 
     layout = Layout(

@@ -45,7 +45,7 @@ def optimizer_placements(
     """
     abstract = jax.eval_shape(tx.init, params)
     if not any(placement.spec or placement.missed_shards > 1 for placement in placements.values()):
-        reason = "whole, as every parameter is to the optimizer"
+        reason = "replicated, as every parameter is for the optimizer"
         replicated = Placement(PartitionSpec(), "optimizer", reason)
         return abstract, jax.tree.map(lambda _: replicated, abstract)
     traced = _traced_specs(tx, params, placements, mesh)

@@ -138,7 +138,7 @@ class Rules:
         shards = shards_of(mesh, self.axes)
         size = prod(shape[leaf.stacked :])
         if len(shape) <= leaf.stacked:
-            return PartitionSpec(), "a scalar stays whole", 1
+            return PartitionSpec(), "a scalar is replicated", 1
         if size < self.min_size:
             return PartitionSpec(), f"{size} elements, below min_size {self.min_size}", 1
 
@@ -149,7 +149,7 @@ class Rules:
             dim = max(divisible, key=lambda d: (shape[d], -d))
             reason = f"largest dim that divides by {shards} is dim {dim}"
             if leaf.stacked:
-                reason += f", {leaf.stacked} stacked layer dim left whole"
+                reason += f", {leaf.stacked} stacked layer dim not sharded"
             return PartitionSpec(*[None] * dim, entry_of(self.axes)), reason, 1
 
         # ... or else several dims share them.

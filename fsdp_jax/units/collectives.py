@@ -134,7 +134,7 @@ class ParamComm:
                 "name the stack, stacked=('path',), "
                 "or give the parameter a rule that shards another dim"
             )
-            expected = "its layer dim whole"
+            expected = "a layer dim that is not sharded"
             raise ValueError(message(what, where=self.path, expected=expected, got=spec, fix=fix))
         return PartitionSpec(*entries[removed:])
 
@@ -272,7 +272,7 @@ def _scatter(comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: i
 
     One axis at a time, the parts are stacked along a dim of their own, outside the tiles that a TPU
     stores: cut inside a tiled dim it pads every part (9% more bytes for 4096 rows in 16 parts) or
-    gives up on the scatter. Parts that do not fill their tiles are sent as rows of whole ones.
+    gives up on the scatter. Parts that do not fill their tiles are sent as rows of full ones.
     """
     if not comm.per_axis:
         return lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)

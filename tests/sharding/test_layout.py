@@ -1,7 +1,6 @@
-"""The layout says what every device will hold, by the arithmetic of ZeRO, and real arrays hold just
-that.
-"""
+"""The layout states the bytes per device by the arithmetic of ZeRO, and real arrays have them."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.core
 WIDTH = 16
 P = 2 * WIDTH * WIDTH + 2 * WIDTH  # parameters: two kernels, two biases
 MESHES = {"1x8": (1, 8), "2x4": (2, 4), "4x2": (4, 2), "1x1": (1, 1)}
-COUNT = 4  # bytes of Adam's step counter, whole on every device
+COUNT = 4  # bytes of Adam's step counter, replicated on every device
 
 
 class Tiny(nnx.Module):
@@ -37,13 +36,13 @@ class Tiny(nnx.Module):
 def shard(strategy="full_shard", mesh=(1, 8), width=WIDTH, **settings):
     replica, data = mesh
     settings = {"min_size": 1} | settings
-    made = make_mesh(data, replica, allow_fewer=True)
+    devices = make_mesh(data, replica, allow_fewer=True)
     return fsdp_jax.fully_shard(
-        lambda rngs: Tiny(rngs, width), optax.adam(1e-3), made, strategy, **settings
+        lambda rngs: Tiny(rngs, width), optax.adam(1e-3), devices, strategy, **settings
     )
 
 
-def held(tree) -> list[int]:
+def bytes_on_devices(tree) -> list[int]:
     """Bytes of a tree's arrays on each device that holds any."""
     total: dict[int, int] = {}
     for array in jax.tree.leaves(tree):
@@ -77,12 +76,12 @@ def test_bytes_per_device(strategy, mesh):
     assert (layout.total("params"), layout.total("optimizer")) == (4 * P, 8 * P + COUNT)
 
     state = sharded.init(0)
-    assert held(state.params) == [params] * (replica * data)
-    assert held(state.opt_state) == [adam] * (replica * data)
+    assert bytes_on_devices(state.params) == [params] * (replica * data)
+    assert bytes_on_devices(state.opt_state) == [adam] * (replica * data)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "full_shard"])
-def test_bfloat16_at_rest_counts_two_bytes(strategy):
+def test_parameters_stored_in_bfloat16_take_two_bytes(strategy):
     sharded = shard(strategy, precision=Precision(param="bfloat16", compute="bfloat16"))
     params = 2 * P // (8 if get_strategy(strategy).shards_params else 1)
     adam = 4 * P // (8 if get_strategy(strategy).shards_optimizer else 1) + COUNT
@@ -91,8 +90,8 @@ def test_bfloat16_at_rest_counts_two_bytes(strategy):
         adam,
     )
     state = sharded.init(0)
-    assert held(state.params) == [params] * 8
-    assert held(state.opt_state) == [adam] * 8
+    assert bytes_on_devices(state.params) == [params] * 8
+    assert bytes_on_devices(state.opt_state) == [adam] * 8
 
 
 def test_parts_add_up():
@@ -114,14 +113,14 @@ def test_frozen_parameters_are_sharded_and_cost_no_optimizer_state():
     ]
     assert layout.trainable(layout.params).keys() == {"two"}
     state = sharded.init(0)
-    assert held(state.params) == [4 * P // 8] * 8
-    assert held(state.opt_state) == [8 * half // 8 + COUNT] * 8
+    assert bytes_on_devices(state.params) == [4 * P // 8] * 8
+    assert bytes_on_devices(state.opt_state) == [8 * half // 8 + COUNT] * 8
 
 
 # Warnings
 
 
-def test_what_does_not_divide_warns_at_the_callers_line():
+def test_indivisible_arrays_warn_at_the_callers_line():
     with pytest.warns(ReplicationWarning) as warned:
         layout = shard(width=9).layout
     (record,) = warned
@@ -144,10 +143,10 @@ def test_nothing_warns_where_nothing_is_wasted(settings):
     assert layout.per_device() == layout.total()
 
 
-# What people read
+# Tables and summaries
 
 
-def test_a_row_per_leaf_the_largest_first():
+def test_rows_are_sorted_by_part_then_by_bytes():
     layout = shard("zero1").layout
     rows = layout.rows()
     assert len(rows) == len(list(layout))
@@ -156,18 +155,30 @@ def test_a_row_per_leaf_the_largest_first():
     )
     first = dict(zip(COLUMNS, rows[0], strict=True))
     assert first == {
-        "part": "params", "path": "one/kernel", "shape": "(16,16)", "dtype": "float32", "spec": "P()",
-        "per device": "1 KiB", "rule": "heuristic", "reason": "zero1 replicates it",
-    }  # fmt: skip
+        "part": "params",
+        "path": "one/kernel",
+        "shape": "(16,16)",
+        "dtype": "float32",
+        "spec": "P()",
+        "per device": "1 KiB",
+        "rule": "heuristic",
+        "reason": "zero1 replicates it",
+    }
 
 
-def test_work_is_where_the_optimizer_works():
+def test_specs_of_parameters_and_gradients_follow_the_strategy():
     for strategy in STRATEGIES.values():
         for leaf in jax.tree.leaves(shard(strategy, (2, 4)).layout.params):
             assert bool(leaf.spec) is strategy.shards_params
             assert bool(leaf.grad_spec) is strategy.shards_optimizer
             assert leaf.abstract.sharding == leaf.sharding
             assert leaf.replicated is not strategy.shards_params
+
+
+def test_a_memory_kind_is_carried_by_the_sharding():
+    leaf = dataclasses.replace(shard().layout.by_path["one/kernel"], memory_kind="pinned_host")
+    assert leaf.sharding.memory_kind == leaf.abstract.sharding.memory_kind == "pinned_host"
+    assert leaf.grad_sharding.memory_kind is None or leaf.grad_sharding.memory_kind == "device"
 
 
 def test_print_shows_the_sum_and_every_leaf():
@@ -204,7 +215,7 @@ def test_tables():
     assert "<caption>&lt;&amp;&gt;</caption>" in html_table(("a",), [], caption="<&>")
 
 
-def test_a_layout_is_made_of_shapes_alone():
+def test_a_layout_allocates_no_arrays():
     before = sum(array.nbytes for array in jax.live_arrays())
     layout = shard(width=4096).layout
     assert layout.total("params") > 100 * 2**20

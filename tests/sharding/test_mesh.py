@@ -1,6 +1,4 @@
-"""Meshes: sizes resolve or say why not, neighbours along `data` share a host, foreign meshes are
-checked.
-"""
+"""Meshes: sizes, the order of devices, checks of foreign meshes, and the axes behind `data`."""
 
 import random
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from math import prod
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -20,12 +18,15 @@ from fsdp_jax.sharding.mesh import (
     REPLICA,
     axes_of,
     batch_axes,
+    batch_shards,
     check_mesh,
     data_axes,
+    entry_of,
     make_mesh,
     replicated,
     shape_of,
     shards_of,
+    spec_of,
     split_data,
     user_axes,
     user_spec,
@@ -81,7 +82,7 @@ def auto_mesh(*names: str) -> Mesh:
         ({"data": 1, "replica": -1}, (8, 1)),
     ],
 )
-def test_one_size_may_be_what_is_left(sizes, shape):
+def test_a_size_of_minus_one_is_filled_in(sizes, shape):
     mesh = make_mesh(**sizes)
     assert mesh.axis_names == AXES
     assert tuple(mesh.shape.values()) == shape
@@ -90,7 +91,7 @@ def test_one_size_may_be_what_is_left(sizes, shape):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "text"),
     [
         ({"data": 16}, "more devices than there are"),
         ({"data": 4, "replica": 3}, "more devices than there are"),
@@ -102,8 +103,8 @@ def test_one_size_may_be_what_is_left(sizes, shape):
         ({"data": -2}, "sizes are positive"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named_with_the_devices(sizes, said):
-    with pytest.raises(ValueError, match=f"(?s){said}") as error:
+def test_sizes_that_do_not_fit_are_named_with_the_devices(sizes, text):
+    with pytest.raises(ValueError, match=f"(?s){text}") as error:
         make_mesh(**sizes)
     assert "on 8 devices" in str(error.value)
 
@@ -115,8 +116,9 @@ def test_idle_devices_are_an_opt_in():
         make_mesh(data=16, allow_fewer=True)
 
 
+@settings(deadline=None)
 @given(available=st.integers(1, 64), known=st.integers(1, 64), on_data=st.booleans())
-def test_a_mesh_has_every_device_once_or_is_refused(available, known, on_data):
+def test_a_mesh_contains_every_device_once_or_is_refused(available, known, on_data):
     devices = [FakeDevice(id=i, process_index=i // 8) for i in range(available)]
     sizes = {"data": known, "replica": -1} if on_data else {"replica": known}
     if available % known:
@@ -128,6 +130,7 @@ def test_a_mesh_has_every_device_once_or_is_refused(available, known, on_data):
     assert sorted(device.id for device in mesh.devices.flat) == list(range(available))
 
 
+@settings(deadline=None)
 @given(data=st.integers(1, 16), replica=st.integers(1, 16), available=st.integers(1, 64))
 def test_fewer_devices_only_when_allowed(data, replica, available):
     devices = [FakeDevice(id=i, process_index=0) for i in range(available)]
@@ -156,7 +159,7 @@ def test_data_over_two_hosts_crosses_between_them_once():
 
 @pytest.mark.parametrize(("data", "replica"), [(8, 2), (4, 4), (2, 8)])
 @pytest.mark.parametrize("make", [tpu_slices, lambda count: hosts(count, 8)], ids=["tpu", "gpu"])
-def test_every_device_has_one_place(make, data, replica):
+def test_every_device_is_in_the_mesh_once(make, data, replica):
     mesh = make_mesh(data, replica, devices=make(2))
     assert sorted(device.id for device in mesh.devices.flat) == list(range(16))
 
@@ -185,7 +188,7 @@ def test_every_size_that_divides_a_torus_has_a_mesh(grid):
 
 
 @pytest.mark.parametrize(("data", "replica"), [(16, 1), (6, 1), (3, 2)])
-def test_shapes_that_no_slice_holds_keep_slices_together(data, replica):
+def test_shapes_that_fit_no_slice_keep_slices_contiguous(data, replica):
     mesh = make_mesh(
         data, replica, devices=sorted(tpu_slices(2), key=lambda d: d.id), allow_fewer=True
     )
@@ -199,7 +202,7 @@ def test_slices_come_before_hosts():
     assert [{d.slice_index for d in row} for row in mesh.devices] == [{0}, {1}]
 
 
-def test_meshes_made_elsewhere_are_taken_as_they_are():
+def test_foreign_meshes_are_used_unchanged():
     for mesh in (make_mesh(4, 2), auto_mesh(DATA), auto_mesh(DATA, REPLICA)):
         assert check_mesh(mesh) is mesh
         assert batch_axes(mesh) == mesh.axis_names
@@ -212,15 +215,15 @@ def test_repeated_axis_names_are_refused_though_jax_accepts_them():
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "text"),
     [
         (("dta",), "unknown mesh axis 'dta'(?s:.*)did you mean 'data'"),
         ((DATA, "model"), "unknown mesh axis 'model'(?s:.*)make_mesh makes both"),
         ((REPLICA,), "no axis 'data'"),
     ],
 )
-def test_foreign_axes_are_refused(names, said):
-    with pytest.raises(ValueError, match=said):
+def test_foreign_axes_are_refused(names, text):
+    with pytest.raises(ValueError, match=text):
         check_mesh(auto_mesh(*names))
 
 
@@ -244,7 +247,16 @@ def test_entries_of_a_spec():
         2,
         8,
     ]
+    assert [entry_of(axes) for axes in ((), (DATA,), [REPLICA, DATA])] == [None, DATA, AXES]
+    assert spec_of([None, DATA, None]) == PartitionSpec(None, DATA)
     assert replicated(mesh) == NamedSharding(mesh, PartitionSpec())
+
+
+def test_only_the_batch_axes_shard_the_batch():
+    """A mesh with another axis, as tensor parallelism would add, has fewer shards than devices."""
+    mesh = auto_mesh("tensor", DATA)
+    assert batch_axes(mesh) == (DATA,)
+    assert (mesh.size, batch_shards(mesh)) == (8, 1)
 
 
 # The axes behind `data`
@@ -315,11 +327,11 @@ def test_hosts_of_different_sizes_stay_one_axis():
 
 
 @pytest.mark.parametrize("grid", [(4, 4, 1), (4, 8, 1), (4, 4, 4), (2, 2, 1)])
-def test_what_make_mesh_orders_is_split_and_no_device_moves(grid):
+def test_splitting_data_keeps_the_order_of_devices(grid):
     mesh = make_mesh(devices=torus(*grid))
-    found = split_data(mesh)
-    assert prod(parts(found)) == prod(grid)
-    assert [d.id for d in found.devices.flat] == [d.id for d in mesh.devices.flat]
+    split = split_data(mesh)
+    assert prod(parts(split)) == prod(grid)
+    assert [d.id for d in split.devices.flat] == [d.id for d in mesh.devices.flat]
 
 
 def test_a_split_mesh_is_one_axis_to_the_user():
@@ -328,6 +340,7 @@ def test_a_split_mesh_is_one_axis_to_the_user():
     assert check_mesh(mesh) is mesh
     assert split_data(mesh, (4,)) is mesh, "once is enough"
     assert batch_axes(mesh) == mesh.axis_names
+    assert batch_shards(mesh) == 8
     assert shape_of(mesh) == shape_of(make_mesh(data=4, replica=2)) == {REPLICA: 2, DATA: 4}
     assert user_axes(mesh, ("data_0", "data_1")) == user_axes(mesh, (DATA,)) == (DATA,)
     assert user_axes(mesh, (REPLICA, "data_0", "data_1")) == (REPLICA, DATA)

@@ -1,6 +1,4 @@
-"""Whatever the optax transformation, its state is born sharded, stays so, and computes what it
-always did.
-"""
+"""The state of any optax transformation is sharded from the start, and its updates are the same."""
 
 from math import prod
 
@@ -9,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from fsdp_jax.sharding.layout import Layout, make_layout
 from fsdp_jax.sharding.mesh import axes_of, make_mesh
 from fsdp_jax.sharding.rules import ReplicationWarning, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import get_strategy
-from fsdp_jax.tree import flatten, map_with_path, unflatten
+from fsdp_jax.tree import flatten, unflatten
 
 pytestmark = pytest.mark.core
 
@@ -103,11 +101,9 @@ def shardings(tree):
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def works(layout: Layout):
-    """How the optimizer works on each parameter."""
-    return map_with_path(
-        lambda path, leaf: NamedSharding(layout.mesh, leaf.grad_spec), layout.params
-    )
+def grad_shardings(layout: Layout):
+    """How the optimizer updates each parameter."""
+    return jax.tree.map(lambda leaf: leaf.grad_sharding, layout.params)
 
 
 def follows(path: str, shape: tuple[int, ...], shapes=SHAPES) -> bool:
@@ -115,7 +111,7 @@ def follows(path: str, shape: tuple[int, ...], shapes=SHAPES) -> bool:
     return any(path.endswith(name) and shape[-len(own) :] == own for name, own in shapes.items())
 
 
-def assert_lies_as(state, layout: Layout):
+def assert_sharded_as(state, layout: Layout):
     for (path, array), leaf in zip(
         flatten(state).items(), jax.tree.leaves(layout.optimizer), strict=True
     ):
@@ -140,15 +136,16 @@ def test_a_step_keeps_shardings_and_values(tx):
     layout = lay_out(tx)
     params, grads = some(layout, 0), some(layout, 1)
     where = shardings(layout.optimizer)
-    placed = jax.device_put(params, works(layout)), jax.device_put(grads, works(layout))
+    updated = grad_shardings(layout)
+    placed = jax.device_put(params, updated), jax.device_put(grads, updated)
 
     state = jax.jit(tx.init, out_shardings=where)(placed[0])
-    assert_lies_as(state, layout)
-    step = jax.jit(tx.update, out_shardings=(works(layout), where))
+    assert_sharded_as(state, layout)
+    step = jax.jit(tx.update, out_shardings=(updated, where))
     expected_updates, expected = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params)
     updates, after = step(placed[1], state, placed[0])
-    assert_lies_as(after, layout)
-    assert_lies_as(step(placed[1], after, placed[0])[1], layout)
+    assert_sharded_as(after, layout)
+    assert_sharded_as(step(placed[1], after, placed[0])[1], layout)
 
     for (path, ours), theirs in zip(
         flatten((updates, after)).items(),
@@ -177,10 +174,10 @@ def test_zero1_shards_the_optimizer_and_not_the_parameters():
     assert all(not leaf.replicated for leaf in jax.tree.leaves(layout.optimizer) if leaf.shape)
     assert (
         layout.per_device("optimizer") == (layout.total("optimizer") - 4) // 8 + 4
-    )  # the count is whole
+    )  # the count is replicated
 
 
-def test_moments_lie_where_a_rule_put_their_parameter():
+def test_moments_are_sharded_as_a_rule_shards_their_parameter():
     layout = lay_out(optax.adam(1e-2), rules=[("embed/kernel", (None, "data")), ("bias", ())])
     moments = {leaf.path: leaf.spec for leaf in jax.tree.leaves(layout.optimizer)}
     assert (
@@ -211,12 +208,12 @@ def test_frozen_parameters_have_no_optimizer_state():
         ("full_shard", 3),
         ("shard_grad_op", 3),
         ("zero1", 2),
-    ],  # zero1 replicates the parameter by its own will
+    ],  # zero1 replicates the parameter anyway
 )
 @pytest.mark.parametrize(
     "shapes", [{"odd": (63, 65)}, {"odd": (63, 65), **SHAPES}], ids=["alone", "among others"]
 )
-def test_what_cannot_be_sharded_warns_with_its_bytes(strategy, copies, shapes):
+def test_indivisible_arrays_warn_with_their_bytes(strategy, copies, shapes):
     size = 63 * 65 * 4
     kib = copies * (size - size // 8) / 1024
     with pytest.warns(

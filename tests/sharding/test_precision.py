@@ -1,4 +1,4 @@
-"""Precision: every number's dtype at rest, in compute and on the wire; what is kept in float32."""
+"""Precision: the dtypes of storage, compute and reduction, and what stays in float32."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,35 +38,35 @@ def test_dtypes_that_exist_and_are_not_for_training(name):
 
 
 @pytest.mark.parametrize(
-    ("precision", "kept", "expected"),
+    ("precision", "keep", "expected"),
     [
         (MIXED, False, ("bfloat16", "bfloat16")),
         (MIXED, True, ("float32", "float32")),
         (Precision(compute="bfloat16", reduce="float32"), False, ("bfloat16", "float32")),
         (Precision(compute="bfloat16", reduce="bfloat16"), False, ("bfloat16", "bfloat16")),
-        # what is kept is never reduced in less
+        # parameters kept in float32 are reduced in float32
         (Precision(compute="bfloat16", reduce="bfloat16"), True, ("float32", "float32")),
         (Precision(param="bfloat16", compute="bfloat16"), True, ("float32", "float32")),
     ],
 )
-def test_compute_and_reduce_dtypes(precision, kept, expected):
-    assert precision.comm_dtypes(kept, "float32") == tuple(map(jnp.dtype, expected))
+def test_compute_and_reduce_dtypes(precision, keep, expected):
+    assert precision.comm_dtypes(keep, "float32") == tuple(map(jnp.dtype, expected))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
-def test_what_is_no_float_stays_as_it_is(dtype):
+def test_other_dtypes_than_floats_are_not_cast(dtype):
     precision = Precision(param="bfloat16", compute="bfloat16", reduce="float32")
     assert precision.comm_dtypes(False, dtype) == (np.dtype(dtype), np.dtype(dtype))
     assert precision.storage_dtype(dtype) == np.dtype(dtype)
 
 
-def test_floats_rest_in_the_parameter_dtype():
+def test_floats_are_stored_in_the_parameter_dtype():
     for dtype in ("float32", "float16", "bfloat16"):
         assert Precision(param="bfloat16").storage_dtype(dtype) == jnp.bfloat16
         assert Precision().storage_dtype(dtype) == jnp.float32
 
 
-def test_what_inputs_and_outputs_are_cast_to():
+def test_dtypes_of_inputs_and_outputs():
     for precision in (
         MIXED,
         Precision(param="bfloat16", compute="bfloat16"),
@@ -78,7 +78,7 @@ def test_what_inputs_and_outputs_are_cast_to():
 
 
 @pytest.mark.parametrize(
-    ("names", "kept"),
+    ("names", "keep"),
     [
         (("blocks/0/norm/scale",), True),
         (("LayerNorm", "Module"), True),
@@ -88,11 +88,11 @@ def test_what_inputs_and_outputs_are_cast_to():
         ((), False),
     ],
 )
-def test_norms_are_kept_by_path_or_by_class(names, kept):
-    assert MIXED.keeps(names) is kept
+def test_norms_are_kept_by_path_or_by_class(names, keep):
+    assert MIXED.keeps(names) is keep
 
 
-def test_what_is_kept_is_the_users_to_say():
+def test_keep_float32_is_the_users_choice():
     precision = Precision(compute="bfloat16", keep_float32=("^head/", "Router"))
     assert precision.keeps(("head/kernel",))
     assert precision.keeps(("MoERouter",))

@@ -1,6 +1,4 @@
-"""Rules: who wins, what stands behind them, what the lint finds, and the standalone use on
-anybody's tree.
-"""
+"""Rules: which one wins, annotations, the size heuristic, the lint, and standalone use."""
 
 from itertools import product
 from math import prod
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -57,7 +55,7 @@ def test_the_first_rule_that_matches_wins(mesh):
     assert (placements["up/bias"].spec, placements["up/bias"].rule) == (P(), "bias")
 
 
-def test_a_rule_may_name_what_the_heuristic_would_leave(mesh):
+def test_a_rule_may_shard_what_the_heuristic_would_replicate(mesh):
     small = {"scale": shaped(8)}
     assert partition_specs(small, [], mesh) == {"scale": P()}
     assert partition_specs(small, [("scale", ("data",))], mesh) == {"scale": P("data")}
@@ -132,33 +130,32 @@ def test_the_largest_dim_that_divides(mesh, shape, stacked, expected):
 
 
 def test_min_size_counts_the_elements_of_one_layer(mesh):
-    whole, stacked = (
-        placed(shaped(16, 64), mesh, min_size=1024),
-        placed(shaped(16, 64), mesh, min_size=1024, stacked=1),
-    )
-    assert whole.spec == P(None, "data")
+    unstacked = placed(shaped(16, 64), mesh, min_size=1024)
+    stacked = placed(shaped(16, 64), mesh, min_size=1024, stacked=1)
+    assert unstacked.spec == P(None, "data")
     assert stacked.spec == P()
     assert stacked.reason == "64 elements, below min_size 1024"
     assert stacked.missed_shards == 1
 
 
-def test_what_divides_nowhere_says_what_it_costs(mesh):
+def test_the_placement_of_an_indivisible_array_states_its_cost(mesh):
     placement = placed(shaped(63, 65), mesh, min_size=1)
     assert placement.spec == P()
     assert placement.missed_shards == 4
     assert "no dim of (63, 65) divides by 4: replicated" in placement.reason
 
 
-def test_what_one_layer_has_one_of_is_whole_and_not_wasted(mesh):
+def test_one_number_per_layer_is_replicated_and_not_wasted(mesh):
     for shape, stacked in (((), 0), ((32,), 1)):
         placement = placed(shaped(*shape), mesh, stacked=stacked, min_size=1)
         assert (placement.spec, placement.missed_shards, placement.reason) == (
             P(),
             1,
-            "a scalar stays whole",
+            "a scalar is replicated",
         )
 
 
+@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 96), max_size=4),
     stacked=st.integers(0, 2),
@@ -220,7 +217,7 @@ def test_layers_stacked_along_dim_0_are_found():
         {},
     ],
 )
-def test_what_only_looks_like_a_stack(shapes):
+def test_subtrees_that_only_look_like_a_stack(shapes):
     assert stacked_dims(shapes) == {}
 
 
@@ -228,7 +225,7 @@ def test_what_only_looks_like_a_stack(shapes):
 
 
 @pytest.mark.parametrize(
-    ("rules", "kind", "said"),
+    ("rules", "kind", "text"),
     [
         (
             [("up/kernal", ("data",))],
@@ -263,11 +260,11 @@ def test_what_only_looks_like_a_stack(shapes):
         ),
     ],
 )
-def test_what_the_lint_finds(mesh, rules, kind, said):
+def test_findings_of_the_lint(mesh, rules, kind, text):
     params = {**mlp(), "odd": shaped(63, 64), "prime": shaped(61, 67)}
     findings = lint(params, rules, mesh, logical_axes={"embed": "data"})
     assert {finding.kind for finding in findings} == {kind}
-    assert said in str(findings[0])
+    assert text in str(findings[0])
     assert str(findings[0]).startswith(f"{kind}: ")
     with pytest.raises(ValueError, match=f"do not fit this model \\({len(findings)}\\)"):
         partition_specs(params, rules, mesh, logical_axes={"embed": "data"})
@@ -373,10 +370,10 @@ def test_specs_come_in_the_same_tree_and_place_real_arrays(mesh, make):
     specs = partition_specs(abstract, [], mesh, min_size=64)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
-    there = jax.device_put(zeros, shardings)
-    assert jax.tree.structure(there) == jax.tree.structure(abstract)
+    sharded = jax.device_put(zeros, shardings)
+    assert jax.tree.structure(sharded) == jax.tree.structure(abstract)
     flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
-    arrays = jax.tree.leaves(there)
+    arrays = jax.tree.leaves(sharded)
     assert len(arrays) == len(flat_specs)
     for array, spec in zip(arrays, flat_specs, strict=True):
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
@@ -417,7 +414,7 @@ def test_annotations_made_before_layers_were_stacked(mesh):
     assert Rules().place(tree, mesh, stacked={"w": 1})["w"].spec == P(None, "data")
 
 
-def test_names_of_what_has_none():
+def test_logical_names_of_leaves_without_any():
     assert logical_names(shaped(4)) is None
     assert logical_names(SimpleNamespace(names=P("a", None))) == ("a", None)
     assert logical_names(SimpleNamespace(names="not names")) is None
@@ -469,21 +466,22 @@ def test_names_of_what_has_none():
         ((2, 4), (6, 6), 0, P(), "no dim of (6, 6) divides by 8: replicated"),
     ],
 )
-def test_what_divides_along_no_one_dim_may_divide_along_several(
+def test_an_array_that_no_dim_divides_may_be_sharded_along_several(
     sizes, shape, stacked, spec, reason
 ):
     mesh = split_data(make_mesh(8), sizes)
-    found = placed(shaped(*shape), mesh, stacked=stacked, min_size=1, axes=data_axes(mesh))
-    assert found.spec == spec
-    assert reason in found.reason
-    assert found.missed_shards == (1 if spec else 8)
+    placement = placed(shaped(*shape), mesh, stacked=stacked, min_size=1, axes=data_axes(mesh))
+    assert placement.spec == spec
+    assert reason in placement.reason
+    assert placement.missed_shards == (1 if spec else 8)
 
 
+@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 24), min_size=1, max_size=3),
     sizes=st.sampled_from([(2, 4), (4, 2), (2, 2, 2)]),
 )
-def test_every_axis_is_dealt_once_and_every_dim_divides(shape, sizes):
+def test_every_axis_is_used_once_and_every_dim_divides(shape, sizes):
     mesh = split_data(make_mesh(8), sizes)
     spec = placed(shaped(*shape), mesh, min_size=1, axes=data_axes(mesh)).spec
     dealt = [axis for entry in spec for axis in axes_of(entry)]

@@ -1,8 +1,10 @@
-"""Strategies by name, and what each says: the ZeRO table itself."""
+"""Strategies: the ZeRO table, names and aliases, and the questions that other packages ask."""
 
 import pytest
+from jax.sharding import PartitionSpec
 
 from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 
 pytestmark = pytest.mark.core
@@ -28,15 +30,18 @@ ALIASES = {
         ("hybrid_shard_zero2", True, True, "step", True),
     ],
 )
-def test_what_each_strategy_says(name, params, optimizer, gather, hybrid):
+def test_the_table_of_strategies(name, params, optimizer, gather, hybrid):
     strategy = get_strategy(name)
     assert strategy is STRATEGIES[name]
     assert (strategy.shards_params, strategy.shards_optimizer) == (params, optimizer)
     assert (strategy.gather, strategy.hybrid) == (gather, hybrid)
+    assert strategy.gathers_params == (gather != "never")
+    assert strategy.gathers_per_unit == (gather == "unit")
+    assert strategy.gathers_updates == (name == "zero1")
     assert strategy.summary
 
 
-def test_the_table_is_whole():
+def test_the_table_has_all_names_and_aliases():
     assert {name: list(strategy.aliases) for name, strategy in STRATEGIES.items()} == ALIASES
 
 
@@ -47,7 +52,7 @@ def test_names_and_aliases_in_any_case(spelt):
             assert get_strategy(spelt(word)).name == name
 
 
-def test_a_strategy_is_its_own_name():
+def test_a_strategy_may_be_passed_in_place_of_its_name():
     strategy = STRATEGIES["zero1"]
     assert get_strategy(strategy) is strategy
 
@@ -84,3 +89,21 @@ def test_axes_that_state_is_sharded_along(data, replica, everywhere, hybrid):
     mesh = make_mesh(data, replica, allow_fewer=True)
     for strategy in STRATEGIES.values():
         assert strategy.shard_axes(mesh) == (hybrid if strategy.hybrid else everywhere)
+
+
+def test_a_strategy_decides_how_parameters_and_gradients_are_sharded():
+    placement = Placement(PartitionSpec("data"), "rule", "first rule that matches", 8)
+    replicated = Placement(PartitionSpec(), "rule", "zero1 replicates it")
+    zero1, full_shard = STRATEGIES["zero1"], STRATEGIES["full_shard"]
+    assert (
+        full_shard.param_placement(placement) is full_shard.grad_placement(placement) is placement
+    )
+    assert zero1.param_placement(placement) == replicated
+    assert zero1.param_placement(placement, has_copy=True) is zero1.grad_placement(placement)
+
+
+def test_hybrid_strategies_refuse_to_shard_along_replica():
+    placements = {"up/kernel": Placement(PartitionSpec(None, ("replica", "data")), "up", "rule")}
+    STRATEGIES["full_shard"].check_placements(placements)
+    with pytest.raises(ValueError, match=r"replicates along 'replica'(.*\n)+.*up/kernel, by up"):
+        STRATEGIES["hybrid_shard"].check_placements(placements)

@@ -1,6 +1,4 @@
-"""Linen modules as units, whatever their methods and classes are wrapped in; and what is passed for
-a Linen model.
-"""
+"""Linen modules as units, with wrapped methods and classes; mistakes in place of a model."""
 
 import functools
 from types import SimpleNamespace
@@ -25,7 +23,7 @@ SHARED = {"variable_axes": {"params": None}, "split_rngs": {"params": False}}
 
 
 def layer(module, x):
-    """With a parameter of its own, modules inside, and another method of the same module's."""
+    """Uses a parameter of its own, modules inside, and another method of the same module."""
     scale = module.param("scale", nn.initializers.ones, (x.shape[-1],))
     h = nn.gelu(nn.Dense(module.widened(x))(nn.LayerNorm()(x)))
     return x + jnp.einsum("...d,d->...d", nn.Dense(x.shape[-1])(h), scale)
@@ -105,12 +103,12 @@ CLASSES = {
 
 @functools.cache
 def wrapped(name, kind):
-    """Once, as a module would have it at its top: `nn.jit` keeps its traces with the class."""
+    """Wraps a class once, as at the top of a file: `nn.jit` caches its traces by class."""
     return CLASSES[name](kind)
 
 
 class Model(nn.Module):
-    """`wrap` makes of the kind of its layers what is called."""
+    """A model of two layers; `wrap` names the transform of their class."""
 
     kind: type[nn.Module]
     wrap: str = ""
@@ -172,11 +170,11 @@ def test_a_unit_whose_class_is_wrapped_runs_once(mesh, wrap):
 def test_a_unit_is_gathered_inside_its_own_transform_layer_by_layer(mesh):
     sharded = shard(mesh, Model(Scanned))
     step = sharded.train_step(linen_loss, local_batch=True)
-    found = traffic(sharded, step, {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)})
-    assert found["all_gather", "layer_0/Dense_0/kernel"] == 3 * 2
+    counts = traffic(sharded, step, {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)})
+    assert counts["all_gather", "layer_0/Dense_0/kernel"] == 3 * 2
 
 
-def test_a_unit_may_be_handed_another_module(mesh):
+def test_a_unit_may_take_another_module_as_argument(mesh):
     as_alone(mesh, case(Handing(), units=("Taking",)), local_batch=True)
 
 
@@ -208,51 +206,38 @@ def lowered(sharded, loss=linen_loss):
 
 
 @pytest.mark.parametrize("model", [Model(Plain, "jit"), Model(Jitted)], ids=["class", "method"])
-def test_norms_inside_jit_are_found_in_every_layer_however_often(mesh, model):
+def test_norms_inside_jit_stay_in_float32_in_every_layer_and_every_step(mesh, model):
     for _ in range(2):
         step = lowered(shard(mesh, model, precision=fsdp.Precision(compute="bfloat16")))
         computed = {path: str(comm.transform.compute) for path, comm in step.plan.comms.items()}
-        assert (
-            computed["layer_0/LayerNorm_0/scale"]
-            == computed["layer_1/LayerNorm_0/scale"]
-            == "float32"
-        )
-        assert (
-            computed["layer_0/Dense_0/kernel"] == computed["layer_1/Dense_0/kernel"] == "bfloat16"
-        )
+        for i in range(2):
+            assert computed[f"layer_{i}/LayerNorm_0/scale"] == "float32"
+            assert computed[f"layer_{i}/Dense_0/kernel"] == "bfloat16"
 
 
-def test_boundaries_inside_jit_are_those_of_this_step(mesh):
-    """The parameters are the same arrays in both; only the dtype of what the model returns is
-    another.
-    """
-    found = []
+def test_boundaries_inside_jit_are_not_reused_from_another_step(mesh):
+    """Both models have the same parameters; only the dtypes of their outputs differ."""
+    dtypes = []
 
     def loss(model, batch):
         logits = model(batch["tokens"])
-        found.append(str(logits.dtype))
+        dtypes.append(str(logits.dtype))
         return logits.sum(), 1
 
     model = nn.jit(Model)(Plain)
     for output in ("float32", "bfloat16"):
         precision = fsdp.Precision(compute="bfloat16", output=output)
         lowered(shard(mesh, model, units="model", precision=precision), loss)
-    assert set(found[: len(found) // 2]) == {"float32"}
-    assert set(found[len(found) // 2 :]) == {"bfloat16"}
+    assert set(dtypes[: len(dtypes) // 2]) == {"float32"}
+    assert set(dtypes[len(dtypes) // 2 :]) == {"bfloat16"}
 
 
 def test_units_inside_jit_gather_in_every_step(mesh):
-    sharded, batch = (
-        shard(mesh, Model(Plain, "jit")),
-        {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)},
-    )
+    sharded = shard(mesh, Model(Plain, "jit"))
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)}
     for _ in range(2):
-        found = traffic(sharded, sharded.train_step(linen_loss, local_batch=True), batch)
-        assert (
-            found["all_gather", "layer_0/Dense_0/kernel"]
-            == found["all_gather", "layer_1/Dense_0/kernel"]
-            == 2
-        )
+        counts = traffic(sharded, sharded.train_step(linen_loss, local_batch=True), batch)
+        assert [counts["all_gather", f"layer_{i}/Dense_0/kernel"] for i in range(2)] == [2, 2]
 
 
 class Helping(nn.Module):
@@ -273,7 +258,7 @@ class Helping(nn.Module):
         return self.head(hidden)
 
 
-def test_what_a_module_calls_on_itself_is_inside_already(mesh):
+def test_methods_that_a_module_calls_on_itself_cross_no_boundary(mesh):
     """Its outputs are cast as the outermost call returns, not before."""
     seen = []
     precision = fsdp.Precision(compute="bfloat16", output="float32")
@@ -281,7 +266,7 @@ def test_what_a_module_calls_on_itself_is_inside_already(mesh):
     assert set(seen[1:]) == {jnp.dtype("bfloat16")}  # the first is of the example inputs
 
 
-# What is passed for a model
+# Mistakes in place of a model
 
 
 class Training(nn.Module):
@@ -301,32 +286,53 @@ def test_inputs_by_name(mesh):
     assert jnp.isfinite(metrics["loss"])
 
 
-class Silent(nn.Module):
-    """Without `__call__`."""
-
-
-MISTAKES = {
-    "a flag is missing": (Training(), (TOKENS,), "do not fit the model", "Training", r"train\)", "'train'", "inputs="),
-    "of another name": (Training(), {"token": TOKENS, "train": True}, "do not fit the model", "'tokens'", "inputs="),
-    "a bare array": (Training(), TOKENS, "not a tuple of arguments, nor a dict", "ShapeDtypeStruct", r"\(tokens,\)"),
-    "no inputs": (Training(), None, "needs example inputs", "inputs="),
-    "no __call__": (Silent(), (), "no __call__", "Silent", "__call__"),
-    "a class": (Training, (TOKENS,), "a class, not a model", "Training", r"Model\(...\), and inputs="),
-    "bound": (Training().bind({}), (TOKENS,), "bound to its variables", "Training", "unbind"),
-    "ToNNX": (nnx.bridge.ToNNX(Plain(), rngs=nnx.Rngs(0)), None, "wrapped for NNX", "ToNNX", "the Linen module itself"),
-    "ToLinen": (nnx.bridge.ToLinen(nnx.Linear), (TOKENS,), "wrapped for Linen", "ToLinen", "lambda rngs"),
-    "a train state": (
-        TrainState.create(apply_fn=Plain().apply, params={}, tx=optax.sgd(1.0)), (TOKENS,),
-        "a train state, not a model", "TrainState", "apply_fn",
+NO_CALL = type("Silent", (nn.Module,), {})
+TRAIN_STATE = TrainState.create(apply_fn=Plain().apply, params={}, tx=optax.sgd(1.0))
+TO_NNX = nnx.bridge.ToNNX(Plain(), rngs=nnx.Rngs(0))
+AROUND = SimpleNamespace(module=Plain())
+MISTAKES = {  # model, inputs, then the parts of the message in order
+    "a flag is missing": (
+        *(Training(), (TOKENS,)),
+        *("do not fit the model", "Training", r"train\)", "'train'", "inputs="),
     ),
-    "an object around": (SimpleNamespace(module=Plain()), None, "around a module", "SimpleNamespace", "its attribute"),
+    "of another name": (
+        *(Training(), {"token": TOKENS, "train": True}),
+        *("do not fit the model", "'tokens'", "inputs="),
+    ),
+    "a bare array": (
+        *(Training(), TOKENS),
+        *("not a tuple of arguments, nor a dict", "ShapeDtypeStruct", r"\(tokens,\)"),
+    ),
+    "no inputs": (Training(), None, "needs example inputs", "inputs="),
+    "no __call__": (NO_CALL(), (), "no __call__", "Silent", "__call__"),
+    "a class": (
+        *(Training, (TOKENS,)),
+        *("a class, not a model", "Training", r"Model\(...\), and inputs="),
+    ),
+    "bound": (Training().bind({}), (TOKENS,), "bound to its variables", "Training", "unbind"),
+    "ToNNX": (TO_NNX, None, "wrapped for NNX", "ToNNX", "the Linen module itself"),
+    "ToLinen": (
+        *(nnx.bridge.ToLinen(nnx.Linear), (TOKENS,)),
+        *("wrapped for Linen", "ToLinen", "lambda rngs"),
+    ),
+    "a train state": (
+        TRAIN_STATE,
+        (TOKENS,),
+        "a train state, not a model",
+        "TrainState",
+        "apply_fn",
+    ),
+    "an object around": (AROUND, None, "around a module", "SimpleNamespace", "its attribute"),
     "parameters": ({"kernel": 1}, None, "not a model", "dict", "lambda rngs"),
-    "makes no NNX": (lambda rngs: Plain(), None, "makes no NNX model", "Plain", "a Linen module is passed itself"),
-}  # fmt: skip
+    "makes no NNX": (
+        *(lambda rngs: Plain(), None),
+        *("makes no NNX model", "Plain", "a Linen module is passed itself"),
+    ),
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_is_no_model_and_inputs_that_do_not_fit(mesh, mistake):
-    model, inputs, what, *said = MISTAKES[mistake]
-    with pytest.raises(ValueError, match=what + r"\n(.*\n)*.*" + r"(.*\n)*.*".join(said)):
+def test_mistakes_in_place_of_a_model_are_named_with_the_fix(mesh, mistake):
+    model, inputs, what, *texts = MISTAKES[mistake]
+    with pytest.raises(ValueError, match=what + r"\n(.*\n)*.*" + r"(.*\n)*.*".join(texts)):
         shard(mesh, model, inputs=inputs)

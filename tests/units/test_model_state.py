@@ -1,6 +1,4 @@
-"""Model state beside the parameters, with local batches: constants pass, what the batch changes is
-refused.
-"""
+"""Model state with local batches: constants pass, state computed from the batch is refused."""
 
 import flax.linen as nn
 import jax
@@ -51,10 +49,8 @@ class LinenModel(nn.Module):
 
 class NnxBlock(nnx.Module):
     def __init__(self, norm, rngs):
-        self.dense, self.table = (
-            nnx.Linear(8, 8, rngs=rngs),
-            nnx.Variable(jnp.linspace(0.0, 1.0, 8)),
-        )
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.table = nnx.Variable(jnp.linspace(0.0, 1.0, 8))
         self.norm = nnx.BatchNorm(8, rngs=rngs) if norm else lambda x: x
 
     def __call__(self, x):

@@ -1,4 +1,4 @@
-"""A unit inside a loop of the model's own is gathered in every turn, and that is said."""
+"""A unit inside a loop of the model's own is gathered in every iteration, with a warning."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,4 @@
-"""Units: which parameters are gathered together, when the copy is dropped, and what the model is
-left to know of it.
-"""
+"""Units: how parameters are grouped, when gathered copies are dropped, and the model itself."""
 
 import dataclasses
 import re
@@ -19,6 +17,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.hlo.collectives import read_program
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import GPT, Block, preset
+from fsdp_jax.tree import flatten
 from fsdp_jax.units.auto_wrap import choose_units
 from fsdp_jax.units.nnx import NnxModel
 
@@ -40,24 +39,18 @@ def shard(mesh, model=None, strategy="full_shard", units=(Block,), **settings):
 
 def owners(model, units, stacked=None):
     adapter = NnxModel(model)
-    sizes = {path: int(np.prod(leaf.shape)) for path, leaf in _flat(adapter.params).items()}
+    sizes = {path: int(np.prod(leaf.shape)) for path, leaf in flatten(adapter.params).items()}
     return choose_units(adapter.modules, units, sizes, stacked or {})
-
-
-def _flat(tree):
-    from fsdp_jax.tree import flatten
-
-    return flatten(tree)
 
 
 # Choosing
 
 
 def test_by_class_the_innermost_unit_owns():
-    found = owners(gpt(False), [Block, "MLP"])
-    assert found["blocks/0/mlp/up/kernel"] == "blocks/0/mlp"
-    assert found["blocks/0/attn/qkv/kernel"] == "blocks/0"
-    assert found["embed/embedding"] is None
+    units = owners(gpt(False), [Block, "MLP"])
+    assert units["blocks/0/mlp/up/kernel"] == "blocks/0/mlp"
+    assert units["blocks/0/attn/qkv/kernel"] == "blocks/0"
+    assert units["embed/embedding"] is None
 
 
 def test_by_base_class_and_by_name_are_the_same():
@@ -83,7 +76,7 @@ def test_scan_takes_the_stack_and_model_takes_all():
     assert set(owners(gpt(True), "model").values()) == {""}
 
 
-def test_what_two_units_share_is_gathered_once_on_entry():
+def test_parameters_that_two_units_share_are_gathered_once_on_entry():
     class Tied(nnx.Module):
         def __init__(self, rngs):
             self.one, self.two = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
@@ -92,20 +85,20 @@ def test_what_two_units_share_is_gathered_once_on_entry():
         def __call__(self, x):
             return self.two(self.one(x))
 
-    found = owners(lambda rngs: Tied(rngs), [nnx.Linear])
-    assert found == {"one/kernel": None, "one/bias": "one", "two/bias": "two"}
+    units = owners(lambda rngs: Tied(rngs), [nnx.Linear])
+    assert units == {"one/kernel": None, "one/bias": "one", "two/bias": "two"}
 
 
 @pytest.mark.parametrize(
-    ("units", "said"),
+    ("units", "text"),
     [
         (["Blok"], "no module of class 'Blok' in the model\n.*units\n.*did you mean 'Block'"),
         (10**9, "no module has that many parameters\n.*units.min_params\n.*1000000000\n.*at most"),
         ("scan", "no stacked layers in the model\n.*units='scan'"),
     ],
 )
-def test_units_that_fit_nothing(units, said):
-    with pytest.raises(ValueError, match=said):
+def test_units_that_match_nothing(units, text):
+    with pytest.raises(ValueError, match=text):
         owners(gpt(False), units)
 
 
@@ -114,11 +107,11 @@ def test_units_that_fit_nothing(units, said):
 
 def gathers(sharded, **settings):
     """{kernel or table: times a step} that it is gathered. (No gradient needs a bias again.)"""
-    found = traffic(sharded, sharded.train_step(next_token_loss, **settings), TOKENS)
+    counts = traffic(sharded, sharded.train_step(next_token_loss, **settings), TOKENS)
     one = "all_gather" if settings.get("local_batch") else "optimization_barrier"
     return {
         path: times
-        for (operation, path), times in found.items()
+        for (operation, path), times in counts.items()
         if operation == one and re.search("kernel|embedding", path)
     }
 
@@ -136,16 +129,16 @@ def test_full_shard_gathers_in_forward_and_again_in_backward(mesh, scan, remat, 
     assert per_unit == {path: 2 * layers if "blocks" in path else 1 for path in once}
 
 
-def test_what_xla_keeps_of_them_is_twice_a_layer_too(mesh):
+def test_the_compiled_program_gathers_twice_per_layer_too(mesh):
     """In the compiled program, where the loops of forward and backward keep the two apart on every
     backend.
     """
     sharded = shard(mesh, gpt(True, layers=3), "full_shard")
     text = sharded.train_step(next_token_loss, local_batch=True).compile(TOKENS).as_text()
-    found = Counter()
+    counts = Counter()
     for one in read_program(text, sharded.layout.mesh.shape).collectives:
-        found.update({path: one.count for path in one.paths if one.op == "all-gather"})
-    assert found["blocks/attn/qkv/kernel"] == 6
+        counts.update({path: one.count for path in one.paths if one.op == "all-gather"})
+    assert counts["blocks/attn/qkv/kernel"] == 6
 
 
 @pytest.mark.parametrize("local_batch", [True, False])
@@ -160,21 +153,21 @@ def test_a_parameter_read_outside_its_unit_is_an_error(mesh, local_batch):
 
 
 @pytest.mark.parametrize(
-    ("local_batch", "said"),
+    ("local_batch", "text"),
     [
         (True, "a stack of layers is sharded along its layers"),
         (False, "a layer scan slices a sharded dim"),
     ],
 )
-def test_a_sharded_layer_dim_is_refused_where_the_scan_slices_it(mesh, local_batch, said):
+def test_a_sharded_layer_dim_is_refused_where_the_scan_slices_it(mesh, local_batch, text):
     rules = [("blocks/mlp/up/kernel", ("data",))]
     config = preset("tiny", vocab_size=32, sequence_length=8, layers=8, width=16, heads=2)
     sharded = shard(mesh, lambda rngs: GPT(config, rngs=rngs), rules=rules)
-    with pytest.raises(ValueError, match=rf"{said}\n.*blocks/mlp/up/kernel"):
+    with pytest.raises(ValueError, match=rf"{text}\n.*blocks/mlp/up/kernel"):
         sharded.train_step(next_token_loss, local_batch=local_batch).lower(TOKENS)
 
 
-# What the model is left to know
+# The model's own view
 
 
 def test_the_users_classes_are_not_touched(mesh):
@@ -185,7 +178,7 @@ def test_the_users_classes_are_not_touched(mesh):
     assert type(sharded.model(sharded.init(0)).blocks[0]) is Block
 
 
-def test_what_a_layer_takes_to_lay_out_does_not_grow_with_their_number(mesh):
+def test_the_cost_of_laying_out_a_layer_does_not_grow_with_their_number(mesh):
     def calls(layers):
         counted = [0]
 
@@ -205,13 +198,11 @@ def test_what_a_layer_takes_to_lay_out_does_not_grow_with_their_number(mesh):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_random_streams_are_the_models_own_and_so_is_what_is_drawn(mesh, scan):
+def test_random_streams_and_initial_values_are_those_of_the_plain_model(mesh, scan):
     make_model = gpt(scan, dropout=0.5)
     sharded = shard(mesh, make_model)
-    model, plain = (
-        sharded.model(sharded.init(3)),
-        make_model(nnx.Rngs(jax.random.split(jax.random.key(3))[0])),
-    )
+    model = sharded.model(sharded.init(3))
+    plain = make_model(nnx.Rngs(jax.random.split(jax.random.key(3))[0]))
     assert type(model.dropout.rngs) is nnx.RngStream
     drawn, expected = (
         {path: leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(m))}
@@ -290,9 +281,8 @@ def test_an_unmodified_model_runs_in_bfloat16_and_its_norms_in_float32(mesh):
 
     sharded.train_step(loss).lower(case.batch(0))
     names = {key: str(dtype) for key, dtype in seen.items()}
-    assert names == {
-        "in": "bfloat16", "norm": "float32", "conv": "bfloat16", "hidden": "bfloat16", "out": "float32"
-    }  # fmt: skip
+    narrow = dict.fromkeys(("in", "conv", "hidden"), "bfloat16")
+    assert names == narrow | {"norm": "float32", "out": "float32"}
 
 
 def test_dropout_differs_between_devices_where_each_sees_its_own_batch():
@@ -333,7 +323,7 @@ def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mixed):
 
 
 @pytest.mark.parametrize("prefetch", ["none", "post", "pre"])
-def test_a_gather_by_name_is_of_the_shard_in_bfloat16(mixed, prefetch):
+def test_an_explicit_gather_sends_the_shard_in_bfloat16(mixed, prefetch):
     mixed = dataclasses.replace(mixed, prefetch=prefetch)
     text = mixed.train_step(next_token_loss, local_batch=True).lower(TOKENS).as_text()
     gathered = re.findall(r"stablehlo.all_gather.*-> tensor<(\S+)x(bf16|f32)>", text)
