@@ -74,15 +74,7 @@ def lay_out(
     stacked = stacked_dims(shapes)
     placements = settings.place(params, mesh, stacked=stacked)
     return make_layout(
-        params,
-        placements,
-        {},
-        tx,
-        mesh,
-        strategy,
-        settings,
-        stacked=stacked,
-        frozen=frozen,
+        params, placements, {}, tx, mesh, strategy, settings, stacked=stacked, frozen=frozen
     )
 
 
