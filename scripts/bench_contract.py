@@ -1,33 +1,32 @@
-"""What each strategy sends per step on H100s and TPU pods, against the least it can send.
+"""Compares what each strategy sends per step on H100s and TPU pods with the least it can send.
 
-    python scripts/bench_contract.py [--models llama2_7b gpt2_xl] [--topologies h100:8 ...] [--json
-    FILE]
+    python scripts/bench_contract.py [--models llama2_7b gpt2_xl] [--topologies h100:8 ...]
                                      [--strategies full_shard ...] [--prefetch none] [--local-batch]
                                      [--attention blockwise flash] [--layers N] [--rows 1]
+                                     [--json FILE]
 
-Steps are compiled for machines that need not be there, from configs/llama2_7b.yaml and so on:
+Steps are compiled for machines that need not exist here, from configs/llama2_7b.yaml and so on:
 scanned layers, full recomputation, bfloat16 compute, float32 AdamW, one sequence per device
 (--rows).
 
 Conventions
 - Sent bytes are read from the compiled program, loop trips counted, by a ring: (n-1)/n of an array
-  to gather it or to reduce and scatter it, twice that to all-reduce it. What the compiler pads is
+  to gather it or to reduce-scatter it, twice that to all-reduce it. Padding by the compiler is
   counted.
 - Without --local-batch XLA chooses the collectives by sharding annotations, and may send
-  activations in place of a parameter; then the limit is what it may not exceed. With it they are
-  explicit.
-- The limit is the strategy's arithmetic in the declared dtypes (fsdp_jax/inspect/expected.py): 6
-  bytes per parameter for full_shard, less 2 for what is gathered once for forward and backward
+  activations in place of a parameter; then the limit is an upper bound. With it they are explicit.
+- The limit is the strategy's arithmetic in the declared dtypes (fsdp_jax/contract/expected.py):
+  6 bytes per parameter for full_shard, less 2 for what is gathered once for forward and backward
   (embedding and head); 4 for the others.
 - Hidden bytes: a GEMM, a convolution or an attention kernel runs between start and done. `loop`
   counts the layer loop.
 - Peak is XLA's own figure for one device, state included.
 - Hybrid strategies: 2 replicas on 8 devices, one replica per host of h100:64x8, 16 x 16 on
   v5e:16x16.
-- XLA refuses to compile for a TPU what does not fit its memory: then 4 layers stand for all, and
-  the row says so.
-- Each program is compiled in a process of its own; --json keeps what is done and goes on from
-  there.
+- XLA refuses to compile for a TPU a program that does not fit its memory: then 4 layers are
+  compiled, and the row says so.
+- Each program is compiled in a process of its own; --json keeps the rows, and a second run
+  continues from them.
 - Exit code 3 if a ratio exceeds 1.02 or a contract does not hold.
 """
 
@@ -42,9 +41,9 @@ from typing import Any, NamedTuple
 CONFIGS = Path(__file__).parent.parent / "configs"
 MODELS = ("llama2_7b", "gpt2_xl", "gpt2_medium", "t5_large", "t5_v1_1_large", "vit_l16", "cait_m36")
 ATTENTION = dict.fromkeys(("t5_large", "t5_v1_1_large", "vit_l16", "cait_m36"), ("blockwise",))
-"""Of models without `flash`. cuDNN's kernel is in no row: it cannot be traced where cuDNN is not installed."""
+"""Kernels of models without `flash`. cuDNN's is in no row: tracing it needs cuDNN installed."""
 TOPOLOGIES = {"h100:8": 2, "h100:64x8": 64, "v5e:16x16": 16, "v5p:2x2x2": 2}
-"""With the number of replicas that hybrid strategies make of each."""
+"""Topology -> replicas of the hybrid strategies."""
 STRATEGIES = (
     "no_shard",
     "zero1",
@@ -58,8 +57,8 @@ MOST = 1.02
 GIB = 2.0**30
 
 
-class Program(NamedTuple):
-    """What one row is compiled from."""
+class RowProgram(NamedTuple):
+    """The program of one row."""
 
     model: str
     topology: str
@@ -71,8 +70,8 @@ class Program(NamedTuple):
     layers: str = ""
 
 
-def compile_one(program: Program) -> dict[str, Any]:
-    """The row of one program."""
+def compile_one(program: RowProgram) -> dict[str, Any]:
+    """Compiles one program and returns its row."""
     from fsdp_jax.contract.contract import judge
     from fsdp_jax.planner import parse_topology
     from fsdp_jax.train.build import build
@@ -91,46 +90,51 @@ def compile_one(program: Program) -> dict[str, Any]:
         "--train.local_batch": program.local_batch,
     }
     overrides |= {"--model.layers": program.layers} if program.layers else {}
-    words = [str(word) for pair in overrides.items() for word in pair]
-    run = build(load(CONFIGS / f"{program.model}.yaml", words), machine.devices())
+    arguments = [str(each) for pair in overrides.items() for each in pair]
+    run = build(load(CONFIGS / f"{program.model}.yaml", arguments), machine.devices())
     started = time.perf_counter()
     compiled = run.step.compile(run.batch)
     seconds = time.perf_counter() - started
     contract = judge(run.step.plan, compiled.as_text())
-    loop = [each for each in contract.collectives if each.loop]
-    hidden = {
-        op: (sum(c.hidden for c in loop if c.op == op), sum(c.bytes for c in loop if c.op == op))
-        for op in ("all-gather", "reduce-scatter")
-    }
+    hidden = dict.fromkeys(("all-gather", "reduce-scatter"), 0)
+    in_loop = dict(hidden)
+    for each in contract.collectives:
+        if each.loop and each.op in in_loop:
+            hidden[each.op] += each.hidden
+            in_loop[each.op] += each.bytes
     return {
-        **program._asdict(), "replicas": replicas, "devices": machine.size,
-        "wire_bytes": contract.wire_bytes, "wire_bytes_limit": contract.wire_bytes_limit,
-        "ratio": contract.wire_bytes / contract.wire_bytes_limit, "holds": contract.holds,
+        **program._asdict(),
+        "replicas": replicas,
+        "devices": machine.size,
+        "wire_bytes": contract.wire_bytes,
+        "wire_bytes_limit": contract.wire_bytes_limit,
+        "ratio": contract.wire_bytes / contract.wire_bytes_limit,
+        "holds": contract.holds,
         "violations": [str(violation) for violation in contract.violations] + list(contract.unread),
         "choices": list(contract.choices),
-        "loop_hidden_bytes": {op: pair[0] for op, pair in hidden.items()},
-        "loop_bytes": {op: pair[1] for op, pair in hidden.items()},
+        "loop_hidden_bytes": hidden,
+        "loop_bytes": in_loop,
         "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
-        "state_bytes": run.sharded.layout.per_device(), "compile_s": seconds,
+        "state_bytes": run.sharded.layout.per_device(),
+        "compile_s": seconds,
         "collectives": contract.rows(),
-    }  # fmt: skip
+    }
 
 
-def in_child(program: Program) -> dict[str, Any]:
-    """`compile_one` in a process of its own: a compiler that fails takes one row with it."""
-    words = [sys.executable, __file__, "--one", json.dumps(program)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+def in_child(program: RowProgram) -> dict[str, Any]:
+    """Runs `compile_one` in a process of its own: a compiler that crashes loses one row."""
+    command = [sys.executable, __file__, "--one", json.dumps(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode and "RESOURCE_EXHAUSTED" in done.stderr and not program.layers:
         return in_child(program._replace(layers=FEW_LAYERS))
     if done.returncode:
-        return program._asdict() | {
-            "error": (done.stderr.strip().splitlines() or ["no message"])[-1]
-        }
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        return program._asdict() | {"error": lines[-1]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """As in the README."""
+    """Returns the rows as a Markdown table."""
     lines = [
         "| model | attention | topology | strategy | by | sent GiB | limit GiB | ratio "
         "| loop gathers, scatters hidden | peak GiB |",
@@ -139,16 +143,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         size = f", {row['layers']} layers" if row["layers"] else ""
         by = "explicit collectives" if row["local_batch"] else "annotations"
-        where = f"| {row['model']}{size} | {row['attention']} | {row['topology']} | {row['strategy']} | {by} "
+        names = [row[name] for name in ("attention", "topology", "strategy")]
+        where = f"| {' | '.join([row['model'] + size, *names, by])} "
         if "error" in row:
             lines.append(f"{where}| failed: {row['error'][:80]} | | | | |")
             continue
-        shares = [
-            f"{100 * row['loop_hidden_bytes'][op] / row['loop_bytes'][op]:.0f}%"
-            if row["loop_bytes"][op]
-            else "-"
-            for op in ("all-gather", "reduce-scatter")
-        ]
+        shares = []
+        for op in ("all-gather", "reduce-scatter"):
+            hidden, total = row["loop_hidden_bytes"][op], row["loop_bytes"][op]
+            shares.append(f"{100 * hidden / total:.0f}%" if total else "-")
         verdict = "" if row["holds"] else " (contract broken)"
         sent, limit, peak = (
             row[name] / GIB for name in ("wire_bytes", "wire_bytes_limit", "peak_bytes")
@@ -182,22 +185,22 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(compile_one(Program(*json.loads(options.one)))))
+        print(json.dumps(compile_one(RowProgram(*json.loads(options.one)))))
         return 0
     if options.prefetch != "none" and not options.local_batch:
         parser.error("--prefetch needs --local-batch")
     done = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     asked = {row.pop("asked"): row for row in done if "error" not in row}
     programs = [
-        Program(
-            model,
-            topology,
-            strategy,
-            attention,
-            options.local_batch,
-            options.prefetch,
-            options.rows,
-            options.layers,
+        RowProgram(
+            model=model,
+            topology=topology,
+            strategy=strategy,
+            attention=attention,
+            local_batch=options.local_batch,
+            prefetch=options.prefetch,
+            rows=options.rows,
+            layers=options.layers,
         )
         for model in options.models
         for attention in options.attention
@@ -212,19 +215,13 @@ def main() -> int:
         rows.append(asked[key])
         print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
         if options.json:
-            options.json.write_text(
-                json.dumps([{"asked": key} | row for key, row in asked.items()], indent=1)
-            )
+            saved = [{"asked": key} | row for key, row in asked.items()]
+            options.json.write_text(json.dumps(saved, indent=1))
     print(table(rows))
     if not options.json:
-        print(
-            json.dumps(
-                [
-                    {name: value for name, value in row.items() if name != "collectives"}
-                    for row in rows
-                ]
-            )
-        )
+        for row in rows:
+            row.pop("collectives", None)
+        print(json.dumps(rows))
     broken = [row for row in rows if "error" in row or not row["holds"] or row["ratio"] > MOST]
     return 3 if broken else 0
 

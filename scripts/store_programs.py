@@ -1,8 +1,7 @@
 """Compiles the small programs that tests/hlo/test_parser.py reads, and stores their texts.
 
-Needs the extras `cuda-aot` and `tpu-aot` for the accelerators, which need not be there. Run it
-again when a release of XLA prints something new; then derive the tests' expectations again, by
-hand.
+Needs the extras `cuda-aot` and `tpu-aot`, but no accelerator. Run it again when a release of XLA
+prints something new; then derive the tests' expectations again, by hand.
 """
 
 import argparse
@@ -34,24 +33,23 @@ Weights = dict[str, jax.Array]
 
 
 class Size(NamedTuple):
-    """An MLP's width and hidden width, and how many tokens each device has."""
+    """An MLP's width and hidden width, and the tokens per device."""
 
     width: int
     hidden: int
     tokens: int
 
 
-SMALL, LARGE = (
-    Size(1024, 4096, 256),
-    Size(4096, 16384, 2048),
-)  # from LARGE on, a v5p's matmuls are windowed
+SMALL = Size(1024, 4096, 256)
+LARGE = Size(4096, 16384, 2048)  # at this size a v5p's matmuls are windowed
 
 
-def travelling(
+def gathered(
     axes: Sequence[str], path: str, replica: Sequence[str]
 ) -> Callable[[jax.Array], jax.Array]:
-    """A shard -> the whole array, one axis at a time; its gradient comes back on the same road,
-    then over `replica`.
+    """Returns a function that all-gathers a shard, one axis at a time.
+
+    Its gradient is reduce-scattered along the same axes and all-reduced over `replica`.
     """
 
     def gather(shard: jax.Array) -> jax.Array:
@@ -66,22 +64,21 @@ def travelling(
                 gradient = lax.psum_scatter(gradient, axis, tiled=True)
             return (lax.psum(gradient, replica) if replica else gradient,)
 
-    whole = jax.custom_vjp(gather)
-    whole.defvjp(lambda shard: (gather(shard), None), reduce)
-    return whole
+    with_reduction = jax.custom_vjp(gather)
+    with_reduction.defvjp(lambda shard: (gather(shard), None), reduce)
+    return with_reduction
 
 
 def mapped(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered:
-    """A scanned MLP by hand: weights gathered forward and again backward, gradients scattered, the
-    loss averaged.
-    """
+    """Lowers a scanned MLP by hand: weights gathered twice a step, gradients scattered."""
     replica = [str(name) for name in mesh.axis_names if name not in axes]
-    up, down = (travelling(axes, f"blocks/mlp/{name}/kernel", replica) for name in ("up", "down"))
+    up, down = (gathered(axes, f"blocks/mlp/{name}/kernel", replica) for name in ("up", "down"))
 
     @jax.checkpoint
     def layer(x: jax.Array, shards: Weights) -> jax.Array:
-        whole = up(shards["up"].astype(jnp.bfloat16)), down(shards["down"].astype(jnp.bfloat16))
-        return x + jax.nn.relu(x @ whole[0]) @ whole[1]
+        up_kernel = up(shards["up"].astype(jnp.bfloat16))
+        down_kernel = down(shards["down"].astype(jnp.bfloat16))
+        return x + jax.nn.relu(x @ up_kernel) @ down_kernel
 
     def loss(shards: Weights, x: jax.Array) -> jax.Array:
         y, _ = lax.scan(lambda x, shards: (layer(x, shards), None), x, shards)
@@ -105,9 +102,7 @@ def mapped(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered:
 
 
 def annotated(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered:
-    """The same MLP by plain sharding annotations, which leave the choice of collectives to the
-    partitioner.
-    """
+    """Lowers the same MLP by sharding annotations: the partitioner chooses the collectives."""
     shard, batch = PartitionSpec(None, tuple(axes)), PartitionSpec(tuple(mesh.axis_names))
 
     def loss(weights: Weights, x: jax.Array) -> jax.Array:
@@ -143,9 +138,7 @@ def arguments(
 
 
 def exchanges(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered:
-    """An all-to-all and a permute in nested loops; a branch that sends and one that does not; two
-    dtypes gathered.
-    """
+    """Lowers nested loops with an all-to-all and a permute, a branch, and two dtypes gathered."""
     axis, devices = axes[0], mesh.shape[axes[0]]
 
     def local(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -163,9 +156,10 @@ def exchanges(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered
             lax.all_gather(ids, axis, tiled=True),
         )
 
-    spec, whole = PartitionSpec(axis), PartitionSpec()
+    spec, replicated = PartitionSpec(axis), PartitionSpec()
+    out_specs = (spec, replicated, replicated)
     ours = jax.shard_map(
-        local, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, whole, whole), check_vma=False
+        local, mesh=mesh, in_specs=(spec, spec), out_specs=out_specs, check_vma=False
     )
     shapes = ((size.tokens, 128), jnp.float32), ((size.tokens,), jnp.int32)
     placed = (jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec)) for shape in shapes)
@@ -173,9 +167,7 @@ def exchanges(mesh: Mesh, axes: Sequence[str], size: Size) -> jax.stages.Lowered
 
 
 class Stored(NamedTuple):
-    """What is compiled for which devices, with which options of XLA's; `axes` are those that the
-    weights lie along.
-    """
+    """A program, its topology and XLA options; the weights are sharded along `axes`."""
 
     program: Callable[[Mesh, Sequence[str], Size], jax.stages.Lowered]
     topology: str
@@ -208,9 +200,7 @@ STORED = {
 
 
 def make_mesh(topology: str, shape: dict[str, int]) -> Mesh:
-    """Axes of the mesh along the links of a torus, one by one, where it is one; the first from
-    slice to slice.
-    """
+    """Returns a mesh whose axes follow the links of a torus; slices are along the first axis."""
     slices: dict[int, list[jax.Device]] = {}
     for device in parse_topology(topology).devices():
         slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
@@ -226,7 +216,7 @@ def make_mesh(topology: str, shape: dict[str, int]) -> Mesh:
 
 
 def without_sources(text: str) -> str:
-    """The text without its tables of source files, which name the machine that compiled it."""
+    """Returns the text without its tables of source files, which name paths of the machine."""
     return re.sub(r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text)
 
 
