@@ -1,27 +1,28 @@
-"""What fsdp_jax costs over a train step written by hand: collectives, losses and step time, side by
-side.
+"""Measures the overhead of fsdp_jax over a train step written by hand.
 
     python scripts/bench_overhead.py [--strategy full_shard|shard_grad_op|no_shard] [--pairs 40]
-    [--compute float32] python scripts/bench_overhead.py --host [--pairs 9] [--layers 12]
+                                     [--compute float32]
+    python scripts/bench_overhead.py --host [--pairs 9] [--layers 12]
 
-Both sides train the same GPT (scanned) with AdamW on the same mesh of 8 virtual CPU devices, from
-the same parameters, on the same batches. The side written by hand is plain JAX and optax: it uses
-the model for the shapes of its parameters and for its initialisation, and nothing else of fsdp_jax.
+Compares collectives, losses and step time. Both sides train the same scanned GPT with AdamW on the
+same mesh of 8 virtual CPU devices, from the same parameters, on the same batches. The side written
+by hand is plain JAX and optax: it uses the model for the shapes of its parameters and for its
+initialisation, and nothing else of fsdp_jax.
 
 Conventions
-- Collectives are counted in the text of the compiled programs, each once: how often a loop runs its
-  body is ignored. Bytes are those of a collective's result on one device.
+- Collectives are counted in the text of the compiled programs, each once, whatever the trip count
+  of its loop. Bytes are those of a collective's result on one device.
 - A step is timed from the NumPy batch on the host to the last array of the new state,
   `block_until_ready`.
 - Runs are interleaved in rounds of three: ours, by hand, and by hand once more as a control, in
   rotating order. The ratio is the median of ours over the median by hand; its interval is a 95 %
-  bootstrap over rounds. The control's, of a program to itself, is the noise within this process.
+  bootstrap over rounds. The control's ratio, of a program to itself, is the noise of this process.
   From one process to the next the ratio of the same two programs moves by several percent more,
   which no interval here shows: run it several times before believing a small difference.
-- Page faults are the process's minor ones: temporary buffers that the allocator gave back and takes
-  anew. `--hold-memory` starts again with glibc told never to give memory back, for both sides
-  alike.
-- CPU seconds are those of the whole process during a step, all threads; they feel other programs
+- Page faults are the process's minor ones: temporary buffers that the allocator returned to the
+  system and requests again. `--hold-memory` restarts with glibc set never to return memory, for
+  both sides.
+- CPU seconds are those of all threads of the process during a step; other programs affect them
   less than the clock.
 - Exit code 1 if collectives or losses differ. The ratio is reported, with its target, and does not
   fail the run.
@@ -33,8 +34,9 @@ With `--host`, what the host does before a step runs, with unrolled layers and `
   gathered, constraints at each parameter, value_and_grad, optax, and the same guard against steps
   that are not finite.
 - `put` of a batch of three NumPy arrays against `jax.device_put(batch, shardings)`, in microseconds
-  by the clock, and of arrays that lie on the devices already.
-- `fully_shard` for more and more layers, in CPU seconds; once each, after one run of two layers.
+  by the clock, and of arrays that are on the devices already.
+- `fully_shard` for increasing numbers of layers, in CPU seconds; once each, after one run of two
+  layers.
 """
 
 import argparse
@@ -67,6 +69,7 @@ from fsdp_jax.models.losses import cross_entropy
 
 DEVICES = 8
 TARGET, TRACE_TARGET = 1.02, 1.3
+GATHERING = ("convert_element_type", "sharding_constraint", "optimization_barrier")
 Tree = Any
 
 
@@ -76,18 +79,18 @@ Tree = Any
 def by_hand(
     config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation, strategy: str, compute: Any
 ) -> Any:
-    """(init, step, shardings of the state): what one writes for this one model, without a library.
+    """Returns (init, step, sharding of a batch) of this one model, written without a library.
 
     B batch, T sequence, D width, H heads.
     """
     devices, small = mesh.shape["data"], 2**14
-    whole, batch = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    replicated, batch = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     def make(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(key)), nnx.Param))
 
     def spec(path: Any, leaf: Any) -> P:
-        """The largest dim that divides, never the layers' own."""
+        """Shards the largest dim that divides, never the layer dim."""
         first = 1 if path[0].key == "blocks" else 0
         dims = [i for i in range(first, leaf.ndim) if leaf.shape[i] % devices == 0]
         if strategy == "no_shard" or not dims or np.prod(leaf.shape[first:]) < small:
@@ -99,14 +102,13 @@ def by_hand(
     specs = jax.tree.map_with_path(spec, abstract)
     param_shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs["blocks"])
-    opt_shardings = jax.tree.map(
-        lambda part: (
-            param_shardings if isinstance(part, dict) else whole
-        ),  # moments are trees like the parameters
+    opt_shardings = jax.tree.map(  # moments are trees like the parameters
+        lambda part: param_shardings if isinstance(part, dict) else replicated,
         jax.eval_shape(tx.init, abstract),
         is_leaf=lambda part: isinstance(part, dict),
     )
-    shardings = {"params": param_shardings, "opt": opt_shardings, "step": whole, "skipped": whole}
+    shardings = {"params": param_shardings, "opt": opt_shardings}
+    shardings |= {"step": replicated, "skipped": replicated}
 
     def put(x: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
@@ -139,12 +141,8 @@ def by_hand(
         return x_BTD + linear(p["mlp"]["down"], hidden)
 
     def keep(primitive: Any, *_: Any, **__: Any) -> bool:
-        """Saves activations, not what gathering made: the backward gathers again."""
-        return primitive.name not in (
-            "convert_element_type",
-            "sharding_constraint",
-            "optimization_barrier",
-        )
+        """Saves activations, not gathered parameters: the backward gathers again."""
+        return primitive.name not in GATHERING
 
     def layer(x_BTD: jax.Array, p: Tree) -> tuple[jax.Array, None]:
         return block(gather(p, layer_specs), x_BTD), None
@@ -154,14 +152,10 @@ def by_hand(
 
     def loss_sum(params: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        top = params  # gathered already, or never sharded
         if strategy == "full_shard":
-            top = {
-                name: gather({name: params[name]}, {name: specs[name]})[name]
-                for name in params
-                if name != "blocks"
-            }
-        else:  # gathered already, or never apart
-            top = params
+            outer = [name for name in params if name != "blocks"]
+            top = gather({n: params[n] for n in outer}, {n: specs[n] for n in outer})
         x_BTD = jnp.take(top["embed"]["embedding"], inputs, axis=0)
         x_BTD += jnp.take(top["positions"]["embedding"], jnp.arange(inputs.shape[1])[None], axis=0)
         if strategy == "full_shard":
@@ -174,8 +168,8 @@ def by_hand(
 
     def step(state: Tree, tokens: jax.Array) -> tuple[Tree, Tree]:
         params = state["params"]
-        held = params if strategy == "full_shard" else gather(params, specs)
-        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(held, tokens)
+        inputs = params if strategy == "full_shard" else gather(params, specs)
+        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(inputs, tokens)
         grads = jax.tree.map(
             lambda g, p, s: put(g, s).astype(p.dtype) / count, grads, params, specs
         )
@@ -193,11 +187,16 @@ def by_hand(
         key = jax.random.split(jax.random.key(seed))[0]  # as fsdp_jax does, for the same parameters
         params = jax.jit(make, out_shardings=param_shardings)(key)
         opt = jax.jit(tx.init, out_shardings=opt_shardings)(params)
-        counters = jax.jit(lambda: (jnp.int32(0), jnp.int32(0)), out_shardings=(whole, whole))()
+        counters = jax.jit(
+            lambda: (jnp.int32(0), jnp.int32(0)), out_shardings=(replicated, replicated)
+        )()
         return {"params": params, "opt": opt, "step": counters[0], "skipped": counters[1]}
 
     compiled = jax.jit(
-        step, in_shardings=(shardings, batch), out_shardings=(shardings, whole), donate_argnums=0
+        step,
+        in_shardings=(shardings, batch),
+        out_shardings=(shardings, replicated),
+        donate_argnums=0,
     )
     return init, compiled, batch
 
@@ -205,29 +204,25 @@ def by_hand(
 def unrolled_by_hand(
     config: GPTConfig, mesh: Mesh, tx: optax.GradientTransformation
 ) -> tuple[Callable[..., Any], Any]:
-    """(a function that makes the jitted step, the shapes of its state): full_shard of the unrolled
-    NNX model.
-    """
-    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    """Returns (function that makes the jitted step, shapes of its state), unrolled full_shard."""
+    replicated, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     graphdef, params = jax.eval_shape(lambda: nnx.split(GPT(config, rngs=nnx.Rngs(0)), nnx.Param))
     block_def, _ = nnx.split(nnx.merge(graphdef, params).blocks[0])
 
     def sharding(leaf: Any) -> NamedSharding:
         dims = [i for i in range(leaf.ndim) if leaf.shape[i] % mesh.size == 0]
         if not dims or leaf.size < 2**14:
-            return whole
+            return replicated
         return NamedSharding(mesh, P(*[None] * max(dims, key=lambda i: leaf.shape[i]), "data"))
 
     def gather(x: jax.Array, at: NamedSharding) -> jax.Array:
         pin = lax.with_sharding_constraint
-        return x if at is whole else pin(lax.optimization_barrier(pin(x, at)), whole)
+        if at is replicated:
+            return x
+        return pin(lax.optimization_barrier(pin(x, at)), replicated)
 
     def keep(primitive: Any, *_: Any, **__: Any) -> bool:
-        return primitive.name not in (
-            "convert_element_type",
-            "sharding_constraint",
-            "optimization_barrier",
-        )
+        return primitive.name not in GATHERING
 
     specs = jax.tree.map(sharding, params)
 
@@ -277,20 +272,22 @@ def unrolled_by_hand(
         "skipped": counter,
     }
     placed = jax.tree.map(
-        lambda part: specs if is_params(part) else whole, state, is_leaf=is_params
+        lambda part: specs if is_params(part) else replicated, state, is_leaf=is_params
     )
 
     def make() -> Any:
         return jax.jit(
             lambda state, tokens: step(state, tokens),
-            in_shardings=(placed, rows), out_shardings=(placed, whole), donate_argnums=0,
-        )  # fmt: skip
+            in_shardings=(placed, rows),
+            out_shardings=(placed, replicated),
+            donate_argnums=0,
+        )
 
     return make, state
 
 
 def host_cost(layers: int, pairs: int) -> dict[str, Any]:
-    """Prints what the host does before a step runs; see the conventions."""
+    """Measures what the host does before a step runs; see the conventions."""
     mesh = fsdp_jax.make_mesh(devices=jax.devices("cpu"))
     flat, tx = Mesh(mesh.devices.reshape(-1), ("data",)), optax.adamw(1e-3)
 
@@ -310,8 +307,10 @@ def host_cost(layers: int, pairs: int) -> dict[str, Any]:
     lowering: dict[str, list[float]] = {"ours": [], "hand": []}
     for number in range(pairs + 1):
         step, by_hand = sharded.train_step(next_token_loss), make()
-        sides = {"ours": lambda step=step: step.lower({"tokens": tokens}),
-                 "hand": lambda by_hand=by_hand: by_hand.lower(state, tokens)}  # fmt: skip
+        sides = {
+            "ours": functools.partial(step.lower, {"tokens": tokens}),
+            "hand": functools.partial(by_hand.lower, state, tokens),
+        }
         for side in sorted(sides, reverse=bool(number % 2)):
             spent = cpu(sides[side])
             if number:  # the first round warms up
@@ -324,27 +323,34 @@ def host_cost(layers: int, pairs: int) -> dict[str, Any]:
     batch = {name: np.ones((64, 129), np.int32) for name in ("tokens", "segments", "positions")}
     shardings = {name: NamedSharding(flat, P("data")) for name in batch}
     placed, step = jax.device_put(batch, shardings), sharded.train_step(next_token_loss)
-    puts = {"device_put": lambda: jax.device_put(batch, shardings), "put": lambda: step.put(batch),
-            "put of placed arrays": lambda: step.put(placed)}  # fmt: skip
+    puts = {
+        "device_put": lambda: jax.device_put(batch, shardings),
+        "put": lambda: step.put(batch),
+        "put of placed arrays": lambda: step.put(placed),
+    }
     clocks: dict[str, list[float]] = {name: [] for name in puts}
     for _ in range(400):
         for name, run in puts.items():
             clocks[name].append(timed(run)[0])
     micro = {name: float(np.median(times)) * 1e6 for name, times in clocks.items()}
-    print(
-        "a batch to the devices (us): "
-        + ", ".join(f"{name} {value:.0f}" for name, value in micro.items())
-    )
+    shown = ", ".join(f"{name} {value:.0f}" for name, value in micro.items())
+    print(f"a batch to the devices (us): {shown}")
 
     shard(2)
     growth = {count: cpu(functools.partial(shard, count)) for count in (12, 24, 48, 96)}
-    print(
-        "fully_shard (CPU s): "
-        + ", ".join(f"{count} layers {value:.2f}" for count, value in growth.items())
-    )
-    return {"bench": "host", "layers": layers, "pairs": pairs, "lower_cpu_seconds": lowering,
-            "lower_ratio_with_95_percent_interval": [ratio, low, high], "target": TRACE_TARGET, "put_us": micro,
-            "fully_shard_cpu_seconds": growth, "jax": jax.__version__}  # fmt: skip
+    shown = ", ".join(f"{count} layers {value:.2f}" for count, value in growth.items())
+    print(f"fully_shard (CPU s): {shown}")
+    return {
+        "bench": "host",
+        "layers": layers,
+        "pairs": pairs,
+        "lower_cpu_seconds": lowering,
+        "lower_ratio_with_95_percent_interval": [ratio, low, high],
+        "target": TRACE_TARGET,
+        "put_us": micro,
+        "fully_shard_cpu_seconds": growth,
+        "jax": jax.__version__,
+    }
 
 
 # --- comparison ---
@@ -355,11 +361,11 @@ _ARRAY = re.compile(r"\b([a-z]+\d+)\[([\d,]*)\]")
 
 
 def collectives(text: str) -> collections.Counter[tuple[str, str]]:
-    """{(op, array): how often}; a collective that carries several arrays counts once for each."""
-    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    """Returns {(op, array): count}; a collective of several arrays counts once for each."""
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for arrays, op, _ in _COLLECTIVE.findall(text):
-        found.update((op, f"{dtype}[{dims}]") for dtype, dims in _ARRAY.findall(arrays))
-    return found
+        counts.update((op, f"{dtype}[{dims}]") for dtype, dims in _ARRAY.findall(arrays))
+    return counts
 
 
 def array_bytes(array: str) -> int:
@@ -368,20 +374,17 @@ def array_bytes(array: str) -> int:
     return int(np.prod([int(d) for d in dims.split(",") if d], dtype=np.int64)) * bits // 8
 
 
-def totals(found: collections.Counter[tuple[str, str]]) -> dict[str, tuple[int, int]]:
-    """{op: (arrays, bytes)}."""
-    ops = sorted({op for op, _ in found})
-    return {
-        op: (
-            sum(n for (o, _), n in found.items() if o == op),
-            sum(n * array_bytes(a) for (o, a), n in found.items() if o == op),
-        )
-        for op in ops
-    }
+def totals(counts: collections.Counter[tuple[str, str]]) -> dict[str, tuple[int, int]]:
+    """Returns {op: (arrays, bytes)}."""
+    sums: dict[str, tuple[int, int]] = {}
+    for (op, array), count in sorted(counts.items()):
+        arrays, size = sums.get(op, (0, 0))
+        sums[op] = (arrays + count, size + count * array_bytes(array))
+    return sums
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float, float]:
-    """(seconds by the clock, CPU seconds of this process, its page faults)."""
+    """Returns (seconds by the clock, CPU seconds of this process, its page faults)."""
     wall, cpu, faults = time.perf_counter(), time.process_time(), page_faults()
     jax.block_until_ready(run())
     return time.perf_counter() - wall, time.process_time() - cpu, float(page_faults() - faults)
@@ -392,7 +395,7 @@ def page_faults() -> int:
 
 
 def ratio_of(above: np.ndarray, below: np.ndarray) -> tuple[float, float, float]:
-    """(ratio of medians, and the ends of its 95 % bootstrap interval)."""
+    """Returns (ratio of medians, the ends of its 95 % bootstrap interval)."""
     picks = np.random.default_rng(0).integers(0, len(above), (2000, len(above)))
     spread = np.median(above[picks], axis=1) / np.median(below[picks], axis=1)
     low, high = np.quantile(spread, (0.025, 0.975))
@@ -423,21 +426,18 @@ def main() -> int:
     )
     args = parser.parse_args()
 
-    held = {
+    malloc = {
         "MALLOC_MMAP_THRESHOLD_": str(2**32),
         "MALLOC_TRIM_THRESHOLD_": str(2**32),
         "MALLOC_TOP_PAD_": str(2**28),
     }
-    if args.hold_memory and any(os.environ.get(name) != value for name, value in held.items()):
-        os.execve(
-            sys.executable, [sys.executable, *sys.argv], {**os.environ, **held}
-        )  # glibc reads them at its start
+    if args.hold_memory and any(os.environ.get(name) != value for name, value in malloc.items()):
+        # glibc reads them when the process starts.
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **malloc})
 
     use_virtual_devices(DEVICES)
-    args.pairs, args.layers = (
-        args.pairs or (9 if args.host else 40),
-        args.layers or (12 if args.host else 4),
-    )
+    args.pairs = args.pairs or (9 if args.host else 40)
+    args.layers = args.layers or (12 if args.host else 4)
     if args.host:
         print(json.dumps(host_cost(args.layers, args.pairs)))
         return 0
@@ -452,12 +452,11 @@ def main() -> int:
     flat = Mesh(mesh.devices.reshape(-1), ("data",))
     tx = optax.adamw(1e-3)
 
+    precision = fsdp_jax.Precision(compute=args.compute)
     sharded = fsdp_jax.fully_shard(
-        lambda rngs: GPT(config, rngs=rngs), tx, mesh, args.strategy, "scan",
-        precision=fsdp_jax.Precision(compute=args.compute),
-    )  # fmt: skip
-    # By annotations, as the other side: with local batches the collectives are others (and fewer
-    # bytes).
+        lambda rngs: GPT(config, rngs=rngs), tx, mesh, args.strategy, "scan", precision=precision
+    )
+    # By annotations, as the other side: with local batches the collectives differ (fewer bytes).
     ours = sharded.train_step(next_token_loss)
     init, hand, hand_batch = by_hand(config, flat, tx, args.strategy, jnp.dtype(args.compute))
     states = {"ours": sharded.init(0), "hand": init(0)}
@@ -492,8 +491,8 @@ def main() -> int:
         for side in names[turn:] + names[:turn]:
             times[side].append(timed(functools.partial(sides[side], tokens)))
 
-    found = {side: collectives(text) for side, text in texts.items()}
-    same = found["ours"] == found["hand"]
+    counts = {side: collectives(text) for side, text in texts.items()}
+    same = counts["ours"] == counts["hand"]
     apart = max(abs(a - b) for a, b in zip(losses["ours"], losses["hand"], strict=True))
     tolerance = 1e-5 if args.compute == "float32" else 2e-2
     measured = {side: np.array(values) for side, values in times.items()}
@@ -506,10 +505,11 @@ def main() -> int:
         for i, clock in enumerate(("wall", "cpu"))
     }
 
-    print(f"GPT {parameter_count(config):,} parameters, {args.layers} layers x {args.width}, batch {args.batch} x "
-          f"{args.sequence}, {args.strategy}, compute {args.compute}, {DEVICES} virtual CPU devices\n")  # fmt: skip
+    size = f"{parameter_count(config):,} parameters, {args.layers} layers x {args.width}"
+    print(f"GPT {size}, batch {args.batch} x {args.sequence}, {args.strategy}")
+    print(f"compute {args.compute}, {DEVICES} virtual CPU devices\n")
     print(f"{'':<34}{'ours':>20}{'by hand':>20}")
-    by_op = {side: totals(counted) for side, counted in found.items()}
+    by_op = {side: totals(counted) for side, counted in counts.items()}
     for op in sorted({*by_op["ours"], *by_op["hand"]}):
         cells = [
             f"{n} ({size:,} B)"
@@ -524,22 +524,33 @@ def main() -> int:
         f"{'step, median page faults':<34}{medians['ours'][2]:>20,.0f}{medians['hand'][2]:>20,.0f}"
     )
     print(f"\ncollectives the same: {same}; losses at most {apart:.1e} apart")
-    for label, key in (("ours / by hand, clock", "ours_wall"), ("ours / by hand, CPU", "ours_cpu"),
-                       ("control, clock", "control_wall"), ("control, CPU", "control_cpu")):  # fmt: skip
+    labels = {
+        "ours / by hand, clock": "ours_wall",
+        "ours / by hand, CPU": "ours_cpu",
+        "control, clock": "control_wall",
+        "control, CPU": "control_cpu",
+    }
+    for label, key in labels.items():
         middle, low, high = ratios[key]
         print(f"{label:<34}{middle:>8.3f}  [{low:.3f}, {high:.3f}]  {args.pairs} rounds")
     print(f"target: ours / by hand at most {TARGET}")
     for side, other in (("ours", "hand"), ("hand", "ours")):
-        for (op, array), n in sorted((found[side] - found[other]).items()):
+        for (op, array), n in sorted((counts[side] - counts[other]).items()):
             print(f"only {side}: {n} x {op} {array}")
     record = {
-        "bench": "overhead", "strategy": args.strategy, "compute": args.compute, "pairs": args.pairs,
+        "bench": "overhead",
+        "strategy": args.strategy,
+        "compute": args.compute,
+        "pairs": args.pairs,
         "hold_memory": args.hold_memory,
-        "collectives": by_op, "collectives_same": same, "loss_difference": apart,
-        "step_wall_and_cpu_seconds_and_page_faults": medians, "ratios_with_95_percent_interval": ratios,
+        "collectives": by_op,
+        "collectives_same": same,
+        "loss_difference": apart,
+        "step_wall_and_cpu_seconds_and_page_faults": medians,
+        "ratios_with_95_percent_interval": ratios,
         "target": TARGET,
         "jax": jax.__version__,
-    }  # fmt: skip
+    }
     print(json.dumps(record))
     return 0 if same and apart <= tolerance else 1
 
