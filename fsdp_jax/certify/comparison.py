@@ -203,7 +203,7 @@ class Comparison:
             evidence.add(expected, metrics, gradients)
             _keep_largest(differences, self._compare(expected, metrics, gradients, state))
             params, opt_state = control.update(params, opt_state, gradients, expected.loss)
-            model_state = expected.rest
+            model_state = expected.model_state
         final = {path: as_float64(value) for path, value in params.items()}
         measured = {path: as_float64(value) for path, value in flatten(state.params).items()}
         scales = {
@@ -261,7 +261,7 @@ class Comparison:
         }
         limit = tolerance.gradient
         differences["gradients"] = _largest(gradients, expected.gradients, scales, limit)
-        differences["model state"] = _state_difference(state, expected.rest, limit)
+        differences["model state"] = _state_difference(state, expected.model_state, limit)
         return differences
 
     def _randomness(self) -> tuple[bool, bool]:

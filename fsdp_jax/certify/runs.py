@@ -126,7 +126,7 @@ def _settings(
     devices: int,
     local_batch: bool,
 ) -> Iterator[Setting]:
-    """Yields the settings; causes are told from earlier rows, so simpler ones come first."""
+    """Yields the settings; simpler ones first, as causes are inferred from earlier rows."""
     for strategy in strategies:
         for number in accumulation:
             yield Setting(strategy, number, rows)

@@ -31,14 +31,14 @@ class Measured:
         total: the summed loss, float64.
         count: what it is divided by, float64.
         gradients: path -> gradient of the mean, float64.
-        rest: path -> the model's other state afterwards.
+        model_state: path -> the model's other state afterwards.
 
     """
 
     total: float
     count: float
     gradients: dict[str, np.ndarray]
-    rest: Arrays
+    model_state: Arrays
 
     @property
     def loss(self) -> float:
@@ -80,9 +80,9 @@ class Unsharded:
         self._differentiate = jax.jit(self._gradients)
         self._updated = jax.jit(self._update)
 
-    def _loss(self, params: Arrays, rest: Arrays, batch: PyTree, key: jax.Array) -> Any:
+    def _loss(self, params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
         rounded = {path: self._rounded(path, value) for path, value in params.items()}
-        (total, count), after = self._apply(rounded, rest, batch, key)
+        (total, count), after = self._apply(rounded, model_state, batch, key)
         return jnp.asarray(total, jnp.float32), (jnp.asarray(count, jnp.float32), after)
 
     def _rounded(self, path: str, value: jax.Array) -> jax.Array:
@@ -92,12 +92,12 @@ class Unsharded:
             return value
         return value.astype(self._compute[path]).astype(jnp.float32)
 
-    def _gradients(self, params: Arrays, rest: Arrays, batch: PyTree, key: jax.Array) -> Any:
+    def _gradients(self, params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
         trained = {path: value for path, value in params.items() if path in self._trained}
         frozen = {path: value for path, value in params.items() if path not in self._trained}
 
         def loss(trained: Arrays) -> Any:
-            return self._loss({**frozen, **trained}, rest, batch, key)
+            return self._loss({**frozen, **trained}, model_state, batch, key)
 
         (total, (count, after)), gradients = jax.value_and_grad(loss, has_aux=True)(trained)
         return gradients, total, count, after
@@ -105,7 +105,7 @@ class Unsharded:
     def measure(
         self,
         params: Arrays,
-        rest: Arrays,
+        model_state: Arrays,
         batch: PyTree,
         rng: jax.Array,
         step: int,
@@ -120,14 +120,16 @@ class Unsharded:
                 lambda leaf, index=index: np.split(leaf, accumulation)[index], batch
             )
             key = jax.random.fold_in(rng, step * accumulation + index)
-            of_microbatch, loss_sum, number, rest = self._differentiate(
-                params, rest, microbatch, key
+            of_microbatch, loss_sum, number, model_state = self._differentiate(
+                params, model_state, microbatch, key
             )
             total += float(loss_sum)
             count += float(number)
             for path, gradient in of_microbatch.items():
                 gradients[path] = gradients.get(path, 0.0) + as_float64(gradient)
-        return Measured(total, count, {path: g / count for path, g in gradients.items()}, rest)
+        return Measured(
+            total, count, {path: g / count for path, g in gradients.items()}, model_state
+        )
 
     def start(self, params: Arrays) -> PyTree:
         """Returns the optimizer's initial state."""
@@ -152,18 +154,21 @@ class Unsharded:
     def _tree(self, params: Arrays) -> PyTree:
         return unflatten({path: value for path, value in params.items() if path in self._trained})
 
-    def is_random(self, params: Arrays, rest: Arrays, batch: PyTree, rng: jax.Array) -> bool:
+    def is_random(self, params: Arrays, model_state: Arrays, batch: PyTree, rng: jax.Array) -> bool:
         """Returns whether the loss depends on the model's random streams, as with dropout."""
         other = {
-            path: _another_key(value) if _is_key(value) else value for path, value in rest.items()
+            path: _another_key(value) if _is_key(value) else value
+            for path, value in model_state.items()
         }
-        one = self.measure(params, rest, batch, rng, 0, 1)
+        one = self.measure(params, model_state, batch, rng, 0, 1)
         two = self.measure(params, other, batch, _another_key(rng), 0, 1)
         return one.total != two.total
 
-    def draws(self, params: Arrays, rest: Arrays, batch: PyTree, rng: jax.Array) -> bool:
+    def draws(self, params: Arrays, model_state: Arrays, batch: PyTree, rng: jax.Array) -> bool:
         """Returns whether random numbers are drawn anywhere, also from a constant key."""
-        return "random_bits" in str(jax.make_jaxpr(self._gradients)(params, rest, batch, rng))
+        return "random_bits" in str(
+            jax.make_jaxpr(self._gradients)(params, model_state, batch, rng)
+        )
 
 
 def as_float64(value: Any) -> np.ndarray:
@@ -191,9 +196,13 @@ def _apply_nnx(
         paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         return jax.tree.unflatten(jax.tree.structure(state), [arrays[path] for path in paths])
 
-    def apply(params: Arrays, rest: Arrays, batch: PyTree, key: jax.Array) -> tuple[Any, Arrays]:
+    def apply(
+        params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
+    ) -> tuple[Any, Arrays]:
         del key  # NNX keeps its random streams in the model
-        model = nnx.merge(graphdef, filled(states[0], params), filled(states[1], rest), copy=True)
+        model = nnx.merge(
+            graphdef, filled(states[0], params), filled(states[1], model_state), copy=True
+        )
         out = loss_fn(model, batch)
         after = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))
         return out, {"/".join(map(str, path)): variable.get_value() for path, variable in after}
@@ -202,11 +211,13 @@ def _apply_nnx(
 
 
 def _apply_linen(module: nn.Module, loss_fn: Callable[[Any, Any], Any]) -> Apply:
-    def apply(params: Arrays, rest: Arrays, batch: PyTree, key: jax.Array) -> tuple[Any, Arrays]:
-        collections = unflatten(rest)
+    def apply(
+        params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
+    ) -> tuple[Any, Arrays]:
+        collections = unflatten(model_state)
         run = nn.apply(lambda model: loss_fn(model, batch), module, mutable=list(collections))
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         out, after = run({"params": unflatten(params), **collections}, rngs=rngs)
-        return out, {**rest, **flatten(after)}
+        return out, {**model_state, **flatten(after)}
 
     return apply

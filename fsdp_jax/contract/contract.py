@@ -166,8 +166,8 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
     notes = []
     if traffic and annotated:
         notes.append(
-            "by sharding annotations, XLA chooses what is sent; train_step(local_batch=True) "
-            "says it itself"
+            "by sharding annotations, XLA chooses what is sent; train_step(local_batch=True) makes "
+            "the collectives explicit"
         )
     if mesh.devices.flat[0].platform == "cpu":
         notes.append(

@@ -105,15 +105,16 @@ def _scopes_of_users(
     module: Module, within: Computation, name: str, depth: int = DEPTH
 ) -> list[str]:
     """Returns the nearest scopes among the instructions that move an array on."""
-    found: list[str] = []
+    nearest: list[str] = []
     for user in within.users.get(name, []) if depth else []:
         if user.opcode == "fusion":
             called = module[user.calls[0]]
             for parameter in _parameters_for(called, user, name):
-                found += _scopes_of_users(module, called, parameter, depth - 1)
+                nearest += _scopes_of_users(module, called, parameter, depth - 1)
         elif user.opcode in _REARRANGING:
-            found += scopes(user.op_name) or _scopes_of_users(module, within, user.name, depth - 1)
-    return list(dict.fromkeys(found))
+            own = scopes(user.op_name)
+            nearest += own or _scopes_of_users(module, within, user.name, depth - 1)
+    return list(dict.fromkeys(nearest))
 
 
 def scopes_behind(module: Module, within: Computation, name: str, depth: int = DEPTH) -> list[str]:

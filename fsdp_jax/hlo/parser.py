@@ -100,14 +100,14 @@ class Instruction:
 
     def attribute(self, key: str) -> str:
         """Returns the value of `key=value`, "" where there is none; lists keep their braces."""
-        found = re.search(rf"\b{key}=(\{{[^{{}}]*\}}|[^\s,]+)", self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(rf"\b{key}=(\{{[^{{}}]*\}}|[^\s,]+)", self.attributes)
+        return match.group(1) if match else ""
 
     @cached_property
     def op_name(self) -> str:
         """Path of the traced operation, "" where the compiler kept none."""
-        found = re.search(r'metadata=\{.*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(r'metadata=\{.*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match.group(1) if match else ""
 
     @property
     def calls(self) -> tuple[str, ...]:
@@ -286,8 +286,8 @@ def parse(text: str) -> Module:
                 entry = header[2] if header[1] else entry
         elif line.startswith("}"):
             current = None
-        elif found := _INSTRUCTION.match(line):
-            root, name, kind, opcode, inside, attributes = found.groups()
+        elif match := _INSTRUCTION.match(line):
+            root, name, kind, opcode, inside, attributes = match.groups()
             current.instructions.append(
                 Instruction(name, opcode, kind, inside, attributes, root is not None)
             )

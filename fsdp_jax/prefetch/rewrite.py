@@ -122,7 +122,7 @@ class _Rewriter:
             end = start if chain is None else _position(remaining, chain.units[-1])
             before, layers = remaining[:start], remaining[start : end + 1]
             remaining = remaining[end + 1 :]
-            # What stands before them, without the gathers that only what follows them needs.
+            # The equations before them, except gathers that are needed only after them.
             deferred = _gathers_for_later(before, layers, remaining)
             now = [eqn for eqn in before if all(eqn is not each for each in deferred)]
             self.run(jaxpr, now, env, None)

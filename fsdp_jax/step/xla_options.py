@@ -46,8 +46,8 @@ def compile_overlapped(
             if not unknown or options.keys() <= WITHOUT_TRITON.keys():
                 raise
         cost = "small gathers of every layer are not hidden behind compute"
-        said = f"this XLA does not know {' or '.join(options)}: {cost}"
-        warnings.warn(said, SlowerWarning, stacklevel=2)
+        warning = f"this XLA does not know {' or '.join(options)}: {cost}"
+        warnings.warn(warning, SlowerWarning, stacklevel=2)
         options = {}
 
 
@@ -93,13 +93,13 @@ def warn_of_unprefetched(plan: StepPlan) -> None:
     unprefetched = plan.report.not_prefetched
     if unprefetched:
         path, reason = next(iter(unprefetched.items()))
-        said = f"prefetch: {len(unprefetched)} parameters are gathered where they are used, "
-        said += f"such as '{path}': {reason}"
-        warnings.warn(said, SlowerWarning, stacklevel=2)
+        warning = f"prefetch: {len(unprefetched)} parameters are gathered where they are used, "
+        warning += f"such as '{path}': {reason}"
+        warnings.warn(warning, SlowerWarning, stacklevel=2)
     elif not plan.report.prefetched:
         fix = "two units or more, such as units=[Block] or units='scan'"
-        said = f"prefetch: there is no unit after another to gather ahead; {fix}"
-        warnings.warn(said, SlowerWarning, stacklevel=2)
+        warning = f"prefetch: there is no unit after another to gather ahead; {fix}"
+        warnings.warn(warning, SlowerWarning, stacklevel=2)
 
 
 def warn_of_repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> None:
@@ -128,9 +128,11 @@ def warn_of_repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> None:
         if times > 1:
             repeated.setdefault(comm.unit, f"{times} times in each forward and backward")
     for unit, often in repeated.items():
-        said = f"unit '{unit}' is gathered {often}, because it runs inside a loop of the model's "
-        said += "own; make the module around the loop the unit, and it is gathered once"
-        warnings.warn(said, SlowerWarning, stacklevel=3)
+        warning = (
+            f"unit '{unit}' is gathered {often}, because it runs inside a loop of the model's "
+        )
+        warning += "own; make the module around the loop the unit, and it is gathered once"
+        warnings.warn(warning, SlowerWarning, stacklevel=3)
 
 
 def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, int, int | None]]:
