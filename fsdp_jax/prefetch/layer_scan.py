@@ -268,12 +268,7 @@ class _Backward:
         return self._reduce(cotangents, 0, gradients)
 
     def _layer(
-        self,
-        name: str,
-        layer: Any,
-        cotangents: _Cotangents,
-        gathered: Arrays,
-        residuals: list[Any],
+        self, name: str, layer: Any, cotangents: _Cotangents, gathered: Arrays, residuals: list[Any]
     ) -> tuple[_Cotangents, Arrays]:
         """Returns (cotangents, gradients of the trained parameters, not reduced yet)."""
         scan, n_consts = self.scan, len(self.consts)
