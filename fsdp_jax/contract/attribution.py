@@ -40,7 +40,6 @@ class Sent(NamedTuple):
     shape: tuple[int, ...]
     path: str
     bytes: int
-    sliced: bool
 
 
 @dataclass
@@ -188,7 +187,7 @@ def _operands(collective: Collective) -> Iterator[Sent]:
     total = max(sum(sizes), 1)
     for shape, path, size in zip(collective.shapes, collective.paths, sizes, strict=True):
         part = collective.bytes * size // total
-        yield Sent(collective.op, collective.dtype, shape, path, part, collective.sliced)
+        yield Sent(collective.op, collective.dtype, shape, path, part)
 
 
 def _unless_scalars(sent: Sent) -> Sent | None:

@@ -178,9 +178,6 @@ class _Scheduled(NamedTuple):
     span: Span
 
 
-_Part = list[tuple[Shape, str]]  # operands of one dtype: shape of the unsharded array, path
-
-
 class _CollectiveReader:
     """Reads the collectives of a module.
 
@@ -310,10 +307,7 @@ class _CollectiveReader:
         shapes = [_unsharded(op, one, inner[name].shapes[0], groups.size) for name in parts]
         begins = outer.instructions[position].name
         where = _Scheduled(outer.name, begins, self._overlap.between(outer, position))
-        return [
-            _record(op, groups, part, where, context, one.name, sliced)
-            for part in _by_dtype(shapes, paths)
-        ]
+        return _per_dtype(op, groups, shapes, paths, where, context, one.name, sliced)
 
     def _between_slices(
         self, within: Computation, one: Instruction, context: _LoopContext, position: int
@@ -328,12 +322,9 @@ class _CollectiveReader:
             self.unread.append(f"{one.opcode} '{one.name}' in '{within.name}'")
             return []
         shape = receive.shapes[0] if op == "all-gather" else one.shapes[0]
-        path = paths_of(self._module, within, replace(one, inside=f"%{one.operands[0]}"))
+        paths = paths_of(self._module, within, replace(one, inside=f"%{one.operands[0]}"))
         where = _Scheduled(within.name, one.name, self._overlap.between(within, position))
-        return [
-            _record(op, self._across, part, where, context, one.name)
-            for part in _by_dtype([shape], path)
-        ]
+        return _per_dtype(op, self._across, [shape], paths, where, context, one.name)
 
 
 def _communicates(one: Instruction) -> bool:
@@ -354,43 +345,43 @@ def _total_bytes(collectives: Iterable[Collective]) -> int:
     return sum(each.bytes for each in collectives)
 
 
-def _by_dtype(shapes: list[Shape], paths: list[str]) -> list[_Part]:
-    parts: dict[str, _Part] = {}
-    for shape, path in zip(shapes, paths, strict=True):
-        parts.setdefault(shape.dtype, []).append((shape, path))
-    return list(parts.values())
-
-
-def _record(
+def _per_dtype(
     op: Op,
     groups: Groups,
-    part: _Part,
+    shapes: list[Shape],
+    paths: list[str],
     where: _Scheduled,
     context: _LoopContext,
     name: str,
     sliced: bool = False,
-) -> Collective:
+) -> list[Collective]:
+    """Returns one collective for each dtype among its operands."""
     asynchronous, kernels, ends = where.span
-    once = _sent_bytes(op, groups.size, sum(shape.bytes for shape, _ in part))
-    sent = context.executions * once
-    return Collective(
-        op=op,
-        dtype=part[0][0].dtype,
-        axis=groups.axis,
-        count=context.executions,
-        bytes=sent,
-        hidden=sent if asynchronous and kernels else 0,
-        asynchronous=asynchronous,
-        sliced=sliced,
-        kernels=kernels,
-        shapes=tuple(shape.dims for shape, _ in part),
-        paths=tuple(path for _, path in part),
-        loop=context.loop,
-        name=name,
-        within=where.within,
-        begins=where.begins,
-        ends=ends,
-    )
+    collectives = []
+    for dtype in dict.fromkeys(shape.dtype for shape in shapes):
+        operands = [each for each in zip(shapes, paths, strict=True) if each[0].dtype == dtype]
+        once = _sent_bytes(op, groups.size, sum(shape.bytes for shape, _ in operands))
+        sent = context.executions * once
+        collective = Collective(
+            op=op,
+            dtype=dtype,
+            axis=groups.axis,
+            count=context.executions,
+            bytes=sent,
+            hidden=sent if asynchronous and kernels else 0,
+            asynchronous=asynchronous,
+            sliced=sliced,
+            kernels=kernels,
+            shapes=tuple(shape.dims for shape, _ in operands),
+            paths=tuple(path for _, path in operands),
+            loop=context.loop,
+            name=name,
+            within=where.within,
+            begins=where.begins,
+            ends=ends,
+        )
+        collectives.append(collective)
+    return collectives
 
 
 def _unsharded(op: Op, one: Instruction, shape: Shape, size: int) -> Shape:

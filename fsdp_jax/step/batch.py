@@ -53,20 +53,19 @@ class BatchPlacement:
         )
 
     def place(self, batch: PyTree) -> GlobalBatch:
-        """Moves arrays [rows, ...] to the devices; raises ValueError as `CompiledStep.put` does."""
-        leaves, tree = jax.tree.flatten(batch)
-        local_devices = self._shards // self.processes
-        leaves = self._checked(leaves, batch, local_devices, "devices of this process")
-        return GlobalBatch(jax.tree.unflatten(tree, self._placed(leaves)), self._accumulation)
-
-    def check_accumulation(self, batch: GlobalBatch) -> None:
-        """Raises ValueError for a batch that was cut into another number of microbatches."""
-        if batch.accumulation != self._accumulation:
+        """Moves arrays [rows, ...] to the devices; see `CompiledStep.put` for the errors."""
+        if isinstance(batch, GlobalBatch):
+            if batch.accumulation == self._accumulation:
+                return batch
             what = "the batch was cut for another step"
             expected = f"{self._accumulation} microbatches"
             fix = "put the batch with the step that takes it"
             got = batch.accumulation
             raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
+        leaves, tree = jax.tree.flatten(batch)
+        local_devices = self._shards // self.processes
+        leaves = self._checked(leaves, batch, local_devices, "devices of this process")
+        return GlobalBatch(jax.tree.unflatten(tree, self._placed(leaves)), self._accumulation)
 
     def abstract(self, batch: PyTree) -> GlobalBatch:
         """Returns shapes, dtypes and shardings of a batch of global rows, once it is placed."""

@@ -89,14 +89,11 @@ class CompiledStep:
 
         Raises:
             ValueError: rows that do not divide by devices and accumulation, or that differ between
-                leaves; leaves without rows, and random keys.
+                leaves; leaves without rows, and random keys; a batch put by another step.
 
         """
-        if isinstance(batch, GlobalBatch):
-            self._placement.check_accumulation(batch)
-            return batch
         placed = self._placement.place(batch)
-        if self._first_rows is None:
+        if self._first_rows is None and not isinstance(batch, GlobalBatch):
             self._first_rows = self._rows_and_hash(batch)
         return placed
 
