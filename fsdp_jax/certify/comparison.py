@@ -299,7 +299,8 @@ def _largest(
 ) -> _Difference:
     """Returns the largest difference, each relative to its scale."""
     assert measured.keys() == expected.keys(), (sorted(measured), sorted(expected))
-    largest, largest_path, failed = 0.0, "", 0
+    largest, largest_path = 0.0, ""
+    failed = 0
     for path, value in expected.items():
         size = float(np.abs(measured[path] - value).max(initial=0.0) / max(scales[path], 1e-30))
         size = math.inf if math.isnan(size) else size

@@ -148,7 +148,8 @@ class Attribution:
         An array of a parameter's shape is that parameter. Small arrays are sent together: their
         bytes are shared out.
         """
-        roles, named = _ROLES.get(sent.op, _ANY_ROLE), sent.path.split("+")
+        roles = _ROLES.get(sent.op, _ANY_ROLE)
+        named = sent.path.split("+")
         fits = [each for each in self.accounts if each.role in roles and each.expected]
         fits.sort(
             key=lambda each: (

@@ -156,7 +156,9 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
 
     """
     mesh, annotated = plan.layout.mesh, not plan.local_batch
-    program, expected, parts = read_program(text, mesh.shape), expected_of(plan), data_axes(mesh)
+    program = read_program(text, mesh.shape)
+    expected = expected_of(plan)
+    parts = data_axes(mesh)
     traffic, choices = traffic_violations(
         expected, program.collectives, plan.layout.by_path, annotated=annotated
     )

@@ -62,7 +62,8 @@ def expected_of(plan: StepPlan) -> list[Expected]:
     gathers = strategy.gathers_params
     for path, leaf in plan.layout.by_path.items():
         comm = plan.comms[path]
-        size, shapes = prod(leaf.shape), (leaf.shape[leaf.stacked :], leaf.shape)
+        size = prod(leaf.shape)
+        shapes = (leaf.shape[leaf.stacked :], leaf.shape)
         # The parameter; where the strategy never gathers, its copy or the updated parameter itself.
         spec = leaf.spec if gathers or path in copies else leaf.grad_spec
         dtype = comm.transform.wire if gathers or path in copies else leaf.dtype

@@ -228,7 +228,8 @@ def _violations_of(account: Account, material: float) -> Iterator[Violation]:
     excess = account.sent_bytes - account.declared_bytes
     if not account.expected:
         if account.sent_bytes > material:
-            what, cause = f"{done}, which is not declared", "it is replicated, or not trained"
+            what = f"{done}, which is not declared"
+            cause = "it is replicated, or not trained"
             yield Violation(account.path, what, account.sent_bytes, cause)
         return
     declared = jnp.dtype(account.dtype)

@@ -244,7 +244,8 @@ class _CollectiveReader:
             trips = 1
         condition, body = self._module.parts(one)
         known = self._module.constants(within, one, context.known)
-        executions, loop = context.executions * trips, context.loop + 1
+        executions = context.executions * trips
+        loop = context.loop + 1
         return [
             *self.read(condition, _LoopContext(executions + context.executions, loop, known)),
             *self.read(body, _LoopContext(executions, loop, known)),
@@ -295,7 +296,8 @@ class _CollectiveReader:
             return []
         sliced = op == "all-reduce" and only_sliced(self._module, inner, one.name)
         if sliced and inner is not outer:
-            op, sliced = "reduce-scatter", False
+            op = "reduce-scatter"
+            sliced = False
         # XLA concatenates small arrays before it reduces them.
         parts = list(one.operands)
         if op == "all-reduce":

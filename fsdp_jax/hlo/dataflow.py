@@ -41,7 +41,8 @@ def paths_of(module: Module, within: Computation, one: Instruction) -> list[str]
     operands' producers are searched. A gradient that the partitioner reduces has no name of its
     own, but the array that it becomes has.
     """
-    own, names, count = scopes(one.op_name), expand(one.op_name), len(one.operands)
+    own, names = scopes(one.op_name), expand(one.op_name)
+    count = len(one.operands)
     if own and (count == 1 or len(own) == count):
         return own if count > 1 else [_joined(own)]
     # Each operand by its producers, then by the users of its part of the result.
@@ -154,7 +155,8 @@ def _scopes_of_element(
     module: Module, within: Computation, one: Instruction, depth: int
 ) -> list[str]:
     """Returns the scopes of one element of a tuple, or of a combined collective's result."""
-    source, index = within[one.operands[0]], int(one.attribute("index"))
+    source = within[one.operands[0]]
+    index = int(one.attribute("index"))
     own = scopes(source.op_name)
     if len(own) > 1:
         return own[index : index + 1]
@@ -198,7 +200,8 @@ def _joined(names: list[str]) -> str:
 
 def only_sliced(module: Module, within: Computation, name: str) -> bool:
     """Returns whether only a dynamic slice of a result is used: by each device its own part."""
-    seen, remaining = {name}, [name]
+    seen = {name}
+    remaining = [name]
     while remaining:
         name = remaining.pop()
         users = within.users.get(name, [])

@@ -278,7 +278,8 @@ def parse(text: str) -> Module:
     if "replica_count=" in head:
         raise malformed("it is replicated (pmap), not partitioned", head)
     computations: dict[str, Computation] = {}
-    entry, current = "", None
+    entry = ""
+    current: Computation | None = None
     for line in _joined_lines(lines[1:]):
         if current is None:
             if header := _HEADER.match(line):

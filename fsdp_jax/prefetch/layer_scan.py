@@ -205,9 +205,9 @@ class _Backward:
         )
 
     def _pre(self, cotangents: _Cotangents, residuals: _Residuals) -> _Cotangents:
-        """Layer i computes while i-1 is gathered and the gradients of i+1 are reduced."""
-        scan, last = self.scan, self.scan.length - 1
-        shards = self.inputs.shards
+        """Computes layer i while i-1 is gathered and the gradients of i+1 are reduced."""
+        scan, shards = self.scan, self.inputs.shards
+        last = scan.length - 1
         previous = scan.gather_layer(shards, last - 1)
         cotangents, gradients = self._layer(
             "last", last, cotangents, residuals.last_gathered, residuals.last
@@ -238,9 +238,9 @@ class _Backward:
         return self._first_layer(cotangents, gathered, residuals)
 
     def _post(self, cotangents: _Cotangents, residuals: _Residuals) -> _Cotangents:
-        """Layer i-1 is gathered when i has computed, while the gradients of i are reduced."""
-        scan, last = self.scan, self.scan.length - 1
-        shards = self.inputs.shards
+        """Gathers layer i-1 when i has computed, while the gradients of i are reduced."""
+        scan, shards = self.scan, self.inputs.shards
+        last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:
             cotangents, gathered = carried
@@ -271,7 +271,8 @@ class _Backward:
         self, name: str, layer: Any, cotangents: _Cotangents, gathered: Arrays, residuals: list[Any]
     ) -> tuple[_Cotangents, Arrays]:
         """Returns (cotangents, gradients of the trained parameters, not reduced yet)."""
-        scan, n_consts = self.scan, len(self.consts)
+        scan = self.scan
+        n_consts = len(self.consts)
         to_outputs = [*cotangents.carry, *scan.slice_of(self.ys, layer)]
         gradients, to_inputs = self.vjps[name].pull_back(
             residuals, gathered, self.consts, to_outputs

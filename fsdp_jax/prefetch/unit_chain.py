@@ -121,7 +121,8 @@ class UnitChain:
         gradients: Arrays = {}  # with `pre`, of the stage before, reduced while this one computes
         previous = last_gathered if self.pre else gather_all(self.comms, inputs[last].shards)
         for number in range(last, -1, -1):
-            stage, gathered = self.stages[number], previous
+            stage = self.stages[number]
+            gathered = previous
             float_outs = [i for i in stage.outs if is_float(returned[i])]
             to_outputs = [sums.pop(i) if i in sums else zeros(returned[i]) for i in float_outs]
             if self.pre and number:

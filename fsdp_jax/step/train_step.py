@@ -255,6 +255,7 @@ def _accumulate(
     leaves = plan.layout.by_path
     trained = [path for path, leaf in leaves.items() if leaf.trainable]
     flat = _gathered_once(plan, params)
+    # What is differentiated; see the note.
     variables = {path: flat[path] for path in trained}
     if plan.per_unit and plan.deferred:
         variables = {
@@ -295,6 +296,7 @@ def _accumulate(
         )
         return (totals, model_state), None
 
+    # Sum over the microbatches.
     if plan.accumulation == 1:
         first = jax.tree.map(lambda x: x[0], batch)
         gradients, sums, model_state = microbatch(model_state, first, 0)
@@ -303,6 +305,7 @@ def _accumulate(
         start = (zeros, (jnp.zeros(()), jnp.zeros(()))), model_state
         microbatches = (batch, jnp.arange(plan.accumulation))
         ((gradients, sums), model_state), _ = lax.scan(add, start, microbatches)
+    # Reduce at the end, where that is deferred.
     if plan.deferred:
         gradients = {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
     cast = {path: g.astype(plan.comms[path].transform.param) for path, g in gradients.items()}
