@@ -123,15 +123,15 @@ class _Rewriter:
             before, layers = remaining[:start], remaining[start : end + 1]
             remaining = remaining[end + 1 :]
             # The equations before them, except gathers that are needed only after them.
-            deferred = _gathers_for_later(before, layers, remaining)
-            now = [eqn for eqn in before if all(eqn is not each for each in deferred)]
+            late = _late_gathers(before, layers, remaining)
+            now = [eqn for eqn in before if all(eqn is not each for each in late)]
             self.run(jaxpr, now, env, None)
             if chain is None:
                 self.run(jaxpr, layers, env, None)
             else:
                 self.run(jaxpr, chain.independent, env, None)
                 chain.run(self, env)
-            self._gather_deferred(deferred, layers, env)
+            self._run_late_gathers(late, layers, env)
         self.run(jaxpr, remaining, env, None)
         return _read(env, jaxpr.outvars)
 
@@ -205,7 +205,7 @@ class _Rewriter:
         carry, ys = lax.scan(body, carry, xs, **settings)
         return [*carry, *ys]
 
-    def _gather_deferred(
+    def _run_late_gathers(
         self, gathers: Sequence[jex.JaxprEqn], layers: Sequence[jex.JaxprEqn], env: _Env
     ) -> None:
         """Gathers after some layers; reduces the gradients before the layers' backward."""
@@ -254,7 +254,7 @@ def _scope(eqn: jex.JaxprEqn) -> Any:
     return jax.named_scope(names) if names else nullcontext()
 
 
-def _gathers_for_later(
+def _late_gathers(
     before: Sequence[jex.JaxprEqn], layers: Sequence[jex.JaxprEqn], later: Sequence[jex.JaxprEqn]
 ) -> list[jex.JaxprEqn]:
     """Returns the gathers before some layers that are needed only after them, as the head's."""
