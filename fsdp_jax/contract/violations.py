@@ -62,10 +62,6 @@ def traffic_violations(
 
     Parameter by parameter; then, where each is within its tolerance, all together.
 
-    By sharding annotations XLA may send activations in place of a parameter, or of its gradient,
-    where that is less. The bytes that it saves so on some parameters pay for the activations, the
-    smallest first; an activation that they do not pay for is a violation.
-
     Args:
         expected: what each parameter declares.
         collectives: of the program.
@@ -74,37 +70,59 @@ def traffic_violations(
             collectives are explicit, and any activation is a violation.
 
     """
-    books = Attribution(expected, collectives, paths)
-    own = [v for account in books.accounts for v in _violations_of(account, books.material)]
-    own = own or _violations_of_many(books)
-    activations = [
-        (sent, _unattributed(sent, books.accounts, annotated=annotated))
-        for sent in books.unattributed
+    attribution = Attribution(expected, collectives, paths)
+    own = [
+        v for account in attribution.accounts for v in _violations_of(account, attribution.material)
     ]
-    if not annotated:
-        violations = own + [violation for _, violation in activations]
-        return violations or _total_excess(books), []
-    wrong = [violation for violation in own if violation.kind == "dtype"]
+    own = own or _violations_of_many(attribution)
+    activations = [
+        (sent, _unattributed(sent, attribution.accounts, annotated=annotated))
+        for sent in attribution.unattributed
+    ]
+    if annotated:
+        return _annotated(attribution, expected, own, activations)
+    violations = own + [violation for _, violation in activations]
+    return violations or _total_excess(attribution), []
+
+
+def _annotated(
+    attribution: Attribution,
+    expected: Sequence[Expected],
+    own: Sequence[Violation],
+    activations: Sequence[tuple[Sent, Violation]],
+) -> tuple[list[Violation], list[str]]:
+    """Returns as `traffic_violations`, for a step that is partitioned by sharding annotations.
+
+    XLA may send activations in place of a parameter, or of its gradient, where that is less. The
+    bytes that it saves so on some parameters pay for the activations, the smallest first; an
+    activation that they do not pay for is a violation.
+    """
+    never_paid = [violation for violation in own if violation.kind == "dtype"]
     more = [violation for violation in own if violation.kind in ("bytes", "repeat")]
     # A wider all-gather than any parameter declares may be of weights in disguise (concatenated,
-    # say): never paid for.
-    gathers = [each for each in expected if each.role == "gather" and each.bytes > books.material]
+    # say).
+    gathers = [
+        each for each in expected if each.role == "gather" and each.bytes > attribution.material
+    ]
     widest = max((jnp.dtype(each.dtype).itemsize for each in gathers), default=4)
     for sent, violation in activations:
-        material = sent.op == "all-gather" and sent.bytes > books.material
+        material = sent.op == "all-gather" and sent.bytes > attribution.material
         wide = material and jnp.dtype(sent.dtype).itemsize > widest
-        (wrong if wide else more).append(violation)
-    avoided = [account for account in books.accounts if account.is_avoided(books.material)]
+        (never_paid if wide else more).append(violation)
+    # Pay for the rest with what is saved.
+    avoided = [
+        account for account in attribution.accounts if account.is_avoided(attribution.material)
+    ]
     saved = sum(account.declared_bytes - account.sent_bytes for account in avoided)
     paid: list[Violation] = []
     unpaid: list[Violation] = []
     for violation in sorted(more, key=lambda violation: violation.bytes):
-        if books.excess <= books.slack or violation.bytes <= saved:
+        if attribution.excess <= attribution.slack or violation.bytes <= saved:
             saved -= violation.bytes
             paid.append(violation)
         else:
             unpaid.append(violation)
-    return wrong + unpaid or _total_excess(books), _substitutions(avoided, paid)
+    return never_paid + unpaid or _total_excess(attribution), _substitutions(avoided, paid)
 
 
 def other_axes(
@@ -152,13 +170,13 @@ def _substitutions(avoided: Sequence[Account], paid: Sequence[Violation]) -> lis
     return [f"{which}; XLA computed with its shards {instead} per step in place of {saved}"]
 
 
-def _total_excess(books: Attribution) -> list[Violation]:
+def _total_excess(attribution: Attribution) -> list[Violation]:
     """Returns what is sent above all that is declared, where no parameter accounts for it."""
-    if books.excess <= books.slack:
+    if attribution.excess <= attribution.slack:
         return []
     cause = "many small parameters, each sent by what the compiler has: raise min_size, "
     cause += "and they stay replicated"
-    return [Violation("", "more is sent than declared", books.excess, cause)]
+    return [Violation("", "more is sent than declared", attribution.excess, cause)]
 
 
 def _unattributed(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -> Violation:
@@ -196,10 +214,10 @@ def _unattributed(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -
     return Violation("", f"an activation is sent, {what}", sent.bytes, cause)
 
 
-def _violations_of_many(books: Attribution) -> list[Violation]:
+def _violations_of_many(attribution: Attribution) -> list[Violation]:
     """Returns differences too small to matter in any parameter, which matter in their sum."""
     kinds: dict[str, list[tuple[int, Violation]]] = {}
-    for account in books.accounts:
+    for account in attribution.accounts:
         for violation in _violations_of(account, 0):
             if violation.kind == "repeat":  # `_total_excess` finds these
                 continue
@@ -212,7 +230,9 @@ def _violations_of_many(books: Attribution) -> list[Violation]:
             kinds.setdefault(violation.what, []).append((weight, violation))
     merged = []
     for what, weighted in kinds.items():
-        if sum(weight for weight, _ in weighted) <= max(MANY * books.material, IMMATERIAL_BYTES):
+        if sum(weight for weight, _ in weighted) <= max(
+            MANY * attribution.material, IMMATERIAL_BYTES
+        ):
             continue
         alike = [violation for _, violation in weighted]
         first = max(alike, key=lambda violation: violation.bytes)
