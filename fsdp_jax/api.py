@@ -315,13 +315,13 @@ class Sharded:
             analytic_plan,
             cache_folder,
             compiled_plan,
+            fake_devices,
             parse_topology,
-            stand_ins,
         )
 
         check_plan(topology, batch)
         machine = parse_topology(topology)
-        devices = stand_ins(machine) if analytic else machine.devices()
+        devices = fake_devices(machine) if analytic else machine.devices()
         if replica is None:
             hybrid = self.layout.strategy.hybrid
             replica = shape_of(self.layout.mesh).get(REPLICA, 1) if hybrid else 1

@@ -322,7 +322,7 @@ def one_allocation(words: str) -> dict[str, Any]:
     import jax
 
     from fsdp_jax.planner import compiled_plan, parse_topology
-    from fsdp_jax.planner.machines.hardware import hardware_of
+    from fsdp_jax.planner.machines.chips import hardware_of
     from fsdp_jax.train.build import build
     from fsdp_jax.train.config_file import load
 

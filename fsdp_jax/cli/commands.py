@@ -122,9 +122,9 @@ def plan(arguments: list[str]) -> int:
         choice = choose(configs[0], where, int(devices) if devices else None, cache, _progress)
         target = Path(to or f"{Path(files[0][0]).stem}.planned.yaml")
         choice.save(target)
-        plans = [choice.found.best.plan]
+        plans = [choice.result.best.plan]
         said = json.dumps(choice.to_json() | {"written": str(target)}, indent=1)
-        print(said if as_json else f"{choice.found}\nwritten to {target}")
+        print(said if as_json else f"{choice.result}\nwritten to {target}")
     else:
         from fsdp_jax.planner import parse_topology, plans_table
 

@@ -1,16 +1,16 @@
-"""Hardware that need not be there: what it can do, compilers for it, and plans of what a step takes
-on it.
-"""
+"""Plans training steps for hardware that may be absent: memory, communication and time."""
 
 from fsdp_jax.planner.compiled.program import cache_folder
-from fsdp_jax.planner.figures import Fix, Time, plans_table
-from fsdp_jax.planner.html import compare_html, plan_html
-from fsdp_jax.planner.machines.fake_devices import stand_ins
-from fsdp_jax.planner.machines.hardware import HARDWARE, Hardware, hardware_of, peak_flops
+from fsdp_jax.planner.machines.chips import HARDWARE, hardware_of, peak_flops
+from fsdp_jax.planner.machines.fake_devices import fake_devices
+from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
 from fsdp_jax.planner.machines.topology import Topology, parse_topology
-from fsdp_jax.planner.plan import Plan
-from fsdp_jax.planner.planner import Work, analytic_plan, compiled_plan
+from fsdp_jax.planner.make_plan import Work, analytic_plan, compiled_plan
+from fsdp_jax.planner.plan import Fix, Plan, Time, compare_html, plan_html, plans_table
+
+stand_ins = fake_devices
+"""The former name of `fake_devices`."""
 
 __all__ = [
     "HARDWARE",
@@ -25,6 +25,7 @@ __all__ = [
     "choose_platforms",
     "compare_html",
     "compiled_plan",
+    "fake_devices",
     "hardware_of",
     "parse_topology",
     "peak_flops",

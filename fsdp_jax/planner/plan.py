@@ -1,16 +1,332 @@
-"""A plan: the figures of a step, which a terminal shows as text and a notebook as a page."""
+"""A plan: what one training step needs on a machine, as numbers, table rows and text."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
-from fsdp_jax.planner.figures import Figures
-from fsdp_jax.planner.html import plan_fragment
+from fsdp_jax.errors import human_bytes
+from fsdp_jax.planner.compiled.peak_memory import KINDS, Buffer
+from fsdp_jax.planner.compiled.timeline import Event
+from fsdp_jax.planner.html import render_fragment, render_page, seconds_text
+from fsdp_jax.tables import text_table
+
+Basis = Literal["compiled", "analytic"]
+
+SHOWN_BUFFERS = 12
+"""How many of the largest arrays are printed."""
 
 
-@dataclass(frozen=True, repr=False)
-class Plan(Figures):
-    """What a step takes on hardware that need not be there. `print(plan)` shows it, and so does a
-    notebook.
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a step. `step_s` is the sum of `compute_s`, `memory_s` and `exposed_s`.
+
+    Attributes:
+        compute_s: in kernels bound by matmuls.
+        memory_s: in kernels bound by device memory.
+        collective_s: that links are busy, overlapped with compute or not.
+        exposed_s: that the device waits for collectives.
+
     """
 
+    compute_s: float
+    memory_s: float
+    collective_s: float
+    exposed_s: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change that lowers peak memory.
+
+    Attributes:
+        change: what to set, as on the command line, or a description where there is no key yet.
+        saves_bytes: predicted saving at the peak of a device.
+        peak_bytes: predicted peak with the change.
+        fits: whether that peak fits.
+        costs: the price of the change.
+        available: whether this release supports it.
+
+    """
+
+    change: str
+    saves_bytes: int
+    peak_bytes: int
+    fits: bool
+    costs: str
+    available: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan:
+    """What a step needs on hardware that may be absent; `print(plan)` and notebooks show it.
+
+    Attributes:
+        topology: as given.
+        strategy: name of the sharding strategy.
+        mesh: sizes of `replica` and `data`.
+        devices: number of devices.
+        parameters: number of parameters of the model.
+        valley_bytes: steady-state memory: the state on a device between steps.
+        peak_bytes: the most memory a device uses in a step, without what the driver and the
+            network library reserve.
+        host_bytes: host memory, per device.
+        capacity_bytes: memory of a device.
+        usable_bytes: the capacity less what the driver and the network library reserve.
+        breakdown: bytes at the peak by kind; their sum is `peak_bytes`.
+        buffers: arrays at the peak, largest first; none if the plan is analytic.
+        collectives: rows as in `inspect --json`.
+        wire_bytes: bytes that a device sends per step.
+        wire_bytes_limit: bytes that the strategy requires.
+        exposed_bytes: of the bytes sent, those that the device waits for.
+        time: None where XLA refuses to compile.
+        tokens_per_s_per_device: None where the number of tokens is unknown.
+        mfu: model FLOP/s over the peak rate; see `convention`.
+        hfu: FLOP/s that the program computes, recomputation included, over the peak rate.
+        convention: how model FLOPs are counted.
+        compile_s: seconds of compilation, when it was done.
+        basis: whether each figure is compiled or analytic.
+        notes: what a reader must know.
+        fixes: what would lower the peak, largest saving first.
+        events: the timeline of one layer, or of the step where nothing loops.
+
+    """
+
+    topology: str
+    strategy: str
+    mesh: Mapping[str, int]
+    devices: int
+    parameters: int
+    valley_bytes: int
+    peak_bytes: int
+    host_bytes: int = 0
+    capacity_bytes: int
+    usable_bytes: int
+    breakdown: Mapping[str, int]
+    buffers: Sequence[Buffer] = ()
+    collectives: Sequence[Mapping[str, Any]] = ()
+    wire_bytes: int
+    wire_bytes_limit: int
+    exposed_bytes: int = 0
+    time: Time | None = None
+    tokens_per_s_per_device: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    convention: str
+    compile_s: float | None = None
+    basis: Mapping[str, Basis]
+    notes: Sequence[str] = ()
+    fixes: Sequence[Fix] = ()
+    events: Sequence[Event] = field(default=(), repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits into a device's usable memory."""
+        return self.peak_bytes <= self.usable_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields of `plan --json`."""
+        fields = asdict(self) | {"fits": self.fits}
+        fields["buffers"] = [asdict(buffer) for buffer in self.buffers[:SHOWN_BUFFERS]]
+        del fields["events"]
+        return fields
+
+    def summary(self) -> str:
+        """Returns one line: machine, whether the step fits, and how fast it is."""
+        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+        verdict = "fits" if self.fits else "DOES NOT FIT"
+        peak, usable = human_bytes(self.peak_bytes), human_bytes(self.usable_bytes)
+        speed = f", {seconds_text(self.time.step_s)} a step" if self.time else ""
+        where = f"{self.strategy} on {self.topology} ({mesh})"
+        return f"{where}: {verdict}, {peak} of {usable} at the peak{speed}"
+
+    def headline(self) -> Iterator[tuple[str, str, str]]:
+        """Yields (name, value, note) of the most important figures, without absent ones."""
+        usable = human_bytes(self.usable_bytes)
+        margin = human_bytes(abs(self.usable_bytes - self.peak_bytes))
+        if self.fits:
+            yield "verdict", "fits", f"{margin} to spare"
+        else:
+            yield "verdict", "does not fit", f"{margin} too much"
+        limits = f"of {usable} usable, {human_bytes(self.capacity_bytes)} in all"
+        basis = self.basis.get("peak_bytes", "")
+        yield "peak", human_bytes(self.peak_bytes), f"{limits}\n{basis}"
+        parameters = f"of state\n{self.parameters:,} parameters"
+        yield "between steps", human_bytes(self.valley_bytes), parameters
+        if self.host_bytes:
+            yield "host memory", human_bytes(self.host_bytes), "for each device"
+        if self.time:
+            yield "a step", seconds_text(self.time.step_s), self.basis.get("time", "")
+        if self.tokens_per_s_per_device is not None:
+            speed = f"{self.tokens_per_s_per_device:,.0f}"
+            yield "tokens/s a device", speed, f"times {self.devices} devices"
+        if self.mfu is not None:
+            yield "MFU", f"{self.mfu:.1%}", self.convention
+        if self.hfu is not None:
+            yield "HFU", f"{self.hfu:.1%}", "including recomputation"
+        if self.wire_bytes:
+            exposed = f"{human_bytes(self.exposed_bytes)} of it exposed"
+            yield "sent a step", human_bytes(self.wire_bytes), exposed
+
+    def memory_rows(self) -> list[tuple[str, str, str]]:
+        """Returns (kind, bytes, share of the peak) for each kind of memory."""
+        peak = max(self.peak_bytes, 1)
+        sizes = [(kind, self.breakdown[kind]) for kind in KINDS]
+        return [(kind, human_bytes(size), f"{100 * size / peak:.0f}%") for kind, size in sizes]
+
+    def buffer_rows(self) -> list[tuple[str, str, str, str]]:
+        """Returns (bytes, kind, array, name) of the largest arrays; like ones share a row."""
+        groups: dict[tuple[str, str], list[Buffer]] = {}
+        for buffer in self.buffers:
+            groups.setdefault((buffer.kind, buffer.array), []).append(buffer)
+        sized = [
+            (sum(buffer.bytes for buffer in members), group, members)
+            for group, members in groups.items()
+        ]
+        rows = []
+        for total, (kind, array), members in sorted(sized, key=lambda row: -row[0])[:SHOWN_BUFFERS]:
+            names = list(dict.fromkeys(buffer.path or buffer.operation for buffer in members))
+            more = f" (+{len(names) - 1})" if len(names) > 1 else ""
+            count = f"{len(members)} x " if len(members) > 1 else ""
+            rows.append((human_bytes(total), kind, f"{count}{array}", f"{names[0]}{more}"))
+        return rows
+
+    def time_rows(self) -> list[tuple[str, str, str]]:
+        """Returns (part, seconds, share of the step); the last row is communication in total."""
+        if self.time is None:
+            return []
+        parts = [
+            ("matmuls", self.time.compute_s),
+            ("memory", self.time.memory_s),
+            ("exposed communication", self.time.exposed_s),
+        ]
+        step = self.time.step_s
+        rows = [(name, seconds_text(s), f"{100 * s / step:.0f}%") for name, s in parts]
+        return [
+            *rows,
+            ("communication, overlapped or not", seconds_text(self.time.collective_s), ""),
+        ]
+
+    def speed(self) -> str:
+        """Returns tokens per second and utilization, with their convention."""
+        parts = []
+        if self.tokens_per_s_per_device is not None:
+            parts.append(f"{self.tokens_per_s_per_device:.0f} tokens/s a device")
+        if self.mfu is not None:
+            parts.append(f"MFU {100 * self.mfu:.1f}% ({self.convention})")
+        if self.hfu is not None:
+            parts.append(f"HFU {100 * self.hfu:.1f}% (every matmul of the program)")
+        return ", ".join(parts)
+
+    def fix_rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Returns (change, bytes saved, peak after, whether that fits, cost) for each fix."""
+        return [
+            (
+                fix.change if fix.available else f"{fix.change} (not in this release)",
+                human_bytes(fix.saves_bytes),
+                human_bytes(fix.peak_bytes),
+                "yes" if fix.fits else "no",
+                fix.costs,
+            )
+            for fix in self.fixes
+        ]
+
+    def wire_summary(self) -> str:
+        """Returns one line on what a device sends."""
+        if not self.wire_bytes_limit:
+            return "nothing is sent"
+        ratio = self.wire_bytes / self.wire_bytes_limit
+        return (
+            f"a device sends {human_bytes(self.wire_bytes)} a step ({ratio:.3f} of what "
+            f"{self.strategy} declares), of which {human_bytes(self.exposed_bytes)} are exposed"
+        )
+
+    def basis_summary(self) -> str:
+        """Returns which figures are compiled and which are analytic."""
+        kinds: tuple[Basis, ...] = ("compiled", "analytic")
+        names = {kind: [name for name, of in self.basis.items() if of == kind] for kind in kinds}
+        return "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in kinds if names[kind])
+
+    def __str__(self) -> str:
+        steady_state = f"steady-state memory, between steps: {human_bytes(self.valley_bytes)}"
+        blocks = [self.summary(), steady_state]
+
+        def add_table(*columns: str, rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+            if rows:
+                blocks.append(text_table(columns, rows, right=right))
+
+        add_table(
+            "at the peak", "bytes", "share", rows=self.memory_rows(), right=("bytes", "share")
+        )
+        bytes_column = "largest at the peak"
+        add_table(
+            bytes_column, "for", "array", "of", rows=self.buffer_rows(), right=(bytes_column,)
+        )
+        add_table("a step", "takes", "share", rows=self.time_rows(), right=("takes", "share"))
+        blocks.append(self.speed())
+        blocks.append(self.wire_summary())
+        change = "to take less (analytic)"
+        columns = (change, "saves", "peak", "fits", "costs")
+        add_table(*columns, rows=self.fix_rows(), right=("saves", "peak"))
+        blocks.append("\n".join([*self.notes, self.basis_summary()]))
+        return "\n\n".join(block for block in blocks if block)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.summary()}>"
+
     def _repr_html_(self) -> str:
-        return plan_fragment(self)
+        return render_fragment(self)
+
+
+def plan_html(plan: Plan) -> str:
+    """Returns the plan as a self-contained page."""
+    return render_page(plan.summary(), [plan])
+
+
+def compare_html(plans: Sequence[Plan]) -> str:
+    """Returns a page of plans side by side, their memory on one scale, each in full on a click.
+
+    Raises:
+        ValueError: no plans.
+
+    """
+    if not plans:
+        raise ValueError("no plans to compare")
+    names = [
+        f"{number}. {plan.strategy} on {plan.topology}" for number, plan in enumerate(plans, 1)
+    ]
+    return render_page(f"plans: {'; '.join(names)}", plans, names)
+
+
+def plans_table(names: Sequence[str], plans: Sequence[Plan]) -> str:
+    """Returns plans side by side as text, a row for each figure."""
+
+    def row(name: str, cell: Callable[[Plan], str]) -> tuple[str, ...]:
+        return name, *(cell(plan) for plan in plans)
+
+    def seconds(of: Callable[[Time], float]) -> Callable[[Plan], str]:
+        return lambda plan: seconds_text(of(plan.time)) if plan.time else "-"
+
+    rows = [
+        row("topology", lambda plan: plan.topology),
+        row("strategy", lambda plan: plan.strategy),
+        row("fits", lambda plan: "yes" if plan.fits else "NO"),
+        row("parameters", lambda plan: f"{plan.parameters / 1e9:.3g} B"),
+        row("steady state", lambda plan: human_bytes(plan.valley_bytes)),
+        row("peak", lambda plan: human_bytes(plan.peak_bytes)),
+        *((f"  {kind}", *(human_bytes(plan.breakdown[kind]) for plan in plans)) for kind in KINDS),
+        row("sent", lambda plan: human_bytes(plan.wire_bytes)),
+        row("exposed", lambda plan: human_bytes(plan.exposed_bytes)),
+        row("step", seconds(lambda time: time.step_s)),
+        row("  matmuls", seconds(lambda time: time.compute_s)),
+        row("  memory", seconds(lambda time: time.memory_s)),
+        row("  exposed", seconds(lambda time: time.exposed_s)),
+        row("tokens/s a device", lambda plan: _or_dash(plan.tokens_per_s_per_device, ".0f")),
+        row("MFU", lambda plan: _or_dash(plan.mfu, ".1%")),
+        row("basis", lambda plan: plan.basis["peak_bytes"]),
+    ]
+    return text_table(("", *names), rows, right=names)
+
+
+def _or_dash(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

@@ -1,16 +1,13 @@
-"""What can be turned about a step without changing what it computes, and what turning it would
-save.
-"""
+"""Settings of a step that do not change what it computes, and what changing them saves."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_jax.planner.figures import Fix
-from fsdp_jax.planner.machines.fake_devices import stand_ins
+from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.topology import Topology
-from fsdp_jax.planner.plan import Plan
-from fsdp_jax.planner.planner import Work, analytic_plan, logits_bytes
+from fsdp_jax.planner.make_plan import Work, analytic_plan, logits_bytes
+from fsdp_jax.planner.plan import Fix, Plan
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
@@ -19,10 +16,8 @@ from fsdp_jax.units.unit import Remat
 
 
 @dataclass(frozen=True)
-class Knobs:
-    """Of a step over a batch of a given number of rows; the microbatch is what accumulation leaves
-    of it.
-    """
+class StepSettings:
+    """Settings of a step with a given global batch; accumulation determines the microbatch."""
 
     strategy: str
     replica: int = 1
@@ -31,7 +26,7 @@ class Knobs:
     accumulation: int = 1
 
     def keys(self) -> dict[str, str]:
-        """As configuration keys."""
+        """Returns the settings by their configuration keys."""
         return {
             "strategy": self.strategy,
             "mesh.replica": str(self.replica),
@@ -40,103 +35,105 @@ class Knobs:
             "train.accumulation": str(self.accumulation),
         }
 
+    def flags(self, since: "StepSettings | None" = None) -> list[str]:
+        """Returns the settings as command-line flags; only those that differ from `since`."""
+        before = since.keys() if since else {}
+        return [
+            f"--{key} {value}" for key, value in self.keys().items() if before.get(key) != value
+        ]
+
     def __str__(self) -> str:
-        return " ".join(f"--{key} {value}" for key, value in self.keys().items())
+        return " ".join(self.flags())
 
 
-Make = Callable[[Knobs, Sequence[Any]], tuple[CompiledStep, PyTree]]
-"""A step with these knobs on these devices, which need not be there, and the shapes of its global batch."""
+MakeStep = Callable[[StepSettings, Sequence[Any]], tuple[CompiledStep, PyTree]]
+"""Returns a step with these settings on these devices, and the shapes of its global batch."""
 
 
-def fixes(plan: Plan, knobs: Knobs, make: Make, topology: Topology, work: Work) -> tuple[Fix, ...]:
-    """What would take less memory, most first: by analytic plans with and without it, or arithmetic
-    on what is held.
+def fixes(
+    plan: Plan, settings: StepSettings, make_step: MakeStep, topology: Topology, work: Work
+) -> tuple[Fix, ...]:
+    """Returns changes that lower the peak of a plan, available ones first, then the lowest peak.
+
+    Savings are differences of analytic plans, or arithmetic on the arrays at the peak.
+
+    Args:
+        plan: of the step with `settings`.
+        settings: to change.
+        make_step: builds a step.
+        topology: to run on.
+        work: what a step computes.
+
     """
-    before = _peak(knobs, make, topology, work)
-    found = [
-        _held_less(plan, change, size, cost)
-        for change, size, cost in _elsewhere(plan, work)
-        if size
-    ]
-    for changed, cost in _leaner(knobs, _microbatch(knobs, make, topology)):
-        peak = _peak(changed, make, topology, work)
+    found = [fix for fix in _unavailable_fixes(plan, work) if fix.saves_bytes]
+    before = _analytic_peak(settings, make_step, topology, work)
+    rows = _device_rows(settings, make_step, topology)
+    for leaner, cost in _leaner_settings(settings, rows):
+        peak = _analytic_peak(leaner, make_step, topology, work)
         if before is not None and peak is not None and peak < before:
-            found.append(
-                Fix(_words(knobs, changed), before - peak, peak, peak <= plan.usable_bytes, cost)
-            )
+            change = " ".join(leaner.flags(since=settings))
+            found.append(Fix(change, before - peak, peak, peak <= plan.usable_bytes, cost))
     return tuple(sorted(found, key=lambda fix: (not fix.available, fix.peak_bytes)))
 
 
-def _peak(knobs: Knobs, make: Make, topology: Topology, work: Work) -> int | None:
-    """The analytic peak; None of what cannot be built, which is then no fix."""
+def _analytic_peak(
+    settings: StepSettings, make_step: MakeStep, topology: Topology, work: Work
+) -> int | None:
+    """Returns the analytic peak; None for a step that cannot be built, which is then no fix."""
     try:
-        return analytic_plan(*make(knobs, stand_ins(topology)), topology, work).peak_bytes
+        return analytic_plan(
+            *make_step(settings, fake_devices(topology)), topology, work
+        ).peak_bytes
     except ValueError:  # a batch that does not divide, an optimizer that a strategy cannot shard
         return None
 
 
-def _microbatch(knobs: Knobs, make: Make, topology: Topology) -> int:
-    """Rows of a device at once."""
-    _, batch = make(knobs, stand_ins(topology))
+def _device_rows(settings: StepSettings, make_step: MakeStep, topology: Topology) -> int:
+    """Returns the rows of one device's microbatch."""
+    _, batch = make_step(settings, fake_devices(topology))
     rows = next(iter(batch.values())).shape[0] if isinstance(batch, dict) else 1
-    return int(rows) // (topology.size * knobs.accumulation)
+    return int(rows) // (topology.size * settings.accumulation)
 
 
-def _leaner(knobs: Knobs, microbatch: int) -> Iterator[tuple[Knobs, str]]:
-    """Knobs that take less, each with its price, and the most of them together."""
-    sharded = replace(knobs, strategy="full_shard", replica=1)
-    cut = [
-        replace(knobs, accumulation=knobs.accumulation * k)
-        for k in (2, 4, 8, 16)
-        if microbatch % k == 0
-    ]
-    if knobs.remat == "none":
-        yield (
-            replace(knobs, remat="full"),
-            "each unit's forward runs twice: about a third more FLOPs",
-        )
-    for each in cut:
-        yield each, "gathers are sent again for each microbatch"
-    if knobs.strategy != "full_shard":
+def _leaner_settings(settings: StepSettings, rows: int) -> Iterator[tuple[StepSettings, str]]:
+    """Yields settings that use less memory, with their cost, and then most of them combined."""
+    sharded = replace(settings, strategy="full_shard", replica=1)
+    accumulations = [settings.accumulation * k for k in (2, 4, 8, 16) if rows % k == 0]
+    if settings.remat == "none":
+        cost = "each unit's forward runs twice: about a third more FLOPs"
+        yield replace(settings, remat="full"), cost
+    for accumulation in accumulations:
+        cost = "gathers are sent again for each microbatch"
+        yield replace(settings, accumulation=accumulation), cost
+    if settings.strategy != "full_shard":
         yield sharded, "parameters are gathered in forward and in backward"
-    if knobs.prefetch != "none":
-        yield replace(knobs, prefetch="none"), "the next unit's gather is waited for"
-    together = replace(
-        sharded, remat="full", accumulation=cut[0].accumulation if cut else knobs.accumulation
-    )
-    if len(_words(knobs, together).split("--")) > 2:
-        yield together, "all of these"
+    if settings.prefetch != "none":
+        yield replace(settings, prefetch="none"), "the next unit's gather is exposed"
+    accumulation = accumulations[0] if accumulations else settings.accumulation
+    combined = replace(sharded, remat="full", accumulation=accumulation)
+    if len(combined.flags(since=settings)) > 1:
+        yield combined, "all of these"
 
 
-def _words(old: Knobs, new: Knobs) -> str:
-    changed = {key: value for key, value in new.keys().items() if old.keys()[key] != value}
-    return " ".join(f"--{key} {value}" for key, value in changed.items())
+def _unavailable_fixes(plan: Plan, work: Work) -> Iterator[Fix]:
+    """Yields fixes that this release does not support; transfers in flight are not counted."""
 
+    def fix(change: str, saves: int, costs: str) -> Fix:
+        peak = plan.peak_bytes - saves
+        return Fix(change, saves, peak, peak <= plan.usable_bytes, costs, available=False)
 
-def _elsewhere(plan: Plan, work: Work) -> Iterator[tuple[str, int, str]]:
-    """What this release cannot do: (change, bytes that it takes away, cost); what is on its way is
-    not in them.
-    """
     for part, name in (("optimizer", "optimizer state"), ("params", "parameters")):
-        yield (
-            f"{name} in the host's memory",
-            plan.breakdown[part],
-            "cross to the host and back every step",
-        )
+        costs = "transfers to the host and back every step"
+        yield fix(f"{name} in the host's memory", plan.breakdown[part], costs)
     if work.vocab:
         logits = logits_bytes(plan.buffers, work.vocab)
-        yield "loss in chunks of tokens", logits, "logits are computed again in the backward"
+        costs = "logits are recomputed in the backward pass"
+        yield fix("loss in chunks of tokens", logits, costs)
 
 
-def _held_less(plan: Plan, change: str, size: int, cost: str) -> Fix:
-    left = plan.peak_bytes - size
-    return Fix(change, size, left, left <= plan.usable_bytes, cost, available=False)
-
-
-def replicas_of(strategy: str, hosts: int) -> tuple[int, ...]:
-    """Replicas worth trying: one a host, and fewer, of strategies that make them."""
+def replica_counts(strategy: str, hosts: int) -> tuple[int, ...]:
+    """Returns the replica counts to try: for hybrid strategies one a host, a half and a quarter."""
     if not get_strategy(strategy).hybrid or hosts < 2:
         return (1,)
-    return tuple(
-        sorted({hosts, *(hosts // k for k in (2, 4) if hosts % k == 0 and hosts // k > 1)})
-    )
+    fewer = {hosts // k for k in (2, 4) if hosts % k == 0 and hosts // k > 1}
+    return tuple(sorted({hosts} | fewer))

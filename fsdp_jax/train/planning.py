@@ -1,4 +1,4 @@
-"""From a configuration to plans of its step, and to the configuration that a search found best."""
+"""Plans the step of a configuration, and searches for its fastest settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,17 +7,17 @@ from typing import Any
 
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.planner import (
+    HARDWARE,
     Plan,
     Topology,
     Work,
     analytic_plan,
     compiled_plan,
+    fake_devices,
     parse_topology,
-    stand_ins,
 )
-from fsdp_jax.planner.machines.hardware import HARDWARE
-from fsdp_jax.planner.search import Found, Say, search, smallest
-from fsdp_jax.planner.settings import Knobs, Make, fixes
+from fsdp_jax.planner.search import Progress, SearchResult, search, smallest_topology
+from fsdp_jax.planner.settings import MakeStep, StepSettings, fixes
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.build import build, start_devices
 from fsdp_jax.train.config import Config
@@ -28,92 +28,94 @@ from fsdp_jax.tree import PyTree
 def plan_of(
     config: Config, topology: Topology, *, analytic: bool = False, cache: Path | None = None
 ) -> Plan:
-    """The plan of the step that `train` would run on that machine, with what would make it fit
-    where it does not.
+    """Returns the plan of the step that `train` would run, with fixes where it does not fit.
 
     Args:
-        config: all of it.
+        config: the resolved configuration.
         topology: to plan for.
         analytic: without any compiler.
-        cache: folder of compiled programs; none are kept if None.
+        cache: folder of compiled programs; None does not cache.
 
     Raises:
-        ConfigError: what does not fit together, or no compiler for that machine.
+        ConfigError: keys that do not go together, or no compiler for that machine.
 
     """
-    devices = stand_ins(topology) if analytic else _devices(topology)
-    run = build(config, devices)
-    plan = (
-        analytic_plan(run.step, run.batch, topology, run.work)
-        if analytic
-        else compiled_plan(run.step, run.batch, topology, run.work, cache)
-    )
+    if analytic:
+        run = build(config, fake_devices(topology))
+        plan = analytic_plan(run.step, run.batch, topology, run.work)
+    else:
+        start_devices(None)
+        run = build(config, topology.devices())
+        plan = compiled_plan(run.step, run.batch, topology, run.work, cache)
     if plan.fits:
         return plan
-    return replace(plan, fixes=fixes(plan, knobs_of(config), _maker(config), topology, run.work))
+    found = fixes(plan, settings_of(config), _make_step(config), topology, run.work)
+    return replace(plan, fixes=found)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search found, and the configuration to run it with."""
+    """The result of a search, and the configuration with the best settings."""
 
-    found: Found
+    result: SearchResult
     config: Config
 
     def to_json(self) -> dict[str, Any]:
-        """The Pareto table, and the plan of the best."""
-        rows = [{**one.knobs.keys(), **one.plan.to_json()} for one in self.found.pareto()]
+        """Returns the settings of the best, and the plans of the Pareto front."""
         return {
-            "topology": self.found.topology.name,
-            "best": self.found.best.knobs.keys(),
-            "pareto": rows,
+            "topology": self.result.topology.name,
+            "best": self.result.best.settings.keys(),
+            "pareto": [
+                {**candidate.settings.keys(), **candidate.plan.to_json()}
+                for candidate in self.result.pareto()
+            ],
         }
 
     def save(self, path: Path) -> None:
-        """Writes the configuration, with what it rests on."""
-        head = "\n".join(
-            f"# {line}"
-            for line in (*self.found.best.plan.summary().splitlines(), self.found.topology.name)
-        )
-        path.write_text(f"{head}\n{dump(self.config)}")
+        """Writes the configuration, with the plan's summary as a comment."""
+        head = (*self.result.best.plan.summary().splitlines(), self.result.topology.name)
+        comment = "\n".join(f"# {line}" for line in head)
+        path.write_text(f"{comment}\n{dump(self.config)}")
 
 
-def choose(config: Config, where: str, devices: int | None, cache: Path | None, say: Say) -> Choice:
-    """Searches for the fastest way to run a configuration's batch.
+def choose(
+    config: Config, where: str, devices: int | None, cache: Path | None, progress: Progress
+) -> Choice:
+    """Searches for the fastest settings for a configuration's batch.
 
     Args:
-        config: its strategy, mesh, remat, prefetch and accumulation are what is searched over.
-        where: a topology, or a chip alone: then on so many devices, or on the fewest that it fits.
-        devices: how many, with a chip alone.
+        config: its strategy, mesh, remat, prefetch and accumulation are searched over.
+        where: a topology, or a chip alone, which stands for the smallest machine that fits.
+        devices: with a chip alone, the number of devices.
         cache: folder of compiled programs.
-        say: told of the progress.
+        progress: receives a line for each plan.
 
     Raises:
         ConfigError: no such machine, or a batch that does not divide.
         FitError: nothing fits.
 
     """
-    make, work = _maker(config), _work(config)
+    make_step = _make_step(config)
+    work = _work(config)
     rows = config.train.global_batch_size
     chip = HARDWARE.get(where.strip().lower())
-    if chip is None and devices is not None:
-        fix = (
-            f"--topology {where.partition(':')[0]} --devices {devices}, or --topology {where} alone"
-        )
-        raise ConfigError(
-            message("the topology says how many devices", where="--devices", got=devices, fix=fix)
-        )
-    topology = (
-        parse_topology(where) if chip is None else smallest(make, chip, rows, work, say, devices)
-    )
+    if chip is not None:
+        topology = smallest_topology(make_step, chip, rows, work, progress, devices)
+    elif devices is not None:
+        name = where.partition(":")[0]
+        fix = f"--topology {name} --devices {devices}, or --topology {where} alone"
+        what = "the topology says how many devices"
+        raise ConfigError(message(what, where="--devices", got=devices, fix=fix))
+    else:
+        topology = parse_topology(where)
     start_devices(None)
-    found = search(make, topology, rows, work, cache, say)
-    return Choice(found, turned(config, found.best.knobs))
+    result = search(make_step, topology, rows, work, cache, progress)
+    return Choice(result, with_settings(config, result.best.settings))
 
 
-def knobs_of(config: Config) -> Knobs:
-    """What a configuration has them at."""
-    return Knobs(
+def settings_of(config: Config) -> StepSettings:
+    """Returns a configuration's settings."""
+    return StepSettings(
         config.strategy,
         config.mesh.replica,
         config.remat,
@@ -122,35 +124,27 @@ def knobs_of(config: Config) -> Knobs:
     )
 
 
-def turned(config: Config, knobs: Knobs) -> Config:
-    """The configuration with these knobs."""
-    mesh = replace(config.mesh, replica=knobs.replica, data=-1)
-    train = replace(config.train, accumulation=knobs.accumulation, devices=None)
+def with_settings(config: Config, settings: StepSettings) -> Config:
+    """Returns the configuration with other settings."""
     return replace(
         config,
-        strategy=knobs.strategy,
-        mesh=mesh,
-        remat=knobs.remat,
-        prefetch=knobs.prefetch,
-        train=train,
+        strategy=settings.strategy,
+        mesh=replace(config.mesh, replica=settings.replica, data=-1),
+        remat=settings.remat,
+        prefetch=settings.prefetch,
+        train=replace(config.train, accumulation=settings.accumulation, devices=None),
     )
 
 
-def _maker(config: Config) -> Make:
-    def make(knobs: Knobs, devices: Sequence[Any]) -> tuple[CompiledStep, PyTree]:
-        run = build(turned(config, knobs), devices)
+def _make_step(config: Config) -> MakeStep:
+    def make_step(settings: StepSettings, devices: Sequence[Any]) -> tuple[CompiledStep, PyTree]:
+        run = build(with_settings(config, settings), devices)
         return run.step, run.batch
 
-    return make
+    return make_step
 
 
 def _work(config: Config) -> Work:
-    """Without a machine: what a step does does not depend on it."""
-    one = parse_topology("h100:1")
-    alone = turned(config, Knobs("no_shard"))
-    return build(alone, stand_ins(one)).work
-
-
-def _devices(topology: Topology) -> list[Any]:
-    start_devices(None)
-    return topology.devices()
+    """Returns what a step computes, which does not depend on the machine."""
+    one_device = fake_devices(parse_topology("h100:1"))
+    return build(with_settings(config, StepSettings("no_shard")), one_device).work

@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 import fsdp_jax as fsdp
 from fsdp_jax.models.attention import make_attention
 from fsdp_jax.planner import parse_topology
-from fsdp_jax.planner.analytic.memory import PARTS, Estimate, estimate
-from fsdp_jax.planner.machines.fake_devices import stand_ins
-from fsdp_jax.planner.machines.matmul import Product
+from fsdp_jax.planner.analytic.memory import Estimate, estimate
+from fsdp_jax.planner.compiled.peak_memory import KINDS
+from fsdp_jax.planner.machines.fake_devices import fake_devices
+from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config_file import load
 
@@ -84,7 +85,7 @@ def test_a_loop_stacks_from_its_start_and_carries_in_place():
     assert units(found) == pytest.approx(
         6 + 2, abs=0.01
     )  # the stack, what is carried, what comes next
-    assert found.products == (Product(1, SIDE, SIDE, SIDE, "float32", times=6),)
+    assert found.matmuls == (Matmul(1, SIDE, SIDE, SIDE, "float32", times=6),)
 
 
 def test_slices_are_written_in_place():
@@ -136,7 +137,7 @@ def test_products_of_a_kernel_are_fused_and_counted_by_its_grid():
         kernel, grid=(4,), in_specs=[rows, whole], out_specs=rows, out_shape=SQUARE
     )
     found = of(lambda x, y: jnp.sum(call(x, y)), SQUARE, SQUARE)
-    assert found.products == (Product(1, 16, SIDE, SIDE, "float32", times=4, fused=True),)
+    assert found.matmuls == (Matmul(1, 16, SIDE, SIDE, "float32", times=4, fused=True),)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -150,7 +151,7 @@ def test_attention_kernels_are_counted_by_their_algorithm(platform):
         lambda *qkv: jnp.sum(attend(*qkv, is_causal=True).astype(jnp.float32)), argnums=(0, 1, 2)
     )
     found = of(lambda *qkv: both(*qkv), heads, heads, heads)
-    flops = sum(product.flops * product.times for product in found.products)
+    flops = sum(product.flops * product.times for product in found.matmuls)
     assert flops == pytest.approx(7 * 2 * 2 * 4 * 128 * 256 * 128, rel=0.01)
 
 
@@ -158,7 +159,7 @@ def test_batched_products_and_their_dtype():
     left = jax.ShapeDtypeStruct((3, 5, 7), jnp.bfloat16)
     right = jax.ShapeDtypeStruct((3, 7, 11), jnp.bfloat16)
     found = of(lambda a, b: jnp.sum(jnp.einsum("bmk,bkn->bmn", a, b)), left, right)
-    assert found.products == (Product(3, 5, 11, 7, "bfloat16"),)
+    assert found.matmuls == (Matmul(3, 5, 11, 7, "bfloat16"),)
 
 
 def test_dead_code_takes_nothing():
@@ -167,7 +168,7 @@ def test_dead_code_takes_nothing():
         return jnp.sum(x)
 
     found = of(fn, SQUARE)
-    assert found.products == ()
+    assert found.matmuls == ()
     assert units(found) < 0.01
     assert found.traffic_bytes == pytest.approx(UNIT, abs=64)
 
@@ -214,7 +215,7 @@ def test_a_step_on_one_of_its_devices(strategy):
     step = sharded.train_step(loss_fn, local_batch=True)
     jaxpr = step.trace(batch)
     found = estimate(step.plan, jaxpr)
-    assert tuple(found.breakdown) == PARTS
+    assert tuple(found.breakdown) == KINDS
     assert sum(found.breakdown.values()) == found.peak_bytes
     assert found.breakdown["params"] == sharded.layout.per_device("params")
     assert found.breakdown["optimizer"] == sharded.layout.per_device("optimizer")
@@ -222,7 +223,7 @@ def test_a_step_on_one_of_its_devices(strategy):
     # four rows a device; forward and both gradients of six products, but for the batch, which has
     # none
     assert (
-        sum(product.times * product.flops for product in found.products)
+        sum(product.times * product.flops for product in found.matmuls)
         == (6 * 3 - 1) * 2 * 4 * 64 * 256
     )
     assert (found.breakdown["gathered"] > 0) == (strategy == "full_shard")
@@ -243,7 +244,7 @@ def test_a_step_by_annotations_is_refused():
 @pytest.mark.parametrize("name", ["cpu:4", "h100:2x8", "v5p:4x4x4", "v5e:4x8*2"])
 def test_stand_ins_make_a_mesh(name):
     topology = parse_topology(name)
-    devices = stand_ins(topology)
+    devices = fake_devices(topology)
     assert len({device.id for device in devices}) == topology.size
     assert fsdp.make_mesh(devices=devices).size == topology.size
 
@@ -258,7 +259,7 @@ def test_stand_ins_are_where_the_devices_are(name):
         return device.id, device.process_index, device.platform, device.device_kind, chip
 
     devices = sorted(topology.devices(), key=lambda device: device.id)
-    assert [place(stand_in) for stand_in in stand_ins(topology)] == [
+    assert [place(stand_in) for stand_in in fake_devices(topology)] == [
         place(device) for device in devices
     ]
 

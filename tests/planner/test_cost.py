@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_jax.hlo.parser import parse
-from fsdp_jax.planner.compiled.cost import Cost, Costs
+from fsdp_jax.planner.compiled.cost import CostModel, InstructionCost
 
 pytestmark = pytest.mark.core
 
@@ -13,15 +13,17 @@ ON_CHIP = frozenset({1})
 WHOLE, LAYER = 8 * 64 * 128 * 4, 64 * 128 * 4  # of the arrays below
 
 
-def costs_of(lines: str, more: str = "", on_chip: frozenset[int] = ON_CHIP) -> tuple[Costs, Cost]:
+def costs_of(
+    lines: str, more: str = "", on_chip: frozenset[int] = ON_CHIP
+) -> tuple[CostModel, InstructionCost]:
     """The cost of the last of the entry's lines."""
     text = f"HloModule m, is_scheduled=true\n\n{more}\n\nENTRY %main (x: f32[]) -> f32[] {{\n{lines}\n}}\n"
-    costs = Costs(parse(text), on_chip)
+    costs = CostModel(parse(text), on_chip)
     main = costs.module["main"]
-    return costs, costs.of(main, main.instructions[-1])
+    return costs, costs.cost(main, main.instructions[-1])
 
 
-def cost(lines: str, more: str = "", on_chip: frozenset[int] = ON_CHIP) -> Cost:
+def cost(lines: str, more: str = "", on_chip: frozenset[int] = ON_CHIP) -> InstructionCost:
     return costs_of(lines, more, on_chip)[1]
 
 
@@ -78,11 +80,11 @@ def test_a_copy_beside_the_rest_moves_what_is_not_on_the_chip(kind, moved):
     costs, alone = costs_of(
         f"  %stack = {STACK} parameter(0)\n  %one = {ONE} parameter(1)\n  %s = {kind}"
     )
-    assert costs.started(costs.module["main"].instructions[-1]) == moved
-    assert alone == Cost()
+    assert costs.async_bytes(costs.module["main"].instructions[-1]) == moved
+    assert alone == InstructionCost()
 
 
-def fused(result: str, body: str, operands: str = "%stack, %one, %i") -> Cost:
+def fused(result: str, body: str, operands: str = "%stack, %one, %i") -> InstructionCost:
     """A fusion of a stack, one layer and an index; the inner fusion takes a layer out of what it is
     given.
     """
@@ -108,44 +110,87 @@ CUT = "dynamic-slice(%p, %n, %n, %n)"
 FUSIONS = {
     "slices": (ONE, f"%s = {ONE} {CUT}\nROOT %o = {ONE} add(%s, %u)", LAYER, LAYER, LAYER),
     "slices twice": (
-        ONE, f"%s = {ONE} {CUT}\n%t = {ONE} slice(%p)\nROOT %o = {ONE} add(%s, %t)", 2 * LAYER, 0, LAYER,
+        ONE,
+        f"%s = {ONE} {CUT}\n%t = {ONE} slice(%p)\nROOT %o = {ONE} add(%s, %t)",
+        2 * LAYER,
+        0,
+        LAYER,
     ),
     "slices behind a cast": (
-        "bf16[1,64,128]", "%b = bf16[8,64,128] convert(%p)\nROOT %s = bf16[1,64,128] dynamic-slice(%b, %n, %n, %n)",
-        LAYER, 0, LAYER // 2,
+        "bf16[1,64,128]",
+        "%b = bf16[8,64,128] convert(%p)\nROOT %s = bf16[1,64,128] dynamic-slice(%b, %n, %n, %n)",
+        LAYER,
+        0,
+        LAYER // 2,
     ),
-    "slices in a fusion inside": (ONE, f"ROOT %s = {ONE} fusion(%p, %n), kind=kLoop, calls=%inner", LAYER, 0, LAYER),
+    "slices in a fusion inside": (
+        ONE,
+        f"ROOT %s = {ONE} fusion(%p, %n), kind=kLoop, calls=%inner",
+        LAYER,
+        0,
+        LAYER,
+    ),
     "slices and adds": (STACK, f"%s = {ONE} {CUT}\nROOT %o = {STACK} add(%p, %s)", WHOLE, 0, WHOLE),
     "updates": (STACK, f"ROOT %o = {UPDATE}", 0, LAYER, LAYER),
     "updates behind a bitcast": (
-        STACK, f"%b = {STACK} bitcast(%p)\n%o = {STACK} dynamic-update-slice(%b, %u, %n, %n, %n)\n"
-        f"ROOT %c = {STACK} bitcast(%o)", 0, LAYER, LAYER,
+        STACK,
+        f"%b = {STACK} bitcast(%p)\n%o = {STACK} dynamic-update-slice(%b, %u, %n, %n, %n)\n"
+        f"ROOT %c = {STACK} bitcast(%o)",
+        0,
+        LAYER,
+        LAYER,
     ),
     "updates twice": (
-        STACK, f"%v = {UPDATE}\nROOT %o = {STACK} dynamic-update-slice(%v, %u, %n, %n, %n)", 0, LAYER, 2 * LAYER,
+        STACK,
+        f"%v = {UPDATE}\nROOT %o = {STACK} dynamic-update-slice(%v, %u, %n, %n, %n)",
+        0,
+        LAYER,
+        2 * LAYER,
     ),
     "updates one of two results": (
-        f"({STACK}, {ONE})", f"%v = {UPDATE}\n%w = {ONE} negate(%u)\nROOT %o = ({STACK}, {ONE}) tuple(%v, %w)",
-        0, LAYER, 2 * LAYER,
+        f"({STACK}, {ONE})",
+        f"%v = {UPDATE}\n%w = {ONE} negate(%u)\nROOT %o = ({STACK}, {ONE}) tuple(%v, %w)",
+        0,
+        LAYER,
+        2 * LAYER,
     ),
     "updates what it casts": (
-        "bf16[8,64,128]", "%b = bf16[8,64,128] convert(%p)\n%c = bf16[1,64,128] convert(%u)\n"
-        "ROOT %o = bf16[8,64,128] dynamic-update-slice(%b, %c, %n, %n, %n)", WHOLE, LAYER, WHOLE // 2,
+        "bf16[8,64,128]",
+        "%b = bf16[8,64,128] convert(%p)\n%c = bf16[1,64,128] convert(%u)\n"
+        "ROOT %o = bf16[8,64,128] dynamic-update-slice(%b, %c, %n, %n, %n)",
+        WHOLE,
+        LAYER,
+        WHOLE // 2,
     ),
     "updates zeros": (
-        STACK, f"%z = {STACK} broadcast(%n)\nROOT %o = {STACK} dynamic-update-slice(%z, %u, %n, %n, %n)",
-        0, LAYER, WHOLE,
+        STACK,
+        f"%z = {STACK} broadcast(%n)\nROOT %o = {STACK} dynamic-update-slice(%z, %u, %n, %n, %n)",
+        0,
+        LAYER,
+        WHOLE,
     ),
-    "updates, then reads": (STACK, f"%v = {UPDATE}\nROOT %o = {STACK} multiply(%v, %v)", WHOLE, LAYER, WHOLE),
+    "updates, then reads": (
+        STACK,
+        f"%v = {UPDATE}\nROOT %o = {STACK} multiply(%v, %v)",
+        WHOLE,
+        LAYER,
+        WHOLE,
+    ),
     "hands it on": (
-        f"({STACK}, {ONE})", f"%w = {ONE} negate(%u)\nROOT %o = ({STACK}, {ONE}) tuple(%p, %w)",
-        WHOLE, LAYER, WHOLE + LAYER,
+        f"({STACK}, {ONE})",
+        f"%w = {ONE} negate(%u)\nROOT %o = ({STACK}, {ONE}) tuple(%p, %w)",
+        WHOLE,
+        LAYER,
+        WHOLE + LAYER,
     ),
     "updates with its own": (
-        STACK, f"%s = {ONE} {CUT}\n%a = {ONE} add(%s, %u)\nROOT %o = {STACK} dynamic-update-slice(%p, %a, %n, %n, %n)",
-        LAYER, LAYER, LAYER,
+        STACK,
+        f"%s = {ONE} {CUT}\n%a = {ONE} add(%s, %u)\nROOT %o = {STACK} dynamic-update-slice(%p, %a, %n, %n, %n)",
+        LAYER,
+        LAYER,
+        LAYER,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FUSIONS)

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_jax.planner.machines.efficiency import CONSTANTS, efficiency_of
-from fsdp_jax.planner.machines.hardware import HARDWARE
-from fsdp_jax.planner.machines.matmul import Product
+from fsdp_jax.planner.machines.chips import HARDWARE
+from fsdp_jax.planner.machines.roofline import Matmul, Roofline
 
 pytestmark = pytest.mark.core
 
@@ -24,13 +23,12 @@ def rate(name: str, dtype: str = "bfloat16", *, fused: bool = False) -> float:
     long.
     """
     square = 256 * 132 * 27 * 5 * 37
-    return efficiency_of(HARDWARE[name]).rate(Product(1, square, square, 10**9, dtype, fused=fused))
+    return Roofline(HARDWARE[name]).rate(Matmul(1, square, square, 10**9, dtype, fused=fused))
 
 
 def test_every_chip_has_constants_and_virtual_devices_have_none():
-    assert set(CONSTANTS) == {chip.name for chip in REAL}
-    for one in CONSTANTS.values():
-        shares = [one.product, one.attention, one.bandwidth, one.link, one.network, one.tree]
+    for one in (chip.efficiency for chip in REAL):
+        shares = [one.matmul, one.attention, one.memory, one.link, one.network, one.tree]
         shares += [share for *_, share in one.tiles] + [
             protocol.share for protocol in one.protocols
         ]
@@ -38,16 +36,16 @@ def test_every_chip_has_constants_and_virtual_devices_have_none():
         assert max(share for *_, share in one.tiles) == 1
         assert one.source
         assert all(0 < latency < 1e-4 for protocol in one.protocols for latency in protocol[:3])
-    with pytest.raises(KeyError):
-        efficiency_of(HARDWARE["cpu"])
+    with pytest.raises(AssertionError, match="cpu has no efficiency"):
+        Roofline(HARDWARE["cpu"])
 
 
 @given(
     chip=chips, batch=st.integers(1, 512), m=sizes, n=sizes, k=sizes, dtype=st.sampled_from(DTYPES)
 )
 def test_a_share_is_a_share_and_no_rate_is_above_the_peak(chip, batch, m, n, k, dtype):
-    efficiency = efficiency_of(chip)
-    product = Product(batch, m, n, k, dtype)
+    efficiency = Roofline(chip)
+    product = Matmul(batch, m, n, k, dtype)
     assert 0 < efficiency.share(product) <= 1
     assert 0 < efficiency.rate(product) <= max(chip.peak_flops.values())
     assert efficiency.seconds(product) == pytest.approx(product.flops / efficiency.rate(product))
@@ -55,9 +53,9 @@ def test_a_share_is_a_share_and_no_rate_is_above_the_peak(chip, batch, m, n, k, 
 
 @given(chip=chips, batch=st.integers(1, 64), m=sizes, n=sizes, k=sizes, times=st.integers(1, 99))
 def test_seconds_are_of_all_times_and_larger_products_take_longer(chip, batch, m, n, k, times):
-    efficiency = efficiency_of(chip)
-    once = efficiency.seconds(Product(batch, m, n, k, "float32"))
-    assert efficiency.seconds(Product(batch, m, n, k, "float32", times)) == pytest.approx(
+    efficiency = Roofline(chip)
+    once = efficiency.seconds(Matmul(batch, m, n, k, "float32"))
+    assert efficiency.seconds(Matmul(batch, m, n, k, "float32", times)) == pytest.approx(
         times * once
     )
     for larger in (
@@ -66,15 +64,15 @@ def test_seconds_are_of_all_times_and_larger_products_take_longer(chip, batch, m
         (batch, m, n + 1, k),
         (batch, m, n, k + 1),
     ):
-        assert efficiency.seconds(Product(*larger, "float32")) > 0.999 * once
+        assert efficiency.seconds(Matmul(*larger, "float32")) > 0.999 * once
 
 
 @pytest.mark.parametrize("chip", REAL, ids=lambda chip: chip.name)
 def test_larger_products_run_at_a_better_rate_on_average(chip):
-    efficiency = efficiency_of(chip)
+    efficiency = Roofline(chip)
     scales = [[size + 97 * i for i in range(20)] for size in (100, 500, 2500, 12500)]
     means = [
-        fmean(efficiency.share(Product(1, m, m, m, "bfloat16")) for m in scale) for scale in scales
+        fmean(efficiency.share(Matmul(1, m, m, m, "bfloat16")) for m in scale) for scale in scales
     ]
     assert means == sorted(means)
     assert means[-1] > 0.9
@@ -83,12 +81,12 @@ def test_larger_products_run_at_a_better_rate_on_average(chip):
 @pytest.mark.parametrize("chip", REAL, ids=lambda chip: chip.name)
 def test_the_largest_product_runs_at_what_was_fitted(chip):
     kind = "bfloat16" if "bfloat16" in chip.peak_flops else "float16"
-    constants = CONSTANTS[chip.name]
+    efficiency = chip.efficiency
     assert rate(chip.name, kind) == pytest.approx(
-        constants.product * chip.peak_flops[kind], rel=1e-3
+        efficiency.matmul * chip.peak_flops[kind], rel=1e-3
     )
     assert rate(chip.name, kind, fused=True) == pytest.approx(
-        constants.attention * chip.peak_flops[kind]
+        efficiency.attention * chip.peak_flops[kind]
     )
 
 
@@ -109,34 +107,34 @@ def test_the_largest_product_runs_at_what_was_fitted(chip):
     ],
 )
 def test_a_dtype_without_a_unit_is_widened(name, dtype, runs_as):
-    expected = CONSTANTS[name].product * HARDWARE[name].peak_flops[runs_as]
+    expected = HARDWARE[name].efficiency.matmul * HARDWARE[name].peak_flops[runs_as]
     assert rate(name, dtype) == pytest.approx(expected, rel=1e-3)
 
 
 def test_edges_of_tiles_idle_cores_and_a_short_k_cost():
-    h100 = efficiency_of(HARDWARE["h100"])
+    h100 = Roofline(HARDWARE["h100"])
     full = h100.share(
-        Product(1, 128 * 12, 256 * 11, 4096, "bfloat16")
+        Matmul(1, 128 * 12, 256 * 11, 4096, "bfloat16")
     )  # one tile for each of 132 cores
     assert full == pytest.approx(4096 / (4096 + 128))
     assert (
-        h100.share(Product(1, 128 * 12 + 1, 256 * 11, 4096, "bfloat16")) < 0.85 * full
+        h100.share(Matmul(1, 128 * 12 + 1, 256 * 11, 4096, "bfloat16")) < 0.85 * full
     )  # a second wave
-    assert h100.share(Product(1, 128 * 12, 256 * 11, 64, "bfloat16")) < 0.4
+    assert h100.share(Matmul(1, 128 * 12, 256 * 11, 64, "bfloat16")) < 0.4
     assert (
-        h100.share(Product(132, 128, 256, 4096, "bfloat16")) == full
+        h100.share(Matmul(132, 128, 256, 4096, "bfloat16")) == full
     )  # a batch fills the cores as well
-    v5e = efficiency_of(HARDWARE["v5e"])
-    assert v5e.share(Product(1, 4096, 64, 4096, "bfloat16")) == pytest.approx(
+    v5e = Roofline(HARDWARE["v5e"])
+    assert v5e.share(Matmul(1, 4096, 64, 4096, "bfloat16")) == pytest.approx(
         0.5, rel=0.05
     )  # half of 128 lanes
 
 
 def test_memory_runs_below_its_peak():
     for chip in REAL:
-        assert 0.7 * chip.memory_bandwidth < efficiency_of(chip).memory_rate < chip.memory_bandwidth
+        assert 0.7 * chip.memory_bandwidth < Roofline(chip).memory_rate < chip.memory_bandwidth
 
 
 @given(dims=st.tuples(*[st.integers(1, 100)] * 4))
 def test_a_product_counts_two_operations_a_pair(dims):
-    assert Product(*dims, "float32").flops == 2 * prod(dims)
+    assert Matmul(*dims, "float32").flops == 2 * prod(dims)

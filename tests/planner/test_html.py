@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fsdp_jax.planner import Fix, Plan, Time
+from fsdp_jax.planner import Fix, Plan, Time, compare_html, plan_html
 from fsdp_jax.planner.compiled.peak_memory import Buffer
 from fsdp_jax.planner.compiled.timeline import COMPUTE, LINK, Event
-from fsdp_jax.planner.html import compare_html, plan_fragment, plan_html
+from fsdp_jax.planner.html import render_fragment
 
 pytestmark = pytest.mark.core
 
@@ -25,23 +25,51 @@ BREAKDOWN = {
     "other": 1,
 }
 SENT = {
-    "op": "all-gather", "dtype": "bfloat16", "axis": "data", "count": 3, "bytes": 4 * GIB, "overlapped_bytes": GIB,
+    "op": "all-gather",
+    "dtype": "bfloat16",
+    "axis": "data",
+    "count": 3,
+    "bytes": 4 * GIB,
+    "overlapped_bytes": GIB,
     "where": "blocks/kernel",
-}  # fmt: skip
+}
 PLAN = Plan(
-    topology="h100:8", strategy="full_shard", mesh={"replica": 1, "data": 8}, devices=8, parameters=1_000_000,
-    valley_bytes=12 * GIB, peak_bytes=40 * GIB, host_bytes=0, capacity_bytes=80 * GIB, usable_bytes=72 * GIB,
+    topology="h100:8",
+    strategy="full_shard",
+    mesh={"replica": 1, "data": 8},
+    devices=8,
+    parameters=1_000_000,
+    valley_bytes=12 * GIB,
+    peak_bytes=40 * GIB,
+    host_bytes=0,
+    capacity_bytes=80 * GIB,
+    usable_bytes=72 * GIB,
     breakdown={kind: size * GIB for kind, size in BREAKDOWN.items()},
-    buffers=(Buffer(2 * GIB, "f32[512,1024,1024]", "activations", "", "dot_general"),), collectives=(SENT,),
-    wire_bytes=4 * GIB, wire_bytes_limit=4 * GIB, exposed_bytes=3 * GIB, time=Time(0.5, 0.25, 0.75, 0.25, 1.0),
-    tokens_per_s_per_device=1234.0, mfu=0.41, hfu=0.5, convention="6 N a token", compile_s=2.0,
-    basis={"peak_bytes": "compiled", "collectives": "compiled", "time": "compiled", "valley_bytes": "analytic"},
-    notes=("set MEM_FRACTION",), fixes=(Fix("remat=full", 16 * GIB, 24 * GIB, True, "a third more compute"),),
+    buffers=(Buffer(2 * GIB, "f32[512,1024,1024]", "activations", "", "dot_general"),),
+    collectives=(SENT,),
+    wire_bytes=4 * GIB,
+    wire_bytes_limit=4 * GIB,
+    exposed_bytes=3 * GIB,
+    time=Time(0.5, 0.25, 0.75, 0.25, 1.0),
+    tokens_per_s_per_device=1234.0,
+    mfu=0.41,
+    hfu=0.5,
+    convention="6 N a token",
+    compile_s=2.0,
+    basis={
+        "peak_bytes": "compiled",
+        "collectives": "compiled",
+        "time": "compiled",
+        "valley_bytes": "analytic",
+    },
+    notes=("set MEM_FRACTION",),
+    fixes=(Fix("remat=full", 16 * GIB, 24 * GIB, True, "a third more compute"),),
     events=(
-        Event(COMPUTE, 0.0, 0.4, "dot_general"), Event(LINK, 0.2, 0.6, "all-gather blocks/kernel"),
+        Event(COMPUTE, 0.0, 0.4, "dot_general"),
+        Event(LINK, 0.2, 0.6, "all-gather blocks/kernel"),
         Event(COMPUTE, 0.5, 1.0, "add"),
     ),
-)  # fmt: skip
+)
 ANALYTIC = replace(
     PLAN, buffers=(), fixes=(), notes=(), events=(), basis={"collectives": "analytic"}
 )
@@ -121,7 +149,7 @@ def boxes(svg):
 @pytest.mark.parametrize("name", PLANS)
 def test_pages_are_well_formed_and_stay_inside_their_drawings(name):
     plan = PLANS[name]
-    for page in (plan_html(plan), plan_fragment(plan), compare_html([plan, PLAN])):
+    for page in (plan_html(plan), render_fragment(plan), compare_html([plan, PLAN])):
         Outline(page)
         for svg in drawings(page).values():
             height = float(svg.get("height"))
@@ -223,8 +251,11 @@ def test_sections_that_a_plan_lacks_are_left_out():
     titles = {name: Outline(plan_html(plan)).of("h3") for name, plan in PLANS.items()}
     assert len(titles["compiled"]) == 7
     assert titles["analytic"] == [
-        "Memory at the peak", "Time of a step", "Collectives of a step", "Notes, and where figures come from"
-    ]  # fmt: skip
+        "Memory at the peak",
+        "Time of a step",
+        "Collectives of a step",
+        "Notes, and the basis of each figure",
+    ]
     assert titles["nothing"] == ["Memory at the peak", "Collectives of a step"]
     assert "<tbody></tbody>" not in plan_html(NOTHING)
     assert "None" not in plan_html(NOTHING)
@@ -237,12 +268,21 @@ def test_an_analytic_plan_does_not_say_what_is_hidden():
 
 def test_what_programs_are_named_is_escaped():
     plan = replace(
-        PLAN, topology=HOSTILE, strategy=HOSTILE, convention=HOSTILE, notes=(HOSTILE,),
-        fixes=(Fix(HOSTILE, 1, 1, True, HOSTILE),), buffers=(Buffer(1, HOSTILE, "other", HOSTILE, HOSTILE),),
+        PLAN,
+        topology=HOSTILE,
+        strategy=HOSTILE,
+        convention=HOSTILE,
+        notes=(HOSTILE,),
+        fixes=(Fix(HOSTILE, 1, 1, True, HOSTILE),),
+        buffers=(Buffer(1, HOSTILE, "other", HOSTILE, HOSTILE),),
         collectives=(SENT | {"op": HOSTILE, "dtype": HOSTILE, "axis": HOSTILE, "where": HOSTILE},),
-        events=(Event(COMPUTE, 0, 1, HOSTILE), Event(HOSTILE, 0, 1, HOSTILE), Event(LINK, 0, 2, HOSTILE)),
-    )  # fmt: skip
-    for page in (plan_html(plan), plan_fragment(plan), compare_html([plan, PLAN])):
+        events=(
+            Event(COMPUTE, 0, 1, HOSTILE),
+            Event(HOSTILE, 0, 1, HOSTILE),
+            Event(LINK, 0, 2, HOSTILE),
+        ),
+    )
+    for page in (plan_html(plan), render_fragment(plan), compare_html([plan, PLAN])):
         assert "<script" not in page
         outline = Outline(page)
         assert all(
@@ -253,7 +293,7 @@ def test_what_programs_are_named_is_escaped():
 
 
 def test_nothing_is_loaded_from_elsewhere():
-    for page in (plan_html(PLAN), plan_fragment(PLAN), compare_html([PLAN, REFUSED])):
+    for page in (plan_html(PLAN), render_fragment(PLAN), compare_html([PLAN, REFUSED])):
         assert not re.search(
             r"https?:|//|url\(|@import|@font-face|<script|<link|<img|<iframe| src=| href=", page
         )

@@ -17,31 +17,29 @@ import fsdp_jax as fsdp
 from fsdp_jax.hlo.collectives import read_program
 from fsdp_jax.hlo.parser import parse
 from fsdp_jax.models import llama, next_token_loss
-from fsdp_jax.planner.compiled.cost import Cost, Costs
-from fsdp_jax.planner.compiled.timeline import Player
-from fsdp_jax.planner.machines.efficiency import efficiency_of
-from fsdp_jax.planner.machines.hardware import HARDWARE
-from fsdp_jax.planner.machines.network import Network
+from fsdp_jax.planner.compiled.cost import CostModel, InstructionCost
+from fsdp_jax.planner.compiled.timeline import ScheduleSimulator
+from fsdp_jax.planner.machines.chips import HARDWARE
 from fsdp_jax.step.xla_options import compiler_options
 from fsdp_jax.testing import mesh_of
 
 pytestmark = pytest.mark.core
 
 
-def cost(lines: str) -> Cost:
+def cost(lines: str) -> InstructionCost:
     """Of the last of the entry's lines."""
     module = parse(
         f"HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[]) -> f32[] {{\n{lines}\n}}\n"
     )
-    return Costs(module).of(module["main"], module["main"].instructions[-1])
+    return CostModel(module).cost(module["main"], module["main"].instructions[-1])
 
 
 def shape(dims, dtype: str = "bf16") -> str:
     return f"{dtype}[{','.join(map(str, dims))}]"
 
 
-def flops(found: Cost) -> int:
-    return sum(product.times * product.flops for product in found.products)
+def flops(found: InstructionCost) -> int:
+    return sum(product.times * product.flops for product in found.matmuls)
 
 
 @given(
@@ -60,8 +58,11 @@ def test_a_dot_is_what_its_dims_say(sizes, left, right, dtypes, library):
         f"  %r = {shape([size[d] for d in right], dtypes[1])}{{2,1,0}} parameter(1)",
     ]
     out = shape([size[d] for d in "bmn"])
-    at = {f"{side}_{kind}": labels.index(d) for side, labels in (("lhs", left), ("rhs", right))
-          for kind, d in (("batch", "b"), ("contracting", "k"))}  # fmt: skip
+    at = {
+        f"{side}_{kind}": labels.index(d)
+        for side, labels in (("lhs", left), ("rhs", right))
+        for kind, d in (("batch", "b"), ("contracting", "k"))
+    }
     if library:
         said = ",".join(f'"{name}_dimensions":["{i}"]' for name, i in at.items())
         lines.append(
@@ -72,7 +73,7 @@ def test_a_dot_is_what_its_dims_say(sizes, left, right, dtypes, library):
         dims = ", ".join(f"{name}_dims={{{i}}}" for name, i in at.items())
         lines.append(f"  %d = {out}{{2,1,0}} dot(%l, %r), {dims}")
     found = cost("\n".join(lines))
-    [product] = found.products
+    [product] = found.matmuls
     assert (product.batch, product.m, product.n, product.k) == tuple(size[d] for d in "bmnk")
     assert product.dtype == dtypes[2]
     assert found.unknown == ""
@@ -131,13 +132,20 @@ def convolve(left, right, labels: str, window: str, groups):
         else [(0, 0)] * spatial
     )
     numbers = jax.lax.ConvDimensionNumbers(
-        *(tuple(labels.index(one) for one in (*first, *"01"[:spatial]))
-          for labels, first in ((inputs, "bf"), (kernel, "oi"), (outputs, "bf")))
-    )  # fmt: skip
+        *(
+            tuple(labels.index(one) for one in (*first, *"01"[:spatial]))
+            for labels, first in ((inputs, "bf"), (kernel, "oi"), (outputs, "bf"))
+        )
+    )
     return jax.lax.conv_general_dilated(
-        np.ones(left, "float32"), np.ones(right, "float32"), each["stride"], pads, lhs_dilation=each["lhs_dilate"],
-        dimension_numbers=numbers, **groups,
-    )  # fmt: skip
+        np.ones(left, "float32"),
+        np.ones(right, "float32"),
+        each["stride"],
+        pads,
+        lhs_dilation=each["lhs_dilate"],
+        dimension_numbers=numbers,
+        **groups,
+    )
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
@@ -151,7 +159,7 @@ def test_a_convolution_multiplies_what_its_windows_meet(name):
         f"  %c = {shape(out.shape)} convolution(%l, %r){said}"
     )
     assert flops(found) == 2 * int(np.asarray(out, "float64").sum())
-    [product] = found.products
+    [product] = found.matmuls
     wide = {
         "patches": (2 * 16, 20, 192),
         "into heads": (24, 16, 40),
@@ -174,7 +182,7 @@ def test_a_convolution_of_cudnn_is_the_forward_ones_count(target, order):
         f' custom-call(%a, %b), window={{{window}}}, dim_labels={labels}, custom_call_target="__cudnn${target}"'
     )
     assert flops(found) == 2 * int(out.sum())
-    assert [(one.m, one.n, one.k) for one in found.products] == [(2 * 16, 20, 192)]
+    assert [(one.m, one.n, one.k) for one in found.matmuls] == [(2 * 16, 20, 192)]
     assert found.bytes == 2 * sum(math.prod(each) for each in dims.values())
 
 
@@ -185,19 +193,47 @@ CAUSAL = B * H * (T // 2) * T * K * 2  # of one product
 @pytest.mark.parametrize(
     ("name", "operands", "count"),
     [
-        ('"__gpu$xla.gpu.triton", metadata={op_name="jit(f)/jvp(jit(mha))/mha_forward/pallas_call"}', "qqq", 2),
-        ('"__gpu$xla.gpu.triton", metadata={op_name="jit(f)/preprocess_backward/mha_preprocess_backward/x"}', "qq", 0),
-        ('"__gpu$xla.gpu.triton", metadata={op_name="jit(f)/checkpoint/mha_backward/pallas_call"}', "qqqqqss", 5),
+        (
+            '"__gpu$xla.gpu.triton", metadata={op_name="jit(f)/jvp(jit(mha))/mha_forward/pallas_call"}',
+            "qqq",
+            2,
+        ),
+        (
+            '"__gpu$xla.gpu.triton", metadata={op_name="jit(f)/preprocess_backward/mha_preprocess_backward/x"}',
+            "qq",
+            0,
+        ),
+        (
+            '"__gpu$xla.gpu.triton", metadata={op_name="jit(f)/checkpoint/mha_backward/pallas_call"}',
+            "qqqqqss",
+            5,
+        ),
         ('"tpu_custom_call", metadata={op_name="jit(f)/splash_mha_fwd_residuals/x"}', "mhgg", 2),
         ('"tpu_custom_call", metadata={op_name="jit(f)/splash_mha_dkv_no_residuals/x"}', "mhgg", 3),
         ('"tpu_custom_call", metadata={op_name="jit(f)/splash_mha_dq_no_residuals/x"}', "mhgg", 2),
-        ('"__cudnn$fmhaSoftmax", backend_config={"mask_type":"CAUSAL","lhs_batch_dimensions":["0","1"]}', "hhh", 2),
-        ('"__cudnn$fmhaSoftmax", backend_config={"mask_type": "CAUSAL", "lhs_batch_dimensions": ["0", "2"]}', "qqq", 2),
-        ('"__cudnn$fmhaSoftmax", backend_config={"mask_type":"NO_MASK","lhs_batch_dimensions":["0","2"]}', "qqq", 4),
-        ('"__cudnn$fmhaSoftmaxBackward", backend_config={"mask_type":"CAUSAL","lhs_batch_dimensions":["0","1"],'
-         '"rhs_batch_dimensions":["0","2"]}', "qqqsqq", 5),
+        (
+            '"__cudnn$fmhaSoftmax", backend_config={"mask_type":"CAUSAL","lhs_batch_dimensions":["0","1"]}',
+            "hhh",
+            2,
+        ),
+        (
+            '"__cudnn$fmhaSoftmax", backend_config={"mask_type": "CAUSAL", "lhs_batch_dimensions": ["0", "2"]}',
+            "qqq",
+            2,
+        ),
+        (
+            '"__cudnn$fmhaSoftmax", backend_config={"mask_type":"NO_MASK","lhs_batch_dimensions":["0","2"]}',
+            "qqq",
+            4,
+        ),
+        (
+            '"__cudnn$fmhaSoftmaxBackward", backend_config={"mask_type":"CAUSAL","lhs_batch_dimensions":["0","1"],'
+            '"rhs_batch_dimensions":["0","2"]}',
+            "qqqsqq",
+            5,
+        ),
     ],
-)  # fmt: skip
+)
 def test_attention_is_counted_by_its_algorithm(name, operands, count):
     kinds = {
         "q": (B, T, H, K),
@@ -216,7 +252,7 @@ def test_attention_is_counted_by_its_algorithm(name, operands, count):
     found = cost("\n".join(lines))
     assert flops(found) == count * CAUSAL
     assert found.unknown == ""
-    assert all(product.fused for product in found.products)
+    assert all(product.fused for product in found.matmuls)
 
 
 def test_attention_of_a_batch_of_one_may_leave_the_batch_out():
@@ -229,9 +265,9 @@ def test_attention_of_a_batch_of_one_may_leave_the_batch_out():
 def test_a_kernel_that_is_not_known_is_said_and_a_marker_is_free():
     lines = '  %x = f32[64] parameter(0)\n  %k = f32[64] custom-call(%x), custom_call_target="{}"{}'
     found = cost(lines.format("tpu_custom_call", ', metadata={op_name="jit(f)/mine/pallas_call"}'))
-    assert (found.unknown, found.bytes, found.products) == ("jit(f)/mine/pallas_call", 512, ())
-    assert cost(lines.format("AllocateBuffer", "")) == Cost()
-    assert cost(lines.format("TopK", "")) == Cost((), 512, "")
+    assert (found.unknown, found.bytes, found.matmuls) == ("jit(f)/mine/pallas_call", 512, ())
+    assert cost(lines.format("AllocateBuffer", "")) == InstructionCost()
+    assert cost(lines.format("TopK", "")) == InstructionCost((), 512, "")
 
 
 # A whole program
@@ -243,18 +279,20 @@ LLAMA = llama.preset("llama2-7b", layers=2, sequence_length=512)
 def test_a_llama_of_two_layers_on_a_gpu():
     mesh, half = mesh_of("h100:8"), fsdp.Precision(compute="bfloat16")
     sharded = fsdp.fully_shard(
-        lambda rngs: llama.Llama(LLAMA, rngs=rngs), optax.adamw(1e-3), mesh, units=[llama.LlamaBlock], precision=half,
+        lambda rngs: llama.Llama(LLAMA, rngs=rngs),
+        optax.adamw(1e-3),
+        mesh,
+        units=[llama.LlamaBlock],
+        precision=half,
         remat="none",
-    )  # fmt: skip
+    )
     step = sharded.train_step(next_token_loss, local_batch=True)
     lowered = step.lower(
         {"tokens": jax.ShapeDtypeStruct((16, LLAMA.sequence_length + 1), jnp.int32)}
     )
     text = lowered.compile(compiler_options=compiler_options(step.plan)).as_text()
-    chip = HARDWARE["h100"]
-    sent, efficiency = read_program(text, step.plan.layout.mesh.shape), efficiency_of(chip)
-    network = Network(step.plan.layout.mesh, chip, efficiency)
-    played = Player(parse(text), sent.collectives, network, efficiency).whole()
+    sent = read_program(text, mesh.shape)
+    result = ScheduleSimulator(parse(text), sent.collectives, mesh, HARDWARE["h100"]).step()
     # by hand: two sequences on a device; what is multiplied is all but the embedding and the norms
     D, F, V, heads, rows, width = 4096, 11008, 32000, 32, 512, 128
     layer, tokens = 4 * D * D + 3 * D * F, 2 * rows
@@ -263,14 +301,14 @@ def test_a_llama_of_two_layers_on_a_gpu():
         2 * 2 * 2 * heads * rows * rows * width
     )  # in both layers: queries by keys, the mask not skipped
     attention = (2 + 1 + 4) * product  # forward, scores again, four derivatives
-    done = sum(each.flops * count for each, count in played.products.items())
+    done = sum(each.flops * count for each, count in result.matmuls.items())
     assert done == pytest.approx(linear + attention, rel=0.02)
-    assert {each.dtype for each in played.products} <= {"bfloat16", "float32"}
+    assert {each.dtype for each in result.matmuls} <= {"bfloat16", "float32"}
     # at least: three times all weights in bf16; of a shard in float32, p, g, m, v are read and p,
     # m, v written
     parameters = 2 * layer + 2 * D * V
     least = 3 * 2 * (2 * layer + D * V) + 28 * parameters // 8
-    assert least < played.traffic < 4 * least
-    assert played.compute + played.memory + played.exposed == pytest.approx(played.seconds)
-    assert 0 < played.exposed <= played.collective < played.seconds
-    assert not played.unknown
+    assert least < result.traffic < 4 * least
+    assert result.compute + result.memory + result.exposed == pytest.approx(result.seconds)
+    assert 0 < result.exposed <= result.collective < result.seconds
+    assert not result.unknown

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_jax.planner import parse_topology, stand_ins
-from fsdp_jax.planner.machines.efficiency import CONSTANTS, efficiency_of
-from fsdp_jax.planner.machines.hardware import HARDWARE
-from fsdp_jax.planner.machines.network import Group, Network
+from fsdp_jax.planner import fake_devices, parse_topology
+from fsdp_jax.planner.machines.chips import HARDWARE
+from fsdp_jax.planner.machines.network import DeviceGroup, Network
 from fsdp_jax.sharding.mesh import make_mesh, split_data
 
 pytestmark = pytest.mark.core
@@ -22,9 +21,8 @@ OPS = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
 @cache
 def network(name: str, replica: int = 1, *, split: bool = False) -> Network:
     topology = parse_topology(name)
-    mesh = make_mesh(-1, replica, devices=stand_ins(topology))
-    efficiency = efficiency_of(topology.hardware)
-    return Network(split_data(mesh) if split else mesh, topology.hardware, efficiency)
+    mesh = make_mesh(-1, replica, devices=fake_devices(topology))
+    return Network(split_data(mesh) if split else mesh, topology.hardware)
 
 
 def rate(name: str, op: str, axes: str, replica: int = 1) -> float:
@@ -35,23 +33,23 @@ def rate(name: str, op: str, axes: str, replica: int = 1) -> float:
 @pytest.mark.parametrize(
     ("name", "replica", "axes", "group"),
     [
-        ("h100:8", 1, "data", Group(8, 1)),
-        ("h100:64x8", 1, "data", Group(512, 64)),
-        ("h100:64x8", 64, "data", Group(8, 1)),  # hybrid: a host
-        ("h100:64x8", 64, "replica", Group(64, 64)),  # one GPU of each host
-        ("h100:64x8", 64, "replica+data", Group(512, 64)),
-        ("h100:2x4", 4, "data", Group(2, 1)),
-        ("h100:2x4", 4, "replica", Group(4, 2)),
-        ("h100:64x8", 64, "?", Group(512, 64)),  # not known: all of them
-        ("h100:64x8", 64, "", Group(512, 64)),
-        ("v5p:2x2x2", 1, "data", Group(8, 1, ((2, False),) * 3)),
-        ("v5p:4x4x8", 1, "data", Group(128, 1, ((4, True), (4, True), (8, True)))),
-        ("v5e:16x16", 1, "data", Group(256, 1, ((16, True), (16, True)))),
-        ("v5e:8x16", 1, "data", Group(128, 1, ((8, False), (16, True)))),
-        ("v5e:16x16*2", 2, "data", Group(256, 1, ((16, True), (16, True)))),
-        ("v5e:16x16*2", 2, "replica", Group(2, 2)),  # one chip of each slice
-        ("v5e:16x16*2", 1, "data", Group(512, 2, ((16, True), (16, True)))),
-        ("v5e:16x16*2", 2, "?", Group(512, 2, ((16, True), (16, True)))),
+        ("h100:8", 1, "data", DeviceGroup(8, 1)),
+        ("h100:64x8", 1, "data", DeviceGroup(512, 64)),
+        ("h100:64x8", 64, "data", DeviceGroup(8, 1)),  # hybrid: a host
+        ("h100:64x8", 64, "replica", DeviceGroup(64, 64)),  # one GPU of each host
+        ("h100:64x8", 64, "replica+data", DeviceGroup(512, 64)),
+        ("h100:2x4", 4, "data", DeviceGroup(2, 1)),
+        ("h100:2x4", 4, "replica", DeviceGroup(4, 2)),
+        ("h100:64x8", 64, "?", DeviceGroup(512, 64)),  # not known: all of them
+        ("h100:64x8", 64, "", DeviceGroup(512, 64)),
+        ("v5p:2x2x2", 1, "data", DeviceGroup(8, 1, ((2, False),) * 3)),
+        ("v5p:4x4x8", 1, "data", DeviceGroup(128, 1, ((4, True), (4, True), (8, True)))),
+        ("v5e:16x16", 1, "data", DeviceGroup(256, 1, ((16, True), (16, True)))),
+        ("v5e:8x16", 1, "data", DeviceGroup(128, 1, ((8, False), (16, True)))),
+        ("v5e:16x16*2", 2, "data", DeviceGroup(256, 1, ((16, True), (16, True)))),
+        ("v5e:16x16*2", 2, "replica", DeviceGroup(2, 2)),  # one chip of each slice
+        ("v5e:16x16*2", 1, "data", DeviceGroup(512, 2, ((16, True), (16, True)))),
+        ("v5e:16x16*2", 2, "?", DeviceGroup(512, 2, ((16, True), (16, True)))),
     ],
 )
 def test_who_is_in_a_group(name, replica, axes, group):
@@ -60,21 +58,21 @@ def test_who_is_in_a_group(name, replica, axes, group):
 
 def test_a_part_of_a_torus_dim_is_no_ring():
     halves = network("v5p:4x4x8", 2)  # the dim of 8 is cut in two
-    assert halves.group("data") == Group(64, 1, ((4, True), (4, True), (4, False)))
+    assert halves.group("data") == DeviceGroup(64, 1, ((4, True), (4, True), (4, False)))
 
 
 def test_one_dim_of_a_torus_has_its_own_links():
     split = network("v5e:16x16", split=True)
     assert [split.group(axis) for axis in split.mesh.axis_names if split.group(axis).size > 1] == [
-        Group(16, 1, ((16, True),))
+        DeviceGroup(16, 1, ((16, True),))
     ] * 2
     one, both = (split.seconds("all-gather", LARGE, axes) for axes in ("data_0", "data_0+data_1"))
     assert one / both == pytest.approx(2, rel=1e-2)
 
 
 def test_a_ring_runs_at_its_slowest_link():
-    links = 450e9 * CONSTANTS["h100"].link
-    ports = 50e9 * CONSTANTS["h100"].network
+    links = 450e9 * HARDWARE["h100"].efficiency.link
+    ports = 50e9 * HARDWARE["h100"].efficiency.network
     assert rate("h100:8", "all-gather", "data") == pytest.approx(links, rel=2e-2)
     assert rate("h100:64x8", "all-gather", "data") == pytest.approx(
         min(links, 8 * ports), rel=1e-2
@@ -86,29 +84,29 @@ def test_a_ring_runs_at_its_slowest_link():
 
 
 def test_a_torus_has_two_links_in_each_dim_that_closes_and_one_where_it_is_open():
-    share = CONSTANTS["v5p"].link
+    share = HARDWARE["v5p"].efficiency.link
     assert rate("v5p:4x4x4", "all-gather", "data") == pytest.approx(600e9 * share, rel=1e-2)
     assert rate("v5p:2x2x2", "all-gather", "data") == pytest.approx(300e9 * share, rel=1e-2)
     assert rate("v5e:8x16", "all-gather", "data") == pytest.approx((50e9 + 100e9) * share, rel=1e-2)
     assert rate("v5e:16x16*2", "all-gather", "replica", 2) == pytest.approx(
-        3.125e9 * CONSTANTS["v5e"].network, rel=1e-2
+        3.125e9 * HARDWARE["v5e"].efficiency.network, rel=1e-2
     )
 
 
 def test_a_permute_goes_to_a_neighbour():
-    share = CONSTANTS["v5p"].link
+    share = HARDWARE["v5p"].efficiency.link
     assert rate("v5p:4x4x4", "permute", "data") == pytest.approx(200e9 * share, rel=1e-2)
     assert rate("v5p:2x2x2", "permute", "data") == pytest.approx(100e9 * share, rel=1e-2)
     assert rate("h100:8", "permute", "data") == pytest.approx(
-        450e9 * CONSTANTS["h100"].link, rel=1e-2
+        450e9 * HARDWARE["h100"].efficiency.link, rel=1e-2
     )
     assert rate("h100:2x8", "permute", "data") == pytest.approx(
-        50e9 * CONSTANTS["h100"].network, rel=1e-2
+        50e9 * HARDWARE["h100"].efficiency.network, rel=1e-2
     )
 
 
 def test_an_exchange_leaves_a_host_by_ones_own_port_and_passes_through_a_torus():
-    constants = CONSTANTS["h100"]
+    constants = HARDWARE["h100"].efficiency
     assert rate("h100:8", "all-to-all", "data") == pytest.approx(450e9 * constants.link, rel=2e-2)
     away = 8 / 15  # of what is sent to 15 others, eight are elsewhere
     assert rate("h100:2x8", "all-to-all", "data") == pytest.approx(
@@ -127,7 +125,7 @@ def test_what_nobody_gets_takes_no_time():
 
 
 def test_latency_is_of_the_faster_protocol():
-    hops, protocols = 7, CONSTANTS["h100"].protocols
+    hops, protocols = 7, HARDWARE["h100"].efficiency.protocols
     least = min(protocol.base + hops * protocol.link for protocol in protocols)
     assert network("h100:8").seconds("all-gather", 1, "data") == pytest.approx(least, rel=1e-3)
     assert network("h100:8").seconds("all-reduce", 1, "data") == pytest.approx(
@@ -136,10 +134,10 @@ def test_latency_is_of_the_faster_protocol():
 
 
 def test_a_ring_steps_within_and_between_hosts():
-    protocols = CONSTANTS["h100"].protocols
+    protocols = HARDWARE["h100"].efficiency.protocols
     ring = min(one.base + (512 - 64) * one.link + 63 * one.network for one in protocols)
     assert network("h100:64x8").seconds("all-gather", 1, "data") == pytest.approx(ring, rel=1e-3)
-    [ici] = CONSTANTS["v5e"].protocols  # both ways around each dim
+    [ici] = HARDWARE["v5e"].efficiency.protocols  # both ways around each dim
     assert network("v5e:16x16").seconds("all-gather", 1, "data") == pytest.approx(
         ici.base + 2 * 8 * ici.link, rel=1e-3
     )
@@ -149,7 +147,7 @@ def test_a_ring_steps_within_and_between_hosts():
 
 
 def test_a_small_all_reduce_over_many_hosts_takes_a_tree():
-    protocols = CONSTANTS["h100"].protocols
+    protocols = HARDWARE["h100"].efficiency.protocols
     tree = min(one.base + 2 * (7 * one.link + log2(64) * one.network) for one in protocols)
     assert network("h100:64x8").seconds("all-reduce", 1, "data") == pytest.approx(tree, rel=1e-3)
 

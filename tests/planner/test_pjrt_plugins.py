@@ -17,8 +17,8 @@ def machine(monkeypatch):
 
     def choose(installed, *, chosen=None, gpu=False, tpu=False):
         told, there, absent = [], ("/dev/null",), ("/dev/no such device",)
-        monkeypatch.setattr(pjrt_plugins, "installed", lambda: installed)
-        monkeypatch.setattr(pjrt_plugins, "_chosen", lambda: chosen or [])
+        monkeypatch.setattr(pjrt_plugins, "installed_plugins", lambda: installed)
+        monkeypatch.setattr(pjrt_plugins, "chosen_platforms", lambda: chosen or [])
         monkeypatch.setattr(pjrt_plugins, "NVIDIA_DEVICES", there if gpu else absent)
         monkeypatch.setattr(pjrt_plugins, "TPU_DEVICES", there if tpu else absent)
         monkeypatch.setattr(jax.config, "update", lambda *update: told.append(update))
@@ -30,7 +30,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("installed", "gpu", "told"),
+    ("installed_plugins", "gpu", "told"),
     [
         (set(), False, None),  # jax needs no telling
         (set(), True, None),
@@ -72,7 +72,7 @@ def test_a_compiler_leaves_the_environment_as_it_was(monkeypatch):
 
 @pytest.mark.parametrize("chosen", [["tpu", "cpu"], []])
 def test_tpus_in_use_keep_their_lock(chosen, monkeypatch):
-    monkeypatch.setattr(pjrt_plugins, "_chosen", lambda: chosen)
+    monkeypatch.setattr(pjrt_plugins, "chosen_platforms", lambda: chosen)
     monkeypatch.setattr(pjrt_plugins, "TPU_DEVICES", ("/dev/null",))
     before = dict(os.environ)
     with pjrt_plugins.as_compiler():
@@ -89,7 +89,7 @@ print(jax.default_backend(), "libtpu.so" in open("/proc/self/maps").read())
 
 @pytest.mark.needs_plugin
 def test_jax_starts_without_a_word_and_without_libtpu():
-    assert pjrt_plugins.installed() == {"cuda", "tpu"}, "make test installs both"
+    assert pjrt_plugins.installed_plugins() == {"cuda", "tpu"}, "make test installs both"
     assert finish(start(DEVICES)) == [("cpu False\n", "")]
 
 

@@ -16,22 +16,37 @@ from fsdp_jax.planner import (
     Work,
     analytic_plan,
     compiled_plan,
+    fake_devices,
     parse_topology,
     plans_table,
-    stand_ins,
 )
 from fsdp_jax.planner.compiled.peak_memory import Buffer
-from fsdp_jax.planner.compiled.program import Program
-from fsdp_jax.planner.planner import logits_bytes
-from fsdp_jax.planner.settings import Knobs, fixes
+from fsdp_jax.planner.compiled.program import CompiledProgram
+from fsdp_jax.planner.make_plan import logits_bytes
+from fsdp_jax.planner.settings import StepSettings, fixes
 
 pytestmark = pytest.mark.core
 
 FIELDS = {  # of CLI.md
-    "topology", "devices", "parameters", "valley_bytes", "peak_bytes", "host_bytes", "capacity_bytes", "fits",
-    "breakdown", "collectives", "wire_bytes", "wire_bytes_limit", "exposed_bytes", "time", "tokens_per_s_per_device",
-    "mfu", "compile_s", "basis",
-}  # fmt: skip
+    "topology",
+    "devices",
+    "parameters",
+    "valley_bytes",
+    "peak_bytes",
+    "host_bytes",
+    "capacity_bytes",
+    "fits",
+    "breakdown",
+    "collectives",
+    "wire_bytes",
+    "wire_bytes_limit",
+    "exposed_bytes",
+    "time",
+    "tokens_per_s_per_device",
+    "mfu",
+    "compile_s",
+    "basis",
+}
 CONFIG = preset("tiny", layers=2, width=64, heads=4)
 TRAINS = partial(next_token_loss, train=True)
 HALF = fsdp.Precision(compute="bfloat16")
@@ -54,11 +69,18 @@ def sharded(devices=None, config=CONFIG, replica=1, **arguments):
     )
 
 
-def make(knobs, devices, config=CONFIG, rows=32):
+def make(settings, devices, config=CONFIG, rows=32):
     there = sharded(
-        devices, config, knobs.replica, strategy=knobs.strategy, remat=knobs.remat, prefetch=knobs.prefetch
-    )  # fmt: skip
-    return there.train_step(TRAINS, accumulation=knobs.accumulation, local_batch=True), batch(rows)
+        devices,
+        config,
+        settings.replica,
+        strategy=settings.strategy,
+        remat=settings.remat,
+        prefetch=settings.prefetch,
+    )
+    return there.train_step(TRAINS, accumulation=settings.accumulation, local_batch=True), batch(
+        rows
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +115,7 @@ def test_text_shows_what_a_person_asks_for(plan):
         "full_shard on h100:8",
         "fits",
         "activations",
-        "waiting for collectives",
+        "exposed communication",
         "by hand",
         "analytic: ",
     ):
@@ -166,11 +188,11 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 def test_fixes_are_what_turning_a_knob_saves():
-    topology, knobs = parse_topology("h100:8"), Knobs("no_shard", remat="none")
+    topology, settings = parse_topology("h100:8"), StepSettings("no_shard", remat="none")
     config = preset("tiny", layers=6, width=256, heads=4)
     build = partial(make, config=config, rows=128)
-    before = analytic_plan(*build(knobs, stand_ins(topology)), topology, Work())
-    found = {fix.change: fix for fix in fixes(before, knobs, build, topology, Work())}
+    before = analytic_plan(*build(settings, fake_devices(topology)), topology, Work())
+    found = {fix.change: fix for fix in fixes(before, settings, build, topology, Work())}
     together = "--strategy full_shard --remat full --train.accumulation 2"
     assert set(found) >= {
         "--remat full",
@@ -179,12 +201,12 @@ def test_fixes_are_what_turning_a_knob_saves():
         together,
     }
     turns = {
-        "--remat full": Knobs("no_shard", remat="full"),
-        "--strategy full_shard": Knobs("full_shard"),
-        together: Knobs("full_shard", remat="full", accumulation=2),
+        "--remat full": StepSettings("no_shard", remat="full"),
+        "--strategy full_shard": StepSettings("full_shard"),
+        together: StepSettings("full_shard", remat="full", accumulation=2),
     }
     for change, turned in turns.items():
-        after = analytic_plan(*build(turned, stand_ins(topology)), topology, Work())
+        after = analytic_plan(*build(turned, fake_devices(topology)), topology, Work())
         assert found[change].peak_bytes == after.peak_bytes
         assert found[change].saves_bytes == before.peak_bytes - after.peak_bytes > 0
         assert found[change].fits
@@ -210,15 +232,15 @@ def test_logits_are_known_by_the_vocabulary():
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_refusal_keeps_what_xla_says(asked, monkeypatch):
     """By annotations there is no estimate: the layout and XLA's word are left."""
-    refused = Program("", None, 10**12, 1.0)
+    refused = CompiledProgram("", None, 10**12, 1.0)
 
     def refuse(step, batch, topology, cache):
         step.trace(batch)
         return refused
 
-    monkeypatch.setattr("fsdp_jax.planner.planner.compile_step", refuse)
+    monkeypatch.setattr("fsdp_jax.planner.make_plan.compile_step", refuse)
     topology = parse_topology("h100:8")
-    step = sharded(stand_ins(topology)).train_step(TRAINS, local_batch=asked)
+    step = sharded(fake_devices(topology)).train_step(TRAINS, local_batch=asked)
     found = compiled_plan(step, batch(8), topology, Work(), None)
     assert not found.fits
     assert sum(found.breakdown.values()) == found.peak_bytes == 10**12

@@ -44,12 +44,24 @@ def test_every_size_has_a_configuration():
     other name.
     """
     left = {preset for _, preset in OTHERS}
-    assert left == {"tiny", "small", "llama-tiny", "t5-tiny", "vit-tiny", "cait-tiny"} - IN_CONFIGS | {
-        "llama3.1-8b", "llama3.1-70b", "t5-11.3b",
-    }  # fmt: skip
+    assert left == {
+        "tiny",
+        "small",
+        "llama-tiny",
+        "t5-tiny",
+        "vit-tiny",
+        "cait-tiny",
+    } - IN_CONFIGS | {
+        "llama3.1-8b",
+        "llama3.1-70b",
+        "t5-11.3b",
+    }
     assert {path.stem for path in CONFIGS.values() if path.stem.startswith("finetune_")} == {
-        "finetune_alpaca_gpt2", "finetune_alpaca_t5", "finetune_head_vit_b16", "finetune_lora_llama3_8b",
-    }  # fmt: skip
+        "finetune_alpaca_gpt2",
+        "finetune_alpaca_t5",
+        "finetune_head_vit_b16",
+        "finetune_lora_llama3_8b",
+    }
 
 
 @pytest.mark.long

@@ -7,37 +7,62 @@ import pytest
 
 from fsdp_jax.errors import ConfigError, FitError
 from fsdp_jax.planner import HARDWARE, Plan, Time, Work, parse_topology
-from fsdp_jax.planner import search as room
-from fsdp_jax.planner.search import Candidate, candidates, machines, search, smallest
-from fsdp_jax.planner.settings import Knobs
+from fsdp_jax.planner import search as search_module
+from fsdp_jax.planner.search import (
+    Candidate,
+    candidate_settings,
+    machines,
+    search,
+    smallest_topology,
+)
+from fsdp_jax.planner.settings import StepSettings
 
 pytestmark = pytest.mark.core
 
 GIB = 2**30
 PLAN = Plan(
-    topology="h100:8", strategy="full_shard", mesh={"replica": 1, "data": 8}, devices=8, parameters=1, valley_bytes=1,
-    peak_bytes=GIB, host_bytes=0, capacity_bytes=80 * GIB, usable_bytes=77 * GIB, breakdown={}, buffers=(),
-    collectives=(), wire_bytes=1, wire_bytes_limit=1, exposed_bytes=0, time=Time(1, 0, 0, 0, 1.0),
-    tokens_per_s_per_device=None, mfu=None, hfu=None, convention="", compile_s=None, basis={"peak_bytes": "analytic"},
-)  # fmt: skip
+    topology="h100:8",
+    strategy="full_shard",
+    mesh={"replica": 1, "data": 8},
+    devices=8,
+    parameters=1,
+    valley_bytes=1,
+    peak_bytes=GIB,
+    host_bytes=0,
+    capacity_bytes=80 * GIB,
+    usable_bytes=77 * GIB,
+    breakdown={},
+    buffers=(),
+    collectives=(),
+    wire_bytes=1,
+    wire_bytes_limit=1,
+    exposed_bytes=0,
+    time=Time(1, 0, 0, 0, 1.0),
+    tokens_per_s_per_device=None,
+    mfu=None,
+    hfu=None,
+    convention="",
+    compile_s=None,
+    basis={"peak_bytes": "analytic"},
+)
 
 
 def planned(peak, seconds, wire=1):
     return replace(PLAN, peak_bytes=peak, wire_bytes=wire, time=Time(seconds, 0, 0, 0, seconds))
 
 
-def arithmetic(knobs, rows, devices):
+def arithmetic(settings, rows, devices):
     """A step whose memory and time are known by heart: remat halves activations and costs a third
     more time.
     """
-    sharded = {"no_shard": 1, "zero1": 2}.get(knobs.strategy, devices // knobs.replica)
-    activations = rows // devices // knobs.accumulation * (1 if knobs.remat == "full" else 4)
+    sharded = {"no_shard": 1, "zero1": 2}.get(settings.strategy, devices // settings.replica)
+    activations = rows // devices // settings.accumulation * (1 if settings.remat == "full" else 4)
     seconds = (
-        (4 if knobs.remat == "full" else 3)
-        + 0.1 * knobs.accumulation
-        - (0.5 if knobs.prefetch == "pre" else 0)
+        (4 if settings.remat == "full" else 3)
+        + 0.1 * settings.accumulation
+        - (0.5 if settings.prefetch == "pre" else 0)
     )
-    return planned((64 // sharded + activations) * GIB, seconds, wire=knobs.accumulation)
+    return planned((64 // sharded + activations) * GIB, seconds, wire=settings.accumulation)
 
 
 @pytest.fixture
@@ -45,8 +70,8 @@ def told(monkeypatch):
     """Plans by arithmetic in place of compilers; what was compiled."""
     compiled = []
 
-    def make(knobs, devices):
-        return (knobs, len(devices)), None
+    def make(settings, devices):
+        return (settings, len(devices)), None
 
     def analytic(step, batch, topology, work):
         return arithmetic(step[0], 64, step[1])
@@ -55,28 +80,28 @@ def told(monkeypatch):
         compiled.append(step[0])
         return replace(arithmetic(step[0], 64, step[1]), basis={"peak_bytes": "compiled"})
 
-    monkeypatch.setattr(room, "analytic_plan", analytic)
-    monkeypatch.setattr(room, "compiled_plan", really)
-    monkeypatch.setattr(room.Topology, "devices", lambda self: [None] * self.size)
+    monkeypatch.setattr(search_module, "analytic_plan", analytic)
+    monkeypatch.setattr(search_module, "compiled_plan", really)
+    monkeypatch.setattr(search_module.Topology, "devices", lambda self: [None] * self.size)
     return make, compiled
 
 
 def test_the_fastest_that_fits_is_compiled_and_wins(told):
     make, compiled = told
     found = search(make, parse_topology("h100:8"), 64, Work(), None)
-    assert len(compiled) == room.FINALISTS == len(found.compiled)
+    assert len(compiled) == search_module.FINALISTS == len(found.compiled)
     assert found.best.plan.fits
     everything = [
-        Candidate(k, arithmetic(k, 64, 8)) for k in candidates(parse_topology("h100:8"), 64)
+        Candidate(k, arithmetic(k, 64, 8)) for k in candidate_settings(parse_topology("h100:8"), 64)
     ]
     assert found.best.seconds == min(one.seconds for one in everything if one.plan.fits)
-    assert str(found.best.knobs) in str(found)
+    assert str(found.best.settings) in str(found)
 
 
 def test_what_another_beats_in_everything_is_not_shown(told):
     make, _ = told
     for one in search(make, parse_topology("h100:8"), 64, Work(), None).pareto():
-        for other in candidates(parse_topology("h100:8"), 64):
+        for other in candidate_settings(parse_topology("h100:8"), 64):
             plan = arithmetic(other, 64, 8)
             better = plan.time.step_s < one.seconds and plan.peak_bytes < one.plan.peak_bytes
             assert not (better and plan.wire_bytes < one.plan.wire_bytes and plan.fits)
@@ -86,11 +111,11 @@ def test_progress_is_told(told):
     said = []
     search(told[0], parse_topology("h100:8"), 64, Work(), None, said.append)
     assert said[0].startswith("1 of ")
-    assert sum(line.startswith("compiling") for line in said) == room.FINALISTS
+    assert sum(line.startswith("compiling") for line in said) == search_module.FINALISTS
 
 
 def test_nothing_fits(told, monkeypatch):
-    monkeypatch.setattr(room, "analytic_plan", lambda *_: planned(500 * GIB, 1.0))
+    monkeypatch.setattr(search_module, "analytic_plan", lambda *_: planned(500 * GIB, 1.0))
     with pytest.raises(FitError, match=r"no setting fits h100:8[\s\S]*500 GiB at least"):
         search(told[0], parse_topology("h100:8"), 64, Work(), None)
 
@@ -103,7 +128,7 @@ def test_what_does_not_fit_when_compiled_is_shown(told, monkeypatch):
         )
         return replace(plan, peak_bytes=much, basis={"peak_bytes": "compiled"})
 
-    monkeypatch.setattr(room, "compiled_plan", really)
+    monkeypatch.setattr(search_module, "compiled_plan", really)
     found = search(told[0], parse_topology("h100:8"), 64, Work(), None)
     assert found.unfit
     assert "does not fit" in str(found)
@@ -114,11 +139,15 @@ def test_one_microbatch_is_tried_where_several_are_too_large(told, monkeypatch):
     def analytic(step, batch, topology, work):
         return planned((60 if step[0].accumulation == 1 else 500) * GIB, 1.0)
 
-    monkeypatch.setattr(room, "analytic_plan", analytic)
+    monkeypatch.setattr(search_module, "analytic_plan", analytic)
     monkeypatch.setattr(
-        room, "compiled_plan", lambda step, *_: replace(PLAN, basis={"peak_bytes": "compiled"})
+        search_module,
+        "compiled_plan",
+        lambda step, *_: replace(PLAN, basis={"peak_bytes": "compiled"}),
     )
-    assert search(told[0], parse_topology("h100:8"), 64, Work(), None).best.knobs.accumulation == 1
+    assert (
+        search(told[0], parse_topology("h100:8"), 64, Work(), None).best.settings.accumulation == 1
+    )
 
 
 def test_a_setting_that_cannot_be_built_is_passed_over(told, monkeypatch):
@@ -127,12 +156,15 @@ def test_a_setting_that_cannot_be_built_is_passed_over(told, monkeypatch):
             raise ValueError("no such optimizer")
         return arithmetic(step[0], 64, step[1])
 
-    monkeypatch.setattr(room, "analytic_plan", analytic)
+    monkeypatch.setattr(search_module, "analytic_plan", analytic)
     assert (
-        search(told[0], parse_topology("h100:8"), 64, Work(), None).best.knobs.strategy == "zero1"
+        search(told[0], parse_topology("h100:8"), 64, Work(), None).best.settings.strategy
+        == "zero1"
     )
     monkeypatch.setattr(
-        room, "analytic_plan", lambda *_: (_ for _ in ()).throw(ValueError("no such optimizer"))
+        search_module,
+        "analytic_plan",
+        lambda *_: (_ for _ in ()).throw(ValueError("no such optimizer")),
     )
     with pytest.raises(ConfigError, match="no such optimizer"):
         search(told[0], parse_topology("h100:8"), 64, Work(), None)
@@ -142,7 +174,9 @@ def test_leaner_settings_spare_the_estimate_of_others(told, monkeypatch):
     """Where the leanest is far too large, the rest of its kind is not traced."""
     tried = []
     monkeypatch.setattr(
-        room, "analytic_plan", lambda step, *_: tried.append(step[0]) or planned(500 * GIB, 1.0)
+        search_module,
+        "analytic_plan",
+        lambda step, *_: tried.append(step[0]) or planned(500 * GIB, 1.0),
     )
     with pytest.raises(FitError):
         search(told[0], parse_topology("h100:8"), 64, Work(), None)
@@ -155,13 +189,15 @@ def test_a_batch_that_does_not_divide(told):
 
 
 def test_candidates_are_of_the_batch_and_the_machine():
-    found = list(candidates(parse_topology("h100:4x8"), 64))
+    found = list(candidate_settings(parse_topology("h100:4x8"), 64))
     assert len(set(found)) == len(found)
     assert {k.accumulation for k in found} == {1, 2}
     assert {k.replica for k in found if k.strategy.startswith("hybrid")} == {2, 4}
-    assert {k.strategy for k in candidates(parse_topology("h100:1"), 4)} == {"no_shard"}
+    assert {k.strategy for k in candidate_settings(parse_topology("h100:1"), 4)} == {"no_shard"}
     assert not [
-        k for k in candidates(parse_topology("h100:8"), 64) if k.strategy.startswith("hybrid")
+        k
+        for k in candidate_settings(parse_topology("h100:8"), 64)
+        if k.strategy.startswith("hybrid")
     ]
 
 
@@ -169,9 +205,9 @@ def test_the_smallest_machine_is_the_first_that_fits(told, monkeypatch):
     def analytic(step, batch, topology, work):
         return planned(640 * GIB // topology.size, 1.0)
 
-    monkeypatch.setattr(room, "analytic_plan", analytic)
+    monkeypatch.setattr(search_module, "analytic_plan", analytic)
     said = []
-    assert smallest(told[0], HARDWARE["h100"], 64, Work(), said.append).name == "h100:8"
+    assert smallest_topology(told[0], HARDWARE["h100"], 64, Work(), said.append).name == "h100:8"
     assert [line.split(":")[1] for line in said] == ["1", "2", "4", "8"]
 
 
@@ -183,20 +219,20 @@ def test_the_smallest_machine_may_need_few_microbatches(told, monkeypatch):
     def analytic(step, batch, topology, work):
         return planned((70 + 10 * step[0].accumulation) * GIB, 1.0)
 
-    monkeypatch.setattr(room, "analytic_plan", analytic)
-    assert smallest(told[0], HARDWARE["h100"], 64, Work()).name == "h100:1"
+    monkeypatch.setattr(search_module, "analytic_plan", analytic)
+    assert smallest_topology(told[0], HARDWARE["h100"], 64, Work()).name == "h100:1"
 
 
 def test_what_no_machine_can_take(told, monkeypatch):
     def analytic(step, batch, topology, work):
         return planned(640 * GIB // topology.size, 1.0)
 
-    monkeypatch.setattr(room, "analytic_plan", analytic)
-    assert smallest(told[0], HARDWARE["h100"], 64, Work(), devices=32).name == "h100:4x8"
+    monkeypatch.setattr(search_module, "analytic_plan", analytic)
+    assert smallest_topology(told[0], HARDWARE["h100"], 64, Work(), devices=32).name == "h100:4x8"
     with pytest.raises(FitError, match="it fits no machine"):
-        smallest(told[0], HARDWARE["h100"], 4, Work())
+        smallest_topology(told[0], HARDWARE["h100"], 4, Work())
     with pytest.raises(ConfigError, match="a machine of 7"):
-        smallest(told[0], HARDWARE["h100"], 64, Work(), devices=7)
+        smallest_topology(told[0], HARDWARE["h100"], 64, Work(), devices=7)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +245,7 @@ def test_machines_grow_and_exist(chip):
     assert all(big == 2 * small for small, big in pairwise(sizes))
 
 
-def test_knobs_are_configuration_keys():
-    assert str(Knobs("zero1", remat="full")) == (
+def test_settings_are_configuration_keys():
+    assert str(StepSettings("zero1", remat="full")) == (
         "--strategy zero1 --mesh.replica 1 --remat full --prefetch none --train.accumulation 1"
     )

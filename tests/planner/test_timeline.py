@@ -1,4 +1,4 @@
-"""Schedules played by hand: what is hidden, what is waited for, and that the parts of a step make
+"""Schedules result by hand: what is hidden, what is waited for, and that the parts of a step make
 the whole.
 """
 
@@ -9,13 +9,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
 from fsdp_jax.hlo.collectives import read_program
 from fsdp_jax.hlo.parser import parse
-from fsdp_jax.planner import parse_topology, stand_ins
-from fsdp_jax.planner.compiled.timeline import COMPUTE, LINK, Played, Player
-from fsdp_jax.planner.machines.efficiency import efficiency_of
+from fsdp_jax.planner import fake_devices, parse_topology
+from fsdp_jax.planner.compiled.timeline import COMPUTE, LINK, ScheduleSimulator, SimulatedTime
+from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.network import Network
+from fsdp_jax.planner.machines.roofline import Roofline
 from fsdp_jax.sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.core
@@ -30,40 +32,37 @@ DONE = f"  %{{0}} = {WHOLE} all-gather-done(%{{1}})\n"
 X = f"  %x = {SHARD} parameter(0)\n"
 
 
-def player(body: str, more: str = "", machine: str = H100) -> Player:
+def mesh_and_chip(machine: str) -> tuple[Mesh, Hardware]:
     topology = parse_topology(machine)
-    mesh = make_mesh(devices=stand_ins(topology))
-    head = f"HloModule m, is_scheduled=true, num_partitions={topology.size}"
+    return make_mesh(devices=fake_devices(topology)), topology.hardware
+
+
+def simulator(body: str, more: str = "", machine: str = H100) -> ScheduleSimulator:
+    mesh, chip = mesh_and_chip(machine)
+    head = f"HloModule m, is_scheduled=true, num_partitions={mesh.size}"
     text = f"{head}\n\n{more}\n\nENTRY %main (x: f32[8]) -> f32[] {{\n{body}}}\n"
-    efficiency = efficiency_of(topology.hardware)
     sent = read_program(text, mesh.shape).collectives
-    return Player(
-        parse(text), sent, Network(mesh, topology.hardware, efficiency), efficiency, frozenset({1})
-    )
+    return ScheduleSimulator(parse(text), sent, mesh, chip)
 
 
-def play(body: str, more: str = "", machine: str = H100) -> Played:
-    played = player(body, more, machine).whole()
-    assert played.compute + played.memory + played.exposed == pytest.approx(played.seconds)
-    return played
+def simulate(body: str, more: str = "", machine: str = H100) -> SimulatedTime:
+    result = simulator(body, more, machine).step()
+    assert result.compute + result.memory + result.exposed == pytest.approx(result.seconds)
+    return result
 
 
-def work(number: int, megabytes: int) -> str:
-    """Reads and writes as much memory, together."""
+def write(number: int, megabytes: int) -> str:
+    """Returns an instruction that moves so much memory in total."""
     return f"  %a{number} = f32[{megabytes * 125_000}]{{0}} broadcast(%x)\n" * (megabytes > 0)
 
 
-def worked(megabytes: int, machine: str = H100) -> float:
-    efficiency = efficiency_of(parse_topology(machine).hardware)
-    return 0.5e6 * megabytes / efficiency.memory_rate + efficiency.constants.launch
+def write_seconds(megabytes: int, machine: str = H100) -> float:
+    roofline = Roofline(parse_topology(machine).hardware)
+    return 0.5e6 * megabytes / roofline.memory_rate + roofline.efficiency.launch
 
 
-def gathered(sent: int = SENT, machine: str = H100) -> float:
-    topology = parse_topology(machine)
-    mesh = make_mesh(devices=stand_ins(topology))
-    return Network(mesh, topology.hardware, efficiency_of(topology.hardware)).seconds(
-        "all-gather", sent, "data"
-    )
+def gather_seconds(sent: int = SENT, machine: str = H100) -> float:
+    return Network(*mesh_and_chip(machine)).seconds("all-gather", sent, "data")
 
 
 def loop(body: str) -> str:
@@ -82,85 +81,87 @@ def run(trips: int) -> str:
 
 
 def test_a_gather_behind_enough_work_is_hidden():
-    played = play(X + START.format("s", "x") + work(0, 1000) + DONE.format("d", "s"))
-    assert played.exposed == played.exposed_bytes == 0
-    assert played.seconds == pytest.approx(worked(1000))
-    assert played.collective == pytest.approx(gathered())
-    assert [event.lane for event in played.events] == [LINK, COMPUTE]
+    result = simulate(X + START.format("s", "x") + write(0, 1000) + DONE.format("d", "s"))
+    assert result.exposed == result.exposed_bytes == 0
+    assert result.seconds == pytest.approx(write_seconds(1000))
+    assert result.collective == pytest.approx(gather_seconds())
+    assert [event.lane for event in result.events] == [LINK, COMPUTE]
 
 
 def test_a_gather_is_waited_for_as_long_as_the_work_falls_short():
-    played = play(X + START.format("s", "x") + work(0, 100) + DONE.format("d", "s"))
-    assert played.exposed == pytest.approx(gathered() - worked(100))
-    assert played.exposed_bytes == pytest.approx(SENT * played.exposed / gathered())
-    assert played.seconds == pytest.approx(gathered())
-    assert played.memory == pytest.approx(worked(100))
+    result = simulate(X + START.format("s", "x") + write(0, 100) + DONE.format("d", "s"))
+    assert result.exposed == pytest.approx(gather_seconds() - write_seconds(100))
+    assert result.exposed_bytes == pytest.approx(SENT * result.exposed / gather_seconds())
+    assert result.seconds == pytest.approx(gather_seconds())
+    assert result.memory == pytest.approx(write_seconds(100))
 
 
 def test_a_gather_that_nothing_runs_beside_is_all_waiting():
-    synchronous = play(f"{X}  %g = {WHOLE} all-gather(%x), {GROUPS}, dimensions={{0}}\n")
-    beside_nothing = play(X + START.format("s", "x") + DONE.format("d", "s"))
-    declared = play(
+    synchronous = simulate(f"{X}  %g = {WHOLE} all-gather(%x), {GROUPS}, dimensions={{0}}\n")
+    beside_nothing = simulate(X + START.format("s", "x") + DONE.format("d", "s"))
+    declared = simulate(
         X
         + START.format("s", "x")[:-1]
         + ', backend_config={"is_sync":true}\n'
         + DONE.format("d", "s")
     )
-    for played in (synchronous, beside_nothing, declared):
-        assert played.seconds == played.exposed == played.collective == pytest.approx(gathered())
-        assert played.exposed_bytes == SENT
+    for result in (synchronous, beside_nothing, declared):
+        assert (
+            result.seconds == result.exposed == result.collective == pytest.approx(gather_seconds())
+        )
+        assert result.exposed_bytes == SENT
 
 
 def test_gathers_go_one_after_the_other():
-    both = START.format("s", "x") + START.format("z", "x") + work(0, 100)
-    played = play(X + both + DONE.format("d", "s") + DONE.format("e", "z"))
-    assert played.seconds == pytest.approx(2 * gathered())
-    first, second = (event for event in played.events if event.lane == LINK)
+    both = START.format("s", "x") + START.format("z", "x") + write(0, 100)
+    result = simulate(X + both + DONE.format("d", "s") + DONE.format("e", "z"))
+    assert result.seconds == pytest.approx(2 * gather_seconds())
+    first, second = (event for event in result.events if event.lane == LINK)
     assert second.start == pytest.approx(first.end)
 
 
 def test_a_product_takes_the_longer_of_its_work_and_its_memory():
-    def multiply(m: int, n: int) -> Played:
+    def multiply(m: int, n: int) -> SimulatedTime:
         dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
         sides = f"  %l = f32[{m},4096] parameter(1)\n  %r = f32[4096,{n}] parameter(2)\n"
-        return play(f"{X}{sides}  %d = f32[{m},{n}] dot(%l, %r), {dims}\n")
+        return simulate(f"{X}{sides}  %d = f32[{m},{n}] dot(%l, %r), {dims}\n")
 
     square, thin = multiply(4096, 4096), multiply(65536, 8)
     assert square.compute == square.seconds > 0 == square.memory
     assert thin.memory == thin.seconds > 0 == thin.compute
-    [(product, times)] = square.products.items()
+    [(product, times)] = square.matmuls.items()
     assert (product.m, product.n, product.k, times) == (4096, 4096, 4096, 1)
 
 
 @pytest.mark.parametrize("trips", [0, 1, 7])
 def test_a_loop_takes_its_body_so_often(trips):
-    body = START.format("s", "x") + work(0, 100) + DONE.format("d", "s")
-    once, often = play(X + body), play(X + run(trips), loop(body))
+    body = START.format("s", "x") + write(0, 100) + DONE.format("d", "s")
+    once, often = simulate(X + body), simulate(X + run(trips), loop(body))
     for name in ("seconds", "memory", "exposed", "collective", "traffic", "exposed_bytes"):
         assert getattr(often, name) == pytest.approx(trips * getattr(once, name)), name
 
 
 def test_the_layer_is_the_loop_that_takes_longest():
-    body = START.format("s", "x") + work(0, 100) + DONE.format("d", "s")
-    looped = player(X + run(7) + work(9, 10), loop(body))
-    assert looped.layer().seconds == pytest.approx(gathered())
-    assert looped.whole().seconds == pytest.approx(7 * gathered() + worked(10))
-    flat = player(X + body)
-    assert flat.layer() is flat.whole()
+    body = START.format("s", "x") + write(0, 100) + DONE.format("d", "s")
+    looped = simulator(X + run(7) + write(9, 10), loop(body))
+    assert looped.layer().seconds == pytest.approx(gather_seconds())
+    assert looped.step().seconds == pytest.approx(7 * gather_seconds() + write_seconds(10))
+    flat = simulator(X + body)
+    assert flat.layer() is flat.step()
 
 
 def test_a_gather_that_spans_a_loop_has_the_link_while_the_loop_leaves_it():
     across = X + START.format("s0", "x") + run(4) + DONE.format("d0", "s0")
-    quiet = play(across, loop(work(0, 1000)))
+    quiet = simulate(across, loop(write(0, 1000)))
     assert quiet.exposed == 0
-    busy = play(
+    busy = simulate(
         across, loop(START.format("s", "x") + DONE.format("d", "s"))
     )  # five gathers, one after the other
-    assert busy.seconds == busy.exposed == busy.collective == pytest.approx(5 * gathered())
-    half = loop(START.format("s", "x") + work(0, 100) + DONE.format("d", "s") + work(1, 100))
-    idle = 4 * worked(100)  # in which the loop leaves the link free
-    assert play(across, half).exposed == pytest.approx(
-        4 * (gathered() - worked(100)) + max(0, gathered() - idle)
+    assert busy.seconds == busy.exposed == busy.collective == pytest.approx(5 * gather_seconds())
+    half = loop(START.format("s", "x") + write(0, 100) + DONE.format("d", "s") + write(1, 100))
+    idle = 4 * write_seconds(100)  # in which the loop leaves the link free
+    assert simulate(across, half).exposed == pytest.approx(
+        4 * (gather_seconds() - write_seconds(100)) + max(0, gather_seconds() - idle)
     )
 
 
@@ -201,15 +202,15 @@ def test_a_loop_inside_a_loop_runs_as_often_as_the_outer_ones_scalars_say():
         f"{X}  %five = s32[] constant(5)\n  %in = (s32[]) tuple(%five)\n"
         '  %w = (s32[]) while(%in), condition=%always, body=%outside, backend_config={"known_trip_count":{"n":"3"}}\n'
     )
-    played = play(body, more)
-    assert played.collective == pytest.approx(3 * 5 * gathered())
-    assert played.exposed_bytes == pytest.approx(3 * 5 * SENT)
+    result = simulate(body, more)
+    assert result.collective == pytest.approx(3 * 5 * gather_seconds())
+    assert result.exposed_bytes == pytest.approx(3 * 5 * SENT)
 
 
 def test_the_longer_branch_counts():
     branches = "\n\n".join(
         f"%{name} (x: {SHARD}) -> f32[] {{\n{X}{lines}}}"
-        for name, lines in (("short", work(0, 10)), ("long", work(1, 90)))
+        for name, lines in (("short", write(0, 10)), ("long", write(1, 90)))
     )
     lines = f"{X}  %p = s32[] parameter(1)\n"
     for call, megabytes in (
@@ -217,8 +218,8 @@ def test_the_longer_branch_counts():
         ("conditional(%p, %x, %x), branch_computations={%long, %short}", 90),
         ("call(%x), to_apply=%short", 10),
     ):
-        assert play(f"{lines}  %c = f32[] {call}\n", branches).seconds == pytest.approx(
-            worked(megabytes)
+        assert simulate(f"{lines}  %c = f32[] {call}\n", branches).seconds == pytest.approx(
+            write_seconds(megabytes)
         )
 
 
@@ -229,12 +230,12 @@ def test_a_copy_runs_beside_and_is_memory_where_it_is_waited_for():
         f"  %d = {fast} copy-done(%c)\n",
     )
     alone, beside = (
-        play(X + copy + done, machine=V5P),
-        play(X + copy + work(0, 1000) + done, machine=V5P),
+        simulate(X + copy + done, machine=V5P),
+        simulate(X + copy + write(0, 1000) + done, machine=V5P),
     )
     assert alone.memory == alone.seconds == pytest.approx(4 * ROWS / (2765e9 * 0.88))
     assert alone.exposed == beside.exposed == 0
-    assert beside.seconds == pytest.approx(worked(1000, V5P))
+    assert beside.seconds == pytest.approx(write_seconds(1000, V5P))
     assert (alone.traffic, beside.traffic) == (4 * ROWS, 4 * ROWS + 500_000_000)
 
 
@@ -243,12 +244,12 @@ def test_what_sends_nothing_is_no_memory():
         START.format("s", "x")
         + f"  %e = (f32[0]{{0}}, f32[0]{{0}}) all-gather-start(%z), {GROUPS}, dimensions={{0}}\n"
     )
-    played = play(
+    result = simulate(
         f"{X}  %z = f32[0]{{0}} parameter(1)\n{waits}  %n = f32[0]{{0}} all-gather-done(%e)\n"
         + DONE.format("d", "s")
     )
-    assert played.memory == 0
-    assert played.exposed == pytest.approx(gathered())
+    assert result.memory == 0
+    assert result.exposed == pytest.approx(gather_seconds())
 
 
 def test_a_collective_inside_a_fusion_of_a_tpu_is_found_where_it_starts_and_where_it_is_waited_for():
@@ -262,9 +263,9 @@ def test_a_collective_inside_a_fusion_of_a_tpu_is_found_where_it_starts_and_wher
     start = f"  %s = ({near}, {near}) fusion(%y), kind=kCustom, calls=%begin\n"
     done = f"  %d = {near} fusion(%s), kind=kCustom, calls=%finish\n"
     y = f"  %y = {near} parameter(1)\n"
-    link = gathered(machine=V5P)
-    alone = play(X + y + start + done, both, V5P)
-    hidden = play(X + y + start + work(0, 9000) + done, both, V5P)
+    link = gather_seconds(machine=V5P)
+    alone = simulate(X + y + start + done, both, V5P)
+    hidden = simulate(X + y + start + write(0, 9000) + done, both, V5P)
     assert alone.exposed == alone.seconds == pytest.approx(link)
     assert (hidden.exposed, hidden.collective) == (0, pytest.approx(link))
 
@@ -289,8 +290,8 @@ def schedules(draw) -> Schedule:
         what = draw(st.sampled_from(["work", "start", "done"]))
         if what == "work":
             megabytes = draw(st.integers(1, 400))
-            made.lines += work(number, megabytes)
-            made.seconds += worked(megabytes)
+            made.lines += write(number, megabytes)
+            made.seconds += write_seconds(megabytes)
         elif what == "start":
             made.lines += START.format(f"s{number}", "x")
             made.gathers += 1
@@ -311,22 +312,22 @@ def test_the_parts_of_any_schedule_make_its_whole(before, inside, trips, after):
     )
     cut = len(before.lines.splitlines()) // 2
     entry = [line + "\n" for line in marked.splitlines()]
-    played = player(
+    result = simulator(
         X + "".join(entry[:cut]) + run(trips) + "".join(entry[cut:]), loop(inside.lines)
-    ).whole()
+    ).step()
     gathers = before.gathers + after.gathers + trips * inside.gathers
     done = before.seconds + after.seconds + trips * inside.seconds
     small = 1e-9
-    assert played.compute + played.memory + played.exposed == pytest.approx(played.seconds)
-    assert played.memory == pytest.approx(done)
-    assert played.collective == pytest.approx(gathers * gathered())
+    assert result.compute + result.memory + result.exposed == pytest.approx(result.seconds)
+    assert result.memory == pytest.approx(done)
+    assert result.collective == pytest.approx(gathers * gather_seconds())
     assert (
-        max(done, played.collective) - small <= played.seconds <= done + played.collective + small
+        max(done, result.collective) - small <= result.seconds <= done + result.collective + small
     )
-    assert -small <= played.exposed <= played.collective + small
-    assert -small <= played.exposed_bytes <= gathers * SENT + 1
+    assert -small <= result.exposed <= result.collective + small
+    assert -small <= result.exposed_bytes <= gathers * SENT + 1
     for lane in (LINK, COMPUTE):
-        events = [event for event in played.events if event.lane == lane]
+        events = [event for event in result.events if event.lane == lane]
         assert all(event.end >= event.start >= 0 for event in events)
         if lane == COMPUTE:
             assert all(later.start >= earlier.end - small for earlier, later in pairwise(events))

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fsdp_jax
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.planner import HARDWARE, parse_topology
-from fsdp_jax.planner.machines import topology as room
+from fsdp_jax.planner.machines import topology as topology_module
 
 GPUS = [chip.name for chip in HARDWARE.values() if chip.platform == "cuda"]
 TPUS = [chip.name for chip in HARDWARE.values() if chip.platform == "tpu"]
@@ -64,8 +64,8 @@ def test_names(name, shape, slices, size):
         ("h100:0x8", "1 or more of everything"),
         ("v5e:4x4*0", "1 or more of everything"),
         ("cpu:2x4", r"a number of virtual devices\n.*\n.*cpu:8"),
-        ("h100:8*2", r"no slices: they are of TPUs\n.*\n.*h100:2x8"),
-        ("cpu:8*2", "no slices: they are of TPUs"),
+        ("h100:8*2", r"no slices: only TPUs have them\n.*\n.*h100:2x8"),
+        ("cpu:8*2", "no slices: only TPUs have them"),
         ("h100:2x2x2", "hosts x GPUs of each"),
         ("h100:64", r"at most 8 GPUs a host\n.*\n.*h100:8x8 for 64"),
         ("h100:12", r"at most 8 GPUs a host\n.*\n.*h100:2x8 for 16"),
@@ -121,7 +121,7 @@ def test_virtual_devices():
 
 @pytest.mark.parametrize(("name", "extra"), [("h100:8", "cuda-aot"), ("v5e:4x4", "tpu-aot")])
 def test_a_missing_plugin_is_one_line(name, extra, monkeypatch):
-    monkeypatch.setattr(room, "installed", set)
+    monkeypatch.setattr(topology_module, "installed_plugins", set)
     with pytest.raises(ConfigError) as caught:
         parse_topology(name).devices()
     assert str(caught.value).count("\n") == 0

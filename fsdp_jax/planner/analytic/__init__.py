@@ -1,1 +1,1 @@
-"""Figures estimated by arithmetic alone, without compiling for the target."""
+"""Estimates from a step's trace and layout, without compiling."""

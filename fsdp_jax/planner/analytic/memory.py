@@ -1,32 +1,31 @@
-"""What a step takes on one device, from its traced program alone: peak memory, matrix products,
-memory traffic.
+"""Estimates a step's peak memory, matmuls and memory traffic on one device, from its trace alone.
 
-Neither a compiler nor devices are needed: a step traced on `stand_ins(topology)` is enough.
+Neither a compiler nor devices are needed: a step traced on `fake_devices(topology)` is enough.
 
-[Note: what is stored] XLA fuses elementwise operations into what reads them: their results never
-reach memory; what they are made from lives until then. So a value is *stored* if XLA runs what
-makes it as a kernel of its own (products, collectives, reductions, loops), or if such a kernel
-reads it; then all others read it from memory too, for XLA fuses into all readers or none. Any other
-value is *fused* and stands for the stored ones behind it. A stored value takes memory from the
-operation that makes it to the last that reads it; a constant, from the first that reads it.
+[Note: stored values] XLA fuses elementwise operations into their readers: their results never reach
+memory; their operands live until then. So a value is *stored* if XLA runs the operation that makes
+it as a kernel of its own (matmuls, collectives, reductions, loops), or if such a kernel reads it;
+then all others read it from memory too, for XLA fuses into all readers or none. Any other value is
+*fused*: reading it reads the stored values that it is made from. A stored value takes memory from
+the operation that makes it to the last that reads it; a constant, from the first that reads it.
 
-What is updated in place takes no second buffer: slices written into an array, scatters, what a loop
-carries. What a loop stacks is there from its start. The new state takes the place of the donated
-old one; the optimizer is fused.
+What is updated in place takes no second buffer: slices written into an array, scatters, loop
+carries. What a loop stacks is allocated at its start. The new state reuses the memory of the
+donated old one; the optimizer is fused.
 
-[Note: the order of the program]
-It is that of the trace, but for what XLA is seen to do to it on GPUs:
+[Note: the order of operations]
+It is that of the trace, except for what XLA is observed to do on GPUs:
 
-- It schedules from the end. What no loop and no gather waits for runs behind the last of them:
-  gradients of weights behind the loop over the chunks of attention, a tied embedding's behind that
-  over layers. Their operands live on.
-- A loop of one turn is no loop, so the above holds for what is inside it too.
-- A collective wants its dim outermost. What is scattered along another is copied, unless a product
+- It schedules from the end. What no loop and no gather depends on runs after the last of them:
+  gradients of weights after the loop over the chunks of attention, a tied embedding's after that
+  over layers. Their operands stay alive.
+- A loop of one trip is no loop, so the above holds inside it too.
+- A collective needs its dim outermost. What is scattered along another is copied, unless a matmul
   made it, which can write it so. As collectives are combined, all copies are made before the first
   is sent.
 
-Left out are padding, gaps between buffers in the heap, copies that XLA makes of its own accord, and
-the code.
+Not modelled: padding, gaps between buffers in the heap, copies that XLA makes for other reasons,
+and the code.
 """
 
 from collections import Counter
@@ -39,53 +38,35 @@ import jax.extend.core as jex
 
 from fsdp_jax.compat import scan_arguments
 from fsdp_jax.errors import message
-from fsdp_jax.planner.analytic.matmuls import products_of
-from fsdp_jax.planner.machines.matmul import Product
+from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
+from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind
+from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import batch_shards, shards_of
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import SEPARATOR
 from fsdp_jax.units.collectives import SITE
 
-PARTS = ("params", "gradients", "optimizer", "activations", "gathered", "other")
-
+# Calls, which are inlined.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call"}
-_ALIASES = (
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "transpose",
-    "layout_constraint",
-    "optimization_barrier",
-)
-_REDUCTIONS = (
-    "reduce_sum",
-    "reduce_max",
-    "reduce_min",
-    "reduce_prod",
-    "reduce_and",
-    "reduce_or",
-    "argmax",
-    "argmin",
-)
-_KERNELS = """all_gather all_to_all cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum custom_call
-    dot_general eigh ffi_call fft gather lu pallas_call ppermute qr ragged_all_to_all ragged_dot_general reduce_scatter
-    select_and_scatter_add sort svd top_k triangular_solve"""
-_SLICES = ("slice", "dynamic_slice", "split", "gather")  # read as much as they give
-_UPDATES = (
-    "dynamic_update_slice",
-    "scatter",
-    "scatter-add",
-    "psum",
-)  # in place of their first operand
-_KINDS = {
-    **dict.fromkeys(_ALIASES, "alias"),
-    **dict.fromkeys(_REDUCTIONS, "reduction"),
-    **dict.fromkeys(_UPDATES, "update"),
+# What an operation does to memory, by its primitive; all others are fused.
+_ALIASES = "reshape squeeze expand_dims transpose layout_constraint optimization_barrier"
+_REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
+_UPDATES = "dynamic_update_slice scatter scatter-add psum"  # write into their first operand
+_LOOPS = "scan while cond"
+_KERNELS = """all_gather all_to_all cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod
+    cumsum custom_call dot_general eigh ffi_call fft gather lu pallas_call ppermute qr
+    ragged_all_to_all ragged_dot_general reduce_scatter select_and_scatter_add sort svd top_k
+    triangular_solve"""
+_EFFECTS = {
+    **dict.fromkeys(_ALIASES.split(), "alias"),
+    **dict.fromkeys(_REDUCTIONS.split(), "reduction"),
+    **dict.fromkeys(_UPDATES.split(), "update"),
+    **dict.fromkeys(_LOOPS.split(), "loop"),
     **dict.fromkeys(_KERNELS.split(), "kernel"),
-    **dict.fromkeys(("scan", "while", "cond"), "loop"),
 }
+_SLICES = ("slice", "dynamic_slice", "split", "gather")  # read no more than they return
 _COPY = "copy for a collective"
 
 
@@ -94,26 +75,24 @@ class Estimate:
     """What one device needs for one step.
 
     Attributes:
-        peak_bytes: the most that is held at once, the state included.
-        breakdown: bytes of it for each of `PARTS`, at that time.
-        products: matrix products, loops counted (one turn of those of unknown length); no
-            convolutions.
-        traffic_bytes: read from and written to the device's memory.
+        peak_bytes: the most memory that is in use at once, the state included.
+        breakdown: bytes by kind at that time; their sum is `peak_bytes`.
+        matmuls: loop trips counted (one trip where their number is unknown); no convolutions.
+        traffic_bytes: read from and written to device memory.
 
     """
 
     peak_bytes: int
-    breakdown: dict[str, int]
-    products: tuple[Product, ...]
+    breakdown: dict[Kind, int]
+    matmuls: tuple[Matmul, ...]
     traffic_bytes: int
 
 
 def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
-    """Reads the traced step of a settled plan.
+    """Estimates a traced step.
 
     Raises:
-        ValueError: the step is partitioned by annotations, so that its trace does not have a
-            device's own shapes.
+        ValueError: the step is partitioned by annotations: its trace has no per-device shapes.
 
     """
     layout = plan.layout
@@ -121,28 +100,31 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
         what = "only a step whose devices see their own part of the batch can be estimated"
         fix = "compile for a topology, or train_step(local_batch=True)"
         raise ValueError(message(what, where="local_batch", got=False, fix=fix))
-    shapes, outer = _Shapes(layout), jaxpr.jaxpr
-    reader = _Reader(shapes.bytes_outside, shapes.part_of)
-    new = reader.run(outer, [_given(shapes.bytes_outside(v.aval)) for v in outer.invars])
-    program = _Program(new, [], [], reader.ops)  # the new state takes the place of the old one
-    program.settle()
-    life = _Life(program)
-    held = life.peak()
+    # read the step into operations on the memory of one device
+    shapes, outer = _StateShapes(layout), jaxpr.jaxpr
+    reader = _JaxprReader(shapes.sharded_bytes, shapes.kind)
+    inputs = [_outer_value(shapes.sharded_bytes(var.aval)) for var in outer.invars]
+    results = reader.run(outer, inputs)  # the new state, which reuses the memory of the old one
+    operations = _OperationList(results, [], [], reader.operations)
+    operations.resolve()
+    # what the operations need, then the state, then the batch
+    lifetimes = _Lifetimes(operations)
+    peak: Counter[str] = lifetimes.peak()
     for leaf in layout:
-        held["params" if leaf.path.startswith(COPIES + SEPARATOR) else leaf.part] += (
-            leaf.bytes_per_device
-        )
+        is_copy = leaf.path.startswith(COPIES + SEPARATOR)
+        peak["params" if is_copy else leaf.part] += leaf.bytes_per_device
     batch = outer.invars[sum(1 for _ in layout) :]  # the state comes first
-    held["other"] += sum(_bytes(v.aval) for v in batch) // batch_shards(layout.mesh)
-    times: Counter[Product] = Counter()
-    for product in program.products():
-        times[replace(product, times=1)] += product.times
-    products = tuple(replace(product, times=count) for product, count in times.items())
-    return Estimate(held.total(), {part: held[part] for part in PARTS}, products, life.traffic)
+    peak["other"] += sum(_global_bytes(var.aval) for var in batch) // batch_shards(layout.mesh)
+    times: Counter[Matmul] = Counter()
+    for matmul in operations.matmuls():
+        times[replace(matmul, times=1)] += matmul.times
+    matmuls = tuple(replace(matmul, times=count) for matmul, count in times.items())
+    breakdown = {kind: peak[kind] for kind in KINDS}
+    return Estimate(peak.total(), breakdown, matmuls, lifetimes.traffic)
 
 
-class _Shapes:
-    """What the shape of a value says about it."""
+class _StateShapes:
+    """Shapes of the state, by which values of the trace are recognized."""
 
     def __init__(self, layout: Layout) -> None:
         self.shards: dict[tuple[int, ...], int] = {}
@@ -151,34 +133,27 @@ class _Shapes:
             parts = [shards_of(leaf.mesh, entry) for entry in leaf.grad_spec]
             self.shards[leaf.shape] = max(self.shards.get(leaf.shape, 1), prod(parts))
             if leaf.part == "params":
-                local = (
-                    *(n // k for n, k in zip(leaf.shape, parts, strict=False)),
-                    *leaf.shape[len(parts) :],
-                )
-                self.gradients |= {
-                    shape[n:] for shape in (local, leaf.shape) for n in (0, leaf.stacked)
-                }
+                sharded_dims = zip(leaf.shape, parts, strict=False)
+                shard = (*(n // k for n, k in sharded_dims), *leaf.shape[len(parts) :])
+                for shape in (shard, leaf.shape):
+                    self.gradients |= {shape, shape[leaf.stacked :]}
 
-    def bytes_outside(self, aval: Any) -> int:
-        """Of a value of the optimizer, whose shape is global: it is sharded as the state of its
-        shape is.
-        """
-        return _bytes(aval) // self.shards.get(getattr(aval, "shape", ()), 1)
+    def sharded_bytes(self, aval: Any) -> int:
+        """Returns one device's bytes of a value of global shape, sharded as state of that shape."""
+        return _global_bytes(aval) // self.shards.get(getattr(aval, "shape", ()), 1)
 
-    def part_of(self, eqn: jex.JaxprEqn, aval: Any) -> str:
-        """Of `PARTS`, where it is not of the state."""
+    def kind(self, eqn: jex.JaxprEqn, aval: Any) -> Kind:
+        """Returns the kind of a value that is not part of the state."""
         scope = str(eqn.source_info.name_stack)
-        if eqn.primitive.name == "all_gather" or (
-            SITE.split("{}")[0] in scope and "transpose(" not in scope
-        ):
+        in_gather = SITE.split("{}")[0] in scope and "transpose(" not in scope
+        if eqn.primitive.name == "all_gather" or in_gather:
             return "gathered"
         return "gradients" if getattr(aval, "shape", ()) in self.gradients else "activations"
 
 
-def _bytes(aval: Any) -> int:
-    return prod(getattr(aval, "shape", ())) * int(
-        getattr(getattr(aval, "dtype", None), "itemsize", 0)
-    )
+def _global_bytes(aval: Any) -> int:
+    itemsize = int(getattr(getattr(aval, "dtype", None), "itemsize", 0))
+    return prod(getattr(aval, "shape", ())) * itemsize
 
 
 @dataclass(eq=False)
@@ -186,302 +161,364 @@ class _Value:
     """A value on one device.
 
     Attributes:
-        held: its memory is counted elsewhere: in the state, or around the loop that it is read in.
+        bytes: its size.
+        kind: what it is for.
+        is_outer: its memory is counted elsewhere: in the state, or around the loop that reads it.
         live: something needs it.
         stored: see the note.
         constant: equal for equal constants, of which XLA keeps one; None for what depends on an
             input.
-        maker: the operation that it comes from, whatever its shape has since become.
-        behind: the stored values that it is read from, and the bytes that are read of each.
+        maker: the operation that it comes from, however it has been reshaped since.
+        reads: the stored values that are read in its place, and the bytes read of each.
 
     """
 
     bytes: int
-    part: str = "activations"
-    held: bool = False
+    kind: Kind = "activations"
+    is_outer: bool = False
     live: bool = False
     stored: bool = False
     constant: Any = None
     maker: str = ""
-    behind: "dict[_Value, int]" = field(default_factory=dict)
+    reads: "dict[_Value, int]" = field(default_factory=dict)
 
 
-def _given(size: int, part: str = "activations", constant: Any = None) -> _Value:
-    value = _Value(size, part, held=True, stored=True, constant=constant)
-    value.behind = {value: size}
+def _outer_value(size: int, kind: Kind = "activations", constant: Any = None) -> _Value:
+    value = _Value(size, kind, is_outer=True, stored=True, constant=constant)
+    value.reads = {value: size}
     return value
 
 
 @dataclass(eq=False)
-class _Op:
-    """An operation. `carried` pairs what a loop starts from, or an update writes to, with what
-    takes its place.
+class _Operation:
+    """An operation.
+
+    Attributes:
+        effect: on memory, of `_EFFECTS`, or "fused".
+        name: of the primitive.
+        inputs: values that it reads.
+        outputs: values that it makes.
+        in_place: pairs of a loop's initial carry, or an update's target, and the output that
+            replaces it.
+        bodies: of a loop.
+        trips: of a loop.
+        matmuls: of the operation itself.
+        live: something needs an output.
+
     """
 
-    kind: str
+    effect: str
     name: str
-    ins: Sequence[_Value]
-    outs: Sequence[_Value]
-    carried: "Sequence[tuple[_Value, _Value]]" = ()
-    bodies: "Sequence[_Program]" = ()
-    turns: int = 1
-    products: Sequence[Product] = ()
+    inputs: Sequence[_Value]
+    outputs: Sequence[_Value]
+    in_place: "Sequence[tuple[_Value, _Value]]" = ()
+    bodies: "Sequence[_OperationList]" = ()
+    trips: int = 1
+    matmuls: Sequence[Matmul] = ()
     live: bool = False
 
 
 @dataclass
-class _Program:
-    """Operations in order; `results` are written to where they belong, `carry_out` stays until the
-    end.
+class _OperationList:
+    """Operations in order: a step, or a loop's body.
+
+    Attributes:
+        results: values written to memory that is counted elsewhere.
+        carry_in: a loop's carries as its body begins.
+        carry_out: a loop's carries as its body ends; they are live until then.
+        operations: in order.
+
     """
 
     results: Sequence[_Value]
     carry_in: Sequence[_Value]
     carry_out: Sequence[_Value]
-    ops: list[_Op]
+    operations: list[_Operation]
 
-    def settle(self) -> None:
-        """Decides what is stored, and the order; see the notes."""
-        for x in (*self.results, *self.carry_out):
-            x.live, x.stored = True, x.stored or x in self.carry_out
-        for op in reversed(self.ops):
-            op.live = any(x.live for x in op.outs)
-            for body in op.bodies:
-                body.settle()
-            for n, x in enumerate(op.ins if op.live else ()):
-                x.live = True
-                x.stored |= op.kind in ("kernel", "loop") or (op.kind == "update" and n == 0)
-                x.stored |= op.kind == "alias" and op.outs[n].stored
-            for x in op.outs:
-                x.stored |= op.kind not in ("fused", "alias")
-        self.ops = self._sunk()
-        for copy in [
-            op for op in reversed(self.ops) if op.name == _COPY
-        ]:  # comes directly behind what it copies
-            self.ops.remove(copy)
-            self.ops.insert(
-                next((n + 1 for n, op in enumerate(self.ops) if copy.ins[0] in op.outs), 0), copy
+    def resolve(self) -> None:
+        """Decides which values are stored, and the order of operations; see the notes."""
+        for value in self.results:
+            value.live = True
+        for value in self.carry_out:
+            value.live = value.stored = True
+        for operation in reversed(self.operations):
+            self._resolve_operation(operation)
+        self.operations = self._scheduled()
+        # a copy comes directly after what it copies
+        for copy in [each for each in reversed(self.operations) if each.name == _COPY]:
+            self.operations.remove(copy)
+            after = (
+                index + 1
+                for index, operation in enumerate(self.operations)
+                if copy.inputs[0] in operation.outputs
             )
+            self.operations.insert(next(after, 0), copy)
 
-    def _sunk(self) -> list[_Op]:
-        loops = [n for n, op in enumerate(self.ops) if op.live and op.kind == "loop"]
+    def _resolve_operation(self, operation: _Operation) -> None:
+        effect = operation.effect
+        operation.live = any(output.live for output in operation.outputs)
+        for body in operation.bodies:
+            body.resolve()
+        if operation.live:
+            for index, value in enumerate(operation.inputs):
+                value.live = True
+                value.stored |= (
+                    effect in ("kernel", "loop")
+                    or (effect == "update" and index == 0)
+                    or (effect == "alias" and operation.outputs[index].stored)
+                )
+        if effect not in ("fused", "alias"):
+            for value in operation.outputs:
+                value.stored = True
+
+    def _scheduled(self) -> list[_Operation]:
+        """Moves what no loop and no gather depends on behind the last loop."""
+        loops = [
+            index
+            for index, operation in enumerate(self.operations)
+            if operation.live and operation.effect == "loop"
+        ]
         last = loops[-1] if loops else -1
-        awaited, stay = set(self.results), set()
-        for n, op in reversed(list(enumerate(self.ops))):
-            anchor = op.live and (op.kind == "loop" or op.name == "all_gather")
-            if anchor or (n <= last and any(x in awaited for x in op.outs)):
-                awaited.update(op.ins)
-                stay.add(op)
-        before = self.ops[: last + 1]
-        return (
-            [op for op in before if op in stay]
-            + [op for op in before if op not in stay]
-            + self.ops[last + 1 :]
-        )
+        needed = set(self.results)
+        early = set()
+        for index, operation in reversed(list(enumerate(self.operations))):
+            is_anchor = operation.live and (
+                operation.effect == "loop" or operation.name == "all_gather"
+            )
+            makes_needed = any(value in needed for value in operation.outputs)
+            if is_anchor or (index <= last and makes_needed):
+                needed.update(operation.inputs)
+                early.add(operation)
+        before = self.operations[: last + 1]
+        first = [operation for operation in before if operation in early]
+        late = [operation for operation in before if operation not in early]
+        return first + late + self.operations[last + 1 :]
 
-    def products(self) -> Iterable[Product]:
-        """Of the operations that are needed."""
-        for op in self.ops:
-            if op.live:
-                yield from op.products
-                for product in (product for body in op.bodies for product in body.products()):
-                    yield replace(product, times=product.times * op.turns)
+    def matmuls(self) -> Iterable[Matmul]:
+        """Yields the matmuls of live operations, loop trips counted."""
+        for operation in self.operations:
+            if operation.live:
+                yield from operation.matmuls
+                for body in operation.bodies:
+                    for matmul in body.matmuls():
+                        yield replace(matmul, times=matmul.times * operation.trips)
 
 
-class _Reader:
-    """Makes a jaxpr into operations; what is only called is inlined."""
+class _JaxprReader:
+    """Turns a jaxpr into operations; calls are inlined.
 
-    def __init__(self, size: Callable[[Any], int], part: Callable[[Any, Any], str]) -> None:
-        self.size, self.part = size, part
-        self.ops: list[_Op] = []
+    Args:
+        size: returns a value's bytes on one device.
+        kind: returns the kind of an operation's result.
+
+    """
+
+    def __init__(
+        self, size: Callable[[Any], int], kind: Callable[[jex.JaxprEqn, Any], Kind]
+    ) -> None:
+        self.size = size
+        self.kind = kind
+        self.operations: list[_Operation] = []
 
     def run(self, jaxpr: jex.Jaxpr, args: Sequence[_Value]) -> list[_Value]:
-        """Appends to `ops`."""
-        closed = [_given(_bytes(v.aval)) for v in jaxpr.constvars]
-        env: dict[Any, _Value] = dict(
-            zip((*jaxpr.constvars, *jaxpr.invars), (*closed, *args), strict=True)
-        )
+        """Appends to `operations`; returns the results."""
+        captured = [_outer_value(_global_bytes(var.aval)) for var in jaxpr.constvars]
+        variables = (*jaxpr.constvars, *jaxpr.invars)
+        env: dict[Any, _Value] = dict(zip(variables, (*captured, *args), strict=True))
 
         def value(atom: Any) -> _Value:
-            is_literal = isinstance(atom, jex.Literal)
-            return _given(0, constant=(str(atom.val), str(atom.aval))) if is_literal else env[atom]
+            if isinstance(atom, jex.Literal):
+                return _outer_value(0, constant=(str(atom.val), str(atom.aval)))
+            return env[atom]
 
         for eqn in jaxpr.eqns:
-            env.update(
-                zip(eqn.outvars, self._eqn(eqn, [value(atom) for atom in eqn.invars]), strict=True)
-            )
+            outputs = self._run_eqn(eqn, [value(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _eqn(self, eqn: jex.JaxprEqn, ins: list[_Value]) -> list[_Value]:
+    def _run_eqn(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
         if name in _CALLS:
             (inner, *_) = jex.jaxprs_in_params(params)
-            outside, self.size = (
-                self.size,
-                _bytes if name == "shard_map" else self.size,
-            )  # there, shapes are a device's
-            outs = self.run(inner, ins)
-            self.size = outside
-            return outs
+            outer_size = self.size
+            if name == "shard_map":  # shapes inside are those of one device
+                self.size = _global_bytes
+            outputs = self.run(inner, inputs)
+            self.size = outer_size
+            return outputs
         if name == "scan" and params["length"] == 1:
-            consts, carry, xs = scan_arguments(params, ins)
+            consts, carry, xs = scan_arguments(params, inputs)
             slices = [
-                self._append("alias", "squeeze", [x], [_Value(x.bytes, x.part)])[0] for x in xs
+                self._append("alias", "squeeze", [x], [_Value(x.bytes, x.kind)])[0] for x in xs
             ]
             return self.run(params["jaxpr"].jaxpr, [*consts, *carry, *slices])
-        if (
-            name == "reduce_scatter"
-            and params["scatter_dimension"]
-            and ins[0].maker != "dot_general"
-        ):
-            ins = self._append("kernel", _COPY, ins, [_Value(ins[0].bytes, ins[0].part)])
-        outs = [_Value(self.size(v.aval), self.part(eqn, v.aval)) for v in eqn.outvars]
-        kind = _KINDS.get(name, "fused")
-        if kind in ("fused", "alias") and all(x.constant is not None for x in ins):
-            for n, out in enumerate(outs):
-                out.constant = (
-                    name,
-                    n,
-                    str(eqn.outvars[n].aval),
-                    str(params),
-                    *(x.constant for x in ins),
-                )
-        self._append(kind, name, ins, outs)
-        self.ops[-1].products = tuple(products_of(eqn))
-        if kind == "loop":
-            self._enter(eqn, self.ops[-1])
-        return outs
+        if name == "reduce_scatter":
+            needs_copy = params["scatter_dimension"] and inputs[0].maker != "dot_general"
+            if needs_copy:
+                copied = _Value(inputs[0].bytes, inputs[0].kind)
+                inputs = self._append("kernel", _COPY, inputs, [copied])
+        outputs = [_Value(self.size(var.aval), self.kind(eqn, var.aval)) for var in eqn.outvars]
+        effect = _EFFECTS.get(name, "fused")
+        inputs_constant = all(value.constant is not None for value in inputs)
+        if effect in ("fused", "alias") and inputs_constant:
+            constants = [value.constant for value in inputs]
+            for index, output in enumerate(outputs):
+                aval = str(eqn.outvars[index].aval)
+                output.constant = (name, index, aval, str(params), *constants)
+        self._append(effect, name, inputs, outputs)
+        operation = self.operations[-1]
+        operation.matmuls = tuple(matmuls_of(eqn))
+        if effect == "loop":
+            self._read_bodies(eqn, operation)
+        return outputs
 
-    def _append(self, kind: str, name: str, ins: list[_Value], outs: list[_Value]) -> list[_Value]:
-        self.ops.append(
-            _Op(
-                kind,
-                name,
-                ins,
-                outs,
-                list(zip(ins, outs, strict=False)) if kind == "update" else [],
-            )
-        )
-        for n, out in enumerate(outs):
-            out.maker = ins[n].maker if kind == "alias" else name
-        return outs
+    def _append(
+        self, effect: str, name: str, inputs: list[_Value], outputs: list[_Value]
+    ) -> list[_Value]:
+        in_place = list(zip(inputs, outputs, strict=False)) if effect == "update" else []
+        self.operations.append(_Operation(effect, name, inputs, outputs, in_place))
+        for index, output in enumerate(outputs):
+            output.maker = inputs[index].maker if effect == "alias" else name
+        return outputs
 
-    def _enter(self, eqn: jex.JaxprEqn, op: _Op) -> None:
-        """Gives a loop its bodies; of what chooses or ends by a condition each is run once, on what
-        is held outside.
-        """
-        if op.name != "scan":
-            inner = jex.jaxprs_in_params(eqn.params)
-            op.bodies = [
-                self._body(body, [_given(_bytes(v.aval)) for v in body.invars]) for body in inner
-            ]
+    def _read_bodies(self, eqn: jex.JaxprEqn, loop: _Operation) -> None:
+        """Reads a loop's bodies; each of a `cond` or `while` runs once, on values outside of it."""
+        if loop.name != "scan":
+            for body in jex.jaxprs_in_params(eqn.params):
+                inputs = [_outer_value(_global_bytes(var.aval)) for var in body.invars]
+                loop.bodies = [*loop.bodies, self._read_body(body, inputs)]
             return
         body = eqn.params["jaxpr"].jaxpr
-        consts, carry, xs = scan_arguments(eqn.params, list(zip(body.invars, op.ins, strict=True)))
+        arguments = list(zip(body.invars, loop.inputs, strict=True))
+        consts, carry, xs = scan_arguments(eqn.params, arguments)
         carry_in = [
-            _Value(self.size(v.aval), out.part) for (v, _), out in zip(carry, op.outs, strict=False)
+            _Value(self.size(var.aval), output.kind)
+            for (var, _), output in zip(carry, loop.outputs, strict=False)
         ]
-        inputs = [*(_given(self.size(v.aval), x.part) for v, x in consts), *carry_in]
-        op.bodies = [
-            self._body(body, inputs, carry_in, [(self.size(v.aval), x.part) for v, x in xs])
-        ]
-        op.carried = list(zip((x for _, x in carry), op.outs, strict=False))
-        op.turns = eqn.params["length"]
+        inputs = [_outer_value(self.size(var.aval), value.kind) for var, value in consts]
+        slices = [(self.size(var.aval), value.kind) for var, value in xs]
+        loop.bodies = [self._read_body(body, [*inputs, *carry_in], carry_in, slices)]
+        loop.in_place = list(zip((value for _, value in carry), loop.outputs, strict=False))
+        loop.trips = eqn.params["length"]
 
-    def _body(
-        self, body: jex.Jaxpr, inputs: list[_Value], carry: Sequence[_Value] = (), xs: Any = ()
-    ) -> _Program:
-        reader = _Reader(self.size, self.part)
-        for size, part in xs:  # a slice of what is held outside, fused like any other
-            inputs = inputs + reader._append("fused", "slice", [_given(size)], [_Value(size, part)])
+    def _read_body(
+        self,
+        body: jex.Jaxpr,
+        inputs: list[_Value],
+        carry: Sequence[_Value] = (),
+        slices: Sequence[tuple[int, Kind]] = (),
+    ) -> _OperationList:
+        reader = _JaxprReader(self.size, self.kind)
+        for size, kind in slices:  # of a value outside, fused like any other
+            source = [_outer_value(size)]
+            inputs = inputs + reader._append("fused", "slice", source, [_Value(size, kind)])
         results = reader.run(body, inputs)
-        return _Program(results[len(carry) :], carry, results[: len(carry)], reader.ops)
+        count = len(carry)
+        return _OperationList(results[count:], carry, results[:count], reader.operations)
 
 
-class _Life:
-    """From when to when each stored value of a settled program is there, and the `traffic` in
-    bytes.
+class _Lifetimes:
+    """When each stored value of resolved operations is live, and the memory `traffic` in bytes.
+
+    Times are indices of operations; -1 is before the first.
     """
 
-    def __init__(self, program: _Program) -> None:
-        self.program, self.traffic, self.end = program, 0, len(program.ops)
+    def __init__(self, program: _OperationList) -> None:
+        self.operations = program.operations
+        self.end = len(program.operations)
+        self.traffic = 0
         self.first: dict[_Value, int] = {}
         self.last: dict[_Value, int] = {}
         self.constants: dict[Any, _Value] = {}
-        self.inside: dict[int, list[_Life]] = {}
-        for x in program.carry_in:
-            self._own(x, -1)
-        for at, op in enumerate(program.ops):
-            if op.live:
-                self._step(at, op)
-        for x in program.carry_out:
-            self._read(x, self.end)
-        self.traffic += sum(self._read(x, self.end) + x.bytes for x in program.results)
+        self.bodies: dict[int, list[_Lifetimes]] = {}
+        for value in program.carry_in:
+            self._allocate(value, -1)
+        for time, operation in enumerate(program.operations):
+            if operation.live:
+                self._step(time, operation)
+        for value in program.carry_out:
+            self._read(value, self.end)
+        for value in program.results:
+            self.traffic += self._read(value, self.end) + value.bytes
 
-    def _own(self, x: _Value, at: int) -> None:
-        x.behind = {x: x.bytes}
-        self.first[x] = self.last[x] = at
+    def _allocate(self, value: _Value, time: int) -> None:
+        value.reads = {value: value.bytes}
+        self.first[value] = self.last[value] = time
 
-    def _read(self, x: _Value, at: int) -> int:
-        for source in (source for source in x.behind if not source.held):
-            self.first.setdefault(source, at)
-            self.last[source] = at
-        return sum(x.behind.values())
+    def _read(self, value: _Value, time: int) -> int:
+        """Extends the life of what is read; returns the bytes read."""
+        for source in value.reads:
+            if not source.is_outer:
+                self.first.setdefault(source, time)
+                self.last[source] = time
+        return sum(value.reads.values())
 
-    def _step(self, at: int, op: _Op) -> None:
-        if op.kind == "alias":
-            for x, out in zip(op.ins, op.outs, strict=False):
-                out.behind = x.behind
-        elif op.kind == "fused" and not any(out.stored for out in op.outs):
-            behind = {source: size for x in op.ins for source, size in x.behind.items()}
-            for out in op.outs:
-                limit = out.bytes if op.name in _SLICES else max(behind.values(), default=0)
-                out.behind = {source: min(size, limit) for source, size in behind.items()}
-        elif op.kind == "fused" and op.outs[0].constant is not None:
-            for out in op.outs:  # made where it is first read
-                out.behind = {self.constants.setdefault(out.constant, out): out.bytes}
+    def _step(self, time: int, operation: _Operation) -> None:
+        outputs = operation.outputs
+        is_fused = operation.effect == "fused"
+        if operation.effect == "alias":
+            for value, output in zip(operation.inputs, outputs, strict=False):
+                output.reads = value.reads
+        elif is_fused and not any(output.stored for output in outputs):
+            reads = {
+                source: size for value in operation.inputs for source, size in value.reads.items()
+            }
+            for output in outputs:
+                limit = max(reads.values(), default=0)
+                if operation.name in _SLICES:
+                    limit = output.bytes
+                output.reads = {source: min(size, limit) for source, size in reads.items()}
+        elif is_fused and outputs[0].constant is not None:
+            for output in outputs:  # a constant is made where it is first read
+                shared = self.constants.setdefault(output.constant, output)
+                output.reads = {shared: output.bytes}
         else:
-            self._run(at, op)
+            self._run(time, operation)
 
-    def _run(self, at: int, op: _Op) -> None:
-        fresh = {
-            x for x, _ in op.carried if x.constant is not None
-        }  # made in the place of what is carried
-        reads = [self._read(x, at) for x in op.ins if x not in fresh]
-        targets = {out: x for x, out in op.carried if x not in fresh}
-        for out in op.outs:
-            place = list(targets[out].behind) if out in targets else []
-            if len(place) == 1 and place[0] in self.first:
-                out.behind = {place[0]: out.bytes}
-                self.last[place[0]] = at
+    def _run(self, time: int, operation: _Operation) -> None:
+        # a carry that starts as a constant is made in the memory of the result
+        new = {value for value, _ in operation.in_place if value.constant is not None}
+        read = sum(self._read(value, time) for value in operation.inputs if value not in new)
+        targets = {output: value for value, output in operation.in_place if value not in new}
+        for output in operation.outputs:
+            memory = list(targets[output].reads) if output in targets else []
+            if len(memory) == 1 and memory[0] in self.first:
+                output.reads = {memory[0]: output.bytes}
+                self.last[memory[0]] = time
             else:
-                self._own(out, at)
-        if op.kind == "loop":
-            self.inside[at] = [_Life(body) for body in op.bodies]
-            self.traffic += op.turns * sum(life.traffic for life in self.inside[at])
-        elif op.kind == "update" and op.name != "psum":
-            self.traffic += 2 * sum(x.bytes for x in op.ins[1:])
+                self._allocate(output, time)
+        if operation.effect == "loop":
+            self.bodies[time] = [_Lifetimes(body) for body in operation.bodies]
+            self.traffic += operation.trips * sum(body.traffic for body in self.bodies[time])
+        elif operation.effect == "update" and operation.name != "psum":
+            self.traffic += 2 * sum(value.bytes for value in operation.inputs[1:])
         else:
-            self.traffic += sum(reads) + sum(out.bytes for out in op.outs)
+            self.traffic += read + sum(output.bytes for output in operation.outputs)
 
     def peak(self) -> Counter[str]:
-        """Bytes by part when there are most."""
-        changes: dict[int, list[tuple[str, int]]] = {at: [] for at in range(-1, self.end + 2)}
-        for x, at in self.first.items():
-            changes[at].append((x.part, x.bytes))
-            changes[self.last[x] + 1].append((x.part, -x.bytes))
-        live, most = Counter[str](), Counter[str]()
-        for at in range(-1, self.end + 1):
-            for part, size in changes[at]:
-                live[part] += size
-            for now in [
-                live,
-                *(self._around(at, live) + life.peak() for life in self.inside.get(at, [])),
-            ]:
-                most = Counter(now) if now.total() > most.total() else most
-        return most
+        """Returns bytes by kind at the time of the peak."""
+        changes: dict[int, list[tuple[str, int]]] = {time: [] for time in range(-1, self.end + 2)}
+        for value, time in self.first.items():
+            changes[time].append((value.kind, value.bytes))
+            changes[self.last[value] + 1].append((value.kind, -value.bytes))
+        live, peak = Counter[str](), Counter[str]()
+        for time in range(-1, self.end + 1):
+            for kind, size in changes[time]:
+                live[kind] += size
+            outside = self._live_outside_loop(time, live)
+            for total in (live, *(outside + body.peak() for body in self.bodies.get(time, []))):
+                if total.total() > peak.total():
+                    peak = Counter(total)
+        return peak
 
-    def _around(self, at: int, live: Counter[str]) -> Counter[str]:
-        """What is there beside a loop's body: what the loop carries is the body's."""
-        places = {place for _, out in self.program.ops[at].carried for place in out.behind}
-        return live - sum((Counter({x.part: x.bytes}) for x in places), Counter())
+    def _live_outside_loop(self, time: int, live: Counter[str]) -> Counter[str]:
+        """Returns what is live beside the bodies of a loop, which count the loop's carries."""
+        if time not in self.bodies:
+            return live
+        carries = {
+            source for _, output in self.operations[time].in_place for source in output.reads
+        }
+        carried = Counter[str]()
+        for value in carries:
+            carried[value.kind] += value.bytes
+        return live - carried

@@ -1,1 +1,1 @@
-"""Figures read from a compiled program: memory, cost, timeline."""
+"""Memory, cost and timeline, read from a compiled program."""

@@ -1,17 +1,15 @@
-"""Attention kernels that a compiled program calls: what they compute, which its text tells by their
-names alone.
-"""
+"""The matmuls of attention kernels, which a program's text identifies by their names alone."""
 
 import re
 from collections.abc import Sequence
 
 from fsdp_jax.hlo.parser import Instruction, Shape
-from fsdp_jax.planner.machines.matmul import Product
+from fsdp_jax.planner.machines.roofline import Matmul
 
-# (name in the program, products of queries by keys that its algorithm needs, [B, H, T, K] rather
+# (name in the program, matmuls of queries by keys that its algorithm needs, [B, H, T, K] rather
 # than [B, T, H, K]; cuDNN takes both and says which). Forward: scores and their use. Backward:
 # scores again and four derivatives. A kernel that walks keys and queries in two passes computes two
-# of them twice; rates of attention are measured by the algorithm's count, so this one is too.
+# of them twice; attention rates are measured by the algorithm's count, so this one is too.
 _KERNELS = (
     (re.compile(r"__cudnn\$fmha\w*Backward"), 5, None),
     (re.compile(r"__cudnn\$fmha"), 2, None),
@@ -22,72 +20,71 @@ _KERNELS = (
     (re.compile(r"splash_mha_dq|splash_mqa_dq"), 2, True),
     (re.compile(r"splash_mha_fwd|splash_mqa_fwd|splash_mha_forward"), 2, True),
 )
-_CAUSAL = re.compile(r'"mask_type":\s*"(\w+)"')
+_MASK = re.compile(r'"mask_type":\s*"(\w+)"')
 _HEADS_THIRD = re.compile(r'_batch_dimensions":\s*\["0",\s*"2"\]')
 
 
-def attention_products(
-    one: Instruction, operands: Sequence[Sequence[Shape]]
-) -> tuple[Product, ...] | None:
-    """The products of an attention kernel in a compiled program; None where it is no kernel that is
-    known here.
+def attention_matmuls(
+    instruction: Instruction, operands: Sequence[Sequence[Shape]]
+) -> tuple[Matmul, ...] | None:
+    """Returns the matmuls of an attention kernel; None if the custom call is no known kernel.
 
-    Causal kernels skip what is masked: half is counted. cuDNN says whether it masks; of the others,
-    which are called by language models, it is assumed.
+    Causal kernels skip masked blocks: half is counted. cuDNN states its mask; the other kernels,
+    which language models call, are assumed to be causal.
 
     Args:
-        one: the custom call.
+        instruction: the custom call.
         operands: shapes of what it reads.
 
     """
-    said = f"{one.attribute('custom_call_target')} {one.op_name} {one.name}"
-    mask = _CAUSAL.search(one.attributes)
-    causal = mask is None or "CAUSAL" in mask.group(1)
-    return kernel_products(
-        said, [shapes[0] for shapes in operands if shapes], causal, one.attributes
+    target = instruction.attribute("custom_call_target")
+    mask = _MASK.search(instruction.attributes)
+    return kernel_matmuls(
+        f"{target} {instruction.op_name} {instruction.name}",
+        [shapes[0] for shapes in operands if shapes],
+        causal=mask is None or "CAUSAL" in mask.group(1),
+        attributes=instruction.attributes,
     )
 
 
-def kernel_products(
-    said: str, operands: Sequence[Shape], causal: bool = True, attributes: str = ""
-) -> tuple[Product, ...] | None:
-    """The products of an attention kernel that `said` names, in a program or in a trace.
+def kernel_matmuls(
+    name: str, operands: Sequence[Shape], causal: bool = True, attributes: str = ""
+) -> tuple[Matmul, ...] | None:
+    """Returns the matmuls of an attention kernel of a program or a trace; None if it is unknown.
 
     Args:
-        said: what holds its name.
+        name: text that contains the kernel's name.
         operands: queries and keys are the first two of floating dtype, with four dims, or three
             where a batch of one was left out.
-        causal: half of the products is skipped.
-        attributes: of a cuDNN call, which say where its heads are.
+        causal: half of the matmuls is skipped.
+        attributes: of a cuDNN call, which tell the position of its heads.
 
     """
-    found = next(
-        ((count, heads_first) for name, count, heads_first in _KERNELS if name.search(said)), None
-    )
+    kernel = next((kernel for kernel in _KERNELS if kernel[0].search(name)), None)
     arrays = [
-        _batched(shape)
+        _with_batch(shape)
         for shape in operands
         if len(shape.dims) in (3, 4) and "float" in shape.dtype
     ]
-    if found is None or len(arrays) < 2:
+    if kernel is None or len(arrays) < 2:
         return None
-    count, heads_first = found
+    _, count, heads_first = kernel
     if not count:
         return ()
     if heads_first is None:
         heads_first = not _HEADS_THIRD.search(attributes)
-    query, key = arrays[0], arrays[1]
+    query, key = arrays[:2]
     B, T, H, K = _sizes(query, heads_first)
     S = _sizes(key, heads_first)[1]
     rows = max(1, T // 2) if causal else T
-    return (Product(B * H, rows, S, K, query.dtype, count, fused=True),)
+    return (Matmul(B * H, rows, S, K, query.dtype, count, fused=True),)
 
 
-def _batched(shape: Shape) -> Shape:
+def _with_batch(shape: Shape) -> Shape:
     return shape if len(shape.dims) == 4 else Shape(shape.dtype, (1, *shape.dims))
 
 
 def _sizes(shape: Shape, heads_first: bool) -> tuple[int, int, int, int]:
-    """(batch, sequence, heads, head dim)."""
+    """Returns (batch, sequence, heads, head dim)."""
     B, second, third, K = shape.dims
     return (B, third, second, K) if heads_first else (B, second, third, K)

@@ -1,7 +1,6 @@
-"""XLA's memory reports of a compiled program (`xla_dump_to`): which values are in device memory at
-the peak.
+"""Reads XLA's memory reports of a compiled program (`xla_dump_to`): the live values at the peak.
 
-Only what the reports say lives here. What the values are for is for `buffers.py`.
+`peak_memory.py` tells what the values are for.
 """
 
 import re
@@ -15,18 +14,26 @@ from fsdp_jax.errors import message
 DEFAULT, HOST = "default", "host"
 _SPACE = re.compile(r"^Memory Space: (\S+) \(color=(\d+)\)\nTotal bytes: (\d+)", re.MULTILINE)
 _RANGE = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
-_ALLOCATION = re.compile(
-    r"allocation (\d+): size \d+(.*)"
-)  # newer releases have `, page 0` before the rest
+_ALLOCATION = re.compile(r"allocation (\d+): size \d+(.*)")  # newer releases add `, page 0`
 _VALUE = re.compile(
     r" value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\S+)"
 )
-_FIX = "compile one program into an empty folder: lowered.compile(compiler_options={'xla_dump_to': folder})"
+_FIX = (
+    "compile one program into an empty folder:"
+    " lowered.compile(compiler_options={'xla_dump_to': folder})"
+)
 
 
-class Alive(NamedTuple):
-    """A value at the peak: its name in the program, its place in a tuple, its bytes, the input
-    whose memory it has.
+class LiveBuffer(NamedTuple):
+    """A value that is live at the peak.
+
+    Attributes:
+        name: of the instruction in the program.
+        element: its index in the instruction's tuple.
+        bytes: that it takes, less what another value shares.
+        array: as `bf16[8,64]`.
+        parameter: number of the program's input whose memory it reuses.
+
     """
 
     name: str
@@ -37,131 +44,119 @@ class Alive(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dump:
-    """What XLA's reports say, as JSON can keep it: `Dump(**json.loads(json.dumps(asdict(dump))))`
-    is the same.
+class MemoryReport:
+    """What XLA's reports state.
 
     Attributes:
         spaces: bytes by memory space.
-        alive: values in device memory at the peak; what shares memory is there once.
+        live: values in device memory at the peak; memory that several share is counted once.
 
     """
 
     spaces: dict[str, int]
-    alive: list[Alive]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "alive", [Alive(one[0], tuple(one[1]), *one[2:]) for one in self.alive]
-        )
+    live: list[LiveBuffer]
 
 
-def dumped(folder: Path) -> Dump:
-    """Reads what XLA wrote for one program into the folder that `xla_dump_to` named.
+def read_memory_report(folder: Path) -> MemoryReport:
+    """Reads the reports that XLA wrote for one program into its `xla_dump_to` folder.
 
     Raises:
-        ValueError: the reports are not there, or are of several programs, or XLA writes them
-            another way.
+        ValueError: the reports are absent, are of several programs, or have another format.
 
     """
-    spaces = {
-        name: int(size) for name, _, size in _SPACE.findall(_only(folder, "memory-usage-report"))
+    usage = _read_report(folder, "memory-usage-report")
+    spaces = {name: int(size) for name, _, size in _SPACE.findall(usage)}
+    ranges = {
+        (name, index): (int(start), int(end))
+        for name, index, start, end in _RANGE.findall(_read_report(folder, "live-range"))
     }
-    live = _only(folder, "live-range")
-    ranges = {(name, index): (int(a), int(b)) for name, index, a, b in _RANGE.findall(live)}
-    placed = list(_placed(_only(folder, "buffer-assignment"), ranges))
-    if DEFAULT not in spaces or not placed:
-        raise ValueError(
-            message("XLA's memory reports are not as they are known", where=str(folder), fix=_FIX)
-        )
-    return Dump(spaces, _peak(placed))
+    values = list(_device_values(_read_report(folder, "buffer-assignment"), ranges))
+    if DEFAULT not in spaces or not values:
+        what = "XLA's memory reports have an unknown format"
+        raise ValueError(message(what, where=str(folder), fix=_FIX))
+    return MemoryReport(spaces, _live_at_peak(values))
 
 
-def _only(folder: Path, report: str) -> str:
-    found = sorted(folder.glob(f"*-{report}.txt"))
-    if len(found) != 1:
-        got = [path.name for path in found] or "none"
-        raise ValueError(
-            message(
-                f"XLA's {report} is missing", where=str(folder), expected="one", got=got, fix=_FIX
-            )
-        )
-    return found[0].read_text()
+def _read_report(folder: Path, report: str) -> str:
+    paths = sorted(folder.glob(f"*-{report}.txt"))
+    if len(paths) != 1:
+        what = f"XLA's {report} is missing"
+        got = [path.name for path in paths] or "none"
+        raise ValueError(message(what, where=str(folder), expected="one", got=got, fix=_FIX))
+    return paths[0].read_text()
 
 
-class _Placed(NamedTuple):
-    """A value, when it lives (in instructions, both ends within), and where."""
+class _AssignedValue(NamedTuple):
+    """A value, its live range in instructions (both ends inclusive), and its memory."""
 
     start: int
     end: int
     allocation: int
     offset: int
-    alive: Alive
+    live: LiveBuffer
 
 
-def _placed(
+def _device_values(
     assignment: str, ranges: Mapping[tuple[str, str], tuple[int, int]]
-) -> Iterator[_Placed]:
-    """The values in device memory that live while the program runs."""
-    allocation, parameter, ours = 0, None, False
+) -> Iterator[_AssignedValue]:
+    """Yields the values in device memory that live while the program runs."""
+    allocation = 0
+    parameter: int | None = None
+    on_device = False
     for line in assignment.splitlines():
         if head := _ALLOCATION.match(line):
-            said = dict(re.findall(r", (color|parameter) (\d+)", head[2]))
-            allocation, ours = (
-                int(head[1]),
-                said.get("color", "0") == "0" and ", thread-local" not in head[2],
-            )
-            parameter = int(said["parameter"]) if "parameter" in said else None
-        elif ours and (value := _VALUE.match(line)):
-            name, index, size, offset, array = (
-                value[1],
-                value[2] or "",
-                int(value[3]),
-                int(value[4]),
-                value[5],
-            )
+            allocation = int(head[1])
+            fields = dict(re.findall(r", (color|parameter) (\d+)", head[2]))
+            on_device = fields.get("color", "0") == "0" and ", thread-local" not in head[2]
+            parameter = int(fields["parameter"]) if "parameter" in fields else None
+        elif on_device and (value := _VALUE.match(line)):
+            name, index, size, offset, array = value.groups(default="")
             if (name, index) in ranges:
+                start, end = ranges[name, index]
                 element = tuple(int(i) for i in index.split(",") if i)
-                alive = Alive(name, element, size, array.partition("{")[0], parameter)
-                yield _Placed(*ranges[name, index], allocation, offset, alive)
+                live = LiveBuffer(name, element, int(size), array.partition("{")[0], parameter)
+                yield _AssignedValue(start, end, allocation, int(offset), live)
 
 
-def _peak(placed: list[_Placed]) -> list[Alive]:
-    """What lives when most memory is taken; what shares memory is counted once, as the value that
-    came last.
+def _live_at_peak(values: list[_AssignedValue]) -> list[LiveBuffer]:
+    """Returns what is live when most memory is used; shared memory counts for its last value.
 
-    XLA's own list of the peak counts an operand beside the result that takes its memory, and so may
-    take the wrong instruction for the peak, by a fifth of the memory.
+    XLA's own list of the peak counts an operand beside the result that reuses its memory, and so
+    may name the wrong instruction as the peak, by a fifth of the memory.
     """
-    change: dict[int, int] = {}
-    for one in placed:
-        change[one.start] = change.get(one.start, 0) + one.alive.bytes
-        change[one.end + 1] = change.get(one.end + 1, 0) - one.alive.bytes
-    at, bound = 0, {}
-    for time in sorted(change):
-        at += change[time]
-        bound[time] = at
-    best: list[Alive] = []
-    for time in sorted(bound, key=lambda time: -bound[time]):
-        if bound[time] <= _bytes(best):  # a bound: what shares memory is in it twice
+    changes: dict[int, int] = {}
+    for value in values:
+        changes[value.start] = changes.get(value.start, 0) + value.live.bytes
+        changes[value.end + 1] = changes.get(value.end + 1, 0) - value.live.bytes
+    # an upper bound at each time: it counts shared memory twice
+    total = 0
+    bounds = {}
+    for time in sorted(changes):
+        total += changes[time]
+        bounds[time] = total
+    peak: list[LiveBuffer] = []
+    for time in sorted(bounds, key=lambda time: -bounds[time]):
+        if bounds[time] <= _total_bytes(peak):
             break
-        best = max(best, _once(one for one in placed if one.start <= time <= one.end), key=_bytes)
-    return best
+        live = _without_sharing(value for value in values if value.start <= time <= value.end)
+        peak = max(peak, live, key=_total_bytes)
+    return peak
 
 
-def _bytes(alive: Iterable[Alive]) -> int:
-    return sum(one.bytes for one in alive)
+def _total_bytes(live: Iterable[LiveBuffer]) -> int:
+    return sum(buffer.bytes for buffer in live)
 
 
-def _once(placed: Iterable[_Placed]) -> list[Alive]:
-    """Each with the bytes that none before it takes; those that are left with none are gone."""
+def _without_sharing(values: Iterable[_AssignedValue]) -> list[LiveBuffer]:
+    """Returns each value with the bytes that none before it takes, without those left with none."""
     ends: dict[int, int] = {}
-    found = []
-    for one in sorted(
-        placed, key=lambda one: (one.allocation, one.offset, -one.alive.bytes, -one.start)
+    buffers = []
+    for value in sorted(
+        values, key=lambda value: (value.allocation, value.offset, -value.live.bytes, -value.start)
     ):
-        end = max(ends.get(one.allocation, 0), one.offset)
-        ends[one.allocation] = max(end, one.offset + one.alive.bytes)
-        if ends[one.allocation] > end:
-            found.append(one.alive._replace(bytes=ends[one.allocation] - end))
-    return found
+        start = max(ends.get(value.allocation, 0), value.offset)
+        end = max(start, value.offset + value.live.bytes)
+        ends[value.allocation] = end
+        if end > start:
+            buffers.append(value.live._replace(bytes=end - start))
+    return buffers

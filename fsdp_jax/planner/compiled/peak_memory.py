@@ -1,21 +1,20 @@
-"""What a compiled train step holds in device memory at its peak, and for what.
+"""What a compiled step keeps in device memory at its peak, and what each array is for.
 
-XLA tells where every value lies and how long it lives (`xla_dump_to` among the options of
-`lowered.compile`); the program's text tells what made it. `dumped` reads the first, and `held`
-joins it with the second.
+XLA's memory reports tell where each value is stored and how long it lives (`read_memory_report`);
+the program's text tells what made it. `peak_memory` joins the two.
 """
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import jax
 
 from fsdp_jax.hlo.op_names import scopes, stripped
-from fsdp_jax.hlo.parser import Computation, Instruction, Module, parse
-from fsdp_jax.planner.compiled.buffer_assignment import DEFAULT, HOST, Alive, Dump
+from fsdp_jax.hlo.parser import Computation, Instruction, Module
+from fsdp_jax.planner.compiled.buffer_assignment import DEFAULT, HOST, LiveBuffer, MemoryReport
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.step.state import state_like
 from fsdp_jax.step.train_step import StepPlan
@@ -39,17 +38,17 @@ _MOVES = {
 }
 _REDUCTIONS = {f"{op}{half}" for op in ("all-reduce", "reduce-scatter") for half in ("", "-start")}
 _FLOAT = re.compile(r"b?f\d+")
-_MOST = 64
-"""How many instructions an array is followed through."""
+_MOST_VISITED = 64
+"""How many instructions a search from an array visits."""
 _UNNAMED = re.compile(r"^state\.|\.\d+$")  # an input, or a name that the compiler made
-_SILENT = (
+_UNINFORMATIVE = {
     "dynamic_update_slice",
     "dynamic_slice",
     "copy",
     "optimization_barrier",
     "squeeze",
     "broadcast_in_dim",
-)
+}
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,9 @@ class Buffer:
     """One array in device memory.
 
     Attributes:
-        bytes: that it takes there, padding included.
+        bytes: that it takes, padding included.
         array: as `bf16[31,1,2048,4096]`.
-        kind: what it is for; `gathered` are whole parameters, and casts of shards on their way to
+        kind: what it is for; `gathered` are full parameters, and casts of shards that are about to
             be gathered.
         path: of the parameter or leaf of the state, else of the module that made it, where names
             tell.
@@ -75,14 +74,14 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a device holds at the peak of a step.
+class PeakMemory:
+    """Device memory at the peak of a step.
 
     Attributes:
-        peak_bytes: of device memory that the program takes.
-        host_bytes: of the host's memory that it takes for each device.
-        breakdown: bytes by kind; their sum is `peak_bytes`. `other` has what packing leaves unused.
-        buffers: all that live at the peak, largest first.
+        peak_bytes: device memory that the program uses.
+        host_bytes: host memory that it uses for each device.
+        breakdown: bytes by kind; their sum is `peak_bytes`. `other` includes gaps between buffers.
+        buffers: all that are live at the peak, largest first.
 
     """
 
@@ -92,245 +91,239 @@ class Held:
     buffers: tuple[Buffer, ...]
 
 
-def held(plan: StepPlan, program: str | Module, dump: Dump) -> Held:
-    """What a device holds at the peak of a step, array by array.
+def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMemory:
+    """Returns what a device keeps at the peak of a step, array by array.
 
     Args:
         plan: of the step, as it was lowered.
-        program: `compiled.as_text()`, or what `inspect.hlo.parse` made of it.
-        dump: what `dumped` read of the same compilation.
+        module: the compiled program.
+        report: XLA's memory reports of the same compilation.
 
     """
-    reader = _Reader(plan, parse(program) if isinstance(program, str) else program)
-    buffers = sorted(
-        (reader.buffer(one) for one in dump.alive), key=lambda one: (-one.bytes, one.kind, one.path)
-    )
+    classifier = _BufferClassifier(plan, module)
+    buffers = [classifier.buffer(live) for live in report.live]
+    buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.kind, buffer.path))
     breakdown: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    for one in buffers:
-        breakdown[one.kind] += one.bytes
-    peak = dump.spaces[DEFAULT]
+    for buffer in buffers:
+        breakdown[buffer.kind] += buffer.bytes
+    peak = report.spaces[DEFAULT]
     breakdown["other"] += peak - sum(breakdown.values())
-    return Held(peak, dump.spaces.get(HOST, 0), breakdown, tuple(buffers))
+    return PeakMemory(peak, report.spaces.get(HOST, 0), breakdown, tuple(buffers))
 
 
-class _Place(NamedTuple):
-    """A result, or the element of a tuple, in a program."""
+class _ArrayRef(NamedTuple):
+    """A result in a program, or an element of a tuple result."""
 
     within: Computation
     name: str
     element: tuple[int, ...] = ()
 
     @property
-    def one(self) -> Instruction:
+    def instruction(self) -> Instruction:
         return self.within[self.name]
 
 
-class _Reader:
-    """Tells what arrays of a step's program are for, from what they are made of and what becomes of
-    them.
-    """
+class _BufferClassifier:
+    """Tells what arrays of a step's program are for, by their sources and their uses."""
 
     def __init__(self, plan: StepPlan, module: Module) -> None:
-        self._plan, self._module = plan, module
-        self._home = {
-            one.name: within
-            for within in module.computations.values()
-            for one in within.instructions
-        }
-        self._callers: dict[str, _Place] = {}
+        self._plan = plan
+        self._module = module
+        self._computation_of: dict[str, Computation] = {}
+        self._callers: dict[str, _ArrayRef] = {}
         for within in module.computations.values():
-            for one in within.instructions:
-                for called in (*one.calls, *(part.name for part in _parts(module, one))):
-                    self._callers[called] = _Place(within, one.name)
-        self._leaves = _leaves(plan.layout)
-        inputs = [one for one in module[module.entry].instructions if one.opcode == "parameter"]
-        self._inputs = {int(one.inside): self._leaf(one) for one in inputs}
-        self._shapes = {shape for leaf in plan.layout.by_path.values() for shape in _shapes(leaf)}
+            for instruction in within.instructions:
+                self._computation_of[instruction.name] = within
+                loop = module.parts(instruction) if instruction.opcode == "while" else ()
+                for called in (*instruction.calls, *(part.name for part in loop)):
+                    self._callers[called] = _ArrayRef(within, instruction.name)
+        self._leaves = _leaves_by_input_name(plan.layout)
+        entry = module[module.entry].instructions
+        inputs = [instruction for instruction in entry if instruction.opcode == "parameter"]
+        self._inputs = {int(each.inside): self._leaf(each) for each in inputs}
+        self._shapes = {
+            shape for leaf in plan.layout.by_path.values() for shape in _parameter_shapes(leaf)
+        }
 
-    def buffer(self, alive: Alive) -> Buffer:
-        kind, path, operation = self._purpose(alive)
-        return Buffer(alive.bytes, alive.array, kind, path, operation)
+    def buffer(self, live: LiveBuffer) -> Buffer:
+        kind, path, operation = self._purpose(live)
+        return Buffer(live.bytes, live.array, kind, path, operation)
 
-    def _purpose(self, alive: Alive) -> tuple[Kind, str, str]:
-        if alive.parameter is not None:  # what is updated in place too
-            leaf = self._inputs.get(alive.parameter)
-            return (_kind(leaf), leaf.path, "") if leaf else ("other", "", "input")
-        within = self._home.get(alive.name)
+    def _purpose(self, live: LiveBuffer) -> tuple[Kind, str, str]:
+        """Returns (kind, path, operation)."""
+        if live.parameter is not None:  # an input, or what updates it in place
+            leaf = self._inputs.get(live.parameter)
+            return (_leaf_kind(leaf), leaf.path, "") if leaf else ("other", "", "input")
+        within = self._computation_of.get(live.name)
         if within is None:
-            return _hidden(alive.name), "", alive.name
-        place = _Place(within, alive.name, tuple(alive.element))
-        chain = list(self._walk(place, self._behind))
-        chain = self._filling(place) if chain[-1].one.opcode in ("broadcast", "constant") else chain
-        operation = _operation(chain)
-        module = operation.rpartition(SEPARATOR)[0]
-        if not _FLOAT.match(alive.array):
-            return "other", module, operation
-        kind, path = (
-            self._served(chain) or self._reduced(place) or (self._guessed(alive, chain), module)
-        )
+            return _kind_by_name(live.name), "", live.name
+        ref = _ArrayRef(within, live.name, live.element)
+        sources = list(self._walk(ref, self._sources))
+        if sources[-1].instruction.opcode in ("broadcast", "constant"):
+            sources = self._loop_results(ref)
+        operation = _operation(sources)
+        module_path = operation.rpartition(SEPARATOR)[0]
+        if not _FLOAT.match(live.array):
+            return "other", module_path, operation
+        known = self._by_source(sources) or self._by_reduction(ref)
+        kind, path = known or (self._by_shape(live, sources), module_path)
         return kind, path, operation
 
-    def _served(self, chain: list[_Place]) -> tuple[Kind, str] | None:
-        """By what an array is a copy of: a parameter on its way, a gradient on its way back."""
-        for place in chain:
-            if leaf := self._leaf(place.one):
-                return ("gathered" if _kind(leaf) == "params" else _kind(leaf)), leaf.path
-            if found := _scope(place):
-                return found
+    def _by_source(self, sources: Sequence[_ArrayRef]) -> tuple[Kind, str] | None:
+        """Classifies an array by what it is a copy of: a parameter, or a reduced gradient."""
+        for ref in sources:
+            if leaf := self._leaf(ref.instruction):
+                kind = _leaf_kind(leaf)
+                return "gathered" if kind == "params" else kind, leaf.path
+            if scope := _scope(ref):
+                return scope
         return None
 
-    def _filling(self, place: _Place) -> list[_Place]:
-        """Of zeros made for a loop: what the loop fills them with."""
-        for ahead in self._walk(place, self._ahead):
-            for user in ahead.within.users.get(ahead.name, []):
-                if user.opcode == "while" and ahead.element:
-                    return list(
-                        self._walk(_Place(ahead.within, user.name, ahead.element), self._behind)
-                    )
-        return [place]
+    def _loop_results(self, zeros: _ArrayRef) -> list[_ArrayRef]:
+        """Returns what a loop writes into an array that starts as zeros; else the array itself."""
+        for ref in self._walk(zeros, self._uses):
+            for user in ref.within.users.get(ref.name, []):
+                if user.opcode == "while" and ref.element:
+                    result = _ArrayRef(ref.within, user.name, ref.element)
+                    return list(self._walk(result, self._sources))
+        return [zeros]
 
-    def _reduced(self, place: _Place) -> tuple[Kind, str] | None:
-        """By where it goes: what is reduced next is a gradient."""
-        for ahead in self._walk(place, self._ahead):
-            found = _scope(ahead)
-            if found and found[0] == "gradients":
-                return found
-            if ahead.one.opcode in _REDUCTIONS:
+    def _by_reduction(self, start: _ArrayRef) -> tuple[Kind, str] | None:
+        """Classifies an array by its uses: what is reduced next is a gradient."""
+        for ref in self._walk(start, self._uses):
+            scope = _scope(ref)
+            if scope and scope[0] == "gradients":
+                return scope
+            if ref.instruction.opcode in _REDUCTIONS:
                 return "gradients", ""
         return None
 
-    def _guessed(self, alive: Alive, chain: list[_Place]) -> Kind:
-        """By its shape: the optimizer has no scope, nor what adds up gradients, nor those reduced
-        late or by XLA.
+    def _by_shape(self, live: LiveBuffer, sources: Sequence[_ArrayRef]) -> Kind:
+        """Classifies an array by its shape.
+
+        There is no scope around the optimizer, around the sum of gradients over microbatches, and
+        around gradients reduced after the last of them or by XLA.
         """
-        names = [place.one.op_name for place in chain if place.one.op_name]
-        name = names[0] if names else ""
+        names = (ref.instruction.op_name for ref in sources)
+        name = next((name for name in names if name), "")
         backward = "transpose(" in name and (self._plan.deferred or not self._plan.local_batch)
-        if (backward or "jvp(" not in name) and _dims(alive.array) in self._shapes:
+        if (backward or "jvp(" not in name) and _array_dims(live.array) in self._shapes:
             return "gradients"
         return "activations"
 
-    def _leaf(self, one: Instruction) -> Leaf | None:
-        return self._leaves.get(one.op_name.replace("\\'", "'"))
+    def _leaf(self, instruction: Instruction) -> Leaf | None:
+        return self._leaves.get(instruction.op_name.replace("\\'", "'"))
 
-    def _walk(self, start: _Place, step: Callable[[_Place], list[_Place]]) -> Iterator[_Place]:
-        """Breadth first, through what only moves an array."""
-        seen, ahead = {start[1:]}, deque([start])
-        while ahead:
-            place = ahead.popleft()
-            yield place
-            new = [each for each in step(place) if each[1:] not in seen]
-            ahead += new if len(seen) < _MOST else []
+    def _walk(
+        self, start: _ArrayRef, neighbours: Callable[[_ArrayRef], list[_ArrayRef]]
+    ) -> Iterator[_ArrayRef]:
+        """Yields arrays breadth first, through instructions that only move an array."""
+        seen = {start[1:]}
+        queue = deque([start])
+        while queue:
+            ref = queue.popleft()
+            yield ref
+            new = [each for each in neighbours(ref) if each[1:] not in seen]
+            if len(seen) < _MOST_VISITED:
+                queue += new
             seen |= {each[1:] for each in new}
 
-    def _behind(self, place: _Place) -> list[_Place]:
-        """What an array is a copy of."""
-        within, one, index = place.within, place.one, place.element
-        match one.opcode:
+    def _sources(self, ref: _ArrayRef) -> list[_ArrayRef]:
+        """Returns the arrays that an array is a copy of."""
+        within, instruction, element = ref.within, ref.instruction, ref.element
+        operands = instruction.operands
+        match instruction.opcode:
             case "get-tuple-element":
-                return [_Place(within, one.operands[0], (int(one.attribute("index")), *index))]
+                index = int(instruction.attribute("index"))
+                return [_ArrayRef(within, operands[0], (index, *element))]
             case "tuple":
-                return [_Place(within, one.operands[index[0]], index[1:])] if index else []
-            case "while":  # what its body made last, and what it began with
-                body = self._module.parts(one)[1]
-                return [_Place(body, body.root.name, index), _Place(within, one.operands[0], index)]
+                return [_ArrayRef(within, operands[element[0]], element[1:])] if element else []
+            case "while":  # the last result of its body, and its initial value
+                body = self._module.parts(instruction)[1]
+                initial = _ArrayRef(within, operands[0], element)
+                return [_ArrayRef(body, body.root.name, element), initial]
             case "parameter":
                 caller = self._callers.get(within.name)
-                if caller is None or caller.one.opcode == "while":
-                    return [caller._replace(element=index)] if caller else []
-                return [_Place(caller.within, caller.one.operands[int(one.inside)], index)]
-            case "fusion" | "call" | "async-start":
-                called = self._module[one.calls[0]]
-                return [
-                    _Place(
-                        called,
-                        called.root.name,
-                        index[1:] if one.opcode == "async-start" else index,
-                    )
-                ]
+                if caller is None:
+                    return []
+                if caller.instruction.opcode == "while":
+                    return [caller._replace(element=element)]
+                argument = caller.instruction.operands[int(instruction.inside)]
+                return [_ArrayRef(caller.within, argument, element)]
+            case "fusion" | "call":
+                called = self._module[instruction.calls[0]]
+                return [_ArrayRef(called, called.root.name, element)]
+            case "async-start":
+                called = self._module[instruction.calls[0]]
+                return [_ArrayRef(called, called.root.name, element[1:])]
             case "dynamic-update-slice":
-                return [_Place(within, one.operands[1])]
+                return [_ArrayRef(within, operands[1])]
             case "copy-done" | "copy-start":
-                return [_Place(within, one.operands[0])]
+                return [_ArrayRef(within, operands[0])]
             case "optimization-barrier":
-                return [_Place(within, one.operands[0], index)]
+                return [_ArrayRef(within, operands[0], element)]
             case opcode if opcode.endswith("-done"):
-                return [_Place(within, one.operands[0], (1, *index))]
+                return [_ArrayRef(within, operands[0], (1, *element))]
             case "all-gather-start":
-                return [_Place(within, one.operands[index[1] if len(index) > 1 else 0])]
+                return [_ArrayRef(within, operands[element[1] if len(element) > 1 else 0])]
+            case "concatenate":
+                return [_ArrayRef(within, name) for name in operands]
             case opcode if opcode in _MOVES:
-                return [
-                    _Place(within, name)
-                    for name in one.operands[: None if opcode == "concatenate" else 1]
-                ]
+                return [_ArrayRef(within, name) for name in operands[:1]]
         return []
 
-    def _ahead(self, place: _Place) -> list[_Place]:
-        """What is a copy of an array."""
-        within, name, index = place
-        found = [each for user in within.users.get(name, []) for each in self._used(place, user)]
-        if place.one.opcode == "while":  # its next round
-            found += self._used(place, place.one)
+    def _uses(self, ref: _ArrayRef) -> list[_ArrayRef]:
+        """Returns the arrays that are copies of an array."""
+        within, name, element = ref
+        copies = [each for user in within.users.get(name, []) for each in self._copies(ref, user)]
+        if ref.instruction.opcode == "while":  # the next trip
+            copies += self._copies(ref, ref.instruction)
         caller = self._callers.get(within.name)
         if caller and within.root.name == name:
-            found.append(caller._replace(element=index))
-            found += (
-                self._used(caller._replace(element=index), caller.one)
-                if caller.one.opcode == "while"
-                else []
-            )
-        return found
+            result = caller._replace(element=element)
+            copies.append(result)
+            if caller.instruction.opcode == "while":
+                copies += self._copies(result, caller.instruction)
+        return copies
 
-    def _used(self, place: _Place, user: Instruction) -> list[_Place]:
-        within, name, index = place
+    def _copies(self, ref: _ArrayRef, user: Instruction) -> list[_ArrayRef]:
+        """Returns the arrays that `user` makes as copies of an array."""
+        within, name, element = ref
         match user.opcode:
             case "get-tuple-element":
-                return (
-                    [_Place(within, user.name, index[1:])]
-                    if (int(user.attribute("index")),) == index[:1]
-                    else []
-                )
+                if (int(user.attribute("index")),) != element[:1]:
+                    return []
+                return [_ArrayRef(within, user.name, element[1:])]
             case "tuple":
-                return [
-                    _Place(within, user.name, (i, *index))
-                    for i, o in enumerate(user.operands)
-                    if o == name
-                ]
+                indices = [i for i, operand in enumerate(user.operands) if operand == name]
+                return [_ArrayRef(within, user.name, (i, *element)) for i in indices]
             case "while":
                 body = self._module.parts(user)[1]
-                return [
-                    _Place(body, each.name, index)
-                    for each in body.instructions
-                    if each.opcode == "parameter"
-                ]
+                parameters = [each for each in body.instructions if each.opcode == "parameter"]
+                return [_ArrayRef(body, each.name, element) for each in parameters]
             case "fusion" | "call":
-                inside = {str(i) for i, operand in enumerate(user.operands) if operand == name}
+                numbers = {str(i) for i, operand in enumerate(user.operands) if operand == name}
                 called = self._module[user.calls[0]]
-                given = [
-                    one
-                    for one in called.instructions
-                    if one.opcode == "parameter" and one.inside in inside
+                return [
+                    _ArrayRef(called, each.name, element)
+                    for each in called.instructions
+                    if each.opcode == "parameter" and each.inside in numbers
                 ]
-                return [_Place(called, one.name, index) for one in given]
-            case (
-                "dynamic-update-slice" | "scatter"
-            ):  # an embedding's gradient is scattered into zeros
-                given_as = user.operands.index(name)
-                return (
-                    [_Place(within, user.name)]
-                    if given_as == (user.opcode == "dynamic-update-slice")
-                    else []
-                )
+            case "dynamic-update-slice":
+                return [_ArrayRef(within, user.name)] if user.operands.index(name) == 1 else []
+            case "scatter":  # an embedding's gradient is scattered into zeros
+                return [_ArrayRef(within, user.name)] if user.operands.index(name) == 0 else []
             case opcode if opcode in _REDUCTIONS:
-                return [_Place(within, user.name, (user.operands.index(name),))]
+                return [_ArrayRef(within, user.name, (user.operands.index(name),))]
             case opcode if opcode in _MOVES or opcode.startswith("copy-"):
-                return [_Place(within, user.name)]
+                return [_ArrayRef(within, user.name)]
         return []
 
 
-def _hidden(name: str) -> Kind:
-    """Of what the text does not show: newer releases name collectives by what stands inside their
-    `-start`.
+def _kind_by_name(name: str) -> Kind:
+    """Classifies a value that the text does not show.
+
+    Newer releases name collectives by the instruction inside their `-start`.
     """
     opcode = name.replace("_", "-")
     if opcode.startswith("all-gather"):
@@ -338,55 +331,47 @@ def _hidden(name: str) -> Kind:
     return "gradients" if opcode.startswith(("all-reduce", "reduce-scatter")) else "other"
 
 
-def _parts(module: Module, one: Instruction) -> tuple[Computation, ...]:
-    return module.parts(one) if one.opcode == "while" else ()
-
-
-def _leaves(layout: Layout) -> dict[str, Leaf]:
-    """The state's leaves by the names that jax gives to a step's inputs:
-    `state.params['head']['kernel']`.
-    """
+def _leaves_by_input_name(layout: Layout) -> dict[str, Leaf]:
+    """Returns the state's leaves by jax's names of a step's inputs: `state.params['head']['w']`."""
     keyed = jax.tree_util.tree_flatten_with_path(state_like(layout, lambda leaf: leaf))[0]
     return {f"state{jax.tree_util.keystr(keys)}": leaf for keys, leaf in keyed}
 
 
-def _kind(leaf: Leaf) -> Kind:
+def _leaf_kind(leaf: Leaf) -> Kind:
     return "params" if leaf.path.startswith(COPIES + SEPARATOR) else leaf.part
 
 
-def _shapes(leaf: Leaf) -> set[tuple[int, ...]]:
-    """As `_dims` has them: a parameter and its shard, of all layers and of one."""
-    whole, shard = leaf.shape, leaf.grad_sharding.shard_shape(leaf.shape)
-    return {
-        tuple(sorted(size for size in dims if size > 1))
-        for s in (whole, shard)
-        for dims in (s, s[leaf.stacked :])
-    }
+def _parameter_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
+    """Returns a parameter and its shard, of all layers and of one, as `_array_dims` has them."""
+    shard = leaf.grad_sharding.shard_shape(leaf.shape)
+    shapes = [dims for shape in (leaf.shape, shard) for dims in (shape, shape[leaf.stacked :])]
+    return {tuple(sorted(size for size in dims if size > 1)) for dims in shapes}
 
 
-def _dims(array: str) -> tuple[int, ...]:
-    """Without those of one, sorted: XLA transposes as it likes."""
-    return tuple(
-        sorted(int(size) for size in re.findall(r"\d+", array.partition("[")[2]) if size != "1")
-    )
+def _array_dims(array: str) -> tuple[int, ...]:
+    """Returns the sizes of an array but 1, sorted: XLA transposes as it likes."""
+    sizes = re.findall(r"\d+", array.partition("[")[2])
+    return tuple(sorted(int(size) for size in sizes if size != "1"))
 
 
-def _scope(place: _Place) -> tuple[Kind, str] | None:
-    name = place.one.op_name
-    gathers, reduces = name.rfind("fsdp.gather["), name.rfind("fsdp.reduce[")
-    if max(gathers, reduces) < 0:
+def _scope(ref: _ArrayRef) -> tuple[Kind, str] | None:
+    """Returns the kind and path that an `fsdp.gather[...]` or `fsdp.reduce[...]` scope tells."""
+    name = ref.instruction.op_name
+    gather, reduce = name.rfind("fsdp.gather["), name.rfind("fsdp.reduce[")
+    if max(gather, reduce) < 0:
         return None
-    paths, index = scopes(name), place.element[-1] if place.element else 0
-    path = paths[index] if index < len(paths) else paths[0] if paths else ""
-    return ("gathered" if gathers > reduces else "gradients"), path
+    paths = [*scopes(name)] or [""]
+    index = ref.element[-1] if ref.element else 0
+    path = paths[index] if index < len(paths) else paths[0]
+    return ("gathered" if gather > reduce else "gradients"), path
 
 
-def _operation(chain: list[_Place]) -> str:
-    """The first name that says more than that something was stacked."""
-    names = [name for place in chain if (name := stripped(place.one.op_name))]
-    told = [
+def _operation(sources: Sequence[_ArrayRef]) -> str:
+    """Returns the first name that tells more than that something was stacked."""
+    names = [name for ref in sources if (name := stripped(ref.instruction.op_name))]
+    informative = [
         name
         for name in names
-        if name.rpartition(SEPARATOR)[2] not in _SILENT and not _UNNAMED.search(name)
+        if name.rpartition(SEPARATOR)[2] not in _UNINFORMATIVE and not _UNNAMED.search(name)
     ]
-    return next(iter([*told, *names]), "")
+    return next(iter([*informative, *names]), "")

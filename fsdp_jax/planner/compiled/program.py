@@ -1,8 +1,7 @@
-"""A step compiled for hardware that need not be there: the program's text and XLA's memory reports,
-kept by their hash.
+"""Compiles a step for hardware that may be absent; caches the program's text and memory reports.
 
-What is kept is what XLA said, not what is made of it, so that a later release reads old programs
-with new eyes.
+The cache holds what XLA returned, not what is derived from it, so that a later release reads old
+programs with new code.
 """
 
 import gzip
@@ -15,7 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -25,37 +24,41 @@ import jax
 import jax.numpy as jnp
 
 from fsdp_jax.errors import ConfigError, message
-from fsdp_jax.planner.compiled.buffer_assignment import Dump, dumped
+from fsdp_jax.planner.compiled.buffer_assignment import (
+    LiveBuffer,
+    MemoryReport,
+    read_memory_report,
+)
 from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.step.xla_options import compile_overlapped, compiler_options
 from fsdp_jax.tree import PyTree
 
-_PLACE = re.compile(r'"[^"]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
+_SOURCE_LOCATION = re.compile(r'"[^"]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"(?P<size>[\d.]+)(?P<unit>[KMGT]?)i?B?"
-_WHOLE = re.compile(rf"Used {_SIZE} of [\d.]+[KMGT]? hbm", re.IGNORECASE)
+_USED = re.compile(rf"Used {_SIZE} of [\d.]+[KMGT]? hbm", re.IGNORECASE)
 _TEMPORARIES = re.compile(
     rf"memory required for HLO temporaries \({_SIZE}\) exceeds available HBM", re.IGNORECASE
 )
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """What XLA made of a step.
 
     Attributes:
         text: of the compiled program; "" where it does not fit and XLA refuses to compile it.
-        dump: XLA's memory reports.
-        refused_bytes: what XLA says it would take, where it refuses.
-        seconds: that compiling took, once.
+        report: XLA's memory reports.
+        refused_bytes: memory that XLA says the program needs, where it refuses.
+        seconds: that compiling took.
         cached: it was compiled before.
 
     """
 
     text: str
-    dump: Dump | None
+    report: MemoryReport | None
     refused_bytes: int | None
     seconds: float
     cached: bool = False
@@ -63,14 +66,14 @@ class Program:
 
 def compile_step(
     step: CompiledStep, batch: PyTree, topology: Topology, cache: Path | None
-) -> Program:
-    """Compiles a step whose mesh is of `topology`'s devices, or takes what was compiled before.
+) -> CompiledProgram:
+    """Compiles a step whose mesh is made of `topology`'s devices, or returns it from the cache.
 
     Args:
         step: from `Sharded.train_step`.
         batch: shapes of the global batch.
-        topology: that the mesh is of.
-        cache: folder to keep programs in; None keeps none.
+        topology: that the mesh is made of.
+        cache: folder of compiled programs; None does not cache.
 
     Raises:
         ConfigError: a dtype that the chip has no unit for.
@@ -79,57 +82,55 @@ def compile_step(
     """
     lowered = step.lower(batch)
     check_dtypes(step.plan, topology)
-    key = _key(lowered, step.plan, topology)
-    kept = cache / f"{key}.json.gz" if cache else None
-    if kept is not None and (found := _read(kept)) is not None:
-        return found
-    program = _compile(lowered, step.plan)
-    if kept is not None:
-        _write(kept, program)
+    if cache is None:
+        return _compile(lowered, step.plan)
+    path = cache / f"{_cache_key(lowered, step.plan, topology)}.json.gz"
+    program = _read_cached(path)
+    if program is None:
+        program = _compile(lowered, step.plan)
+        _write_cached(path, program)
     return program
 
 
 def check_dtypes(plan: StepPlan, topology: Topology) -> None:
-    """Where a chip has no unit for bfloat16, XLA has no products of it either, and says so by an
-    internal error.
-    """
-    lacks = topology.hardware.platform == "cuda" and "bfloat16" not in topology.hardware.peak_flops
+    """Raises ConfigError where the chip has no bfloat16: XLA would fail with an internal error."""
+    chip = topology.hardware
+    lacks = chip.platform == "cuda" and "bfloat16" not in chip.peak_flops
     if lacks and any(comm.transform.compute == jnp.bfloat16 for comm in plan.comms.values()):
-        expected, fix = (
-            "float32",
-            "--precision.compute float32; float16 needs loss scaling, which is not there yet",
-        )
-        what = f"{topology.hardware.name} has no bfloat16"
         raise ConfigError(
-            message(what, where="precision.compute", expected=expected, got="bfloat16", fix=fix)
+            message(
+                f"{chip.name} has no bfloat16",
+                where="precision.compute",
+                expected="float32",
+                got="bfloat16",
+                fix="--precision.compute float32; float16 needs loss scaling, which is not in this"
+                " release",
+            )
         )
 
 
 def cache_folder() -> Path:
-    """Where programs are kept: `fsdp_jax/plans` in the user's cache, $XDG_CACHE_HOME or ~/.cache."""
+    """Returns the cache of programs: `fsdp_jax/plans` in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_jax" / "plans"
 
 
-def _compile(lowered: Any, plan: StepPlan) -> Program:
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, _never_kept_by_jax():
+def _compile(lowered: Any, plan: StepPlan) -> CompiledProgram:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, _without_jax_cache():
         try:
             compiled = compile_overlapped(lowered, plan, {"xla_dump_to": folder})
         except jax.errors.JaxRuntimeError as error:
             refused = refused_bytes(str(error), plan.layout.per_device())
             if refused is None:
                 raise
-            return Program("", None, refused, time.perf_counter() - started)
-        return Program(
-            compiled.as_text(), dumped(Path(folder)), None, time.perf_counter() - started
-        )
+            return CompiledProgram("", None, refused, time.perf_counter() - start)
+        text, report = compiled.as_text(), read_memory_report(Path(folder))
+        return CompiledProgram(text, report, None, time.perf_counter() - start)
 
 
 @contextmanager
-def _never_kept_by_jax() -> Iterator[None]:
-    """Within, jax's compilation cache takes nothing in: what comes out of it is not compiled, and
-    so dumps nothing.
-    """
+def _without_jax_cache() -> Iterator[None]:
+    """Keeps the program out of jax's compilation cache: from there it would write no reports."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, float("inf"))
@@ -139,66 +140,69 @@ def _never_kept_by_jax() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def refused_bytes(said: str, state: int) -> int | None:
-    """What XLA says that a program would take, where it refuses for want of device memory; None for
-    another error.
+def refused_bytes(error: str, state: int) -> int | None:
+    """Returns the bytes that XLA says a refused program needs; None for an error of another kind.
 
     Args:
-        said: the error's message.
-        state: bytes that a device holds between steps, which XLA leaves out where it speaks of
-            temporaries.
+        error: XLA's message.
+        state: bytes of steady-state memory, which XLA leaves out where it names temporaries.
 
     """
-    for pattern, more in ((_WHOLE, 0), (_TEMPORARIES, state)):
-        if found := pattern.search(said):
-            return int(float(found["size"]) * _UNITS[found["unit"].upper()]) + more
+    for pattern, extra in ((_USED, 0), (_TEMPORARIES, state)):
+        if match := pattern.search(error):
+            return int(float(match["size"]) * _UNITS[match["unit"].upper()]) + extra
     return None
 
 
-def _key(lowered: Any, plan: StepPlan, topology: Topology) -> str:
-    """Of all that decides what XLA makes, and of the names that the program carries."""
-    # names of scopes and operations, without the places in files that they come from
-    text = _PLACE.sub("", lowered.as_text(debug_info=True))
+def _cache_key(lowered: Any, plan: StepPlan, topology: Topology) -> str:
+    """Returns a hash of all that decides what XLA makes, and of the names in the program."""
+    # with names of scopes and operations, without the source lines that they come from
+    text = _SOURCE_LOCATION.sub("", lowered.as_text(debug_info=True))
     devices = [device.id for device in plan.layout.mesh.devices.flat]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    said = [text, str(topology), str(devices), str(compiler_options(plan)), *flags, *_compilers()]
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
+    target = [str(topology.plugin_options()), str(devices), str(compiler_options(plan))]
+    parts = [text, *target, *flags, *_compiler_versions()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 @cache
-def _compilers() -> tuple[str, ...]:
-    """What is installed of jax, its plugins and NVIDIA's libraries, with versions."""
-    names = {(each.name or "").lower(): each.version for each in distributions()}
+def _compiler_versions() -> tuple[str, ...]:
+    """Returns the versions of jax, its plugins, NVIDIA's libraries and this package."""
+    versions = {(each.name or "").lower(): each.version for each in distributions()}
+    prefixes = ("jax", "nvidia", "libtpu", "fsdp")
     return tuple(
-        f"{name} {names[name]}"
-        for name in sorted(names)
-        if name.startswith(("jax", "nvidia", "libtpu", "fsdp"))
+        f"{name} {versions[name]}" for name in sorted(versions) if name.startswith(prefixes)
     )
 
 
-def _read(path: Path) -> Program | None:
+def _read_cached(path: Path) -> CompiledProgram | None:
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
-        dump = content["dump"] and Dump(**content["dump"])
-        return Program(
-            content["text"], dump, content["refused_bytes"], content["seconds"], cached=True
-        )
+        report = content["dump"]
+        if report:
+            live = [
+                LiveBuffer(name, tuple(element), *fields)
+                for name, element, *fields in report["alive"]
+            ]
+            report = MemoryReport(report["spaces"], live)
+        refused, seconds = content["refused_bytes"], content["seconds"]
+        return CompiledProgram(content["text"], report, refused, seconds, cached=True)
     except FileNotFoundError:
         return None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        EOFError,
-        zlib.error,
-    ):  # cut short, or of another release: compile again
+    # cut short, or of another release: compile again
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error):
         return None
 
 
-def _write(path: Path, program: Program) -> None:
-    """All at once or not at all: another process may be reading."""
-    content = {name: value for name, value in asdict(program).items() if name != "cached"}
+def _write_cached(path: Path, program: CompiledProgram) -> None:
+    """Writes a program atomically: another process may be reading."""
+    report = program.report
+    content = {
+        "text": program.text,
+        "dump": report and {"spaces": report.spaces, "alive": report.live},
+        "refused_bytes": program.refused_bytes,
+        "seconds": program.seconds,
+    }
     part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

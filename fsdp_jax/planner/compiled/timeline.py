@@ -1,10 +1,9 @@
-"""A compiled step played through its schedule: one lane computes, one sends, and what waits is
-exposed.
+"""Simulates the schedule of a compiled step: one lane computes, one communicates.
 
-Each instruction takes the longer of its products and its bytes of memory. A collective starts where
-the schedule starts it and the lane of its link is free; its done waits for its end. A loop is
-played once and multiplied by its trips; what was on its way before has the link while the loop's
-own collectives leave it.
+Each instruction takes the longer of its matmuls and its memory traffic. A collective starts where
+the schedule starts it and the link is free; its `done` waits for its end, and that wait is exposed.
+A loop is simulated once and multiplied by its trips; collectives in flight before the loop use the
+link while the loop's own leave it free.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,20 +11,25 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+from jax.sharding import Mesh
+
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.hlo.op_names import stripped
 from fsdp_jax.hlo.parser import Computation, Instruction, Module
-from fsdp_jax.planner.compiled.cost import Cost, Costs
-from fsdp_jax.planner.machines.efficiency import Efficiency
-from fsdp_jax.planner.machines.matmul import Product
+from fsdp_jax.planner.compiled.cost import CostModel, InstructionCost
+from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.network import Network
+from fsdp_jax.planner.machines.roofline import Matmul, Roofline
 
 COMPUTE, LINK, COPY = "compute", "link", "copy"
+
+ON_CHIP: Mapping[str, frozenset[int]] = {"tpu": frozenset(range(1, 5)) | {6}}
+"""XLA's memory spaces, by platform, that are not device memory; 5 is the host's everywhere."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What one lane did, in seconds from the start of the computation that is shown."""
+    """An interval of one lane, in seconds from the start of its computation."""
 
     lane: str
     start: float
@@ -34,20 +38,20 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Played:
-    """What a computation took, once.
+class SimulatedTime:
+    """The time and traffic of one computation, run once.
 
     Attributes:
         seconds: from start to end.
-        compute: of it, in products.
-        memory: of it, in what device memory bounds.
-        exposed: of it, waiting for collectives.
-        collective: that links were busy, beside the rest or not.
+        compute: of these, in instructions bound by matmuls.
+        memory: of these, in instructions bound by device memory.
+        exposed: of these, waiting for collectives.
+        collective: that links were busy, overlapped or not.
+        exposed_bytes: of the bytes sent, the part of each collective that was waited for.
         traffic: bytes of device memory.
-        products: with how often each was run.
+        matmuls: with how often each was run.
         events: of its own instructions.
-        unknown: kernels that were not counted.
-        exposed_bytes: of what was sent, the part of each collective that was waited for.
+        unknown: kernels whose matmuls are not counted.
 
     """
 
@@ -56,57 +60,51 @@ class Played:
     memory: float = 0.0
     exposed: float = 0.0
     collective: float = 0.0
+    exposed_bytes: float = 0.0
     traffic: int = 0
-    products: Mapping[Product, int] = field(default_factory=dict)
+    matmuls: Mapping[Matmul, int] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     unknown: frozenset[str] = frozenset()
-    exposed_bytes: float = 0.0
 
 
-class Player:
-    """Plays a program's schedule."""
+class ScheduleSimulator:
+    """Simulates a program on the devices of a mesh."""
 
     def __init__(
-        self,
-        module: Module,
-        collectives: Iterable[Collective],
-        network: Network,
-        efficiency: Efficiency,
-        on_chip: frozenset[int] = frozenset(),
-    ):
-        self.module, self.network, self.efficiency = module, network, efficiency
-        self.costs = Costs(module, on_chip)
-        self.starts: dict[tuple[str, str], list[Collective]] = {}
-        for each in collectives:
-            at = self.starts.setdefault((each.within, each.begins), [])
-            if all(each.name != other.name or each.dtype != other.dtype for other in at):
-                at.append(each)
-        self.loops: dict[str, tuple[int, Played]] = {}
-        self.play = cache(self._play)
+        self, module: Module, collectives: Iterable[Collective], mesh: Mesh, chip: Hardware
+    ) -> None:
+        self.module = module
+        self.network = Network(mesh, chip)
+        self.roofline = Roofline(chip)
+        self.costs = CostModel(module, ON_CHIP.get(chip.platform, frozenset()))
+        # by the computation and the instruction that start them
+        self.started: dict[tuple[str, str], list[Collective]] = {}
+        for new in collectives:
+            same_start = self.started.setdefault((new.within, new.begins), [])
+            if all((new.name, new.dtype) != (other.name, other.dtype) for other in same_start):
+                same_start.append(new)
+        self.loops: dict[str, tuple[int, SimulatedTime]] = {}
+        self.simulate = cache(self._simulate)
 
-    def whole(self) -> Played:
-        """The program, from its entry."""
-        return self.play(self.module.entry, ())
+    def step(self) -> SimulatedTime:
+        """Simulates the program, from its entry."""
+        return self.simulate(self.module.entry, ())
 
-    def layer(self) -> Played:
-        """The body of the loop that takes longest in all, whose events are those of one layer; all
-        where none loops.
-        """
-        whole = self.whole()
-        loops = [
-            (trips * played.seconds, played) for trips, played in self.loops.values() if trips > 1
-        ]
-        return max(loops, key=lambda pair: pair[0])[1] if loops else whole
+    def layer(self) -> SimulatedTime:
+        """Returns the body of the loop that takes longest in total; the step if nothing loops."""
+        step = self.step()
+        loops = [(trips * body.seconds, body) for trips, body in self.loops.values() if trips > 1]
+        return max(loops, key=lambda loop: loop[0])[1] if loops else step
 
-    def _play(self, name: str, known: tuple[tuple[int, int], ...]) -> Played:
-        lane = _Lane(self, self.module[name], dict(known))
-        for one in lane.within.instructions:
-            lane.step(one)
-        return lane.end()
+    def _simulate(self, name: str, known: tuple[tuple[int, int], ...]) -> SimulatedTime:
+        run = _ComputationRun(self, self.module[name], dict(known))
+        for instruction in run.within.instructions:
+            run.execute(instruction)
+        return run.result()
 
 
-class _Waiting(NamedTuple):
-    """For what a `done` waits."""
+class _Pending(NamedTuple):
+    """A transfer that a `done` waits for."""
 
     lane: str
     ready: float
@@ -114,148 +112,145 @@ class _Waiting(NamedTuple):
     sent: int
 
 
-class _Lane:
-    """One computation while it is played."""
+class _ComputationRun:
+    """The state of one computation while it is simulated."""
 
-    def __init__(self, player: Player, within: Computation, known: Mapping[int, int]):
-        self.player, self.within, self.known = player, within, known
+    def __init__(
+        self, simulator: ScheduleSimulator, within: Computation, known: Mapping[int, int]
+    ) -> None:
+        self.simulator = simulator
+        self.within = within
+        self.known = known  # scalars that the computation is given, by index
         self.clock = 0.0
-        self.free = {LINK: 0.0, COPY: 0.0}
-        self.waiting: dict[str, list[_Waiting]] = {}
-        self.sums = {
-            "compute": 0.0,
-            "memory": 0.0,
-            "exposed": 0.0,
-            "collective": 0.0,
-            "exposed_bytes": 0.0,
-        }
+        self.free = {LINK: 0.0, COPY: 0.0}  # when each lane is free
+        self.pending: dict[str, list[_Pending]] = {}  # by the instruction that waits
+        totals = ("compute", "memory", "exposed", "collective", "exposed_bytes")
+        self.totals = dict.fromkeys(totals, 0.0)
         self.traffic = 0
-        self.products: dict[Product, int] = {}
+        self.matmuls: dict[Matmul, int] = {}
         self.events: list[Event] = []
         self.unknown: set[str] = set()
 
-    def step(self, one: Instruction) -> None:
-        for collective in self.player.starts.get((self.within.name, one.name), ()):
+    def execute(self, instruction: Instruction) -> None:
+        """Advances the clock by one instruction."""
+        for collective in self.simulator.started.get((self.within.name, instruction.name), ()):
             self._start(collective)
-        if one.opcode == "while":
-            self._loop(one)
-        elif one.opcode in ("conditional", "call"):
-            self._called(one)
-        elif moved := self.player.costs.started(one):
-            self._copy(one, moved)
+        if instruction.opcode == "while":
+            self._loop(instruction)
+        elif instruction.opcode in ("conditional", "call"):
+            self._call(instruction)
+        elif moved := self.simulator.costs.async_bytes(instruction):
+            self._copy(instruction, moved)
         else:
-            self._run(one, self.player.costs.of(self.within, one))
-        self._wait(one.name)
+            self._compute(instruction, self.simulator.costs.cost(self.within, instruction))
+        self._wait(instruction.name)
 
-    def end(self) -> Played:
-        return Played(
+    def result(self) -> SimulatedTime:
+        """Returns what the computation took."""
+        return SimulatedTime(
             self.clock,
-            **self.sums,
+            **self.totals,
             traffic=self.traffic,
-            products=self.products,
+            matmuls=self.matmuls,
             events=tuple(self.events),
             unknown=frozenset(self.unknown),
         )
 
-    def _start(self, one: Collective) -> None:
-        sent = one.bytes // max(one.count, 1)
-        seconds = self.player.network.seconds(one.op, sent, one.axis)
-        begin = max(self.clock, self.free[LINK])
-        self.free[LINK] = begin + seconds
-        self.sums["collective"] += seconds
-        self.waiting.setdefault(one.ends, []).append(_Waiting(LINK, self.free[LINK], seconds, sent))
-        what = ", ".join(dict.fromkeys(path for path in one.paths if path)) or "-"
-        self.events.append(Event(LINK, begin, self.free[LINK], f"{one.op} {what}"))
+    def _start(self, collective: Collective) -> None:
+        sent = collective.bytes // max(collective.count, 1)
+        seconds = self.simulator.network.seconds(collective.op, sent, collective.axis)
+        start = max(self.clock, self.free[LINK])
+        end = start + seconds
+        self.free[LINK] = end
+        self.totals["collective"] += seconds
+        self.pending.setdefault(collective.ends, []).append(_Pending(LINK, end, seconds, sent))
+        paths = ", ".join(dict.fromkeys(path for path in collective.paths if path)) or "-"
+        self.events.append(Event(LINK, start, end, f"{collective.op} {paths}"))
 
     def _wait(self, name: str) -> None:
-        for lane, ready, seconds, sent in self.waiting.pop(name, ()):
+        for lane, ready, seconds, sent in self.pending.pop(name, ()):
             late = max(0.0, ready - self.clock)
-            self.sums["exposed" if lane == LINK else "memory"] += late
+            self.totals["exposed" if lane == LINK else "memory"] += late
             if sent and seconds:
-                self.sums["exposed_bytes"] += sent * min(1.0, late / seconds)
+                self.totals["exposed_bytes"] += sent * min(1.0, late / seconds)
             self.clock += late
 
-    def _copy(self, one: Instruction, moved: int) -> None:
-        """A copy that others run beside, as a TPU fetches what comes next."""
-        seconds = moved / self.player.efficiency.memory_rate
-        begin = max(self.clock, self.free[COPY])
-        self.free[COPY] = begin + seconds
+    def _copy(self, instruction: Instruction, moved: int) -> None:
+        """Starts an asynchronous copy, as a TPU uses to prefetch."""
+        seconds = moved / self.simulator.roofline.memory_rate
+        end = max(self.clock, self.free[COPY]) + seconds
+        self.free[COPY] = end
         self.traffic += moved
-        done = next(
-            (
-                user.name
-                for user in self.within.users.get(one.name, ())
-                if user.opcode.endswith("-done")
-            ),
-            None,
-        )
-        if done is not None:
-            self.waiting.setdefault(done, []).append(_Waiting(COPY, self.free[COPY], seconds, 0))
+        for user in self.within.users.get(instruction.name, ()):
+            if user.opcode.endswith("-done"):
+                self.pending.setdefault(user.name, []).append(_Pending(COPY, end, seconds, 0))
+                break
 
-    def _run(self, one: Instruction, cost: Cost) -> None:
+    def _compute(self, instruction: Instruction, cost: InstructionCost) -> None:
         if cost.unknown:
             self.unknown.add(cost.unknown)
-        if not cost.bytes and not cost.products:
+        if not cost.bytes and not cost.matmuls:
             return
-        efficiency = self.player.efficiency
-        products = sum(efficiency.seconds(product) for product in cost.products)
-        memory = cost.bytes / efficiency.memory_rate
-        took = max(products, memory) + efficiency.constants.launch
-        self.sums["compute" if products >= memory else "memory"] += took
-        self.events.append(
-            Event(COMPUTE, self.clock, self.clock + took, stripped(one.op_name) or one.name)
-        )
-        self.clock += took
+        roofline = self.simulator.roofline
+        compute = sum(roofline.seconds(matmul) for matmul in cost.matmuls)
+        memory = cost.bytes / roofline.memory_rate
+        seconds = max(compute, memory) + roofline.efficiency.launch
+        self.totals["compute" if compute >= memory else "memory"] += seconds
+        self._advance(seconds, stripped(instruction.op_name) or instruction.name)
         self.traffic += cost.bytes
-        for product in cost.products:
-            self.products[product] = self.products.get(product, 0) + product.times
+        for matmul in cost.matmuls:
+            self.matmuls[matmul] = self.matmuls.get(matmul, 0) + matmul.times
 
-    def _loop(self, one: Instruction) -> None:
-        module = self.player.module
-        _, body = module.parts(one)
-        trips = module.trips(self.within, one, self.known)
-        trips = 1 if trips is None else trips
-        known = tuple(module.constants(self.within, one, self.known).items())
-        played = self.player.play(body.name, known)
-        before, _ = self.player.loops.get(body.name, (0, played))
-        self.player.loops[body.name] = (before + trips, played)
-        self._add(played, trips, f"{trips} x {stripped(one.op_name) or body.name}")
+    def _advance(self, seconds: float, label: str) -> None:
+        self.events.append(Event(COMPUTE, self.clock, self.clock + seconds, label))
+        self.clock += seconds
 
-    def _called(self, one: Instruction) -> None:
-        branches = [self.player.play(name, ()) for name in one.calls]
+    def _loop(self, loop: Instruction) -> None:
+        module = self.simulator.module
+        _, body = module.parts(loop)
+        trips = module.trips(self.within, loop, self.known)
+        if trips is None:
+            trips = 1
+        known = tuple(module.constants(self.within, loop, self.known).items())
+        result = self.simulator.simulate(body.name, known)
+        trips_before, _ = self.simulator.loops.get(body.name, (0, result))
+        self.simulator.loops[body.name] = (trips_before + trips, result)
+        self._add(result, trips, f"{trips} x {stripped(loop.op_name) or body.name}")
+
+    def _call(self, call: Instruction) -> None:
+        """Runs what is called; of a conditional, the branch that takes longest."""
+        branches = [self.simulator.simulate(name, ()) for name in call.calls]
         if branches:
-            self._add(
-                max(branches, key=lambda played: played.seconds),
-                1,
-                stripped(one.op_name) or one.name,
-            )
+            longest = max(branches, key=lambda branch: branch.seconds)
+            self._add(longest, 1, stripped(call.op_name) or call.name)
 
-    def _add(self, played: Played, times: int, label: str) -> None:
-        self._share(times * played.collective, times * (played.seconds - played.collective))
-        for name in self.sums:
-            self.sums[name] += times * getattr(played, name)
-        self.events.append(Event(COMPUTE, self.clock, self.clock + times * played.seconds, label))
-        self.clock += times * played.seconds
-        self.traffic += times * played.traffic
-        self.unknown |= played.unknown
-        for product, count in played.products.items():
-            self.products[product] = self.products.get(product, 0) + times * count
+    def _add(self, result: SimulatedTime, times: int, label: str) -> None:
+        """Adds a computation that runs `times` times here."""
+        link_seconds = times * result.collective
+        self._delay_pending(link_seconds, times * result.seconds - link_seconds)
+        for name in self.totals:
+            self.totals[name] += times * getattr(result, name)
+        self._advance(times * result.seconds, label)
+        self.traffic += times * result.traffic
+        self.unknown |= result.unknown
+        for matmul, count in result.matmuls.items():
+            self.matmuls[matmul] = self.matmuls.get(matmul, 0) + times * count
 
-    def _share(self, taken: float, spare: float) -> None:
-        """Puts off what is on its way, where the collectives of what is called now take the link
-        from it.
+    def _delay_pending(self, link_seconds: float, free_seconds: float) -> None:
+        """Delays transfers in flight by the link time of the computation that is called now.
 
         Args:
-            taken: seconds of them.
-            spare: seconds in which they leave the link free.
+            link_seconds: seconds of its own collectives.
+            free_seconds: seconds in which they leave the link free.
 
         """
-        last = self.clock + spare
-        for name, waiting in self.waiting.items():
-            self.waiting[name] = [
-                one._replace(ready=one.ready + taken)
-                if one.lane == LINK and one.ready > last
-                else one
-                for one in waiting
+        free_until = self.clock + free_seconds
+        for name, transfers in self.pending.items():
+            self.pending[name] = [
+                transfer._replace(ready=transfer.ready + link_seconds)
+                if transfer.lane == LINK and transfer.ready > free_until
+                else transfer
+                for transfer in transfers
             ]
-        self.free[LINK] += taken if self.free[LINK] > last else 0.0
+        if self.free[LINK] > free_until:
+            self.free[LINK] += link_seconds

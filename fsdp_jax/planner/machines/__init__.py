@@ -1,3 +1,1 @@
-"""Machines to plan for: chips, links, matmul efficiency, and compilers for hardware that is not
-there.
-"""
+"""Machines to plan for: chips, their links, and compilers for hardware that is not present."""

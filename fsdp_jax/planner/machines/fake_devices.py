@@ -1,6 +1,4 @@
-"""Devices of a machine that is not there, without a compiler for it: enough to lay out a step on,
-and to trace it.
-"""
+"""Devices of an absent machine, without a compiler: enough to lay out a step and to trace it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +8,21 @@ from typing import Any
 
 from fsdp_jax.planner.machines.topology import Topology
 
-_HOST = (2, 2)  # the chips of a TPU host along the first two dims of the torus
-_SLICE_IDS = (
-    100_000  # with several slices, the ids of the first start here, of the second at twice that
-)
+_HOST = (2, 2)  # chips of a TPU host along the first two dims of the torus
+# With several slices, the ids of the first start here, those of the second at twice that.
+_SLICE_IDS = 100_000
+
+
+@dataclass(frozen=True)
+class FakeMemory:
+    """The memory of a device."""
+
+    kind: str = "device"
 
 
 @dataclass(frozen=True, order=True)
-class StandIn:
-    """What jax and `make_mesh` ask of a device before anything is compiled. Nothing can be put on
-    it.
-    """
+class FakeDevice:
+    """What jax and `make_mesh` ask of a device before anything is compiled. It holds no arrays."""
 
     id: int
     process_index: int
@@ -31,55 +33,53 @@ class StandIn:
 
     @property
     def local_hardware_id(self) -> int:
-        """Not known of a machine that is not there."""
+        """Unknown for a machine that is absent."""
         return 0
 
-    def default_memory(self) -> "StandInMemory":
-        """The device's own."""
-        return StandInMemory()
+    def default_memory(self) -> FakeMemory:
+        """Returns the device's own memory."""
+        return FakeMemory()
 
-    def addressable_memories(self) -> Sequence["StandInMemory"]:
-        """Its own alone."""
+    def addressable_memories(self) -> Sequence[FakeMemory]:
+        """Returns the device's own memory alone."""
         return [self.default_memory()]
 
 
 @dataclass(frozen=True, order=True)
-class StandInChip(StandIn):
-    """A TPU chip, at its place in the torus."""
+class FakeTpuChip(FakeDevice):
+    """A TPU chip, at its coordinates in the torus."""
 
     coords: tuple[int, ...] = ()
     core_on_chip: int = 0
 
 
-@dataclass(frozen=True)
-class StandInMemory:
-    """The memory of a device."""
+def fake_devices(topology: Topology) -> list[Any]:
+    """Returns one device for each of the machine, by id; for `make_mesh(devices=...)`.
 
-    kind: str = "device"
-
-
-def stand_ins(topology: Topology) -> list[Any]:
-    """One for each device, in the order of their ids; for `make_mesh(devices=...)`.
-
-    Hosts, slices and places in the torus are those of the devices that `topology.devices()` makes.
+    Hosts, slices and torus coordinates are those of the devices that `topology.devices()` makes.
     """
-    kind, platform = topology.hardware.device_kinds[0], topology.hardware.platform
-    if platform == "tpu":
-        return list(_chips(topology, kind))
-    hosts = topology.shape[1] if platform == "cuda" else topology.size
-    platform = "gpu" if platform == "cuda" else platform  # as jax says it of a device
-    return [StandIn(number, number // hosts, platform, kind) for number in range(topology.size)]
+    chip = topology.hardware
+    kind = chip.device_kinds[0]
+    if chip.platform == "tpu":
+        return list(_tpu_chips(topology, kind))
+    host_devices = topology.shape[1] if chip.platform == "cuda" else topology.size
+    platform = "gpu" if chip.platform == "cuda" else chip.platform  # what a jax device reports
+    return [
+        FakeDevice(number, number // host_devices, platform, kind)
+        for number in range(topology.size)
+    ]
 
 
-def _chips(topology: Topology, kind: str) -> list[StandInChip]:
+def _tpu_chips(topology: Topology, kind: str) -> list[FakeTpuChip]:
     sizes = (*topology.shape, *[1] * (3 - len(topology.shape)))
     hosts = [size // part for size, part in zip(sizes, (*_HOST, 1), strict=True)]
-    places = [at[::-1] for at in product(*map(range, sizes[::-1]))]  # the first dim changes fastest
+    # the first dim changes fastest
+    coordinates = [reverse[::-1] for reverse in product(*map(range, sizes[::-1]))]
     chips = []
-    for number in range(topology.slices):
-        first = _SLICE_IDS * (number + 1) if topology.slices > 1 else 0
-        for at, (x, y, z) in enumerate(places, first):
+    for index in range(topology.slices):
+        first_id = _SLICE_IDS * (index + 1) if topology.slices > 1 else 0
+        for number, (x, y, z) in enumerate(coordinates, first_id):
             host = x // _HOST[0] + hosts[0] * (y // _HOST[1] + hosts[1] * z)
-            process = host + number * prod(hosts)
-            chips.append(StandInChip(at, process, "tpu", kind, number, coords=(x, y, z)))
+            process = host + index * prod(hosts)
+            chips.append(FakeTpuChip(number, process, "tpu", kind, index, coords=(x, y, z)))
     return chips

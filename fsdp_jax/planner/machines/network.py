@@ -1,9 +1,8 @@
-"""How long a collective takes: its bytes over the links that its group of devices has, and the
-latency of its steps.
+"""How long a collective takes: its bytes over the links of its devices, plus latencies.
 
-A ring sends what `inspect.collectives` counts, over the slowest link of the ring; between hosts
-that is the network, which all devices of a host share out. All-reduces may go up and down a tree
-instead, with fewer steps. On a torus each dim that the group runs along has links of its own.
+A ring sends the bytes that `hlo.collectives` counts, over its slowest link; between hosts that is
+the network, whose ports all devices of a host share. All-reduces may use a tree instead, with fewer
+steps. On a torus each dim that the group spans has links of its own.
 """
 
 from dataclasses import dataclass, replace
@@ -14,22 +13,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from fsdp_jax.planner.machines.efficiency import Efficiency, Protocol
-from fsdp_jax.planner.machines.hardware import Hardware
-
-WRAPS = {"v5e": 16, "v6e": 16}
-"""Chips that a torus dim needs to close into a ring; 4 of the other TPUs, whose slices are made of 4x4x4 cubes."""
+from fsdp_jax.planner.machines.hardware import Hardware, Protocol
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """The devices that one collective joins.
 
     Attributes:
-        size: how many.
-        hosts: over how many hosts, or slices of a TPU, they lie.
-        dims: of a TPU: (chips, whether it closes into a ring) of each torus dim that they run
-            along.
+        size: number of devices.
+        hosts: number of hosts, or of TPU slices, that they span.
+        dims: for TPUs: (chips, whether it closes into a ring) of each torus dim that they span.
 
     """
 
@@ -39,51 +33,49 @@ class Group:
 
     @property
     def local(self) -> int:
-        """Devices of it on one host, or in one slice."""
+        """Devices of the group on one host, or in one slice."""
         return self.size // self.hosts
 
 
 class Network:
-    """The links behind a mesh."""
+    """The links between the devices of a mesh."""
 
-    def __init__(self, mesh: Mesh, chip: Hardware, efficiency: Efficiency):
-        self.mesh, self.chip, self.efficiency = mesh, chip, efficiency
+    def __init__(self, mesh: Mesh, chip: Hardware) -> None:
+        assert chip.efficiency is not None
+        assert chip.link_bandwidth is not None
+        assert chip.network_bandwidth is not None
+        self.mesh = mesh
+        self.chip = chip
+        self.efficiency = chip.efficiency
         self.group = cache(self._group)
-        self._whole = self._extents(list(mesh.devices.flat)) if chip.torus_dims else ()
+        self._link_rate = chip.link_bandwidth * chip.efficiency.link
+        self._port_rate = chip.network_bandwidth * chip.efficiency.network
+        self._extents = _extents(list(mesh.devices.flat)) if chip.torus_dims else ()
 
-    def _group(self, axes: str) -> Group:
-        """The devices along mesh axes, joined by "+" as a `Collective` has them; all of them where
-        it is unknown.
-        """
+    def _group(self, axes: str) -> DeviceGroup:
+        """Returns the devices along mesh axes joined by "+", as in `Collective`; all if unknown."""
         names = [axis for axis in axes.split("+") if axis in self.mesh.axis_names]
         index = tuple(
             slice(None) if not names or axis in names else 0 for axis in self.mesh.axis_names
         )
         devices = list(np.asarray(self.mesh.devices[index]).flat)
-        tpu = self.chip.torus_dims > 0
-        hosts = len({_home(device, tpu) for device in devices})
-        return Group(len(devices), hosts, self._dims(devices) if tpu else ())
+        is_tpu = self.chip.torus_dims > 0
+        hosts = len({_host(device, is_tpu) for device in devices})
+        return DeviceGroup(len(devices), hosts, self._dims(devices) if is_tpu else ())
 
     def _dims(self, devices: list[jax.Device]) -> tuple[tuple[int, bool], ...]:
-        ring = WRAPS.get(self.chip.name, 4)
-        both = zip(
-            self._extents(devices), self._whole, strict=True
-        )  # a part of a dim does not close
+        # a part of a dim does not close into a ring
         return tuple(
-            (extent, extent == whole and extent % ring == 0) for extent, whole in both if extent > 1
-        )
-
-    @staticmethod
-    def _extents(devices: list[jax.Device]) -> tuple[int, ...]:
-        return tuple(
-            len(set(along)) for along in zip(*(device.coords for device in devices), strict=True)
+            (extent, extent == full and extent % self.chip.ring_chips == 0)
+            for extent, full in zip(_extents(devices), self._extents, strict=True)
+            if extent > 1
         )
 
     def seconds(self, op: str, sent: int, axes: str) -> float:
-        """Of one execution.
+        """Returns the seconds of one execution.
 
         Args:
-            op: as a `Collective` names it.
+            op: as in `Collective`.
             sent: bytes that a device sends, by a ring.
             axes: mesh axes joined by "+".
 
@@ -92,88 +84,82 @@ class Network:
         if group.size < 2 or not sent:
             return 0.0
         return min(
-            self._takes(op, sent, group, protocol)
-            for protocol in self.efficiency.constants.protocols
+            self._seconds(op, sent, group, protocol) for protocol in self.efficiency.protocols
         )
 
-    def _takes(self, op: str, sent: int, group: Group, protocol: Protocol) -> float:
-        if op == "permute":
+    def _seconds(self, op: str, sent: int, group: DeviceGroup, protocol: Protocol) -> float:
+        if op == "permute":  # to a neighbour, along one dim
             step = protocol.link if group.hosts == 1 else protocol.network
-            along = replace(
-                group, dims=group.dims and (max(group.dims, key=lambda dim: dim[1]),)
-            )  # to a neighbour
-            return protocol.base + step + sent / (self._rate(along, 1) * protocol.share)
+            dims = group.dims and (max(group.dims, key=lambda dim: dim[1]),)
+            rate = self._rate(replace(group, dims=dims), ports=1)
+            return protocol.base + step + sent / (rate * protocol.share)
+        latency = protocol.base + _ring_latency(group, op, protocol)
         if op == "all-to-all":
-            return (
-                protocol.base
-                + _ring_steps(group, op, protocol)
-                + self._exchange(sent, group) / protocol.share
-            )
-        rate = self._rate(group, group.local) * protocol.share
-        ring = protocol.base + _ring_steps(group, op, protocol) + sent / rate
+            return latency + self._all_to_all_seconds(sent, group) / protocol.share
+        rate = self._rate(group, ports=group.local) * protocol.share
+        ring = latency + sent / rate
         if op != "all-reduce" or group.dims:
             return ring
-        # Up and down a chain in each host and a double binary tree between hosts, as NCCL has it.
+        # NCCL's tree: a chain in each host and a double binary tree between hosts, up and down
         steps = (group.local - 1) * protocol.link + log2(group.hosts) * protocol.network
-        return min(ring, protocol.base + 2 * steps + sent / (rate * self.efficiency.constants.tree))
+        tree = protocol.base + 2 * steps + sent / (rate * self.efficiency.tree)
+        return min(ring, tree)
 
-    def _exchange(self, sent: int, group: Group) -> float:
-        """Seconds of an all-to-all's bytes, which no ring passes on.
+    def _all_to_all_seconds(self, sent: int, group: DeviceGroup) -> float:
+        """Returns the seconds of an all-to-all's bytes, which no ring passes on.
 
-        What goes to another host leaves by one's own port. On a torus it passes through the chips
-        between: a dim's links carry a quarter of its length times what one chip has, the middle of
-        an open one twice that.
+        What goes to another host leaves by the sender's own port. On a torus it passes through the
+        chips between: a dim's links carry a quarter of its length times the bytes of one chip, the
+        middle of an open dim twice that.
         """
-        constants, away = self.efficiency.constants, (group.size - group.local) / (group.size - 1)
+        remote = (group.size - group.local) / (group.size - 1)
         if group.dims:
             assert self.chip.axis_bandwidth is not None
-            through = max(extent / (4 if closed else 2) for extent, closed in group.dims)
-            fast = (
-                sent
-                * group.size
-                / (group.size - 1)
-                * through
-                / (self.chip.axis_bandwidth * constants.link)
-            )
+            load = max(extent / (4 if closed else 2) for extent, closed in group.dims)
+            total = sent * group.size / (group.size - 1)
+            local_s = total * load / (self.chip.axis_bandwidth * self.efficiency.link)
         else:
-            fast = sent * (1 - away) / (self._links(group) * constants.link)
+            local_s = sent * (1 - remote) / self._group_link_rate(group)
         if group.hosts == 1:
-            return fast
-        assert self.chip.network_bandwidth is not None
-        return max(fast, sent * away / (self.chip.network_bandwidth * constants.network))
+            return local_s
+        return max(local_s, sent * remote / self._port_rate)
 
-    def _rate(self, group: Group, shared: int) -> float:
-        """Bytes/s of the ring's slowest link; `shared`: devices of a host whose network ports the
-        ring has.
-        """
-        constants = self.efficiency.constants
-        fast = self._links(group) * constants.link
+    def _rate(self, group: DeviceGroup, ports: int) -> float:
+        """Returns bytes/s of the ring's slowest link; it uses `ports` network ports per host."""
+        links = self._group_link_rate(group)
         if group.hosts == 1:
-            return fast
-        assert self.chip.network_bandwidth is not None
-        across = self.chip.network_bandwidth * constants.network * shared
-        return across if group.local == 1 else min(fast, across)
+            return links
+        network = ports * self._port_rate
+        return network if group.local == 1 else min(links, network)
 
-    def _links(self, group: Group) -> float:
-        chip = self.chip
-        assert chip.link_bandwidth is not None, f"{chip.name} has no links"
-        if chip.axis_bandwidth is None:
-            return chip.link_bandwidth
-        each = (
-            chip.axis_bandwidth
-        )  # both directions of a dim; at the ends of an open one there is half of it
-        return sum(each if closed else each / 2 for _, closed in group.dims) or chip.link_bandwidth
+    def _group_link_rate(self, group: DeviceGroup) -> float:
+        """Returns bytes/s of the links that a group uses: of a torus, those of its dims."""
+        axis = self.chip.axis_bandwidth
+        if axis is None or not group.dims:
+            return self._link_rate
+        # a closed dim has both directions; at the ends of an open one there is one
+        bandwidth = sum(axis if closed else axis / 2 for _, closed in group.dims)
+        return bandwidth * self.efficiency.link
 
 
-def _ring_steps(group: Group, op: str, protocol: Protocol) -> float:
-    """Seconds of a ring's steps, one after the other; on a torus both ways around at once."""
-    across = group.hosts - 1
-    within = sum(extent / 2 if closed else extent - 1 for extent, closed in group.dims)
-    steps = (
-        within if group.dims else group.size - 1 - across
-    ) * protocol.link + across * protocol.network
-    return (2 if op == "all-reduce" else 1) * steps
+def _extents(devices: list[jax.Device]) -> tuple[int, ...]:
+    """Returns how many coordinates the devices have along each torus dim."""
+    coordinates = zip(*(device.coords for device in devices), strict=True)
+    return tuple(len(set(along)) for along in coordinates)
 
 
-def _home(device: jax.Device, tpu: bool) -> int:
-    return int(getattr(device, "slice_index", 0) or 0) if tpu else int(device.process_index)
+def _ring_latency(group: DeviceGroup, op: str, protocol: Protocol) -> float:
+    """Returns the seconds of a ring's steps in sequence; a torus goes both ways around at once."""
+    between_hosts = group.hosts - 1
+    within: float = group.size - 1 - between_hosts
+    if group.dims:
+        within = sum(extent / 2 if closed else extent - 1 for extent, closed in group.dims)
+    latency = within * protocol.link + between_hosts * protocol.network
+    return 2 * latency if op == "all-reduce" else latency
+
+
+def _host(device: jax.Device, is_tpu: bool) -> int:
+    """Returns the index of a TPU's slice, or of a GPU's host."""
+    if is_tpu:
+        return int(getattr(device, "slice_index", 0) or 0)
+    return int(device.process_index)

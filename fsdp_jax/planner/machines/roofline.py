@@ -1,0 +1,77 @@
+"""Matmuls by their shape, and how long a chip takes for them."""
+
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+
+from fsdp_jax.planner.machines.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """`times` products of [batch, m, k] with [batch, k, n] on one device, in one step.
+
+    Attributes:
+        dtype: numpy name of the operands' dtype, the wider of the two.
+        times: how often a step runs it, loop trips counted.
+        fused: part of an attention kernel, whose m x n intermediate never reaches device memory.
+
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    times: int = 1
+    fused: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of one of them."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+class Roofline:
+    """Rates that a chip achieves, as its `Efficiency` says."""
+
+    def __init__(self, chip: Hardware) -> None:
+        assert chip.efficiency is not None, f"{chip.name} has no efficiency"
+        self.chip = chip
+        self.efficiency = chip.efficiency
+        self.seconds = cache(self._seconds)
+
+    def _seconds(self, matmul: Matmul) -> float:
+        return matmul.times * matmul.flops / self.rate(matmul)
+
+    def rate(self, matmul: Matmul) -> float:
+        """Returns FLOP/s for a matmul of this shape and dtype."""
+        peaks = self.chip.peak_flops
+        dtype = "float8" if matmul.dtype.startswith("float8") else matmul.dtype
+        # a dtype without a matrix unit is widened
+        wider = ("bfloat16", "float16", "float32") if dtype in ("float8", "int8") else ("float32",)
+        peak = next(peaks[each] for each in (dtype, *wider) if each in peaks)
+        if matmul.fused:
+            return peak * self.efficiency.attention
+        return peak * self.efficiency.matmul * self.share(matmul)
+
+    def share(self, matmul: Matmul) -> float:
+        """Returns the fraction left of the rate by tile edges, idle cores and a short k."""
+        efficiency = self.efficiency
+        utilization = max(
+            share * _utilization(matmul, m, n, efficiency.cores) for m, n, share in efficiency.tiles
+        )
+        return utilization * matmul.k / (matmul.k + efficiency.ramp)
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s of device memory."""
+        assert self.chip.memory_bandwidth is not None
+        return self.chip.memory_bandwidth * self.efficiency.memory
+
+
+def _utilization(matmul: Matmul, m: int, n: int, cores: int) -> float:
+    """Returns the fraction of all tile elements, over all cores and waves, that hold values."""
+    tiles = matmul.batch * ceil(matmul.m / m) * ceil(matmul.n / n)
+    waves = ceil(tiles / cores)
+    return matmul.batch * matmul.m * matmul.n / (waves * cores * m * n)

@@ -1,0 +1,306 @@
+"""Makes plans: from the compiled program of a step, or analytically from its trace."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fsdp_jax.contract.contract import judge
+from fsdp_jax.contract.expected import expected_of
+from fsdp_jax.errors import ConfigError, human_bytes, message
+from fsdp_jax.hlo.collectives import read_program
+from fsdp_jax.hlo.parser import parse
+from fsdp_jax.planner.analytic.communication import ExpectedTraffic, expected_traffic
+from fsdp_jax.planner.analytic.memory import Estimate, estimate
+from fsdp_jax.planner.compiled.peak_memory import KINDS, Buffer, peak_memory
+from fsdp_jax.planner.compiled.program import CompiledProgram, check_dtypes, compile_step
+from fsdp_jax.planner.compiled.timeline import ScheduleSimulator, SimulatedTime
+from fsdp_jax.planner.machines.hardware import Hardware
+from fsdp_jax.planner.machines.network import Network
+from fsdp_jax.planner.machines.roofline import Matmul, Roofline
+from fsdp_jax.planner.machines.topology import Topology
+from fsdp_jax.planner.plan import Basis, Plan, Time
+from fsdp_jax.sharding.mesh import REPLICA, shape_of
+from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.tree import PyTree
+
+EXPOSED_NOTE = 0.05
+"""Fraction of a step that may wait for collectives without a note."""
+JAX_MEMORY = 0.75
+"""Fraction of a GPU's memory that jax takes by default."""
+
+MEMORY = ("peak_bytes", "host_bytes", "breakdown")
+SENT = ("collectives", "wire_bytes", "exposed_bytes")
+TIME = ("time", "tokens_per_s_per_device", "mfu", "hfu")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step computes, for tokens per second and model FLOP/s.
+
+    Attributes:
+        tokens: in the global batch.
+        flops: model FLOPs for them, forward and backward, without recomputation.
+        convention: how FLOPs are counted.
+        vocab: size of the vocabulary, by which logits are identified among the arrays.
+
+    """
+
+    tokens: int | None = None
+    flops: float | None = None
+    convention: str = ""
+    vocab: int | None = None
+
+
+def compiled_plan(
+    step: CompiledStep, batch: PyTree, topology: Topology, work: Work, cache: Path | None
+) -> Plan:
+    """Returns the plan of a step whose mesh is made of `topology.devices()`.
+
+    Where XLA refuses to compile for want of memory, the peak is what it says it would need, and all
+    other figures are analytic.
+
+    Args:
+        step: from `Sharded.train_step`.
+        batch: shapes of the global batch.
+        topology: to plan for.
+        work: what a step computes.
+        cache: folder of compiled programs; None does not cache.
+
+    Raises:
+        ConfigError: virtual CPU devices, which have neither memory nor speed to plan for.
+
+    """
+    _check_topology(topology)
+    program = compile_step(step, batch, topology, cache)
+    plan = step.plan
+    if program.report is None:
+        return _refused_plan(step, batch, topology, work, program)
+    module = parse(program.text)
+    memory = peak_memory(plan, module, program.report)
+    sent = read_program(program.text, plan.layout.mesh.shape)
+    simulator = ScheduleSimulator(module, sent.collectives, plan.layout.mesh, topology.hardware)
+    simulated = simulator.step()
+    time = Time(
+        simulated.compute,
+        simulated.memory,
+        simulated.collective,
+        simulated.exposed,
+        simulated.seconds,
+    )
+    contract = judge(plan, program.text)
+    notes = _notes(plan, topology.hardware, memory.peak_bytes)
+    notes += _exposed_notes(plan, time)
+    if not contract.holds:
+        notes.append(
+            "the contract does not hold: `fsdp-jax inspect CONFIG --topology T` lists what is sent,"
+            " and why"
+        )
+    notes += [f"not counted: {line}" for line in sent.unread]
+    notes += _kernel_notes(simulated)
+    return Plan(
+        **_layout_figures(plan, topology, work),
+        **_speeds(time, simulated.matmuls, topology, work),
+        peak_bytes=memory.peak_bytes,
+        host_bytes=memory.host_bytes,
+        breakdown=dict[str, int](memory.breakdown.items()),
+        buffers=memory.buffers,
+        collectives=contract.rows(),
+        wire_bytes=contract.wire_bytes,
+        wire_bytes_limit=contract.wire_bytes_limit,
+        exposed_bytes=int(simulated.exposed_bytes),
+        time=time,
+        compile_s=program.seconds,
+        basis=_basis(compiled=MEMORY + SENT + TIME),
+        notes=notes,
+        events=simulator.layer().events,
+    )
+
+
+def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: Work) -> Plan:
+    """Returns the plan of a step from its trace, without any compiler.
+
+    The step's mesh may be made of `fake_devices(topology)`.
+    """
+    _check_topology(topology)
+    jaxpr = step.trace(batch)
+    plan = step.plan
+    check_dtypes(plan, topology)
+    estimated = estimate(plan, jaxpr)
+    roofline = Roofline(topology.hardware)
+    traffic = expected_traffic(plan, Network(plan.layout.mesh, topology.hardware))
+    time = _analytic_time(estimated, traffic, roofline)
+    matmuls = {matmul: matmul.times for matmul in estimated.matmuls}
+    exposed_share = time.exposed_s / traffic.seconds if traffic.seconds else 0
+    notes = _notes(plan, topology.hardware, estimated.peak_bytes)
+    if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
+        notes.append(
+            "no layers are stacked: XLA may use a third more memory than this estimate; compile to"
+            " know"
+        )
+    return Plan(
+        **_layout_figures(plan, topology, work),
+        **_speeds(time, matmuls, topology, work),
+        peak_bytes=estimated.peak_bytes,
+        breakdown=dict[str, int](estimated.breakdown.items()),
+        collectives=traffic.rows,
+        wire_bytes=traffic.bytes,
+        wire_bytes_limit=traffic.bytes,
+        exposed_bytes=int(traffic.bytes * exposed_share),
+        time=time,
+        basis=_basis(analytic=MEMORY + SENT + TIME),
+        notes=notes,
+    )
+
+
+def _check_topology(topology: Topology) -> None:
+    if topology.hardware.platform == "cpu":
+        what = "virtual CPU devices have no memory or speed of their own"
+        fix = "--topology h100:8, or v5e:16x16, ..."
+        raise ConfigError(message(what, where="topology", got=topology.name, fix=fix))
+
+
+def _refused_plan(
+    step: CompiledStep, batch: PyTree, topology: Topology, work: Work, program: CompiledProgram
+) -> Plan:
+    """Returns a plan with the peak that XLA reports when it refuses; all else is analytic."""
+    refused = program.refused_bytes
+    assert refused is not None
+    note = f"XLA refuses to compile it: it would take {human_bytes(refused)}"
+    # an estimate needs the shapes of one device
+    if step.plan.local_batch or topology.size == 1:
+        analytic = analytic_plan(step, batch, topology, work)
+        other = refused - analytic.peak_bytes + analytic.breakdown["other"]
+        if other >= 0:
+            return replace(
+                analytic,
+                peak_bytes=refused,
+                breakdown=dict(analytic.breakdown) | {"other": other},
+                compile_s=program.seconds,
+                notes=(f"{note}; all else is analytic", *analytic.notes),
+                basis=dict(analytic.basis) | {"peak_bytes": "compiled"},
+            )
+    # the layout alone: no time, and of the peak only the state
+    layout = step.plan.layout
+    state = {part: layout.per_device(part) for part in ("params", "optimizer")}
+    other = refused - sum(state.values())
+    limit = sum(expected.bytes for expected in expected_of(step.plan))
+    return Plan(
+        **_layout_figures(step.plan, topology, work),
+        peak_bytes=refused,
+        breakdown=dict.fromkeys(KINDS, 0) | state | {"other": other},
+        wire_bytes=limit,
+        wire_bytes_limit=limit,
+        compile_s=program.seconds,
+        basis=_basis(("peak_bytes",), ("breakdown", "wire_bytes")),
+        notes=(note,),
+    )
+
+
+def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str, Any]:
+    """Returns the fields of a plan that the layout and the machine determine."""
+    layout, chip = plan.layout, topology.hardware
+    assert chip.memory_bytes is not None
+    return {
+        "topology": topology.name,
+        "strategy": layout.strategy.name,
+        "mesh": shape_of(layout.mesh),
+        "devices": layout.mesh.size,
+        "parameters": sum(prod(leaf.shape) for leaf in layout.by_path.values()),
+        "valley_bytes": layout.per_device(),
+        "capacity_bytes": chip.memory_bytes,
+        "usable_bytes": chip.memory_bytes - chip.reserved_bytes,
+        "convention": work.convention,
+    }
+
+
+def _analytic_time(estimated: Estimate, traffic: ExpectedTraffic, roofline: Roofline) -> Time:
+    """Adds matmuls, other memory traffic, and communication that they cannot hide."""
+    compute = sum(roofline.seconds(matmul) for matmul in estimated.matmuls)
+    matmul_bytes = sum(_operand_bytes(matmul) for matmul in estimated.matmuls)
+    memory = max(0, estimated.traffic_bytes - matmul_bytes) / roofline.memory_rate
+    exposed = traffic.exposed_s + max(0.0, traffic.overlapped_s - compute - memory)
+    return Time(compute, memory, traffic.seconds, exposed, compute + memory + exposed)
+
+
+def _operand_bytes(matmul: Matmul) -> int:
+    """Returns the bytes a matmul reads and writes; a fused one keeps its m x n on the chip."""
+    itemsize = 4
+    if "16" in matmul.dtype:
+        itemsize = 2
+    elif "8" in matmul.dtype:
+        itemsize = 1
+    elements = matmul.m * matmul.k + matmul.k * matmul.n
+    if not matmul.fused:
+        elements += matmul.m * matmul.n
+    return matmul.times * matmul.batch * itemsize * elements
+
+
+def _speeds(
+    time: Time, matmuls: Mapping[Matmul, int], topology: Topology, work: Work
+) -> dict[str, Any]:
+    """Returns the fields of a plan that are rates."""
+    chip, devices = topology.hardware, topology.size
+    peak = chip.peak_flops.get("bfloat16") or chip.peak_flops["float16"]
+    flops = sum(matmul.flops * count for matmul, count in matmuls.items())
+    return {
+        "tokens_per_s_per_device": work.tokens / time.step_s / devices if work.tokens else None,
+        "mfu": work.flops / (time.step_s * peak * devices) if work.flops else None,
+        "hfu": flops / (time.step_s * peak),
+    }
+
+
+def _basis(compiled: Sequence[str] = (), analytic: Sequence[str] = ()) -> dict[str, Basis]:
+    # steady-state memory and the limit are always arithmetic on the layout
+    always = ("valley_bytes", "wire_bytes_limit")
+    basis: dict[str, Basis] = dict.fromkeys(compiled, "compiled")
+    return basis | dict.fromkeys((*analytic, *always), "analytic")
+
+
+def _notes(plan: StepPlan, chip: Hardware, peak: int) -> list[str]:
+    """Returns notes that apply to compiled and analytic plans."""
+    notes = []
+    assert chip.memory_bytes is not None
+    usable = chip.memory_bytes - chip.reserved_bytes
+    if plan.layout.strategy.hybrid and shape_of(plan.layout.mesh).get(REPLICA, 1) == 1:
+        notes.append(
+            "hybrid with one replica shards over all devices; --mesh.replica HOSTS shards within a"
+            " host"
+        )
+    if chip.platform == "cuda" and JAX_MEMORY * chip.memory_bytes < peak <= usable:
+        notes.append(
+            f"jax takes {JAX_MEMORY:.0%} of a GPU unless told otherwise: set"
+            f" XLA_PYTHON_CLIENT_MEM_FRACTION={usable / chip.memory_bytes:.2f}"
+        )
+    return notes
+
+
+def _exposed_notes(plan: StepPlan, time: Time) -> list[str]:
+    share = time.exposed_s / time.step_s if time.step_s else 0
+    if not plan.per_unit or share <= EXPOSED_NOTE:
+        return []
+    fix = "try a larger microbatch" if plan.prefetch != "none" else "try --prefetch pre"
+    return [
+        f"{share:.0%} of the step waits for collectives: near the limit of memory XLA overlaps"
+        f" nothing; else a device computes too little for what it sends; {fix}"
+    ]
+
+
+def _kernel_notes(simulated: SimulatedTime) -> list[str]:
+    if not simulated.unknown:
+        return []
+    names = {name.rsplit("/", 2)[-2] if "/" in name else name for name in simulated.unknown}
+    kernels = ", ".join(sorted(names))
+    return [f"kernels whose matmuls are unknown, counted by their memory alone: {kernels}"]
+
+
+def logits_bytes(buffers: Sequence[Buffer], vocab: int) -> int:
+    """Returns the bytes of the arrays at the peak whose last dim is the vocabulary."""
+    return sum(
+        buffer.bytes
+        for buffer in buffers
+        if buffer.kind == "activations"
+        and buffer.array.rpartition("]")[0].rpartition(",")[2] == str(vocab)
+    )
