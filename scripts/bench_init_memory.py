@@ -1,4 +1,4 @@
-"""Peak host memory of initialising a sharded training state, against the bytes of the state itself.
+"""Measures the peak host memory of initialising a sharded state, against the bytes of the state.
 
     python scripts/bench_init_memory.py [--layers 28] [--width 1024] [--strategy full_shard]
 
@@ -28,18 +28,18 @@ GIB = 2**30
 
 
 def resident() -> int:
-    """Bytes of this process in memory now."""
+    """Returns the bytes of this process in memory now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def peak() -> int:
-    """The most bytes this process has had in memory so far."""
+    """Returns the most bytes that this process has had in memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def measure(layers: int, width: int, vocab: int, strategy: str) -> dict[str, Any]:
-    """Initialises in this process."""
+    """Initialises a state in this process; returns sizes and memory."""
     import time
 
     import jax
@@ -58,23 +58,34 @@ def measure(layers: int, width: int, vocab: int, strategy: str) -> dict[str, Any
     sharded = fsdp_jax.fully_shard(
         lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, strategy, "scan"
     )
-    before, before_peak = resident(), peak()
+    before = resident()
+    before_peak = peak()
     start = time.perf_counter()
     state = jax.block_until_ready(sharded.init())
     seconds = time.perf_counter() - start
     # what the shards on every device take
     placed = sum(
-        s.data.nbytes
+        shard.data.nbytes
         for leaf in jax.tree.leaves(state)
         if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        for s in leaf.addressable_shards
+        for shard in leaf.addressable_shards
     )
     return {
-        "bench": "init_memory", "strategy": strategy, "parameters": parameter_count(config), "layers": layers,
-        "width": width, "devices": DEVICES, "state_bytes": sharded.layout.total(), "placed_bytes": placed,
-        "before_bytes": before, "before_peak_bytes": before_peak, "peak_bytes": peak(), "after_bytes": resident(),
-        "seconds": seconds, "jax": jax.__version__,
-    }  # fmt: skip
+        "bench": "init_memory",
+        "strategy": strategy,
+        "parameters": parameter_count(config),
+        "layers": layers,
+        "width": width,
+        "devices": DEVICES,
+        "state_bytes": sharded.layout.total(),
+        "placed_bytes": placed,
+        "before_bytes": before,
+        "before_peak_bytes": before_peak,
+        "peak_bytes": peak(),
+        "after_bytes": resident(),
+        "seconds": seconds,
+        "jax": jax.__version__,
+    }
 
 
 def main() -> int:
@@ -102,8 +113,11 @@ def main() -> int:
     above = record["peak_bytes"] - record["before_bytes"]
     ratio = above / record["placed_bytes"]
     record |= {"above_baseline_bytes": above, "ratio": ratio, "target": TARGET}
-    print(f"GPT of {record['parameters'] / 1e6:.0f}M parameters, AdamW, float32, {record['strategy']} over "
-          f"{DEVICES} virtual CPU devices; init took {record['seconds']:.0f} s\n")  # fmt: skip
+    print(
+        f"GPT of {record['parameters'] / 1e6:.0f}M parameters, AdamW, float32, "
+        f"{record['strategy']} over {DEVICES} virtual CPU devices; "
+        f"init took {record['seconds']:.0f} s\n"
+    )
     for label, key in (
         ("state", "state_bytes"),
         ("state, all devices together", "placed_bytes"),

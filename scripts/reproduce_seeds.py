@@ -1,20 +1,18 @@
-"""The tables that FSDP is known by, with our plans beside them.
+"""Compares our plans with the published claims that FSDP is known by.
 
     python scripts/reproduce_seeds.py [--only NAME ...] [--json FILE]
 
-Every row is a step that our library compiles for the hardware named, which need not be there, and
-what others claim of the nearest to it. A row says what it rests on: `compiled` (memory and schedule
-are XLA's, times are the planner's roofline over them), `analytic` (the traced step) or
-`arithmetic`.
+Every row is a step that our library compiles for the hardware named, which may be absent, beside
+what others claim of the nearest to it. A row states its basis: `compiled` (memory and schedule are
+XLA's, times are the planner's roofline over them), `analytic` (the traced step) or `arithmetic`.
 
 Conventions
-- Bytes are per device; GB is 1e9 as the claims have it. Valley: held between steps. Peak: the most
-  of a step.
-- Llama rows: bfloat16 parameters, gradients and AdamW, nothing recomputed, flash attention, 1024
-  tokens a sequence: so trains, by default, the guide that the figures are from; its logits are
-  float32 too.
+- Bytes are per device; GB is 1e9 as in the claims. Steady state: memory between steps. Peak: the
+  most of a step.
+- Llama rows: bfloat16 parameters, gradients and AdamW, no recomputation, flash attention, 1024
+  tokens a sequence: the defaults of the guide that the numbers are from; its logits are float32.
 - GPT rows: float32 parameters and AdamW, bfloat16 compute, every block recomputed, 2048 tokens a
-  sequence, unless said.
+  sequence, unless stated.
 - Offload is not in this release: its rows are arithmetic on a step without it and are marked.
 """
 
@@ -24,19 +22,20 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fsdp_jax.planner import Plan, cache_folder, parse_topology
+from fsdp_jax.planner import Plan, Time, cache_folder, parse_topology
 from fsdp_jax.train.config_file import load
 from fsdp_jax.train.planning import plan_of
 
 CONFIG = Path(__file__).parent.parent / "configs" / "llama2_7b.yaml"
 GPT = "--model.family gpt --model.preset gpt2 --units.classes Block --data.sequence_length 2048"
 FLASH = "--model.attention flash"
+OFFLOAD = "arithmetic, no offload yet"
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line: what, where, their figure, ours, and what ours rests on."""
+    """One line: the claim, its hardware, their figure, ours, and the basis of ours."""
 
     what: str
     where: str
@@ -45,98 +44,68 @@ class Row:
     basis: str
 
 
-def plan(topology: str, rows: int, words: str, *, analytic: bool = False) -> Plan:
-    """The plan of configs/llama2_7b.yaml with overrides and so many rows on each device."""
+def plan(topology: str, rows: int, overrides: str, *, analytic: bool = False) -> Plan:
+    """Plans configs/llama2_7b.yaml with overrides and so many rows on each device."""
     machine = parse_topology(topology)
-    config = load(CONFIG, [*words.split(), "--train.global_batch_size", str(rows * machine.size)])
-    found = plan_of(config, machine, analytic=analytic, cache=cache_folder())
-    print(f"  {words}: {found.summary()}", file=sys.stderr, flush=True)
-    return found
+    batch_size = str(rows * machine.size)
+    config = load(CONFIG, [*overrides.split(), "--train.global_batch_size", batch_size])
+    result = plan_of(config, machine, analytic=analytic, cache=cache_folder())
+    print(f"  {overrides}: {result.summary()}", file=sys.stderr, flush=True)
+    return result
 
 
-def _held(found: Plan) -> str:
-    return f"{found.valley_bytes / GB:.2g} / {found.peak_bytes / GB:.3g} GB" + (
-        "" if found.fits else ", does not fit"
-    )
+def _memory(result: Plan) -> str:
+    sizes = f"{result.valley_bytes / GB:.2g} / {result.peak_bytes / GB:.3g} GB"
+    return sizes if result.fits else f"{sizes}, does not fit"
 
 
-def _seconds(found: Plan) -> float:
-    assert found.time is not None
-    return found.time.step_s
+def _time(result: Plan) -> Time:
+    assert result.time is not None
+    return result.time
 
 
 def llama() -> list[Row]:
-    """Valley and peak of Llama 2 on eight A100s."""
+    """Compares steady state and peak of Llama 2 on eight A100s."""
     words = f"--precision.param bfloat16 --remat none --data.sequence_length 1024 {FLASH}"
-    small = plan("a100-80gb:8", 10, f"--model.preset llama2-7b {words}")
-    large = plan("a100-80gb:8", 2, f"--model.preset llama2-70b {words}")
+    where = "a100-80gb:8"
+    small = plan(where, 10, f"--model.preset llama2-7b {words}")
+    large = plan(where, 2, f"--model.preset llama2-70b {words}")
+    small_basis, large_basis = small.basis["peak_bytes"], large.basis["peak_bytes"]
     return [
-        Row(
-            "Llama 2 7B, batch 10",
-            small.topology,
-            "8 / 74 GB",
-            _held(small),
-            small.basis["peak_bytes"],
-        ),
-        Row(
-            "... with CPU offload",
-            small.topology,
-            "1.4 / 68.7 GB",
-            _offloaded(small),
-            "arithmetic, no offload yet",
-        ),
-        Row(
-            "Llama 2 70B, batch 2",
-            large.topology,
-            "does not fit",
-            _held(large),
-            large.basis["peak_bytes"],
-        ),
-        Row(
-            "... with CPU offload",
-            large.topology,
-            "0.3 / 72.3 GB",
-            _offloaded(large),
-            "arithmetic, no offload yet",
-        ),
+        Row("Llama 2 7B, batch 10", where, "8 / 74 GB", _memory(small), small_basis),
+        Row("... with CPU offload", where, "1.4 / 68.7 GB", _offloaded(small), OFFLOAD),
+        Row("Llama 2 70B, batch 2", where, "does not fit", _memory(large), large_basis),
+        Row("... with CPU offload", where, "0.3 / 72.3 GB", _offloaded(large), OFFLOAD),
     ]
 
 
-def _offloaded(found: Plan) -> str:
-    """Without parameters and optimizer state on the device; a unit's shards on their way are not in
-    it.
-    """
-    away = found.breakdown["params"] + found.breakdown["optimizer"]
-    valley, peak = max(0, found.valley_bytes - away), found.peak_bytes - away
-    return f"{valley / GB:.1f} / {peak / GB:.3g} GB"
+def _offloaded(result: Plan) -> str:
+    """Subtracts parameters and optimizer state; shards in transfer are not counted."""
+    offloaded = result.breakdown["params"] + result.breakdown["optimizer"]
+    steady_state = max(0, result.valley_bytes - offloaded)
+    return f"{steady_state / GB:.1f} / {(result.peak_bytes - offloaded) / GB:.3g} GB"
 
 
 def largest() -> list[Row]:
-    """How many parameters an eight-GPU node can train, by depth, at width 6144."""
+    """Compares the parameters an eight-GPU node can train, by depth, at width 6144."""
     sizes = {}
     for strategy in ("no_shard", "full_shard"):
-        words = f"{GPT} {FLASH} --model.width 6144 --model.heads 48 --strategy {strategy} --prefetch none --model.layers"
+        words = f"{GPT} {FLASH} --model.width 6144 --model.heads 48 --strategy {strategy}"
+        words += " --prefetch none --model.layers"
         depth = _deepest(words)
-        found = plan("h100:8", 1, f"{words} {depth}")
-        while not found.fits:
+        result = plan("h100:8", 1, f"{words} {depth}")
+        while not result.fits:
             depth -= 1
-            found = plan("h100:8", 1, f"{words} {depth}")
-        sizes[strategy] = found.parameters
-    ratio = sizes["full_shard"] / sizes["no_shard"]
-    ours = f"{sizes['full_shard'] / GB:.1f} B to {sizes['no_shard'] / GB:.1f} B: {ratio:.2f}x"
-    return [
-        Row(
-            "largest GPT, full_shard to no_shard",
-            "h100:8",
-            "3.33x",
-            ours,
-            "compiled; the depth found analytically",
-        )
-    ]
+            result = plan("h100:8", 1, f"{words} {depth}")
+        sizes[strategy] = result.parameters / GB
+    sharded, replicated = sizes["full_shard"], sizes["no_shard"]
+    ours = f"{sharded:.1f} B to {replicated:.1f} B: {sharded / replicated:.2f}x"
+    what = "largest GPT, full_shard to no_shard"
+    return [Row(what, "h100:8", "3.33x", ours, "compiled; the depth found analytically")]
 
 
 def _deepest(words: str) -> int:
-    """The most layers that are estimated to fit."""
+    """Returns the most layers that are estimated to fit, by bisection."""
 
     def fits(layers: int) -> bool:
         return plan("h100:8", 1, f"{words} {layers}", analytic=True).fits
@@ -151,29 +120,28 @@ def _deepest(words: str) -> int:
 
 
 def stages() -> list[Row]:
-    """State and gradients at 64 devices, by ZeRO stage."""
-    held = {}
+    """Compares state and peak at 64 devices, by ZeRO stage."""
+    where = "h100:8x8"
+    plans = {}
     for strategy in ("no_shard", "zero1", "shard_grad_op", "full_shard"):
-        found = plan(
-            "h100:8x8", 1, f"--model.preset llama2-7b --strategy {strategy} --prefetch none {FLASH}"
-        )
-        held[strategy] = (found.valley_bytes, found.peak_bytes)
+        words = f"--model.preset llama2-7b --strategy {strategy} --prefetch none {FLASH}"
+        plans[strategy] = plan(where, 1, words)
+    whole = plans["no_shard"]
     rows = []
-    for name, strategy, theirs in (
+    for stage, strategy, theirs in (
         ("1", "zero1", "4x"),
         ("2", "shard_grad_op", "8x"),
         ("3", "full_shard", "64x"),
     ):
-        valley, peak = (held["no_shard"][i] / held[strategy][i] for i in (0, 1))
-        ours = f"{valley:.1f}x of the state, {peak:.1f}x of the peak"
-        rows.append(
-            Row(f"ZeRO-{name}, Llama 2 7B", "h100:8x8", f"up to {theirs}", ours, "compiled")
-        )
+        state = whole.valley_bytes / plans[strategy].valley_bytes
+        peak = whole.peak_bytes / plans[strategy].peak_bytes
+        ours = f"{state:.1f}x of the state, {peak:.1f}x of the peak"
+        rows.append(Row(f"ZeRO-{stage}, Llama 2 7B", where, f"up to {theirs}", ours, "compiled"))
     return rows
 
 
 def checkpointing() -> list[Row]:
-    """Memory that recomputing every block frees, and what it costs."""
+    """Compares the memory that recomputing every block frees, and what it costs."""
     none, full = (
         plan("h100:8", 4, f"--model.preset llama2-7b --remat {remat} {FLASH}")
         for remat in ("none", "full")
@@ -181,82 +149,68 @@ def checkpointing() -> list[Row]:
     assert none.hfu is not None
     assert full.hfu is not None
     freed = 1 - full.peak_bytes / none.peak_bytes
-    slower = _seconds(full) / _seconds(none) - 1
-    flops = full.hfu * _seconds(full) / (none.hfu * _seconds(none)) - 1
-    ours = f"{freed:.0%} freed, {flops:.0%} more FLOPs, {slower:.0%} more time"
-    return [
-        Row(
-            "activation checkpointing, Llama 2 7B, batch 4",
-            "h100:8",
-            "33-38% freed, 20-25% more time",
-            ours,
-            "compiled",
-        )
-    ]
+    slowdown = _time(full).step_s / _time(none).step_s
+    flops = full.hfu / none.hfu * slowdown
+    ours = f"{freed:.0%} freed, {flops - 1:.0%} more FLOPs, {slowdown - 1:.0%} more time"
+    what = "activation checkpointing, Llama 2 7B, batch 4"
+    return [Row(what, "h100:8", "33-38% freed, 20-25% more time", ours, "compiled")]
 
 
 def prefetch() -> list[Row]:
-    """What gathering ahead buys."""
+    """Compares the speed with and without prefetch."""
+    llama, gpt = "--model.preset llama2-7b", f"{GPT} --model.preset gpt3-175b"
     rows = []
-    for what, where, words in (
-        ("Llama 2 7B, batch 2", "a100-80gb:8", f"--model.preset llama2-7b {FLASH}"),
-        ("GPT 175B, batch 1", "a100-80gb:16x8", f"{GPT} --model.preset gpt3-175b {FLASH}"),
+    for what, where, batch, words, theirs in (
+        ("Llama 2 7B, batch 2", "a100-80gb:8", 2, llama, "13% faster, 0.59% more memory"),
+        ("GPT 175B, batch 1", "a100-80gb:16x8", 1, gpt, "about 18% faster"),
     ):
-        batch = int(what[-1])
-        without, ahead = (
-            plan(where, batch, f"{words} --prefetch {kind}") for kind in ("none", "pre")
+        none, pre = (
+            plan(where, batch, f"{words} {FLASH} --prefetch {kind}") for kind in ("none", "pre")
         )
-        faster = _seconds(without) / _seconds(ahead) - 1
-        more = ahead.peak_bytes / without.peak_bytes - 1
-        assert without.time is not None
-        assert ahead.time is not None
-        waits = f"{1000 * without.time.exposed_s:.0f} ms waited, then {1000 * ahead.time.exposed_s:.0f} ms"
-        theirs = "13% faster, 0.59% more memory" if "Llama" in what else "about 18% faster"
-        ours = f"{faster:.0%} faster, {more:+.1%} of the peak ({waits})"
+        faster = _time(none).step_s / _time(pre).step_s - 1
+        memory = pre.peak_bytes / none.peak_bytes - 1
+        before, after = 1000 * _time(none).exposed_s, 1000 * _time(pre).exposed_s
+        ours = f"{faster:.0%} faster, {memory:+.1%} of the peak"
+        ours += f" ({before:.0f} ms exposed, then {after:.0f} ms)"
         rows.append(Row(f"prefetch, {what}", where, theirs, ours, "compiled"))
     return rows
 
 
 def scaling() -> list[Row]:
-    """Tokens per second of one GPU, as there are more of them."""
-    words = f"{GPT} {FLASH} --model.layers 36 --model.width 5120 --model.heads 40 --data.sequence_length 512"
+    """Compares tokens per second of one GPU, with 8 and with 512 of them."""
+    words = f"{GPT} {FLASH} --model.layers 36 --model.width 5120 --model.heads 40"
+    words += " --data.sequence_length 512"
     few, many = (plan(where, 8, words) for where in ("a100-80gb:8", "a100-80gb:64x8"))
-    assert few.tokens_per_s_per_device is not None
-    assert many.tokens_per_s_per_device is not None
-    change = many.tokens_per_s_per_device / few.tokens_per_s_per_device - 1
-    ours = f"{change:+.1%} ({few.tokens_per_s_per_device:.0f} to {many.tokens_per_s_per_device:.0f} tokens/s a GPU)"
+    before, after = few.tokens_per_s_per_device, many.tokens_per_s_per_device
+    assert before is not None
+    assert after is not None
+    ours = f"{after / before - 1:+.1%} ({before:.0f} to {after:.0f} tokens/s a GPU)"
     what = f"GPT {few.parameters / GB:.1f} B, batch 8 of 512 tokens, 8 to 512 GPUs"
     return [Row(what, "a100-80gb", "-7% (T5 11B)", ours, "compiled")]
 
 
 def giants() -> list[Row]:
-    """Models of 175B and 1T parameters."""
+    """Plans models of 175B and 1T parameters."""
+    gpt_175b = f"{GPT} --model.preset gpt3-175b {FLASH}"
+    gpt_1t = f"{GPT} --model.preset gpt-1t"
     rows = []
     for what, where, words, theirs in (
-        (
-            "GPT 175B, batch 1",
-            "a100-80gb:16x8",
-            f"{GPT} --model.preset gpt3-175b {FLASH}",
-            "fits (batch 1), 55-60% of peak",
-        ),
-        ("GPT 1T, batch 1", "h100:64x8", f"{GPT} --model.preset gpt-1t", "-"),
-        (
-            "GPT 1T, batch 1",
-            "h100:128x8",
-            f"{GPT} --model.preset gpt-1t",
-            "84 TFLOP/s on 128 A100 with offload",
-        ),
+        ("GPT 175B, batch 1", "a100-80gb:16x8", gpt_175b, "fits (batch 1), 55-60% of peak"),
+        ("GPT 1T, batch 1", "h100:64x8", gpt_1t, "-"),
+        ("GPT 1T, batch 1", "h100:128x8", gpt_1t, "84 TFLOP/s on 128 A100 with offload"),
     ):
-        found = plan(where, 1, words)
-        sent = f"{found.wire_bytes / 1e12:.2f} TB sent, {_seconds(found):.1f} s a step, {(found.hfu or 0):.0%} of peak"
-        rows.append(Row(what, where, theirs, f"{_held(found)}, {sent}", found.basis["peak_bytes"]))
+        result = plan(where, 1, words)
+        sent = f"{result.wire_bytes / 1e12:.2f} TB sent"
+        speed = f"{_time(result).step_s:.1f} s a step, {(result.hfu or 0):.0%} of peak"
+        ours = f"{_memory(result)}, {sent}, {speed}"
+        rows.append(Row(what, where, theirs, ours, result.basis["peak_bytes"]))
     return rows
 
 
 TABLES = {
-    "llama": llama, "largest": largest, "stages": stages, "checkpointing": checkpointing, "prefetch": prefetch,
-    "scaling": scaling, "giants": giants,
-}  # fmt: skip
+    table.__name__: table
+    for table in (llama, largest, stages, checkpointing, prefetch, scaling, giants)
+}
 
 
 def main() -> int:
@@ -267,7 +221,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = [row for name in options.only for row in TABLES[name]()]
-    print("| claim | hardware | theirs | ours | ours rests on |\n|---|---|---|---|---|")
+    print("| claim | hardware | theirs | ours | basis |\n|---|---|---|---|---|")
     for row in rows:
         print("| " + " | ".join((row.what, row.where, row.theirs, row.ours, row.basis)) + " |")
     if options.json:

@@ -1,26 +1,26 @@
-"""Plans against what others measured: step times of published runs, and the peak of a real GPU's
-allocator.
+"""Validates plans against step times of published runs, and against a real GPU's allocator.
 
-    python scripts/validate_plan.py [--rows NAME ...] [--json FILE]      published runs; needs the compilers, no device
-    python scripts/validate_plan.py --estimates [--json FILE]            analytic peaks against compiled ones
-    python scripts/validate_plan.py --allocator [--json FILE]            needs an NVIDIA GPU; under eight minutes
+    python scripts/validate_plan.py [--rows NAME ...] [--json FILE]      published runs
+    python scripts/validate_plan.py --estimates [--json FILE]            analytic and compiled peaks
+    python scripts/validate_plan.py --allocator [--json FILE]            on an NVIDIA GPU, 8 minutes
+
+The first two need the compilers and no device.
 
 Conventions
 - Published: tokens per second and device of the plan over the published ones; above 1 the plan is
   too fast. Each run's model, sequence, devices and recomputation are built from our own families,
-  compiled for its topology and played by the planner; MFU is proportional to tokens per second, so
-  the ratio is that of MFU too.
+  compiled for its topology and simulated by the planner; MFU is proportional to tokens per second,
+  so the ratio is that of MFU too.
 - `recomputed` is the share of a block's FLOPs that the run computes twice. Between 0 and 1 the plan
   is the mean of no and full recomputation, so weighted; on TPUs, where the plan without it does not
   fit, the full plan less the forward loop's time so weighted.
 - `batch` is rows of a device at once. Where the published one does not fit ours (no chunked loss,
-  no selective recomputation yet) it is smaller, which the row says; a token then costs as much, but
-  more is sent for it.
+  no selective recomputation yet) it is smaller, which the row states; a token then costs as much,
+  but more is sent for it.
 - `attention` is the share of peak of the run's own kernel: 0.46 cuDNN on an H100, 0.30
   FlashAttention-2 or Triton on an H100, 0.52 and 0.45 on an A100.
-- Constants are fitted on the rows marked fit: `product` of h100, a100 and of the TPUs. Ratios of
-  the rows marked test are what the planner is worth. Exit code 3 where fewer than eight of them are
-  within 15%.
+- The efficiency `matmul` of h100, a100 and of the TPUs is fitted on the rows marked fit. Ratios of
+  the rows marked test measure the planner. Exit code 3 if fewer than eight of them are within 15%.
 - Allocator: `peak_bytes_in_use` of jax's allocator over the plan's peak, for one of eight mocked
   H100s or for one GPU.
 """
@@ -32,6 +32,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -74,78 +75,85 @@ class Row:
 _LLAMA4K = "--data.sequence_length 4096"
 _LLAMA8K = "--data.sequence_length 8192"
 _FLOAT32 = "--precision.reduce float32"
-_FEWER = "batch 6 there"
-_7B, _13B, _70B = (
-    "--model.preset llama2-7b",
-    "--model.preset llama2-13b",
-    "--model.preset llama2-70b",
-)
+_7B = "--model.preset llama2-7b"
+_13B = "--model.preset llama2-13b"
+_70B = "--model.preset llama2-70b"
+_HYBRID = "--strategy hybrid_shard --mesh.replica 64"
+_BATCH_6 = "batch 6 there"
 _464 = "464 GPUs there, which divide no dim"
 
 
 def _mpt(
-    chip: str, size: str, shape: tuple[int, int, int], sequence: int, batch: int, recomputed: float, tokens: float,
+    chip: str,
+    size: str,
+    shape: tuple[int, int, int],
+    sequence: int,
+    batch: int,
+    recomputed: float,
+    tokens: float,
     note: str = "",
-) -> Row:  # fmt: skip
+) -> Row:
+    """Returns a run of MosaicML's; `shape` is (layers, width, heads)."""
     layers, width, heads = shape
-    model = f"--model.family gpt --model.preset gpt2 --units.classes Block --model.layers {layers} --model.width {width}"
-    model += f" --model.heads {heads} --data.sequence_length {sequence} {_FLOAT32}"
-    attention = 0.30 if chip == "h100" else 0.45
+    model = "--model.family gpt --model.preset gpt2 --units.classes Block"
+    model += f" --model.layers {layers} --model.width {width} --model.heads {heads}"
+    model += f" --data.sequence_length {sequence} {_FLOAT32}"
     name = f"MPT {size} {sequence} {chip}"
-    return Row(
-        name,
-        "MosaicML",
-        f"{chip}:8",
-        model,
-        batch,
-        recomputed,
-        attention,
-        tokens,
-        fit=True,
-        note=note,
-    )
+    attention = 0.30 if chip == "h100" else 0.45
+    topology = f"{chip}:8"
+    return Row(name, "MosaicML", topology, model, batch, recomputed, attention, tokens, True, note)
 
 
 ROWS = (
     _mpt("h100", "760M", (24, 1536, 12), 2048, 24, 0, 63147),
     _mpt("h100", "1B", (24, 2048, 16), 2048, 14, 0, 45455),
     _mpt("h100", "3B", (32, 2560, 20), 4096, 5, 0, 20964),
-    _mpt("h100", "7B", (32, 4096, 32), 2048, 4, 0, 10643, _FEWER),
+    _mpt("h100", "7B", (32, 4096, 32), 2048, 4, 0, 10643, _BATCH_6),
     _mpt("h100", "7B", (32, 4096, 32), 4096, 16, 1, 8611),
     _mpt("h100", "13B", (40, 5120, 40), 4096, 10, 1, 4717),
     _mpt("a100-80gb", "1B", (24, 2048, 16), 2048, 14, 0, 20513),
     _mpt("a100-80gb", "3B", (32, 2560, 20), 2048, 10, 0, 10811),
-    _mpt("a100-80gb", "7B", (32, 4096, 32), 2048, 4, 0, 4641, _FEWER),
+    _mpt("a100-80gb", "7B", (32, 4096, 32), 2048, 4, 0, 4641, _BATCH_6),
     _mpt("a100-80gb", "7B", (32, 4096, 32), 4096, 16, 1, 3684),
     _mpt("a100-80gb", "13B", (40, 5120, 40), 4096, 10, 1, 2060),
-    Row("Llama 3.1 8B", "Trillium recipes", "v6e:2x4", f"--model.preset llama3-8b {_LLAMA8K}", 2, 0.85, 0, 7138.9,
-        fit=True, note="batch 3 there"),
+    # name, source, topology, model, batch, recomputed, attention, tokens, fit, note
+    Row("Llama 3.1 8B", "Trillium recipes", "v6e:2x4", f"--model.preset llama3-8b {_LLAMA8K}",
+        2, 0.85, 0, 7138.9, True, "batch 3 there"),
     Row("Llama 2 7B", "JAX-Toolbox", "h100:8", f"{_7B} {_LLAMA4K}", 2, 0, 0.46, 11361),
-    Row("Llama 2 7B", "MaxText", "h100:8", f"{_7B} {_LLAMA4K}", 2, 0, 0.46, 10677, note="batch 4 there"),
-    Row("Llama 2 7B", "fms-fsdp", "h100:64x8", f"{_7B} {_LLAMA4K} --strategy hybrid_shard --mesh.replica 64", 2, 0,
-        0.30, 9500, note=_464),
-    Row("Llama 2 13B", "fms-fsdp", "h100:64x8", f"{_13B} {_LLAMA4K}", 2, 0.47, 0.30, 4820, note=_464),
-    Row("Llama 2 70B", "fms-fsdp", "h100:64x8", f"{_70B} {_LLAMA4K}", 2, 1, 0.30, 890, note=_464),
+    Row("Llama 2 7B", "MaxText", "h100:8", f"{_7B} {_LLAMA4K}",
+        2, 0, 0.46, 10677, False, "batch 4 there"),
+    Row("Llama 2 7B", "fms-fsdp", "h100:64x8", f"{_7B} {_LLAMA4K} {_HYBRID}",
+        2, 0, 0.30, 9500, False, _464),
+    Row("Llama 2 13B", "fms-fsdp", "h100:64x8", f"{_13B} {_LLAMA4K}",
+        2, 0.47, 0.30, 4820, False, _464),
+    Row("Llama 2 70B", "fms-fsdp", "h100:64x8", f"{_70B} {_LLAMA4K}",
+        2, 1, 0.30, 890, False, _464),
     Row("Llama 2 13B", "fms-fsdp", "a100-80gb:16x8", f"{_13B} {_LLAMA4K}", 2, 0.47, 0.52, 2120),
     Row("Llama 2 70B", "fms-fsdp", "a100-80gb:16x8", f"{_70B} {_LLAMA4K}", 2, 1, 0.52, 407),
-    Row("Llama 2 13B", "torchtitan", "a100-80gb:8x8", f"{_13B} {_LLAMA4K} {_FLOAT32}", 2, 0, 0.52, 2162),
-    Row("Llama 2 70B", "torchtitan", "a100-80gb:8x8", f"{_70B} {_LLAMA4K} {_FLOAT32}", 2, 1, 0.52, 353),
+    Row("Llama 2 13B", "torchtitan", "a100-80gb:8x8", f"{_13B} {_LLAMA4K} {_FLOAT32}",
+        2, 0, 0.52, 2162),
+    Row("Llama 2 70B", "torchtitan", "a100-80gb:8x8", f"{_70B} {_LLAMA4K} {_FLOAT32}",
+        2, 1, 0.52, 353),
     Row("Llama 2 70B", "MaxText", "v5p:4x8x8", f"{_70B} {_LLAMA4K}", 4, 0.58, 0, 692),
-    Row("Llama 3.1 8B", "Trillium recipes", "v6e:16x16", f"--model.preset llama3-8b {_LLAMA8K}", 3, 0.85, 0, 7207.3,
-        note="batch 4 there"),
-    Row("Llama 3.1 70B", "Trillium recipes", "v6e:16x16", f"--model.preset llama3-70b {_LLAMA8K}", 1, 0.90, 0, 960.2,
-        note="batch 5 there"),
+    Row("Llama 3.1 8B", "Trillium recipes", "v6e:16x16", f"--model.preset llama3-8b {_LLAMA8K}",
+        3, 0.85, 0, 7207.3, False, "batch 4 there"),
+    Row("Llama 3.1 70B", "Trillium recipes", "v6e:16x16", f"--model.preset llama3-70b {_LLAMA8K}",
+        1, 0.90, 0, 960.2, False, "batch 5 there"),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What playing a row with a chip's product constant gives, and how it changes with it."""
+    """The simulated step of a row, with some `matmul` efficiency of its chip.
+
+    Attributes:
+        row: the published run.
+        step: seconds of a step.
+
+    """
 
     row: Row
-    product: float
     step: float
-    compute: float
 
     @property
     def ratio(self) -> float:
@@ -154,46 +162,42 @@ class Measured:
         return tokens / self.step / self.row.tokens
 
 
-def play(row: Row, product: float | None = None) -> Measured:
-    """A row's step, with another product constant if given."""
+def simulate(row: Row, matmul: float | None = None) -> Measured:
+    """Simulates a row's step, with another `matmul` efficiency if given."""
     from fsdp_jax.planner import parse_topology
-    from fsdp_jax.planner.machines.efficiency import Efficiency, efficiency_of
 
-    topology = parse_topology(row.topology)
-    constants = efficiency_of(topology.hardware).constants
-    constants = replace(
-        constants,
-        attention=row.attention or constants.attention,
-        product=product or constants.product,
+    chip = parse_topology(row.topology).hardware
+    assert chip.efficiency is not None
+    efficiency = replace(
+        chip.efficiency,
+        attention=row.attention or chip.efficiency.attention,
+        matmul=matmul or chip.efficiency.matmul,
     )
-    efficiency = Efficiency(topology.hardware, constants)
-    tpu = topology.hardware.platform == "tpu"
-    full = _played(row, "full", efficiency) if row.recomputed or tpu else None
-    none = _played(row, "none", efficiency) if row.recomputed < 1 and not tpu else None
-    if tpu and full is not None:
-        seconds = full["step"] - (1 - row.recomputed) * full["forward"]
-        return Measured(row, constants.product, seconds, full["compute"])
-    f = row.recomputed
-    step, compute = (
-        f * (full or {key: 0.0})[key] + (1 - f) * (none or {key: 0.0})[key]
-        for key in ("step", "compute")
-    )
-    return Measured(row, constants.product, step, compute)
+    chip = replace(chip, efficiency=efficiency)
+    if chip.platform == "tpu":
+        step, forward = _step_and_forward(row, "full", chip)
+        return Measured(row, step - (1 - row.recomputed) * forward)
+    step = 0.0
+    for remat, share in (("full", row.recomputed), ("none", 1 - row.recomputed)):
+        if share:
+            step += share * _step_and_forward(row, remat, chip)[0]
+    return Measured(row, step)
 
 
-def _played(row: Row, remat: str, efficiency: Any) -> dict[str, float]:
-    from fsdp_jax.planner.planner import player_of
+def _step_and_forward(row: Row, remat: str, chip: Any) -> tuple[float, float]:
+    """Returns the seconds of a step and of its forward loop."""
+    from fsdp_jax.planner.compiled.timeline import ScheduleSimulator
 
-    module, sent, plan = _program(row, remat)
-    player = player_of(module, sent, plan, efficiency)
-    whole = player.whole()
-    loops = [trips * played.seconds for trips, played in player.loops.values() if trips > 8]
-    return {"step": whole.seconds, "compute": whole.compute, "forward": min(loops, default=0.0)}
+    module, collectives, mesh = _program(row, remat)
+    simulator = ScheduleSimulator(module, collectives, mesh, chip)
+    step = simulator.step()
+    loops = [trips * body.seconds for trips, body in simulator.loops.values() if trips > 8]
+    return step.seconds, min(loops, default=0.0)
 
 
 @cache
 def _program(row: Row, remat: str) -> tuple[Any, Any, Any]:
-    """(module, what it sends, the step's plan), compiled once."""
+    """Compiles a row's step once; returns (module, collectives, mesh)."""
     from fsdp_jax.hlo.collectives import read_program
     from fsdp_jax.hlo.parser import parse
     from fsdp_jax.planner import cache_folder, parse_topology
@@ -202,112 +206,108 @@ def _program(row: Row, remat: str) -> tuple[Any, Any, Any]:
     from fsdp_jax.train.config_file import load
 
     topology = parse_topology(row.topology)
-    words = [*row.model.split(), "--remat", remat, "--model.attention", "flash"]
-    words += ["--train.global_batch_size", str(row.batch * topology.size)]
-    run = build(load(CONFIG, words), topology_devices(row.topology))
+    overrides = [*row.model.split(), "--remat", remat, "--model.attention", "flash"]
+    overrides += ["--train.global_batch_size", str(row.batch * topology.size)]
+    run = build(load(CONFIG, overrides), topology_devices(row.topology))
     program = compile_step(run.step, run.batch, topology, cache_folder())
-    assert run.step.plan is not None
     if not program.text:
-        raise SystemExit(
-            f"{row.name} on {row.topology} does not fit: {program.refused_bytes} bytes"
-        )
-    sent = read_program(program.text, run.step.plan.layout.mesh.shape)
-    return parse(program.text), sent, run.step.plan
+        needs = f"{program.refused_bytes} bytes"
+        raise SystemExit(f"{row.name} on {row.topology} does not fit: {needs}")
+    mesh = run.step.plan.layout.mesh
+    return parse(program.text), read_program(program.text, mesh.shape).collectives, mesh
 
 
 def fitted(rows: list[Row]) -> float:
-    """The product constant for which the geometric mean of these rows' ratios is 1."""
+    """Returns the efficiency at which the geometric mean of these rows' ratios is 1."""
     low, high = 0.2, 1.2
     for _ in range(18):
         middle = (low + high) / 2
-        error = sum(log(play(row, middle).ratio) for row in rows)
+        error = sum(log(simulate(row, middle).ratio) for row in rows)
         low, high = (low, middle) if error > 0 else (middle, high)
     return (low + high) / 2
 
 
 def published(names: list[str]) -> list[dict[str, Any]]:
-    """A row for each run."""
-    found = []
+    """Returns a record for each run; those that match a name, if any are given."""
+    records = []
     for row in ROWS:
-        if names and not any(
-            name.lower() in f"{row.name} {row.source} {row.topology}".lower() for name in names
-        ):
+        label = f"{row.name} {row.source} {row.topology}".lower()
+        if names and not any(name.lower() in label for name in names):
             continue
-        measured = play(row)
-        found.append(
-            {
-                "run": row.name, "source": row.source, "topology": row.topology, "batch": row.batch,
-                "recomputed": row.recomputed, "role": "fit" if row.fit else "test", "published": row.tokens,
-                "plan": measured.ratio * row.tokens, "ratio": measured.ratio, "note": row.note,
-            }
-        )  # fmt: skip
-        print(markdown([found[-1]]).splitlines()[-1], file=sys.stderr, flush=True)
-    return found
+        ratio = simulate(row).ratio
+        record = {
+            "run": row.name,
+            "source": row.source,
+            "topology": row.topology,
+            "batch": row.batch,
+            "recomputed": row.recomputed,
+            "role": "fit" if row.fit else "test",
+            "published": row.tokens,
+            "plan": ratio * row.tokens,
+            "ratio": ratio,
+            "note": row.note,
+        }
+        records.append(record)
+        print(markdown([record]).splitlines()[-1], file=sys.stderr, flush=True)
+    return records
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """As in the README."""
+def markdown(records: list[dict[str, Any]]) -> str:
+    """Returns the table of the README."""
     lines = [
         "| run | by | topology | | tokens/s a device | plan | ratio | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['run']} | {r['source']} | {r['topology']} | {r['role']} | {r['published']:.0f} | {r['plan']:.0f} "
-        f"| {r['ratio']:.2f} | {r['note']} |"
-        for r in rows
+        f"| {r['run']} | {r['source']} | {r['topology']} | {r['role']} | {r['published']:.0f} "
+        f"| {r['plan']:.0f} | {r['ratio']:.2f} | {r['note']} |"
+        for r in records
     ]
     return "\n".join(lines)
 
 
 def estimates() -> list[dict[str, Any]]:
-    """The analytic peak over the compiled one, for the models of scripts/bench_contract.py on
-    H100s.
-    """
+    """Compares analytic and compiled peaks of the models of scripts/bench_contract.py on H100s."""
     from fsdp_jax.planner import cache_folder, parse_topology
     from fsdp_jax.sharding.strategy import STRATEGIES
     from fsdp_jax.train.config_file import load
     from fsdp_jax.train.planning import plan_of
 
-    rows = []
-    for model in ("llama2_7b", "gpt2_xl"):
-        for name, replica in (("h100:8", 2), ("h100:64x8", 64)):
-            for strategy in STRATEGIES:
-                topology = parse_topology(name)
-                words = ["--strategy", strategy, "--train.global_batch_size", str(topology.size)]
-                words += ["--mesh.replica", str(replica)] if strategy.startswith("hybrid") else []
-                config = load(CONFIG.with_name(f"{model}.yaml"), words)
-                guess = plan_of(config, topology, analytic=True).peak_bytes
-                real = plan_of(config, topology, cache=cache_folder()).peak_bytes
-                rows.append({"model": model, "topology": name, "strategy": strategy, "analytic": guess,
-                             "compiled": real, "ratio": guess / real})  # fmt: skip
-                print(f"| {model} | {name} | {strategy} | {guess / 2**30:.2f} | {real / 2**30:.2f} "
-                      f"| {guess / real:.3f} |", flush=True)  # fmt: skip
-    return rows
+    gib = 2**30
+    records = []
+    machines = (("h100:8", 2), ("h100:64x8", 64))
+    for model, (name, replica), strategy in product(("llama2_7b", "gpt2_xl"), machines, STRATEGIES):
+        topology = parse_topology(name)
+        overrides = ["--strategy", strategy, "--train.global_batch_size", str(topology.size)]
+        overrides += ["--mesh.replica", str(replica)] if strategy.startswith("hybrid") else []
+        config = load(CONFIG.with_name(f"{model}.yaml"), overrides)
+        analytic = plan_of(config, topology, analytic=True).peak_bytes
+        compiled = plan_of(config, topology, cache=cache_folder()).peak_bytes
+        ratio = analytic / compiled
+        records.append(
+            {
+                "model": model,
+                "topology": name,
+                "strategy": strategy,
+                "analytic": analytic,
+                "compiled": compiled,
+                "ratio": ratio,
+            }
+        )
+        peaks = f"{analytic / gib:.2f} | {compiled / gib:.2f}"
+        print(f"| {model} | {name} | {strategy} | {peaks} | {ratio:.3f} |", flush=True)
+    return records
 
 
 ALLOCATED = (
-    "--model.layers 4 --remat full", "--model.layers 4 --remat none", "--model.layers 8 --remat full",
+    "--model.layers 4 --remat full",
+    "--model.layers 4 --remat none",
+    "--model.layers 8 --remat full",
     "--model.layers 4 --remat full --strategy shard_grad_op --prefetch none",
-    "--model.layers 4 --remat full --train.accumulation 2", "--model.layers 2 --remat none --strategy no_shard",
-)  # fmt: skip
+    "--model.layers 4 --remat full --train.accumulation 2",
+    "--model.layers 2 --remat none --strategy no_shard",
+)
 """Overrides of configs/llama2_7b.yaml."""
-
-
-def allocator() -> list[dict[str, Any]]:
-    """Each configuration in a process of its own, whose allocator has seen nothing else."""
-    rows = []
-    for words in ALLOCATED:
-        command = [sys.executable, __file__, "--one", words]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=os.environ | _GPU
-        )
-        if done.returncode:
-            raise SystemExit(f"{words}\n{done.stderr[-3000:]}")
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(f"{words}: {rows[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
-    return rows
-
-
 _GPU = {
     "JAX_PLATFORMS": "cuda,cpu",
     "JAX_MOCK_GPU_TOPOLOGY": "1x1x8",
@@ -315,27 +315,41 @@ _GPU = {
 }
 
 
-def one_allocation(words: str) -> dict[str, Any]:
-    """The peak of this process's GPU, which stands for one of eight, against the plan for eight
-    that are not there.
-    """
+def allocator() -> list[dict[str, Any]]:
+    """Runs each configuration in a process of its own, with a fresh allocator."""
+    records = []
+    for overrides in ALLOCATED:
+        command = [sys.executable, __file__, "--one", overrides]
+        env = os.environ | _GPU
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        if done.returncode:
+            raise SystemExit(f"{overrides}\n{done.stderr[-3000:]}")
+        records.append(json.loads(done.stdout.splitlines()[-1]))
+        print(f"{overrides}: {records[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
+    return records
+
+
+def one_allocation(overrides: str) -> dict[str, Any]:
+    """Compares the peak of this process's GPU, mocked to be one of eight, with the plan."""
     import jax
 
-    from fsdp_jax.planner import compiled_plan, parse_topology
-    from fsdp_jax.planner.machines.chips import hardware_of
+    from fsdp_jax.planner import compiled_plan, hardware_of, parse_topology
     from fsdp_jax.train.build import build
     from fsdp_jax.train.config_file import load
 
     device = jax.local_devices()[0]
     chip = hardware_of(device.device_kind)
-    assert chip is not None, f"{device.device_kind} is not in the hardware table"
+    assert chip is not None, f"{device.device_kind} is not in the table of chips"
     devices = jax.device_count()
     topology = parse_topology(f"{chip.name}:{devices}")
-    config = load(CONFIG, [*words.split(), "--train.global_batch_size", str(2 * devices)])
-    there = build(config, topology.devices())
-    plan = compiled_plan(there.step, there.batch, topology, there.work, None)
+    config = load(CONFIG, [*overrides.split(), "--train.global_batch_size", str(2 * devices)])
+    # the plan, for devices that are absent
+    planned = build(config, topology.devices())
+    plan = compiled_plan(planned.step, planned.batch, topology, planned.work, None)
+    # two real steps
     run = build(config, jax.devices())
-    state, rows = run.sharded.init(0), 2 * len(jax.local_devices())
+    state = run.sharded.init(0)
+    rows = 2 * len(jax.local_devices())
     batch = {
         name: jax.numpy.zeros((rows, *leaf.shape[1:]), leaf.dtype)
         for name, leaf in run.batch.items()
@@ -343,10 +357,9 @@ def one_allocation(words: str) -> dict[str, Any]:
     for _ in range(2):
         state, metrics = run.step(state, batch)
     jax.block_until_ready(metrics)
-    stats = device.memory_stats()
-    real = stats["peak_bytes_in_use"]
+    real = device.memory_stats()["peak_bytes_in_use"]
     return {
-        "config": words,
+        "config": overrides,
         "devices": devices,
         "real": real,
         "plan": plan.peak_bytes,
@@ -358,15 +371,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--rows", nargs="*", default=[], help="words that a row's name, source or topology has"
-    )
-    parser.add_argument(
-        "--fit", nargs="*", metavar="CHIP", help="fit the constants again and print them"
-    )
-    parser.add_argument(
-        "--estimates", action="store_true", help="analytic peaks against compiled ones"
-    )
+    parser.add_argument("--rows", nargs="*", default=[], help="part of a name, source or topology")
+    parser.add_argument("--fit", nargs="*", metavar="CHIP", help="fit the efficiencies, print them")
+    parser.add_argument("--estimates", action="store_true", help="analytic and compiled peaks")
     parser.add_argument("--allocator", action="store_true", help="on a GPU: the allocator's peak")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
@@ -376,35 +383,31 @@ def main() -> int:
         return 0
     if options.fit is not None:
         for chip in options.fit or ("h100", "a100-80gb", "v6e"):
-            of = [row for row in ROWS if row.fit and row.topology.partition(":")[0] == chip]
-            print(f"{chip}: product {fitted(of):.3f}")
+            rows = [row for row in ROWS if row.fit and row.topology.partition(":")[0] == chip]
+            print(f"{chip}: matmul {fitted(rows):.3f}")
         return 0
-    rows = (
-        estimates()
-        if options.estimates
-        else allocator()
-        if options.allocator
-        else published(options.rows)
-    )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
     if options.estimates:
-        return 0 if all(abs(r["ratio"] - 1) < 0.10 for r in rows) else 3
-    if options.allocator:
+        records = estimates()
+        holds = all(abs(r["ratio"] - 1) < 0.10 for r in records)
+    elif options.allocator:
+        records = allocator()
+        for r in records:
+            print(f"| {r['config']} | {r['real']} | {r['plan']} | {r['ratio']:.3f} |")
+        holds = all(abs(r["ratio"] - 1) < 0.05 for r in records)
+    else:
+        records = published(options.rows)
+        print(markdown(records))
+        logs = [log(r["ratio"]) for r in records if r["role"] == "test"]
+        near = sum(abs(each) < log(1 + WITHIN) for each in logs)
+        mean = exp(sum(logs) / max(1, len(logs)))
         print(
-            "\n".join(
-                f"| {r['config']} | {r['real']} | {r['plan']} | {r['ratio']:.3f} |" for r in rows
-            )
+            f"{near} of {len(logs)} test rows are within {WITHIN:.0%};"
+            f" their geometric mean is {mean:.2f}"
         )
-        return 0 if all(abs(r["ratio"] - 1) < 0.05 for r in rows) else 3
-    print(markdown(rows))
-    near = [r for r in rows if r["role"] == "test" and abs(log(r["ratio"])) < log(1 + WITHIN)]
-    test = [r for r in rows if r["role"] == "test"]
-    mean = exp(sum(log(r["ratio"]) for r in test) / max(1, len(test)))
-    print(
-        f"{len(near)} of {len(test)} test rows are within {WITHIN:.0%}; their geometric mean is {mean:.2f}"
-    )
-    return 0 if len(near) >= min(LEAST, len(test)) else 3
+        holds = near >= min(LEAST, len(logs))
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=1))
+    return 0 if holds else 3
 
 
 if __name__ == "__main__":

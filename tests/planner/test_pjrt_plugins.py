@@ -30,7 +30,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("installed_plugins", "gpu", "told"),
+    ("installed", "gpu", "told"),
     [
         (set(), False, None),  # jax needs no telling
         (set(), True, None),
