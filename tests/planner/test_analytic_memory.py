@@ -1,4 +1,4 @@
-"""The estimate from the trace: on small programs whose answer is known, and against the compiler."""
+"""Estimates from the trace: of small programs whose answer is known, and against the compiler."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ SQUARE = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
 
 
 class NoLayout:
-    """Of a program without a state: its arguments count as `other`."""
+    """A layout without a state: arguments of the program count as `other`."""
 
     mesh = SimpleNamespace(size=1)
 
@@ -38,40 +38,42 @@ class NoLayout:
         return iter(())
 
 
-def of(fn, *shapes) -> Estimate:
+def estimate_of(fn, *shapes) -> Estimate:
     return estimate(
         SimpleNamespace(local_batch=False, layout=NoLayout()), jax.make_jaxpr(fn)(*shapes)
     )
 
 
-def units(found: Estimate) -> float:
-    """What is stored at the peak beside the arguments, in square matrices."""
-    return found.breakdown["activations"] / UNIT
+def units(estimated: Estimate) -> float:
+    """Returns the memory at the peak, without the arguments, in square matrices."""
+    return estimated.breakdown["activations"] / UNIT
 
 
 def test_elementwise_operations_are_fused_into_what_reads_them():
-    found = of(lambda x: jnp.sum(jnp.exp(jnp.sin(x @ x)) * 2), SQUARE)
-    assert units(found) == pytest.approx(1, abs=0.01)  # the product alone
-    assert found.breakdown["other"] == UNIT
+    estimated = estimate_of(lambda x: jnp.sum(jnp.exp(jnp.sin(x @ x)) * 2), SQUARE)
+    assert units(estimated) == pytest.approx(1, abs=0.01)  # the product alone
+    assert estimated.breakdown["other"] == UNIT
 
 
-def test_what_a_product_reads_is_stored():
+def test_an_operand_of_a_matmul_is_stored():
     def fn(x):
         a = x @ x
         b = jnp.sin(a)
         return jnp.sum(b @ b)
 
-    assert units(of(fn, SQUARE)) == pytest.approx(2, abs=0.01)  # a and b, then b and the product
+    assert units(estimate_of(fn, SQUARE)) == pytest.approx(
+        2, abs=0.01
+    )  # a and b, then b and the product
 
 
-def test_a_fused_value_keeps_what_it_is_made_from():
+def test_a_fused_value_keeps_its_sources_alive():
     def fn(x):
         a = x @ x
         late = jnp.sin(a)  # is computed at the end: a lives until then
         b = jnp.exp(x @ x.T)
         return jnp.sum(late * (b @ b))
 
-    assert units(of(fn, SQUARE)) == pytest.approx(3, abs=0.01)
+    assert units(estimate_of(fn, SQUARE)) == pytest.approx(3, abs=0.01)
 
 
 def test_a_loop_stacks_from_its_start_and_carries_in_place():
@@ -81,11 +83,11 @@ def test_a_loop_stacks_from_its_start_and_carries_in_place():
 
         return jnp.sum(lax.scan(body, x, length=6)[1])
 
-    found = of(fn, SQUARE, SQUARE)
-    assert units(found) == pytest.approx(
+    estimated = estimate_of(fn, SQUARE, SQUARE)
+    assert units(estimated) == pytest.approx(
         6 + 2, abs=0.01
     )  # the stack, what is carried, what comes next
-    assert found.matmuls == (Matmul(1, SIDE, SIDE, SIDE, "float32", times=6),)
+    assert estimated.matmuls == (Matmul(1, SIDE, SIDE, SIDE, "float32", times=6),)
 
 
 def test_slices_are_written_in_place():
@@ -95,7 +97,7 @@ def test_slices_are_written_in_place():
 
         return jnp.sum(lax.scan(body, jnp.zeros((5, SIDE, SIDE)), jnp.arange(5))[0])
 
-    assert units(of(fn, SQUARE)) == pytest.approx(5 + 1, abs=0.01)
+    assert units(estimate_of(fn, SQUARE)) == pytest.approx(5 + 1, abs=0.01)
 
 
 def test_equal_constants_are_stored_once():
@@ -103,31 +105,31 @@ def test_equal_constants_are_stored_once():
         return jnp.sum(x @ jnp.ones((SIDE, SIDE)) + jnp.sin(x) @ jnp.ones((SIDE, SIDE)))
 
     # ones, the two products, the sine
-    assert units(of(fn, SQUARE)) == pytest.approx(3 + 1, abs=0.01)
+    assert units(estimate_of(fn, SQUARE)) == pytest.approx(3 + 1, abs=0.01)
 
 
-def test_what_no_loop_waits_for_runs_behind_it():
+def test_operations_that_no_loop_depends_on_run_after_it():
     def fn(x, wide):
         a = x @ wide  # four matrices
         gradient = a @ a.T  # one
         end = lax.scan(lambda carry, _: (jnp.sin(carry) @ x, None), x * jnp.sum(a), length=4)[0]
         return jnp.sum(end), jnp.sum(gradient)
 
-    found = of(fn, SQUARE, jax.ShapeDtypeStruct((SIDE, 4 * SIDE), jnp.float32))
+    estimated = estimate_of(fn, SQUARE, jax.ShapeDtypeStruct((SIDE, 4 * SIDE), jnp.float32))
     # the sine and what comes next; beside them what the gradient is made from, and not the gradient
-    assert units(found) == pytest.approx(2 + 4, abs=0.01)
+    assert units(estimated) == pytest.approx(2 + 4, abs=0.01)
 
 
-def test_a_loop_of_one_turn_is_no_loop():
-    def fn(x, turns):
-        return jnp.sum(lax.scan(lambda carry, _: (carry @ x, None), x, length=turns)[0])
+def test_a_loop_of_one_trip_is_inlined():
+    def fn(x, trips):
+        return jnp.sum(lax.scan(lambda carry, _: (carry @ x, None), x, length=trips)[0])
 
-    once, twice = (of(lambda x, turns=turns: fn(x, turns), SQUARE) for turns in (1, 2))
+    once, twice = (estimate_of(lambda x, trips=trips: fn(x, trips), SQUARE) for trips in (1, 2))
     assert units(once) == pytest.approx(1, abs=0.01)  # the product
     assert units(twice) == pytest.approx(2, abs=0.01)  # and what is carried
 
 
-def test_products_of_a_kernel_are_fused_and_counted_by_its_grid():
+def test_matmuls_of_a_kernel_are_fused_and_counted_by_its_grid():
     def kernel(x, y, out):
         out[...] = jnp.dot(x[...], y[...])
 
@@ -136,47 +138,47 @@ def test_products_of_a_kernel_are_fused_and_counted_by_its_grid():
     call = pl.pallas_call(
         kernel, grid=(4,), in_specs=[rows, whole], out_specs=rows, out_shape=SQUARE
     )
-    found = of(lambda x, y: jnp.sum(call(x, y)), SQUARE, SQUARE)
-    assert found.matmuls == (Matmul(1, 16, SIDE, SIDE, "float32", times=4, fused=True),)
+    estimated = estimate_of(lambda x, y: jnp.sum(call(x, y)), SQUARE, SQUARE)
+    assert estimated.matmuls == (Matmul(1, 16, SIDE, SIDE, "float32", times=4, fused=True),)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_attention_kernels_are_counted_by_their_algorithm(platform):
-    """Two products forward, five more backward, half of each: the loops inside end where the mask
-    does.
-    """
+    """Two matmuls forward, five more backward, half of each: loops end where the mask does."""
     attend = make_attention("flash", platform)
     heads = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.bfloat16)
     both = jax.grad(
         lambda *qkv: jnp.sum(attend(*qkv, is_causal=True).astype(jnp.float32)), argnums=(0, 1, 2)
     )
-    found = of(lambda *qkv: both(*qkv), heads, heads, heads)
-    flops = sum(product.flops * product.times for product in found.matmuls)
+    estimated = estimate_of(lambda *qkv: both(*qkv), heads, heads, heads)
+    flops = sum(matmul.flops * matmul.times for matmul in estimated.matmuls)
     assert flops == pytest.approx(7 * 2 * 2 * 4 * 128 * 256 * 128, rel=0.01)
 
 
-def test_batched_products_and_their_dtype():
+def test_batched_matmuls_and_their_dtype():
     left = jax.ShapeDtypeStruct((3, 5, 7), jnp.bfloat16)
     right = jax.ShapeDtypeStruct((3, 7, 11), jnp.bfloat16)
-    found = of(lambda a, b: jnp.sum(jnp.einsum("bmk,bkn->bmn", a, b)), left, right)
-    assert found.matmuls == (Matmul(3, 5, 11, 7, "bfloat16"),)
+    estimated = estimate_of(lambda a, b: jnp.sum(jnp.einsum("bmk,bkn->bmn", a, b)), left, right)
+    assert estimated.matmuls == (Matmul(3, 5, 11, 7, "bfloat16"),)
 
 
-def test_dead_code_takes_nothing():
+def test_dead_code_costs_nothing():
     def fn(x):
         _ = x @ x
         return jnp.sum(x)
 
-    found = of(fn, SQUARE)
-    assert found.matmuls == ()
-    assert units(found) < 0.01
-    assert found.traffic_bytes == pytest.approx(UNIT, abs=64)
+    estimated = estimate_of(fn, SQUARE)
+    assert estimated.matmuls == ()
+    assert units(estimated) < 0.01
+    assert estimated.traffic_bytes == pytest.approx(UNIT, abs=64)
 
 
-def test_traffic_counts_a_fused_chain_once_and_loops_by_their_turns():
-    once = of(lambda x: jnp.sum(jnp.sin(jnp.exp(x) * 2)), SQUARE)
+def test_traffic_counts_a_fused_chain_once_and_loops_by_their_trips():
+    once = estimate_of(lambda x: jnp.sum(jnp.sin(jnp.exp(x) * 2)), SQUARE)
     assert once.traffic_bytes == pytest.approx(UNIT, abs=64)
-    looped = of(lambda x: jnp.sum(lax.scan(lambda c, _: (c @ x, None), x, length=10)[0]), SQUARE)
+    looped = estimate_of(
+        lambda x: jnp.sum(lax.scan(lambda c, _: (c @ x, None), x, length=10)[0]), SQUARE
+    )
     assert looped.traffic_bytes == pytest.approx(
         10 * 3 * UNIT + UNIT, abs=64
     )  # each reads two, writes one
@@ -206,30 +208,30 @@ def loss_fn(model, batch):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "zero1", "no_shard"])
-def test_a_step_on_one_of_its_devices(strategy):
-    make = lambda rngs: Model(rngs)  # noqa: E731
+def test_the_estimate_of_a_step_is_that_of_one_device(strategy):
+    make_model = lambda rngs: Model(rngs)  # noqa: E731
     sharded = fsdp.fully_shard(
-        make, optax.adam(1e-3), fsdp.make_mesh(8), strategy, [Block], min_size=1
+        make_model, optax.adam(1e-3), fsdp.make_mesh(8), strategy, [Block], min_size=1
     )
     batch = {"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)}
     step = sharded.train_step(loss_fn, local_batch=True)
     jaxpr = step.trace(batch)
-    found = estimate(step.plan, jaxpr)
-    assert tuple(found.breakdown) == KINDS
-    assert sum(found.breakdown.values()) == found.peak_bytes
-    assert found.breakdown["params"] == sharded.layout.per_device("params")
-    assert found.breakdown["optimizer"] == sharded.layout.per_device("optimizer")
-    assert found.breakdown["other"] == sharded.layout.per_device("other") + 4 * 64 * 4
+    estimated = estimate(step.plan, jaxpr)
+    assert tuple(estimated.breakdown) == KINDS
+    assert sum(estimated.breakdown.values()) == estimated.peak_bytes
+    assert estimated.breakdown["params"] == sharded.layout.per_device("params")
+    assert estimated.breakdown["optimizer"] == sharded.layout.per_device("optimizer")
+    assert estimated.breakdown["other"] == sharded.layout.per_device("other") + 4 * 64 * 4
     # four rows a device; forward and both gradients of six products, but for the batch, which has
     # none
     assert (
-        sum(product.times * product.flops for product in found.matmuls)
+        sum(matmul.times * matmul.flops for matmul in estimated.matmuls)
         == (6 * 3 - 1) * 2 * 4 * 64 * 256
     )
-    assert (found.breakdown["gathered"] > 0) == (strategy == "full_shard")
+    assert (estimated.breakdown["gathered"] > 0) == (strategy == "full_shard")
 
 
-def test_a_step_by_annotations_is_refused():
+def test_a_step_partitioned_by_annotations_is_refused():
     sharded = fsdp.fully_shard(
         lambda rngs: Model(rngs), optax.adam(1e-3), fsdp.make_mesh(8), units=[Block]
     )
@@ -242,7 +244,7 @@ def test_a_step_by_annotations_is_refused():
 
 
 @pytest.mark.parametrize("name", ["cpu:4", "h100:2x8", "v5p:4x4x4", "v5e:4x8*2"])
-def test_stand_ins_make_a_mesh(name):
+def test_fake_devices_make_a_mesh(name):
     topology = parse_topology(name)
     devices = fake_devices(topology)
     assert len({device.id for device in devices}) == topology.size
@@ -251,22 +253,22 @@ def test_stand_ins_make_a_mesh(name):
 
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize("name", ["h100:2x8", "v5p:4x4x4", "v5e:4x8*2"])
-def test_stand_ins_are_where_the_devices_are(name):
+def test_fake_devices_have_the_coordinates_of_the_real_ones(name):
     topology = parse_topology(name)
 
-    def place(device):
+    def coordinates(device):
         chip = (tuple(device.coords), device.core_on_chip) if device.platform == "tpu" else ()
         return device.id, device.process_index, device.platform, device.device_kind, chip
 
     devices = sorted(topology.devices(), key=lambda device: device.id)
-    assert [place(stand_in) for stand_in in fake_devices(topology)] == [
-        place(device) for device in devices
+    assert [coordinates(fake) for fake in fake_devices(topology)] == [
+        coordinates(device) for device in devices
     ]
 
 
 @pytest.mark.long
 @pytest.mark.needs_plugin
-def test_the_peak_is_that_of_the_compiled_program():
+def test_the_estimated_peak_is_close_to_the_compiled_one():
     settings = ["--model.layers", "3", "--data.sequence_length", "1024"]
     run = build(load(CONFIGS / "llama2_7b.yaml", settings), parse_topology("h100:8").devices())
     jaxpr = run.step.trace(run.batch)

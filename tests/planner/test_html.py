@@ -94,7 +94,7 @@ HOSTILE = "<script>alert('1')</script>&\"'"
 
 
 class Outline(HTMLParser):
-    """Fails where tags do not nest; keeps titles of sections and what lies outside of style."""
+    """Collects tags and text; fails where tags do not nest."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -124,9 +124,9 @@ class Outline(HTMLParser):
 
 
 def drawings(page):
-    """The drawings of a page by name; XML parses them, so they are well-formed."""
-    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
-    return {svg.get("aria-label"): svg for svg in found}
+    """Returns the drawings of a page by name; they are parsed as XML, which checks them."""
+    marks = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    return {svg.get("aria-label"): svg for svg in marks}
 
 
 def percent(text):
@@ -135,7 +135,7 @@ def percent(text):
 
 
 def boxes(svg):
-    """(class, left, width) in percent, and the tooltip."""
+    """Yields (class, left, width, tooltip) of each box, in percent."""
     for group in svg.iter("g"):
         rect = group.find("rect")
         yield (
@@ -178,7 +178,7 @@ def test_segments_add_up_to_the_peak_on_a_scale_that_holds_it(name):
         assert title.startswith(kind)
 
 
-def test_the_limit_the_peak_and_the_valley_stand_where_they_are():
+def test_the_limit_the_peak_and_steady_state_are_drawn_to_scale():
     svg = drawings(plan_html(PLAN))["memory at the peak"]
     marks = {
         text.text: percent(text.get("x")) for text in svg.iter("text") if text.get("class") is None
@@ -191,7 +191,7 @@ def test_the_limit_the_peak_and_the_valley_stand_where_they_are():
     assert stack["optimizer"] == 15
 
 
-def test_what_an_estimate_exceeds_a_refusal_by_is_not_drawn_but_told():
+def test_a_negative_part_is_listed_and_not_drawn():
     plan = replace(REFUSED, peak_bytes=38 * GIB, breakdown=dict(PLAN.breakdown) | {"other": -GIB})
     page = plan_html(plan)
     assert {kind: width for kind, _, width, _ in boxes(drawings(page)["memory at the peak"])}[
@@ -206,27 +206,27 @@ def test_parts_of_the_step_add_up():
     assert parts[-1][0] == "exposed"
 
 
-def test_what_nothing_computes_beside_is_exposed():
+def test_communication_without_compute_beside_it_is_exposed():
     page = plan_html(PLAN)
-    found = [box for box in boxes(drawings(page)["timeline"]) if box[0] in (LINK, "exposed")]
-    assert [(kind, left, width) for kind, left, width, _ in found] == [
+    marks = [box for box in boxes(drawings(page)["timeline"]) if box[0] in (LINK, "exposed")]
+    assert [(kind, left, width) for kind, left, width, _ in marks] == [
         (LINK, 20, 40),
         ("exposed", 40, 10),
     ]
-    assert found[1][3].startswith("waiting for all-gather blocks/kernel: 100 ms")
+    assert marks[1][3].startswith("waiting for all-gather blocks/kernel: 100 ms")
     assert "link: busy 400 ms of 1 s; low: beside compute; high: exposed, 100 ms" in Outline(
         page
     ).of("text")
 
 
-def test_a_link_that_nothing_runs_beside_is_exposed_and_order_does_not_matter():
+def test_communication_alone_is_exposed_in_any_order_of_events():
     events = (Event(LINK, 0.5, 1.0, "b"), Event(LINK, 0.0, 0.5, "a"))
-    found = list(boxes(drawings(plan_html(replace(PLAN, events=events)))["timeline"]))
-    assert sum(width for kind, _, width, _ in found if kind == "exposed") == 100
-    assert [title[:1] for kind, _, _, title in found if kind == LINK] == ["a", "b"]
+    marks = list(boxes(drawings(plan_html(replace(PLAN, events=events)))["timeline"]))
+    assert sum(width for kind, _, width, _ in marks if kind == "exposed") == 100
+    assert [title[:1] for kind, _, _, title in marks if kind == LINK] == ["a", "b"]
 
 
-def test_the_headline_says_what_matters():
+def test_the_headline_has_the_main_figures():
     said = Outline(plan_html(PLAN)).of("b")
     assert {"fits", "40 GiB", "1 s", "1,234", "41.0%"} <= set(said)
     assert "6 N a token" in Outline(plan_html(PLAN)).of("small")
@@ -234,7 +234,7 @@ def test_the_headline_says_what_matters():
     assert "128 GiB too much" in Outline(plan_html(REFUSED)).of("small")
 
 
-def test_tables_and_notes_are_there():
+def test_pages_have_tables_and_notes():
     cells = Outline(plan_html(PLAN)).of("td")
     assert {"remat=full", "16 GiB", "24 GiB", "f32[512,1024,1024]", "all-gather", "25%"} <= set(
         cells
@@ -261,12 +261,12 @@ def test_sections_that_a_plan_lacks_are_left_out():
     assert "None" not in plan_html(NOTHING)
 
 
-def test_an_analytic_plan_does_not_say_what_is_hidden():
+def test_an_analytic_plan_has_no_overlap():
     assert "25%" in Outline(plan_html(PLAN)).of("td")
     assert "25%" not in Outline(plan_html(ANALYTIC)).of("td")
 
 
-def test_what_programs_are_named_is_escaped():
+def test_names_are_escaped():
     plan = replace(
         PLAN,
         topology=HOSTILE,
@@ -301,24 +301,24 @@ def test_nothing_is_loaded_from_elsewhere():
 
 
 @pytest.mark.parametrize("count", [300, 1500, 5000])
-def test_pages_stay_small_whatever_a_layer_does(count):
+def test_pages_stay_small_with_any_number_of_events(count):
     events = [Event(COMPUTE, i, i + 0.7, f"{'module/' * 30}dot_general.{i}") for i in range(count)]
     events += [
         Event(LINK, i + 0.3, i + 1, f"all-gather {'blocks/kernel, ' * 30}{i}") for i in range(count)
     ]
     page = plan_html(replace(PLAN, events=events, collectives=[SENT | {"where": "x" * 5000}] * 500))
     assert len(page.encode()) < 300_000
-    found = list(boxes(drawings(page)["timeline"]))
-    assert max(left + width for _, left, width, _ in found) == pytest.approx(100, abs=0.01)
+    marks = list(boxes(drawings(page)["timeline"]))
+    assert max(left + width for _, left, width, _ in marks) == pytest.approx(100, abs=0.01)
     assert "480 more" in Outline(page).of("td")
 
 
 def test_merged_events_lose_no_time():
     events = [Event(COMPUTE, i * 1e-6, (i + 1) * 1e-6, "add") for i in range(5000)]
-    found = list(boxes(drawings(plan_html(replace(PLAN, events=events)))["timeline"]))
-    assert 100 < len(found) < 1000
-    assert sum(width for _, _, width, _ in found) == pytest.approx(100, abs=0.5)
-    assert all("add: " in title and "events" in title for *_, title in found[:-1])
+    marks = list(boxes(drawings(plan_html(replace(PLAN, events=events)))["timeline"]))
+    assert 100 < len(marks) < 1000
+    assert sum(width for _, _, width, _ in marks) == pytest.approx(100, abs=0.5)
+    assert all("add: " in title and "events" in title for *_, title in marks[:-1])
 
 
 def test_plans_are_compared_on_one_scale():

@@ -1,6 +1,4 @@
-"""Compilers beside each other: jax runs on what is there, says nothing of what is not, and several
-compile at once.
-"""
+"""Installed compilers: jax starts what is present, is silent about the rest; several compile."""
 
 import os
 
@@ -13,7 +11,7 @@ from fsdp_jax.planner.machines import pjrt_plugins
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretends what is installed, chosen and there; returns what jax is told then, or None."""
+    """Mocks what is installed, chosen and present; returns the platforms set in jax, or None."""
 
     def choose(installed, *, chosen=None, gpu=False, tpu=False):
         told, there, absent = [], ("/dev/null",), ("/dev/no such device",)
@@ -47,20 +45,20 @@ def machine(monkeypatch):
         ),  # another vendor's: its hardware is not ours to look for
     ],
 )
-def test_jax_is_told_what_is_there(installed, gpu, told, machine):
+def test_jax_starts_the_plugins_whose_hardware_is_present(installed, gpu, told, machine):
     assert machine(installed, gpu=gpu) == told
 
 
 @pytest.mark.parametrize("chosen", [["tpu", "cpu"], ["cpu"], ["cuda"]])
-def test_a_choice_stands(chosen, machine):
+def test_the_users_choice_of_platforms_is_kept(chosen, machine):
     assert machine({"cuda", "tpu"}, chosen=chosen) is None
 
 
-def test_what_may_be_a_tpu_is_left_to_jax(machine):
+def test_a_possible_tpu_is_left_to_jax(machine):
     assert machine({"cuda", "tpu"}, tpu=True) is None
 
 
-def test_a_compiler_leaves_the_environment_as_it_was(monkeypatch):
+def test_a_compiler_restores_the_environment(monkeypatch):
     monkeypatch.setenv("TPU_LOG_DIR", "/somewhere")
     monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD", raising=False)
     before = dict(os.environ)
@@ -88,7 +86,7 @@ print(jax.default_backend(), "libtpu.so" in open("/proc/self/maps").read())
 
 
 @pytest.mark.needs_plugin
-def test_jax_starts_without_a_word_and_without_libtpu():
+def test_jax_starts_silently_and_without_libtpu():
     assert pjrt_plugins.installed_plugins() == {"cuda", "tpu"}, "make test installs both"
     assert finish(start(DEVICES)) == [("cpu False\n", "")]
 
@@ -100,14 +98,15 @@ import fsdp_jax
 from fsdp_jax.planner import parse_topology
 for name in ("v5e:2x2", "h100:4"):
     mesh = fsdp_jax.make_mesh(devices=parse_topology(name).devices())
-    x = jax.ShapeDtypeStruct((8, 128), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((8, 128), "float32", sharding=rows)
     print(name, "all-reduce" in jax.jit(lambda x: x.sum()).lower(x).compile().as_text())
 print(jax.default_backend())
 """
 
 
 @pytest.mark.needs_plugin
-def test_two_processes_compile_at_once_without_a_word():
+def test_two_processes_compile_at_once_silently():
     assert finish(start(COMPILE), start(COMPILE)) == [("v5e:2x2 True\nh100:4 True\ncpu\n", "")] * 2
 
 
@@ -125,7 +124,7 @@ except ValueError as error:
 
 
 @pytest.mark.needs_plugin
-def test_a_compiler_that_jax_has_given_up():
+def test_a_compiler_that_jax_started_without():
     ((out, _),) = finish(start(LATE))
     assert out.startswith("jax started without the CUDA compiler")
     assert "choose_platforms()" in out

@@ -1,15 +1,14 @@
-"""Every configuration that is shipped, every preset, and every family on a machine that is not
-there.
-"""
+"""Every shipped configuration, every preset and every family, planned for absent machines."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from fsdp_jax.contract.contract import check_contract
+from fsdp_jax.contract.contract import check_contract, judge
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.planner import compiled_plan, parse_topology
+from fsdp_jax.planner.compiled.program import compile_step
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config_file import load
 from fsdp_jax.train.planning import plan_of
@@ -17,9 +16,9 @@ from fsdp_jax.train.planning import plan_of
 ROOT = Path(__file__).parents[2]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
 PLANNED = {
-    name: found[1]
+    name: match[1]
     for name, path in CONFIGS.items()
-    if (found := re.search(r"fsdp-jax plan \S+ --topology (\S+)", path.read_text()))
+    if (match := re.search(r"fsdp-jax plan \S+ --topology (\S+)", path.read_text()))
     and "weights:" not in path.read_text()
 }
 IN_CONFIGS = {load(path).model.preset for path in CONFIGS.values()}
@@ -33,16 +32,14 @@ OTHERS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PLANNED)
-def test_a_configuration_fits_where_it_says(name):
+def test_a_configuration_fits_the_machine_it_names(name):
     plan = plan_of(load(CONFIGS[name]), parse_topology(PLANNED[name]), analytic=True)
     assert plan.fits
     assert plan.mfu > 0
 
 
 def test_every_size_has_a_configuration():
-    """But for the tiny ones, for Llama 3.1 (3 with longer sequences), and for T5 11B under its
-    other name.
-    """
+    """Except the tiny ones, Llama 3.1 (3 with longer sequences), and T5 11B's other name."""
     left = {preset for _, preset in OTHERS}
     assert left == {
         "tiny",
@@ -69,7 +66,8 @@ def test_every_size_has_a_configuration():
 def test_other_presets_are_planned(family, preset, tmp_path):
     kind = FAMILIES[family].task.data_kinds[0]
     (tmp_path / "run.yaml").write_text(
-        f"model: {{family: {family}, preset: {preset}}}\ndata: {{kind: {kind}}}\ntrain: {{global_batch_size: 64}}\n"
+        f"model: {{family: {family}, preset: {preset}}}\ndata: {{kind: {kind}}}\n"
+        "train: {global_batch_size: 64}\n"
     )
     plan = plan_of(load(tmp_path / "run.yaml"), parse_topology("h100:8x8"), analytic=True)
     assert plan.parameters == pytest.approx(
@@ -92,14 +90,16 @@ def test_other_presets_are_planned(family, preset, tmp_path):
         "cait_m48",
     ],
 )
-def test_contract_and_plan_hold_for_every_family(name):
-    """At real width and small depth; what is sent is what was declared, and the figures add up."""
+def test_contract_and_plan_hold_for_every_family(name, tmp_path):
+    """At real width and small depth: the traffic is as declared, and the figures add up."""
     topology = parse_topology("h100:8")
     config = load(CONFIGS[name], ["--model.layers", "3", "--train.global_batch_size", "16"])
     run = build(config, topology.devices())
-    contract = check_contract(run.step, run.batch)
+    plan = compiled_plan(run.step, run.batch, topology, run.work, tmp_path)
+    program = compile_step(run.step, run.batch, topology, tmp_path)
+    assert program.cached
+    contract = judge(run.step.plan, program.text)
     assert contract.holds, str(contract)
-    plan = compiled_plan(run.step, run.batch, topology, run.work, None)
     assert plan.fits
     assert plan.mfu > 0.02
     analytic = plan_of(config, topology, analytic=True)
@@ -110,8 +110,8 @@ def test_contract_and_plan_hold_for_every_family(name):
 @pytest.mark.needs_plugin
 def test_adapters_on_frozen_weights_hold_their_contract():
     """Llama 3 8B's width with LoRA: only the adapters' gradients are reduced."""
-    words = ["--model.weights", "None", "--model.preset", "llama3-8b", "--model.layers", "3"]
-    config = load(CONFIGS["finetune_lora_llama3_8b"], words)
+    overrides = ["--model.weights", "None", "--model.preset", "llama3-8b", "--model.layers", "3"]
+    config = load(CONFIGS["finetune_lora_llama3_8b"], overrides)
     run = build(config, parse_topology("h100:8").devices())
     contract = check_contract(run.step, run.batch)
     assert contract.holds, str(contract)

@@ -1,4 +1,4 @@
-"""Programs that are compiled once: what is kept, and what XLA says where it refuses."""
+"""The cache of compiled programs, and XLA's refusals."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from fsdp_jax.planner.compiled.program import CompiledProgram, cache_folder, ref
 
 pytestmark = pytest.mark.core
 
-KEPT = CompiledProgram(
+PROGRAM = CompiledProgram(
     "HloModule m",
     MemoryReport({"default": 8}, [LiveBuffer("a", (0,), 8, "f32[2]", None)]),
     None,
@@ -20,7 +20,7 @@ KEPT = CompiledProgram(
 
 
 @pytest.mark.parametrize(
-    ("said", "state", "expected"),
+    ("error", "state", "expected"),
     [
         (
             "RESOURCE_EXHAUSTED: ... in memory space hbm. Used 23.54G of 15.75G hbm. Exceeded",
@@ -28,29 +28,34 @@ KEPT = CompiledProgram(
             int(23.54 * 2**30),
         ),
         (
-            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (44.53G)"
-            " exceeds available HBM (31.25G).",
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
+            " temporaries (44.53G) exceeds available HBM (31.25G).",
             7,
             int(44.53 * 2**30) + 7,
         ),
         (
-            "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 327680, available: 232448",
+            "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 327680,"
+            " available: 232448",
             7,
             None,
         ),
         ("INTERNAL: no", 7, None),
     ],
 )
-def test_what_xla_wants_is_read_from_its_refusal(said, state, expected):
-    assert refused_bytes(said, state) == expected
+def test_the_bytes_of_a_refusal_are_parsed(error, state, expected):
+    assert refused_bytes(error, state) == expected
 
 
-def test_a_program_is_kept_as_it_was(tmp_path):
-    program_module._write_cached(tmp_path / "a" / "p.json.gz", KEPT)
-    found = program_module._read_cached(tmp_path / "a" / "p.json.gz")
-    assert found is not None
-    assert found.cached
-    assert (found.text, found.report, found.seconds) == (KEPT.text, KEPT.report, KEPT.seconds)
+def test_a_cached_program_is_equal(tmp_path):
+    program_module._write_cached(tmp_path / "a" / "p.json.gz", PROGRAM)
+    program = program_module._read_cached(tmp_path / "a" / "p.json.gz")
+    assert program is not None
+    assert program.cached
+    assert (program.text, program.report, program.seconds) == (
+        PROGRAM.text,
+        PROGRAM.report,
+        PROGRAM.seconds,
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,18 +67,20 @@ def test_a_program_is_kept_as_it_was(tmp_path):
         gzip.compress(json.dumps({"text": 1}).encode(), mtime=0),
     ],
 )
-def test_what_cannot_be_read_is_compiled_again(damage, tmp_path):
+def test_a_damaged_cache_entry_is_ignored(damage, tmp_path):
     path = tmp_path / "p.json.gz"
     path.write_bytes(damage)
     assert program_module._read_cached(path) is None
 
 
-def test_a_full_disk_costs_no_plan(tmp_path):
+def test_a_full_disk_raises_nothing(tmp_path):
     (tmp_path / "file").write_text("")
-    program_module._write_cached(tmp_path / "file" / "p.json.gz", KEPT)  # its folder cannot be made
+    program_module._write_cached(
+        tmp_path / "file" / "p.json.gz", PROGRAM
+    )  # its folder cannot be made
     assert program_module._read_cached(tmp_path / "file" / "p.json.gz") is None
 
 
-def test_the_cache_is_the_users(monkeypatch, tmp_path):
+def test_the_cache_is_in_the_users_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "fsdp_jax" / "plans"

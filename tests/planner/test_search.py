@@ -1,4 +1,4 @@
-"""Searches: what is tried, what is not worth trying, what wins."""
+"""Searches: what is estimated, what is skipped, what is compiled, what wins."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -51,10 +51,8 @@ def planned(peak, seconds, wire=1):
     return replace(PLAN, peak_bytes=peak, wire_bytes=wire, time=Time(seconds, 0, 0, 0, seconds))
 
 
-def arithmetic(settings, rows, devices):
-    """A step whose memory and time are known by heart: remat halves activations and costs a third
-    more time.
-    """
+def plan_by_formula(settings, rows, devices):
+    """Returns a plan by a formula: remat saves activations and costs a third more time."""
     sharded = {"no_shard": 1, "zero1": 2}.get(settings.strategy, devices // settings.replica)
     activations = rows // devices // settings.accumulation * (1 if settings.remat == "full" else 4)
     seconds = (
@@ -66,99 +64,101 @@ def arithmetic(settings, rows, devices):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """Plans by arithmetic in place of compilers; what was compiled."""
+def formula(monkeypatch):
+    """Replaces plans by a formula; returns `make_step` and the list of what is compiled."""
     compiled = []
 
-    def make(settings, devices):
+    def make_step(settings, devices):
         return (settings, len(devices)), None
 
-    def analytic(step, batch, topology, work):
-        return arithmetic(step[0], 64, step[1])
+    def analytic_plan(step, batch, topology, work):
+        return plan_by_formula(step[0], 64, step[1])
 
-    def really(step, batch, topology, work, cache):
+    def compiled_plan(step, batch, topology, work, cache):
         compiled.append(step[0])
-        return replace(arithmetic(step[0], 64, step[1]), basis={"peak_bytes": "compiled"})
+        return replace(plan_by_formula(step[0], 64, step[1]), basis={"peak_bytes": "compiled"})
 
-    monkeypatch.setattr(search_module, "analytic_plan", analytic)
-    monkeypatch.setattr(search_module, "compiled_plan", really)
+    monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
+    monkeypatch.setattr(search_module, "compiled_plan", compiled_plan)
     monkeypatch.setattr(search_module.Topology, "devices", lambda self: [None] * self.size)
-    return make, compiled
+    return make_step, compiled
 
 
-def test_the_fastest_that_fits_is_compiled_and_wins(told):
-    make, compiled = told
-    found = search(make, parse_topology("h100:8"), 64, Work(), None)
-    assert len(compiled) == search_module.FINALISTS == len(found.compiled)
-    assert found.best.plan.fits
+def test_the_fastest_that_fits_is_compiled_and_wins(formula):
+    make_step, compiled = formula
+    result = search(make_step, parse_topology("h100:8"), 64, Work(), None)
+    assert len(compiled) == search_module.FINALISTS == len(result.compiled)
+    assert result.best.plan.fits
     everything = [
-        Candidate(k, arithmetic(k, 64, 8)) for k in candidate_settings(parse_topology("h100:8"), 64)
+        Candidate(k, plan_by_formula(k, 64, 8))
+        for k in candidate_settings(parse_topology("h100:8"), 64)
     ]
-    assert found.best.seconds == min(one.seconds for one in everything if one.plan.fits)
-    assert str(found.best.settings) in str(found)
+    assert result.best.seconds == min(one.seconds for one in everything if one.plan.fits)
+    assert str(result.best.settings) in str(result)
 
 
-def test_what_another_beats_in_everything_is_not_shown(told):
-    make, _ = told
-    for one in search(make, parse_topology("h100:8"), 64, Work(), None).pareto():
+def test_the_pareto_front_has_no_candidate_that_another_beats(formula):
+    make_step, _ = formula
+    for one in search(make_step, parse_topology("h100:8"), 64, Work(), None).pareto():
         for other in candidate_settings(parse_topology("h100:8"), 64):
-            plan = arithmetic(other, 64, 8)
+            plan = plan_by_formula(other, 64, 8)
             better = plan.time.step_s < one.seconds and plan.peak_bytes < one.plan.peak_bytes
             assert not (better and plan.wire_bytes < one.plan.wire_bytes and plan.fits)
 
 
-def test_progress_is_told(told):
-    said = []
-    search(told[0], parse_topology("h100:8"), 64, Work(), None, said.append)
-    assert said[0].startswith("1 of ")
-    assert sum(line.startswith("compiling") for line in said) == search_module.FINALISTS
+def test_progress_is_reported(formula):
+    lines = []
+    search(formula[0], parse_topology("h100:8"), 64, Work(), None, lines.append)
+    assert lines[0].startswith("1 of ")
+    assert sum(line.startswith("compiling") for line in lines) == search_module.FINALISTS
 
 
-def test_nothing_fits(told, monkeypatch):
+def test_nothing_fits(formula, monkeypatch):
     monkeypatch.setattr(search_module, "analytic_plan", lambda *_: planned(500 * GIB, 1.0))
     with pytest.raises(FitError, match=r"no setting fits h100:8[\s\S]*500 GiB at least"):
-        search(told[0], parse_topology("h100:8"), 64, Work(), None)
+        search(formula[0], parse_topology("h100:8"), 64, Work(), None)
 
 
-def test_what_does_not_fit_when_compiled_is_shown(told, monkeypatch):
-    def really(step, batch, topology, work, cache):
-        plan = arithmetic(step[0], 64, step[1])
-        much = (
+def test_compiled_candidates_that_do_not_fit_are_shown(formula, monkeypatch):
+    def compiled_plan(step, batch, topology, work, cache):
+        plan = plan_by_formula(step[0], 64, step[1])
+        peak = (
             500 * GIB if step[0].remat == "none" and step[0].prefetch == "pre" else plan.peak_bytes
         )
-        return replace(plan, peak_bytes=much, basis={"peak_bytes": "compiled"})
+        return replace(plan, peak_bytes=peak, basis={"peak_bytes": "compiled"})
 
-    monkeypatch.setattr(search_module, "compiled_plan", really)
-    found = search(told[0], parse_topology("h100:8"), 64, Work(), None)
-    assert found.unfit
-    assert "does not fit" in str(found)
-    assert found.best.plan.fits
+    monkeypatch.setattr(search_module, "compiled_plan", compiled_plan)
+    result = search(formula[0], parse_topology("h100:8"), 64, Work(), None)
+    assert result.unfit
+    assert "does not fit" in str(result)
+    assert result.best.plan.fits
 
 
-def test_one_microbatch_is_tried_where_several_are_too_large(told, monkeypatch):
-    def analytic(step, batch, topology, work):
+def test_one_microbatch_is_tried_even_if_several_do_not_fit(formula, monkeypatch):
+    def analytic_plan(step, batch, topology, work):
         return planned((60 if step[0].accumulation == 1 else 500) * GIB, 1.0)
 
-    monkeypatch.setattr(search_module, "analytic_plan", analytic)
+    monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
     monkeypatch.setattr(
         search_module,
         "compiled_plan",
         lambda step, *_: replace(PLAN, basis={"peak_bytes": "compiled"}),
     )
     assert (
-        search(told[0], parse_topology("h100:8"), 64, Work(), None).best.settings.accumulation == 1
+        search(formula[0], parse_topology("h100:8"), 64, Work(), None).best.settings.accumulation
+        == 1
     )
 
 
-def test_a_setting_that_cannot_be_built_is_passed_over(told, monkeypatch):
-    def analytic(step, batch, topology, work):
+def test_settings_that_cannot_be_built_are_skipped(formula, monkeypatch):
+    def analytic_plan(step, batch, topology, work):
         if step[0].strategy != "zero1":
             raise ValueError("no such optimizer")
-        return arithmetic(step[0], 64, step[1])
+        return plan_by_formula(step[0], 64, step[1])
 
-    monkeypatch.setattr(search_module, "analytic_plan", analytic)
+    monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
     assert (
-        search(told[0], parse_topology("h100:8"), 64, Work(), None).best.settings.strategy
+        search(formula[0], parse_topology("h100:8"), 64, Work(), None).best.settings.strategy
         == "zero1"
     )
     monkeypatch.setattr(
@@ -167,11 +167,11 @@ def test_a_setting_that_cannot_be_built_is_passed_over(told, monkeypatch):
         lambda *_: (_ for _ in ()).throw(ValueError("no such optimizer")),
     )
     with pytest.raises(ConfigError, match="no such optimizer"):
-        search(told[0], parse_topology("h100:8"), 64, Work(), None)
+        search(formula[0], parse_topology("h100:8"), 64, Work(), None)
 
 
-def test_leaner_settings_spare_the_estimate_of_others(told, monkeypatch):
-    """Where the leanest is far too large, the rest of its kind is not traced."""
+def test_hopeless_settings_are_not_estimated(formula, monkeypatch):
+    """If the leanest is far too large, the rest of its kind is not traced."""
     tried = []
     monkeypatch.setattr(
         search_module,
@@ -179,20 +179,20 @@ def test_leaner_settings_spare_the_estimate_of_others(told, monkeypatch):
         lambda step, *_: tried.append(step[0]) or planned(500 * GIB, 1.0),
     )
     with pytest.raises(FitError):
-        search(told[0], parse_topology("h100:8"), 64, Work(), None)
+        search(formula[0], parse_topology("h100:8"), 64, Work(), None)
     assert len(tried) <= 3 * len({(k.strategy, k.replica) for k in tried})
 
 
-def test_a_batch_that_does_not_divide(told):
+def test_a_batch_that_does_not_divide(formula):
     with pytest.raises(ConfigError, match="a multiple of 8"):
-        search(told[0], parse_topology("h100:8"), 12, Work(), None)
+        search(formula[0], parse_topology("h100:8"), 12, Work(), None)
 
 
-def test_candidates_are_of_the_batch_and_the_machine():
-    found = list(candidate_settings(parse_topology("h100:4x8"), 64))
-    assert len(set(found)) == len(found)
-    assert {k.accumulation for k in found} == {1, 2}
-    assert {k.replica for k in found if k.strategy.startswith("hybrid")} == {2, 4}
+def test_candidates_depend_on_the_batch_and_the_machine():
+    result = list(candidate_settings(parse_topology("h100:4x8"), 64))
+    assert len(set(result)) == len(result)
+    assert {k.accumulation for k in result} == {1, 2}
+    assert {k.replica for k in result if k.strategy.startswith("hybrid")} == {2, 4}
     assert {k.strategy for k in candidate_settings(parse_topology("h100:1"), 4)} == {"no_shard"}
     assert not [
         k
@@ -201,44 +201,46 @@ def test_candidates_are_of_the_batch_and_the_machine():
     ]
 
 
-def test_the_smallest_machine_is_the_first_that_fits(told, monkeypatch):
-    def analytic(step, batch, topology, work):
+def test_the_smallest_machine_is_the_first_that_fits(formula, monkeypatch):
+    def analytic_plan(step, batch, topology, work):
         return planned(640 * GIB // topology.size, 1.0)
 
-    monkeypatch.setattr(search_module, "analytic_plan", analytic)
-    said = []
-    assert smallest_topology(told[0], HARDWARE["h100"], 64, Work(), said.append).name == "h100:8"
-    assert [line.split(":")[1] for line in said] == ["1", "2", "4", "8"]
+    monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
+    lines = []
+    assert (
+        smallest_topology(formula[0], HARDWARE["h100"], 64, Work(), lines.append).name == "h100:8"
+    )
+    assert [line.split(":")[1] for line in lines] == ["1", "2", "4", "8"]
 
 
-def test_the_smallest_machine_may_need_few_microbatches(told, monkeypatch):
-    """Accumulated gradients take memory too: more microbatches are no leaner where parameters are
-    many.
-    """
+def test_the_smallest_machine_may_need_few_microbatches(formula, monkeypatch):
+    """Accumulated gradients use memory too: with many parameters, microbatches save nothing."""
 
-    def analytic(step, batch, topology, work):
+    def analytic_plan(step, batch, topology, work):
         return planned((70 + 10 * step[0].accumulation) * GIB, 1.0)
 
-    monkeypatch.setattr(search_module, "analytic_plan", analytic)
-    assert smallest_topology(told[0], HARDWARE["h100"], 64, Work()).name == "h100:1"
+    monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
+    assert smallest_topology(formula[0], HARDWARE["h100"], 64, Work()).name == "h100:1"
 
 
-def test_what_no_machine_can_take(told, monkeypatch):
-    def analytic(step, batch, topology, work):
+def test_batches_that_fit_no_machine(formula, monkeypatch):
+    def analytic_plan(step, batch, topology, work):
         return planned(640 * GIB // topology.size, 1.0)
 
-    monkeypatch.setattr(search_module, "analytic_plan", analytic)
-    assert smallest_topology(told[0], HARDWARE["h100"], 64, Work(), devices=32).name == "h100:4x8"
+    monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
+    assert (
+        smallest_topology(formula[0], HARDWARE["h100"], 64, Work(), devices=32).name == "h100:4x8"
+    )
     with pytest.raises(FitError, match="it fits no machine"):
-        smallest_topology(told[0], HARDWARE["h100"], 4, Work())
+        smallest_topology(formula[0], HARDWARE["h100"], 4, Work())
     with pytest.raises(ConfigError, match="a machine of 7"):
-        smallest_topology(told[0], HARDWARE["h100"], 64, Work(), devices=7)
+        smallest_topology(formula[0], HARDWARE["h100"], 64, Work(), devices=7)
 
 
 @pytest.mark.parametrize(
     "chip", [chip for chip in HARDWARE.values() if chip.platform != "cpu"], ids=lambda c: c.name
 )
-def test_machines_grow_and_exist(chip):
+def test_machines_of_a_chip_double_in_size(chip):
     sizes = [topology.size for topology in machines(chip)]
     assert sizes == sorted(set(sizes))
     assert len(sizes) > 5

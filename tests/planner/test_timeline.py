@@ -1,6 +1,4 @@
-"""Schedules result by hand: what is hidden, what is waited for, and that the parts of a step make
-the whole.
-"""
+"""Schedules simulated by hand: what is overlapped, what is exposed, and that the parts add up."""
 
 import re
 from dataclasses import dataclass
@@ -66,21 +64,25 @@ def gather_seconds(sent: int = SENT, machine: str = H100) -> float:
 
 
 def loop(body: str) -> str:
-    """The computation `%body` of the loop that `run` runs, of a tuple of a shard."""
+    """Returns the computations of the loop that `run` calls, over a tuple of a shard."""
     state = f"({SHARD})"
     return (
-        f"%more (s: {state}) -> pred[] {{\n  %s = {state} parameter(0)\n  ROOT %yes = pred[] constant(true)\n}}\n\n"
+        f"%more (s: {state}) -> pred[] {{\n  %s = {state} parameter(0)\n"
+        "  ROOT %yes = pred[] constant(true)\n}\n\n"
         f"%body (t: {state}) -> {state} {{\n  %t = {state} parameter(0)\n"
         f"  %x = {SHARD} get-tuple-element(%t), index=0\n{body}  ROOT %out = {state} tuple(%x)\n}}"
     )
 
 
 def run(trips: int) -> str:
-    said = f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
-    return f"  %in = ({SHARD}) tuple(%x)\n  %w = ({SHARD}) while(%in), condition=%more, body=%body, {said}\n"
+    config = f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    return (
+        f"  %in = ({SHARD}) tuple(%x)\n"
+        f"  %w = ({SHARD}) while(%in), condition=%more, body=%body, {config}\n"
+    )
 
 
-def test_a_gather_behind_enough_work_is_hidden():
+def test_a_gather_beside_enough_work_is_overlapped():
     result = simulate(X + START.format("s", "x") + write(0, 1000) + DONE.format("d", "s"))
     assert result.exposed == result.exposed_bytes == 0
     assert result.seconds == pytest.approx(write_seconds(1000))
@@ -88,7 +90,7 @@ def test_a_gather_behind_enough_work_is_hidden():
     assert [event.lane for event in result.events] == [LINK, COMPUTE]
 
 
-def test_a_gather_is_waited_for_as_long_as_the_work_falls_short():
+def test_a_gather_is_exposed_as_long_as_it_outlasts_the_work():
     result = simulate(X + START.format("s", "x") + write(0, 100) + DONE.format("d", "s"))
     assert result.exposed == pytest.approx(gather_seconds() - write_seconds(100))
     assert result.exposed_bytes == pytest.approx(SENT * result.exposed / gather_seconds())
@@ -96,7 +98,7 @@ def test_a_gather_is_waited_for_as_long_as_the_work_falls_short():
     assert result.memory == pytest.approx(write_seconds(100))
 
 
-def test_a_gather_that_nothing_runs_beside_is_all_waiting():
+def test_a_gather_with_no_work_beside_it_is_fully_exposed():
     synchronous = simulate(f"{X}  %g = {WHOLE} all-gather(%x), {GROUPS}, dimensions={{0}}\n")
     beside_nothing = simulate(X + START.format("s", "x") + DONE.format("d", "s"))
     declared = simulate(
@@ -112,7 +114,7 @@ def test_a_gather_that_nothing_runs_beside_is_all_waiting():
         assert result.exposed_bytes == SENT
 
 
-def test_gathers_go_one_after_the_other():
+def test_gathers_run_in_sequence():
     both = START.format("s", "x") + START.format("z", "x") + write(0, 100)
     result = simulate(X + both + DONE.format("d", "s") + DONE.format("e", "z"))
     assert result.seconds == pytest.approx(2 * gather_seconds())
@@ -120,7 +122,7 @@ def test_gathers_go_one_after_the_other():
     assert second.start == pytest.approx(first.end)
 
 
-def test_a_product_takes_the_longer_of_its_work_and_its_memory():
+def test_a_matmul_takes_the_longer_of_compute_and_memory():
     def multiply(m: int, n: int) -> SimulatedTime:
         dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
         sides = f"  %l = f32[{m},4096] parameter(1)\n  %r = f32[4096,{n}] parameter(2)\n"
@@ -129,12 +131,12 @@ def test_a_product_takes_the_longer_of_its_work_and_its_memory():
     square, thin = multiply(4096, 4096), multiply(65536, 8)
     assert square.compute == square.seconds > 0 == square.memory
     assert thin.memory == thin.seconds > 0 == thin.compute
-    [(product, times)] = square.matmuls.items()
-    assert (product.m, product.n, product.k, times) == (4096, 4096, 4096, 1)
+    [(matmul, times)] = square.matmuls.items()
+    assert (matmul.m, matmul.n, matmul.k, times) == (4096, 4096, 4096, 1)
 
 
 @pytest.mark.parametrize("trips", [0, 1, 7])
-def test_a_loop_takes_its_body_so_often(trips):
+def test_a_loop_takes_its_body_times_its_trips(trips):
     body = START.format("s", "x") + write(0, 100) + DONE.format("d", "s")
     once, often = simulate(X + body), simulate(X + run(trips), loop(body))
     for name in ("seconds", "memory", "exposed", "collective", "traffic", "exposed_bytes"):
@@ -150,7 +152,7 @@ def test_the_layer_is_the_loop_that_takes_longest():
     assert flat.layer() is flat.step()
 
 
-def test_a_gather_that_spans_a_loop_has_the_link_while_the_loop_leaves_it():
+def test_a_gather_that_spans_a_loop_uses_the_link_while_the_loop_leaves_it_free():
     across = X + START.format("s0", "x") + run(4) + DONE.format("d0", "s0")
     quiet = simulate(across, loop(write(0, 1000)))
     assert quiet.exposed == 0
@@ -165,7 +167,7 @@ def test_a_gather_that_spans_a_loop_has_the_link_while_the_loop_leaves_it():
     )
 
 
-def test_a_loop_inside_a_loop_runs_as_often_as_the_outer_ones_scalars_say():
+def test_the_trips_of_an_inner_loop_come_from_scalars_of_the_outer_one():
     inner = "(s32[], s32[])"
     more = f"""
 %less (p: {inner}) -> pred[] {{
@@ -200,7 +202,8 @@ def test_a_loop_inside_a_loop_runs_as_often_as_the_outer_ones_scalars_say():
 }}"""
     body = (
         f"{X}  %five = s32[] constant(5)\n  %in = (s32[]) tuple(%five)\n"
-        '  %w = (s32[]) while(%in), condition=%always, body=%outside, backend_config={"known_trip_count":{"n":"3"}}\n'
+        "  %w = (s32[]) while(%in), condition=%always, body=%outside,"
+        ' backend_config={"known_trip_count":{"n":"3"}}\n'
     )
     result = simulate(body, more)
     assert result.collective == pytest.approx(3 * 5 * gather_seconds())
@@ -223,7 +226,7 @@ def test_the_longer_branch_counts():
         )
 
 
-def test_a_copy_runs_beside_and_is_memory_where_it_is_waited_for():
+def test_an_asynchronous_copy_overlaps_and_its_wait_counts_as_memory():
     fast = f"f32[{ROWS}]{{0:T(1024)S(1)}}"
     copy, done = (
         f"  %c = ({fast}, {SHARD}, u32[]) copy-start(%x)\n",
@@ -239,7 +242,7 @@ def test_a_copy_runs_beside_and_is_memory_where_it_is_waited_for():
     assert (alone.traffic, beside.traffic) == (4 * ROWS, 4 * ROWS + 500_000_000)
 
 
-def test_what_sends_nothing_is_no_memory():
+def test_an_empty_gather_costs_nothing():
     waits = (
         START.format("s", "x")
         + f"  %e = (f32[0]{{0}}, f32[0]{{0}}) all-gather-start(%z), {GROUPS}, dimensions={{0}}\n"
@@ -252,11 +255,13 @@ def test_what_sends_nothing_is_no_memory():
     assert result.exposed == pytest.approx(gather_seconds())
 
 
-def test_a_collective_inside_a_fusion_of_a_tpu_is_found_where_it_starts_and_where_it_is_waited_for():
+def test_a_collective_inside_fusions_of_a_tpu_starts_with_one_and_ends_with_the_other():
     def fusion(name: str, target: str) -> str:
-        gather = f'%g = {WHOLE} all-gather(%q), {GROUPS}, dimensions={{0}}, frontend_attributes={{chain_id="7"}}'
+        chain = 'frontend_attributes={chain_id="7"}'
+        gather = f"%g = {WHOLE} all-gather(%q), {GROUPS}, dimensions={{0}}, {chain}"
         call = f'ROOT %c = ({SHARD}, {WHOLE}) custom-call(%g), custom_call_target="{target}"'
-        return f"%{name} (q: {SHARD}) -> {WHOLE} {{\n  %q = {SHARD} parameter(0)\n  {gather}\n  {call}\n}}"
+        parameter = f"%q = {SHARD} parameter(0)"
+        return f"%{name} (q: {SHARD}) -> {WHOLE} {{\n  {parameter}\n  {gather}\n  {call}\n}}"
 
     both = f"{fusion('begin', 'AsyncCollectiveStart')}\n\n{fusion('finish', 'AsyncCollectiveDone')}"
     near = SHARD.replace("{0}", "{0:S(1)}")
@@ -275,7 +280,7 @@ def test_a_collective_inside_a_fusion_of_a_tpu_is_found_where_it_starts_and_wher
 
 @dataclass
 class Schedule:
-    """Lines, and what they must take."""
+    """Instructions, the seconds they compute, and the number of gathers."""
 
     lines: str = ""
     seconds: float = 0.0
@@ -284,31 +289,31 @@ class Schedule:
 
 @st.composite
 def schedules(draw) -> Schedule:
-    """Work, gathers and their ends in any order in which a start comes before its done."""
-    made, open_ = Schedule(), []
+    """Draws work, gathers and their ends in any order in which a start precedes its done."""
+    schedule, open_ = Schedule(), []
     for number in range(draw(st.integers(0, 8))):
-        what = draw(st.sampled_from(["work", "start", "done"]))
-        if what == "work":
+        kind = draw(st.sampled_from(["work", "start", "done"]))
+        if kind == "work":
             megabytes = draw(st.integers(1, 400))
-            made.lines += write(number, megabytes)
-            made.seconds += write_seconds(megabytes)
-        elif what == "start":
-            made.lines += START.format(f"s{number}", "x")
-            made.gathers += 1
+            schedule.lines += write(number, megabytes)
+            schedule.seconds += write_seconds(megabytes)
+        elif kind == "start":
+            schedule.lines += START.format(f"s{number}", "x")
+            schedule.gathers += 1
             open_.append(number)
         elif open_:
             last = open_.pop(draw(st.integers(0, len(open_) - 1)))
-            made.lines += DONE.format(f"d{last}", f"s{last}")
-    made.lines += "".join(DONE.format(f"d{last}", f"s{last}") for last in open_)
-    return made
+            schedule.lines += DONE.format(f"d{last}", f"s{last}")
+    schedule.lines += "".join(DONE.format(f"d{last}", f"s{last}") for last in open_)
+    return schedule
 
 
 @settings(deadline=None)
 @given(before=schedules(), inside=schedules(), trips=st.integers(0, 5), after=schedules())
-def test_the_parts_of_any_schedule_make_its_whole(before, inside, trips, after):
+def test_the_parts_of_any_schedule_add_up(before, inside, trips, after):
     marked = "".join(
-        re.sub("%([ads])", rf"%{mark}\1", made.lines)
-        for mark, made in (("b", before), ("c", after))
+        re.sub("%([ads])", rf"%{mark}\1", schedule.lines)
+        for mark, schedule in (("b", before), ("c", after))
     )
     cut = len(before.lines.splitlines()) // 2
     entry = [line + "\n" for line in marked.splitlines()]
@@ -316,13 +321,13 @@ def test_the_parts_of_any_schedule_make_its_whole(before, inside, trips, after):
         X + "".join(entry[:cut]) + run(trips) + "".join(entry[cut:]), loop(inside.lines)
     ).step()
     gathers = before.gathers + after.gathers + trips * inside.gathers
-    done = before.seconds + after.seconds + trips * inside.seconds
+    work = before.seconds + after.seconds + trips * inside.seconds
     small = 1e-9
     assert result.compute + result.memory + result.exposed == pytest.approx(result.seconds)
-    assert result.memory == pytest.approx(done)
+    assert result.memory == pytest.approx(work)
     assert result.collective == pytest.approx(gathers * gather_seconds())
     assert (
-        max(done, result.collective) - small <= result.seconds <= done + result.collective + small
+        max(work, result.collective) - small <= result.seconds <= work + result.collective + small
     )
     assert -small <= result.exposed <= result.collective + small
     assert -small <= result.exposed_bytes <= gathers * SENT + 1

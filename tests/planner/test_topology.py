@@ -1,13 +1,11 @@
-"""Names of machines, what is wrong with them, and programs compiled for machines that are not
-there.
-"""
+"""Names of machines, errors in them, and programs compiled for absent machines."""
 
 from math import prod
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -78,21 +76,23 @@ def test_names(name, shape, slices, size):
         ("v4:32x32x32", "at most 4096 chips"),
     ],
 )
-def test_names_that_are_none(name, complaint):
+def test_wrong_names(name, complaint):
     with pytest.raises(ConfigError, match=complaint):
         parse_topology(name)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(GPUS), st.integers(1, 4096), st.integers(1, 8))
 def test_any_number_of_hosts(chip, hosts, gpus):
     topology = parse_topology(f"{chip}:{hosts}x{gpus}")
     assert (topology.shape, topology.size) == ((hosts, gpus), hosts * gpus)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(TPUS), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 9)
 )
-def test_any_slice_is_whole_hosts_of_a_torus_or_refused(chip, shape, slices):
+def test_any_slice_is_made_of_full_hosts_or_refused(chip, shape, slices):
     name = f"{chip}:{'x'.join(map(str, shape))}*{slices}"
     hardware = HARDWARE[chip]
     fits = len(shape) == hardware.torus_dims and not shape[0] % 2 and not shape[1] % 2
@@ -103,8 +103,9 @@ def test_any_slice_is_whole_hosts_of_a_torus_or_refused(chip, shape, slices):
             parse_topology(name)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="h10v5ex:*- 2", max_size=12))
-def test_what_names_no_chip_is_refused(text):
+def test_unknown_chips_are_refused(text):
     if text.strip().partition(":")[0] in HARDWARE:
         return  # the tests above
     with pytest.raises(ConfigError, match="topology"):
@@ -129,7 +130,7 @@ def test_a_missing_plugin_is_one_line(name, extra, monkeypatch):
 
 
 def program(topology):
-    """The compiled text of a matrix product and a sum over the whole machine."""
+    """Returns the compiled text of a matmul and a sum over the entire machine."""
     mesh = fsdp_jax.make_mesh(devices=topology.devices())
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((topology.size * 128, 128), jnp.float32, sharding=rows)

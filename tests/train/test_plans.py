@@ -185,13 +185,18 @@ def test_a_dtype_that_a_chip_lacks_is_named(tiny, capsys):
 
 @pytest.mark.needs_plugin
 def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
-    words = ["plan", tiny, "--topology", "h100:8", "--train.global_batch_size", "8"]
+    words = ["plan", tiny, "--topology", "h100:8", "--train.global_batch_size", "8", "--json"]
     assert main(words) == 0
     first = capsys.readouterr().out
+    plan = json.loads(first)
+    assert plan["basis"]["peak_bytes"] == plan["basis"]["time"] == "compiled"
+    assert sum(plan["breakdown"].values()) == plan["peak_bytes"] > plan["valley_bytes"]
+    assert plan["wire_bytes"] <= 1.02 * plan["wire_bytes_limit"]
+    assert plan["buffers"]
+    # from the cache
     monkeypatch.setattr("fsdp_jax.planner.compiled.program._compile", None)
     assert main(words) == 0
     assert capsys.readouterr().out == first
-    monkeypatch.setenv(
-        "XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_other"
-    )  # another program, for all one knows
+    # other flags may make another program
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_other")
     assert main(words) == 1

@@ -1,10 +1,10 @@
-"""What chips achieve: shares of the peak, by shape and dtype."""
+"""The roofline: shares of the peak that chips achieve, by shape and dtype."""
 
 from math import prod
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jax.planner.machines.chips import HARDWARE
@@ -19,14 +19,12 @@ chips = st.sampled_from(REAL)
 
 
 def rate(name: str, dtype: str = "bfloat16", *, fused: bool = False) -> float:
-    """Of a product that fills every chip: multiples of all tiles and of all numbers of cores, k
-    long.
-    """
+    """Returns the rate of a matmul that fills every chip: multiples of tiles and cores, long k."""
     square = 256 * 132 * 27 * 5 * 37
     return Roofline(HARDWARE[name]).rate(Matmul(1, square, square, 10**9, dtype, fused=fused))
 
 
-def test_every_chip_has_constants_and_virtual_devices_have_none():
+def test_every_chip_has_an_efficiency_and_virtual_devices_have_none():
     for one in (chip.efficiency for chip in REAL):
         shares = [one.matmul, one.attention, one.memory, one.link, one.network, one.tree]
         shares += [share for *_, share in one.tiles] + [
@@ -40,19 +38,21 @@ def test_every_chip_has_constants_and_virtual_devices_have_none():
         Roofline(HARDWARE["cpu"])
 
 
+@settings(deadline=None)
 @given(
     chip=chips, batch=st.integers(1, 512), m=sizes, n=sizes, k=sizes, dtype=st.sampled_from(DTYPES)
 )
-def test_a_share_is_a_share_and_no_rate_is_above_the_peak(chip, batch, m, n, k, dtype):
+def test_shares_are_at_most_one_and_rates_at_most_the_peak(chip, batch, m, n, k, dtype):
     efficiency = Roofline(chip)
-    product = Matmul(batch, m, n, k, dtype)
-    assert 0 < efficiency.share(product) <= 1
-    assert 0 < efficiency.rate(product) <= max(chip.peak_flops.values())
-    assert efficiency.seconds(product) == pytest.approx(product.flops / efficiency.rate(product))
+    matmul = Matmul(batch, m, n, k, dtype)
+    assert 0 < efficiency.share(matmul) <= 1
+    assert 0 < efficiency.rate(matmul) <= max(chip.peak_flops.values())
+    assert efficiency.seconds(matmul) == pytest.approx(matmul.flops / efficiency.rate(matmul))
 
 
+@settings(deadline=None)
 @given(chip=chips, batch=st.integers(1, 64), m=sizes, n=sizes, k=sizes, times=st.integers(1, 99))
-def test_seconds_are_of_all_times_and_larger_products_take_longer(chip, batch, m, n, k, times):
+def test_seconds_count_all_times_and_larger_matmuls_take_longer(chip, batch, m, n, k, times):
     efficiency = Roofline(chip)
     once = efficiency.seconds(Matmul(batch, m, n, k, "float32"))
     assert efficiency.seconds(Matmul(batch, m, n, k, "float32", times)) == pytest.approx(
@@ -68,7 +68,7 @@ def test_seconds_are_of_all_times_and_larger_products_take_longer(chip, batch, m
 
 
 @pytest.mark.parametrize("chip", REAL, ids=lambda chip: chip.name)
-def test_larger_products_run_at_a_better_rate_on_average(chip):
+def test_larger_matmuls_run_at_a_better_rate_on_average(chip):
     efficiency = Roofline(chip)
     scales = [[size + 97 * i for i in range(20)] for size in (100, 500, 2500, 12500)]
     means = [
@@ -79,7 +79,7 @@ def test_larger_products_run_at_a_better_rate_on_average(chip):
 
 
 @pytest.mark.parametrize("chip", REAL, ids=lambda chip: chip.name)
-def test_the_largest_product_runs_at_what_was_fitted(chip):
+def test_the_largest_matmul_runs_at_the_fitted_rate(chip):
     kind = "bfloat16" if "bfloat16" in chip.peak_flops else "float16"
     efficiency = chip.efficiency
     assert rate(chip.name, kind) == pytest.approx(
@@ -135,6 +135,7 @@ def test_memory_runs_below_its_peak():
         assert 0.7 * chip.memory_bandwidth < Roofline(chip).memory_rate < chip.memory_bandwidth
 
 
+@settings(deadline=None)
 @given(dims=st.tuples(*[st.integers(1, 100)] * 4))
-def test_a_product_counts_two_operations_a_pair(dims):
+def test_a_matmul_counts_two_operations_a_pair(dims):
     assert Matmul(*dims, "float32").flops == 2 * prod(dims)

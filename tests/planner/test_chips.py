@@ -1,4 +1,4 @@
-"""The table is complete, agrees with itself, and is what the CUDA compiler takes."""
+"""The table of chips is complete, consistent, and what the CUDA compiler takes."""
 
 import re
 from itertools import pairwise
@@ -15,7 +15,7 @@ TPUS = [chip for chip in REAL if chip.platform == "tpu"]
 PARSED = re.compile(r"(\w+): ([\d.]+)")
 
 
-def test_every_name_of_the_command_line_is_there():
+def test_the_table_has_every_chip_of_the_command_line():
     names = "h100 h200 b200 a100-40gb a100-80gb v100 v4 v5e v5p v6e cpu"
     assert set(HARDWARE) == set(names.split())
 
