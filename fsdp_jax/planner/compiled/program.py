@@ -116,7 +116,7 @@ def cache_folder() -> Path:
 
 def _compile(lowered: Any, plan: StepPlan) -> CompiledProgram:
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, _without_jax_cache():
+    with tempfile.TemporaryDirectory() as folder, without_jax_cache():
         try:
             compiled = compile_overlapped(lowered, plan, {"xla_dump_to": folder})
         except jax.errors.JaxRuntimeError as error:
@@ -129,7 +129,7 @@ def _compile(lowered: Any, plan: StepPlan) -> CompiledProgram:
 
 
 @contextmanager
-def _without_jax_cache() -> Iterator[None]:
+def without_jax_cache() -> Iterator[None]:
     """Keeps the program out of jax's compilation cache: from there it would write no reports."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
