@@ -114,97 +114,144 @@ class SearchResult:
         return f"{head}\n{table}\n\nbest: {self.best.settings}"
 
 
-def search(
-    make_step: MakeStep,
-    topology: Topology,
-    rows: int,
-    work: Work,
-    cache: Path | None,
-    progress: Progress = _silent,
-) -> SearchResult:
-    """Estimates all settings and compiles the fastest of those that fit.
+@dataclass(frozen=True)
+class Search:
+    """A search for the best way to run a batch.
 
-    Args:
+    Attributes:
         make_step: builds a step.
-        topology: to run on.
         rows: of the global batch, which stays as it is.
         work: what a step computes.
-        cache: folder of compiled programs.
+        cache: folder of compiled programs; None does not cache.
         progress: receives a line for each plan.
 
-    Raises:
-        ConfigError: a batch that does not divide, or no settings can be built.
-        FitError: nothing fits.
-
     """
-    settings = list(candidate_settings(topology, rows))
-    if not settings:
-        size = topology.size
-        raise ConfigError(
-            message(
-                "the batch does not divide",
-                where="train.global_batch_size",
-                expected=f"a multiple of {size}, the devices of {topology.name}",
-                got=rows,
-                fix=f"use {max(1, rows // size) * size}, or another machine",
+
+    make_step: MakeStep
+    rows: int
+    work: Work
+    cache: Path | None = None
+    progress: Progress = _silent
+
+    def run(self, topology: Topology) -> SearchResult:
+        """Estimates all settings on a machine and compiles the fastest of those that fit.
+
+        Raises:
+            ConfigError: a batch that does not divide, or no settings can be built.
+            FitError: nothing fits.
+
+        """
+        settings = list(candidate_settings(topology, self.rows))
+        if not settings:
+            size = topology.size
+            raise ConfigError(
+                message(
+                    "the batch does not divide",
+                    where="train.global_batch_size",
+                    expected=f"a multiple of {size}, the devices of {topology.name}",
+                    got=self.rows,
+                    fix=f"use {max(1, self.rows // size) * size}, or another machine",
+                )
             )
-        )
-    estimated = _estimate_all(settings, make_step, topology, work, progress)
-    fitting = sorted(
-        (candidate for candidate in estimated if candidate.may_fit),
-        key=lambda candidate: candidate.seconds,
-    )
-    compiled, unfit = _compile_fastest(fitting, make_step, topology, work, cache, progress)
-    if not compiled:
-        raise FitError(_nothing_fits(topology, estimated))
-    return SearchResult(topology, tuple(compiled), tuple(unfit), tuple(fitting), len(estimated))
+        estimated = self._estimate_all(settings, topology)
+        fitting = [candidate for candidate in estimated if candidate.may_fit]
+        fitting.sort(key=lambda candidate: candidate.seconds)
+        compiled, unfit = self._compile_fastest(fitting, topology)
+        if not compiled:
+            raise FitError(_nothing_fits(topology, estimated))
+        return SearchResult(topology, tuple(compiled), tuple(unfit), tuple(fitting), len(estimated))
 
+    def smallest_topology(self, chip: Hardware, devices: int | None = None) -> Topology:
+        """Returns the smallest machine of a chip that fits, by the leanest settings' estimate.
 
-def _estimate_all(
-    all_settings: Sequence[StepSettings],
-    make_step: MakeStep,
-    topology: Topology,
-    work: Work,
-    progress: Progress,
-) -> list[Candidate]:
-    """Returns estimates of all settings that can be built and may use less than hopeless ones."""
-    estimated: list[Candidate] = []
-    errors: list[str] = []
-    for number, settings in enumerate(all_settings, 1):
-        if any(_is_hopeless(settings, known) for known in estimated):
-            continue
-        plan = _estimate(make_step, settings, topology, work, errors)
-        if plan is not None:
-            candidate = Candidate(settings, plan)
-            estimated.append(candidate)
-            figures = f"{human_bytes(plan.peak_bytes)}, {1000 * candidate.seconds:.0f} ms"
-            progress(f"{number} of {len(all_settings)}: {settings}: {figures}, estimated")
-    if not estimated:
-        raise ConfigError(errors[0])
-    return estimated
+        Args:
+            chip: of the table of chips.
+            devices: exactly so many, if given.
 
+        Raises:
+            ConfigError: no such machine.
+            FitError: it fits none.
 
-def _compile_fastest(
-    fitting: Sequence[Candidate],
-    make_step: MakeStep,
-    topology: Topology,
-    work: Work,
-    cache: Path | None,
-    progress: Progress,
-) -> tuple[list[Candidate], list[Candidate]]:
-    """Returns the fastest candidates, compiled: those that fit, in order, and those that do not."""
-    compiled: list[Candidate] = []
-    unfit: list[Candidate] = []
-    for candidate in fitting:
-        if len(compiled) == FINALISTS or len(compiled) + len(unfit) == 2 * FINALISTS:
-            break
-        settings = candidate.settings
-        if any(_is_hopeless(settings, known) for known in unfit):
-            continue
-        progress(f"compiling {settings}")
-        plan = compiled_plan(*make_step(settings, topology.devices()), topology, work, cache)
-        (compiled if plan.fits else unfit).append(Candidate(settings, plan))
-    return sorted(compiled, key=lambda candidate: candidate.seconds), unfit
+        """
+        if chip.memory_bytes is None:
+            what = "virtual CPU devices have no memory or speed of their own"
+            fix = "a chip such as h100 or v5e"
+            raise ConfigError(message(what, where="topology", got=chip.name, fix=fix))
+        topologies = [
+            topology
+            for topology in machines(chip)
+            if self.rows % topology.size == 0 and devices in (None, topology.size)
+        ]
+        if not topologies:
+            raise ConfigError(_no_machine(chip, self.rows, devices))
+        errors: list[str] = []
+        for topology in topologies:
+            # more microbatches need not use less memory: their gradients are accumulated
+            for settings in _lean_settings(topology, self.rows):
+                candidate = self._estimate(settings, topology, errors)
+                fits = candidate is not None and candidate.may_fit
+                if fits:
+                    break
+            least = human_bytes(candidate.plan.peak_bytes) if candidate else "-"
+            verdict = "fits" if fits else "too small"
+            self.progress(f"{topology.name}: {verdict}, {least} with {settings}")
+            if fits:
+                return topology
+        if errors:
+            raise ConfigError(errors[0])
+        what = "it fits no machine that the batch divides by"
+        fix = f"raise train.global_batch_size above {self.rows}, so that it divides by more devices"
+        raise FitError(message(what, where="devices", got=topologies[-1].name, fix=fix))
+
+    def _estimate(
+        self, settings: StepSettings, topology: Topology, errors: list[str]
+    ) -> Candidate | None:
+        """Returns an estimate; None for a step that cannot be built, with the reason in `errors`.
+
+        An optimizer that a strategy cannot shard is one reason.
+        """
+        try:
+            step, batch = self.make_step(settings, fake_devices(topology))
+            return Candidate(settings, analytic_plan(step, batch, topology, self.work))
+        except ValueError as error:
+            errors.append(str(error))
+            return None
+
+    def _estimate_all(
+        self, all_settings: Sequence[StepSettings], topology: Topology
+    ) -> list[Candidate]:
+        """Estimates all settings that can be built, except hopeless ones."""
+        estimated: list[Candidate] = []
+        errors: list[str] = []
+        for number, settings in enumerate(all_settings, 1):
+            if any(_is_hopeless(settings, known) for known in estimated):
+                continue
+            candidate = self._estimate(settings, topology, errors)
+            if candidate is not None:
+                estimated.append(candidate)
+                peak = human_bytes(candidate.plan.peak_bytes)
+                figures = f"{peak}, {1000 * candidate.seconds:.0f} ms, estimated"
+                self.progress(f"{number} of {len(all_settings)}: {settings}: {figures}")
+        if not estimated:
+            raise ConfigError(errors[0])
+        return estimated
+
+    def _compile_fastest(
+        self, fitting: Sequence[Candidate], topology: Topology
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """Compiles the fastest; returns those that fit, fastest first, and those that do not."""
+        compiled: list[Candidate] = []
+        unfit: list[Candidate] = []
+        for settings in (candidate.settings for candidate in fitting):
+            if len(compiled) == FINALISTS or len(compiled) + len(unfit) == 2 * FINALISTS:
+                break
+            if any(_is_hopeless(settings, known) for known in unfit):
+                continue
+            self.progress(f"compiling {settings}")
+            step, batch = self.make_step(settings, topology.devices())
+            plan = compiled_plan(step, batch, topology, self.work, self.cache)
+            (compiled if plan.fits else unfit).append(Candidate(settings, plan))
+        return sorted(compiled, key=lambda candidate: candidate.seconds), unfit
 
 
 def candidate_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
@@ -239,90 +286,6 @@ def _is_hopeless(settings: StepSettings, known: Candidate) -> bool:
         settings.accumulation <= other.accumulation
         and settings.remat in (other.remat, "none")
         and settings.prefetch in (other.prefetch, "pre")
-    )
-
-
-def _estimate(
-    make_step: MakeStep, settings: StepSettings, topology: Topology, work: Work, errors: list[str]
-) -> Plan | None:
-    """Returns an analytic plan; None for a step that cannot be built, with the reason in `errors`.
-
-    An optimizer that a strategy cannot shard is one reason.
-    """
-    try:
-        return analytic_plan(*make_step(settings, fake_devices(topology)), topology, work)
-    except ValueError as error:
-        errors.append(str(error))
-        return None
-
-
-def smallest_topology(
-    make_step: MakeStep,
-    chip: Hardware,
-    rows: int,
-    work: Work,
-    progress: Progress = _silent,
-    devices: int | None = None,
-) -> Topology:
-    """Returns the smallest machine of a chip that a batch fits, by the leanest settings' estimate.
-
-    Args:
-        make_step: builds a step.
-        chip: of the table of chips.
-        rows: of the global batch; a machine has no more devices than that.
-        work: what a step computes.
-        progress: receives a line for each machine.
-        devices: exactly so many, if given.
-
-    Raises:
-        ConfigError: no such machine.
-        FitError: it fits none.
-
-    """
-    if chip.memory_bytes is None:
-        what = "virtual CPU devices have no memory or speed of their own"
-        fix = "a chip such as h100 or v5e"
-        raise ConfigError(message(what, where="topology", got=chip.name, fix=fix))
-    topologies = [
-        topology
-        for topology in machines(chip)
-        if rows % topology.size == 0 and devices in (None, topology.size)
-    ]
-    if not topologies:
-        expected = f"at least one row for each {chip.name}"
-        if devices:
-            expected = f"a machine of {devices} {chip.name}"
-        raise ConfigError(
-            message(
-                "no machine for this batch",
-                where="devices",
-                expected=expected,
-                got=f"train.global_batch_size {rows}",
-                fix="a number of devices that fills every host, and a train.global_batch_size that"
-                " divides by it",
-            )
-        )
-    errors: list[str] = []
-    for topology in topologies:
-        # more microbatches need not use less memory: their gradients are accumulated
-        for settings in _lean_settings(topology, rows):
-            plan = _estimate(make_step, settings, topology, work, errors)
-            fits = plan is not None and Candidate(settings, plan).may_fit
-            if fits:
-                break
-        least = human_bytes(plan.peak_bytes) if plan else "-"
-        progress(f"{topology.name}: {'fits' if fits else 'too small'}, {least} with {settings}")
-        if fits:
-            return topology
-    if errors:
-        raise ConfigError(errors[0])
-    raise FitError(
-        message(
-            "it fits no machine that the batch divides by",
-            where="devices",
-            got=topologies[-1].name,
-            fix=f"raise train.global_batch_size above {rows}, so that it divides by more devices",
-        )
     )
 
 
@@ -380,4 +343,18 @@ def _nothing_fits(topology: Topology, estimated: Sequence[Candidate]) -> str:
         got=f"{human_bytes(least.plan.peak_bytes)} at least, with {least.settings}",
         fix="more devices, a smaller train.global_batch_size or data.sequence_length, or a smaller"
         " model",
+    )
+
+
+def _no_machine(chip: Hardware, rows: int, devices: int | None) -> str:
+    expected = f"at least one row for each {chip.name}"
+    if devices:
+        expected = f"a machine of {devices} {chip.name}"
+    return message(
+        "no machine for this batch",
+        where="devices",
+        expected=expected,
+        got=f"train.global_batch_size {rows}",
+        fix="a number of devices that fills every host, and a train.global_batch_size that divides"
+        " by it",
     )

@@ -16,7 +16,7 @@ from fsdp_jax.planner import (
     fake_devices,
     parse_topology,
 )
-from fsdp_jax.planner.search import Progress, SearchResult, search, smallest_topology
+from fsdp_jax.planner.search import Progress, Search, SearchResult
 from fsdp_jax.planner.settings import MakeStep, StepSettings, fixes
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.build import build, start_devices
@@ -95,12 +95,11 @@ def choose(
         FitError: nothing fits.
 
     """
-    make_step = _make_step(config)
-    work = _work(config)
     rows = config.train.global_batch_size
+    search = Search(_make_step(config), rows, _work(config), cache, progress)
     chip = HARDWARE.get(where.strip().lower())
     if chip is not None:
-        topology = smallest_topology(make_step, chip, rows, work, progress, devices)
+        topology = search.smallest_topology(chip, devices)
     elif devices is not None:
         name = where.partition(":")[0]
         fix = f"--topology {name} --devices {devices}, or --topology {where} alone"
@@ -109,7 +108,7 @@ def choose(
     else:
         topology = parse_topology(where)
     start_devices(None)
-    result = search(make_step, topology, rows, work, cache, progress)
+    result = search.run(topology)
     return Choice(result, with_settings(config, result.best.settings))
 
 

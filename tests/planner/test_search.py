@@ -10,10 +10,9 @@ from fsdp_jax.planner import HARDWARE, Plan, Time, Work, parse_topology
 from fsdp_jax.planner import search as search_module
 from fsdp_jax.planner.search import (
     Candidate,
+    Search,
     candidate_settings,
     machines,
-    search,
-    smallest_topology,
 )
 from fsdp_jax.planner.settings import StepSettings
 
@@ -84,9 +83,20 @@ def formula(monkeypatch):
     return make_step, compiled
 
 
+def search_h100s(formula, rows=64, progress=lambda line: None):
+    make_step, _ = formula
+    return Search(make_step, rows, Work(), progress=progress).run(parse_topology("h100:8"))
+
+
+def smallest(formula, rows=64, progress=lambda line: None, devices=None):
+    """Returns the name of the smallest machine of H100s."""
+    search = Search(formula[0], rows, Work(), progress=progress)
+    return search.smallest_topology(HARDWARE["h100"], devices).name
+
+
 def test_the_fastest_that_fits_is_compiled_and_wins(formula):
-    make_step, compiled = formula
-    result = search(make_step, parse_topology("h100:8"), 64, Work(), None)
+    _, compiled = formula
+    result = search_h100s(formula)
     assert len(compiled) == search_module.FINALISTS == len(result.compiled)
     assert result.best.plan.fits
     everything = [
@@ -98,8 +108,7 @@ def test_the_fastest_that_fits_is_compiled_and_wins(formula):
 
 
 def test_the_pareto_front_has_no_candidate_that_another_beats(formula):
-    make_step, _ = formula
-    for one in search(make_step, parse_topology("h100:8"), 64, Work(), None).pareto():
+    for one in search_h100s(formula).pareto():
         for other in candidate_settings(parse_topology("h100:8"), 64):
             plan = plan_by_formula(other, 64, 8)
             better = plan.time.step_s < one.seconds and plan.peak_bytes < one.plan.peak_bytes
@@ -108,7 +117,7 @@ def test_the_pareto_front_has_no_candidate_that_another_beats(formula):
 
 def test_progress_is_reported(formula):
     lines = []
-    search(formula[0], parse_topology("h100:8"), 64, Work(), None, lines.append)
+    search_h100s(formula, progress=lines.append)
     assert lines[0].startswith("1 of ")
     assert sum(line.startswith("compiling") for line in lines) == search_module.FINALISTS
 
@@ -116,7 +125,7 @@ def test_progress_is_reported(formula):
 def test_nothing_fits(formula, monkeypatch):
     monkeypatch.setattr(search_module, "analytic_plan", lambda *_: planned(500 * GIB, 1.0))
     with pytest.raises(FitError, match=r"no setting fits h100:8[\s\S]*500 GiB at least"):
-        search(formula[0], parse_topology("h100:8"), 64, Work(), None)
+        search_h100s(formula)
 
 
 def test_compiled_candidates_that_do_not_fit_are_shown(formula, monkeypatch):
@@ -128,7 +137,7 @@ def test_compiled_candidates_that_do_not_fit_are_shown(formula, monkeypatch):
         return replace(plan, peak_bytes=peak, basis={"peak_bytes": "compiled"})
 
     monkeypatch.setattr(search_module, "compiled_plan", compiled_plan)
-    result = search(formula[0], parse_topology("h100:8"), 64, Work(), None)
+    result = search_h100s(formula)
     assert result.unfit
     assert "does not fit" in str(result)
     assert result.best.plan.fits
@@ -144,10 +153,7 @@ def test_one_microbatch_is_tried_even_if_several_do_not_fit(formula, monkeypatch
         "compiled_plan",
         lambda step, *_: replace(PLAN, basis={"peak_bytes": "compiled"}),
     )
-    assert (
-        search(formula[0], parse_topology("h100:8"), 64, Work(), None).best.settings.accumulation
-        == 1
-    )
+    assert search_h100s(formula).best.settings.accumulation == 1
 
 
 def test_settings_that_cannot_be_built_are_skipped(formula, monkeypatch):
@@ -157,17 +163,14 @@ def test_settings_that_cannot_be_built_are_skipped(formula, monkeypatch):
         return plan_by_formula(step[0], 64, step[1])
 
     monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
-    assert (
-        search(formula[0], parse_topology("h100:8"), 64, Work(), None).best.settings.strategy
-        == "zero1"
-    )
+    assert search_h100s(formula).best.settings.strategy == "zero1"
     monkeypatch.setattr(
         search_module,
         "analytic_plan",
         lambda *_: (_ for _ in ()).throw(ValueError("no such optimizer")),
     )
     with pytest.raises(ConfigError, match="no such optimizer"):
-        search(formula[0], parse_topology("h100:8"), 64, Work(), None)
+        search_h100s(formula)
 
 
 def test_hopeless_settings_are_not_estimated(formula, monkeypatch):
@@ -179,13 +182,13 @@ def test_hopeless_settings_are_not_estimated(formula, monkeypatch):
         lambda step, *_: tried.append(step[0]) or planned(500 * GIB, 1.0),
     )
     with pytest.raises(FitError):
-        search(formula[0], parse_topology("h100:8"), 64, Work(), None)
+        search_h100s(formula)
     assert len(tried) <= 3 * len({(k.strategy, k.replica) for k in tried})
 
 
 def test_a_batch_that_does_not_divide(formula):
     with pytest.raises(ConfigError, match="a multiple of 8"):
-        search(formula[0], parse_topology("h100:8"), 12, Work(), None)
+        search_h100s(formula, rows=12)
 
 
 def test_candidates_depend_on_the_batch_and_the_machine():
@@ -207,9 +210,7 @@ def test_the_smallest_machine_is_the_first_that_fits(formula, monkeypatch):
 
     monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
     lines = []
-    assert (
-        smallest_topology(formula[0], HARDWARE["h100"], 64, Work(), lines.append).name == "h100:8"
-    )
+    assert smallest(formula, progress=lines.append) == "h100:8"
     assert [line.split(":")[1] for line in lines] == ["1", "2", "4", "8"]
 
 
@@ -220,7 +221,7 @@ def test_the_smallest_machine_may_need_few_microbatches(formula, monkeypatch):
         return planned((70 + 10 * step[0].accumulation) * GIB, 1.0)
 
     monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
-    assert smallest_topology(formula[0], HARDWARE["h100"], 64, Work()).name == "h100:1"
+    assert smallest(formula) == "h100:1"
 
 
 def test_batches_that_fit_no_machine(formula, monkeypatch):
@@ -228,13 +229,11 @@ def test_batches_that_fit_no_machine(formula, monkeypatch):
         return planned(640 * GIB // topology.size, 1.0)
 
     monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
-    assert (
-        smallest_topology(formula[0], HARDWARE["h100"], 64, Work(), devices=32).name == "h100:4x8"
-    )
+    assert smallest(formula, devices=32) == "h100:4x8"
     with pytest.raises(FitError, match="it fits no machine"):
-        smallest_topology(formula[0], HARDWARE["h100"], 4, Work())
+        smallest(formula, rows=4)
     with pytest.raises(ConfigError, match="a machine of 7"):
-        smallest_topology(formula[0], HARDWARE["h100"], 64, Work(), devices=7)
+        smallest(formula, devices=7)
 
 
 @pytest.mark.parametrize(

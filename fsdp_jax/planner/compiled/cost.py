@@ -17,24 +17,9 @@ from fsdp_jax.hlo.parser import Computation, Instruction, Module, Shape
 from fsdp_jax.planner.compiled.attention_kernels import attention_matmuls
 from fsdp_jax.planner.machines.roofline import Matmul
 
-FREE = {
-    "parameter",
-    "constant",
-    "get-tuple-element",
-    "tuple",
-    "bitcast",
-    "after-all",
-    "partition-id",
-    "replica-id",
-    "optimization-barrier",
-    "domain",
-    "while",
-    "conditional",
-    "call",
-    *OPS,
-    *UNREAD,
-    "recv",
-}
+_NO_TRAFFIC = """parameter constant get-tuple-element tuple bitcast after-all partition-id
+    replica-id optimization-barrier domain while conditional call recv"""
+FREE = {*_NO_TRAFFIC.split(), *OPS, *UNREAD}
 """Opcodes that move no device memory themselves, or move data between devices."""
 
 _MARKERS = re.compile(r"AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound")

@@ -23,19 +23,9 @@ from fsdp_jax.tree import SEPARATOR
 Kind = Literal["params", "gradients", "optimizer", "activations", "gathered", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_MOVES = {
-    "all-gather",
-    "bitcast",
-    "concatenate",
-    "convert",
-    "copy",
-    "dynamic-slice",
-    "pad",
-    "reduce-precision",
-    "reshape",
-    "slice",
-    "transpose",
-}
+_MOVES = """all-gather bitcast concatenate convert copy dynamic-slice pad reduce-precision reshape
+    slice transpose"""
+_MOVING_OPCODES = frozenset(_MOVES.split())
 _REDUCTIONS = {f"{op}{half}" for op in ("all-reduce", "reduce-scatter") for half in ("", "-start")}
 _FLOAT = re.compile(r"b?f\d+")
 _MOST_VISITED = 64
@@ -268,7 +258,7 @@ class _BufferClassifier:
                 return [_ArrayRef(within, operands[element[1] if len(element) > 1 else 0])]
             case "concatenate":
                 return [_ArrayRef(within, name) for name in operands]
-            case opcode if opcode in _MOVES:
+            case opcode if opcode in _MOVING_OPCODES:
                 return [_ArrayRef(within, name) for name in operands[:1]]
         return []
 
@@ -315,7 +305,7 @@ class _BufferClassifier:
                 return [_ArrayRef(within, user.name)] if user.operands.index(name) == 0 else []
             case opcode if opcode in _REDUCTIONS:
                 return [_ArrayRef(within, user.name, (user.operands.index(name),))]
-            case opcode if opcode in _MOVES or opcode.startswith("copy-"):
+            case opcode if opcode in _MOVING_OPCODES or opcode.startswith("copy-"):
                 return [_ArrayRef(within, user.name)]
         return []
 
