@@ -1,4 +1,4 @@
-"""GPT-2 in plain Flax NNX: pre-norm blocks, learned positions, biases, a head tied to the embedding.
+"""GPT-2 in plain Flax NNX: pre-norm blocks, learned positions, biases, an optionally tied head.
 
 Shapes: B batch, T sequence, D width, H heads, K head dim, V vocab, L layers.
 

@@ -128,7 +128,7 @@ class LinenGPT(nn.Module):
         positions: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """Int32 [B, T] to logits [B, T, V] in the compute dtype; arguments are those of `gpt.GPT`."""
+        """Int32 [B, T] to logits [B, T, V] in the compute dtype; takes what `gpt.GPT` takes."""
         config = self.config
         layers.check_length(tokens_BT, config.sequence_length, "sequence_length")
         if positions is None:

@@ -28,7 +28,7 @@ Segments = tuple[jax.Array, jax.Array]
 
 
 class Attention(Protocol):
-    """`dense_attention`, or any callable like it. A model passes only the keywords that it needs."""
+    """`dense_attention`, or any callable like it. A model passes only keywords that it needs."""
 
     def __call__(
         self,

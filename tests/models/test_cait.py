@@ -1,33 +1,26 @@
-"""CaiT against the same mathematics in NumPy, by what it does, and sharded over 8 devices."""
+"""CaiT against NumPy; class attention, LayerScale, published sizes and FLOPs."""
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from reference import Case, check, train, train_unsharded
 
-import fsdp_jax as fsdp
 from fsdp_jax.models.cait import (
     PRESETS,
     CaiT,
-    CaiTBlock,
     CaiTConfig,
-    ClassAttentionBlock,
     flops_per_example,
     parameter_count,
     preset,
 )
-from fsdp_jax.models.vision import classification_loss
 
 pytestmark = pytest.mark.core
 
 CONFIG = CaiTConfig(image_size=12, patch=4, classes=8, layers=3, width=16, heads=2, hidden=24)
-BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
 
 
 def make(seed: int = 0, **overrides) -> CaiT:
@@ -160,26 +153,6 @@ def test_layer_scale_starts_by_depth(depth, scale):
     assert dataclasses.replace(CONFIG, layers=depth, layer_scale=0.5).initial_scale == 0.5
 
 
-def test_scanned_equals_unrolled_given_the_same_weights():
-    scanned, unrolled = make(scan_layers=True), make(seed=5, scan_layers=False)
-    weights = nnx.to_pure_dict(nnx.state(scanned))
-    for name, count in (("blocks", CONFIG.layers), ("class_blocks", CONFIG.class_layers)):
-        weights[name] = {
-            i: jax.tree.map(lambda leaf, i=i: leaf[i], weights[name]) for i in range(count)
-        }
-    nnx.update(unrolled, weights)
-    np.testing.assert_allclose(
-        scanned(some_images()), unrolled(some_images()), rtol=1e-4, atol=1e-5
-    )
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_parameter_count_is_the_real_count(name):
-    config = preset(name)
-    state = nnx.state(nnx.eval_shape(lambda: CaiT(config, rngs=nnx.Rngs(0))))
-    assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(state))
-
-
 def test_parameter_counts_are_the_published_ones():
     published = {
         "cait-xxs24-224": 11.96,
@@ -191,17 +164,7 @@ def test_parameter_counts_are_the_published_ones():
     assert {name: round(parameter_count(PRESETS[name]) / 1e6, 2) for name in published} == published
 
 
-def test_flops_per_example_is_three_times_what_the_forward_pass_does():
-    config = preset("cait-tiny", scan_layers=False)
-    graph, state = nnx.split(nnx.eval_shape(lambda: CaiT(config, rngs=nnx.Rngs(0))))
-    images = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
-    cost = (
-        jax.jit(lambda state, images: nnx.merge(graph, state)(images))
-        .lower(state, images)
-        .cost_analysis()
-    )
-    # the compiler also counts softmax, gelu and norms, a few per cent at this width
-    assert cost["flops"] == pytest.approx(flops_per_example(config) / 3, rel=0.1)
+def test_flops_per_example_are_the_papers():
     # the paper's table 3 counts multiplications and additions together as one, of a forward pass,
     # in units of 1e9
     paper = {
@@ -212,44 +175,6 @@ def test_flops_per_example_is_three_times_what_the_forward_pass_does():
     }
     for name, flops in paper.items():
         assert flops_per_example(PRESETS[name]) / 6e9 == pytest.approx(flops, rel=0.02)
-
-
-@BOTH
-def test_gradients_reach_every_parameter_of_every_layer(scan_layers):
-    graph, params = nnx.split(make(scan_layers=scan_layers))
-    grads = jax.jit(
-        jax.grad(lambda params: classification_loss(nnx.merge(graph, params), some_batch())[0])
-    )(params)
-    for path, leaf in nnx.to_flat_state(grads):
-        layers = (
-            leaf[...] if scan_layers and path[0] in ("blocks", "class_blocks") else leaf[...][None]
-        )
-        # adding to every score changes no weight, so the gradients of these biases are rounding
-        # alone
-        no_effect = path[-2:] in (("k", "bias"), ("proj_l", "bias"))
-        assert no_effect or np.all(np.abs(layers).reshape(len(layers), -1).max(-1) > 1e-6), path
-
-
-@BOTH
-@pytest.mark.parametrize("keep_norms", [True, False])
-def test_bfloat16_weights_give_a_bfloat16_stream(scan_layers, keep_norms):
-    model, images = make(scan_layers=scan_layers), some_images()
-    expected = model(images)
-
-    def cast(path, leaf):
-        norm = any("norm" in str(key) for key in path)
-        return leaf if norm and keep_norms else leaf.astype(jnp.bfloat16)
-
-    nnx.update(model, jax.tree_util.tree_map_with_path(cast, nnx.state(model)))
-    logits = model(images)
-    assert keep_norms or logits.dtype == jnp.bfloat16
-    assert np.mean(np.abs(logits.astype(jnp.float32) - expected)) < 0.05 * np.std(expected)
-
-
-def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
-    model = make(dtype="bfloat16")
-    assert model(some_images()).dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.parametrize(
@@ -273,46 +198,3 @@ def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters():
 def test_mistakes_are_explained(call, says):
     with pytest.raises(ValueError, match=says):
         call()
-
-
-# Sharded
-
-
-@dataclasses.dataclass(frozen=True)
-class Images(Case):
-    def batch(self, step: int, rows: int = 16) -> dict[str, np.ndarray]:
-        return some_batch(rows, step)
-
-
-def case(**overrides: Any) -> Images:
-    config = dataclasses.replace(CONFIG, **overrides)
-    return Images(
-        lambda rngs: CaiT(config, rngs=rngs), classification_loss, (CaiTBlock, ClassAttentionBlock)
-    )
-
-
-CASES = {"scanned": case(), "unrolled": case(scan_layers=False)}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "prefetch"), [("scanned", "none"), ("scanned", "pre"), ("unrolled", "pre")]
-)
-def test_sharded_training_is_training(name, prefetch):
-    local_batch = prefetch != "none"
-    found, step = train(
-        CASES[name], fsdp.make_mesh(data=8), steps=2, local_batch=local_batch, prefetch=prefetch
-    )
-    check(found, train_unsharded(CASES[name], steps=2))
-    gathered = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
-    assert {path.split("/")[0] for path in gathered} == {"blocks", "class_blocks"}
-    assert prefetch == "none" or (
-        step.plan.report.prefetched == gathered and not step.plan.report.not_prefetched
-    )
-
-
-@pytest.mark.long
-def test_sharded_training_in_bfloat16_stays_near():
-    precision = fsdp.Precision(compute="bfloat16")
-    found, _ = train(CASES["scanned"], fsdp.make_mesh(data=8), steps=2, precision=precision)
-    np.testing.assert_allclose(found[0], train_unsharded(CASES["scanned"], steps=2)[0], rtol=2e-2)

@@ -171,7 +171,7 @@ def test_an_import_that_was_killed_is_begun_anew(theirs, tmp_path, monkeypatch, 
         load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"].dtype
         == jnp.bfloat16
     )
-    with pytest.raises(ConfigError, match=r"holds something already[^$]*config\.json"):
+    with pytest.raises(ConfigError, match=r"is not empty[^$]*config\.json"):
         import_run(theirs, run, dtype="float32")
 
 
@@ -184,11 +184,11 @@ def test_what_is_no_import_stays(theirs, tmp_path):
         run = tmp_path / f"run-{name}"
         run.mkdir()
         (run / name).write_text("{}")
-        with pytest.raises(ConfigError, match=rf"holds something already[^$]*{said}"):
+        with pytest.raises(ConfigError, match=rf"is not empty[^$]*{said}"):
             import_run(theirs, run, dtype="float32")
     with CheckpointStore(tmp_path / "own" / "checkpoints") as store:
         store.save(0, {"params": {"w": jax.device_put(1.0)}}, data={}, metadata={})
-    with pytest.raises(ConfigError, match=r"holds something already[^$]*checkpoints"):
+    with pytest.raises(ConfigError, match=r"is not empty[^$]*checkpoints"):
         import_run(theirs, tmp_path / "own", dtype="float32")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="not a directory"):

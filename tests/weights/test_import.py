@@ -226,7 +226,7 @@ def test_targets_and_configs_that_are_none(tmp_path):
     )
     with pytest.raises(ValueError, match=r"without shardings[^$]*embed/embedding"):
         import_weights(folder, bare, config)
-    with pytest.raises(ConfigError, match=r"not known[^$]*dict"):
+    with pytest.raises(ConfigError, match=r"unknown kind[^$]*dict"):
         import_weights(folder, target_of("gpt2"), {})
     with pytest.raises(ValueError, match="at least 1 byte"):
         import_weights(folder, target_of("gpt2"), config, budget=0)

@@ -7,27 +7,21 @@ from math import prod
 
 import pytest
 
-from fsdp_jax.models import cait, gpt, llama, t5, vit
+from fsdp_jax.models import FAMILIES
+from fsdp_jax.models.families import family_name
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.nnx import NnxModel
 from fsdp_jax.weights import table_of
 
-MODELS = {
-    gpt.GPTConfig: gpt,
-    llama.LlamaConfig: llama,
-    t5.T5Config: t5,
-    vit.ViTConfig: vit,
-    cait.CaiTConfig: cait,
-}
-MAKE = {
-    gpt.GPTConfig: gpt.GPT, llama.LlamaConfig: llama.Llama, t5.T5Config: t5.T5, vit.ViTConfig: vit.ViT,
-    cait.CaiTConfig: cait.CaiT,
-}  # fmt: skip
-PRESETS = {name: config for family in MODELS.values() for name, config in family.PRESETS.items()}
+PRESETS = {name: config for family in FAMILIES.values() for name, config in family.presets.items()}
+
+
+def family_of(config):
+    return FAMILIES[family_name(config)]
 
 
 def leaves_of(config):
-    return flatten(NnxModel(lambda rngs: MAKE[type(config)](config, rngs=rngs)).params)
+    return flatten(NnxModel(lambda rngs: family_of(config).model(config, rngs=rngs)).params)
 
 
 def unrolled(leaves):
@@ -71,13 +65,15 @@ def check(config, leaves):
         config, **({"pad_vocab_to": 1} if hasattr(config, "pad_vocab_to") else {})
     )
     held = sum(prod(mapping.shape) for each in mappings.values() for mapping in each)
-    assert held == MODELS[type(config)].parameter_count(published)
+    assert held == family_of(config).parameter_count(published)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_covered_on_both_sides(name):
     config = PRESETS[name]
     leaves = shapes(leaves_of(config))
+    count = sum(prod(leaf.shape) for leaf in leaves.values())
+    assert count == family_of(config).parameter_count(config)
     check(config, leaves)
     check(config, unrolled(leaves))
     if hasattr(config, "tie_head"):
@@ -85,12 +81,10 @@ def test_every_preset_is_covered_on_both_sides(name):
         check(other, shapes(leaves_of(other)))
 
 
-@pytest.mark.parametrize("kind", MAKE)
-def test_a_list_of_blocks_has_these_paths(kind):
-    """`unrolled` above says what the models do, and is much faster on the largest."""
-    config = next(
-        config for name, config in PRESETS.items() if name.endswith("tiny") and type(config) is kind
-    )
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_list_of_blocks_has_these_paths(family):
+    """`unrolled` above has the paths of the models, and is much faster on the largest."""
+    config = next(iter(FAMILIES[family].presets.values()))
     assert isinstance(leaves_of(config), dict)
     apart = dataclasses.replace(config, scan_layers=False)
     assert shapes(leaves_of(apart)) == unrolled(shapes(leaves_of(config)))

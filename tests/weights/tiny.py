@@ -17,36 +17,25 @@ from fsdp_jax.models import cait, gpt, llama, t5, vit
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import config_json, table_of
 
+TEXT = {"vocab_size": 93, "sequence_length": 16, "layers": 3, "width": 32, "heads": 4}
+LLAMA = TEXT | {"vocab_size": 96, "sequence_length": 32, "hidden": 48}
+T5 = {"vocab_size": 96, "width": 32, "heads": 4, "head_dim": 16, "hidden": 48}
+IMAGE = {"image_size": 16, "patch": 4, "classes": 7, "layers": 3, "width": 32, "heads": 4}
+SCALING = llama.RopeScaling(factor=8.0, original_length=16)
+
 FAMILIES = {
-    "gpt2": (gpt.GPT, gpt.GPTConfig(vocab_size=93, sequence_length=16, layers=3, width=32, heads=4)),
-    "gpt2-untied": (
-        gpt.GPT, gpt.GPTConfig(vocab_size=93, sequence_length=16, layers=3, width=32, heads=4, tie_head=False)
-    ),
-    "llama": (
-        llama.Llama, llama.LlamaConfig(
-            vocab_size=96, sequence_length=32, layers=3, width=32, heads=4, kv_heads=2, hidden=48,
-            rope_scaling=llama.RopeScaling(factor=8.0, original_length=16),
-        ),
-    ),
-    "llama-tied": (
-        llama.Llama, llama.LlamaConfig(
-            vocab_size=96, sequence_length=32, layers=3, width=32, heads=4, kv_heads=4, hidden=48, tie_head=True
-        ),
-    ),
-    "t5": (
-        t5.T5, t5.T5Config(
-            vocab_size=96, layers=3, decoder_layers=2, width=32, heads=4, head_dim=16, hidden=48, buckets=8,
-        ),
-    ),
+    "gpt2": (gpt.GPT, gpt.GPTConfig(**TEXT)),
+    "gpt2-untied": (gpt.GPT, gpt.GPTConfig(**TEXT, tie_head=False)),
+    "llama": (llama.Llama, llama.LlamaConfig(**LLAMA, kv_heads=2, rope_scaling=SCALING)),
+    "llama-tied": (llama.Llama, llama.LlamaConfig(**LLAMA, kv_heads=4, tie_head=True)),
+    "t5": (t5.T5, t5.T5Config(**T5, layers=3, decoder_layers=2, buckets=8)),
     "t5-v1_1": (
-        t5.T5, t5.T5Config(
-            vocab_size=96, layers=2, decoder_layers=3, width=32, heads=4, head_dim=16, hidden=48, gated=True,
-            tie_head=False,
-        ),
+        t5.T5,
+        t5.T5Config(**T5, layers=2, decoder_layers=3, gated=True, tie_head=False),
     ),
-    "vit": (vit.ViT, vit.ViTConfig(image_size=16, patch=4, classes=7, layers=3, width=32, heads=4, hidden=48)),
-    "cait": (cait.CaiT, cait.CaiTConfig(image_size=16, patch=4, classes=7, layers=3, width=32, heads=4, hidden=128)),
-}  # fmt: skip
+    "vit": (vit.ViT, vit.ViTConfig(**IMAGE, hidden=48)),
+    "cait": (cait.CaiT, cait.CaiTConfig(**IMAGE, hidden=128)),
+}
 
 
 @functools.cache
@@ -55,9 +44,13 @@ def laid_out(name, scan_layers=True):
     model, config = FAMILIES[name]
     config = dataclasses.replace(config, scan_layers=scan_layers)
     sharded = fsdp_jax.fully_shard(
-        lambda rngs: model(config, rngs=rngs), optax.sgd(0.1), fsdp_jax.make_mesh(data=8), "full_shard", "model",
+        lambda rngs: model(config, rngs=rngs),
+        optax.sgd(0.1),
+        fsdp_jax.make_mesh(data=8),
+        "full_shard",
+        "model",
         min_size=1,
-    )  # fmt: skip
+    )
     return config, sharded
 
 
@@ -72,7 +65,10 @@ def theirs(config, leaves, seed=0, dtype="float32"):
     """{name: random tensor} that the table wants for leaves."""
     draw = np.random.default_rng(seed)
     mappings = [mapping for each in table_of(config).mappings(leaves).values() for mapping in each]
-    return {mapping.name: draw.normal(size=mapping.shape).astype(jnp.dtype(dtype)) for mapping in mappings}
+    return {
+        mapping.name: draw.normal(size=mapping.shape).astype(jnp.dtype(dtype))
+        for mapping in mappings
+    }
 
 
 def saved(folder, config, tensors):

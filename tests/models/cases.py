@@ -1,0 +1,159 @@
+"""Small models of every family with drawn weights and batches, and programs compiled once."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from reference import Case
+
+from fsdp_jax.models import FAMILIES, Family
+from fsdp_jax.models.tasks import Lengths
+
+TEXT: dict[str, Any] = {"vocab_size": 19, "sequence_length": 8, "layers": 3, "width": 16}
+T5: dict[str, Any] = {
+    "vocab_size": 32, "inputs_length": 12, "targets_length": 8, "layers": 3, "decoder_layers": 2,
+    "width": 16, "heads": 2, "head_dim": 6, "hidden": 24, "buckets": 8, "max_distance": 10,
+}  # fmt: skip
+IMAGE: dict[str, Any] = {
+    "image_size": 12, "patch": 4, "classes": 8, "layers": 3, "width": 16, "heads": 2, "hidden": 24,
+}  # fmt: skip
+LLAMA = TEXT | {"width": 24, "heads": 4, "kv_heads": 2, "hidden": 20}
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt": ("gpt", TEXT | {"heads": 2}),
+    "gpt-untied": ("gpt", TEXT | {"heads": 2, "tie_head": False}),
+    "llama": ("llama", LLAMA),
+    "llama-tied": ("llama", LLAMA | {"tie_head": True}),
+    "t5": ("t5", T5),
+    "t5-v1_1": ("t5", T5 | {"gated": True, "tie_head": False}),
+    "vit": ("vit", IMAGE),
+    "cait": ("cait", IMAGE),
+}
+STACKS = ("blocks", "class_blocks")
+
+
+def config_of(name: str, **fields: Any) -> tuple[Family, Any]:
+    """(family, small configuration)."""
+    family, small = SMALL[name]
+    return FAMILIES[family], FAMILIES[family].config(**small | fields)
+
+
+def task_names(is_text: bool = True) -> list[str]:
+    return [name for name in SMALL if config_of(name)[0].task.is_text == is_text]
+
+
+def draw_batch(family: Family, config: Any, rows: int = 2, seed: int = 7) -> dict[str, np.ndarray]:
+    """Random arrays of the task; every row has something in it, and masks are uneven."""
+    random = np.random.default_rng(seed)
+    lengths = Lengths(getattr(config, "sequence_length", 12), 8)
+    batch = {}
+    for name, leaf in family.task.arrays(config, lengths).items():
+        shape = (rows, *leaf.shape)
+        if name in ("mask", "inputs_mask"):
+            values = np.arange(leaf.shape[0])[None] < random.integers(3, leaf.shape[0], (rows, 1))
+        else:
+            high = {"labels": 8, "images": 256}.get(name) or config.vocab_size
+            values = random.integers(0, high, shape)
+        batch[name] = values.astype(leaf.dtype)
+    if "images" in batch:  # so that there is something to learn
+        batch["images"] = (batch["images"] // 2 + 16 * batch["labels"][:, None, None, None]).astype(
+            np.uint8
+        )
+    return batch
+
+
+def logits_of(model: Any, batch: dict[str, Any], **settings: Any) -> jax.Array:
+    """What a model makes of a batch; an encoder-decoder reads the targets as they are."""
+    if "tokens" in batch:
+        return model(batch["tokens"][:, :-1], **settings)
+    if "inputs" in batch:
+        mask = batch["inputs_mask"]
+        return model(batch["inputs"], batch["targets"], inputs_mask=mask, **settings)
+    return model(batch["images"], **settings)
+
+
+def with_drawn_weights(model: Any, seed: int = 0, std: float = 0.2) -> Any:
+    """The model with weights, norms' too, large enough that every part shows in the logits."""
+    leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    drawn = [
+        leaf + std * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    nnx.update(model, jax.tree.unflatten(tree, drawn))
+    return model
+
+
+def unstacked(weights: dict[Any, Any]) -> dict[Any, Any]:
+    """Weights of scanned blocks, [L, ...], as those of lists of blocks."""
+    result = {}
+    for key, value in weights.items():
+        if key in STACKS:
+            depth = jax.tree.leaves(value)[0].shape[0]
+            value = {i: jax.tree.map(lambda leaf, i=i: leaf[i], value) for i in range(depth)}
+        elif isinstance(value, dict):
+            value = unstacked(value)
+        result[key] = value
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """A small model: its parts, its parameters, a batch, and programs of (params, batch)."""
+
+    family: Family
+    config: Any
+    graph: Any
+    params: Any
+    rest: Any
+    batch: dict[str, np.ndarray]
+
+    def model(self, params: Any) -> Any:
+        return nnx.merge(self.graph, params, self.rest)
+
+    @functools.cached_property
+    def logits(self) -> Any:
+        return jax.jit(lambda params, batch: logits_of(self.model(params), batch))
+
+    @functools.cached_property
+    def loss_and_gradients(self) -> Any:
+        def loss(params: Any, batch: Any) -> jax.Array:
+            return self.family.loss(self.model(params), batch)[0]
+
+        return jax.jit(jax.value_and_grad(loss))
+
+
+@functools.cache
+def small(name: str, scan_layers: bool = True) -> Small:
+    """The scanned and the unrolled one have the same weights."""
+    family, config = config_of(name, scan_layers=scan_layers)
+    make = functools.partial(family.model, rngs=nnx.Rngs(0))
+    if scan_layers:
+        model = with_drawn_weights(make(config))
+    else:
+        model = make(config)
+        nnx.update(model, unstacked(nnx.to_pure_dict(small(name).params)))
+    parts = nnx.split(model, nnx.Param, ...)
+    return Small(family, config, *parts, draw_batch(family, config))
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyCase(Case):
+    """A small model for `reference.train`."""
+
+    name: str = ""
+
+    def batch(self, step: int, rows: int = 16) -> dict[str, np.ndarray]:
+        return draw_batch(*config_of(self.name), rows, step)
+
+
+@functools.cache
+def training_case(name: str, scan_layers: bool = True) -> FamilyCase:
+    family, config = config_of(name, scan_layers=scan_layers)
+
+    def make(rngs: nnx.Rngs) -> Any:
+        return family.model(config, rngs=rngs)
+
+    return FamilyCase(make, family.loss, family.blocks, name=name)

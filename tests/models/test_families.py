@@ -1,0 +1,242 @@
+"""What every family guarantees: blocks, gradients, dtypes, dropout, losses, FLOPs, sharded training.
+
+What is special to one is in its own file; weights under Hugging Face's names are in `weights/`.
+"""
+
+import re
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SMALL, config_of, draw_batch, logits_of, small, task_names, training_case
+from flax import nnx
+from reference import alone, check, train
+
+import fsdp_jax as fsdp
+from fsdp_jax.models import FAMILIES
+from fsdp_jax.models.attention import AttentionKind
+from fsdp_jax.train.config import ModelConfig
+
+pytestmark = pytest.mark.core
+
+EVERY = pytest.mark.parametrize("name", SMALL)
+TEXTS = pytest.mark.parametrize("name", task_names())
+BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
+ATTENTION = r"(attn|cross)/(qkv|q|k|v|o|out)$"
+
+
+def flat(params: Any) -> dict[str, np.ndarray]:
+    leaves = nnx.to_flat_state(params)
+    return {"/".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in leaves}
+
+
+@EVERY
+def test_unrolled_blocks_compute_what_scanned_blocks_do(name):
+    """The logits, the loss and every gradient, of which none is zero."""
+    scanned, unrolled = small(name), small(name, scan_layers=False)
+    batch = scanned.batch
+    expected, got = (model.logits(model.params, batch) for model in (scanned, unrolled))
+    assert np.std(expected) > 0.1
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    (loss, gradients), (same_loss, other) = (
+        model.loss_and_gradients(model.params, batch) for model in (scanned, unrolled)
+    )
+    np.testing.assert_allclose(same_loss, loss, rtol=1e-5)
+    unrolled_gradients = flat(other)
+    for path, leaf in flat(gradients).items():
+        stack = re.search(r"(?:^|/)(?:class_)?blocks/", path)
+        layers = leaf if stack else leaf[None]
+        for i, layer in enumerate(layers):
+            same = f"{path[: stack.end()]}{i}/{path[stack.end() :]}" if stack else path
+            scale = np.abs(layer).max()
+            np.testing.assert_allclose(
+                unrolled_gradients[same], layer, rtol=1e-3, atol=1e-4 * scale + 1e-6, err_msg=same
+            )
+            # adding to every key or score changes no weight: these gradients are rounding alone
+            if not re.search(r"attn/(k|proj_l)/bias$", path):
+                assert scale > 1e-6, same
+
+
+@TEXTS
+def test_a_future_token_does_not_change_past_logits(name):
+    """And every input token of an encoder changes all of them."""
+    model = small(name)
+    key = "targets" if "targets" in model.batch else "tokens"
+    before = model.logits(model.params, model.batch)
+
+    def changed(key, column):
+        tokens = model.batch[key].copy()
+        tokens[:, column] = (tokens[:, column] + 1) % model.config.vocab_size
+        return model.logits(model.params, model.batch | {key: tokens})
+
+    after = changed(key, 5)
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert np.all(np.any(before[:, 5:] != after[:, 5:], axis=-1))
+    if key == "targets":
+        assert np.all(np.any(before != changed("inputs", 2), axis=-1))
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if "sequence_length" in SMALL[name][1]])
+def test_packed_documents_are_as_if_alone(name):
+    model = small(name)
+    tokens = model.batch["tokens"]
+    packed = np.concatenate([tokens[0, :5], tokens[1, :3]])[None].repeat(2, 0)
+    settings = {
+        "segments": jnp.asarray([[1] * 5 + [2] * 3] * 2, jnp.int32),
+        "positions": jnp.asarray([[*range(5), *range(3)]] * 2, jnp.int32),
+    }
+    together = jax.jit(lambda params: model.model(params)(packed, **settings))(model.params)[0]
+    apart = model.logits(model.params, model.batch)
+    np.testing.assert_allclose(together[:5], apart[0, :5], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(together[5:], apart[1, :3], rtol=1e-4, atol=1e-4)
+    joined = model.batch | {"tokens": np.pad(packed, ((0, 0), (0, 1)))}
+    assert np.abs(together - model.logits(model.params, joined)[0])[5:].max() > 1e-2
+
+
+@EVERY
+@pytest.mark.parametrize("keep_norms", [True, False])
+def test_bfloat16_weights_give_a_bfloat16_stream(name, keep_norms):
+    """The scan of the blocks checks that none of them widens it, float32 norms neither."""
+    model = small(name)
+    expected = model.logits(model.params, model.batch)
+
+    def cast(path, leaf):
+        is_norm = any("norm" in str(key) or "ln_" in str(key) for key in path)
+        return leaf if is_norm and keep_norms else leaf.astype(jnp.bfloat16)
+
+    params = jax.tree_util.tree_map_with_path(cast, model.params)
+    logits = model.logits(params, model.batch)
+    assert keep_norms or logits.dtype == jnp.bfloat16
+    assert np.mean(np.abs(logits.astype(jnp.float32) - expected)) < 0.05 * np.std(expected)
+
+
+@EVERY
+def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters(name):
+    family, config = config_of(name, dtype="bfloat16")
+    model = nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(model)
+    batch = draw_batch(family, config)
+    out = jax.eval_shape(lambda params: logits_of(nnx.merge(graph, params), batch), params)
+    assert out.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["gpt", "t5", "vit"])
+def test_dropout_differs_across_calls_and_deterministic_repeats(name, scan_layers):
+    family, config = config_of(name, scan_layers=scan_layers, dropout=0.5)
+    batch = small(name).batch
+    graph, state = nnx.split(family.model(config, rngs=nnx.Rngs(params=0, dropout=1)))
+
+    @jax.jit
+    def run(state):
+        model = nnx.merge(graph, state)
+        first, second = (logits_of(model, batch, deterministic=False) for _ in range(2))
+        plain = [logits_of(model, batch) for _ in range(2)]
+        losses = [family.loss(model, batch, train=train)[0] for train in (True, False)]
+        return first, second, plain, losses, nnx.state(model)
+
+    first, second, plain, losses, after = run(state)
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(*plain)
+    assert losses[0] != losses[1]
+    np.testing.assert_array_equal(first, run(state)[0])
+    assert not np.array_equal(first, run(after)[0]), "the state has advanced"
+
+
+@EVERY
+def test_a_model_without_dropout_has_no_state_but_its_parameters(name):
+    assert not jax.tree.leaves(small(name).rest)
+
+
+@TEXTS
+def test_a_chunked_loss_is_the_loss(name):
+    """With its gradients, for chunks that do not divide the vocabulary."""
+    model = small(name)
+
+    def loss(params, batch):
+        return model.family.loss(model.model(params), batch, chunk=5)[0]
+
+    chunked = jax.jit(jax.value_and_grad(loss))(model.params, model.batch)
+    expected = model.loss_and_gradients(model.params, model.batch)
+    for got, value in zip(jax.tree.leaves(chunked), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-4)
+
+
+@EVERY
+def test_flops_are_three_times_what_the_forward_pass_does(name):
+    family, config = config_of(name)
+    variant = {key: getattr(config, key) for key in ("tie_head", "gated") if hasattr(config, key)}
+    preset = next(iter(family.presets))
+    config = family.preset(preset, scan_layers=False, **variant)
+    if "targets_length" in SMALL[name][1]:
+        config = family.preset(preset, scan_layers=False, targets_length=64, **variant)
+    graph, params = nnx.split(nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0))))
+    inputs = {
+        "t5": [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in (128, 64)],
+        "images": [jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)],
+        "text": [jax.ShapeDtypeStruct((1, 128), jnp.int32)],
+    }["t5" if hasattr(config, "buckets") else family.task.name]
+    lowered = jax.jit(lambda params, *inputs: nnx.merge(graph, params)(*inputs)).lower(
+        params, *inputs
+    )
+    # the compiler also counts softmax, activations and norms, a few per cent at this width
+    assert lowered.cost_analysis()["flops"] == pytest.approx(family.flops(config) / 3, rel=0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_adapts_all_projections_of_attention(family):
+    name = next(name for name, (each, _) in SMALL.items() if each == family)
+    paths = {
+        "/".join(map(str, path[:-1]))
+        for path, leaf in nnx.to_flat_state(small(name).params)
+        if path[-1] == "kernel"
+    }
+    patterns = FAMILIES[family].lora_targets
+    adapted = {path for path in paths if any(re.search(pattern, path) for pattern in patterns)}
+    assert adapted == {path for path in paths if re.search(ATTENTION, path)} != set()
+
+
+def test_configurations_name_every_family():
+    assert get_args(ModelConfig.__annotations__["family"]) == tuple(FAMILIES)
+    for family in FAMILIES.values():
+        assert set(family.unsupported_attention) < set(get_args(AttentionKind)) - {"blockwise"}
+
+
+# Sharded
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["t5", "vit", "cait"])
+@pytest.mark.parametrize(
+    ("scan_layers", "prefetch"), [(True, "none"), (True, "pre"), (False, "pre")]
+)
+def test_sharded_training_is_training(name, scan_layers, prefetch):
+    case = training_case(name if scan_layers or name != "t5" else "t5-v1_1", scan_layers)
+    mesh = fsdp.make_mesh(data=8)
+    got, step = train(case, mesh, steps=2, local_batch=prefetch != "none", prefetch=prefetch)
+    check(got, alone(case, steps=2))
+    gathered = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
+    stacks = {re.search(r".*?blocks/|$", path)[0] for path in got[1]} - {""}
+    assert {re.search(r".*?blocks/|$", path)[0] for path in gathered} == stacks
+    report = step.plan.report
+    assert prefetch == "none" or (report.prefetched == gathered and not report.not_prefetched)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["t5", "vit", "cait"])
+def test_sharded_training_in_bfloat16_stays_near(name):
+    case = training_case(name)
+    precision = fsdp.Precision(compute="bfloat16")
+    got, _ = train(case, fsdp.make_mesh(data=8), steps=2, precision=precision)
+    np.testing.assert_allclose(got[0], alone(case, steps=2)[0], rtol=2e-2)
+
+
+@pytest.mark.long
+def test_sharded_training_with_recomputation():
+    settings = {"accumulation": 2, "local_batch": True, "prefetch": "pre", "remat": "full"}
+    case = training_case("t5")
+    got, _ = train(case, fsdp.make_mesh(data=8), steps=2, **settings)
+    check(got, alone(case, 2, steps=2))
