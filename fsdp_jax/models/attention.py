@@ -6,7 +6,7 @@ Shapes: B batch, T sequence, H query heads, G key and value heads, K head dim.
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -124,19 +124,13 @@ def _splash(
     masks = splash_attention_mask
     mask_class = masks.CausalMask if is_causal else masks.FullMask
     rows, columns = _block_size(T), _block_size(S)
-    sizes = splash_attention_kernel.BlockSizes(
-        block_q=rows,
-        block_kv=columns,
-        block_kv_compute=columns,
-        block_q_dkv=rows,
-        block_kv_dkv=columns,
-        block_kv_dkv_compute=columns,
-        block_q_dq=rows,
-        block_kv_dq=columns,
-    )
+    sizes: dict[str, Any] = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows)
+    for name in ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute"):
+        sizes[name] = columns
+    blocks = splash_attention_kernel.BlockSizes(**sizes, block_kv_dq=columns)
     mask = splash_attention_mask.MultiHeadMask([mask_class((T, S))] * H)
     kernel = splash_attention_kernel.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1
+        mask, block_sizes=blocks, head_shards=1, q_seq_shards=1
     )
     scaled = query * jnp.asarray(query.shape[3] ** -0.5 if scale is None else scale, query.dtype)
     heads_first = (jnp.moveaxis(x, 2, 1) for x in (scaled, key, value))

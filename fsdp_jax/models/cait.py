@@ -2,9 +2,9 @@
 
 Shapes: B batch, T patches, D width, H heads, K head dim, F hidden width of the MLP, L layers.
 
-Every branch is scaled (LayerScale). The arithmetic is that of timm's `cait_*` models and weights.
-Sources: CaiT, arXiv:2103.17239; talking heads, arXiv:2003.02436. The paper's stochastic depth, which
-drops whole branches, is not implemented.
+Every branch is scaled (LayerScale). The arithmetic is that of timm's `cait_*` models and weights;
+the paper's stochastic depth, which drops whole branches, is not implemented. Sources: CaiT,
+arXiv:2103.17239; talking heads, arXiv:2003.02436.
 """
 
 import dataclasses
@@ -20,44 +20,20 @@ from fsdp_jax.models.config import check_positive, check_sizes, from_preset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaiTConfig:
+class CaiTConfig(vision.ImageConfig):
     """The shape of a CaiT. Raises ValueError for sizes that do not fit together."""
 
-    image_size: int = 224
-    """Side of the images, in pixels."""
-    patch: int = 16
-    """Side of a patch, in pixels."""
-    classes: int = 1000
-    layers: int
-    """Blocks of self-attention."""
     class_layers: int = 2
-    """Blocks of class attention after them."""
-    width: int
-    heads: int
-    hidden: int
-    """Hidden width of the MLP."""
+    """Blocks of class attention after the blocks of self-attention."""
     layer_scale: float | None = None
     """Initial LayerScale of every branch; None uses the paper's by depth, see `initial_scale`."""
     norm_epsilon: float = 1e-6
-    mean: tuple[float, ...] = vision.HALF
-    """Subtracted from uint8 pixels / 255, red, green and blue; see `vision.to_floats`."""
-    std: tuple[float, ...] = vision.HALF
-    """Divides them after that."""
-    scan_layers: bool = True
-    """Stack the blocks' parameters and compile one block per kind; False keeps lists of blocks."""
-    dtype: str | None = None
-    """Compute dtype by name; None follows the parameters."""
 
     def __post_init__(self) -> None:
-        vision.check_image_config(self)
+        super().__post_init__()
         check_sizes(self, "class_layers")
         if self.layer_scale is not None:
             check_positive(self, "layer_scale")
-
-    @property
-    def patches(self) -> int:
-        """T."""
-        return (self.image_size // self.patch) ** 2
 
     @property
     def initial_scale(self) -> float:
@@ -191,9 +167,9 @@ class CaiT(nnx.Module):
         rngs: nnx.Rngs,
         attention: layers.Attention = layers.blockwise_attention,
     ):
-        D, dtype = config.width, config.dtype
+        D = config.width
         self.config = config
-        self.patches = vision.PatchEmbed(config.patch, D, dtype=dtype, rngs=rngs)
+        self.patches = vision.PatchEmbed(config, rngs=rngs)
         self.class_token = vision.normal_param(1, 1, D, rngs=rngs)
         self.positions = vision.normal_param(1, config.patches, D, rngs=rngs)
         stack: dict[str, Any] = {"scan_layers": config.scan_layers, "rngs": rngs}
@@ -201,7 +177,7 @@ class CaiT(nnx.Module):
         make_class = partial(ClassAttentionBlock, config, attention=attention)
         self.class_blocks = layers.make_blocks(make_class, config.class_layers, **stack)
         self.norm = vision.layer_norm(config, rngs=rngs)
-        self.head = layers.linear(D, config.classes, dtype=dtype, rngs=rngs)
+        self.head = layers.linear(D, config.classes, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
@@ -210,9 +186,7 @@ class CaiT(nnx.Module):
         ValueError for images of another shape or dtype. `deterministic`, which every family takes,
         has no effect: a CaiT draws no random numbers.
         """
-        config = self.config
-        vision.check_images(images_BHWC, config.image_size)
-        x_BTD = self.patches(vision.to_floats(images_BHWC, config.mean, config.std))
+        x_BTD = self.patches(vision.read_images(images_BHWC, self.config))
         x_BTD = x_BTD + self.positions[...].astype(x_BTD.dtype)
         x_BTD = layers.run_blocks(self.blocks, x_BTD)
         token_B1D = vision.repeat_token(self.class_token, x_BTD)

@@ -1,10 +1,10 @@
-"""Layers and checks that the image models share.
+"""The configuration and the layers that the image models share.
 
 Shapes: B batch, N patches, P the side of a patch in pixels, D width, F hidden width of the MLP.
 """
 
+import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,50 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 """Standard deviation of ImageNet's pixels."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """Base of the shapes of image models. Raises ValueError for sizes that do not fit together."""
+
+    image_size: int = 224
+    """Side of the images, in pixels."""
+    patch: int = 16
+    """Side of a patch, in pixels."""
+    classes: int = 1000
+    layers: int
+    """Blocks of self-attention."""
+    width: int
+    heads: int
+    hidden: int
+    """Hidden width of the MLP."""
+    norm_epsilon: float
+    mean: tuple[float, ...] = HALF
+    """Subtracted from uint8 pixels / 255, red, green and blue; see `to_floats`."""
+    std: tuple[float, ...] = HALF
+    """Divides them after that."""
+    scan_layers: bool = True
+    """Stack the blocks' parameters and compile one block per kind; False keeps lists of blocks."""
+    dtype: str | None = None
+    """Compute dtype by name; None follows the parameters."""
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "image_size", "patch", "classes", "layers", "width", "heads", "hidden")
+        check_multiple(self, "image_size", "patch")
+        check_multiple(self, "width", "heads")
+        check_positive(self, "norm_epsilon")
+        kind = type(self).__name__
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if len(values) != CHANNELS:
+                raise ValueError(f"{kind}.{name} must be {CHANNELS} numbers, got {values}")
+        if not min(self.std) > 0:
+            raise ValueError(f"{kind}.std must be above 0, got {self.std}")
+
+    @property
+    def patches(self) -> int:
+        """N, the patches of an image."""
+        return (self.image_size // self.patch) ** 2
+
+
 class PatchEmbed(nnx.Module):
     """A convolution whose stride is its size, as one matmul: P x P pixels become a vector.
 
@@ -30,10 +74,11 @@ class PatchEmbed(nnx.Module):
     `dtype`, or where that is None to the kernel's: pixels do not choose the compute dtype.
     """
 
-    def __init__(self, patch: int, width: int, *, dtype: str | None, rngs: nnx.Rngs):
-        self.dtype = dtype
-        self.kernel = normal_param(patch, patch, CHANNELS, width, rngs=rngs)
-        self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
+    def __init__(self, config: ImageConfig, *, rngs: nnx.Rngs):
+        P, D = config.patch, config.width
+        self.dtype = config.dtype
+        self.kernel = normal_param(P, P, CHANNELS, D, rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros((D,), jnp.float32))
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         """Floats [B, H, W, 3] to [B, N, D], the patches row by row."""
@@ -49,7 +94,7 @@ class PatchEmbed(nnx.Module):
 class VisionAttention(nnx.Module):
     """Multi-head attention with biases, in all directions."""
 
-    def __init__(self, config: Any, *, attention: layers.Attention, rngs: nnx.Rngs):
+    def __init__(self, config: ImageConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
         D = config.width
         linear = partial(layers.linear, D, D, dtype=config.dtype, rngs=rngs)
         self.head_dim = D // config.heads
@@ -68,13 +113,13 @@ class VisionAttention(nnx.Module):
         return self.o(self.attention(q_BTHK, k_BSHK, v_BSHK, is_causal=False).reshape(x_BTD.shape))
 
 
-def mlp(config: Any, *, rngs: nnx.Rngs) -> layers.MLP:
+def mlp(config: ImageConfig, *, rngs: nnx.Rngs) -> layers.MLP:
     """Returns an MLP with the exact gelu."""
     sizes = (config.width, config.hidden)
     return layers.MLP(*sizes, activation=layers.exact_gelu, dtype=config.dtype, rngs=rngs)
 
 
-def layer_norm(config: Any, *, rngs: nnx.Rngs) -> layers.LayerNorm:
+def layer_norm(config: ImageConfig, *, rngs: nnx.Rngs) -> layers.LayerNorm:
     """Returns a LayerNorm over D with the configuration's epsilon."""
     epsilon = config.norm_epsilon
     return layers.LayerNorm(config.width, epsilon=epsilon, dtype=config.dtype, rngs=rngs)
@@ -90,29 +135,18 @@ def repeat_token(token: nnx.Param, x_BND: jax.Array) -> jax.Array:
     return jnp.broadcast_to(token[...].astype(x_BND.dtype), (x_BND.shape[0], 1, x_BND.shape[2]))
 
 
-def check_image_config(config: Any) -> None:
-    """Raises ValueError for sizes, of the fields of every image model, that do not fit together."""
-    check_sizes(config, "image_size", "patch", "classes", "layers", "width", "heads", "hidden")
-    check_multiple(config, "image_size", "patch")
-    check_multiple(config, "width", "heads")
-    check_positive(config, "norm_epsilon")
-    kind = type(config).__name__
-    for name in ("mean", "std"):
-        values = getattr(config, name)
-        if len(values) != CHANNELS:
-            raise ValueError(f"{kind}.{name} must be {CHANNELS} numbers, got {values}")
-    if not min(config.std) > 0:
-        raise ValueError(f"{kind}.std must be above 0, got {config.std}")
+def read_images(images: jax.Array, config: ImageConfig) -> jax.Array:
+    """Returns `to_floats` of images by the configuration's mean and std.
 
-
-def check_images(images: jax.Array, image_size: int) -> None:
-    """Raises ValueError unless images are uint8 or floats, [B, image_size, image_size, 3]."""
-    shape = (image_size, image_size, CHANNELS)
+    Raises ValueError unless they are uint8 or floats, [B, image_size, image_size, 3].
+    """
+    shape = (config.image_size, config.image_size, CHANNELS)
     known = images.dtype == jnp.uint8 or jnp.issubdtype(images.dtype, jnp.floating)
     if images.ndim != 4 or images.shape[1:] != shape or not known:
         expected = f"[B, {', '.join(map(str, shape))}]"
         got = f"{images.dtype} {list(images.shape)}"
         raise ValueError(f"expected images as uint8 or floats {expected}, got {got}")
+    return to_floats(images, config.mean, config.std)
 
 
 def to_floats(

@@ -19,39 +19,23 @@ from fsdp_jax.models.config import check_dropout, from_preset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig:
+class ViTConfig(vision.ImageConfig):
     """The shape of a ViT. Raises ValueError for sizes that do not fit together."""
 
-    image_size: int = 224
-    """Side of the images, in pixels."""
     patch: int
     """Side of a patch, in pixels."""
-    classes: int = 1000
-    layers: int
-    width: int
-    heads: int
-    hidden: int
-    """Hidden width of the MLP."""
     norm_epsilon: float = 1e-12
-    mean: tuple[float, ...] = vision.HALF
-    """Subtracted from uint8 pixels / 255, red, green and blue; see `vision.to_floats`."""
-    std: tuple[float, ...] = vision.HALF
-    """Divides them after that."""
     dropout: float = 0.0
     """Dropout probability; above 0 the model needs a `dropout` random stream."""
-    scan_layers: bool = True
-    """Stack the blocks' parameters and compile one block; False keeps a list of blocks."""
-    dtype: str | None = None
-    """Compute dtype by name; None follows the parameters."""
 
     def __post_init__(self) -> None:
-        vision.check_image_config(self)
+        super().__post_init__()
         check_dropout(self)
 
     @property
     def positions(self) -> int:
         """T: the patches of an image, and the class token."""
-        return (self.image_size // self.patch) ** 2 + 1
+        return self.patches + 1
 
 
 def _vit(depth: int, width: int, heads: int, hidden: int, patch: int) -> ViTConfig:
@@ -104,9 +88,9 @@ class ViT(nnx.Module):
         rngs: nnx.Rngs,
         attention: layers.Attention = layers.blockwise_attention,
     ):
-        D, dtype = config.width, config.dtype
+        D = config.width
         self.config = config
-        self.patches = vision.PatchEmbed(config.patch, D, dtype=dtype, rngs=rngs)
+        self.patches = vision.PatchEmbed(config, rngs=rngs)
         self.class_token = vision.normal_param(1, 1, D, rngs=rngs)
         self.positions = vision.normal_param(1, config.positions, D, rngs=rngs)
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
@@ -115,7 +99,7 @@ class ViT(nnx.Module):
             make, config.layers, scan_layers=config.scan_layers, rngs=rngs
         )
         self.norm = vision.layer_norm(config, rngs=rngs)
-        self.head = layers.linear(D, config.classes, dtype=dtype, rngs=rngs)
+        self.head = layers.linear(D, config.classes, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
@@ -124,9 +108,7 @@ class ViT(nnx.Module):
         ValueError for images of another shape or dtype. `deterministic=False` applies dropout and
         advances its random state.
         """
-        config = self.config
-        vision.check_images(images_BHWC, config.image_size)
-        x_BND = self.patches(vision.to_floats(images_BHWC, config.mean, config.std))
+        x_BND = self.patches(vision.read_images(images_BHWC, self.config))
         x_BTD = jnp.concatenate([vision.repeat_token(self.class_token, x_BND), x_BND], axis=1)
         x_BTD = x_BTD + self.positions[...].astype(x_BND.dtype)
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)
