@@ -1,5 +1,4 @@
-"""Speed and host memory of reading foreign weights into shards, against plain reads of the same
-files.
+"""Speed and host memory of importing weights into shards, against plain reads of the same files.
 
     python scripts/bench_import.py [--gib 3] [--rounds 3] [--dir DIR] [--json FILE] [--cases
     llama-bfloat16 ...]
@@ -46,44 +45,36 @@ GIB, MIB = 2**30, 2**20
 BLOCK = 8 * MIB
 FILE_BYTES = 500_000_000
 PEAK, SPEED = 1.25, 0.5
-Figures = dict[str, float]
+Measurement = dict[str, float]
 # name: (family, dtype of the files, dtype of the parameters)
 CASES = {
     "llama-bfloat16": ("llama", "bfloat16", "bfloat16"),
     "llama-float32": ("llama", "float32", "float32"),
     "llama-widened": ("llama", "bfloat16", "float32"),
-    "gpt2-bfloat16": ("gpt2", "bfloat16", "bfloat16"),
-    "gpt2-float32": ("gpt2", "float32", "float32"),
+    "gpt2-bfloat16": ("gpt", "bfloat16", "bfloat16"),
+    "gpt2-float32": ("gpt", "float32", "float32"),
+}
+PRESETS: dict[str, tuple[str, dict[str, int]]] = {
+    "llama": ("llama2-7b", {"width": 2048, "heads": 32, "kv_heads": 8, "hidden": 5632}),
+    "gpt": ("gpt2-xl", {}),
 }
 
 
 def config_of(case: str, gib: float) -> Any:
-    """Of a model whose parameters in the files' dtype take about that much."""
-    from fsdp_jax.models import GPTConfig, LlamaConfig, parameter_count
-    from fsdp_jax.models.llama import parameter_count as llama_count
+    """Returns the configuration of a model of about that size in the dtype of the files."""
+    from fsdp_jax.models import FAMILIES
 
-    family, dtype, _ = CASES[case]
-    config: Any
-    if family == "llama":
-        config = LlamaConfig(
-            vocab_size=32_000,
-            sequence_length=4096,
-            layers=1,
-            width=2048,
-            heads=32,
-            kv_heads=8,
-            hidden=5632,
-        )
-    else:
-        config = GPTConfig(vocab_size=50_257, sequence_length=1024, layers=1, width=1600, heads=25)
-    count = llama_count if family == "llama" else parameter_count
-    one, two = count(config), count(replace(config, layers=2))
+    name, dtype, _ = CASES[case]
+    family = FAMILIES[name]
+    preset, sizes = PRESETS[name]
+    config = family.preset(preset, **sizes, layers=1)
+    one, two = (family.parameter_count(replace(config, layers=depth)) for depth in (1, 2))
     wanted = gib * GIB / (2 if dtype == "bfloat16" else 4)
     return replace(config, layers=max(1, round((wanted - one) / (two - one)) + 1))
 
 
 def make_files(case: str, gib: float, folder: Path) -> None:
-    """Random weights under foreign names."""
+    """Writes random weights under Hugging Face's names."""
     import numpy as np
 
     from fsdp_jax.io.safetensors_writer import TensorSpec, write_weights
@@ -111,19 +102,19 @@ def make_files(case: str, gib: float, folder: Path) -> None:
 
 
 def laid_out(case: str, gib: float) -> Any:
-    """A layout in the dtype of the case; nothing is allocated."""
+    """Returns a layout in the dtype of the case; nothing is allocated."""
     import jax
     import optax
 
     import fsdp_jax
     from fsdp_jax.launch import use_virtual_devices
-    from fsdp_jax.models import GPT, Llama
+    from fsdp_jax.models import FAMILIES
 
     use_virtual_devices(DEVICES)
     config, dtype = config_of(case, gib), CASES[case][2]
     mesh = fsdp_jax.make_mesh(devices=jax.devices("cpu"))
     jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(8))())
-    model = Llama if CASES[case][0] == "llama" else GPT
+    model = FAMILIES[CASES[case][0]].model
     precision = fsdp_jax.Precision(param=dtype, compute=dtype)
     return fsdp_jax.fully_shard(
         lambda rngs: model(config, rngs=rngs),
@@ -135,8 +126,8 @@ def laid_out(case: str, gib: float) -> Any:
     )
 
 
-def child_import(case: str, folder: Path, gib: float) -> Figures:
-    """One import, and the memory it took."""
+def child_import(case: str, folder: Path, gib: float) -> Measurement:
+    """Measures one import and its memory."""
     import jax
 
     from fsdp_jax.weights import import_weights, read_config
@@ -155,8 +146,8 @@ def child_import(case: str, folder: Path, gib: float) -> Figures:
     return {"bytes": size, "import_s": seconds, "peak": took, "placed": placed}
 
 
-def child_stream(_: str, folder: Path, __: float) -> Figures:
-    """The files through one block of memory."""
+def child_stream(_: str, folder: Path, __: float) -> Measurement:
+    """Reads the files through one block of memory."""
     size, block = forget(folder), memoryview(bytearray(BLOCK))
     started = time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
@@ -166,8 +157,8 @@ def child_stream(_: str, folder: Path, __: float) -> Figures:
     return {"bytes": size, "stream_s": time.perf_counter() - started}
 
 
-def child_keep(_: str, folder: Path, __: float) -> Figures:
-    """The files into new memory."""
+def child_keep(_: str, folder: Path, __: float) -> Measurement:
+    """Reads the files into new memory."""
     import numpy as np
 
     size = forget(folder)
@@ -178,15 +169,15 @@ def child_keep(_: str, folder: Path, __: float) -> Figures:
     return {"bytes": size, "keep_s": seconds}
 
 
-def child_touch(_: str, __: Path, gib: float) -> Figures:
-    """Memory that is given back."""
+def child_touch(_: str, __: Path, gib: float) -> Measurement:
+    """Allocates memory and frees it."""
     import numpy as np
 
     return {"touched": float(np.ones(int(3 * gib * GIB), np.uint8).size)}
 
 
 def forget(folder: Path) -> int:
-    """Bytes of the files, which the kernel no longer holds in memory."""
+    """Drops the files from the page cache; returns their bytes."""
     files = sorted(folder.glob("*.safetensors"))
     for path in files:
         with path.open("rb") as file:
@@ -195,8 +186,8 @@ def forget(folder: Path) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def child_make(case: str, folder: Path, gib: float) -> Figures:
-    """The files."""
+def child_make(case: str, folder: Path, gib: float) -> Measurement:
+    """Writes the files."""
     make_files(case, gib, folder)
     return {}
 
@@ -210,58 +201,43 @@ CHILDREN = {
 }
 
 
-def run(name: str, case: str, folder: Path, gib: float) -> Figures:
-    """One measurement in a process of its own."""
-    words = [
-        sys.executable,
-        __file__,
-        "--child",
-        name,
-        "--cases",
-        case,
-        "--dir",
-        str(folder),
-        "--gib",
-        str(gib),
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+def run(name: str, case: str, folder: Path, gib: float) -> Measurement:
+    """Runs one measurement in its own process."""
+    command = [sys.executable, __file__, "--child", name, "--cases", case]
+    command += ["--dir", str(folder), "--gib", str(gib)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(case: str, folder: Path, gib: float, rounds: int) -> Figures:
-    """Medians of a case."""
+def measure(case: str, folder: Path, gib: float, rounds: int) -> Measurement:
+    """Returns the medians of a case."""
     run("make", case, folder, gib)
-    each: list[Figures] = []
+    each: list[Measurement] = []
     for _ in range(rounds):
-        figures: Figures = {}
+        measurement: Measurement = {}
         for name in ("stream", "import", "keep"):
-            figures |= run("touch", case, folder, gib) | run(name, case, folder, gib)
-        each.append(figures)
+            measurement |= run("touch", case, folder, gib) | run(name, case, folder, gib)
+        each.append(measurement)
     shutil.rmtree(folder)
     return {key: statistics.median(one[key] for one in each) for key in each[0]}
 
 
-def row(case: str, found: Figures) -> tuple[list[str], bool]:
-    """(of the table, whether the targets are met)."""
-    speed = {
-        name: found["bytes"] / GIB / found[f"{name}_s"] for name in ("import", "stream", "keep")
-    }
-    times, rate = found["peak"] / found["placed"], speed["import"] / speed["stream"]
+def row(case: str, found: Measurement) -> tuple[list[str], bool]:
+    """Returns (a row of the table, whether the targets are met)."""
+    size, placed, largest = (found[name] / GIB for name in ("bytes", "placed", "peak"))
+    speed = {name: size / found[f"{name}_s"] for name in ("import", "stream", "keep")}
+    times, rate = largest / placed, speed["import"] / speed["stream"]
     fits = times < PEAK and rate >= SPEED
-    cells = [
-        case, f"{found['bytes'] / GIB:.2f}", f"{found['placed'] / GIB:.2f}", f"{found['peak'] / GIB:.2f}",
-        f"{times:.3f}", f"{speed['import']:.2f}", f"{speed['stream']:.2f}", f"{rate:.2f}", f"{speed['keep']:.2f}",
-        "" if fits else "MISSED",
-    ]  # fmt: skip
-    return cells, fits
+    speeds = (speed["import"], speed["stream"], rate, speed["keep"])
+    cells = [f"{value:.2f}" for value in (size, placed, largest)]
+    cells += [f"{times:.3f}", *(f"{value:.2f}" for value in speeds)]
+    return [case, *cells, "" if fits else "MISSED"], fits
 
 
-HEADER = [
-    "case", "files GiB", "arrays GiB", "peak GiB", f"x (< {PEAK})", "import GiB/s", "streamed", f"x (>= {SPEED})",
-    "kept", "",
-]  # fmt: skip
+HEADER = ["case", "files GiB", "arrays GiB", "peak GiB", f"x (< {PEAK})"]
+HEADER += ["import GiB/s", "streamed", f"x (>= {SPEED})", "in memory", ""]
 
 
 def main() -> int:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import re
+import zlib
 from typing import Any
 
 import jax
@@ -12,13 +14,13 @@ from reference import Case
 from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.tasks import Lengths
 
-TEXT: dict[str, Any] = {"vocab_size": 19, "sequence_length": 8, "layers": 3, "width": 16}
+TEXT: dict[str, Any] = {"vocab_size": 19, "sequence_length": 8, "layers": 2, "width": 16}
 T5: dict[str, Any] = {
-    "vocab_size": 32, "inputs_length": 12, "targets_length": 8, "layers": 3, "decoder_layers": 2,
+    "vocab_size": 32, "inputs_length": 12, "targets_length": 8, "layers": 2, "decoder_layers": 1,
     "width": 16, "heads": 2, "head_dim": 6, "hidden": 24, "buckets": 8, "max_distance": 10,
 }  # fmt: skip
 IMAGE: dict[str, Any] = {
-    "image_size": 12, "patch": 4, "classes": 8, "layers": 3, "width": 16, "heads": 2, "hidden": 24,
+    "image_size": 12, "patch": 4, "classes": 8, "layers": 2, "width": 16, "heads": 2, "hidden": 24,
 }  # fmt: skip
 LLAMA = TEXT | {"width": 24, "heads": 4, "kv_heads": 2, "hidden": 20}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,7 +33,6 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit", IMAGE),
     "cait": ("cait", IMAGE),
 }
-STACKS = ("blocks", "class_blocks")
 
 
 def config_of(name: str, **fields: Any) -> tuple[Family, Any]:
@@ -74,29 +75,24 @@ def logits_of(model: Any, batch: dict[str, Any], **settings: Any) -> jax.Array:
     return model(batch["images"], **settings)
 
 
-def with_drawn_weights(model: Any, seed: int = 0, std: float = 0.2) -> Any:
-    """The model with weights, norms' too, large enough that every part shows in the logits."""
-    leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [
-        leaf + std * jax.random.normal(key, leaf.shape)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    nnx.update(model, jax.tree.unflatten(tree, drawn))
-    return model
+def path_of(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
-def unstacked(weights: dict[Any, Any]) -> dict[Any, Any]:
-    """Weights of scanned blocks, [L, ...], as those of lists of blocks."""
-    result = {}
-    for key, value in weights.items():
-        if key in STACKS:
-            depth = jax.tree.leaves(value)[0].shape[0]
-            value = {i: jax.tree.map(lambda leaf, i=i: leaf[i], value) for i in range(depth)}
-        elif isinstance(value, dict):
-            value = unstacked(value)
-        result[key] = value
-    return result
+def draw_weights(path: Any, leaf: Any) -> np.ndarray:
+    """Weights large enough that every part shows in the logits; norms' scales are around 1."""
+    name = path_of(path)
+    drawn = np.random.default_rng(zlib.crc32(name.encode())).normal(size=leaf.shape)
+    return (0.3 * drawn + name.endswith("scale")).astype(np.float32)
+
+
+def unstacked(weights: dict[str, np.ndarray], path: Any) -> np.ndarray:
+    """The weights of one block of a list, of those of the scanned blocks."""
+    name = path_of(path)
+    block = re.search(r"blocks/(\d+)/", name)
+    if block is None:
+        return weights[name]
+    return weights[re.sub(r"blocks/\d+/", "blocks/", name)][int(block[1])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,14 +125,18 @@ class Small:
 def small(name: str, scan_layers: bool = True) -> Small:
     """The scanned and the unrolled one have the same weights."""
     family, config = config_of(name, scan_layers=scan_layers)
-    make = functools.partial(family.model, rngs=nnx.Rngs(0))
+    # traced, not run: an eager initialization compiles each of its operations
+    model = nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0)))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
     if scan_layers:
-        model = with_drawn_weights(make(config))
+        params = jax.tree_util.tree_map_with_path(draw_weights, params)
     else:
-        model = make(config)
-        nnx.update(model, unstacked(nnx.to_pure_dict(small(name).params)))
-    parts = nnx.split(model, nnx.Param, ...)
-    return Small(family, config, *parts, draw_batch(family, config))
+        stacks = jax.tree_util.tree_leaves_with_path(small(name).params)
+        weights = {path_of(path): leaf for path, leaf in stacks}
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: unstacked(weights, path), params
+        )
+    return Small(family, config, graph, params, rest, draw_batch(family, config))
 
 
 @dataclasses.dataclass(frozen=True)

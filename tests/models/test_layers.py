@@ -1,4 +1,4 @@
-"""What layers keep for the backward, and the attention kernels against plain attention."""
+"""What layers save for the backward pass, attention kernels, and the chunked loss."""
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ from fsdp_jax.models.losses import cross_entropy
 
 
 def saved(fn, *args):
-    """Shapes of what the backward of a function keeps."""
+    """Shapes of what the backward pass of a function saves."""
     _, backward = jax.vjp(fn, *args)
     return sorted(
         tuple(leaf.shape) for leaf in jax.tree.leaves(backward) if getattr(leaf, "ndim", 0)
     )
 
 
-def test_what_is_recomputed_keeps_its_arguments_alone():
+def test_recomputed_functions_save_only_their_arguments():
     x = jnp.linspace(-2, 2, 12).reshape(3, 4)
     assert saved(layers.gelu, x) == [(3, 4)]
     assert len(saved(lambda x: jax.nn.gelu(x, approximate=True), x)) > 1
@@ -96,7 +96,7 @@ def test_triton_attention_is_attention(heads, monkeypatch):
         ("flsh", "gpu", "unknown attention"),
     ],
 )
-def test_kernels_are_of_their_platform(kind, platform, said):
+def test_a_kernel_of_another_platform_is_refused(kind, platform, said):
     with pytest.raises(ValueError, match=said):
         make_attention(kind, platform)
 
@@ -151,7 +151,7 @@ def test_triton_attention_knows_segments_and_scale(monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_what_a_flash_kernel_cannot_do_is_refused(platform):
+def test_unsupported_arguments_of_a_flash_kernel_are_refused(platform):
     query, of = (
         jax.ShapeDtypeStruct((1, 128, 2, 128), jnp.float32),
         jax.ShapeDtypeStruct((1, 128), jnp.int32),
@@ -171,7 +171,7 @@ def test_what_a_flash_kernel_cannot_do_is_refused(platform):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk", [1, 4, 17, 50])
-def test_a_chunked_loss_is_the_whole_one(chunk, dtype):
+def test_a_chunked_loss_is_the_cross_entropy(chunk, dtype):
     head = layers.head(8, 20, dtype=dtype, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (3, 12, 8)).astype(dtype)
     targets = jax.random.randint(jax.random.key(1), (3, 12), 0, 17)
@@ -226,7 +226,7 @@ def test_a_chunked_loss_never_holds_all_logits():
     assert compiled(256) < 0.6 * logits
 
 
-def test_a_chunk_of_nothing_is_refused():
+def test_an_empty_chunk_is_refused():
     head = layers.head(8, 20, dtype=None, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="at least 1 token of the vocabulary, got 0"):
         head.losses(jnp.ones((1, 12, 8)), jnp.zeros((1, 12), jnp.int32), 20, 0)

@@ -102,7 +102,7 @@ def test_logits_are_those_of_numpy(overrides):
     np.testing.assert_allclose(model(tokens), expected, rtol=2e-4, atol=2e-4)
 
 
-def test_rotary_turns_queries_and_keys_so_that_only_distance_counts():
+def test_rotated_scores_depend_on_the_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 6))
     turned_q, turned_k = (
         np.asarray(
@@ -181,7 +181,7 @@ def test_attention_in_blocks_is_attention(causal):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
-def test_llama_3_stretches_the_slow_turns_alone():
+def test_llama_3_scales_the_slow_frequencies_alone():
     scaling = RopeScaling(factor=8.0)
     plain, stretched = (
         np.asarray(frequencies(128, 500_000.0, s), np.float64) for s in (None, scaling)
@@ -200,6 +200,6 @@ def test_llama_3_stretches_the_slow_turns_alone():
 
 
 @pytest.mark.parametrize("wrong", [{"factor": 0.5}, {"factor": 8.0, "low_frequency_factor": 5.0}])
-def test_a_scaling_that_cannot_be(wrong):
+def test_an_impossible_scaling_is_refused(wrong):
     with pytest.raises(ValueError, match="RopeScaling"):
         RopeScaling(**wrong)

@@ -23,7 +23,8 @@ from fsdp_jax.models.t5 import (
 pytestmark = pytest.mark.core
 
 CONFIG = T5Config(
-    vocab_size=32, inputs_length=12, targets_length=8, layers=3, decoder_layers=2, width=16, heads=2, head_dim=6,
+    vocab_size=32, inputs_length=12, targets_length=8, layers=3, decoder_layers=2, width=16,
+    heads=2, head_dim=6,
     hidden=24, buckets=8, max_distance=10,
 )  # fmt: skip
 V1_1 = {"gated": True, "tie_head": False}
@@ -31,7 +32,7 @@ VERSIONS = pytest.mark.parametrize("version", [{}, V1_1], ids=["1.0", "1.1"])
 
 
 def make(seed: int = 0, **overrides) -> T5:
-    """With weights other than the initial ones, norms' too, so that every part shows in the logits."""
+    """With drawn weights, of the norms too, so that every part shows in the logits."""
     model = T5(
         dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed, dropout=seed + 1)
     )
@@ -203,7 +204,7 @@ def test_parameter_counts_are_the_published_ones():
 
 
 @VERSIONS
-def test_weights_start_from_the_stated_scales(version):
+def test_weights_start_from_the_documented_scales(version):
     config = dataclasses.replace(CONFIG, width=128, heads=4, head_dim=32, hidden=256, **version)
     found = nnx.to_pure_dict(nnx.state(T5(config, rngs=nnx.Rngs(0))))
     attn, mlp = found["encoder"]["blocks"]["attn"], found["decoder"]["blocks"]["mlp"]
@@ -228,7 +229,7 @@ def test_weights_start_from_the_stated_scales(version):
     assert not np.array_equal(attn["q"]["kernel"][0], attn["q"]["kernel"][1])
 
 
-def test_loss_is_that_of_targets_read_one_behind():
+def test_the_decoder_reads_the_targets_shifted_right():
     model, batch = make(), some_batch()
     total, count = text_to_text_loss(model, batch)
     shifted = np.concatenate([np.zeros((2, 1), np.int32), batch["targets"][:, :-1]], axis=1)

@@ -1,4 +1,4 @@
-"""Against torch, transformers and timm, which the suite does without; `make test-parity` has them."""
+"""Parity with torch, transformers and timm, which only `make test-parity` installs."""
 
 import importlib.util
 import sys

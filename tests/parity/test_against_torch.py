@@ -89,7 +89,8 @@ def laid_out(family, folder, tx, **fields):
     """(config, layout, state with the folder's weights)."""
     config = read_config(folder, **fields)
     sharded = fsdp_jax.fully_shard(
-        lambda rngs: family.ours(config, rngs=rngs), tx, fsdp_jax.make_mesh(data=8), "full_shard", list(family.units),
+        lambda rngs: family.ours(config, rngs=rngs), tx, fsdp_jax.make_mesh(data=8), "full_shard",
+        list(family.units),
         min_size=1,
     )  # fmt: skip
     params = import_weights(folder, sharded.checkpoint_target().params, config)
@@ -130,8 +131,8 @@ def gradients_saved(name, model, folder):
 
 
 def tensors(batch):
-    return {key: torch.from_numpy(value).long() if value.dtype == np.int32 else torch.from_numpy(value)
-            for key, value in batch.items()}  # fmt: skip
+    arrays = {key: torch.from_numpy(value) for key, value in batch.items()}
+    return {key: x.long() if x.dtype == torch.int32 else x for key, x in arrays.items()}
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
@@ -161,7 +162,7 @@ def test_logits_loss_and_gradients(name, family, saved, scan_layers, tmp_path):
         assert np.linalg.norm(found[key] - value) <= GRADIENT * np.linalg.norm(value) + floor, key
 
 
-def test_what_we_export_others_load(name, family, saved, tmp_path, request):
+def test_exports_are_loaded_by_transformers_and_timm(name, family, saved, tmp_path, request):
     model, folder = saved
     config, _, state = laid_out(family, folder, optax.identity())
     export_weights(from_arrays(state.params), config, tmp_path / "out")
@@ -228,7 +229,7 @@ def test_timm_normalises_images_as_we_do(timm, tmp_path):
     ("name", "bos", "eos"),
     [("gpt2", None, None), ("llama", 3, 4), ("llama", None, [4, 5]), ("t5", None, 1)],
 )
-def test_how_text_ends_is_what_we_write(name, bos, eos, tmp_path):
+def test_exported_token_ids_are_read_by_transformers(name, bos, eos, tmp_path):
     """Where it is not known, no number of their own is taken."""
     family = FAMILIES[name]
     family.make().save_pretrained(tmp_path / "in")
@@ -245,7 +246,7 @@ def test_how_text_ends_is_what_we_write(name, bos, eos, tmp_path):
     assert written.shape[1] > 1
 
 
-def test_training_goes_the_same_way(family, saved):
+def test_training_has_the_losses_of_torch(family, saved):
     _, folder = saved
     rate = lambda step: PEAK * jnp.minimum(1.0, (step + 1) / WARM)  # noqa: E731
     _, sharded, state = laid_out(family, folder, optax.adamw(rate, **ADAM))

@@ -1,6 +1,4 @@
-"""Every family and every kind of data through the command line: they train, show a sample, and
-refuse what is not.
-"""
+"""Every family and kind of data by the command line: training, samples, refusals."""
 
 import re
 
@@ -36,7 +34,7 @@ def test_a_t5_learns_to_answer(run, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_a_t5_restores_what_was_taken_out(run, tmp_path):
+def test_a_t5_trains_on_span_corruption(run, tmp_path):
     words = ("--model.family", "t5", *NONE, "--units.classes", "T5EncoderBlock", "T5DecoderBlock")
     assert (
         run(
@@ -58,7 +56,7 @@ def test_a_t5_restores_what_was_taken_out(run, tmp_path):
 @pytest.mark.parametrize(
     ("family", "blocks"), [("vit", ["ViTBlock"]), ("cait", ["CaiTBlock", "ClassAttentionBlock"])]
 )
-def test_images_are_told_apart(run, tmp_path, capsys, family, blocks):
+def test_image_models_train_and_take_a_new_head(run, tmp_path, capsys, family, blocks):
     words = ("--model.family", family, *NONE, "--units.classes", *blocks, "--data.kind", "images")
     assert (
         run(
@@ -174,7 +172,7 @@ def test_no_tokenizer_is_trained_for_shards_of_a_named_one(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "value"), [("field", "body"), ("invalid", "skip")])
-def test_what_tokenize_would_ignore_is_refused(tmp_path, capsys, name, value):
+def test_ignored_options_of_tokenize_are_refused(tmp_path, capsys, name, value):
     words = [
         "tokenize",
         "embedded",
@@ -221,7 +219,7 @@ def test_what_tokenize_would_ignore_is_refused(tmp_path, capsys, name, value):
         ),
     ],
 )
-def test_what_a_family_cannot_do(run, capsys, words, said):
+def test_settings_that_a_family_cannot_use_are_refused(run, capsys, words, said):
     assert run("wrong", *NONE, "--units.classes", "--train.steps", "1", *words) == 2
     error = capsys.readouterr().err
     assert [part for part in said if part not in error] == []
@@ -236,7 +234,7 @@ def test_what_a_family_cannot_do(run, capsys, words, said):
         (b'{"text": "   "}\n', (), ["The corpus is empty", "1 empty"]),
     ],
 )
-def test_a_corpus_that_cannot_be_read(run, tmp_path, capsys, content, words, said):
+def test_an_unreadable_corpus_is_refused(run, tmp_path, capsys, content, words, said):
     (tmp_path / "corpus.jsonl").write_bytes(content)
     assert (
         run("wrong", "--data.kind", "text", "--data.path", str(tmp_path / "corpus.jsonl"), *words)
@@ -246,7 +244,7 @@ def test_a_corpus_that_cannot_be_read(run, tmp_path, capsys, content, words, sai
     assert [part for part in said if part not in error] == []
 
 
-def test_what_is_skipped_is_counted(run, tmp_path, capsys):
+def test_skipped_rows_are_counted(run, tmp_path, capsys):
     lines = [b'{"text": "%s"}' % (b"to be, or not to be " * 20)] * 4
     (tmp_path / "corpus.jsonl").write_bytes(
         b"\n".join([*lines, b'{"text": ""}', b'{"text": "\xff"}']) + b"\n"
@@ -275,7 +273,7 @@ def test_a_changed_corpus_is_refused(run, tmp_path, capsys):
     assert "the corpus has changed since the checkpoint" in capsys.readouterr().err
 
 
-def test_images_of_another_size(run, tmp_path, capsys):
+def test_images_of_another_size_are_refused(run, tmp_path, capsys):
     np.savez(
         tmp_path / "x.npz", images=np.zeros((64, 24, 24, 3), np.uint8), labels=np.arange(64) % 8
     )

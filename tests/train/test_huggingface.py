@@ -1,6 +1,4 @@
-"""Weights that come and go as Hugging Face has them, and what is trained from them: fully, in part,
-and by LoRA.
-"""
+"""Imports, exports and fine-tuning of Hugging Face weights: full, partial, and LoRA."""
 
 import json
 import re
@@ -22,7 +20,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
-    """A small GPT-2 as its folder on Hugging Face, with a tokenizer: trained for one step by a run."""
+    """The Hugging Face folder of a small GPT-2, trained for one step, with a tokenizer."""
     folder = tmp_path_factory.mktemp("theirs")
     (folder / "run.yaml").write_text(
         "model: {layers: 2, width: 64, heads: 2, vocab_size: 300}\nunits: {classes: [Block]}\n"
@@ -59,7 +57,7 @@ def exported(run, to):
     return tensors(to)
 
 
-def test_there_and_back(theirs, imported, tmp_path):
+def test_imported_weights_are_exported_bitwise(theirs, imported, tmp_path):
     back = exported(imported, tmp_path / "back")
     assert {name: array.tobytes() for name, array in back.items()} == {
         name: array.tobytes() for name, array in tensors(theirs).items()
@@ -71,7 +69,7 @@ def test_there_and_back(theirs, imported, tmp_path):
 
 
 def test_the_recipe_for_instructions(imported, tmp_path, capsys):
-    """The configuration that is shipped, on weights that are imported, to a model that is exported."""
+    """The shipped configuration trains imported weights, and the model is exported."""
     words = [
         "--model.weights",
         str(imported),
@@ -104,7 +102,7 @@ def test_a_folder_and_its_import_start_the_same_run(run, theirs, imported, tmp_p
     assert losses(tmp_path / "folder") == losses(tmp_path / "imported")
 
 
-def test_what_is_frozen_stays(run, imported, tmp_path):
+def test_frozen_parameters_do_not_change(run, imported, tmp_path):
     words = (
         "--model.weights",
         str(imported),
@@ -121,7 +119,7 @@ def test_what_is_frozen_stays(run, imported, tmp_path):
     assert {name for name in after if "wte" in name or "mlp" in name} == same
 
 
-def test_adapters_are_merged(run, imported, tmp_path, capsys):
+def test_exports_have_the_adapters_merged(run, imported, tmp_path, capsys):
     words = ("--model.weights", str(imported), *SIZES, "--lora.rank", "4", "--lora.alpha", "8")
     assert run("lora", *words, "--train.steps", "3") == 0
     assert run("lora", *words[:-1], "16", "--train.steps", "5") == 2
@@ -175,13 +173,13 @@ def test_adapters_are_merged(run, imported, tmp_path, capsys):
         (("--model.classes", "9"), ["classes would be ignored"]),
     ],
 )
-def test_what_does_not_go_with_the_weights(run, imported, capsys, words, said):
+def test_keys_that_contradict_the_weights_are_refused(run, imported, capsys, words, said):
     assert run("wrong", "--model.weights", str(imported), *SIZES, *words) == 2
     error = capsys.readouterr().err
     assert [part for part in said if part not in error] == []
 
 
-def test_a_tokenizer_that_the_model_has_no_rows_for(run, theirs, capsys):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, theirs, capsys):
     words = (
         "--data.kind",
         "instructions",
@@ -196,7 +194,7 @@ def test_a_tokenizer_that_the_model_has_no_rows_for(run, theirs, capsys):
     assert "256" in error
 
 
-def test_weights_without_a_tokenizer_are_not_taken_for_bytes(run, theirs, tmp_path, capsys):
+def test_weights_without_a_tokenizer_need_one_stated(run, theirs, tmp_path, capsys):
     folder = tmp_path / "bare"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -218,7 +216,7 @@ def test_weights_without_a_tokenizer_are_not_taken_for_bytes(run, theirs, tmp_pa
     )
 
 
-def test_imported_weights_are_no_run(run, imported, capsys):
+def test_imported_weights_are_not_resumed(run, imported, capsys):
     assert run("wrong", *SIZES, "--output", str(imported)) == 2
     assert "imported weights, not a run that could go on" in capsys.readouterr().err
 
@@ -264,7 +262,7 @@ def test_weights_that_do_not_fit_are_named_on_both_sides(theirs, tmp_path, capsy
         ),
     ],
 )
-def test_words_that_cannot_be(words, said, capsys, tmp_path, monkeypatch):
+def test_unusable_arguments_are_refused(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert said in capsys.readouterr().err

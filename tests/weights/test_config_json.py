@@ -1,6 +1,4 @@
-"""`config.json`: read as published, written for others to read, and refused where it says what we
-do not compute.
-"""
+"""`config.json`: published ones are read, ours are read back, unsupported ones are refused."""
 
 import dataclasses
 import json
@@ -14,43 +12,62 @@ from fsdp_jax.models.vision import HALF, IMAGENET_MEAN, IMAGENET_STD
 from fsdp_jax.weights import config_files, config_json, read_config
 
 GPT2 = {
-    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
-    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
-    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
-    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
     "summary_type": "cls_index", "summary_use_proj": True,
-    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
 }  # fmt: skip
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
-        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     },
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.42.3",
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
     "use_cache": True, "vocab_size": 128256,
 }  # fmt: skip
 T5 = {
     "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64, "d_model": 768,
-    "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1, "feed_forward_proj": "gated-gelu",
-    "initializer_factor": 1.0, "is_encoder_decoder": True, "layer_norm_epsilon": 1e-06, "model_type": "t5",
-    "num_decoder_layers": 12, "num_heads": 12, "num_layers": 12, "output_past": True, "pad_token_id": 0,
+    "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1,
+    "feed_forward_proj": "gated-gelu",
+    "initializer_factor": 1.0, "is_encoder_decoder": True, "layer_norm_epsilon": 1e-06,
+    "model_type": "t5",
+    "num_decoder_layers": 12, "num_heads": 12, "num_layers": 12, "output_past": True,
+    "pad_token_id": 0,
     "relative_attention_num_buckets": 32, "tie_word_embeddings": False, "vocab_size": 32128,
 }  # fmt: skip
 VIT = {
-    "architectures": ["ViTForImageClassification"], "attention_probs_dropout_prob": 0.0, "encoder_stride": 16,
+    "architectures": ["ViTForImageClassification"], "attention_probs_dropout_prob": 0.0,
+    "encoder_stride": 16,
     "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 768,
-    "id2label": {str(at): f"label {at}" for at in range(1000)}, "image_size": 224, "initializer_range": 0.02,
-    "intermediate_size": 3072, "layer_norm_eps": 1e-12, "model_type": "vit", "num_attention_heads": 12,
+    "id2label": {str(at): f"label {at}" for at in range(1000)}, "image_size": 224,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072, "layer_norm_eps": 1e-12, "model_type": "vit",
+    "num_attention_heads": 12,
     "num_channels": 3, "num_hidden_layers": 12, "patch_size": 16, "qkv_bias": True,
 }  # fmt: skip
 CAIT = {
-    "architecture": "cait_xxs24_224", "num_classes": 1000, "num_features": 192, "global_pool": "token",
-    "pretrained_cfg": {"tag": "fb_dist_in1k", "input_size": [3, 224, 224], "first_conv": "patch_embed.proj"},
+    "architecture": "cait_xxs24_224", "num_classes": 1000, "num_features": 192,
+    "global_pool": "token",
+    "pretrained_cfg": {"tag": "fb_dist_in1k", "input_size": [3, 224, 224],
+    "first_conv": "patch_embed.proj"},
 }  # fmt: skip
 LLAMA31 = "llama3.1-8b"
 
@@ -65,7 +82,7 @@ def read(folder, found, **fields):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_what_is_written_is_read(tmp_path, name):
+def test_written_configs_are_read_back(tmp_path, name):
     found = config_json(PRESETS[name], dtype="bfloat16")
     config = read(tmp_path, found)
     if hasattr(config, "initial_scale"):  # written as the number that it stands for
@@ -78,7 +95,7 @@ def test_what_is_written_is_read(tmp_path, name):
 @pytest.mark.parametrize(
     ("found", "preset"), [(GPT2, "gpt2"), (LLAMA, LLAMA31), (T5, "t5-v1_1-base"), (VIT, "vit-b16")]
 )
-def test_published_ones_are_the_presets(tmp_path, found, preset):
+def test_published_configs_are_the_presets(tmp_path, found, preset):
     assert read(tmp_path, found) == PRESETS[preset]
 
 
@@ -115,7 +132,7 @@ def test_timm_names_an_architecture(tmp_path):
         ({"image_mean": [0.1, 0.1, 0.1], "do_normalize": False}, (0.0,) * 3, (1.0,) * 3),
     ],
 )
-def test_how_the_images_of_a_vit_are_normalised(tmp_path, processor, mean, std):
+def test_a_vit_has_the_normalization_of_its_processor(tmp_path, processor, mean, std):
     if processor is not None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     config = read(tmp_path, VIT)
@@ -139,13 +156,13 @@ def test_how_the_images_of_a_vit_are_normalised(tmp_path, processor, mean, std):
         ([], r"no model configuration[^$]*preprocessor_config"),
     ],
 )
-def test_images_that_we_do_not_normalise_so(tmp_path, processor, said):
+def test_unsupported_normalization_of_images_is_refused(tmp_path, processor, said):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     with pytest.raises(ConfigError, match=said):
         read(tmp_path, VIT)
 
 
-def test_timm_says_how_images_are_normalised(tmp_path):
+def test_a_cait_has_the_normalization_of_its_config(tmp_path):
     config = read(
         tmp_path, CAIT | {"pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.1, 0.2, 0.3]}}
     )
@@ -154,7 +171,7 @@ def test_timm_says_how_images_are_normalised(tmp_path):
         read(tmp_path, CAIT | {"pretrained_cfg": {"mean": 3}})
 
 
-def test_an_epsilon_that_timm_would_forget():
+def test_an_epsilon_that_timm_cannot_express_is_refused():
     with pytest.raises(ConfigError, match=r"norm_epsilon[^$]*1e-06[^$]*1e-05"):
         config_json(dataclasses.replace(PRESETS["cait-tiny"], norm_epsilon=1e-5))
 
@@ -198,12 +215,12 @@ def test_fields_are_replaced(tmp_path):
         {"rope_theta": 2e4, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}},
     ],
 )
-def test_rotary_keys_of_any_age(tmp_path, rope):
+def test_rotary_keys_of_any_version(tmp_path, rope):
     config = read(tmp_path, without(LLAMA, "rope_theta", "rope_scaling") | rope)
     assert (config.rope_theta, config.rope_scaling) == (2e4, None)
 
 
-def test_rotary_keys_of_new_age_scale_too(tmp_path):
+def test_rotary_keys_of_version_5_scale_too(tmp_path):
     rope = LLAMA["rope_scaling"] | {"rope_theta": 5e5}
     config = read(
         tmp_path, without(LLAMA, "rope_theta", "rope_scaling") | {"rope_parameters": rope}
@@ -212,7 +229,7 @@ def test_rotary_keys_of_new_age_scale_too(tmp_path):
     assert config.rope_theta == 5e5
 
 
-def test_absent_keys_stand_for_what_transformers_takes(tmp_path):
+def test_absent_keys_have_the_defaults_of_transformers(tmp_path):
     config = read(
         tmp_path,
         without(LLAMA, "num_key_value_heads", "rope_theta", "rope_scaling", "tie_word_embeddings"),
@@ -312,12 +329,12 @@ def test_absent_keys_stand_for_what_transformers_takes(tmp_path):
         ([1], "no model configuration"),
     ],
 )
-def test_what_we_do_not_compute_is_refused(tmp_path, found, said):
+def test_unsupported_configs_are_refused(tmp_path, found, said):
     with pytest.raises(ConfigError, match=said):
         read(tmp_path, found)
 
 
-def test_no_configuration(tmp_path):
+def test_a_missing_or_broken_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no model configuration[^$]*config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -26,7 +26,7 @@ LAYERS, WIDTH, HIDDEN, RANK, SCALE = 3, 32, 48, 4, 0.02  # of the small Llama, a
 
 
 def adapted_run(run, *, scan_layers=True):
-    """(kernels [I, O], adapters) by layer and name, of a run whose frozen kernels are in bfloat16."""
+    """(kernels [I, O], adapters) by layer and name, of a run with frozen bfloat16 kernels."""
     path, _ = folder_of("llama", run.parent / "theirs")
     config, _ = laid_out("llama", scan_layers=scan_layers)
     params = flatten(
@@ -74,11 +74,15 @@ def test_adapters_of_kernels_in_bfloat16_are_not_rounded_away(tmp_path, scan_lay
     assert lost > 100, "what bfloat16 cannot hold"
 
 
-def test_a_merge_takes_a_layer_and_not_the_stack(tmp_path, monkeypatch):
+def test_adapters_are_merged_one_layer_at_a_time(tmp_path, monkeypatch):
     adapted_run(tmp_path / "run")
     shapes, reads, merge, read = [], [], huggingface.merge, huggingface.read_params
-    monkeypatch.setattr(huggingface, "merge", lambda kernel, *more, **scale: (
-        shapes.append((kernel.dtype.name, kernel.shape)), merge(kernel, *more, **scale))[1])  # fmt: skip
+
+    def counted(kernel, *adapters, **scale):
+        shapes.append((kernel.dtype.name, kernel.shape))
+        return merge(kernel, *adapters, **scale)
+
+    monkeypatch.setattr(huggingface, "merge", counted)
     monkeypatch.setattr(
         huggingface, "read_params", lambda *given: (reads.extend(given[2]), read(*given))[1]
     )
@@ -103,7 +107,7 @@ def theirs(tmp_path):
     return folder
 
 
-def test_how_text_ends_goes_along(theirs, tmp_path):
+def test_token_ids_are_exported_from_the_tokenizer(theirs, tmp_path):
     end = load_tokenizer(theirs).end
     assert end not in (None, 0)
     import_run(theirs, tmp_path / "run", dtype="float32")
@@ -125,7 +129,7 @@ def test_how_text_ends_goes_along(theirs, tmp_path):
     assert token_ids(tmp_path / "again") == {"eos_token_id": end}
 
 
-def test_what_the_publisher_says_of_tokens_is_kept(theirs, tmp_path):
+def test_token_ids_of_an_imported_config_are_exported(theirs, tmp_path):
     config = json.loads((theirs / "config.json").read_text())
     tokens = {"bos_token_id": 90, "eos_token_id": [91, 92], "pad_token_id": 5}
     (theirs / "config.json").write_text(json.dumps(config | tokens))
@@ -135,7 +139,7 @@ def test_what_the_publisher_says_of_tokens_is_kept(theirs, tmp_path):
     assert token_ids(tmp_path / "out") == tokens
 
 
-def test_images_have_no_tokens(tmp_path):
+def test_image_models_have_no_token_ids(tmp_path):
     folder, _ = folder_of("vit", tmp_path / "theirs")
     processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -151,7 +155,7 @@ def killed(*_, **__):
 
 
 @pytest.mark.parametrize("when", ["saving", "between", "writing"])
-def test_an_import_that_was_killed_is_begun_anew(theirs, tmp_path, monkeypatch, when):
+def test_a_killed_import_starts_over(theirs, tmp_path, monkeypatch, when):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         if when == "saving":
@@ -175,7 +179,7 @@ def test_an_import_that_was_killed_is_begun_anew(theirs, tmp_path, monkeypatch, 
         import_run(theirs, run, dtype="float32")
 
 
-def test_what_is_no_import_stays(theirs, tmp_path):
+def test_an_import_replaces_no_other_files(theirs, tmp_path):
     for name, said in (
         ("notes.txt", r"notes\.txt"),
         ("config.json", r"config\.json"),
@@ -195,7 +199,7 @@ def test_what_is_no_import_stays(theirs, tmp_path):
         import_run(theirs, tmp_path / "file", dtype="float32")
 
 
-def test_a_dtype_is_looked_at_first(tmp_path):
+def test_an_unknown_dtype_is_refused_first(tmp_path):
     for action in (import_run, lambda *given, dtype: export_model(*given, step=None, dtype=dtype)):
         with pytest.raises(ConfigError, match=r"where:\s+--dtype[^$]*expected:\s+float32[^$]*int8"):
             action(tmp_path / "nowhere", tmp_path / "out", dtype="int8")
@@ -203,7 +207,7 @@ def test_a_dtype_is_looked_at_first(tmp_path):
         import_run(tmp_path / "nowhere", tmp_path / "out", dtype="float16")
 
 
-def test_home_is_where_it_is(theirs, tmp_path, monkeypatch):
+def test_the_home_directory_is_expanded(theirs, tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "HOME", str(tmp_path))
     import_run("~/theirs", "~/run", dtype="float32")
     export_model("~/run", "~/out", step=None, dtype="float32")

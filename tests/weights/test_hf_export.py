@@ -46,7 +46,7 @@ def imported(name, folder, **more):
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_there_and_back_is_bitwise(tmp_path, name, scan_layers):
+def test_imported_and_exported_weights_are_bitwise_equal(tmp_path, name, scan_layers):
     config, params, tensors = imported(name, tmp_path / "in", scan_layers=scan_layers)
     done = export_weights(from_arrays(params), config, tmp_path / "out")
     assert_bits(read(tmp_path / "out"), tensors)
@@ -95,7 +95,7 @@ def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, uses_hos
         )
 
 
-def test_arrays_change_on_their_way(tmp_path):
+def test_a_change_is_applied_to_each_tensor(tmp_path):
     """As adapters are merged; what is not to be exported is left out of the source."""
     config, params, tensors = imported("llama", tmp_path / "in")
     draw = np.random.default_rng(1)
@@ -142,7 +142,7 @@ def test_arrays_change_on_their_way(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_tokenizer_comes_along(tmp_path):
+def test_a_tokenizer_is_copied(tmp_path):
     config, params, _ = imported("gpt2", tmp_path / "in")
     (tmp_path / "tokenizer.json").write_text("{}")
     for at, given in enumerate((tmp_path, tmp_path / "tokenizer.json")):
@@ -161,7 +161,7 @@ def test_a_tokenizer_comes_along(tmp_path):
         )
 
 
-def test_how_text_ends_is_written(tmp_path):
+def test_token_ids_are_written(tmp_path):
     config, params, _ = imported("llama", tmp_path / "in")
     tokens = {"bos_token_id": 90, "eos_token_id": [91, 92]}
     export_weights(from_arrays(params), config, tmp_path / "out", tokens=tokens)
@@ -170,13 +170,11 @@ def test_how_text_ends_is_written(tmp_path):
         "pad_token_id": None
     }
     assert token_ids(tmp_path / "out") == tokens
-    with pytest.raises(
-        ConfigError, match=r"not a valid token id[^$]*eos_id[^$]*eos_token_id"
-    ):
+    with pytest.raises(ConfigError, match=r"not a valid token id[^$]*eos_id[^$]*eos_token_id"):
         export_weights(from_arrays(params), config, tmp_path / "other", tokens={"eos_id": 3})
 
 
-def test_images_are_normalised_as_they_were(tmp_path):
+def test_the_normalization_of_images_is_written(tmp_path):
     """As transformers' processors have it beside the model, and timm within its `config.json`."""
     mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
     for name in ("vit", "cait"):
@@ -197,7 +195,7 @@ def test_images_are_normalised_as_they_were(tmp_path):
     )
 
 
-def test_what_cannot_be_exported(tmp_path):
+def test_unusable_exports_are_refused(tmp_path):
     config, params, _ = imported("gpt2", tmp_path / "in")
     leaves = flatten(params)
     part = {path: leaf for path, leaf in leaves.items() if path != "ln_f/bias"}

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_lies_where_and_as_its_layout_says(tmp_path, name, scan_layers):
+def test_every_family_is_read_into_its_shards(tmp_path, name, scan_layers):
     folder, tensors = folder_of(name, tmp_path / "model")
     config, sharded = laid_out(name, scan_layers=scan_layers)
     target = sharded.checkpoint_target().params
@@ -55,7 +55,7 @@ def test_any_floating_dtype_into_any(tmp_path, source, target):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "t5"])
-def test_prefixes_are_optional_and_buffers_are_left_alone(tmp_path, name):
+def test_prefixes_are_optional_and_buffers_are_ignored(tmp_path, name):
     prefixes = {"gpt2": "transformer.", "llama": "model.", "vit": "vit.", "t5": ""}
     extra = {
         "gpt2": {
@@ -146,7 +146,7 @@ def test_several_files_and_an_index(tmp_path):
         import_weights(folder, target_of("gpt2"), config)
 
 
-def test_a_part_of_the_model_alone(tmp_path):
+def test_a_part_of_the_model_is_read(tmp_path):
     """As for a new classifier, or with adapters that no file has."""
     folder, tensors = folder_of("vit", tmp_path / "model")
     config, _ = laid_out("vit")
@@ -185,8 +185,10 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path):
     with pytest.raises(ConfigError) as refused:
         import_weights(folder, target, config)
     for line in (
-        "theirs transformer.h.1.ln_1.bias, ours blocks/ln_1/bias, float32[3,32]: missing in the files",
-        "theirs transformer.h.0.mlp.c_fc.weight, ours blocks/mlp/up/kernel, float32[3,32,128]: expected [32, 128], "
+        "theirs transformer.h.1.ln_1.bias, ours blocks/ln_1/bias, float32[3,32]: "
+        "missing in the files",
+        "theirs transformer.h.0.mlp.c_fc.weight, ours blocks/mlp/up/kernel, float32[3,32,128]: "
+        "expected [32, 128], "
         "got F32[128, 32]",
         "theirs transformer.ln_f.bias, ours ln_f/bias, float32[32]: cannot be cast from I32[32]",
         "theirs transformer.h.3.ln_1.bias, F32[32]: no parameter of ours is known for it",
@@ -218,7 +220,7 @@ def test_weights_of_another_size_are_refused(tmp_path):
         import_weights(folder, target_of("gpt2"), dataclasses.replace(config, vocab_size=129))
 
 
-def test_targets_and_configs_that_are_none(tmp_path):
+def test_unusable_targets_and_configs_are_refused(tmp_path):
     folder, _ = folder_of("gpt2", tmp_path / "model")
     config, _ = laid_out("gpt2")
     bare = jax.tree.map(
@@ -278,7 +280,7 @@ COMPLEX = {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}
         ),
     ],
 )
-def test_files_that_are_no_weights(tmp_path, files, said):
+def test_files_that_are_not_weights_are_refused(tmp_path, files, said):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     config, _ = laid_out("gpt2")
@@ -286,7 +288,7 @@ def test_files_that_are_no_weights(tmp_path, files, said):
         import_weights(tmp_path, target_of("gpt2"), config)
 
 
-def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path, monkeypatch):
     folder, _ = folder_of("gpt2", tmp_path / "model")
     config, _ = laid_out("gpt2")
     monkeypatch.setattr("fsdp_jax.io.safetensors.os.preadv", lambda *_: 0)
@@ -299,9 +301,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 
 @st.composite
 def arrays(draw):
-    """(mapping, shape of ours, sharding axes per dim): one tensor in a larger array of up to 4 dims,
-    anyhow sharded.
-    """
+    """(mapping, shape of ours, sharding axes per dim): one tensor in a larger sharded array."""
     rank = draw(st.integers(1, 4))
     order = draw(st.permutations(range(rank)))
     theirs = tuple(draw(st.sampled_from([1, 2, 3, 4, 6, 8, 17])) for _ in range(rank))
@@ -320,9 +320,14 @@ def arrays(draw):
 
 
 @settings(max_examples=30, deadline=None)
-@given(case=arrays(), budget=st.sampled_from([1, 200, 4000, 1 << 20]), dtype=st.sampled_from(["float32", "bfloat16"]),
-       on_device=st.booleans(), run=st.sampled_from([1, 16, 16 << 10]))  # fmt: skip
-def test_any_slice_of_any_piece_on_any_sharding(
+@given(
+    case=arrays(),
+    budget=st.sampled_from([1, 200, 4000, 1 << 20]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    on_device=st.booleans(),
+    run=st.sampled_from([1, 16, 16 << 10]),
+)
+def test_any_tensor_is_read_into_any_sharding(
     tmp_path_factory, case, budget, dtype, on_device, run
 ):
     mapping, shape, axes = case
@@ -355,7 +360,7 @@ def test_any_slice_of_any_piece_on_any_sharding(
     ),
     limit=st.integers(1, 200),
 )
-def test_blocks_are_the_box_in_order(box, limit):
+def test_blocks_cover_the_box_in_order(box, limit):
     shape = [hi for _, hi in box]
     seen = np.zeros(shape, int)
     for part in split_box(tuple(box), limit):
@@ -386,7 +391,7 @@ def reads(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("budget", [1 << 28, 1 << 16])
-def test_what_the_devices_hold_is_read_once(tmp_path, name, budget, reads):
+def test_every_byte_is_read_once(tmp_path, name, budget, reads):
     """Also what is transposed on its way, and what several devices hold."""
     folder, tensors = folder_of(name, tmp_path / "model")
     config, _ = laid_out(name)
@@ -398,7 +403,7 @@ def test_what_the_devices_hold_is_read_once(tmp_path, name, budget, reads):
 
 
 def test_a_process_reads_what_its_own_devices_need(tmp_path, reads):
-    """A shard of rows is read alone; one of columns too, where they are long enough to be worth it."""
+    """A shard of rows is read alone; one of columns too, where they are long enough."""
     value = np.random.default_rng(0).normal(size=(64, 64 << 10)).astype(np.float32)
     save_file({"t": value}, tmp_path / "model.safetensors")
     mapping = TensorMapping("t", (0, 0), value.shape, (0, 1), value.shape)
@@ -419,7 +424,7 @@ def test_a_process_reads_what_its_own_devices_need(tmp_path, reads):
 
 
 def test_the_budget_bounds_what_is_staged(tmp_path, monkeypatch):
-    """On devices with memory of their own, for an array that does not fit it, transposed and cast."""
+    """On devices with their own memory, for an array above the budget, transposed and cast."""
     import tracemalloc
 
     budget = 4 << 20
@@ -439,8 +444,8 @@ def test_the_budget_bounds_what_is_staged(tmp_path, monkeypatch):
     assert most < budget + (1 << 20), "numpy's memory, and what Python itself takes"
 
 
-def test_imported_arrays_are_their_own(tmp_path):
-    """They may be donated, though a CPU device took over the memory that they were put together in."""
+def test_imported_arrays_can_be_donated(tmp_path):
+    """Though a CPU device may use the host memory that they were assembled in."""
     folder, tensors = folder_of("gpt2", tmp_path / "model")
     config, _ = laid_out("gpt2")
     params = import_weights(folder, target_of("gpt2"), config)

@@ -31,7 +31,8 @@ warnings.simplefilter("ignore", fsdp_jax.ReplicationWarning)
 model, config = FAMILIES["gpt2"]
 config = dataclasses.replace(config, width=256)
 sharded = fsdp_jax.fully_shard(
-    lambda rngs: model(config, rngs=rngs), optax.sgd(0.1), fsdp_jax.make_mesh(data=8), "full_shard", "model"
+    lambda rngs: model(config, rngs=rngs), optax.sgd(0.1), fsdp_jax.make_mesh(data=8),
+    "full_shard", "model"
 )
 read, preadv = [], os.preadv
 os.preadv = lambda *given: (done := preadv(*given), read.append(done))[0]
@@ -52,7 +53,7 @@ print(refused, sum(read))
 
 
 @pytest.mark.long
-def test_each_reads_its_part(tmp_path):
+def test_each_process_reads_the_shards_of_its_devices(tmp_path):
     model, config = FAMILIES["gpt2"]
     config = dataclasses.replace(config, width=256)
     leaves = flatten(NnxModel(lambda rngs: model(config, rngs=rngs)).params)

@@ -69,7 +69,7 @@ def check(config, leaves):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_covered_on_both_sides(name):
+def test_every_parameter_and_tensor_of_every_preset_is_mapped(name):
     config = PRESETS[name]
     leaves = shapes(leaves_of(config))
     count = sum(prod(leaf.shape) for leaf in leaves.values())
@@ -94,14 +94,17 @@ def test_a_list_of_blocks_has_these_paths(family):
     ("name", "count", "examples"),
     [
         # as published: the files' own numbers, less buffers
-        ("gpt2", 148, {"transformer.wte.weight": (50257, 768), "transformer.h.11.attn.c_attn.weight": (768, 2304)}),
+        ("gpt2", 148, {"transformer.wte.weight": (50257, 768),
+        "transformer.h.11.attn.c_attn.weight": (768, 2304)}),
         (
             "llama2-7b", 291,
-            {"lm_head.weight": (32000, 4096), "model.layers.31.mlp.down_proj.weight": (4096, 11008)},
+            {"lm_head.weight": (32000, 4096), "model.layers.31.mlp.down_proj.weight": (4096,
+            11008)},
         ),
         (
             "llama3-8b", 291,
-            {"model.embed_tokens.weight": (128256, 4096), "model.layers.0.self_attn.k_proj.weight": (1024, 4096)},
+            {"model.embed_tokens.weight": (128256, 4096),
+            "model.layers.0.self_attn.k_proj.weight": (1024, 4096)},
         ),
         (
             "t5-small", 131,
@@ -145,7 +148,7 @@ def test_names_and_shapes_are_the_published_ones(name, count, examples):
     assert {key: found[key] for key in examples} == examples
 
 
-def test_a_leaf_that_no_model_has_is_of_no_tensor():
+def test_an_unknown_leaf_has_no_tensor():
     table = table_of(PRESETS["gpt2"])
     leaves = {
         "blocks/attn/qkv/lora_a": Shape((12, 768, 8)),
