@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases import SMALL, config_of, draw_batch, logits_of, small, task_names, training_case
 from flax import nnx
-from reference import alone, check, train
+from reference import check, train, train_unsharded
 
 import fsdp_jax as fsdp
 from fsdp_jax.models import FAMILIES
@@ -218,7 +218,7 @@ def test_sharded_training_is_training(name, scan_layers, prefetch):
     case = training_case(name if scan_layers or name != "t5" else "t5-v1_1", scan_layers)
     mesh = fsdp.make_mesh(data=8)
     got, step = train(case, mesh, steps=2, local_batch=prefetch != "none", prefetch=prefetch)
-    check(got, alone(case, steps=2))
+    check(got, train_unsharded(case, steps=2))
     gathered = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
     stacks = {re.search(r".*?blocks/|$", path)[0] for path in got[1]} - {""}
     assert {re.search(r".*?blocks/|$", path)[0] for path in gathered} == stacks
@@ -232,7 +232,7 @@ def test_sharded_training_in_bfloat16_stays_near(name):
     case = training_case(name)
     precision = fsdp.Precision(compute="bfloat16")
     got, _ = train(case, fsdp.make_mesh(data=8), steps=2, precision=precision)
-    np.testing.assert_allclose(got[0], alone(case, steps=2)[0], rtol=2e-2)
+    np.testing.assert_allclose(got[0], train_unsharded(case, steps=2)[0], rtol=2e-2)
 
 
 @pytest.mark.long
@@ -240,4 +240,4 @@ def test_sharded_training_with_recomputation():
     settings = {"accumulation": 2, "local_batch": True, "prefetch": "pre", "remat": "full"}
     case = training_case("t5")
     got, _ = train(case, fsdp.make_mesh(data=8), steps=2, **settings)
-    check(got, alone(case, 2, steps=2))
+    check(got, train_unsharded(case, 2, steps=2))
