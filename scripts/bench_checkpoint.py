@@ -1,5 +1,4 @@
-"""Throughput, host memory and blocking time of checkpoints, against plain files and plain copies of
-the same bytes.
+"""Measures checkpoints: throughput, host memory and blocking time, against plain files and copies.
 
     python scripts/bench_checkpoint.py [--gib 2] [--rounds 3] [--directory DIR] [--json FILE]
 
@@ -11,14 +10,13 @@ Conventions
 - save: from the call until the step is in place, digested and flushed to disk. Plain write: the
   same bytes in one file, from memory, in blocks of 8 MiB, flushed.
 - restore: `CheckpointStore.restore`, with and without verification. Plain read: the checkpoint's
-  own files, one after another, into memory that is kept, as the state is; streamed: through one
-  block of 8 MiB, which is no restore, and for information. Before each, the kernel is told to
-  forget the files (`posix_fadvise`).
-- blocked: how long an asynchronous `save` keeps its caller. Copy: every shard to an array of the
-  host's own.
-- Peak memory is the child's largest resident set less that before the call. The restored state
-  itself is in it: the devices' memory is the host's.
-- Exit code 1 where a target is missed.
+  files, one after another, into memory that is kept, as the state is; streamed: through one block
+  of 8 MiB, which is no restore, for information. Before each, the files are dropped from the page
+  cache (`posix_fadvise`).
+- blocked: how long an asynchronous `save` blocks its caller. Copy: every shard to a numpy array.
+- Peak memory is the child's largest resident set less that before the call. It includes the
+  restored state: the devices' memory is the host's.
+- Exit code 1 if a target is missed.
 """
 
 import argparse
@@ -37,14 +35,17 @@ from typing import Any
 from bench_init_memory import peak, resident
 
 DEVICES = 8
-GIB, MIB = 2**30, 2**20
-BLOCK = 8 * MIB
-THROUGHPUT, RESTORE_PEAK, EXPORT_PEAK, BLOCKED = 0.6, 1.3, 0.5 * GIB, 1.0
-Figures = dict[str, float]
+GIB = 2**30
+BLOCK = 8 << 20
+THROUGHPUT = 0.6  # of plain files, at least
+RESTORE_PEAK = 1.3  # of the state's bytes, at most
+EXPORT_PEAK = 0.5 * GIB  # above the largest tensor, at most
+BLOCKED = 1.0  # of a plain copy's time, at most
+Measured = dict[str, float]
 
 
-def make(gib: float) -> Any:
-    """A layout whose state has about that size; nothing is allocated."""
+def sharded_model(gib: float) -> Any:
+    """Returns a sharded model whose state has about `gib` GiB; allocates nothing."""
     import jax
     import optax
 
@@ -53,9 +54,8 @@ def make(gib: float) -> Any:
     from fsdp_jax.models import GPT, GPTConfig
 
     use_virtual_devices(DEVICES)
-    layers = max(
-        1, round((gib * GIB / 12 - 33e6) / 12.6e6)
-    )  # 12 bytes a parameter; 12.6M a block, 33M the embedding
+    # 12 bytes a parameter; 12.6M parameters a block, 33M in the embedding.
+    layers = max(1, round((gib * GIB / 12 - 33e6) / 12.6e6))
     config = GPTConfig(vocab_size=32_000, sequence_length=1024, layers=layers, width=1024, heads=16)
     mesh = fsdp_jax.make_mesh(devices=jax.devices("cpu"))
     jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(8))())
@@ -64,38 +64,35 @@ def make(gib: float) -> Any:
     )
 
 
-def initialised(gib: float) -> tuple[Any, Any, int]:
-    """(layout, a state of random numbers, which do not compress, its bytes)."""
+def random_state(gib: float) -> tuple[Any, Any, int]:
+    """Returns the sharded model, a state of incompressible random numbers, and its bytes."""
     import jax
     import jax.numpy as jnp
 
-    sharded = make(gib)
+    sharded = sharded_model(gib)
     state = sharded.init()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
 
     def random(opt_state: Any) -> Any:
         leaves, tree = jax.tree.flatten(opt_state)
         keys = jax.random.split(jax.random.key(0), len(leaves))
-        drawn = [jax.random.normal(k, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else x + 0
-                 for k, x in zip(keys, leaves, strict=True)]  # fmt: skip
-        return jax.tree.unflatten(tree, drawn)
+        for i, (key, leaf) in enumerate(zip(keys, leaves, strict=True)):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                leaves[i] = jax.random.normal(key, leaf.shape)
+        return jax.tree.unflatten(tree, leaves)
 
-    state = dataclasses.replace(
-        state, opt_state=jax.jit(random, out_shardings=shardings)(state.opt_state)
-    )
-    return (
-        sharded,
-        jax.block_until_ready(state),
-        sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
-    )
+    opt_state = jax.jit(random, out_shardings=shardings)(state.opt_state)
+    state = jax.block_until_ready(dataclasses.replace(state, opt_state=opt_state))
+    return sharded, state, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-def child_save(directory: Path, gib: float, rounds: int) -> Figures:
-    """Synchronous saves and plain writes."""
+def child_save(directory: Path, gib: float, rounds: int) -> Measured:
+    """Measures synchronous saves and plain writes."""
     from fsdp_jax.checkpoint import CheckpointStore
 
-    sharded, state, size = initialised(gib)
-    ours, plain = [], []
+    sharded, state, size = random_state(gib)
+    ours: list[float] = []
+    plain: list[float] = []
     buffer = os.urandom(BLOCK)
     with CheckpointStore(directory / "checkpoints", keep=1, asynchronous=False) as store:
         for step in range(rounds):
@@ -110,48 +107,40 @@ def child_save(directory: Path, gib: float, rounds: int) -> Figures:
     return {"bytes": size, "ours_s": statistics.median(ours), "plain_s": statistics.median(plain)}
 
 
-def child_blocked(directory: Path, gib: float, rounds: int) -> Figures:
-    """Asynchronous saves and plain copies."""
+def child_blocked(directory: Path, gib: float, rounds: int) -> Measured:
+    """Measures the blocking time of asynchronous saves, and plain copies."""
     import jax
     import numpy as np
 
     from fsdp_jax.checkpoint import CheckpointStore
 
-    sharded, state, size = initialised(gib)
-    ours, plain = [], []
+    sharded, state, size = random_state(gib)
+    ours: list[float] = []
+    plain: list[float] = []
     with CheckpointStore(directory / "asynchronous", keep=1) as store:
         for step in range(rounds):
             started = time.perf_counter()
-            shards = [
-                shard.data
-                for leaf in jax.tree.leaves(state.params)
-                for shard in leaf.addressable_shards
-            ]
-            shards += [
-                shard.data
-                for leaf in jax.tree.leaves(state.opt_state)
-                for shard in leaf.addressable_shards
-            ]
-            copies = [np.array(shard) for shard in shards]
+            leaves = jax.tree.leaves((state.params, state.opt_state))
+            copies = [np.array(shard.data) for leaf in leaves for shard in leaf.addressable_shards]
             plain.append(time.perf_counter() - started)
-            del copies, shards
+            del copies, leaves
             ours.append(store.save(step, sharded.to_checkpoint(state), data={}, metadata={}))
             store.wait()
     shutil.rmtree(directory / "asynchronous")
     return {"bytes": size, "ours_s": statistics.median(ours), "plain_s": statistics.median(plain)}
 
 
-def child_read(directory: Path, _: float, __: int) -> Figures:
-    """Plain reads of the checkpoint's files, once kept and once streamed."""
+def child_read(directory: Path, _: float, __: int) -> Measured:
+    """Measures plain reads of the checkpoint's files, once kept and once streamed."""
     import numpy as np
 
-    files = forget(directory)
+    files = drop_from_page_cache(directory)
     started = time.perf_counter()
-    kept = [np.fromfile(path, np.uint8) for path in files]
+    contents = [np.fromfile(path, np.uint8) for path in files]
     seconds = time.perf_counter() - started
-    size = sum(each.nbytes for each in kept)
-    del kept
-    forget(directory)
+    size = sum(content.nbytes for content in contents)
+    del contents
+    drop_from_page_cache(directory)
     started = time.perf_counter()
     block = memoryview(bytearray(BLOCK))
     for path in files:
@@ -161,13 +150,13 @@ def child_read(directory: Path, _: float, __: int) -> Figures:
     return {"bytes": size, "plain_s": seconds, "streamed_s": time.perf_counter() - started}
 
 
-def child_restore(directory: Path, gib: float, verify: bool) -> Figures:
-    """One restore, and the memory it took."""
+def child_restore(directory: Path, gib: float, verify: bool) -> Measured:
+    """Measures one restore and its memory."""
     import jax
 
     from fsdp_jax.checkpoint import CheckpointStore
 
-    sharded = make(gib)
+    sharded = sharded_model(gib)
     with CheckpointStore(directory / "checkpoints") as store:
         step, target = max(store.steps()), sharded.checkpoint_target()
         size = sum(
@@ -175,32 +164,34 @@ def child_restore(directory: Path, gib: float, verify: bool) -> Figures:
             for leaf in jax.tree.leaves(target)
             if leaf.dtype != target.rng.dtype
         )
-        forget(directory)
-        before, started = resident(), time.perf_counter()
+        drop_from_page_cache(directory)
+        before = resident()
+        started = time.perf_counter()
         restored, *_ = store.restore(step, target, verify=verify)
         jax.block_until_ready(restored.params)
         seconds = time.perf_counter() - started
     return {"bytes": size, "ours_s": seconds, "peak": peak() - before}
 
 
-def child_export(directory: Path, gib: float, _: int) -> Figures:
-    """One export, and the memory it took."""
+def child_export(directory: Path, gib: float, _: int) -> Measured:
+    """Measures one export and its memory."""
     from fsdp_jax.checkpoint import CheckpointStore, export_params
     from fsdp_jax.tree import flatten
 
-    sharded = make(gib)
+    sharded = sharded_model(gib)
     largest = max(leaf.bytes for leaf in flatten(sharded.layout.params).values())
     with CheckpointStore(directory / "checkpoints") as store:
         step = max(store.steps())
-        before, started = resident(), time.perf_counter()
-        done = export_params(store, step, directory / "export")
+        before = resident()
+        started = time.perf_counter()
+        exported = export_params(store, step, directory / "export")
         seconds = time.perf_counter() - started
     shutil.rmtree(directory / "export")
-    return {"bytes": done.size, "ours_s": seconds, "peak": peak() - before, "largest": largest}
+    return {"bytes": exported.size, "ours_s": seconds, "peak": peak() - before, "largest": largest}
 
 
-def forget(directory: Path) -> list[Path]:
-    """The checkpoint's files, which the kernel no longer holds in memory."""
+def drop_from_page_cache(directory: Path) -> list[Path]:
+    """Drops the checkpoint's files from the page cache and returns them."""
     files = [path for path in sorted((directory / "checkpoints").rglob("*")) if path.is_file()]
     for path in files:
         with path.open("rb") as file:
@@ -209,83 +200,82 @@ def forget(directory: Path) -> list[Path]:
 
 
 CHILDREN = {
-    "save": child_save, "read": child_read, "blocked": child_blocked, "export": child_export,
+    "save": child_save,
+    "read": child_read,
+    "blocked": child_blocked,
+    "export": child_export,
     "restore": lambda directory, gib, _: child_restore(directory, gib, verify=False),
     "verified": lambda directory, gib, _: child_restore(directory, gib, verify=True),
-}  # fmt: skip
+}
 
 
-def run(name: str, directory: Path, gib: float, rounds: int) -> Figures:
-    """One measurement in a process of its own."""
-    words = [sys.executable, __file__, "--child", name, "--directory", str(directory)]
-    words += ["--gib", str(gib), "--rounds", str(rounds)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+def run(name: str, directory: Path, gib: float, rounds: int) -> Measured:
+    """Runs one measurement in a child process."""
+    command = [sys.executable, __file__, "--child", name, "--directory", str(directory)]
+    command += ["--gib", str(gib), "--rounds", str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rate(figures: Figures, seconds: str) -> float:
-    """GiB/s."""
-    return figures["bytes"] / GIB / figures[seconds]
+def rate(measured: Measured, seconds: str) -> float:
+    """Returns GiB/s."""
+    return measured["bytes"] / GIB / measured[seconds]
 
 
-def measure(
-    directory: Path, gib: float, rounds: int
-) -> tuple[list[tuple[str, str, str, str, bool]], dict[str, Any]]:
-    """(rows of the table, all figures)."""
-    found: dict[str, Any] = {"save": run("save", directory, gib, rounds)}
+def measure(directory: Path, gib: float, rounds: int) -> dict[str, Measured]:
+    """Returns the measurements by name; medians where there are several rounds."""
+    measured = {"save": run("save", directory, gib, rounds)}
     names = ("read", "restore", "verified")
     each = [{name: run(name, directory, gib, 1) for name in names} for _ in range(rounds)]
     for name in names:
-        found[name] = {
-            key: statistics.median(one[name][key] for one in each) for key in each[0][name]
-        }
-    found["export"], found["blocked"] = (
-        run("export", directory, gib, 1),
-        run("blocked", directory, gib, rounds),
-    )
-    rows = []
-    write, read = rate(found["save"], "plain_s"), rate(found["read"], "plain_s")
-    rows.append(
-        ("plain read, streamed", "", f"{rate(found['read'], 'streamed_s'):.2f} GiB/s", "", True)
-    )
-    for name, plain in (("save", write), ("restore", read), ("verified", read)):
-        ours = rate(found[name], "ours_s")
-        label = {"save": "save", "restore": "restore, unverified", "verified": "restore"}[name]
-        target = f">= {THROUGHPUT}x" if name != "verified" else ""
-        fits = name == "verified" or ours >= THROUGHPUT * plain
-        rows.append(
-            (label, f"{ours:.2f} GiB/s", f"{plain:.2f} GiB/s, {ours / plain:.2f}x", target, fits)
-        )
+        keys = each[0][name]
+        measured[name] = {key: statistics.median(one[name][key] for one in each) for key in keys}
+    measured["export"] = run("export", directory, gib, 1)
+    measured["blocked"] = run("blocked", directory, gib, rounds)
+    return measured
+
+
+def table(measured: dict[str, Measured]) -> list[tuple[str, str, str, str, bool]]:
+    """Returns rows (what, ours, plain, target, whether it is met)."""
+    write, read = rate(measured["save"], "plain_s"), rate(measured["read"], "plain_s")
+    streamed = rate(measured["read"], "streamed_s")
+    rows = [("plain read, streamed", "", f"{streamed:.2f} GiB/s", "", True)]
+
+    def throughput(label: str, name: str, plain: float, *, required: bool) -> None:
+        ours = rate(measured[name], "ours_s")
+        against = f"{plain:.2f} GiB/s, {ours / plain:.2f}x"
+        target = f">= {THROUGHPUT}x" if required else ""
+        met = not required or ours >= THROUGHPUT * plain
+        rows.append((label, f"{ours:.2f} GiB/s", against, target, met))
+
+    throughput("save", "save", write, required=True)
+    throughput("restore, unverified", "restore", read, required=True)
+    throughput("restore", "verified", read, required=False)
+
     for name, label in (("restore", "peak of a restore"), ("verified", "peak of a verified one")):
-        times = found[name]["peak"] / found[name]["bytes"]
-        against = f"{found[name]['bytes'] / GIB:.2f} GiB, {times:.2f}x"
-        rows.append(
-            (
-                label,
-                f"{found[name]['peak'] / GIB:.2f} GiB",
-                against,
-                f"< {RESTORE_PEAK}x",
-                times < RESTORE_PEAK,
-            )
-        )
-    above = found["export"]["peak"] - found["export"]["largest"]
-    size, largest = (found["export"][name] / GIB for name in ("peak", "largest"))
-    against = f"{largest:.2f} GiB, {above / GIB:+.2f}"
-    rows.append(
-        ("peak of an export", f"{size:.2f} GiB", against, "< 0.5 GiB more", above < EXPORT_PEAK)
-    )
-    ours, plain = found["blocked"]["ours_s"], found["blocked"]["plain_s"]
-    against = f"{plain:.2f} s, {ours / plain:.2f}x"
-    rows.append(
-        ("blocked by a save", f"{ours:.2f} s", against, f"<= {BLOCKED}x", ours <= BLOCKED * plain)
-    )
-    return rows, found
+        peak_bytes, size = measured[name]["peak"], measured[name]["bytes"]
+        times = peak_bytes / size
+        against = f"{size / GIB:.2f} GiB, {times:.2f}x"
+        ours, target = f"{peak_bytes / GIB:.2f} GiB", f"< {RESTORE_PEAK}x"
+        rows.append((label, ours, against, target, times < RESTORE_PEAK))
+
+    peak_bytes, largest = measured["export"]["peak"], measured["export"]["largest"]
+    above = peak_bytes - largest
+    against = f"{largest / GIB:.2f} GiB, {above / GIB:+.2f}"
+    ours = f"{peak_bytes / GIB:.2f} GiB"
+    rows.append(("peak of an export", ours, against, "< 0.5 GiB more", above < EXPORT_PEAK))
+
+    blocked, copy = measured["blocked"]["ours_s"], measured["blocked"]["plain_s"]
+    against = f"{copy:.2f} s, {blocked / copy:.2f}x"
+    met = blocked <= BLOCKED * copy
+    rows.append(("blocked by a save", f"{blocked:.2f} s", against, f"<= {BLOCKED}x", met))
+    return rows
 
 
 def main() -> int:
-    """Prints a table and a line of JSON."""
+    """Prints a table and a line of JSON; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
@@ -299,10 +289,11 @@ def main() -> int:
     from fsdp_jax.tables import text_table
 
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        rows, found = measure(Path(directory), options.gib, options.rounds)
+        measured = measure(Path(directory), options.gib, options.rounds)
+    rows = table(measured)
     verdicts = [(*row[:4], "" if row[4] else "MISSED") for row in rows]
     print(text_table(["what", "ours", "against", "target", ""], verdicts))
-    text = json.dumps(found)
+    text = json.dumps(measured)
     print(text)
     if options.json:
         options.json.write_text(text + "\n")

@@ -1,20 +1,19 @@
-"""Kills a real training run again and again, and holds it against one that was left alone.
+"""Kills a training run again and again, and compares it to one that was never killed.
 
     python scripts/torture_checkpoint.py [--trials 200] [--seed 0] [--directory DIR] [--json FILE]
 
 Conventions
 - One run of a tiny GPT over 8 virtual devices, a checkpoint every second step, the newest two kept.
-  Each trial starts it, waits for a phase that is drawn at random, waits a random moment more, and
-  kills it (SIGKILL). Phases are those that the run logs: `step` (the metrics of a step are
-  written), `saving`, `sealed` (digested, and about to be renamed into place), `saved`, `deleting`
-  (the oldest is renamed away and being removed), `restored` (just resumed).
-- After each kill: the newest step in place is as it was written (every file against its digest),
-  and it is not older than the newest that the run had logged as saved. Otherwise the trial has lost
-  something.
-- A run that reaches its last step starts anew, in another directory, so that there is always
-  something to kill. When all trials are done the last one runs to its end.
-- Bit differences: the losses and gradient norms of every step, as written, and the last state, leaf
-  by leaf, against those of the run that was left alone. All runs must agree on every bit.
+  Each trial starts it, waits for a random phase and then a random moment more, and kills it
+  (SIGKILL). Phases are those that the run logs: `step` (the metrics of a step are written),
+  `saving`, `sealed` (digested, and about to be renamed into place), `saved`, `deleting` (the oldest
+  is renamed away and being removed), `restored` (just resumed).
+- After each kill, the newest step in place must be intact (every file against its digest), and not
+  older than the newest that the run had logged as saved. Otherwise the trial has lost something.
+- A run that reaches its last step starts anew in another directory, so that there is always
+  something to kill. After all trials the last one runs to its end.
+- Bit differences: losses and gradient norms of every step, as written, and the last state, leaf by
+  leaf, against those of the control run. All runs must agree on every bit.
 - Exit code 1 if anything was lost or differs.
 """
 
@@ -43,7 +42,7 @@ checkpoint: {every: 2, keep: 2}
 """
 STEPS = 60
 PHASES = ("step", "saving", "sealed", "saved", "deleting", "restored")
-SOON = 0.15  # seconds: the longest moment between a phase and the kill
+DELAY = 0.15  # seconds: the longest delay between a phase and the kill
 PATIENCE = 300.0
 
 RUN = """
@@ -55,14 +54,14 @@ log = logging.getLogger("fsdp_jax.checkpoint")
 log.addHandler(logging.StreamHandler(sys.stdout))
 log.setLevel(logging.INFO)
 log.propagate = False
-from fsdp_jax.cli import main
+from fsdp_jax.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
 
 
 @dataclass
-class Found:
-    """What the trials have come to."""
+class Outcome:
+    """The results of all trials."""
 
     kills: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
@@ -73,25 +72,20 @@ class Found:
 
 
 def start(directory: Path, output: Path) -> subprocess.Popen[str]:
-    """The run, as a user starts it; what it logs comes line by line."""
-    words = [
-        sys.executable,
-        "-u",
-        "-c",
-        RUN,
-        str(directory / "compiled"),
-        "train",
-        str(directory / "run.yaml"),
-    ]
-    # stderr is its own file: a pipe that nobody reads would stop it
+    """Starts the run as a user does; its log comes line by line."""
+    command = [sys.executable, "-u", "-c", RUN, str(directory / "compiled")]
+    command += ["train", str(directory / "run.yaml"), "--output", str(output)]
     return subprocess.Popen(
-        [*words, "--output", str(output)], stdout=subprocess.PIPE, stderr=(directory / "stderr").open("w"), text=True,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=(directory / "stderr").open("w"),  # a pipe that nobody reads would block it
+        text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    )
 
 
 def phase_of(line: str) -> str | None:
-    """Which phase a line of output begins."""
+    """Returns the phase that a line of output begins, if any."""
     first = line.split(" ", 1)[0]
     if first == "step":
         return "step" if re.match(r"step \d+/", line) else None
@@ -101,64 +95,67 @@ def phase_of(line: str) -> str | None:
 
 
 def steps_in(output: Path) -> list[int]:
-    """The steps in place, by name."""
+    """Returns the steps in place, by name."""
     return sorted(
         int(path.name) for path in (output / "checkpoints").glob("*") if path.name.isdecimal()
     )
 
 
-def trial(directory: Path, output: Path, numbers: random.Random, found: Found) -> bool:
-    """One start and one kill; True if the run came to its end before."""
-    wanted, moment, count = numbers.choice(PHASES), numbers.random() * SOON, numbers.randrange(1, 4)
-    if wanted == "restored" and not steps_in(output):
-        wanted = "step"
+def trial(directory: Path, output: Path, numbers: random.Random, outcome: Outcome) -> bool:
+    """Starts the run and kills it once; returns True if the run ended before."""
+    # The kill: after the n-th time that the run enters a phase, and a delay.
+    phase = numbers.choice(PHASES)
+    delay = numbers.random() * DELAY
+    count = numbers.randrange(1, 4)
+    if phase == "restored" and not steps_in(output):
+        phase = "step"
     process = start(directory, output)
-    killed, saved = False, 0
     assert process.stdout is not None
-    watchdog = threading.Timer(
-        PATIENCE, process.send_signal, [signal.SIGQUIT]
-    )  # for one that hangs
+    watchdog = threading.Timer(PATIENCE, process.send_signal, [signal.SIGQUIT])  # if it hangs
     watchdog.start()
+
+    killed = False
+    saved = 0
     for line in process.stdout:
         if line.startswith("saved "):
             saved = int(line.split()[1])
-        if phase_of(line) == wanted and not killed:
+        if phase_of(line) == phase and not killed:
             count -= 1
-            if count <= 0 or wanted == "restored":
+            if count <= 0 or phase == "restored":
                 killed = True
-                time.sleep(moment)
+                time.sleep(delay)
                 process.send_signal(signal.SIGKILL)
     code = process.wait()
     watchdog.cancel()
     if code == 0:
-        found.kills["(came to its end)"] += 1
+        outcome.kills["(came to its end)"] += 1
         return True
     if code != -signal.SIGKILL:
         raise SystemExit(f"the run failed with {code}:\n{(directory / 'stderr').read_text()}")
-    found.kills[wanted] += 1
-    check(output, saved, found)
+    outcome.kills[phase] += 1
+    check(output, saved, outcome)
     return False
 
 
-def check(output: Path, saved: int, found: Found) -> None:
-    """Whether the newest step in place is whole, and as new as the run has said."""
+def check(output: Path, saved: int, outcome: Outcome) -> None:
+    """Checks that all steps in place are intact, and the newest as new as the run has logged."""
     from fsdp_jax.checkpoint.manifest import check_files
 
     names = [path.name for path in (output / "checkpoints").glob("*")]
-    found.unsealed += any(".unsealed" in name for name in names)
-    found.half_deleted += any(".deleting" in name for name in names)
+    outcome.unsealed += any(".unsealed" in name for name in names)
+    outcome.half_deleted += any(".deleting" in name for name in names)
     steps = steps_in(output)
     newest = max(steps, default=0)
     if newest < saved:
-        found.lost.append(f"step {saved} was saved, {newest} is the newest in place")
+        outcome.lost.append(f"step {saved} was saved, {newest} is the newest in place")
     for step in steps:
         checked = check_files(output / "checkpoints" / str(step))
         if not checked.good:
-            found.lost.append(f"step {step}: {checked.summary()}")
+            outcome.lost.append(f"step {step}: {checked.summary()}")
 
 
 def losses(output: Path) -> list[tuple[object, ...]]:
-    """What each step has measured, to the last bit."""
+    """Returns the metrics of each step that do not depend on time, exactly as written."""
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [
         (record["step"], record["loss"], record["grad_norm"], record["learning_rate"])
@@ -167,41 +164,44 @@ def losses(output: Path) -> list[tuple[object, ...]]:
 
 
 def last_state(output: Path) -> dict[str, bytes]:
-    """Every array of the last checkpoint, and where the data goes on."""
+    """Returns the bytes of every array of the last checkpoint, and its data position."""
     import jax
     import jax.numpy as jnp
 
     from fsdp_jax.checkpoint import CheckpointStore
     from fsdp_jax.io.array_specs import parse_description
 
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with CheckpointStore(output / "checkpoints") as store:
         record = store.record(STEPS)
         target = {}
         for path, text in record["leaves"].items():
             name, shape = parse_description(text)
             dtype = jax.random.key(0).dtype if name.startswith("key<") else jnp.dtype(name)
-            target[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+            target[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=device)
         state, data, _ = store.restore(STEPS, target)
-    arrays = {p: jax.random.key_data(x) if record["keys"].get(p) else x for p, x in state.items()}
-    return {path: jax.device_get(array).tobytes() for path, array in arrays.items()} | {
-        "data": repr(data).encode()
-    }
+    for path in record["keys"]:
+        state[path] = jax.random.key_data(state[path])
+    content = {path: jax.device_get(array).tobytes() for path, array in state.items()}
+    return content | {"data": repr(data).encode()}
 
 
-def compare(output: Path, control: Path, found: Found) -> None:
-    """Every difference between a run that was killed and the one that was not."""
+def compare(output: Path, control: Path, outcome: Outcome) -> None:
+    """Records every difference between a run that was killed and the control run."""
     for one, other in zip(losses(output), losses(control), strict=True):
         if one != other:
-            found.differences.append(f"{output.name}: {one}, not {other}")
-    mine, theirs = last_state(output), last_state(control)
-    found.differences += [f"{output.name}: {path}" for path in mine.keys() | theirs.keys()
-                          if mine.get(path) != theirs.get(path)]  # fmt: skip
-    found.finished += 1
+            outcome.differences.append(f"{output.name}: {one}, not {other}")
+    state, expected = last_state(output), last_state(control)
+    outcome.differences += [
+        f"{output.name}: {path}"
+        for path in state.keys() | expected.keys()
+        if state.get(path) != expected.get(path)
+    ]
+    outcome.finished += 1
 
 
-def to_the_end(directory: Path, output: Path) -> None:
-    """Runs without a kill."""
+def run_to_end(directory: Path, output: Path) -> None:
+    """Runs to the end without a kill."""
     process = start(directory, output)
     process.communicate(timeout=PATIENCE)
     if process.returncode:
@@ -210,27 +210,29 @@ def to_the_end(directory: Path, output: Path) -> None:
         )
 
 
-def torture(directory: Path, trials: int, seed: int) -> Found:
-    """All trials."""
+def torture(directory: Path, trials: int, seed: int) -> Outcome:
+    """Runs all trials."""
     (directory / "run.yaml").write_text(CONFIG.replace("STEPS", str(STEPS)))
     control = directory / "control"
-    to_the_end(directory, control)
-    numbers, found, runs = random.Random(seed), Found(), 0
+    run_to_end(directory, control)
+    numbers = random.Random(seed)
+    outcome = Outcome()
+    runs = 0
     output = directory / "run-0"
-    for at in range(trials):
-        if trial(directory, output, numbers, found):
-            compare(output, control, found)
+    for number in range(1, trials + 1):
+        if trial(directory, output, numbers, outcome):
+            compare(output, control, outcome)
             runs += 1
             output = directory / f"run-{runs}"
-        if sys.stderr.isatty() or at % 20 == 19:
-            print(f"{at + 1} of {trials}: {len(found.lost)} lost", file=sys.stderr)
-    to_the_end(directory, output)
-    compare(output, control, found)
-    return found
+        if sys.stderr.isatty() or number % 20 == 0:
+            print(f"{number} of {trials}: {len(outcome.lost)} lost", file=sys.stderr)
+    run_to_end(directory, output)
+    compare(output, control, outcome)
+    return outcome
 
 
 def main() -> int:
-    """Prints a table and a line of JSON."""
+    """Prints a table and a line of JSON; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -240,29 +242,25 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        found = torture(Path(directory), options.trials, options.seed)
+        outcome = torture(Path(directory), options.trials, options.seed)
     from fsdp_jax.tables import text_table
 
-    print(text_table(["killed at", "trials"], sorted(found.kills.items())))
-    print(
-        f"kills after which a half-written step lay there: {found.unsealed}; a half-deleted one: {found.half_deleted}"
-    )
-    print(f"runs compared with the one left alone: {found.finished}")
-    print(
-        f"lost beyond the last good step: {len(found.lost)}; bit differences: {len(found.differences)}"
-    )
-    for line in [*found.lost, *found.differences][:40]:
+    print(text_table(["killed at", "trials"], sorted(outcome.kills.items())))
+    print(f"kills that left a half-written step: {outcome.unsealed}")
+    print(f"kills that left a half-deleted step: {outcome.half_deleted}")
+    print(f"runs compared to the control run: {outcome.finished}")
+    print(f"lost beyond the last good step: {len(outcome.lost)}")
+    print(f"bit differences: {len(outcome.differences)}")
+    for line in [*outcome.lost, *outcome.differences][:40]:
         print(f"  {line}")
-    figures = {
-        "trials": options.trials, "seed": options.seed, "kills": dict(found.kills), "unsealed": found.unsealed,
-        "half_deleted": found.half_deleted, "runs": found.finished, "lost": found.lost,
-        "differences": found.differences, "seconds": time.monotonic() - started,
-    }  # fmt: skip
-    text = json.dumps(figures)
+    fields = dict(vars(outcome))
+    fields["runs"] = fields.pop("finished")
+    fields |= {"trials": options.trials, "seed": options.seed}
+    text = json.dumps(fields | {"seconds": time.monotonic() - started})
     print(text)
     if options.json:
         options.json.write_text(text + "\n")
-    return int(bool(found.lost or found.differences))
+    return int(bool(outcome.lost or outcome.differences))
 
 
 if __name__ == "__main__":
