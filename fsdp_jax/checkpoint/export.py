@@ -160,10 +160,8 @@ def read_mapped(
         got = ", ".join(without[:SHOWN])
         raise ValueError(message(what, where="target", got=got, fix=fix))
     try:
-        with ShardReader(budget) as reader:
-            arrays = [
-                reader.read_array(leaf, mappings[path], tensors) for path, leaf in leaves.items()
-            ]
+        with ShardReader(tensors, budget) as reader:
+            arrays = [reader.read_array(leaf, mappings[path]) for path, leaf in leaves.items()]
     except OSError as error:
         what = "weights cannot be read"
         raise CheckpointError(message(what, where=str(where), got=error)) from error

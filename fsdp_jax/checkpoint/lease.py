@@ -30,7 +30,13 @@ class Lease:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._lock()
         self._file.truncate(0)
-        json.dump(self._owner(), self._file)
+        owner = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": self._process,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        json.dump(owner, self._file)
         self._file.flush()
         return self
 
@@ -70,14 +76,6 @@ class Lease:
         what = "another run is writing to this directory"
         fix = "choose another `output`, or stop that run"
         return ConfigError(message(what, where=str(self.path), got=owner, fix=fix))
-
-    def _owner(self) -> dict[str, str | int]:
-        return {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "process": self._process,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
 
 
 def _is_at(file: IO[str], path: Path) -> bool:

@@ -307,19 +307,20 @@ class CheckpointStore:
             raise _failure(NOT_READ, self.path(step), error) from error
 
     def _damage(self, step: int, checked: Checked) -> DamageError:
+        what = "a checkpoint is damaged"
         fix = "restore the files"
         others = [other for other in self.steps() if other != step]
         if others:
             fix += f", or take another step: {others}"
-        what, where = "a checkpoint is damaged", str(self.path(step))
+        where = str(self.path(step))
         return DamageError(message(what, where=where, got=checked.summary(), fix=fix))
 
     def _existing(self, step: int) -> Path:
         """Returns the path of a step. Raises ValueError if there is no such step."""
         self.wait()
-        path, steps = self.path(step), self.steps()
-        if step not in steps:
-            expected = f"one of {steps}"
+        path = self.path(step)
+        if step not in self.steps():
+            expected = f"one of {self.steps()}"
             raise ValueError(message("no such step", where=str(path), expected=expected, got=step))
         return path
 

@@ -27,20 +27,12 @@ SINGLE = "model.safetensors"
 # safetensors dtype -> numpy dtype
 DTYPE_OF_CODE = {
     "BOOL": "bool",
-    "U8": "uint8",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
     "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
@@ -73,7 +65,7 @@ class StoredTensor:
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
         """Returns the values of a box, read into `scratch` (uint8, large enough) if given.
 
-        Raises OSError, also where the file ends before the tensor does.
+        Raises OSError, also if the file ends before the tensor does.
         """
         sizes = box_sizes(box)
         size = array_bytes(sizes, self.dtype)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -42,18 +42,6 @@ MIN_READ = 16 << 10  # bytes; below this, reading the gaps too costs nothing
 MIN_TRANSPOSE = 1 << 14  # elements; below this, numpy transposes fast enough
 
 
-class ShardBuffer(Protocol):
-    """The memory of one shard while it is filled."""
-
-    def write(self, box: Box, values: np.ndarray) -> None:
-        """Casts `values` and stores them in a box of the shard. Thread-safe."""
-        ...
-
-    def arrays(self) -> list[jax.Array]:
-        """Returns the shard on each of its devices; no write may follow."""
-        ...
-
-
 class HostBuffer:
     """A shard that is assembled in host memory."""
 
@@ -62,27 +50,15 @@ class HostBuffer:
         self._targets = targets
 
     def write(self, box: Box, values: np.ndarray) -> None:
-        """See `ShardBuffer.write`."""
+        """Casts `values` and stores them in a box of the shard. Thread-safe."""
         box_view(self.values, box)[...] = row_major(values)
 
     def arrays(self) -> list[jax.Array]:
-        """See `ShardBuffer.arrays`. A CPU device adopts this memory; jax never writes to it."""
+        """Returns the shard on each of its devices; no write may follow.
+
+        A CPU device adopts this very memory.
+        """
         return [jax.device_put(self.values, target) for target in self._targets]
-
-
-def aligned_zeros(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
-    """Returns zeros in one aligned allocation, which takes fewer and larger pages than many.
-
-    Pages that are never written take no memory.
-    """
-    sizes = [array_bytes(shape, dtype) for shape in shapes]
-    starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)])
-    raw = np.zeros(starts[-1] + ALIGNMENT, np.uint8)
-    raw = raw[-raw.ctypes.data % ALIGNMENT :]
-    return [
-        raw[start : start + size].view(dtype).reshape(shape)
-        for start, size, shape in zip(starts, sizes, shapes, strict=False)
-    ]
 
 
 class DeviceBuffer:
@@ -99,7 +75,7 @@ class DeviceBuffer:
         self._lock = threading.Lock()
 
     def write(self, box: Box, values: np.ndarray) -> None:
-        """See `ShardBuffer.write`."""
+        """Casts `values` and stores them in a box of the shard. Thread-safe."""
         block = np.ascontiguousarray(row_major(values).astype(self._dtype, copy=False))
         start = [lo for lo, _ in box]
         with self._lock:
@@ -107,8 +83,11 @@ class DeviceBuffer:
             jax.block_until_ready(self._arrays)  # the block is in use until then
 
     def arrays(self) -> list[jax.Array]:
-        """See `ShardBuffer.arrays`."""
+        """Returns the shard on each of its devices."""
         return self._arrays
+
+
+ShardBuffer = HostBuffer | DeviceBuffer
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -117,7 +96,7 @@ def _update(array: jax.Array, block: jax.Array, start: Sequence[int]) -> jax.Arr
 
 
 class ShardReader:
-    """Threads that fill arrays within `budget` bytes of host memory beside them: a context.
+    """Threads that read `tensors` into arrays, in `budget` bytes of host memory beside: a context.
 
     Each worker has a block to read into, one to cast into for devices with memory of their own, and
     the transfer of that one. Blocks are at most an eighth of a worker's share of the budget, so
@@ -126,9 +105,10 @@ class ShardReader:
     `bytes_read` counts the bytes read from files.
     """
 
-    def __init__(self, budget: int = STAGING_BYTES) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor], budget: int = STAGING_BYTES) -> None:
         if budget < 1:
             raise ValueError(f"the budget for staging is at least 1 byte, got {budget}")
+        self.tensors = tensors
         self.budget = budget
         self.block_bytes = max(min(budget // (8 * WORKERS), MAX_BLOCK), 1)
         self.bytes_read = 0
@@ -143,13 +123,11 @@ class ShardReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read_array(
-        self,
-        leaf: jax.ShapeDtypeStruct,
-        mappings: Sequence[TensorMapping],
-        tensors: Mapping[str, StoredTensor],
+        self, leaf: jax.ShapeDtypeStruct, mappings: Sequence[TensorMapping]
     ) -> jax.Array:
         """Returns an array with the leaf's shape, dtype and sharding; unmapped elements are 0."""
-        shape, sharding = tuple(leaf.shape), leaf.sharding
+        shape = tuple(leaf.shape)
+        sharding = leaf.sharding
         assert sharding is not None, "callers check that a target has shardings"
 
         # Which devices hold which part; replicas share a buffer.
@@ -160,7 +138,7 @@ class ShardReader:
 
         # Assemble on the host where the shards stay there or fit the budget, or on the devices.
         shapes = [box_sizes(box) for box in targets]
-        size = sum(array_bytes(shape, leaf.dtype) for shape in shapes)
+        size = sum(array_bytes(sizes, leaf.dtype) for sizes in shapes)
         in_host_memory = sharding.memory_kind in HOST_MEMORY_KINDS or all(
             map(uses_host_memory, sharding.addressable_devices)
         )
@@ -173,34 +151,26 @@ class ShardReader:
             }
         else:
             buffers = {
-                box: DeviceBuffer(shape, leaf.dtype, targets[box])
-                for box, shape in zip(targets, shapes, strict=True)
+                box: DeviceBuffer(sizes, leaf.dtype, targets[box])
+                for box, sizes in zip(targets, shapes, strict=True)
             }
-        self.fill(buffers, mappings, tensors)
+        self.fill(buffers, mappings)
 
         arrays = [array for buffer in buffers.values() for array in buffer.arrays()]
         jax.block_until_ready(arrays)  # a transfer holds host memory until it is done
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
-    def fill(
-        self,
-        buffers: Mapping[Box, ShardBuffer],
-        mappings: Sequence[TensorMapping],
-        tensors: Mapping[str, StoredTensor],
-    ) -> None:
+    def fill(self, buffers: Mapping[Box, ShardBuffer], mappings: Sequence[TensorMapping]) -> None:
         """Reads the mapped tensors into `buffers`, by their boxes of the array. Raises OSError."""
-        copies = [
-            copy
-            for mapping in mappings
-            for copy in self._block_copies(buffers, mapping, tensors[mapping.name])
-        ]
+        copies = [copy for mapping in mappings for copy in self._block_copies(buffers, mapping)]
         for _ in self._pool.map(lambda copy: copy(), copies):
             pass  # raises the error of a copy that failed
 
     def _block_copies(
-        self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping, tensor: StoredTensor
+        self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping
     ) -> Iterator[Callable[[], None]]:
         """Yields a call for each block of the tensor that some buffer needs."""
+        tensor = self.tensors[mapping.name]
         needed = [part for box in buffers if (part := intersect(box, mapping.box)) is not None]
         if not needed:
             return
@@ -210,16 +180,12 @@ class ShardReader:
         for block in split_box(read_box, max(self.block_bytes // tensor.dtype.itemsize, 1)):
             array_block = mapping.array_box(block)
             if any(intersect(array_block, part) is not None for part in needed):
-                yield partial(self._copy_block, block, mapping, tensor, buffers)
+                yield partial(self._copy_block, block, mapping, buffers)
 
     def _copy_block(
-        self,
-        block: Box,
-        mapping: TensorMapping,
-        tensor: StoredTensor,
-        buffers: Mapping[Box, ShardBuffer],
+        self, block: Box, mapping: TensorMapping, buffers: Mapping[Box, ShardBuffer]
     ) -> None:
-        values = mapping.to_array(tensor.read(block, self._scratch()))
+        values = mapping.to_array(self.tensors[mapping.name].read(block, self._scratch()))
         with self._lock:
             self.bytes_read += values.nbytes
         array_block = mapping.array_box(block)
@@ -234,6 +200,21 @@ class ShardReader:
         if not hasattr(self._local, "scratch"):
             self._local.scratch = np.empty(max(self.block_bytes, 16), np.uint8)
         return self._local.scratch
+
+
+def aligned_zeros(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
+    """Returns zeros in one aligned allocation, which takes fewer and larger pages than many.
+
+    Pages that are never written take no memory.
+    """
+    sizes = [array_bytes(shape, dtype) for shape in shapes]
+    starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)])
+    raw = np.zeros(starts[-1] + ALIGNMENT, np.uint8)
+    raw = raw[-raw.ctypes.data % ALIGNMENT :]
+    return [
+        raw[start : start + size].view(dtype).reshape(shape)
+        for start, size, shape in zip(starts, sizes, shapes, strict=False)
+    ]
 
 
 def uses_host_memory(device: jax.Device) -> bool:

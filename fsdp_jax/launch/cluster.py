@@ -78,12 +78,14 @@ def join_cluster(coordinator: str | None, processes: int | None, process: int | 
         )
     _check_address(coordinator)
     if processes < 1:
-        what, where = "an empty cluster", "cluster.processes"
-        raise ConfigError(message(what, where=where, expected="1 or more", got=processes))
+        where = "cluster.processes"
+        raise ConfigError(
+            message("an empty cluster", where=where, expected="1 or more", got=processes)
+        )
     if not 0 <= process < processes:
-        what, where = "no such process", "cluster.process"
+        where = "cluster.process"
         expected = f"0 to {processes - 1} for {processes} processes"
-        raise ConfigError(message(what, where=where, expected=expected, got=process))
+        raise ConfigError(message("no such process", where=where, expected=expected, got=process))
     jax.distributed.initialize(coordinator, processes, process)
 
 

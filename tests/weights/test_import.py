@@ -340,11 +340,11 @@ def test_any_tensor_is_read_into_any_sharding(
     with (
         pytest.MonkeyPatch.context() as patch,
         SafetensorsFolder(folder) as tensors,
-        ShardReader(budget) as staging,
+        ShardReader(tensors, budget) as staging,
     ):
         patch.setattr(sharded_read, "MIN_READ", run)
         patch.setattr(sharded_read, "uses_host_memory", lambda device: not on_device)
-        array = staging.read_array(leaf, [mapping], tensors)
+        array = staging.read_array(leaf, [mapping])
     assert_bits({"": array}, {"": whole.astype(jnp.dtype(dtype))})
     assert array.sharding == leaf.sharding
     np.testing.assert_array_equal(
@@ -415,8 +415,8 @@ def test_a_process_reads_what_its_own_devices_need(tmp_path, reads):
         box = (rows, columns)
         sink = HostBuffer(np.zeros([hi - lo for lo, hi in box], value.dtype), [])
         reads.clear()
-        with SafetensorsFolder(tmp_path) as tensors, ShardReader() as staging:
-            staging.fill({box: sink}, [mapping], tensors)
+        with SafetensorsFolder(tmp_path) as tensors, ShardReader(tensors) as staging:
+            staging.fill({box: sink}, [mapping])
         assert (sink.values == value[tuple(slice(*each) for each in box)]).all()
         worth_it = (columns[1] - columns[0]) * 4 >= sharded_read.MIN_READ
         wide = columns if worth_it else (0, 64 << 10)
@@ -435,8 +435,8 @@ def test_the_budget_bounds_what_is_staged(tmp_path, monkeypatch):
     monkeypatch.setattr(sharded_read, "uses_host_memory", lambda device: False)
     with SafetensorsFolder(tmp_path) as tensors:
         tracemalloc.start()
-        with ShardReader(budget) as staging:
-            array = staging.read_array(leaf, [mapping], tensors)
+        with ShardReader(tensors, budget) as staging:
+            array = staging.read_array(leaf, [mapping])
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert (np.asarray(array) == value.T.astype(jnp.bfloat16)).all()
