@@ -1,4 +1,4 @@
-"""What `fsdp-jax tokenize` does: a corpus and a tokenizer become token shards."""
+"""The work of `fsdp-jax tokenize`: encodes a corpus as token shards."""
 
 from pathlib import Path
 from typing import cast
@@ -11,11 +11,12 @@ from fsdp_jax.data import (
     tokenize,
     train_bpe,
 )
-from fsdp_jax.data.documents import Split
+from fsdp_jax.data.checks import check_choice, ignored_key_error
+from fsdp_jax.data.documents import Documents, Split
 from fsdp_jax.data.files import Skipped
-from fsdp_jax.data.records import Invalid, check_invalid, would_be_ignored
-from fsdp_jax.data.shard_writer import Say, plan_of
-from fsdp_jax.data.sources import HELD_OUT
+from fsdp_jax.data.records import Invalid
+from fsdp_jax.data.shard_writer import Say, read_plan
+from fsdp_jax.data.sources import HELD_OUT, skip_note
 from fsdp_jax.data.tokenizer import FILE, Tokenizer
 from fsdp_jax.errors import ConfigError, message
 
@@ -33,66 +34,66 @@ def tokenize_corpus(
     invalid: str,
     say: Say,
 ) -> str:
-    """Writes the shards, or goes on writing them; returns what to print.
+    """Writes token shards, or resumes writing them; returns the line to print.
 
     Args:
         corpus: a text file, a .jsonl, a folder of them, or `embedded`.
         to: folder of the shards.
         tokenizer: as `load_tokenizer` takes it; None trains one.
-        vocab_size: of the one that is trained; one that was trained before for the same shards is
-            taken again.
-        field: of a record that holds the text.
-        held_out: share that is kept from training; 0.05 if None.
-        invalid: what becomes of text that is not UTF-8.
-        say: told of the progress.
+        vocab_size: of the trained one; a tokenizer trained for the same shards is used again.
+        field: of a record, that holds the text.
+        held_out: share kept from training; 0.05 if None.
+        invalid: what to do with text that is not UTF-8.
+        say: called with lines of progress.
 
     Raises:
-        ConfigError: what cannot be read, or a folder that holds something else, or shards that were
-            asked for otherwise.
+        ConfigError: the corpus cannot be read, or the folder holds other files or shards made with
+            other settings.
 
     """
-    check_invalid(invalid)
-    kept = cast(Invalid, invalid)
-    if corpus == EMBEDDED:
-        for name, got, default in (("field", field, "text"), ("invalid", invalid, "error")):
-            if got != default:
-                raise would_be_ignored(name, got, where=f"--{name}")
-    documents = (
-        embedded_documents()
-        if corpus == EMBEDDED
-        else open_documents(corpus, field=field, invalid=kept)
+    split = split_documents(
+        _open_corpus(corpus, field, invalid), held_out=HELD_OUT if held_out is None else held_out
     )
-    split = split_documents(documents, held_out=HELD_OUT if held_out is None else held_out)
+    encoder: Tokenizer
     if vocab_size is None:
-        assert tokenizer is not None, "or a size is"
-        found = load_tokenizer(tokenizer)
+        assert tokenizer is not None, "a tokenizer or a size is given"
+        encoder = load_tokenizer(tokenizer)
     else:
         assert tokenizer is None, "a size is given"
-        found = _trained(split, Path(to).expanduser(), vocab_size, say)
-    manifest = tokenize(split, found, to, asked=vocab_size, say=say)
-    plan, tokens = manifest.plan, sum(manifest.tokens(part) for part in ("train", "held_out"))
-    passed = (
-        f"; passed over or mended: {Skipped(plan.skipped)}" if any(plan.skipped.values()) else ""
-    )
+        encoder = _trained_tokenizer(split, Path(to).expanduser(), vocab_size, say)
+    manifest = tokenize(split, encoder, to, asked=vocab_size, say=say)
+    plan = manifest.plan
+    held_out_tokens = manifest.tokens("held_out")
+    tokens = manifest.tokens("train") + held_out_tokens
     return (
-        f"{plan.name}: {tokens:,} tokens of {plan.documents:,} documents, {manifest.tokens('held_out'):,} held out, in "
-        f"{to} (tokenizer {plan.tokenizer}, {found.vocab_size:,} tokens){passed}"
+        f"{plan.name}: {tokens:,} tokens of {plan.documents:,} documents, {held_out_tokens:,} held "
+        f"out, in {to} (tokenizer {plan.tokenizer}, {encoder.vocab_size:,} tokens)"
+        f"{skip_note(Skipped(plan.skipped))}"
     )
 
 
-def _trained(split: Split, to: Path, vocab_size: int, say: Say) -> Tokenizer:
-    """The tokenizer of a run before, or one trained now: the same text gives the same one.
+def _open_corpus(corpus: str, field: str, invalid: str) -> Documents:
+    check_choice("invalid", invalid, Invalid)
+    if corpus != EMBEDDED:
+        return open_documents(corpus, field=field, invalid=cast(Invalid, invalid))
+    for name, got, default in (("field", field, "text"), ("invalid", invalid, "error")):
+        if got != default:
+            raise ignored_key_error(name, got, where=f"--{name}")
+    return embedded_documents()
 
-    What was asked for is compared, since a tokenizer may have got fewer ids than that.
+
+def _trained_tokenizer(split: Split, to: Path, vocab_size: int, say: Say) -> Tokenizer:
+    """Returns the tokenizer of a stopped run, or trains one: the same text gives the same one.
+
+    The requested sizes are compared, since a tokenizer may have got fewer ids than that.
     """
-    before = plan_of(to)
-    if before is not None and before.asked != vocab_size:
-        what, fix = (
-            "The folder holds shards of another tokenizer.",
-            "choose another folder, or remove this one",
-        )
-        expected = f"{before.asked}, as was asked for when it was trained"
-        expected = "--tokenizer, as it was made with one" if before.asked is None else expected
+    plan = read_plan(to)
+    if plan is not None and plan.asked != vocab_size:
+        what = "The folder holds shards of another tokenizer."
+        expected = f"{plan.asked}, as was asked for when it was trained"
+        if plan.asked is None:
+            expected = "--tokenizer, as it was made with one"
+        fix = "choose another folder, or remove this one"
         raise ConfigError(
             message(what, where="--vocab-size", expected=expected, got=vocab_size, fix=fix)
         )

@@ -1,7 +1,7 @@
 """Text, instructions and images, and batches of them that resume exactly.
 
-Documents become tokens, in memory or as shards on the disk; examples are rows by number; a loader
-makes batches. `open_examples` is the door to all of it.
+Documents become tokens, in memory or as shards on disk; examples are rows by index; a loader makes
+batches. `open_examples` opens any of them.
 """
 
 from fsdp_jax.data.documents import (
@@ -17,16 +17,17 @@ from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.loader import Loader, eval_batches, make_loader
 from fsdp_jax.data.shard_writer import tokenize
 from fsdp_jax.data.shards import Manifest, TokenShards
-from fsdp_jax.data.sources import LoadedData, open_examples
+from fsdp_jax.data.sources import DataOptions, LoadedData, open_examples
 from fsdp_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_bpe
 from fsdp_jax.data.windows import Windows
 
 __all__ = [
+    "DataOptions",
     "Documents",
     "Examples",
+    "LoadedData",
     "Loader",
     "Manifest",
-    "LoadedData",
     "Skipped",
     "Split",
     "TokenShards",

@@ -1,39 +1,81 @@
-"""Span corruption, the objective that T5 was trained with (Raffel et al., 2020, section 3.1.4).
+"""Span corruption, T5's training objective (Raffel et al., 2020, section 3.1.4).
 
-Of each stretch of text, `noise` of the tokens are taken out in spans of `mean_span` tokens on
-average. In the inputs a sentinel stands for each span; the targets are the sentinels, each followed
-by what it stands for. Both end in the end-of-text token, where there is one.
+A share `noise` of each chunk of text is removed, in spans of `mean_span` tokens on average. The
+inputs have a sentinel in place of each span; the targets are the sentinels, each followed by the
+tokens it replaces. Both end in the end-of-text token, if the tokenizer has one.
 
 Shapes: S inputs, T targets.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_jax.data.examples import Row, Settings, Tokens, padded, real, uniforms
+from fsdp_jax.data.checks import check_positive, config_error
+from fsdp_jax.data.examples import Row, Settings, Tokens, length_mask, pad, uniforms
 from fsdp_jax.data.tokenizer import Tokenizer
-from fsdp_jax.data.windows import check_positive
-from fsdp_jax.errors import ConfigError, message
+
+SEQUENCE_LENGTH = "data.sequence_length"
+
+
+@dataclass(frozen=True)
+class CorruptionSizes:
+    """Sizes of one corrupted chunk.
+
+    Attributes:
+        chunk: tokens of text.
+        removed: tokens removed from it.
+        spans: how many spans they form.
+        targets: the length of the targets.
+
+    """
+
+    chunk: int
+    removed: int
+    spans: int
+    targets: int
+
+
+def corruption_sizes(
+    inputs_length: int, *, end: int | None, noise: float = 0.15, mean_span: float = 3.0
+) -> CorruptionSizes:
+    """Returns the sizes of the longest chunk whose corrupted inputs fit `inputs_length`.
+
+    Raises ConfigError if no chunk fits.
+    """
+    sizes = None
+    extra = end is not None
+    chunk = 2
+    while True:
+        removed = min(max(round(chunk * noise), 1), chunk - 1)
+        spans = min(max(round(removed / mean_span), 1), removed, chunk - removed)
+        if chunk - removed + spans + extra > inputs_length:
+            break
+        sizes = CorruptionSizes(chunk, removed, spans, targets=removed + spans + extra)
+        chunk += 1
+    if sizes is None:
+        _check_at_least(2 + extra, inputs_length, "The inputs are too short.", SEQUENCE_LENGTH)
+    assert sizes is not None
+    return sizes
 
 
 class SpanCorruption:
-    """Random access to corrupted stretches of a stream of tokens, which do not overlap.
+    """Random access to corrupted chunks of a token stream, which do not overlap.
 
-    The stretches are as long as fills the inputs. Which spans are taken depends on `seed` and the
-    row's number alone, so it is the same in every epoch.
+    The removed spans depend on `seed` and the row's index alone, so every epoch has the same.
 
     Args:
         tokens: the stream.
         inputs_length: S.
-        targets_length: T; what `targets_needed` says, or more.
-        sentinels: ids for the spans, in their order; see `sentinels_of`.
+        targets_length: T; the `targets` of `corruption_sizes`, or more.
+        sentinels: ids for the spans, in order; see `sentinels_of`.
         end: the end-of-text token.
         seed: of the spans.
-        noise: share of the tokens that are taken out.
-        mean_span: tokens of a span.
+        noise: share of the tokens that is removed.
+        mean_span: tokens of a span, on average.
 
-    Raises ConfigError where the lengths, sentinels and text do not go together.
+    Raises ConfigError if the lengths, sentinels and text do not fit together.
 
     """
 
@@ -49,31 +91,30 @@ class SpanCorruption:
         noise: float = 0.15,
         mean_span: float = 3.0,
     ) -> None:
-        check_positive("data.sequence_length", inputs_length)
+        check_positive(SEQUENCE_LENGTH, inputs_length)
         if not (0 < noise < 1 and mean_span >= 1):
-            what, got = (
-                "Nothing can be taken out of the text.",
-                f"noise {noise}, mean span {mean_span}",
-            )
-            raise ConfigError(
-                message(what, expected="noise between 0 and 1, a mean span of at least 1", got=got)
-            )
-        self.stretch, self.noisy, self.spans = _sizes(
-            inputs_length, noise, mean_span, end is not None
+            what = "No spans can be removed from the text."
+            expected = "noise between 0 and 1, a mean span of at least 1"
+            got = f"noise {noise}, mean span {mean_span}"
+            raise config_error(what, expected=expected, got=got)
+        sizes = corruption_sizes(inputs_length, end=end, noise=noise, mean_span=mean_span)
+        what = "The targets are too short."
+        _check_at_least(sizes.targets, targets_length, what, "data.target_length")
+        what = "There are too few sentinels."
+        fix = (
+            f"leave {sizes.spans} ids of the model's vocabulary beyond the tokenizer's, "
+            "or use a tokenizer that has them"
         )
-        needed = targets_needed(inputs_length, end=end, noise=noise, mean_span=mean_span)
-        _check("The targets are too short.", "data.target_length", needed, targets_length)
-        fix = f"leave {self.spans} ids of the model's vocabulary beyond the tokenizer's, or use a tokenizer that has them"
-        _check("There are too few sentinels.", "model.vocab_size", self.spans, len(sentinels), fix)
-        _check(
-            "The corpus is shorter than one sequence.",
-            "data.sequence_length",
-            self.stretch,
-            len(tokens),
-        )
-        self.tokens, self.end, self.seed = tokens, end, seed
-        self.inputs_length, self.targets_length = inputs_length, targets_length
-        self.sentinels = np.asarray(sentinels[: self.spans], np.int32)
+        _check_at_least(sizes.spans, len(sentinels), what, "model.vocab_size", fix)
+        what = "The corpus is shorter than one sequence."
+        _check_at_least(sizes.chunk, len(tokens), what, SEQUENCE_LENGTH)
+        self.sizes = sizes
+        self.tokens = tokens
+        self.end = end
+        self.seed = seed
+        self.inputs_length = inputs_length
+        self.targets_length = targets_length
+        self.sentinels = np.asarray(sentinels[: sizes.spans], np.int32)
         self.settings: Settings = {
             "inputs_length": inputs_length,
             "targets_length": targets_length,
@@ -85,92 +126,54 @@ class SpanCorruption:
         }
 
     def __len__(self) -> int:
-        return len(self.tokens) // self.stretch
+        return len(self.tokens) // self.sizes.chunk
 
     def __getitem__(self, index: int) -> Row:
-        """`inputs`, `inputs_mask`, int32 [S]; `targets`, int32 [T], and `mask`, float32 [T].
+        """Returns `inputs`, `inputs_mask`, int32 [S]; `targets`, int32 [T], `mask`, float32 [T].
 
-        Raises ConfigError where the text holds a sentinel.
+        Raises ConfigError if the text contains a sentinel.
         """
-        first = int(index) * self.stretch
-        text = np.asarray(self.tokens[first : first + self.stretch]).astype(np.int32)
+        sizes = self.sizes
+        first = int(index) * sizes.chunk
+        text = np.asarray(self.tokens[first : first + sizes.chunk]).astype(np.int32)
         if np.isin(text, self.sentinels).any():
-            what, got = "The text holds a sentinel.", f"one of the ids {self.sentinels.tolist()}"
-            where = f"tokens {first} to {first + self.stretch}"
-            raise ConfigError(
-                message(what, where=where, got=got, fix="use sentinels that no text is encoded to")
-            )
-        chance = uniforms(self.seed, int(index), self.stretch)
-        kept = _lengths(self.stretch - self.noisy, self.spans, chance[: self.stretch - self.noisy])
-        taken = _lengths(self.noisy, self.spans, chance[self.stretch - self.noisy :])
-        out = np.repeat(np.tile([False, True], self.spans), np.stack([kept, taken], axis=1).ravel())
+            what = "The text contains a sentinel."
+            where = f"tokens {first} to {first + sizes.chunk}"
+            got = f"one of the ids {self.sentinels.tolist()}"
+            fix = "use sentinels that no text is encoded to"
+            raise config_error(what, where=where, got=got, fix=fix)
+        # Kept and removed runs alternate, starting with a kept one.
+        random = uniforms(self.seed, int(index), sizes.chunk)
+        keep = sizes.chunk - sizes.removed
+        kept = _random_lengths(keep, sizes.spans, random[:keep])
+        removed = _random_lengths(sizes.removed, sizes.spans, random[keep:])
+        runs = np.stack([kept, removed], axis=1).ravel()
+        is_removed = np.repeat(np.tile([False, True], sizes.spans), runs)
+        # A sentinel follows each kept run in the inputs and precedes each span in the targets.
         end = np.array([] if self.end is None else [self.end], np.int32)
-        inputs = np.concatenate([np.insert(text[~out], np.cumsum(kept), self.sentinels), end])
-        targets = np.concatenate(
-            [np.insert(text[out], np.cumsum(taken) - taken, self.sentinels), end]
-        )
+        inputs = np.insert(text[~is_removed], np.cumsum(kept), self.sentinels)
+        targets = np.insert(text[is_removed], np.cumsum(removed) - removed, self.sentinels)
+        inputs = np.concatenate([inputs, end])
+        targets = np.concatenate([targets, end])
         return {
-            "inputs": padded(inputs, self.inputs_length),
-            "inputs_mask": real(len(inputs), self.inputs_length, np.int32),
-            "targets": padded(targets, self.targets_length),
-            "mask": real(len(targets), self.targets_length),
+            "inputs": pad(inputs, self.inputs_length),
+            "inputs_mask": length_mask(len(inputs), self.inputs_length, np.int32),
+            "targets": pad(targets, self.targets_length),
+            "mask": length_mask(len(targets), self.targets_length),
         }
 
 
-def targets_needed(
-    inputs_length: int, *, end: int | None, noise: float = 0.15, mean_span: float = 3.0
-) -> int:
-    """The length of the targets that go with such inputs. Raises ConfigError where no text fits the
-    inputs.
-    """
-    _, noisy, spans = _sizes(inputs_length, noise, mean_span, end is not None)
-    return noisy + spans + (end is not None)
-
-
-def tokens_needed(
-    inputs_length: int, *, end: int | None, noise: float = 0.15, mean_span: float = 3.0
-) -> int:
-    """The tokens of a stretch that fills such inputs. Raises ConfigError where no text fits them."""
-    return _sizes(inputs_length, noise, mean_span, end is not None)[0]
-
-
 def sentinels_of(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """The tokenizer's own sentinels; where it has none, the model's ids beyond the tokenizer's,
-    from the top down.
-    """
+    """Returns the tokenizer's sentinels, or the model's ids beyond the tokenizer's, descending."""
     return list(tokenizer.sentinels or range(vocab_size - 1, tokenizer.vocab_size - 1, -1))
 
 
-def _sizes(inputs_length: int, noise: float, mean_span: float, end: bool) -> tuple[int, int, int]:
-    """(tokens of a stretch, tokens taken out, spans) such that what is left, with sentinels, just
-    fits the inputs.
-    """
-
-    def sizes(stretch: int) -> tuple[int, int, int]:
-        noisy = min(max(round(stretch * noise), 1), stretch - 1)
-        spans = min(max(round(noisy / mean_span), 1), noisy, stretch - noisy)
-        return stretch, noisy, spans
-
-    found = None
-    stretch = 2
-    while (tried := sizes(stretch))[0] - tried[1] + tried[2] + end <= inputs_length:
-        found, stretch = tried, stretch + 1
-    if found is None:
-        _check("The inputs are too short.", "data.sequence_length", 2 + end, inputs_length)
-    assert found is not None
-    return found
-
-
-def _lengths(total: int, parts: int, chance: np.ndarray) -> np.ndarray:
-    """`total` in as many parts of at least 1, every way as likely as another; `chance` has `total`
-    numbers.
-    """
-    cuts = np.sort(np.argsort(chance[: total - 1], kind="stable")[: parts - 1]) + 1
+def _random_lengths(total: int, parts: int, random: np.ndarray) -> np.ndarray:
+    """Splits `total` into `parts` lengths of at least 1, uniformly; `random` is float64 [total]."""
+    cuts = np.sort(np.argsort(random[: total - 1], kind="stable")[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
 
-def _check(what: str, where: str, needed: int, got: int, fix: str = "") -> None:
+def _check_at_least(needed: int, got: int, what: str, where: str, fix: str = "") -> None:
     if got < needed:
-        raise ConfigError(
-            message(what, where=where, expected=f"at least {needed}", got=got, fix=fix)
-        )
+        raise config_error(what, where=where, expected=f"at least {needed}", got=got, fix=fix)

@@ -1,32 +1,29 @@
-"""Documents: texts in an order that never changes, read as often as one likes, and what of them is
-held out.
+"""Documents: texts in a fixed order, read as often as needed, and the part that is held out.
 
-Nothing is kept: each pass reads the files again, one document in memory at a time. A document is a
-file, or a field of a record.
+Nothing is stored: each pass reads the files again, one document in memory at a time. A document is
+a file, or a field of a record.
 
-Each process of a run that trains on text makes three passes at its start: one that surveys all of
-it, and one for each part, whose tokens it keeps in memory. `fsdp-jax tokenize` is the way for more
-text than that is good for: it keeps one document in memory at a time, and a run reads of its shards
-what it needs.
+Each process of a run on text makes three passes at its start: one surveys the corpus, and one for
+each part encodes it into memory. For a larger corpus, `fsdp-jax tokenize` keeps one document in
+memory at a time, and a run reads from its shards only the rows that it needs.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fsdp_jax.data.files import EMBEDDED_NAME, Skipped, embedded_files, read_bytes, text_files
-from fsdp_jax.data.records import (
-    Invalid,
-    check_invalid,
-    field_of,
-    is_json,
-    read_dataset,
-    read_json,
-    text_of,
+from fsdp_jax.data.checks import check_choice, check_share
+from fsdp_jax.data.files import (
+    EMBEDDED_NAME,
+    Skipped,
+    embedded_files,
+    empty_corpus_error,
+    read_bytes,
+    text_files,
 )
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.data.records import Invalid, TextDecoder, is_json, read_dataset, read_json
 
 EMPTY = "empty"
 
@@ -38,9 +35,9 @@ class Documents:
     """Texts in order.
 
     Attributes:
-        name: of what is read, for people.
-        read: a pass over all of it; what is passed over on the way is counted in its argument.
-            Raises ConfigError, with file and place, at what cannot be read.
+        name: what is read, for descriptions.
+        read: returns one pass over all texts and counts in its argument what it skips. Raises
+            ConfigError, with file and place, for what cannot be read.
 
     """
 
@@ -50,10 +47,11 @@ class Documents:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over documents found.
+    """The result of one pass over documents.
 
     Attributes:
-        documents, characters: how many.
+        documents, characters: counts.
+        skipped: what was skipped or repaired.
         digest: SHA-256, in hexadecimal, of each document's length (8 bytes, little-endian) and
             UTF-8, in order.
 
@@ -66,13 +64,15 @@ class Survey:
 
 
 def embedded_documents() -> Documents:
-    """The source text of the running Python's standard library, at most 8 MiB: there on every
-    machine.
+    """Returns the source of the running Python's standard library, at most 8 MiB.
+
+    It is a corpus that every machine has.
     """
 
     def read(skipped: Skipped) -> Iterator[str]:
-        for file in embedded_files():
-            yield from _text(file, "skip", skipped)
+        decoder = TextDecoder("skip", skipped)
+        texts = (decoder.decode(read_bytes(file), str(file)) for file in embedded_files())
+        return _not_empty(texts, skipped)
 
     return Documents(EMBEDDED_NAME, read)
 
@@ -80,71 +80,78 @@ def embedded_documents() -> Documents:
 def open_documents(
     path: str | Path, *, field: str = "text", invalid: Invalid = "error"
 ) -> Documents:
-    """A file, or every text file below a folder in the order of their paths; of JSON the `field` of
-    each record.
+    """Returns the texts of a file, or of every text file below a folder, sorted by path.
 
-    Empty documents (nothing but white space) are passed over and counted. `invalid` says what
-    becomes of what is not UTF-8. Raises ConfigError where there is no such path; all other faults
-    are found by reading.
+    A `.json` or `.jsonl` gives the `field` of each record. Empty documents (nothing but white
+    space) are skipped and counted. Raises ConfigError if the path does not exist; all other faults
+    are raised while reading.
     """
-    check_invalid(invalid)
+    check_choice("invalid", invalid, Invalid)
     root = Path(path).expanduser()
     text_files(root, Skipped())
 
-    def read(skipped: Skipped) -> Iterator[str]:
+    def read_texts(skipped: Skipped) -> Iterator[str | None]:
+        decoder = TextDecoder(invalid, skipped)
         for file in text_files(root, skipped):
             if is_json(file):
-                for where, record in read_json(file, invalid=invalid, skipped=skipped):
-                    text = field_of(record, field, where, invalid=invalid, skipped=skipped)
-                    yield from _unless_empty(text, skipped)
+                for where, record in read_json(file, decoder):
+                    yield decoder.field(record, field, where)
             else:
-                yield from _text(file, invalid, skipped)
+                yield decoder.decode(read_bytes(file), str(file))
 
-    return Documents(root.resolve().name, read)
+    return Documents(root.resolve().name, lambda skipped: _not_empty(read_texts(skipped), skipped))
 
 
 def dataset_documents(
     name: str, *, split: str = "train", field: str = "text", invalid: Invalid = "error"
 ) -> Documents:
-    """The `field` of each row of a Hugging Face dataset; see `read_dataset`.
-
-    `invalid` says what becomes of what is not UTF-8.
-    """
-    check_invalid(invalid)
+    """Returns the `field` of each row of a Hugging Face dataset; see `read_dataset`."""
+    check_choice("invalid", invalid, Invalid)
 
     def read(skipped: Skipped) -> Iterator[str]:
-        for where, record in read_dataset(name, split):
-            text = field_of(record, field, where, invalid=invalid, skipped=skipped)
-            yield from _unless_empty(text, skipped)
+        decoder = TextDecoder(invalid, skipped)
+        rows = read_dataset(name, split)
+        return _not_empty((decoder.field(row, field, where) for where, row in rows), skipped)
 
     return Documents(f"{Path(name).name} ({split})", read)
 
 
+def _not_empty(texts: Iterable[str | None], skipped: Skipped) -> Iterator[str]:
+    """Yields the texts that hold more than white space; None was counted by the decoder."""
+    for text in texts:
+        if text is None:
+            continue
+        if text.strip():
+            yield text
+        else:
+            skipped[EMPTY] += 1
+
+
 def survey(documents: Documents) -> Survey:
-    """Reads all of it once. Raises ConfigError where there is not one document."""
-    skipped, count, characters, digest = Skipped(), 0, 0, hashlib.sha256()
+    """Reads all documents once; raises ConfigError if there are none."""
+    skipped = Skipped()
+    count = 0
+    characters = 0
+    digest = hashlib.sha256()
     for text in documents.read(skipped):
         content = text.encode()
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
-        count, characters = count + 1, characters + len(text)
+        count += 1
+        characters += len(text)
     if not count:
-        got = f"nothing in {documents.name}" + (
-            f" ({skipped} passed over)" if skipped.total() else ""
-        )
-        expected, fix = "at least one document with text", "point data.path at text"
-        raise ConfigError(
-            message("The corpus is empty.", where="data.path", expected=expected, got=got, fix=fix)
-        )
+        expected = "at least one document with text"
+        got = f"nothing in {documents.name}"
+        raise empty_corpus_error(got, skipped, expected=expected, fix="point data.path at text")
     return Survey(count, characters, skipped, digest.hexdigest())
 
 
 @dataclass(frozen=True)
 class Split:
-    """Documents in two parts, of which one is held out from training.
+    """Documents in two parts, one of which is held out from training.
 
-    Every k-th document is held out (k = 1/share) where that makes at least two, so that no text is
-    cut in two; else the end of the text, and the document where the cut falls is one in each part.
+    Every k-th document is held out (k = 1/share) if that makes at least two; otherwise the end of
+    the text is, and the document in which the cut falls is in both parts.
     """
 
     documents: Documents
@@ -154,63 +161,37 @@ class Split:
     @property
     def whole(self) -> bool:
         """Whether whole documents are held out."""
-        return not self.share or self.survey.documents >= 2 * self._every
-
-    @property
-    def _every(self) -> int:
-        return every(self.share)
+        return not self.share or self.survey.documents >= 2 * holdout_stride(self.share)
 
     def read(self, part: Part) -> Iterator[str]:
-        """The documents of one part, in order."""
+        """Yields the documents of one part, in order."""
         if not self.whole:
-            yield from self._cut(part)
+            yield from self._read_cut(part)
             return
-        for at, text in enumerate(self.documents.read(Skipped()), 1):
-            if (bool(self.share) and at % self._every == 0) == (part == "held_out"):
+        stride = holdout_stride(self.share)
+        for number, text in enumerate(self.documents.read(Skipped()), 1):
+            held_out = bool(stride) and number % stride == 0
+            if held_out == (part == "held_out"):
                 yield text
 
-    def _cut(self, part: Part) -> Iterator[str]:
-        cut = round(
-            self.survey.characters * (1 - self.share)
-        )  # characters that are left for training
+    def _read_cut(self, part: Part) -> Iterator[str]:
+        cut = round(self.survey.characters * (1 - self.share))  # training characters still to come
         for text in self.documents.read(Skipped()):
-            kept = text[:cut] if part == "train" else text[cut:]
+            piece = text[:cut] if part == "train" else text[cut:]
             cut = max(0, cut - len(text))
-            if kept:
-                yield kept
+            if piece:
+                yield piece
 
 
 def split_documents(documents: Documents, *, held_out: float = 0.05) -> Split:
-    """Surveys documents, in one pass, and splits them. `held_out`: the share to keep from training,
-    from 0 to 0.5.
+    """Surveys documents in one pass and splits them; `held_out` is a share of 0 to 0.5.
 
-    Raises ConfigError where the share is out of range or there is no text.
+    Raises ConfigError if the share is out of range or there is no text.
     """
     check_share(held_out)
     return Split(documents, survey(documents), held_out)
 
 
-def every(held_out: float) -> int:
-    """The k of "every k-th is held out"; 0 for a share of 0."""
+def holdout_stride(held_out: float) -> int:
+    """Returns the k of "every k-th is held out"; 0 for a share of 0."""
     return round(min(1 / held_out, 2.0**62)) if held_out else 0
-
-
-def check_share(held_out: float) -> None:
-    """Raises ConfigError where it is not 0 to 0.5."""
-    if not 0 <= held_out <= 0.5:
-        what = "The held-out share is out of range."
-        raise ConfigError(message(what, where="data.held_out", expected="0 to 0.5", got=held_out))
-
-
-def _text(file: Path, invalid: Invalid, skipped: Skipped) -> Iterator[str]:
-    yield from _unless_empty(
-        text_of(read_bytes(file), str(file), invalid=invalid, skipped=skipped), skipped
-    )
-
-
-def _unless_empty(text: str | None, skipped: Skipped) -> Iterator[str]:
-    """The text, unless it was passed over already or there is nothing in it."""
-    if text is not None and text.strip():
-        yield text
-    elif text is not None:
-        skipped[EMPTY] += 1

@@ -1,6 +1,4 @@
-"""Which files a path stands for: one file, the text files of a folder, or the source of Python's
-standard library.
-"""
+"""Finds the files of a corpus: one file, a folder's text files, or Python's standard library."""
 
 import os
 import sys
@@ -9,7 +7,8 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
-from fsdp_jax.errors import ConfigError, human_bytes, message
+from fsdp_jax.data.checks import config_error
+from fsdp_jax.errors import ConfigError
 
 EMBEDDED_LIMIT = 8 * 2**20
 """Bytes of the embedded corpus: whole files, in order, up to this many."""
@@ -17,10 +16,10 @@ EMBEDDED_LIMIT = 8 * 2**20
 EMBEDDED_NAME = f"python-{sys.version_info.major}.{sys.version_info.minor}-stdlib"
 
 JSON_SUFFIXES = (".json", ".jsonl")
-"""What holds records, one field of which is a document."""
+"""Files of records, one field of which is a document."""
 
 TEXT_SUFFIXES = (*JSON_SUFFIXES, ".md", ".py", ".rst", ".txt")
-"""What is read from a folder."""
+"""Files that are read from a folder."""
 
 HIDDEN = "hidden or linked"
 
@@ -37,93 +36,97 @@ _NOT_LIBRARY = {
 
 
 class Skipped(Counter[str]):
-    """What was passed over or mended: reason -> how often. As text, `3 empty, 2 hidden or linked`;
-    "" for nothing.
-    """
+    """Counts what was skipped or repaired, by reason; as text, `3 empty, 2 hidden or linked`."""
 
     def __str__(self) -> str:
         return ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.items()) if count)
 
+    def note(self, text: str) -> str:
+        """Returns `text` with the counts filled in for `{}`; "" if nothing was skipped."""
+        return text.format(self) if self.total() else ""
+
 
 def embedded_files() -> list[Path]:
-    """The standard library's `.py` files without tests, in the order of their paths, at most
-    `EMBEDDED_LIMIT` bytes.
+    """Returns the standard library's `.py` files without its tests, at most `EMBEDDED_LIMIT` bytes.
+
+    They are sorted by path.
     """
-    found, total = [], 0
-    for file in walk(
-        Path(sysconfig.get_paths()["stdlib"]), (".py",), Skipped(), without=_NOT_LIBRARY
-    ):
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files: list[Path] = []
+    total = 0
+    for file in walk(library, (".py",), Skipped(), without=_NOT_LIBRARY):
         total += file.stat().st_size
         if total > EMBEDDED_LIMIT:
             break
-        found.append(file)
-    return found
+        files.append(file)
+    return files
 
 
 def text_files(path: Path, skipped: Skipped) -> list[Path]:
-    """The file at `path`, whatever its name, or the files below a folder that end in one of
-    `TEXT_SUFFIXES`.
+    """Returns the file at `path`, whatever its suffix, or a folder's files with `TEXT_SUFFIXES`.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there are none.
     """
     if path.is_file():
         return [path]
     fix = "set data.path to a text file or a folder, or leave it out for the embedded corpus"
     if not path.is_dir():
         what = "The corpus does not exist."
-        raise ConfigError(
-            message(what, where="data.path", expected="a file or a folder", got=path, fix=fix)
+        raise config_error(
+            what, where="data.path", expected="a file or a folder", got=path, fix=fix
         )
-    found = walk(path, TEXT_SUFFIXES, skipped)
-    if not found:
+    files = walk(path, TEXT_SUFFIXES, skipped)
+    if not files:
         expected = f"files named *{', *'.join(TEXT_SUFFIXES)}"
-        got = f"{human_bytes(0)} in {path}" + (
-            f" ({skipped} passed over)" if skipped.total() else ""
-        )
-        raise ConfigError(
-            message("The corpus is empty.", where="data.path", expected=expected, got=got, fix=fix)
-        )
-    return found
+        raise empty_corpus_error(f"none in {path}", skipped, expected=expected, fix=fix)
+    return files
+
+
+def empty_corpus_error(got: str, skipped: Skipped, *, expected: str, fix: str) -> ConfigError:
+    """Returns the error for a corpus without text; it counts what was skipped."""
+    got += skipped.note(" ({} skipped)")
+    return config_error(
+        "The corpus is empty.", where="data.path", expected=expected, got=got, fix=fix
+    )
 
 
 def walk(
     root: Path, suffixes: tuple[str, ...], skipped: Skipped, *, without: Collection[str] = ()
 ) -> list[Path]:
-    """Files below `root` with one of `suffixes`, sorted by relative POSIX path.
+    """Returns the files below `root` with one of `suffixes`, sorted by relative POSIX path.
 
     Hidden files and folders, links that leave the root, and folders that are links (they may loop)
     are counted in `skipped`. Folders named in `without` are left out, uncounted.
     """
-    inside, found = root.resolve(), []
+    resolved_root = root.resolve()
+    files = []
     for folder, subfolders, names in os.walk(root):
         closed = [
             name
             for name in subfolders
             if name.startswith(".") or os.path.islink(os.path.join(folder, name))
         ]
-        subfolders[:] = [name for name in subfolders if name not in closed and name not in without]
         skipped[HIDDEN] += len(closed)
+        # os.walk descends into the folders that are left in its list.
+        subfolders[:] = [name for name in subfolders if name not in closed and name not in without]
         for file in (Path(folder, name) for name in names if name.endswith(suffixes)):
-            if file.name.startswith(".") or not (
-                file.is_file() and file.resolve().is_relative_to(inside)
-            ):
-                skipped[HIDDEN] += 1
+            inside = file.is_file() and file.resolve().is_relative_to(resolved_root)
+            if inside and not file.name.startswith("."):
+                files.append(file)
             else:
-                found.append(file)
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+                skipped[HIDDEN] += 1
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
 def read_bytes(file: Path) -> bytes:
-    """The contents of a file. Raises ConfigError where it cannot be read."""
+    """Returns the contents of a file; raises ConfigError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise unreadable_file_error(file, error) from error
 
 
-def unreadable(file: Path, error: OSError) -> ConfigError:
-    """The refusal of a file that the system does not let us read."""
+def unreadable_file_error(file: Path, error: OSError) -> ConfigError:
+    """Returns the error for a file that the system does not let us read."""
     fix = "make the file readable, or point data.path elsewhere"
-    return ConfigError(
-        message("A corpus file cannot be read.", where=str(file), got=error, fix=fix)
-    )
+    return config_error("A corpus file cannot be read.", where=str(file), got=error, fix=fix)

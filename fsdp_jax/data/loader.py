@@ -1,24 +1,21 @@
 """Batches of examples that resume exactly, read ahead of the step.
 
-The stream of rows is one sequence that the seed fixes: epoch after epoch, each shuffled in its own
-way. Step s takes the rows s·G to (s+1)·G of it (G the global batch), and of those process p of n
-takes every n-th, from p on. So what a step sees does not depend on how many processes read it, and
-a number of steps is all there is to remember.
+The stream of rows is one sequence that the seed determines: epoch after epoch, each with its own
+shuffle. Step s takes rows s·G to (s+1)·G of the stream (G the global batch), and process p of n
+takes every n-th of those, starting at p. So a step's batch does not depend on how many processes
+read it, and a position in the stream is one number of steps.
 
 Shapes: G global batch, n processes, T sequence.
 """
 
-import weakref
 from collections.abc import Iterator
 from typing import Any, Self
 
 import grain
 import numpy as np
 
-from fsdp_jax.data.examples import Examples, Row, check_seed
-from fsdp_jax.data.read_ahead import ReadAhead
-from fsdp_jax.data.windows import check_positive
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.data.checks import check_positive, check_seed, config_error
+from fsdp_jax.data.examples import Examples, Row
 
 Batch = dict[str, np.ndarray]
 
@@ -28,37 +25,37 @@ AHEAD = 2  # batches
 class Loader:
     """An iterator over this process's rows of each batch, whose position can be saved and restored.
 
-    A thread of its own reads up to `ahead` batches before they are asked for, from the first `next`
-    on; none, and no thread, for 0. `settings` is what fixes the stream: a state made under other
-    settings is refused. Close it, or use it in a `with` block; one that is dropped closes itself.
+    From the first `next` on, a thread reads at most `ahead` batches in advance; with 0 there is no
+    thread. `settings` determines the stream: a state saved under other settings is refused. Close
+    the loader or use it in a `with` block; garbage collection also ends its thread.
     """
 
     def __init__(self, batches: grain.MapDataset, settings: dict[str, Any], *, ahead: int = AHEAD):
-        self._batches, self._settings, self._ahead = batches, settings, ahead
-        self._position = 0  # batches delivered, whatever has been read
-        self._reader: ReadAhead[Batch] | None = None
-        self._stop: weakref.finalize | None = None
+        options = grain.ReadOptions(num_threads=min(ahead, 1), prefetch_buffer_size=ahead)
+        self._batches = batches.to_iter_dataset(options)
+        self._settings = settings
+        self._position = 0  # batches delivered, however many were read
+        self._iterator: grain.DatasetIterator | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        """{name: array [G/n, ...]}. Raises what reading raised; the position stays, so the next
-        call tries again.
+        """Returns {name: array [G/n, ...]}.
+
+        Raises what reading the batch raised; the position stays, so the next call tries again.
         """
-        if self._position >= len(self._batches):
-            raise StopIteration
-        if not self._ahead:
-            batch = self._batches[self._position]
-        else:
-            if self._reader is None:
-                self._start()
-            assert self._reader is not None
-            try:
-                batch = self._reader.take()
-            except BaseException:
-                self.close()
-                raise
+        if self._iterator is None:
+            self._iterator = iter(self._batches)
+            self._iterator.set_state({"next_index": self._position})
+        try:
+            batch = next(self._iterator)
+        except BaseException as error:
+            # grain's iterator would skip the batch that failed: start another one next time.
+            self.close()
+            if not isinstance(error, StopIteration):
+                error.add_note(f"(while reading batch {self._position})")
+            raise
         self._position += 1
         return batch
 
@@ -69,48 +66,35 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread and waits for it; `next` would start another at the same position."""
-        if self._stop is not None:
-            self._stop()
-        self._reader = self._stop = None
+        """Ends the thread, after the batch that it is reading; `next` would start another one."""
+        if self._iterator is not None:
+            self._iterator.close()
+        self._iterator = None
 
     def get_state(self) -> dict[str, Any]:
-        """What resumes after the batch delivered last: JSON-serialisable, and the same on every
-        process.
-        """
+        """Returns the position after the last delivered batch, as JSON; equal on every process."""
         return {"position": {"next_index": self._position}, "settings": dict(self._settings)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken; ConfigError where it belongs to another stream."""
+        """Continues from a saved position; raises ConfigError if it belongs to another stream."""
         saved = state.get("settings", {}) if "position" in state else {}
         names = dict.fromkeys([*self._settings, *saved])
-        differing = [
-            name for name in names if saved.get(name, _NONE) != self._settings.get(name, _NONE)
-        ]
+        values = {
+            name: (saved.get(name, "missing"), self._settings.get(name, "missing"))
+            for name in names
+        }
+        differing = {name: (old, new) for name, (old, new) in values.items() if old != new}
         if differing:
-            raise ConfigError(
-                message(
-                    "The saved position belongs to another stream of data.",
-                    where=", ".join(differing),
-                    expected=", ".join(f"{name} {saved.get(name, _NONE)}" for name in differing)
-                    + " (saved)",
-                    got=", ".join(
-                        f"{name} {self._settings.get(name, _NONE)}" for name in differing
-                    ),
-                    fix="restore the saved settings, or begin anew: with another `output`, without a saved position",
-                )
+            expected = ", ".join(f"{name} {old}" for name, (old, _) in differing.items())
+            raise config_error(
+                "The saved position belongs to another stream of data.",
+                where=", ".join(differing),
+                expected=f"{expected} (saved)",
+                got=", ".join(f"{name} {new}" for name, (_, new) in differing.items()),
+                fix="restore the saved settings, or start anew with another `output`",
             )
         self.close()
         self._position = int(state["position"]["next_index"])
-
-    def _start(self) -> None:
-        self._reader = reader = ReadAhead(
-            self._batches.__getitem__, self._position, len(self._batches), self._ahead
-        )
-        self._stop = weakref.finalize(self, reader.close)
-
-
-_NONE = "missing"
 
 
 def make_loader(
@@ -124,20 +108,22 @@ def make_loader(
     repeat: bool = True,
     ahead: int = AHEAD,
 ) -> Loader:
-    """The batches of process `process_index`.
+    """Returns the batches of process `process_index`.
 
-    `repeat=True` never ends; otherwise one epoch, without the rows that do not fill a last global
-    batch. `ahead`: batches read before they are asked for. Raises ConfigError where the numbers do
-    not fit together.
+    With `repeat` they never end; without, they are one epoch, less the rows that do not fill a last
+    global batch. `ahead` is how many batches are read in advance. Raises ConfigError if the sizes
+    are inconsistent.
     """
     rows = _rows_per_process(global_batch_size, process_index, process_count)
     check_seed(seed)
     dataset = grain.MapDataset.source(examples)
     if shuffle:
         dataset = dataset.shuffle(seed)
-    # Repeated before it is sliced: an epoch need not be a multiple of the processes or of the
-    # batch.
-    dataset = dataset.repeat() if repeat else dataset[: _whole_batches(examples, global_batch_size)]
+    # Repeat before slicing: an epoch need not be a multiple of the processes or of the batch.
+    if repeat:
+        dataset = dataset.repeat()
+    else:
+        dataset = dataset[: _rows_of_whole_batches(len(examples), global_batch_size)]
     dataset = dataset[process_index::process_count].batch(rows, drop_remainder=True)
     settings = {
         **examples.settings,
@@ -157,33 +143,33 @@ def eval_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[Batch]:
-    """Every row once, in order, at most `limit` batches; `batch_size` is global, the rows are this
-    process's.
+    """Returns this process's rows of every example once, in order; at most `limit` batches.
 
-    Yields {name: array [batch_size/n, ...]}, always with `mask`: float32 [batch_size/n, T], or
-    [batch_size/n] where rows have labels. Rows that fill up the last batch repeat one, with mask 0.
-    Every process gets as many batches. Raises ConfigError as `make_loader` does, at the call.
+    Yields {name: array [batch_size/n, ...]} for the global `batch_size`, always with `mask`:
+    float32 [batch_size/n, T], or [batch_size/n] where rows have labels. The last batch is filled by
+    repeating a row with mask 0, and every process gets as many batches. Raises ConfigError as
+    `make_loader` does, at the call.
     """
     rows = _rows_per_process(batch_size, process_index, process_count)
-    found = examples
-    starts = range(0, len(found), batch_size)[:limit]
+    starts = range(0, len(examples), batch_size)[:limit]
 
-    def batch(start: int) -> Batch:
-        mine = range(start + process_index, start + batch_size, process_count)
-        assert len(mine) == rows, "every process has as many rows"
-        real = [_masked(found[index]) for index in mine if index < len(found)]
-        if len(real) < rows:
-            spare = _masked(found[start])
-            real += [spare | {"mask": np.zeros_like(spare["mask"])}] * (rows - len(real))
-        return {name: np.stack([row[name] for row in real]) for name in real[0]}
+    def make_batch(start: int) -> Batch:
+        indices = range(start + process_index, start + batch_size, process_count)
+        assert len(indices) == rows, "every process has as many rows"
+        batch = [_with_mask(examples[index]) for index in indices if index < len(examples)]
+        if len(batch) < rows:
+            filler = _with_mask(examples[start])
+            filler["mask"] = np.zeros_like(filler["mask"])
+            batch += [filler] * (rows - len(batch))
+        return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 
-    return (batch(start) for start in starts)
+    return (make_batch(start) for start in starts)
 
 
-def _masked(row: Row) -> Row:
-    """The row with a mask; one that has none counts in full."""
+def _with_mask(row: Row) -> Row:
+    """Returns a copy of the row with its mask; ones where it has none."""
     if "mask" in row:
-        return row
+        return dict(row)
     assert "tokens" in row or "labels" in row, "text to text has a mask"
     shape = (len(row["tokens"]) - 1,) if "tokens" in row else ()
     return row | {"mask": np.ones(shape, np.float32)}
@@ -193,38 +179,28 @@ def _rows_per_process(global_batch_size: int, process_index: int, process_count:
     check_positive("the batch size", global_batch_size)
     check_positive("the number of processes", process_count)
     if not 0 <= process_index < process_count:
+        what = "There is no such process."
         expected = f"0 to {process_count - 1}"
-        raise ConfigError(
-            message(
-                "There is no such process.",
-                where="process_index",
-                expected=expected,
-                got=process_index,
-            )
-        )
+        raise config_error(what, where="process_index", expected=expected, got=process_index)
     if global_batch_size % process_count:
-        raise ConfigError(
-            message(
-                "The batch cannot be shared evenly by the processes.",
-                where="train.global_batch_size",
-                expected=f"a multiple of {process_count} processes",
-                got=global_batch_size,
-                fix=f"use {max(1, global_batch_size // process_count) * process_count}",
-            )
+        raise config_error(
+            "The batch does not divide among the processes.",
+            where="train.global_batch_size",
+            expected=f"a multiple of {process_count} processes",
+            got=global_batch_size,
+            fix=f"use {max(1, global_batch_size // process_count) * process_count}",
         )
     return global_batch_size // process_count
 
 
-def _whole_batches(examples: Examples, global_batch_size: int) -> int:
-    """How many rows fill whole batches; ConfigError where not even one."""
-    if len(examples) < global_batch_size:
-        raise ConfigError(
-            message(
-                "One epoch does not fill one batch.",
-                where="train.global_batch_size",
-                expected=f"at most {len(examples)}, the rows of one epoch",
-                got=global_batch_size,
-                fix="use a smaller batch or more data, or let the data repeat",
-            )
+def _rows_of_whole_batches(rows: int, global_batch_size: int) -> int:
+    """Returns how many of an epoch's rows fill whole batches; raises ConfigError if none do."""
+    if rows < global_batch_size:
+        raise config_error(
+            "One epoch does not fill one batch.",
+            where="train.global_batch_size",
+            expected=f"at most {rows}, the rows of one epoch",
+            got=global_batch_size,
+            fix="use a smaller batch or more data, or let the data repeat",
         )
-    return len(examples) // global_batch_size * global_batch_size
+    return rows // global_batch_size * global_batch_size

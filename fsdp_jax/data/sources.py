@@ -1,62 +1,53 @@
-"""One door to all data: what kind, where it lies, how rows are made of it; out come examples and
-what to say of them.
+"""Opens any supported dataset; returns train and held-out examples with a description.
 
 Shapes: T sequence; S inputs and T targets of models with an encoder.
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fsdp_jax.data.corruption import SpanCorruption, sentinels_of, tokens_needed
+from fsdp_jax.data.checks import (
+    check_choice,
+    check_seed,
+    check_share,
+    config_error,
+    ignored_key_error,
+)
+from fsdp_jax.data.corruption import SpanCorruption, corruption_sizes, sentinels_of
 from fsdp_jax.data.documents import (
     Documents,
-    check_share,
     dataset_documents,
     embedded_documents,
-    every,
+    holdout_stride,
     open_documents,
     split_documents,
 )
-from fsdp_jax.data.examples import Examples, Tokens, check_seed
+from fsdp_jax.data.examples import Examples
 from fsdp_jax.data.files import Skipped
-from fsdp_jax.data.images import CLASSES, SIDE, ArrayImages, ImageSplit, DrawnImages, load_images
+from fsdp_jax.data.images import CLASSES, SIDE, DrawnImages, ImageSplit, load_images
 from fsdp_jax.data.instructions import (
-    InstructionRecord,
-    PackedInstructions,
     EncodedInstruction,
+    PackedInstructions,
     TextToText,
     TooLong,
-    check_too_long,
     digest_of,
-    encode_pairs,
+    encode_instructions,
     load_instructions,
 )
-from fsdp_jax.data.records import Invalid, check_invalid, would_be_ignored
-from fsdp_jax.data.shards import TokenShards
-from fsdp_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from fsdp_jax.data.windows import Windows, stream_of
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.data.records import Invalid
+from fsdp_jax.data.shards import PARTS, TokenShards
+from fsdp_jax.data.tokenizer import Bytes, Tokenizer, check_vocabulary, load_tokenizer
+from fsdp_jax.data.windows import Stream, Windows, stream_of
+from fsdp_jax.errors import ConfigError, did_you_mean
 
-Kind = Literal["embedded", "text", "tokens", "datasets", "instructions", "images"]
-
-WITH_PATH, WITHOUT_PATH = ("text", "tokens", "datasets"), ("embedded",)
 HELD_OUT = 0.05
 IMAGES = 50_000
-
-TEXT: tuple[Kind, ...] = ("embedded", "text", "tokens", "datasets", "instructions")
-USED: dict[str, tuple[object, tuple[Kind, ...]]] = {
-    "field": ("text", ("text", "datasets")),
-    "invalid": ("error", ("text", "datasets", "instructions")),
-    "packing": (False, TEXT),
-    "split": ("train", ("datasets", "instructions")),
-    "tokenizer": (None, TEXT),
-    "too_long": ("truncate", ("instructions",)),
-}
-"""{key: (its default, the kinds that use it)}."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +55,10 @@ class LoadedData:
     """Data that are ready to be read.
 
     Attributes:
-        train, held_out: rows; held_out is None where there is not one row.
-        description: one line about it, for people.
-        digest: of the documents, records or images, held-out ones too, in order; SHA-256 in
-            hexadecimal.
-        tokenizer: what encoded the text; None for images.
+        train, held_out: examples; held_out is None if it has no row.
+        description: one line for people.
+        digest: SHA-256, in hexadecimal, of all documents, records or images in order.
+        tokenizer: encoded the text; None for images.
 
     """
 
@@ -79,311 +69,371 @@ class LoadedData:
     tokenizer: Tokenizer | None
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """How rows are made; see `open_examples`."""
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What to read, and how to make rows of it.
 
-    sequence_length: int
-    targets_length: int | None
-    apart: bool
-    too_long: TooLong
-    seed: int
-    vocab_size: int | None
-
-
-def open_examples(
-    kind: Kind,
-    *,
-    sequence_length: int,
-    targets_length: int | None = None,
-    path: str | None = None,
-    split: str = "train",
-    field: str = "text",
-    tokenizer: str | None = None,
-    vocab_size: int | None = None,
-    held_out: float | None = None,
-    apart: bool = False,
-    invalid: Invalid = "error",
-    too_long: TooLong = "truncate",
-    seed: int = 0,
-    images: int = IMAGES,
-    image_size: int = SIDE,
-    classes: int | None = None,
-) -> LoadedData:
-    """Opens the data of a run.
-
-    Every process of a run reads all of its text here (documents, datasets, instructions), tokenises
-    it, and keeps the tokens in memory. For more than that is good for, tokenise once with `fsdp-jax
-    tokenize` and read `tokens`, of which a process reads its own rows, when it needs them.
-
-    Args:
-        kind: `embedded` (the source of Python's standard library), `text` (files), `tokens` (what
-            `tokenize` wrote), `datasets` (Hugging Face's), `instructions` (Alpaca's format) or
-            `images`.
-        sequence_length: T of a decoder-only model; S of one with an encoder. Images have none.
+    Attributes:
+        kind: a key of `KINDS`.
+        sequence_length: T of a decoder-only model; S of one with an encoder. Images ignore it.
         targets_length: T of a model with an encoder, whose rows are prompts and answers, or
             corrupted text; None for a decoder-only model.
-        path: of a file or folder, or a dataset's name. None for embedded text, for the instructions
-            that come along and for drawn images.
+        path: a file or folder, or a dataset's name. None for the embedded text, the shipped
+            instructions and generated images.
         split: of a dataset.
-        field: of a dataset, or of the records in JSON files, that holds a document.
-        tokenizer: as `load_tokenizer` takes it; None is bytes, or what the tokens were made with.
+        field: of the records in a dataset or JSON file, that holds a document.
+        tokenizer: as `load_tokenizer` takes it; None is bytes, or the tokenizer of the shards.
         vocab_size: of the model, which must have every id; not checked if None.
-        held_out: share that is kept from training, 0 to 0.5; None is 0.05, or what the tokens were
-            split with.
-        apart: documents do not see each other, with `segments` and `positions`; instructions never
-            do.
-        invalid: what becomes of text that is not UTF-8.
-        too_long: what becomes of instructions that no row can hold.
-        seed: of the corruption of text, and of drawn images.
-        images: how many are drawn for training.
-        image_size: side of those that are drawn, in pixels.
+        held_out: share kept from training, 0 to 0.5; None is 0.05, or the share of the shards.
+        packing: keeps documents that share a row apart, by `segments` and `positions`; instructions
+            always are.
+        invalid: what to do with text that is not UTF-8.
+        too_long: what to do with instructions that no row can hold.
+        seed: of the corruption of text, and of generated images.
+        images: how many are generated for training.
+        image_size: side of those that are generated, in pixels.
         classes: of the model, for images, which must have every label; not checked if None.
 
-    Raises:
-        ConfigError: what is missing, malformed, ignored or does not go together, with its key or
-            its place.
-
     """
-    if kind not in get_args(Kind):
-        raise ConfigError(
-            message(
-                "No such data.", where="data.kind", got=kind, fix=did_you_mean(kind, get_args(Kind))
-            )
-        )
-    if (path is None and kind in WITH_PATH) or (path is not None and kind in WITHOUT_PATH):
-        fix = "leave data.path out" if kind in WITHOUT_PATH else "set data.path"
+
+    kind: "Kind"
+    sequence_length: int
+    targets_length: int | None = None
+    path: str | None = None
+    split: str = "train"
+    field: str = "text"
+    tokenizer: str | None = None
+    vocab_size: int | None = None
+    held_out: float | None = None
+    packing: bool = False
+    invalid: Invalid = "error"
+    too_long: TooLong = "truncate"
+    seed: int = 0
+    images: int = IMAGES
+    image_size: int = SIDE
+    classes: int | None = None
+
+    @property
+    def share(self) -> float:
+        """The held-out share."""
+        return HELD_OUT if self.held_out is None else self.held_out
+
+
+def open_examples(options: DataOptions) -> LoadedData:
+    """Opens the data of a run.
+
+    Every process of a run reads all of a text here (documents, datasets, instructions), encodes it,
+    and keeps the tokens in memory. For a larger corpus, encode it once with `fsdp-jax tokenize` and
+    open `tokens`, of which a process reads only its own rows, when it needs them.
+
+    Raises ConfigError for an option that is missing, malformed, ignored or inconsistent, with its
+    key, and for data that cannot be read, with its place.
+    """
+    if options.kind not in KINDS:
+        what = "There is no such kind of data."
+        fix = did_you_mean(options.kind, KINDS)
+        raise config_error(what, where="data.kind", got=options.kind, fix=fix)
+    kind = KINDS[options.kind]
+    missing = kind.path == "required" and options.path is None
+    unused = kind.path == "unused" and options.path is not None
+    if missing or unused:
         what = "kind and path do not go together"
-        raise ConfigError(
-            message(what, where="data.path", got=f"kind {kind}, path {path}", fix=fix)
-        )
-    check_too_long(too_long)
-    check_invalid(invalid)
-    check_seed(seed)
-    given = {
-        "field": field,
-        "invalid": invalid,
-        "packing": apart,
-        "split": split,
-        "tokenizer": tokenizer,
-    }
-    _check_used(kind, given | {"too_long": too_long}, targets_length)
-    check_share(share := HELD_OUT if held_out is None else held_out)
-    rows = _Rows(sequence_length, targets_length, apart, too_long, seed, vocab_size)
-    if kind == "images":
-        return (
-            _drawn(images, image_size, share, seed, classes)
-            if path is None
-            else _arrays(path, share, classes)
-        )
-    if kind == "tokens":
-        assert path is not None, "checked above"
-        return _shards(path, tokenizer, held_out, rows)
-    encoder = load_tokenizer(tokenizer or "bytes")
-    if vocab_size is not None:
-        check_vocabulary(encoder, vocab_size)
-    if kind == "instructions":
-        skipped = Skipped()
-        found = load_instructions(path, skipped, split=split, invalid=invalid)
-        return _instructions(path, found, skipped, encoder, share, rows)
-    return _documents(_read(kind, path, split, field, invalid), encoder, share, rows)
+        got = f"kind {options.kind}, path {options.path}"
+        fix = "set data.path" if missing else "leave data.path out"
+        raise config_error(what, where="data.path", got=got, fix=fix)
+    check_choice("too_long", options.too_long, TooLong)
+    check_choice("invalid", options.invalid, Invalid)
+    check_seed(options.seed)
+    _check_ignored(options)
+    check_share(options.share)
+    return kind.open(options)
 
 
-def _check_used(kind: Kind, given: dict[str, object], targets_length: int | None) -> None:
-    """Raises ConfigError for what differs from its default and would be ignored."""
-    for key, got in given.items():
-        default, kinds = USED[key]
-        spans = (
-            key == "packing" and targets_length is not None
-        )  # stretches for an encoder go across documents
-        if got != default and (kind not in kinds or spans):
-            raise would_be_ignored(key, got)
+def kinds_for(task: str) -> tuple[str, ...]:
+    """Returns the kinds of data for models of a task, the default first."""
+    return tuple(name for name, kind in KINDS.items() if task in kind.tasks)
 
 
-def _read(kind: Kind, path: str | None, split: str, field: str, invalid: Invalid) -> Documents:
-    if path is None:
-        return embedded_documents()
-    if kind == "datasets":
-        return dataset_documents(path, split=split, field=field, invalid=invalid)
-    return open_documents(path, field=field, invalid=invalid)
+def held_out_indices(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Splits 0 to `count`; returns (train, held out), int64, in order.
+
+    Every k-th index is held out if that makes at least two; otherwise the last ones are.
+    """
+    indices = np.arange(count)
+    stride = holdout_stride(share)
+    if stride and count >= 2 * stride:
+        held_out = indices % stride == stride - 1
+    else:
+        held_out = indices >= count - round(count * share)
+    return indices[~held_out], indices[held_out]
 
 
-def _documents(documents: Documents, tokenizer: Tokenizer, share: float, rows: _Rows) -> LoadedData:
-    parts = split_documents(documents, held_out=share)
-    train, rest = (stream_of(parts.read(part), tokenizer) for part in ("train", "held_out"))
-    found = parts.survey
+def _check_ignored(options: DataOptions) -> None:
+    """Raises ConfigError for an optional key that is set and that the kind does not use."""
+    optional = {key for kind in KINDS.values() for key in kind.keys}
+    used = set(KINDS[options.kind].keys)
+    if options.targets_length is not None:
+        used -= {"packing"}  # corrupted chunks cross document boundaries
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name in optional - used and value != option.default:
+            raise ignored_key_error(option.name, value)
+
+
+# Text: documents and token shards become windows, or corrupted chunks for models with an encoder.
+
+
+def _open_embedded(options: DataOptions) -> LoadedData:
+    return _encode(embedded_documents(), options)
+
+
+def _open_text(options: DataOptions) -> LoadedData:
+    assert options.path is not None
+    documents = open_documents(options.path, field=options.field, invalid=options.invalid)
+    return _encode(documents, options)
+
+
+def _open_dataset(options: DataOptions) -> LoadedData:
+    assert options.path is not None
+    documents = dataset_documents(
+        options.path, split=options.split, field=options.field, invalid=options.invalid
+    )
+    return _encode(documents, options)
+
+
+def _encode(documents: Documents, options: DataOptions) -> LoadedData:
+    """Encodes documents into memory."""
+    tokenizer = _load_tokenizer(options)
+    split = split_documents(documents, held_out=options.share)
+    survey = split.survey
+    return _loaded_text(
+        stream_of(split.read("train"), tokenizer),
+        stream_of(split.read("held_out"), tokenizer),
+        f"{documents.name}: {survey.documents:,} documents",
+        survey.skipped,
+        survey.digest,
+        tokenizer,
+        tokenizer.name,
+        options,
+    )
+
+
+def _open_shards(options: DataOptions) -> LoadedData:
+    assert options.path is not None
+    shards = TokenShards.open(options.path)
+    plan = shards.manifest.plan
+    tokenizer = shards.tokenizer
+    # The tokenizer and the share were decided when the shards were written.
+    if options.tokenizer is not None:
+        requested = load_tokenizer(options.tokenizer)
+        if requested.digest != tokenizer.digest:
+            raise config_error(
+                "The tokens are of another tokenizer.",
+                where="data.tokenizer",
+                expected=f"{tokenizer.name}, digest {tokenizer.digest}",
+                got=f"{requested.name}, digest {requested.digest}",
+                fix="leave data.tokenizer out, or tokenize again",
+            )
+    if options.held_out not in (None, plan.held_out):
+        what = "The tokens are split otherwise."
+        fix = "leave data.held_out out, or tokenize again"
+        got = options.held_out
+        raise config_error(what, where="data.held_out", expected=plan.held_out, got=got, fix=fix)
+    if options.vocab_size is not None:
+        check_vocabulary(shards.manifest.largest, options.vocab_size)
+    no_starts = np.zeros(0, np.int64)  # the file is read only if it is needed
+    train, held_out = (
+        Stream(shards.tokens(part), shards.starts(part) if options.packing else no_starts)
+        for part in PARTS
+    )
+    return _loaded_text(
+        train,
+        held_out,
+        f"{plan.name}: {plan.documents:,} documents",
+        Skipped(plan.skipped),
+        plan.corpus,
+        tokenizer,
+        plan.tokenizer,
+        options,
+    )
+
+
+def _loaded_text(
+    train: Stream,
+    held_out: Stream,
+    corpus: str,
+    skipped: Skipped,
+    digest: str,
+    tokenizer: Tokenizer,
+    tokenizer_name: str,
+    options: DataOptions,
+) -> LoadedData:
+    needed = options.sequence_length + 1
+    if options.targets_length is not None:
+        needed = corruption_sizes(options.sequence_length, end=tokenizer.end).chunk
+    enough = len(held_out.tokens) >= needed
     return LoadedData(
-        train=_of_stream(train.tokens, train.starts, tokenizer, rows),
-        held_out=_unless_short(rest.tokens, rest.starts, tokenizer, rows),
-        description=_line(
-            documents.name,
-            found.documents,
-            train.tokens,
-            rest.tokens,
-            tokenizer.name,
-            found.skipped,
-        ),
-        digest=found.digest,
+        train=_text_examples(train, tokenizer, options),
+        held_out=_text_examples(held_out, tokenizer, options) if enough else None,
+        description=f"{corpus}, {len(train.tokens):,} training tokens and "
+        f"{len(held_out.tokens):,} held out (tokenizer {tokenizer_name}){skip_note(skipped)}",
+        digest=digest,
         tokenizer=tokenizer,
     )
 
 
-def _shards(path: str, tokenizer: str | None, held_out: float | None, rows: _Rows) -> LoadedData:
-    shards = TokenShards.open(path)
-    plan, own = shards.manifest.plan, shards.tokenizer
-    asked = None if tokenizer is None else load_tokenizer(tokenizer)
-    if asked is not None and asked.digest != own.digest:
-        what, fix = (
-            "The tokens are of another tokenizer.",
-            "leave data.tokenizer out, or tokenize again",
-        )
-        expected, got = f"{own.name}, digest {own.digest}", f"{asked.name}, digest {asked.digest}"
-        raise ConfigError(
-            message(what, where="data.tokenizer", expected=expected, got=got, fix=fix)
-        )
-    if held_out not in (None, plan.held_out):
-        what, fix = "The tokens are split otherwise.", "leave data.held_out out, or tokenize again"
-        raise ConfigError(
-            message(what, where="data.held_out", expected=plan.held_out, got=held_out, fix=fix)
-        )
-    if rows.vocab_size is not None:
-        check_vocabulary(shards.manifest.largest, rows.vocab_size)
-    train, rest = shards.tokens("train"), shards.tokens("held_out")
-    starts = [shards.starts(part) if rows.apart else None for part in ("train", "held_out")]
-    skipped = Skipped(plan.skipped)
-    return LoadedData(
-        train=_of_stream(train, starts[0], own, rows),
-        held_out=_unless_short(rest, starts[1], own, rows),
-        description=_line(plan.name, plan.documents, train, rest, plan.tokenizer, skipped),
-        digest=plan.corpus,
-        tokenizer=own,
-    )
-
-
-def _of_stream(
-    tokens: Tokens, starts: np.ndarray | None, tokenizer: Tokenizer, rows: _Rows
-) -> Examples:
-    if rows.targets_length is None:
-        return Windows(
-            tokens, sequence_length=rows.sequence_length, starts=starts if rows.apart else None
-        )
+def _text_examples(stream: Stream, tokenizer: Tokenizer, options: DataOptions) -> Examples:
+    if options.targets_length is None:
+        starts = stream.starts if options.packing else None
+        return Windows(stream.tokens, sequence_length=options.sequence_length, starts=starts)
     return SpanCorruption(
-        tokens,
-        inputs_length=rows.sequence_length,
-        targets_length=rows.targets_length,
-        sentinels=sentinels_of(tokenizer, rows.vocab_size or tokenizer.vocab_size),
+        stream.tokens,
+        inputs_length=options.sequence_length,
+        targets_length=options.targets_length,
+        sentinels=sentinels_of(tokenizer, options.vocab_size or tokenizer.vocab_size),
         end=tokenizer.end,
-        seed=rows.seed,
+        seed=options.seed,
     )
 
 
-def _unless_short(
-    tokens: Tokens, starts: np.ndarray | None, tokenizer: Tokenizer, rows: _Rows
-) -> Examples | None:
-    """Rows of the held-out part; None where there is not one."""
-    needed = rows.sequence_length + 1
-    if rows.targets_length is not None:
-        needed = tokens_needed(rows.sequence_length, end=tokenizer.end)
-    if len(tokens) < needed:
-        return None
-    return _of_stream(tokens, starts, tokenizer, rows)
+def _load_tokenizer(options: DataOptions) -> Tokenizer:
+    tokenizer = load_tokenizer(options.tokenizer or Bytes.name)
+    if options.vocab_size is not None:
+        check_vocabulary(tokenizer, options.vocab_size)
+    return tokenizer
 
 
-def _instructions(
-    path: str | None,
-    found: list[InstructionRecord],
-    skipped: Skipped,
-    tokenizer: Tokenizer,
-    share: float,
-    rows: _Rows,
-) -> LoadedData:
-    pairs = encode_pairs(found, tokenizer)
-    kept, rest = held_out_indices(len(pairs), share)
-    train = _of_pairs([pairs[at] for at in kept], rows, skipped)
-    try:
-        held_out = _of_pairs([pairs[at] for at in rest], rows, skipped) if len(rest) else None
-    except ConfigError:  # each of them is too long, and counted so
-        held_out = None
-    name = "instructions" if path is None else Path(path).name
+def skip_note(skipped: Skipped) -> str:
+    """Returns the end of a description: what was skipped or repaired, if anything was."""
+    return skipped.note("; skipped or repaired: {}")
+
+
+# Instructions and images.
+
+
+def _open_instructions(options: DataOptions) -> LoadedData:
+    tokenizer = _load_tokenizer(options)
+    skipped = Skipped()
+    records = load_instructions(options.path, skipped, split=options.split, invalid=options.invalid)
+    encoded = encode_instructions(records, tokenizer)
+    train_indices, held_out_rows = held_out_indices(len(encoded), options.share)
+    train = _instruction_examples([encoded[i] for i in train_indices], skipped, options)
+    held_out = None
+    if len(held_out_rows):
+        with suppress(ConfigError):  # each of them is too long, and counted as such
+            held_out = _instruction_examples([encoded[i] for i in held_out_rows], skipped, options)
+    name = "instructions" if options.path is None else Path(options.path).name
     return LoadedData(
         train=train,
         held_out=held_out,
-        description=f"{name}: {len(found):,} instructions, {len(rest):,} of them held out, the others in "
-        f"{len(train):,} rows (tokenizer {tokenizer.name}){_passed_over(skipped)}",
-        digest=digest_of(found),
+        description=f"{name}: {len(records):,} instructions, {len(held_out_rows):,} of them held "
+        f"out, the others in {len(train):,} rows (tokenizer {tokenizer.name}){skip_note(skipped)}",
+        digest=digest_of(records),
         tokenizer=tokenizer,
     )
 
 
-def _of_pairs(pairs: list[EncodedInstruction], rows: _Rows, skipped: Skipped) -> Examples:
-    if rows.targets_length is None:
+def _instruction_examples(
+    encoded: list[EncodedInstruction], skipped: Skipped, options: DataOptions
+) -> Examples:
+    if options.targets_length is None:
         return PackedInstructions(
-            pairs, sequence_length=rows.sequence_length, too_long=rows.too_long, skipped=skipped
+            encoded,
+            sequence_length=options.sequence_length,
+            too_long=options.too_long,
+            skipped=skipped,
         )
     return TextToText(
-        pairs,
-        inputs_length=rows.sequence_length,
-        targets_length=rows.targets_length,
-        too_long=rows.too_long,
+        encoded,
+        inputs_length=options.sequence_length,
+        targets_length=options.targets_length,
+        too_long=options.too_long,
         skipped=skipped,
     )
 
 
-def _drawn(count: int, side: int, share: float, seed: int, classes: int | None) -> LoadedData:
-    _check_classes(len(CLASSES), classes)
-    rest = round(count * share)
-    content = (
-        f"drawn images 1: {count} and {rest} of {side}x{side}, {', '.join(CLASSES)}, seed {seed}"
+def _open_images(options: DataOptions) -> LoadedData:
+    if options.path is None:
+        return _draw_images(options)
+    images = load_images(options.path)
+    _check_classes(images.classes, options.classes)
+    train, held_out = held_out_indices(len(images), options.share)
+    height, width = images.images.shape[1:3]
+    return LoadedData(
+        train=ImageSplit(images, train),
+        held_out=ImageSplit(images, held_out) if len(held_out) else None,
+        description=f"{Path(options.path).name}: {len(train):,} images of {height}x{width} in "
+        f"{images.classes} classes, and {len(held_out):,} held out",
+        digest=images.digest,
+        tokenizer=None,
     )
+
+
+def _draw_images(options: DataOptions) -> LoadedData:
+    _check_classes(len(CLASSES), options.classes)
+    count, side, seed = options.images, options.image_size, options.seed
+    rest = round(count * options.share)
+    sizes = f"{count} and {rest} of {side}x{side}"
+    content = f"drawn images 1: {sizes}, {', '.join(CLASSES)}, seed {seed}"
     return LoadedData(
         train=DrawnImages(count, seed=seed, side=side),
         held_out=DrawnImages(rest, seed=seed, first=count, side=side) if rest else None,
-        description=f"drawn images: {count:,} of {side}x{side} in {len(CLASSES)} classes, and {rest:,} held out",
+        description=f"drawn images: {count:,} of {side}x{side} in {len(CLASSES)} classes, "
+        f"and {rest:,} held out",
         digest=hashlib.sha256(content.encode()).hexdigest(),
         tokenizer=None,
     )
 
 
-def _arrays(path: str, share: float, classes: int | None) -> LoadedData:
-    found: ArrayImages = load_images(path)
-    _check_classes(found.classes, classes)
-    kept, rest = held_out_indices(len(found), share)
-    height, width = found.images.shape[1:3]
-    name = Path(path).name
-    return LoadedData(
-        train=ImageSplit(found, kept),
-        held_out=ImageSplit(found, rest) if len(rest) else None,
-        description=f"{name}: {len(kept):,} images of {height}x{width} in {found.classes} classes, "
-        f"and {len(rest):,} held out",
-        digest=found.digest,
-        tokenizer=None,
-    )
+def _check_classes(needed: int, classes: int | None) -> None:
+    if classes is not None and needed > classes:
+        what = "The model has too few classes."
+        expected = f"at least {needed}, as the labels have"
+        raise config_error(what, where="model.classes", expected=expected, got=classes)
 
 
-def held_out_indices(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """(kept, held out) of 0 to `count`: every k-th where that makes at least two, else the end;
-    int64, in order.
+@dataclass(frozen=True)
+class DataKind:
+    """A kind of data.
+
+    Attributes:
+        open: loads it; called with options that were checked.
+        tasks: of the models that can read it.
+        path: whether `data.path` is set.
+        keys: the optional keys that it uses; any other that is set is refused.
+
     """
-    places, step = np.arange(count), every(share)
-    whole = bool(step) and count >= 2 * step
-    out = places % step == step - 1 if whole else places >= count - round(count * share)
-    return places[~out], places[out]
+
+    open: Callable[[DataOptions], LoadedData]
+    tasks: tuple[str, ...]
+    path: Literal["required", "optional", "unused"]
+    keys: tuple[str, ...] = ()
 
 
-def _check_classes(found: int, classes: int | None) -> None:
-    if classes is not None and found > classes:
-        what, expected = "The model has too few classes.", f"at least {found}, as the labels have"
-        raise ConfigError(message(what, where="model.classes", expected=expected, got=classes))
+TEXT = ("text", "text to text")
+KINDS = {
+    "embedded": DataKind(_open_embedded, TEXT, "unused", keys=("packing", "tokenizer")),
+    "text": DataKind(
+        _open_text, TEXT, "required", keys=("field", "invalid", "packing", "tokenizer")
+    ),
+    "tokens": DataKind(_open_shards, TEXT, "required", keys=("packing", "tokenizer")),
+    "instructions": DataKind(
+        _open_instructions,
+        TEXT,
+        "optional",
+        keys=("invalid", "packing", "split", "tokenizer", "too_long"),
+    ),
+    "datasets": DataKind(
+        _open_dataset,
+        TEXT,
+        "required",
+        keys=("field", "invalid", "packing", "split", "tokenizer"),
+    ),
+    "images": DataKind(_open_images, ("images",), "optional"),
+}
+"""The one list of kinds: a new source of data is a function and an entry here."""
 
-
-def _line(
-    name: str, documents: int, train: Tokens, rest: Tokens, tokenizer: str, skipped: Skipped
-) -> str:
-    return (
-        f"{name}: {documents:,} documents, {len(train):,} tokens to learn from and {len(rest):,} held out "
-        f"(tokenizer {tokenizer}){_passed_over(skipped)}"
-    )
-
-
-def _passed_over(skipped: Skipped) -> str:
-    return f"; passed over or mended: {skipped}" if str(skipped) else ""
+if TYPE_CHECKING:
+    Kind = str
+else:
+    Kind = Literal[tuple(KINDS)]  # the help of `data.kind` lists these

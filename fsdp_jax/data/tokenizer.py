@@ -1,30 +1,28 @@
-"""Tokenizers: text to ids and back. Bytes need no file; all others are a `tokenizer.json` as
-Hugging Face writes it.
+"""Tokenizers: text to ids and back, by bytes or by a Hugging Face `tokenizer.json`.
 
-Text is encoded as text: a document that spells out a special token (`</s>`) gets the ids of its
-letters, and `encode` puts no token before or after it. Whoever joins documents puts `begin` before
-each, and the end-of-text token after it.
+Text is encoded as text: a document that contains the spelling of a special token (`</s>`) gets the
+ids of its characters, and `encode` adds no tokens. `encode_documents` puts the tokenizer's `begin`
+before each document and the end-of-text token after it.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import count, groupby, takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.data.checks import config_error
 
 END = "<|endoftext|>"
 ENDS = (END, "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "[SEP]")
-"""What the end-of-text token is called where no `tokenizer_config.json` says it, the first that is there."""
+"""Names of the end-of-text token, tried in order if no `tokenizer_config.json` states it."""
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 BATCH = 1 << 20  # characters encoded at a time
-NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 class Tokenizer(Protocol):
@@ -32,7 +30,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Its name, for descriptions."""
         ...
 
     @property
@@ -42,51 +40,47 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, of its `tokenizer.json` and of `begin` and `end`; "bytes" for
-        bytes.
-        """
+        """SHA-256 (hexadecimal) of its `tokenizer.json`, `begin` and `end`; "bytes" for bytes."""
         ...
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """Ids that it puts before a text by itself, such as Llama's `<|begin_of_text|>`."""
+        """Ids that its own template puts before a text, such as Llama's `<|begin_of_text|>`."""
         ...
 
     @property
     def end(self) -> int | None:
-        """The id of the end-of-text token; None where there is none."""
+        """The id of the end-of-text token; None if it has none."""
         ...
 
     @property
     def sentinels(self) -> tuple[int, ...]:
-        """Ids that stand for a span taken out of a text (T5's `<extra_id_0>` and on), in their
-        order.
-        """
+        """Ids that replace a span removed from a text (T5's `<extra_id_0>` and up), in order."""
         ...
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """{name: contents} that make it anew, in a folder of its own; nothing for bytes."""
+        """{name: contents} of the files that restore it; none for bytes."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [tokens], without special tokens."""
+        """Returns int32 [tokens], without special tokens."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Each of `texts` as `encode` does it, in parallel where that can be."""
+        """Returns `encode` of each text, computed in parallel where possible."""
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Ids of any integer dtype, shape [tokens], as text; what cannot be text is U+FFFD."""
+        """Returns the text of ids [tokens] of any integer dtype; U+FFFD for what is not text."""
         ...
 
 
 class Bytes:
-    """The bytes of the text's UTF-8 are its ids.
+    """The ids are the bytes of the text's UTF-8.
 
     The end-of-text token is byte 0, which hardly any text contains; where documents end is known
-    from their lengths, so a text that does contain it is read as it is.
+    from their lengths, so a text that does contain it is read unchanged.
     """
 
     name = "bytes"
@@ -95,44 +89,38 @@ class Bytes:
     begin: tuple[int, ...] = ()
     end = 0
     sentinels: tuple[int, ...] = ()
-    files = NOTHING
+    files: Mapping[str, bytes] = MappingProxyType({})
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [bytes]."""
+        """Returns int32 [bytes]."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Each of `texts`."""
+        """Returns `encode` of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> str:
-        """What is not UTF-8, or no byte, becomes U+FFFD."""
+        """Returns the text; what is not UTF-8, or not a byte, becomes U+FFFD."""
         tokens = np.asarray(tokens)
-        # 255 is never part of UTF-8
-        return (
-            np.where((tokens >= 0) & (tokens < 256), tokens, 255)
-            .astype(np.uint8)
-            .tobytes()
-            .decode(errors="replace")
-        )
+        is_byte = (tokens >= 0) & (tokens < 256)
+        content = np.where(is_byte, tokens, 255).astype(np.uint8)  # 255 never occurs in UTF-8
+        return content.tobytes().decode(errors="replace")
 
 
 class HuggingFace:
     """A tokenizer of Hugging Face's `tokenizers`, from the bytes of its `tokenizer.json`.
 
-    `settings`: the bytes of the `tokenizer_config.json` beside it, of which only `eos_token` is
-    used. Raises ConfigError where the package is missing or the file is not one of its own.
+    `settings` are the bytes of the `tokenizer_config.json` beside it, of which only `eos_token` is
+    used. Raises ConfigError if the package is missing or cannot read the file.
     """
 
     def __init__(self, content: bytes, *, name: str, settings: bytes | None = None):
-        tokenizers = _package()
+        tokenizers = _import_tokenizers()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the package raises nothing more exact
-            raise ConfigError(
-                message("Not a tokenizer.", where=name, expected=FILE, got=error)
-            ) from error
-        self._tokenizer.encode_special_tokens = True  # text is text
+        except Exception as error:  # the package raises nothing more specific
+            raise config_error("Not a tokenizer.", where=name, expected=FILE, got=error) from error
+        self._tokenizer.encode_special_tokens = True  # their spelling in a text is text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -140,115 +128,104 @@ class HuggingFace:
         self._known[list(ids.values())] = True
         self.name = name
         self.vocab_size = len(self._known)
-        self.begin = self._before("a")
-        self.end = _end(ids, settings, name)
-        decided = json.dumps(
-            {"begin": self.begin, "end": self.end}
-        )  # the settings are not in `content`
-        self.digest = hashlib.sha256(content + decided.encode()).hexdigest()
-        numbers = iter(range(len(ids)))
-        spans = iter(lambda: ids.get(f"<extra_id_{next(numbers)}>"), None)
-        self.sentinels: tuple[int, ...] = tuple(spans)
-        self.files: Mapping[str, bytes] = {FILE: content} | (
-            {} if settings is None else {SETTINGS: settings}
-        )
+        self.begin = self._template_prefix("a")
+        self.end = _end_id(ids, settings, name)
+        # `begin` and `end` may come from the settings, which `content` does not hold.
+        special = json.dumps({"begin": self.begin, "end": self.end})
+        self.digest = hashlib.sha256(content + special.encode()).hexdigest()
+        names = takewhile(ids.__contains__, map("<extra_id_{}>".format, count()))
+        self.sentinels: tuple[int, ...] = tuple(ids[name] for name in names)
+        beside = {} if settings is None else {SETTINGS: settings}
+        self.files: Mapping[str, bytes] = {FILE: content, **beside}
 
-    def _before(self, text: str) -> tuple[int, ...]:
-        """What the tokenizer's own template puts before a text."""
-        plain, full = (
-            self._tokenizer.encode(text, add_special_tokens=special).ids
-            for special in (False, True)
-        )
-        starts = range(len(full) - len(plain) + 1)
-        return tuple(full[: next((at for at in starts if full[at : at + len(plain)] == plain), 0)])
+    def _template_prefix(self, text: str) -> tuple[int, ...]:
+        """Returns the ids that the tokenizer's own template puts before a text."""
+        plain = self._tokenizer.encode(text, add_special_tokens=False).ids
+        full = self._tokenizer.encode(text, add_special_tokens=True).ids
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return tuple(full[:start])
+        return ()
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [tokens]."""
+        """Returns int32 [tokens]."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Each of `texts`, on all cores."""
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, np.int32) for each in found]
+        """Returns `encode` of each text, computed on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Special tokens are spelt out; ids that the vocabulary lacks become U+FFFD."""
+        """Returns the text with special tokens spelt out; ids without a token become U+FFFD."""
         pieces = []
-        for known, run in groupby(
-            np.asarray(tokens).tolist(), lambda i: 0 <= i < self.vocab_size and self._known[i]
-        ):
+        for known, run in groupby(np.asarray(tokens).tolist(), self._is_known):
             ids = list(run)
-            pieces.append(
-                self._tokenizer.decode(ids, skip_special_tokens=False)
-                if known
-                else "\ufffd" * len(ids)
-            )
+            if known:
+                pieces.append(self._tokenizer.decode(ids, skip_special_tokens=False))
+            else:
+                pieces.append("\ufffd" * len(ids))
         return "".join(pieces)
+
+    def _is_known(self, token: int) -> bool:
+        return 0 <= token < self.vocab_size and bool(self._known[token])
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """`bytes`, or the path of a `tokenizer.json` or of a folder that holds one (also one that
-    `tokenize` wrote).
+    """Returns the tokenizer named `bytes`, of a `tokenizer.json`, or of the folder that holds one.
 
-    Raises ConfigError where there is none.
+    Such a folder may be one that `tokenize` wrote. Raises ConfigError if there is none.
     """
     if source == Bytes.name:
         return Bytes()
     path = Path(source).expanduser()
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        fix = f"set data.tokenizer to bytes, a {FILE}, or a folder that holds one"
         what = "There is no such tokenizer."
-        raise ConfigError(message(what, where="data.tokenizer", expected=FILE, got=source, fix=fix))
-    beside = file.with_name(SETTINGS)
+        fix = f"set data.tokenizer to bytes, a {FILE}, or a folder that holds one"
+        raise config_error(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
+    settings_file = file.with_name(SETTINGS)
     try:
-        settings = beside.read_bytes() if beside.is_file() else None
+        settings = settings_file.read_bytes() if settings_file.is_file() else None
         return HuggingFace(file.read_bytes(), name=str(source), settings=settings)
     except OSError as error:
-        raise ConfigError(
-            message("A tokenizer cannot be read.", where=str(file), got=error)
-        ) from error
+        raise config_error("A tokenizer cannot be read.", where=str(file), got=error) from error
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, *, name: str = "bpe") -> HuggingFace:
-    """Byte-level BPE (as GPT-2's) of `documents`, with `<|endoftext|>` as id 0; the same ones give
-    the same bytes.
+    """Trains byte-level BPE (as GPT-2's) with `<|endoftext|>` as id 0; deterministic.
 
-    A small corpus gives fewer than `vocab_size` ids: no pair is merged that it does not hold twice.
-    Raises ConfigError where there is no room for the 256 bytes and the end.
+    A small corpus gives fewer than `vocab_size` ids, as only pairs that occur twice are merged.
+    Raises ConfigError if `vocab_size` does not hold the 256 bytes and the end-of-text token.
     """
-    _package()
+    _import_tokenizers()
     if vocab_size < 257:
-        what, expected = (
-            "The vocabulary is too small.",
-            "at least 257: every byte, and the end of text",
-        )
-        raise ConfigError(
-            message(what, where="the vocabulary's size", expected=expected, got=vocab_size)
-        )
-    from tokenizers import Tokenizer as Trained
+        what = "The vocabulary is too small."
+        where = "the vocabulary's size"
+        expected = "at least 257: every byte, and the end of text"
+        raise config_error(what, where=where, expected=expected, got=vocab_size)
+    from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    trained = Trained(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # a set's order changes from run to run
+    tokenizer = Model(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=[END],
-        initial_alphabet=alphabet,
+        # The order of a set of strings differs between processes.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    trained.train_from_iterator(iter(documents), trainer)
-    return HuggingFace(trained.to_str(pretty=True).encode(), name=name)
+    tokenizer.train_from_iterator(iter(documents), trainer)
+    return HuggingFace(tokenizer.to_str(pretty=True).encode(), name=name)
 
 
-def encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """`begin`, each text's ids, and the end-of-text token, int32; encoded about a million
-    characters at a time.
+def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yields int32 ids of each text, between the tokenizer's `begin` and end-of-text token, if any.
 
-    A tokenizer without such tokens gives the texts' ids alone.
+    About a million characters are encoded at a time.
     """
     begin = np.array(tokenizer.begin, np.int32)
     end = np.array([] if tokenizer.end is None else [tokenizer.end], np.int32)
@@ -257,25 +234,30 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smaller of uint16 and uint32, little-endian, that holds every id."""
+    """Returns the smaller of uint16 and uint32, little-endian, that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
-    """Raises ConfigError where a tokenizer, or a largest id, goes beyond a model's vocabulary."""
-    largest = tokens if isinstance(tokens, int) else tokens.vocab_size - 1
+    """Raises ConfigError if a tokenizer, or a largest id, exceeds a model's vocabulary."""
+    if isinstance(tokens, int):
+        largest = tokens
+        owner = "the tokens"
+    else:
+        largest = tokens.vocab_size - 1
+        owner = f"the tokenizer {tokens.name}"
     if largest >= vocab_size:
-        what = "The vocabulary of the model is too small."
-        whose = "the tokens" if isinstance(tokens, int) else f"the tokenizer {tokens.name}"
-        got, fix = (
-            f"{vocab_size}, and ids up to {largest} in {whose}",
-            f"set it to {-(-(largest + 1) // 128) * 128}",
+        raise config_error(
+            "The vocabulary of the model is too small.",
+            where="model.vocab_size",
+            expected=f"at least {largest + 1}",
+            got=f"{vocab_size}, and ids up to {largest} in {owner}",
+            fix=f"set it to {-(-(largest + 1) // 128) * 128}",
         )
-        where, expected = "model.vocab_size", f"at least {largest + 1}"
-        raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Groups texts into lists of at least `BATCH` characters; the last may have fewer."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -283,36 +265,34 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         size += len(text)
         if size >= BATCH:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
 
-def _end(ids: dict[str, int], settings: bytes | None, name: str) -> int | None:
-    """The id of the end-of-text token: the one that the settings name, else the first of `ENDS`."""
-    if settings is not None:
-        try:
-            stated = json.loads(settings).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise ConfigError(
-                message("Not a tokenizer's settings.", where=f"{name}: {SETTINGS}", got=error)
-            ) from error
-        stated = stated.get("content") if isinstance(stated, dict) else stated
-        if stated is not None:
-            if stated not in ids:
-                what, expected = "The end-of-text token has no id.", f"a token of {FILE}"
-                raise ConfigError(
-                    message(what, where=f"{name}: {SETTINGS}", expected=expected, got=stated)
-                )
-            return ids[stated]
-    return next((ids[end] for end in ENDS if end in ids), None)
+def _end_id(ids: Mapping[str, int], settings: bytes | None, name: str) -> int | None:
+    """Returns the id of the end-of-text token: the settings' `eos_token`, or else from `ENDS`."""
+    where = f"{name}: {SETTINGS}"
+    try:
+        stated = None if settings is None else json.loads(settings).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise config_error("Not a tokenizer's settings.", where=where, got=error) from error
+    if isinstance(stated, dict):
+        stated = stated.get("content")
+    if stated is None:
+        return next((ids[end] for end in ENDS if end in ids), None)
+    if stated not in ids:
+        what = "The end-of-text token has no id."
+        raise config_error(what, where=where, expected=f"a token of {FILE}", got=stated)
+    return ids[stated]
 
 
-def _package() -> Any:
+def _import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        fix = "pip install 'fsdp_jax[hf]', or use the tokenizer bytes"
         what = "Hugging Face tokenizers are not installed."
-        raise ConfigError(message(what, where="data.tokenizer", fix=fix)) from error
+        fix = "pip install 'fsdp_jax[hf]', or use the tokenizer bytes"
+        raise config_error(what, where="data.tokenizer", fix=fix) from error
     return tokenizers

@@ -42,9 +42,8 @@ class Task:
     """What an example is, what is learned from it and what a model writes.
 
     Attributes:
-        name: for messages.
+        name: for messages, and for the kinds of data, which list the tasks that read them.
         loss: (model, batch, *, train) -> (sum, count); where `is_text` it takes `chunk` too.
-        data_kinds: values of `data.kind` with such examples, the default first.
         data_keys: keys of the data that only this task reads.
         config_lengths: Lengths -> the model configuration's fields for them.
         any_length: whether weights serve any length; otherwise their own is the limit.
@@ -57,7 +56,6 @@ class Task:
 
     name: str
     loss: Callable[..., tuple[jax.Array, jax.Array]]
-    data_kinds: tuple[str, ...]
     data_keys: tuple[str, ...] = ()
     config_lengths: Callable[[Lengths], dict[str, int]]
     any_length: bool = False
@@ -122,12 +120,9 @@ def _answer(
     return answer(model, prompt, length, **settings)
 
 
-_TEXT_KINDS = ("embedded", "text", "tokens", "instructions", "datasets")
-
 TEXT = Task(
     name="text",
     loss=next_token_loss,
-    data_kinds=_TEXT_KINDS,
     data_keys=("packing",),
     config_lengths=lambda lengths: {"sequence_length": lengths.sequence},
     arrays=_text_arrays,
@@ -137,7 +132,6 @@ TEXT = Task(
 TEXT_TO_TEXT = Task(
     name="text to text",
     loss=text_to_text_loss,
-    data_kinds=_TEXT_KINDS,
     data_keys=("target_length",),
     config_lengths=lambda lengths: {
         "inputs_length": lengths.sequence,
@@ -152,7 +146,6 @@ TEXT_TO_TEXT = Task(
 IMAGES = Task(
     name="images",
     loss=classification_loss,
-    data_kinds=("images",),
     config_lengths=lambda lengths: {},
     arrays=_image_arrays,
 )

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp_jax.data.sources import Kind
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -111,7 +113,7 @@ class OptimizerConfig:
 class DataConfig:
     """What is read."""
 
-    kind: Literal["embedded", "text", "tokens", "instructions", "datasets", "images"] = "embedded"
+    kind: Kind = "embedded"
     """embedded: the source of Python's standard library, on every machine. text: files, folders, .jsonl. tokens: what
     `fsdp-jax tokenize` wrote. instructions: Alpaca's format. datasets: of Hugging Face. images: and their classes."""
     path: str | None = None

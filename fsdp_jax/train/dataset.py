@@ -1,4 +1,4 @@
-"""From the keys of the data to batches of this process."""
+"""Makes the batches of this process from the data keys of a configuration."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from fsdp_jax.data import (
+    DataOptions,
     LoadedData,
     Loader,
     eval_batches,
@@ -15,6 +16,7 @@ from fsdp_jax.data import (
     make_loader,
     open_examples,
 )
+from fsdp_jax.data.images import SIDE
 from fsdp_jax.data.loader import Batch
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.build import Run
@@ -25,12 +27,12 @@ from fsdp_jax.train.shapes import target_length
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads.
+    """The data of a run.
 
     Attributes:
-        loaded: the examples, and what is known of them.
-        evaluation: makes an iterator over held-out batches; None where there is not one held-out
-            example.
+        loaded: the examples and their description.
+        loader: this process's training batches.
+        evaluation: returns an iterator over held-out batches; None without held-out examples.
 
     """
 
@@ -40,108 +42,99 @@ class Data:
 
     @property
     def unit(self) -> str:
-        """What a loss is per."""
-        tokenizer = self.loaded.tokenizer
-        return "image" if tokenizer is None else "byte" if tokenizer.name == "bytes" else "token"
+        """What the loss is per: `image`, `byte` or `token`."""
+        if self.loaded.tokenizer is None:
+            return "image"
+        return "byte" if self.loaded.tokenizer.name == "bytes" else "token"
 
     @property
     def tokenizer(self) -> str:
-        """What a checkpoint must have in common with a run."""
+        """The tokenizer's digest, which must equal the checkpoint's; "none" for images."""
         return "none" if self.loaded.tokenizer is None else self.loaded.tokenizer.digest
 
 
 def open_data(
     settings: DataConfig, run: Run, weights: str | None, *, seed: int, eval_limit: int | None
 ) -> Data:
-    """The examples, and this process's part of their batches.
+    """Opens the examples and returns this process's part of their batches.
 
     Args:
-        settings: the keys of the data.
-        run: the model and the batch that they are for.
-        weights: `model.weights`, whose tokenizer it is where the keys name none.
-        seed: of their order.
-        eval_limit: batches of an evaluation, at most.
+        settings: the data keys.
+        run: the model and the batch that the examples must fit.
+        weights: `model.weights`, whose tokenizer is the default.
+        seed: of the examples' order.
+        eval_limit: the largest number of batches of an evaluation.
 
     Raises:
-        ConfigError: what is missing, malformed or does not go together, with its key or its place.
+        ConfigError: what is missing, malformed or inconsistent, with its key or its place.
 
     """
-    task, rows = run.family.task, jax.tree.leaves(run.batch)[0].shape[0]
+    task = run.family.task
     beside = tokenizer_beside(weights) if task.is_text else None
-    given = settings.tokenizer or (None if settings.kind == "tokens" else beside)
-    if weights is not None and given is None and task.is_text and settings.kind != "tokens":
-        what, fix = (
-            "no tokenizer beside the weights",
-            "the tokenizer.json that they were trained with, or bytes if so",
-        )
-        raise ConfigError(message(what, where="data.tokenizer", got=weights, fix=fix))
-    loaded = open_examples(
-        settings.kind,
+    tokenizer = settings.tokenizer
+    if task.is_text and tokenizer is None and settings.kind != "tokens":
+        tokenizer = beside
+        if weights is not None and beside is None:
+            what = "no tokenizer beside the weights"
+            fix = "the tokenizer.json that they were trained with, or bytes if so"
+            raise ConfigError(message(what, where="data.tokenizer", got=weights, fix=fix))
+    options = DataOptions(
+        kind=settings.kind,
         sequence_length=settings.sequence_length,
         targets_length=target_length(settings) if "target_length" in task.data_keys else None,
         path=settings.path,
         split=settings.split,
         field=settings.field,
-        tokenizer=given,
+        tokenizer=tokenizer,
         vocab_size=getattr(run.shape, "vocab_size", None),
         held_out=settings.held_out,
-        apart=settings.packing,
+        packing=settings.packing,
         invalid=settings.invalid,
         too_long=settings.too_long,
         seed=seed,
-        **_of_images(run),
+        image_size=getattr(run.shape, "image_size", SIDE),
+        classes=getattr(run.shape, "classes", None),
     )
+    loaded = open_examples(options)
     _check_tokenizer(loaded, beside)
     _check_rows(loaded, run)
-    share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    loader = make_loader(loaded.train, global_batch_size=rows, seed=seed, **share)
-    if loaded.held_out is None:
-        return Data(loaded, loader, None)
-    return Data(
-        loaded,
-        loader,
-        partial(eval_batches, loaded.held_out, batch_size=rows, limit=eval_limit, **share),
-    )
-
-
-def _of_images(run: Run) -> dict[str, int]:
-    """What drawn images shall be like, or labels at most."""
-    return (
-        {}
-        if run.family.task.is_text
-        else {"image_size": run.shape.image_size, "classes": run.shape.classes}
-    )
+    rows = jax.tree.leaves(run.batch)[0].shape[0]
+    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    loader = make_loader(loaded.train, global_batch_size=rows, seed=seed, **process)
+    evaluation = None
+    if loaded.held_out is not None:
+        evaluation = partial(
+            eval_batches, loaded.held_out, batch_size=rows, limit=eval_limit, **process
+        )
+    return Data(loaded, loader, evaluation)
 
 
 def _check_tokenizer(loaded: LoadedData, beside: str | None) -> None:
-    """Weights know the tokens of their own tokenizer alone."""
-    if beside is None:
+    """Raises ConfigError if the text is encoded by another tokenizer than the weights know."""
+    if beside is None or loaded.tokenizer is None:
         return
-    own = load_tokenizer(Path(beside).expanduser())
-    if loaded.tokenizer is not None and loaded.tokenizer.digest != own.digest:
-        what, got = "another tokenizer than the weights were trained with", loaded.tokenizer.name
-        fix = "leave data.tokenizer out, or tokenize with theirs; if this one is meant, put it beside the weights"
+    expected = load_tokenizer(Path(beside).expanduser())
+    if loaded.tokenizer.digest != expected.digest:
         raise ConfigError(
-            message(what, where="data.tokenizer", expected=own.name, got=got, fix=fix)
+            message(
+                "another tokenizer than the weights were trained with",
+                where="data.tokenizer",
+                expected=expected.name,
+                got=loaded.tokenizer.name,
+                fix="leave data.tokenizer out, or tokenize with theirs; "
+                "if this one is meant, put it beside the weights",
+            )
         )
 
 
 def _check_rows(loaded: LoadedData, run: Run) -> None:
-    """Rows are what the step is compiled for."""
-    found = {name: (array.shape, array.dtype) for name, array in loaded.train[0].items()}
-    wanted = {name: (leaf.shape[1:], leaf.dtype) for name, leaf in run.batch.items()}
-    if "images" in wanted and found["images"] != wanted["images"]:
+    """Checks that the rows have the shapes and dtypes that the step is compiled for."""
+    rows = {name: (array.shape, array.dtype) for name, array in loaded.train[0].items()}
+    compiled = {name: (leaf.shape[1:], leaf.dtype) for name, leaf in run.batch.items()}
+    if "images" in compiled and rows["images"] != compiled["images"]:
+        what = "the images have another size"
+        expected = "x".join(map(str, compiled["images"][0]))
+        got = "x".join(map(str, rows["images"][0]))
         fix = "use a model for images of that size, or resize them"
-        expected, got = (
-            f"{'x'.join(map(str, shape))}" for shape, _ in (wanted["images"], found["images"])
-        )
-        raise ConfigError(
-            message(
-                "the images have another size",
-                where="data.path",
-                expected=expected,
-                got=got,
-                fix=fix,
-            )
-        )
-    assert found == wanted, (found, wanted)
+        raise ConfigError(message(what, where="data.path", expected=expected, got=got, fix=fix))
+    assert rows == compiled, (rows, compiled)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from fsdp_jax.data.sources import kinds_for
 from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.families import family_name
@@ -141,7 +142,7 @@ def _refuse_preset(name: str, preset: str) -> None:
 
 def _check_data(name: str, family: Family, data: DataConfig) -> None:
     """Raises ConfigError for data of another task, or keys that this task does not read."""
-    kinds = family.task.data_kinds
+    kinds = kinds_for(family.task.name)
     if data.kind not in kinds:
         what, fix = "family and data do not go together", f"set data.kind to {kinds[0]}"
         expected = f"{' or '.join(kinds)}, for {name}"

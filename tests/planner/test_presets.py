@@ -7,6 +7,7 @@ import pytest
 
 from fsdp_jax.contract.contract import check_contract, judge
 from fsdp_jax.hlo.partitioner_log import rematerializations
+from fsdp_jax.data.sources import kinds_for
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.planner import compiled_plan, parse_topology
 from fsdp_jax.planner.compiled.program import compile_step
@@ -65,7 +66,7 @@ def test_every_size_has_a_configuration():
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "preset"), OTHERS)
 def test_other_presets_are_planned(family, preset, tmp_path):
-    kind = FAMILIES[family].task.data_kinds[0]
+    kind = kinds_for(FAMILIES[family].task.name)[0]
     (tmp_path / "run.yaml").write_text(
         f"model: {{family: {family}, preset: {preset}}}\ndata: {{kind: {kind}}}\n"
         "train: {global_batch_size: 64}\n"

@@ -259,7 +259,7 @@ def test_skipped_rows_are_counted(run, tmp_path, capsys):
     )
     assert run("counted", *words, "--train.steps", "1") == 0
     shown = capsys.readouterr().out
-    assert re.search(r"passed over or mended: .*1 empty", shown)
+    assert re.search(r"skipped or repaired: .*1 empty", shown)
     assert "UTF-8" in shown
 
 

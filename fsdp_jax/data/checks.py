@@ -1,0 +1,45 @@
+"""Errors and checks of arguments that the modules of this package share."""
+
+from typing import Any, get_args
+
+from fsdp_jax.errors import ConfigError, message
+
+
+def config_error(
+    what: str, *, where: str = "", expected: object = "", got: object = "", fix: str = ""
+) -> ConfigError:
+    """Returns a ConfigError whose text is one `message`."""
+    return ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
+
+
+def check_positive(where: str, value: int) -> None:
+    """Raises ConfigError if a size is less than 1."""
+    if value < 1:
+        raise config_error("A size is not positive.", where=where, expected="at least 1", got=value)
+
+
+def check_seed(seed: int) -> None:
+    """Raises ConfigError if `seed` does not fit the 32 bits that every generator here accepts."""
+    if not 0 <= seed < 2**32:
+        what = "The seed is out of range."
+        raise config_error(what, where="train.seed", expected="0 to 2**32 - 1", got=seed)
+
+
+def check_share(held_out: float) -> None:
+    """Raises ConfigError if the held-out share is not 0 to 0.5."""
+    if not 0 <= held_out <= 0.5:
+        what = "The held-out share is out of range."
+        raise config_error(what, where="data.held_out", expected="0 to 0.5", got=held_out)
+
+
+def check_choice(key: str, got: str, choices: Any) -> None:
+    """Raises ConfigError if `data.{key}` is not one of the `choices`, a Literal."""
+    if got not in get_args(choices):
+        expected = ", ".join(get_args(choices))
+        raise config_error("Not a valid choice.", where=f"data.{key}", expected=expected, got=got)
+
+
+def ignored_key_error(key: str, got: object, *, where: str = "") -> ConfigError:
+    """Returns the error for a key that this kind of data does not use."""
+    where = where or f"data.{key}"
+    return config_error(f"{key} would be ignored", where=where, got=got, fix="leave it out")
