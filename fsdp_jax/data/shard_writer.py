@@ -70,7 +70,7 @@ def tokenize(
 
     check_positive("the tokens of a shard", shard_tokens)
     folder = Path(to).expanduser()
-    plan = _make_plan(documents, tokenizer, shard_tokens, asked)
+    plan = make_plan(documents, tokenizer, shard_tokens, asked)
     _check_folder(folder)
     with Lease(folder):
         if (folder / MANIFEST).exists():
@@ -106,9 +106,13 @@ def read_plan(folder: Path) -> TokenizePlan | None:
         raise config_error(what, where=str(progress), got=error, fix=fix) from error
 
 
-def _make_plan(
-    documents: Split, tokenizer: Tokenizer, shard_tokens: int, asked: int | None
+def make_plan(
+    documents: Split,
+    tokenizer: Tokenizer,
+    shard_tokens: int = SHARD_TOKENS,
+    asked: int | None = None,
 ) -> TokenizePlan:
+    """Returns the plan of encoding `documents`; see `tokenize`."""
     survey = documents.survey
     return TokenizePlan(
         name=documents.documents.name,

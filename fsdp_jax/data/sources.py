@@ -41,7 +41,8 @@ from fsdp_jax.data.instructions import (
     load_instructions,
 )
 from fsdp_jax.data.records import Invalid
-from fsdp_jax.data.shards import PARTS, TokenShards
+from fsdp_jax.data.shard_writer import make_plan
+from fsdp_jax.data.shards import PARTS, TokenizePlan, TokenShards
 from fsdp_jax.data.tokenizer import Bytes, Tokenizer, check_vocabulary, load_tokenizer
 from fsdp_jax.data.windows import Stream, Windows, stream_of
 from fsdp_jax.errors import ConfigError, did_you_mean
@@ -205,17 +206,8 @@ def _encode(documents: Documents, options: DataOptions) -> LoadedData:
     """Encodes documents into memory."""
     tokenizer = _load_tokenizer(options)
     split = split_documents(documents, held_out=options.share)
-    survey = split.survey
-    return _loaded_text(
-        stream_of(split.read("train"), tokenizer),
-        stream_of(split.read("held_out"), tokenizer),
-        f"{documents.name}: {survey.documents:,} documents",
-        survey.skipped,
-        survey.digest,
-        tokenizer,
-        tokenizer.name,
-        options,
-    )
+    train, held_out = (stream_of(split.read(part), tokenizer) for part in PARTS)
+    return _loaded_text(train, held_out, make_plan(split, tokenizer), tokenizer, options)
 
 
 def _open_shards(options: DataOptions) -> LoadedData:
@@ -246,27 +238,11 @@ def _open_shards(options: DataOptions) -> LoadedData:
         Stream(shards.tokens(part), shards.starts(part) if options.packing else no_starts)
         for part in PARTS
     )
-    return _loaded_text(
-        train,
-        held_out,
-        f"{plan.name}: {plan.documents:,} documents",
-        Skipped(plan.skipped),
-        plan.corpus,
-        tokenizer,
-        plan.tokenizer,
-        options,
-    )
+    return _loaded_text(train, held_out, plan, tokenizer, options)
 
 
 def _loaded_text(
-    train: Stream,
-    held_out: Stream,
-    corpus: str,
-    skipped: Skipped,
-    digest: str,
-    tokenizer: Tokenizer,
-    tokenizer_name: str,
-    options: DataOptions,
+    train: Stream, held_out: Stream, plan: TokenizePlan, tokenizer: Tokenizer, options: DataOptions
 ) -> LoadedData:
     needed = options.sequence_length + 1
     if options.targets_length is not None:
@@ -275,9 +251,10 @@ def _loaded_text(
     return LoadedData(
         train=_text_examples(train, tokenizer, options),
         held_out=_text_examples(held_out, tokenizer, options) if enough else None,
-        description=f"{corpus}, {len(train.tokens):,} training tokens and "
-        f"{len(held_out.tokens):,} held out (tokenizer {tokenizer_name}){skip_note(skipped)}",
-        digest=digest,
+        description=f"{plan.name}: {plan.documents:,} documents, {len(train.tokens):,} training "
+        f"tokens and {len(held_out.tokens):,} held out (tokenizer {plan.tokenizer})"
+        f"{skip_note(Skipped(plan.skipped))}",
+        digest=plan.corpus,
         tokenizer=tokenizer,
     )
 
@@ -412,11 +389,9 @@ class DataKind:
 
 TEXT = ("text", "text to text")
 KINDS = {
-    "embedded": DataKind(_open_embedded, TEXT, "unused", keys=("packing", "tokenizer")),
-    "text": DataKind(
-        _open_text, TEXT, "required", keys=("field", "invalid", "packing", "tokenizer")
-    ),
-    "tokens": DataKind(_open_shards, TEXT, "required", keys=("packing", "tokenizer")),
+    "embedded": DataKind(_open_embedded, TEXT, "unused", ("packing", "tokenizer")),
+    "text": DataKind(_open_text, TEXT, "required", ("field", "invalid", "packing", "tokenizer")),
+    "tokens": DataKind(_open_shards, TEXT, "required", ("packing", "tokenizer")),
     "instructions": DataKind(
         _open_instructions,
         TEXT,
@@ -424,10 +399,7 @@ KINDS = {
         keys=("invalid", "packing", "split", "tokenizer", "too_long"),
     ),
     "datasets": DataKind(
-        _open_dataset,
-        TEXT,
-        "required",
-        keys=("field", "invalid", "packing", "split", "tokenizer"),
+        _open_dataset, TEXT, "required", ("field", "invalid", "packing", "split", "tokenizer")
     ),
     "images": DataKind(_open_images, ("images",), "optional"),
 }

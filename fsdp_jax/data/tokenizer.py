@@ -26,42 +26,26 @@ BATCH = 1 << 20  # characters encoded at a time
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back."""
+    """Text to ids and back.
 
-    @property
-    def name(self) -> str:
-        """Its name, for descriptions."""
-        ...
+    Attributes:
+        name: for descriptions.
+        vocab_size: the largest id, plus one.
+        digest: SHA-256 (hexadecimal) of its `tokenizer.json`, `begin` and `end`; "bytes" for bytes.
+        begin: ids that its own template puts before a text, such as Llama's `<|begin_of_text|>`.
+        end: the id of the end-of-text token; None if it has none.
+        sentinels: ids that replace a span removed from a text (T5's `<extra_id_0>` and up).
+        files: {name: contents} of the files that restore it; none for bytes.
 
-    @property
-    def vocab_size(self) -> int:
-        """The largest id, plus one."""
-        ...
+    """
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hexadecimal) of its `tokenizer.json`, `begin` and `end`; "bytes" for bytes."""
-        ...
-
-    @property
-    def begin(self) -> tuple[int, ...]:
-        """Ids that its own template puts before a text, such as Llama's `<|begin_of_text|>`."""
-        ...
-
-    @property
-    def end(self) -> int | None:
-        """The id of the end-of-text token; None if it has none."""
-        ...
-
-    @property
-    def sentinels(self) -> tuple[int, ...]:
-        """Ids that replace a span removed from a text (T5's `<extra_id_0>` and up), in order."""
-        ...
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """{name: contents} of the files that restore it; none for bytes."""
-        ...
+    name: str
+    vocab_size: int
+    digest: str
+    begin: tuple[int, ...]
+    end: int | None
+    sentinels: tuple[int, ...]
+    files: Mapping[str, bytes]
 
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 [tokens], without special tokens."""
@@ -87,7 +71,7 @@ class Bytes:
     vocab_size = 256
     digest = "bytes"
     begin: tuple[int, ...] = ()
-    end = 0
+    end: int | None = 0
     sentinels: tuple[int, ...] = ()
     files: Mapping[str, bytes] = MappingProxyType({})
 
