@@ -7,11 +7,11 @@ import warnings
 
 import numpy as np
 import pytest
+from corpora import documents_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jax.data.documents import (
-    Documents,
     dataset_documents,
     embedded_documents,
     open_documents,
@@ -21,23 +21,16 @@ from fsdp_jax.data.documents import (
 from fsdp_jax.data.files import EMBEDDED_LIMIT, Skipped
 from fsdp_jax.errors import ConfigError
 
-few = settings(max_examples=100, deadline=None)
-
 
 def read(documents):
     skipped = Skipped()
-    return list(documents.read(skipped)), {
-        reason: count for reason, count in skipped.items() if count
-    }
+    texts = list(documents.read(skipped))
+    return texts, {reason: count for reason, count in skipped.items() if count}
 
 
-def of(texts):
-    return Documents("texts", lambda skipped: iter(texts))
-
-
-def test_the_embedded_text_is_library_source_and_always_the_same():
-    found, again = survey(embedded_documents()), survey(embedded_documents())
-    assert found == again
+def test_the_embedded_text_is_library_source_and_deterministic():
+    found = survey(embedded_documents())
+    assert found == survey(embedded_documents())
     assert 0.5 * EMBEDDED_LIMIT < found.characters <= EMBEDDED_LIMIT
     assert found.documents > 100
     assert "def " in next(embedded_documents().read(Skipped()))
@@ -64,122 +57,132 @@ def test_a_folder_is_its_files_in_order_and_records_are_read_by_field(tmp_path):
     assert str(Skipped(skipped)) == "1 blank lines, 2 empty, 2 hidden or linked"
 
 
-def test_another_field_can_be_the_document(tmp_path):
+def test_records_are_read_from_another_field_and_with_any_line_ending(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "1\\n2"}\r\n{"text": "3"}')
+    assert read(open_documents(tmp_path))[0] == ["1\n2", "3"]
     (tmp_path / "a.jsonl").write_text('{"body": "yes", "text": "no"}\n')
     assert read(open_documents(tmp_path, field="body")) == (["yes"], {})
 
 
-def test_records_in_any_line_ending_and_without_a_last_one(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "1\\n2"}\r\n{"text": "3"}')
-    assert read(open_documents(tmp_path))[0] == ["1\n2", "3"]
+FAULTS = [
+    ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"not JSON\.\n +where: +\S*a\.jsonl, line 2\n"),
+    (
+        "a.jsonl",
+        b'{"text": "x"}\n[1]\n',
+        r"not an object\.\n +where: +\S*a\.jsonl, line 2\n(?s:.*)got: +a list",
+    ),
+    (
+        "a.jsonl",
+        b'{"txt": "x"}\n',
+        r"lacks a field(?s:.*)a\.jsonl, line 1\n(?s:.*)'txt'\n +fix: +did you",
+    ),
+    (
+        "a.jsonl",
+        b'{"text": null}\n',
+        r"not text(?s:.*)a\.jsonl, line 1, field 'text'\n(?s:.*)got: +null",
+    ),
+    ("a.jsonl", b'{"text": 7}\n', "got: +a number"),
+    ("a.jsonl", b"{}\n", "got: +an empty object"),
+    (
+        "a.jsonl",
+        b'{"text": "x"}\n{"text": "\xff"}\n',
+        r"not UTF-8(?s:.*)l, line 2\n(?s:.*)0xff at offset 24\n",
+    ),
+    (
+        "a.jsonl",
+        b'{"text": "a\\ud800"}\n',
+        r"not UTF-8(?s:.*)line 1, field 'text'\n(?s:.*)U\+D800, at character 1",
+    ),
+    ("a.jsonl", b"[" * 100_000, r"not JSON(?s:.*)line 1"),
+    ("a.json", b'[\n{"text": "x"},\n{]', r"not JSON(?s:.*)a\.json, line 3\n"),
+    ("a.json", b'{"text": "x"}', r"no records(?s:.*)a list of objects"),
+    ("a.json", b'[{"text": "x"}, {}]', r"a\.json, record 2\n"),
+    (
+        "a.txt",
+        b"abc\xe9",
+        r"not UTF-8(?s:.*)a\.txt\n(?s:.*)byte 0xe9 at offset 3\n(?s:.*)data\.invalid",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"not JSON\.\n +where: +\S*a\.jsonl, line 2\n"),
-        ("a.jsonl", b'{"text": "x"}\n[1]\n', r"not an object\.\n +where: +\S*a\.jsonl, line 2\n(?s:.*)got: +a list"),
-        ("a.jsonl", b'{"txt": "x"}\n', r"lacks a field(?s:.*)a\.jsonl, line 1\n(?s:.*)'txt'\n +fix: +did you"),
-        ("a.jsonl", b'{"text": null}\n', r"not text(?s:.*)a\.jsonl, line 1, field 'text'\n(?s:.*)got: +null"),
-        ("a.jsonl", b'{"text": 7}\n', "got: +a number"),
-        ("a.jsonl", b"{}\n", "got: +an empty object"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', r"not UTF-8(?s:.*)l, line 2\n(?s:.*)0xff at offset 24\n"),
-        ("a.jsonl", b'{"text": "a\\ud800"}\n', r"not UTF-8(?s:.*)line 1, field 'text'\n(?s:.*)U\+D800, at character 1"),
-        ("a.jsonl", b"[" * 100_000, r"not JSON(?s:.*)line 1"),
-        ("a.json", b'[\n{"text": "x"},\n{]', r"not JSON(?s:.*)a\.json, line 3\n"),
-        ("a.json", b'{"text": "x"}', r"no records(?s:.*)a list of objects"),
-        ("a.json", b'[{"text": "x"}, {}]', r"a\.json, record 2\n"),
-        ("a.txt", b"abc\xe9", r"not UTF-8(?s:.*)a\.txt\n(?s:.*)byte 0xe9 at offset 3\n(?s:.*)data\.invalid"),
-    ],
-)  # fmt: skip
-def test_faults_are_explained_with_their_place(tmp_path, name, content, says):
+@pytest.mark.parametrize(("name", "content", "says"), FAULTS)
+def test_faults_are_reported_with_their_place(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=says):
         read(open_documents(tmp_path))
 
 
-@pytest.mark.parametrize("invalid", ["replace", "skip"])
-def test_what_is_not_utf8_is_mended_or_passed_over_and_counted(tmp_path, invalid):
+@pytest.mark.parametrize(
+    ("invalid", "expected"),
+    [
+        ("replace", (["abc\ufffd", "\ufffd", "x\ufffd", "ok"], {"with invalid UTF-8 replaced": 3})),
+        ("skip", (["ok"], {"not UTF-8": 3})),
+    ],
+)
+def test_text_that_is_not_utf8_is_repaired_or_skipped_and_counted(tmp_path, invalid, expected):
     (tmp_path / "a.txt").write_bytes(b"abc\xe9")
-    (tmp_path / "b.jsonl").write_bytes(
-        b'{"text": "\xff"}\n{"text": "x\\ud800"}\n{"text": "good"}\n'
-    )
-    texts, skipped = read(open_documents(tmp_path, invalid=invalid))
-    assert texts == (
-        ["abc\ufffd", "\ufffd", "x\ufffd", "good"] if invalid == "replace" else ["good"]
-    )
-    assert skipped == (
-        {"with invalid UTF-8 replaced": 3} if invalid == "replace" else {"not UTF-8": 3}
-    )
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "\xff"}\n{"text": "x\\ud800"}\n{"text": "ok"}\n')
+    assert read(open_documents(tmp_path, invalid=invalid)) == expected
 
 
-def test_what_cannot_be_opened_is_explained(tmp_path):
+def test_missing_empty_and_unreadable_corpora_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"does not exist(?s:.*)data\.path(?s:.*)nowhere"):
         open_documents(tmp_path / "nowhere")
     (tmp_path / ".hidden.txt").write_text("hidden")
-    with pytest.raises(
-        ConfigError, match=r"is empty(?s:.*)\*\.json, \*\.jsonl, \*\.md(?s:.*)1 hidden or linked"
-    ):
+    says = r"is empty(?s:.*)\*\.json, \*\.jsonl, \*\.md(?s:.*)1 hidden or linked"
+    with pytest.raises(ConfigError, match=says):
         open_documents(tmp_path)
     (tmp_path / "blank.txt").write_text(" ")
-    with pytest.raises(
-        ConfigError, match=r"is empty(?s:.*)1 empty, 1 hidden or linked passed over"
-    ):
-        survey(open_documents(tmp_path))
+    documents = open_documents(tmp_path)
+    with pytest.raises(ConfigError, match=r"is empty(?s:.*)1 empty, 1 hidden or linked skipped"):
+        survey(documents)
     with pytest.raises(ConfigError, match="error, replace, skip"):
         open_documents(tmp_path, invalid="maybe")
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("a")
-    documents = open_documents(tmp_path)
 
     def refuse(path):
         raise PermissionError("no")
 
     monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
-    with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)a\.txt(?s:.*)got: +no"):
+    with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)blank\.txt(?s:.*)got: +no"):
         read(documents)
 
 
-def test_the_digest_tells_where_documents_end():
-    digests = {
-        survey(of(texts)).digest for texts in (["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"])
-    }
-    assert len(digests) == 4
+def test_the_digest_depends_on_where_documents_end():
+    corpora = (["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"])
+    assert len({survey(documents_of(texts)).digest for texts in corpora}) == 4
     content = b"\2\0\0\0\0\0\0\0ab\1\0\0\0\0\0\0\0c"
-    assert survey(of(["ab", "c"])).digest == hashlib.sha256(content).hexdigest()
+    assert survey(documents_of(["ab", "c"])).digest == hashlib.sha256(content).hexdigest()
 
 
-@few
+@settings(max_examples=100, deadline=None)
 @given(texts=st.lists(st.text(min_size=1), min_size=1, max_size=30), share=st.floats(0, 0.5))
 def test_every_character_is_in_one_part(texts, share):
-    split = split_documents(of(texts), held_out=share)
-    train, rest = list(split.read("train")), list(split.read("held_out"))
+    split = split_documents(documents_of(texts), held_out=share)
+    train, held_out = list(split.read("train")), list(split.read("held_out"))
     assert all(train)
-    assert all(rest)
+    assert all(held_out)
     if split.whole:
-        every = round(min(1 / share, 1e9)) if share else len(texts) + 1
-        assert rest == texts[every - 1 :: every]
-        assert train == [text for at, text in enumerate(texts, 1) if at % every]
-        assert len(rest) != 1
+        stride = round(min(1 / share, 1e9)) if share else len(texts) + 1
+        assert held_out == texts[stride - 1 :: stride]
+        assert train == [text for number, text in enumerate(texts, 1) if number % stride]
+        assert len(held_out) != 1
     else:
-        assert "".join(train + rest) == "".join(texts)
-        assert len("".join(rest)) == pytest.approx(share * len("".join(texts)), abs=1)
+        assert "".join(train + held_out) == "".join(texts)
+        assert len("".join(held_out)) == pytest.approx(share * len("".join(texts)), abs=1)
 
 
 @pytest.mark.parametrize("share", [-0.1, 0.6, float("nan")])
-def test_a_share_that_cannot_be_held_out_is_refused(share):
+def test_a_held_out_share_out_of_range_is_refused(share):
     with pytest.raises(ConfigError, match=r"data\.held_out(?s:.*)0 to 0\.5"):
-        split_documents(of(["a"]), held_out=share)
+        split_documents(documents_of(["a"]), held_out=share)
 
 
 ROWS = [{"text": f"text {number}", "id": number} for number in range(5)] + [{"text": " ", "id": 5}]
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Where the package prepares data; not in the home directory."""
+def datasets(tmp_path, monkeypatch):
+    """Hugging Face's package, offline and with its cache in the test's folder."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -187,91 +190,84 @@ def cache(tmp_path, monkeypatch):
     return datasets
 
 
-def test_datasets_are_read_from_files_and_folders(cache, tmp_path):
+def test_datasets_are_read_from_files_and_folders(datasets, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     file = folder / "train.jsonl"
     file.write_text("\n".join(map(json.dumps, ROWS)))
-    saved = tmp_path / "saved"
+    saved = str(tmp_path / "saved")
+    both = str(tmp_path / "both")
     with warnings.catch_warnings(action="ignore"):  # of the package, while the test prepares
-        cache.Dataset.from_list(ROWS).save_to_disk(saved)
-        cache.Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
-        cache.DatasetDict({"test": cache.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "both")
+        datasets.Dataset.from_list(ROWS).save_to_disk(saved)
+        datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+        datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(both)
+    expected = ([f"text {number}" for number in range(5)], {"empty": 1})
     for path in (file, folder, saved, tmp_path / "rows.parquet"):
-        assert read(dataset_documents(str(path))) == (
-            [f"text {number}" for number in range(5)],
-            {"empty": 1},
-        )
-    assert len(read(dataset_documents(str(tmp_path / "both"), split="test"))[0]) == 5
-    with pytest.raises(ConfigError, match=r"no split 'train'(?s:.*)test"):
-        read(dataset_documents(str(tmp_path / "both")))
-    with pytest.raises(ConfigError, match=r"row 1(?s:.*)a field 'body'(?s:.*)'text', 'id'"):
-        read(dataset_documents(str(saved), field="body"))
-    with pytest.raises(ConfigError, match=r"row 1, field 'id'(?s:.*)a number"):
-        read(dataset_documents(str(saved), field="id"))
-    with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)split test"):
-        read(dataset_documents(str(file), split="test"))
+        assert read(dataset_documents(str(path))) == expected
+    assert len(read(dataset_documents(both, split="test"))[0]) == 5
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ConfigError, match=r"Not a dataset(?s:.*)\*\.json, \*\.jsonl, \*\.parquet"):
-        read(dataset_documents(str(tmp_path / "a.txt")))
+    for name, options, says in (
+        (both, {}, r"no split 'train'(?s:.*)test"),
+        (saved, {"field": "body"}, r"row 1(?s:.*)a field 'body'(?s:.*)'text', 'id'"),
+        (saved, {"field": "id"}, r"row 1, field 'id'(?s:.*)a number"),
+        (str(file), {"split": "test"}, r"cannot be read(?s:.*)split test"),
+        (str(tmp_path / "a.txt"), {}, r"Not a dataset(?s:.*)\*\.json, \*\.jsonl, \*\.parquet"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            read(dataset_documents(name, **options))
 
 
-def test_bytes_in_a_dataset_are_mended_or_passed_over_and_counted(cache, tmp_path):
+def test_bytes_in_a_dataset_are_repaired_or_skipped_and_counted(datasets, tmp_path):
     import pyarrow
 
     offsets, content = np.array([0, 1, 4], np.int32), b"ab\xffc"
-    texts = pyarrow.Array.from_buffers(
-        pyarrow.string(), 2, [None, *map(pyarrow.py_buffer, (offsets, content))]
-    )
+    buffers = [None, *map(pyarrow.py_buffer, (offsets, content))]
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
     lists = pyarrow.ListArray.from_arrays(np.array([0, 1, 2], np.int32), texts)
     table = pyarrow.table({"text": texts, "lists": lists, "blob": pyarrow.array([b"one", b"\xfe"])})
-    with warnings.catch_warnings(action="ignore"):
-        cache.Dataset(table).save_to_disk(tmp_path / "saved")
     name = str(tmp_path / "saved")
-    with pytest.raises(
-        ConfigError, match=r"not UTF-8(?s:.*)row 2, field 'text'\n(?s:.*)byte 0xff at offset 1"
-    ):
+    with warnings.catch_warnings(action="ignore"):
+        datasets.Dataset(table).save_to_disk(name)
+    says = r"not UTF-8(?s:.*)row 2, field 'text'\n(?s:.*)byte 0xff at offset 1"
+    with pytest.raises(ConfigError, match=says):
         read(dataset_documents(name))
-    assert read(dataset_documents(name, invalid="skip")) == (["a"], {"not UTF-8": 1})
-    mended = {"with invalid UTF-8 replaced": 1}
-    assert read(dataset_documents(name, invalid="replace")) == (["a", "b\ufffdc"], mended)
-    assert read(dataset_documents(name, field="blob", invalid="skip")) == (
-        ["one"],
-        {"not UTF-8": 1},
-    )
+    skipped = {"not UTF-8": 1}
+    assert read(dataset_documents(name, invalid="skip")) == (["a"], skipped)
+    assert read(dataset_documents(name, field="blob", invalid="skip")) == (["one"], skipped)
+    repaired = {"with invalid UTF-8 replaced": 1}
+    assert read(dataset_documents(name, invalid="replace")) == (["a", "b\ufffdc"], repaired)
     with pytest.raises(ConfigError, match=r"not text(?s:.*)field 'lists'"):
         read(dataset_documents(name, field="lists"))
     with pytest.raises(ConfigError, match="error, replace, skip"):
         dataset_documents(name, invalid="maybe")
 
 
-def test_what_a_file_has_wrong_is_said(cache, tmp_path):
+def test_the_error_of_a_dataset_file_is_shown(datasets, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "a\\ud800"}\n')
     with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)surrogate"):
         read(dataset_documents(str(tmp_path / "a.jsonl")))
 
 
-def test_a_dataset_that_is_not_there_is_explained(cache, monkeypatch):
+def test_an_unknown_dataset_is_refused(datasets, monkeypatch):
     def refuse(*_):
-        raise AssertionError("the test would ask the network")
+        raise AssertionError("the test would use the network")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
     monkeypatch.setattr("socket.getaddrinfo", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ConfigError, match=r"The dataset cannot be read\.\n +where: +nobody/nothing, split train"
-    ):
+    says = r"The dataset cannot be read\.\n +where: +nobody/nothing, split train"
+    with pytest.raises(ConfigError, match=says):
         read(dataset_documents("nobody/nothing"))
 
 
-def test_the_package_is_named_where_it_is_missing(monkeypatch):
+def test_a_missing_package_is_named(monkeypatch):
     real = builtins.__import__
 
-    def missing(name, *rest):
+    def fail(name, *rest):
         if name == "datasets":
             raise ImportError(name)
         return real(name, *rest)
 
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(ConfigError, match=r"fsdp_jax\[hf\]"):
         read(dataset_documents("anything"))

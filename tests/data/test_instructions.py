@@ -1,6 +1,4 @@
-"""Instructions: templates, masks, packing that loses and mixes nothing, and the set that comes
-along.
-"""
+"""Instructions: templates, masks, packing that loses and mixes nothing, and the shipped set."""
 
 import json
 
@@ -11,13 +9,12 @@ from hypothesis import strategies as st
 
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.instructions import (
+    EncodedInstruction,
     InstructionRecord,
     PackedInstructions,
-    EncodedInstruction,
     TextToText,
-    check_too_long,
     digest_of,
-    encode_pairs,
+    encode_instructions,
     load_instructions,
     pack,
 )
@@ -30,61 +27,67 @@ few = settings(max_examples=150, deadline=None)
 SIZES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8)), min_size=1, max_size=25)
 
 
-def pairs_of(sizes):
-    """Pairs whose tokens tell the example, the place in it, and whether it is an answer: all
-    different, none 0.
-    """
-    found = []
+def encoded_of(sizes):
+    """Returns instructions with token 1000 * number + position, plus 500 in answers; none is 0."""
+    encoded = []
     for number, (prompt, answer) in enumerate(sizes, 1):
         tokens = 1000 * number + np.arange(prompt + answer, dtype=np.int32)
         tokens[prompt:] += 500
-        found.append(EncodedInstruction(tokens[:prompt], tokens[prompt:]))
-    return found
+        encoded.append(EncodedInstruction(tokens[:prompt], tokens[prompt:]))
+    return encoded
+
+
+def packed(encoded, length, **options):
+    return PackedInstructions(encoded, sequence_length=length, **{"skipped": Skipped()} | options)
+
+
+def text_to_text(encoded, **options):
+    return TextToText(
+        encoded, inputs_length=5, targets_length=4, **{"skipped": Skipped()} | options
+    )
 
 
 def rows_of(examples):
     return [examples[index] for index in range(len(examples))]
 
 
-def whole(pair):
-    return [*pair.prompt.tolist(), *pair.answer.tolist()]
+def tokens_of(each):
+    return [*each.prompt.tolist(), *each.answer.tolist()]
 
 
 def test_the_templates_are_alpacas():
     assert InstructionRecord("Add {a}.", "", "x").prompt == (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "Below is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n\n"
         "### Instruction:\nAdd {a}.\n\n### Response:"
     )
     assert InstructionRecord("Add.", "1 {input}", "x").prompt == (
-        "Below is an instruction that describes a task, paired with an input that provides further context. "
-        "Write a response that appropriately completes the request.\n\n"
+        "Below is an instruction that describes a task, paired with an input that provides "
+        "further context. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd.\n\n### Input:\n1 {input}\n\n### Response:"
     )
 
 
-def test_prompts_and_answers_are_encoded_apart_and_answers_end(bpe):
-    instructions = [
-        InstructionRecord("Say hi.", "", "hi"),
-        InstructionRecord("Copy.", "river", "river"),
-    ]
+def test_prompts_and_answers_are_encoded_separately_and_answers_end(bpe):
+    records = [InstructionRecord("Hi.", "", "hi"), InstructionRecord("Copy.", "river", "river")]
     for tokenizer in (Bytes(), bpe):
-        for pair, each in zip(encode_pairs(instructions, tokenizer), instructions, strict=True):
-            np.testing.assert_array_equal(pair.prompt, tokenizer.encode(each.prompt))
-            np.testing.assert_array_equal(
-                pair.answer, [*tokenizer.encode(each.output), tokenizer.end]
-            )
+        encoded = encode_instructions(records, tokenizer)
+        for each, record in zip(encoded, records, strict=True):
+            np.testing.assert_array_equal(each.prompt, tokenizer.encode(record.prompt))
+            answer = [*tokenizer.encode(record.output), tokenizer.end]
+            np.testing.assert_array_equal(each.answer, answer)
 
 
-def test_a_tokenizer_without_an_end_is_refused():
+def test_a_tokenizer_without_an_end_token_is_refused():
     class Endless(Bytes):
         end = None
 
     with pytest.raises(ConfigError, match=r"no end-of-text token(?s:.*)eos_token"):
-        encode_pairs([InstructionRecord("a", "", "b")], Endless())
+        encode_instructions([InstructionRecord("a", "", "b")], Endless())
 
 
-def test_a_row_with_two_examples():
-    examples = PackedInstructions(pairs_of([(2, 2), (1, 2)]), sequence_length=8)
+def test_two_examples_in_one_row_have_their_own_segments_positions_and_mask():
+    examples = packed(encoded_of([(2, 2), (1, 2)]), 8)
     assert len(examples) == 1
     row = examples[0]
     assert row["tokens"].tolist() == [1000, 1001, 1502, 1503, 2000, 2501, 2502, 0, 0]
@@ -92,129 +95,123 @@ def test_a_row_with_two_examples():
     assert row["positions"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
     assert row["mask"].tolist() == [0, 1, 1, 0, 1, 1, 0, 0]
     assert {name: (array.dtype.name, len(array)) for name, array in row.items()} == {
-        "tokens": ("int32", 9), "segments": ("int32", 8), "positions": ("int32", 8), "mask": ("float32", 8),
-    }  # fmt: skip
+        "tokens": ("int32", 9),
+        "segments": ("int32", 8),
+        "positions": ("int32", 8),
+        "mask": ("float32", 8),
+    }
 
 
 @few
 @given(sizes=SIZES, length=st.integers(19, 40))
 def test_packing_loses_and_mixes_nothing(sizes, length):
-    pairs, skipped = pairs_of(sizes), Skipped()
-    examples = PackedInstructions(pairs, sequence_length=length, skipped=skipped)
-    seen, answered = [], []
+    encoded, skipped = encoded_of(sizes), Skipped()
+    examples = packed(encoded, length, skipped=skipped)
+    seen, answers = [], []
     for row in rows_of(examples):
-        tokens, segments, positions, mask = (
-            row[name] for name in ("tokens", "segments", "positions", "mask")
-        )
+        tokens, segments, positions = row["tokens"], row["segments"], row["positions"]
         seen += tokens[tokens > 0].tolist()
         numbers = tokens[:-1] // 1000
         np.testing.assert_array_equal(numbers[:, None] == numbers, segments[:, None] == segments)
         np.testing.assert_array_equal(segments == 0, tokens[:-1] == 0)
         np.testing.assert_array_equal(positions, np.where(numbers > 0, tokens[:-1] % 500, 0))
-        # what counts is an answer's token that its own example goes before
+        # targets that count are tokens of an answer, predicted from their own example
         counted = (tokens[1:] % 1000 >= 500) & (tokens[1:] // 1000 == numbers)
-        np.testing.assert_array_equal(mask, counted)
-        answered += tokens[1:][mask == 1].tolist()
-    assert sorted(seen) == sorted(token for pair in pairs for token in whole(pair))
-    assert sorted(answered) == sorted(token for pair in pairs for token in pair.answer.tolist())
+        np.testing.assert_array_equal(row["mask"], counted)
+        answers += tokens[1:][row["mask"] == 1].tolist()
+    assert sorted(seen) == sorted(token for each in encoded for token in tokens_of(each))
+    assert sorted(answers) == sorted(token for each in encoded for token in each.answer.tolist())
     assert not skipped
 
 
 @few
 @given(sizes=SIZES, length=st.integers(1, 18), too_long=st.sampled_from(["truncate", "skip"]))
-def test_what_is_too_long_is_cut_or_left_out_and_counted(sizes, length, too_long):
-    pairs, skipped, room = pairs_of(sizes), Skipped(), length + 1
-    expected = [whole(pair)[:room] for pair in pairs if len(pair) <= room]
-    cut = [whole(pair)[:room] for pair in pairs if len(pair) > room > len(pair.prompt)]
-    expected += cut if too_long == "truncate" else []
+def test_examples_that_are_too_long_are_truncated_or_skipped_and_counted(sizes, length, too_long):
+    encoded, skipped, capacity = encoded_of(sizes), Skipped(), length + 1
+    expected = [tokens_of(each) for each in encoded if len(each) <= capacity]
+    truncated = [
+        tokens_of(each)[:capacity] for each in encoded if len(each) > capacity > len(each.prompt)
+    ]
+    if too_long == "skip":
+        truncated = []
+    expected += truncated
     if not expected:
         with pytest.raises(ConfigError, match=r"No instruction fits(?s:.*)data\.sequence_length"):
-            PackedInstructions(pairs, sequence_length=length, too_long=too_long)
+            packed(encoded, length, too_long=too_long)
         return
-    examples = PackedInstructions(pairs, sequence_length=length, too_long=too_long, skipped=skipped)
+    examples = packed(encoded, length, too_long=too_long, skipped=skipped)
     tokens = np.concatenate([row["tokens"] for row in rows_of(examples)])
-    assert sorted(tokens[tokens > 0].tolist()) == sorted(
-        token for each in expected for token in each
-    )
-    truncated = len(cut) if too_long == "truncate" else 0
-    assert skipped["truncated"] == truncated
-    assert skipped["too long"] == len(pairs) - len(expected)
+    assert sorted(tokens[tokens > 0].tolist()) == sorted(np.concatenate(expected).tolist())
+    assert skipped["truncated"] == len(truncated)
+    assert skipped["too long"] == len(encoded) - len(expected)
 
 
 @few
-@given(lengths=st.lists(st.integers(1, 20), max_size=60), room=st.integers(20, 50))
-def test_rows_are_full_enough_and_hold_each_index_once(lengths, room):
-    rows = pack(lengths, room)
-    assert sorted(at for row in rows for at in row) == list(range(len(lengths)))
-    filled = [sum(lengths[at] for at in row) for row in rows]
-    assert all(0 < total <= room for total in filled)
-    # the longest opens a row; the rows are in the order of what opens them
-    assert all(lengths[row[0]] == max(lengths[at] for at in row) for row in rows)
+@given(lengths=st.lists(st.integers(1, 20), max_size=60), capacity=st.integers(20, 50))
+def test_rows_are_full_enough_and_hold_each_index_once(lengths, capacity):
+    rows = pack(lengths, capacity)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    filled = [sum(lengths[index] for index in row) for row in rows]
+    assert all(0 < total <= capacity for total in filled)
+    # the longest index comes first in a row, and the rows are sorted by it
+    assert all(lengths[row[0]] == max(lengths[index] for index in row) for row in rows)
     assert rows == sorted(rows)
-    # best fit opens a row only for what fits no other: no two rows fit one
-    assert all(a + b > room for at, a in enumerate(filled) for b in filled[at + 1 :])
-    assert pack(lengths, room) == rows
+    # best fit starts a row only for what fits no other: no two rows fit into one
+    assert all(a + b > capacity for i, a in enumerate(filled) for b in filled[i + 1 :])
+    assert pack(lengths, capacity) == rows
 
 
-def test_the_fullest_row_that_still_has_room_is_taken():
+def test_packing_takes_the_fullest_row_that_fits_and_does_not_sort_rows_by_length():
     assert pack([6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
     assert pack([7, 5, 3], 10) == [[0, 2], [1]]
-
-
-def test_the_first_rows_are_not_the_longest():
     assert pack([3, 7, 8, 9], 10) == [[1, 0], [2], [3]]
-    rng = np.random.default_rng(0)
-    examples = PackedInstructions(
-        pairs_of([(1, int(n)) for n in rng.integers(1, 40, 400)]), sequence_length=40
-    )
+    lengths = np.random.default_rng(0).integers(1, 40, 400)
+    examples = packed(encoded_of([(1, int(length)) for length in lengths]), 40)
     (batch,) = eval_batches(examples, batch_size=len(examples) // 4, limit=1)
-    longest = [max(len(examples.pairs[at]) for at in row) for row in examples.rows]
+    longest = [max(len(examples.encoded[index]) for index in row) for row in examples.rows]
     first = longest[: len(batch["tokens"])]
     assert abs(np.mean(first) - np.mean(longest)) < 2
     assert not (np.diff(first) <= 0).all()
 
 
 def test_text_to_text_pads_prompts_and_answers():
-    examples = TextToText(pairs_of([(2, 3), (4, 1)]), inputs_length=5, targets_length=4)
+    examples = text_to_text(encoded_of([(2, 3), (4, 1)]))
     row = examples[0]
-    assert row["inputs"].tolist() == [
-        1000,
-        1001,
-        1504,
-        0,
-        0,
-    ]  # the last token of the answer is the end
+    # the last token of the answer is the end-of-text token
+    assert row["inputs"].tolist() == [1000, 1001, 1504, 0, 0]
     assert row["inputs_mask"].tolist() == [1, 1, 1, 0, 0]
     assert row["targets"].tolist() == [1502, 1503, 1504, 0]
     assert row["mask"].tolist() == [1, 1, 1, 0]
-    assert {name: array.dtype.name for name, array in row.items()} == {
-        "inputs": "int32", "inputs_mask": "int32", "targets": "int32", "mask": "float32",
-    }  # fmt: skip
+    dtypes = {"inputs": "int32", "inputs_mask": "int32", "targets": "int32", "mask": "float32"}
+    assert {name: array.dtype.name for name, array in row.items()} == dtypes
     assert len(examples) == 2
 
 
-def test_text_to_text_cuts_or_leaves_out_what_is_too_long():
-    pairs, skipped = pairs_of([(2, 3), (9, 1), (1, 9)]), Skipped()
-    cut = TextToText(pairs, inputs_length=5, targets_length=4, skipped=skipped)
-    assert (len(cut), dict(skipped)) == (3, {"truncated": 2})
-    assert cut[1]["inputs"].tolist() == pairs[1].prompt[:5].tolist()
-    assert cut[2]["targets"].tolist() == pairs[2].answer[:4].tolist()
+def test_text_to_text_truncates_or_skips_what_is_too_long():
+    encoded, skipped = encoded_of([(2, 3), (9, 1), (1, 9)]), Skipped()
+    truncated = text_to_text(encoded, skipped=skipped)
+    assert (len(truncated), dict(skipped)) == (3, {"truncated": 2})
+    assert truncated[1]["inputs"].tolist() == encoded[1].prompt[:5].tolist()
+    assert truncated[2]["targets"].tolist() == encoded[2].answer[:4].tolist()
     skipped = Skipped()
-    left = TextToText(pairs, inputs_length=5, targets_length=4, too_long="skip", skipped=skipped)
-    assert (len(left), dict(skipped)) == (1, {"too long": 2})
+    remaining = text_to_text(encoded, too_long="skip", skipped=skipped)
+    assert (len(remaining), dict(skipped)) == (1, {"too long": 2})
     with pytest.raises(ConfigError, match="No instruction fits"):
-        TextToText(pairs[1:], inputs_length=5, targets_length=4, too_long="skip")
+        text_to_text(encoded[1:], too_long="skip")
 
 
-def test_records_are_read_in_both_forms_and_without_input(tmp_path):
-    records = [{"instruction": "a", "input": "b", "output": "c"}, {"instruction": "d", "output": "e", "id": 1},
-               {"instruction": "f", "input": None, "output": "g"}, {"instruction": "h", "output": " "}]  # fmt: skip
+def test_records_are_read_from_both_json_formats_and_without_input(tmp_path):
+    records = [
+        {"instruction": "a", "input": "b", "output": "c"},
+        {"instruction": "d", "output": "e", "id": 1},
+        {"instruction": "f", "input": None, "output": "g"},
+        {"instruction": "h", "output": " "},
+    ]
     (tmp_path / "a.json").write_text(json.dumps(records))
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     for name in ("a.json", "a.jsonl"):
         skipped = Skipped()
-        found = load_instructions(str(tmp_path / name), skipped)
-        assert found == [
+        assert load_instructions(str(tmp_path / name), skipped) == [
             InstructionRecord("a", "b", "c"),
             InstructionRecord("d", "", "e"),
             InstructionRecord("f", "", "g"),
@@ -231,9 +228,8 @@ def test_records_are_read_from_datasets(tmp_path, monkeypatch):
         {"instruction": "c", "input": "d", "output": "e"},
     ]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    assert load_instructions(str(tmp_path / "saved"), Skipped()) == [
-        InstructionRecord("a", "", "b"), InstructionRecord("c", "d", "e"),
-    ]  # fmt: skip
+    expected = [InstructionRecord("a", "", "b"), InstructionRecord("c", "d", "e")]
+    assert load_instructions(str(tmp_path / "saved"), Skipped()) == expected
 
 
 @pytest.mark.parametrize(
@@ -256,57 +252,52 @@ def test_records_are_read_from_datasets(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_records_that_are_none_are_explained(tmp_path, content, says):
+def test_malformed_records_are_refused(tmp_path, content, says):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=says):
         load_instructions(str(tmp_path / "a.jsonl"), Skipped())
 
 
 @pytest.mark.parametrize("ending", ["json", "jsonl"])
-def test_what_is_not_utf8_is_mended_or_passed_over_and_counted_once(tmp_path, ending):
-    half = {"instruction": "a\ud800", "input": "\ud800", "output": "\ud800"}
-    records = [half, {"instruction": "b", "output": "c"}]
+def test_records_that_are_not_utf8_are_repaired_or_skipped_and_counted_once(tmp_path, ending):
+    invalid = {"instruction": "a\ud800", "input": "\ud800", "output": "\ud800"}
+    records = [invalid, {"instruction": "b", "output": "c"}]
     file = tmp_path / f"a.{ending}"
-    file.write_text(
-        json.dumps(records) if ending == "json" else "\n".join(map(json.dumps, records))
-    )
-    found, skipped = InstructionRecord("b", "", "c"), Skipped()
-    assert load_instructions(str(file), skipped, invalid="skip") == [found]
+    if ending == "json":
+        file.write_text(json.dumps(records))
+    else:
+        file.write_text("\n".join(map(json.dumps, records)))
+    valid, skipped = InstructionRecord("b", "", "c"), Skipped()
+    assert load_instructions(str(file), skipped, invalid="skip") == [valid]
     assert +skipped == {"not UTF-8": 1}
-    mended = InstructionRecord("a\ufffd", "\ufffd", "\ufffd")
-    assert load_instructions(str(file), skipped, invalid="replace") == [mended, found]
+    repaired = InstructionRecord("a\ufffd", "\ufffd", "\ufffd")
+    assert load_instructions(str(file), skipped, invalid="replace") == [repaired, valid]
     with pytest.raises(ConfigError, match="error, replace, skip"):
         load_instructions(str(file), skipped, invalid="maybe")
-
-
-def test_other_mistakes_are_explained(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)nowhere\.json"):
-        load_instructions(str(tmp_path / "nowhere.json"), Skipped())
-    with pytest.raises(ConfigError, match=r"data\.too_long(?s:.*)truncate, skip"):
-        check_too_long("wrap")
+        load_instructions(str(tmp_path / "nowhere.json"), skipped)
 
 
-def test_the_set_that_comes_along_is_good_to_train_with():
+def test_the_shipped_set_is_good_to_train_with():
     skipped = Skipped()
-    found = load_instructions(None, skipped)
-    assert len(found) >= 200
+    records = load_instructions(None, skipped)
+    assert len(records) >= 200
     assert not skipped.total()
-    assert 0.2 < sum(bool(each.input) for each in found) / len(found) < 0.3
-    assert len({(each.instruction, each.input) for each in found}) == len(found)
-    assert all(
-        text == text.strip()
-        for each in found
-        for text in (each.instruction, each.input, each.output)
-    )
-    assert digest_of(found) == digest_of(load_instructions(None, Skipped()))
-    assert digest_of(found) != digest_of(found[::-1])
+    assert 0.2 < sum(bool(each.input) for each in records) / len(records) < 0.3
+    assert len({(each.instruction, each.input) for each in records}) == len(records)
+    texts = [text for each in records for text in (each.instruction, each.input, each.output)]
+    assert all(text == text.strip() for text in texts)
+    assert digest_of(records) == digest_of(load_instructions(None, Skipped()))
+    assert digest_of(records) != digest_of(records[::-1])
 
 
-def test_what_can_be_computed_in_the_set_is_right():
+def test_arithmetic_in_the_shipped_set_is_right():
     operations = {
-        "plus": lambda a, b: a + b, "minus": lambda a, b: a - b, "times": lambda a, b: a * b,
+        "plus": lambda a, b: a + b,
+        "minus": lambda a, b: a - b,
+        "times": lambda a, b: a * b,
         "divided": lambda a, b: a // b,
-    }  # fmt: skip
+    }
     checked = 0
     for each in load_instructions(None, Skipped()):
         words = each.instruction.rstrip("?").split()

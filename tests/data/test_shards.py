@@ -1,10 +1,9 @@
-"""Token shards: the same bytes however often the writing was stopped, read without reading all of
-them.
-"""
+"""Token shards: the same bytes however often writing stopped, and reading that maps memory."""
 
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from corpora import TEXTS, documents_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_jax.data.documents import Documents, split_documents
-from fsdp_jax.data.shard_writer import plan_of, tokenize
+from fsdp_jax.data.documents import split_documents
+from fsdp_jax.data.shard_writer import read_plan, tokenize
 from fsdp_jax.data.shards import PARTS, TokenShards
-from fsdp_jax.data.tokenizer import Bytes, HuggingFace, train_bpe
+from fsdp_jax.data.tokenizer import Bytes, HuggingFace
 from fsdp_jax.data.windows import Windows, stream_of
 from fsdp_jax.errors import ConfigError
 
-few = settings(max_examples=20, deadline=None)
 SHARD = 100  # tokens: several documents
 MIB = 1 << (20 if sys.platform == "darwin" else 10)  # in the units of ru_maxrss
 
@@ -32,23 +31,43 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture
+def times(folder, pattern="*"):
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob(pattern)}
+
+
+@pytest.fixture(scope="session")
 def split(documents):
     return split_documents(documents, held_out=0.1)
 
 
-@pytest.fixture(params=["bytes", "bpe"])
+@pytest.fixture(scope="session", params=["bytes", "bpe"])
 def tokenizer(request, bpe):
     return Bytes() if request.param == "bytes" else bpe
 
 
+@pytest.fixture(scope="session")
+def written(split, tokenizer, tmp_path_factory):
+    """Finished shards, which no test changes."""
+    folder = tmp_path_factory.mktemp("written")
+    tokenize(split, tokenizer, folder, shard_tokens=SHARD)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def by_bpe(split, bpe, tmp_path_factory):
+    """Finished shards of `bpe`, which no test changes."""
+    folder = tmp_path_factory.mktemp("by_bpe")
+    tokenize(split, bpe, folder, shard_tokens=SHARD)
+    return folder
+
+
 @pytest.fixture
-def written(split, tokenizer, tmp_path):
-    tokenize(split, tokenizer, tmp_path / "whole", shard_tokens=SHARD)
-    return tmp_path / "whole"
+def copied(by_bpe, tmp_path):
+    """A copy of finished shards to change."""
+    return shutil.copytree(by_bpe, tmp_path / "copied")
 
 
-def test_shards_hold_the_stream_that_memory_would(split, tokenizer, written):
+def test_shards_hold_the_same_stream_as_memory(split, tokenizer, written):
     shards = TokenShards.open(written)
     assert sum(shard.part == "train" for shard in shards.manifest.shards) > 3
     for part in PARTS:
@@ -56,28 +75,27 @@ def test_shards_hold_the_stream_that_memory_would(split, tokenizer, written):
         tokens, starts = shards.tokens(part), shards.starts(part)
         np.testing.assert_array_equal(tokens[:], expected.tokens)
         np.testing.assert_array_equal(starts, expected.starts)
-        apart, memory = (
-            Windows(t, sequence_length=7, starts=starts) for t in (tokens, expected.tokens)
-        )
-        for index in range(len(memory)):
-            for name, array in memory[index].items():
-                np.testing.assert_array_equal(apart[index][name], array)
-                assert apart[index][name].dtype == array.dtype
+        from_disk = Windows(tokens, sequence_length=7, starts=starts)
+        from_memory = Windows(expected.tokens, sequence_length=7, starts=starts)
+        for index in range(len(from_memory)):
+            for name, array in from_memory[index].items():
+                np.testing.assert_array_equal(from_disk[index][name], array)
+                assert from_disk[index][name].dtype == array.dtype
         assert shards.manifest.tokens(part) == len(expected.tokens)
         assert shards.manifest.documents(part) == len(expected.starts)
     assert shards.tokenizer.digest == tokenizer.digest
     assert shards.tokenizer.end == tokenizer.end
 
 
-def test_the_manifest_says_what_there_is(split, written, tokenizer):
+def test_the_manifest_describes_the_folder(split, written, tokenizer):
     body = json.loads((written / "manifest.json").read_text())
-    found = TokenShards.open(written)
+    shards = TokenShards.open(written)
     assert body["plan"]["corpus"] == split.survey.digest
     assert body["plan"]["documents"] == split.survey.documents == 40
     assert body["plan"]["tokenizer_digest"] == tokenizer.digest
     assert body["plan"]["dtype"] == "<u2"
     assert body["sums"]["held_out"]["documents"] == 4
-    assert body["largest"] == max(int(found.tokens(part)[:].max()) for part in PARTS)
+    assert body["largest"] == max(int(shards.tokens(part)[:].max()) for part in PARTS)
     names = {
         f"{shard['name']}{suffix}"
         for shard in body["shards"]
@@ -86,12 +104,12 @@ def test_the_manifest_says_what_there_is(split, written, tokenizer):
     assert set(contents(written)) == names | {"manifest.json"} | set(tokenizer.files)
 
 
-@few
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12))
 def test_any_slice_is_read_across_shards(tmp_path_factory, data, lengths):
     texts = ["x" * (n - 1) + "y" for n in lengths]
     folder = tmp_path_factory.mktemp("slices")
-    split = split_documents(Documents("t", lambda skipped: iter(texts)), held_out=0)
+    split = split_documents(documents_of(texts), held_out=0)
     tokenize(split, Bytes(), folder, shard_tokens=7)
     tokens, expected = TokenShards.open(folder).tokens("train"), stream_of(texts, Bytes()).tokens
     start = data.draw(st.integers(0, len(expected)))
@@ -118,160 +136,157 @@ class Failing:
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 17, 30, 36, 39])
-def test_after_a_failure_anywhere_the_same_bytes_come_out(split, bpe, tmp_path, monkeypatch, after):
+def test_a_run_resumed_after_a_failed_document_writes_the_same_bytes(
+    split, bpe, by_bpe, tmp_path, monkeypatch, after
+):
     monkeypatch.setattr("fsdp_jax.data.tokenizer.BATCH", 1)  # each document is a batch of its own
-    tokenize(split, bpe, tmp_path / "whole", shard_tokens=SHARD)
-    folder = tmp_path / "stopped"
     with pytest.raises(RuntimeError, match="pulled the plug"):
-        tokenize(split, Failing(bpe, after), folder, shard_tokens=SHARD)
+        tokenize(split, Failing(bpe, after), tmp_path, shard_tokens=SHARD)
     with pytest.raises(ConfigError, match=r"no finished token shards(?s:.*)run it again"):
-        TokenShards.open(folder)
-    done = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tokens")}
-    tokenize(split, bpe, folder, shard_tokens=SHARD)
-    assert contents(folder) == contents(tmp_path / "whole")
-    again = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tokens")}
-    assert done.items() <= again.items()  # whole shards are not written again
+        TokenShards.open(tmp_path)
+    done = times(tmp_path, "*.tokens")
+    tokenize(split, bpe, tmp_path, shard_tokens=SHARD)
+    assert contents(tmp_path) == contents(by_bpe)
+    assert done.items() <= times(tmp_path, "*.tokens").items()  # complete shards are kept
     assert bool(done) == (after >= 5)
 
 
-@pytest.mark.parametrize("done", [True, False])
-def test_after_a_failure_at_any_rename_the_same_bytes_come_out(bpe, tmp_path, monkeypatch, done):
-    """Whether it fails just before a file gets its name, or just after."""
-    split = split_documents(
-        Documents("t", lambda skipped: iter(["one text", "another", "third"] * 4)), held_out=0.25
-    )
-    tokenize(split, bpe, tmp_path / "whole", shard_tokens=40)
-    rename, left = Path.rename, 0
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a_run_resumed_after_a_failed_rename_writes_the_same_bytes(
+    bpe, tmp_path, monkeypatch, renamed
+):
+    """Every rename fails once, before or after it takes place."""
+    texts = ["one text", "another", "third"] * 4
+    split = split_documents(documents_of(texts), held_out=0.25)
+    expected = tmp_path / "expected"
+    tokenize(split, bpe, expected, shard_tokens=40)
+    rename = Path.rename
+    left = 0
 
     def fail(path, target):
         nonlocal left
         left -= 1
-        if left != 0 or done:
+        if left != 0 or renamed:
             rename(path, target)
         if left == 0:
             raise OSError("no power")
 
-    for number in range(1, 100):
-        folder, left = tmp_path / f"stopped{number}", number
-        monkeypatch.setattr(Path, "rename", fail)
-        try:
-            tokenize(split, bpe, folder, shard_tokens=40)
-        except OSError as error:
-            assert str(error) == "no power"  # noqa: PT017
-        else:
-            break  # there are not so many
-        monkeypatch.undo()
+    # progress, tokenizer, manifest and two files a shard
+    renames = 3 + 2 * len(list(expected.glob("*.tokens")))
+    assert renames > 5
+    for number in range(1, renames + 1):
+        folder = tmp_path / f"stopped{number}"
+        left = number
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", fail)
+            with pytest.raises(OSError, match="no power"):
+                tokenize(split, bpe, folder, shard_tokens=40)
         tokenize(split, bpe, folder, shard_tokens=40)
-        assert contents(folder) == contents(tmp_path / "whole")
-    shards = len(list((tmp_path / "whole").glob("*.tokens")))
-    assert number - 1 == 2 * shards + 3 > 5  # progress, tokenizer and manifest
+        assert contents(folder) == contents(expected)
+    left = renames + 1
+    monkeypatch.setattr(Path, "rename", fail)
+    tokenize(split, bpe, tmp_path / "complete", shard_tokens=40)
+    assert left == 1, "there are no more renames"
 
 
 PROGRAM = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
-from conftest import TEXTS
-from fsdp_jax.data.documents import Documents, split_documents
+from corpora import TEXTS, documents_of
+from fsdp_jax.data.documents import split_documents
 from fsdp_jax.data.shard_writer import tokenize
-from fsdp_jax.data.tokenizer import Bytes
+from fsdp_jax.data.tokenizer import train_bpe
 
 def say(line):
     if line.startswith("train-00003"):
         os.kill(os.getpid(), signal.SIGKILL)
 
-tokenize(split_documents(Documents("texts", lambda skipped: iter(TEXTS)), held_out=0.1), Bytes(), {to!r},
-         shard_tokens=100, say=say)
+split = split_documents(documents_of(TEXTS), held_out=0.1)
+tokenize(split, train_bpe(TEXTS, 300), {to!r}, shard_tokens=100, say=say)
 """
 
 
-def test_after_a_kill_the_same_bytes_come_out(split, tmp_path):
-    folder = tmp_path / "killed"
-    program = PROGRAM.format(tests=str(Path(__file__).parent), to=str(folder))
+def test_after_a_kill_the_same_tokenizer_is_trained_and_the_same_bytes_are_written(
+    split, bpe, by_bpe, tmp_path
+):
+    program = PROGRAM.format(tests=str(Path(__file__).parent), to=str(tmp_path))
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
     killed = subprocess.run(
-        [sys.executable, "-c", program], check=False, env=os.environ, capture_output=True
+        [sys.executable, "-c", program], check=False, env=environment, capture_output=True
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert {"lease.json", "progress.json", "train-00003.tokens"} <= set(contents(folder))
-    assert "manifest.json" not in contents(folder)
+    assert {"lease.json", "progress.json", "train-00003.tokens"} <= set(contents(tmp_path))
+    assert "manifest.json" not in contents(tmp_path)
+    assert read_plan(tmp_path).tokenizer_digest == bpe.digest
     lines = []
-    tokenize(split, Bytes(), folder, shard_tokens=SHARD, say=lines.append)
-    tokenize(split, Bytes(), tmp_path / "whole", shard_tokens=SHARD)
-    assert contents(folder) == contents(tmp_path / "whole")
-    assert "in 4 shards are there already" in lines[0]
+    tokenize(split, bpe, tmp_path, shard_tokens=SHARD, say=lines.append)
+    assert contents(tmp_path) == contents(by_bpe)
+    assert "in 4 shards exist already" in lines[0]
     assert lines[1].startswith("train-00004: ")
 
 
-def test_what_is_done_is_not_done_again(split, tokenizer, written):
-    before = {path.name: path.stat().st_mtime_ns for path in written.iterdir()}
+def test_finished_shards_are_not_written_again(split, tokenizer, written):
+    before = times(written)
     manifest = tokenize(split, tokenizer, written, shard_tokens=SHARD)
     assert manifest == TokenShards.open(written).manifest
-    assert {path.name: path.stat().st_mtime_ns for path in written.iterdir()} == before
+    assert times(written) == before
 
 
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("change", ["corpus", "tokenizer_digest", "held_out", "shard_tokens"])
-def test_another_corpus_tokenizer_or_setting_is_refused(
-    split, documents, bpe, tmp_path, finished, change
-):
-    tokenize(split, bpe, tmp_path, shard_tokens=SHARD)
+def test_shards_of_another_plan_are_refused(split, documents, bpe, copied, finished, change):
     if not finished:
-        manifest = json.loads((tmp_path / "manifest.json").read_text())
-        (tmp_path / "progress.json").write_text(json.dumps(manifest["plan"]))
-        (tmp_path / "manifest.json").unlink()
-    before = contents(tmp_path)
-    texts = [*documents.read(None)]
-    other = {
-        "corpus": (
-            split_documents(Documents("texts", lambda _: iter([*texts[:-1], "!"])), held_out=0.1),
-            bpe,
-            SHARD,
-        ),
+        manifest = json.loads((copied / "manifest.json").read_text())
+        (copied / "progress.json").write_text(json.dumps(manifest["plan"]))
+        (copied / "manifest.json").unlink()
+    before = contents(copied)
+    other_texts = split_documents(documents_of([*TEXTS[:-1], "!"]), held_out=0.1)
+    changed_split, tokenizer, shard_tokens = {
+        "corpus": (other_texts, bpe, SHARD),
         "tokenizer_digest": (split, Bytes(), SHARD),
         "held_out": (split_documents(documents, held_out=0.2), bpe, SHARD),
         "shard_tokens": (split, bpe, SHARD + 1),
     }[change]
-    with pytest.raises(
-        ConfigError, match=f"of another corpus, tokenizer or setting(?s:.*)where: .*: .*{change}"
-    ):
-        tokenize(*other[:2], tmp_path, shard_tokens=other[2])
-    assert contents(tmp_path) == before
+    says = f"of another corpus, tokenizer or setting(?s:.*)where: .*: .*{change}"
+    with pytest.raises(ConfigError, match=says):
+        tokenize(changed_split, tokenizer, copied, shard_tokens=shard_tokens)
+    assert contents(copied) == before
 
 
-def test_a_folder_with_something_else_is_refused(split, tmp_path):
+def test_a_folder_with_other_files_is_refused(split, tmp_path):
     (tmp_path / "thesis.txt").write_text("years")
     for target in (tmp_path, tmp_path / "thesis.txt"):
-        with pytest.raises(ConfigError, match=r"holds something else(?s:.*)--to"):
+        with pytest.raises(ConfigError, match=r"holds other files(?s:.*)--to"):
             tokenize(split, Bytes(), target)
     assert contents(tmp_path) == {"thesis.txt": b"years"}
 
 
 def test_a_second_writer_is_refused(split, tmp_path):
+    lines = []
+
     def say(line):
         with pytest.raises(ConfigError, match="another run is writing"):
             tokenize(split, Bytes(), tmp_path)
-        said.append(line)
+        lines.append(line)
 
-    said = []
     tokenize(split, Bytes(), tmp_path, say=say)
-    assert len(said) == 2
+    assert len(lines) == 2
 
 
-def test_broken_progress_is_refused(split, tmp_path):
+def test_damaged_progress_is_refused(split, tmp_path):
     (tmp_path / "progress.json").write_text("{")
-    with pytest.raises(
-        ConfigError, match=r"cannot be read(?s:.*)progress\.json(?s:.*)remove the folder"
-    ):
+    says = r"cannot be read(?s:.*)progress\.json(?s:.*)remove the folder"
+    with pytest.raises(ConfigError, match=says):
         tokenize(split, Bytes(), tmp_path)
 
 
 def test_ids_beyond_the_vocabulary_are_not_written(split, tmp_path):
-    class Lying(Bytes):
+    class TooSmall(Bytes):
         vocab_size = 100
 
-    with pytest.raises(
-        ConfigError, match=r"no token(?s:.*)document 0 of train-00000(?s:.*)less than 100"
-    ):
-        tokenize(split, Lying(), tmp_path)
+    says = r"not in the vocabulary(?s:.*)document 0 of train-00000(?s:.*)less than 100"
+    with pytest.raises(ConfigError, match=says):
+        tokenize(split, TooSmall(), tmp_path)
 
 
 def test_large_ids_take_four_bytes(tmp_path):
@@ -282,40 +297,36 @@ def test_large_ids_take_four_bytes(tmp_path):
         def encode(self, text):
             return super().encode(text) + (1 << 16)
 
-    split = split_documents(Documents("t", lambda skipped: iter(["ab"])), held_out=0)
+    split = split_documents(documents_of(["ab"]), held_out=0)
     assert tokenize(split, Large(), tmp_path).largest == (1 << 16) + 98
-    assert (tmp_path / "train-00000.tokens").read_bytes() == np.array(
-        [65633, 65634, 0], "<u4"
-    ).tobytes()
+    expected = np.array([65633, 65634, 0], "<u4").tobytes()
+    assert (tmp_path / "train-00000.tokens").read_bytes() == expected
 
 
-def test_little_text_is_cut_at_its_end(tmp_path):
-    split = split_documents(Documents("t", lambda skipped: iter(["0123456789" * 10])), held_out=0.1)
-    tokenize(split, Bytes(), tmp_path)
+def test_a_single_document_is_cut_at_its_end(tmp_path):
+    tokenize(split_documents(documents_of(["0123456789" * 10]), held_out=0.1), Bytes(), tmp_path)
     shards = TokenShards.open(tmp_path)
     assert [len(shards.tokens(part)) for part in PARTS] == [91, 11]
 
 
 @pytest.mark.parametrize("suffix", [".tokens", ".documents"])
-def test_a_shard_that_is_cut_or_gone_is_named(written, suffix):
-    file = written / f"train-00001{suffix}"
+def test_a_truncated_or_missing_shard_is_named(copied, suffix):
+    file = copied / f"train-00001{suffix}"
     size = file.stat().st_size
     os.truncate(file, size - 1)
-    with pytest.raises(
-        ConfigError,
-        match=rf"train-00001{suffix}\n +expected: +{size} bytes\n +got: +{size - 1} bytes",
-    ):
-        TokenShards.open(written)
+    says = rf"train-00001{suffix}\n +expected: +{size} bytes\n +got: +{size - 1} bytes"
+    with pytest.raises(ConfigError, match=says):
+        TokenShards.open(copied)
     file.unlink()
     with pytest.raises(ConfigError, match=r"got: +no file"):
-        TokenShards.open(written)
+        TokenShards.open(copied)
 
 
-def test_a_damaged_token_is_named_where_it_is_read(written):
-    with (written / "train-00001.tokens").open("r+b") as file:
+def test_a_damaged_token_is_named_when_it_is_read(copied):
+    with (copied / "train-00001.tokens").open("r+b") as file:
         file.seek(2 * 5)
         file.write(b"\xff\xff")
-    tokens = TokenShards.open(written).tokens("train")
+    tokens = TokenShards.open(copied).tokens("train")
     first = tokens.shards[0].tokens
     tokens[: first + 5]
     with pytest.raises(ConfigError, match=r"train-00001\.tokens, token 5\n(?s:.*)got: +id 65535"):
@@ -325,43 +336,39 @@ def test_a_damaged_token_is_named_where_it_is_read(written):
 @pytest.mark.parametrize(
     "body", ["[]", "{", "{}", '{"plan": {"format": 99}}', '{"plan": {"format": 1}, "shards": []}']
 )
-def test_a_broken_manifest_is_refused(tmp_path, body):
+def test_a_damaged_manifest_is_refused(tmp_path, body):
     (tmp_path / "manifest.json").write_text(body)
     with pytest.raises(ConfigError, match=r"manifest\.json\n +expected: +a manifest"):
         TokenShards.open(tmp_path)
 
 
-def test_a_tokenizer_that_was_exchanged_is_refused(split, bpe, tmp_path):
-    tokenize(split, bpe, tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes(bpe.files["tokenizer.json"] + b"\n")
+def test_a_changed_tokenizer_is_refused(split, bpe, copied, tmp_path):
+    (copied / "tokenizer.json").write_bytes(bpe.files["tokenizer.json"] + b"\n")
     with pytest.raises(ConfigError, match="not the one that encoded"):
-        _ = TokenShards.open(tmp_path).tokenizer
-
-
-def test_an_end_that_was_changed_beside_the_shards_is_refused(split, tmp_path):
-    added = tokenizers.Tokenizer.from_str(
-        train_bpe(["to be"] * 9, 260).files["tokenizer.json"].decode()
-    )
-    added.add_special_tokens(["<stop>"])
-    tokenize(split, HuggingFace(added.to_str().encode(), name="added"), tmp_path)
-    assert TokenShards.open(tmp_path).tokenizer.end == 0
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+        _ = TokenShards.open(copied).tokenizer
+    # another end-of-text token, stated beside the shards
+    model = tokenizers.Tokenizer.from_str(bpe.files["tokenizer.json"].decode())
+    model.add_special_tokens(["<stop>"])
+    folder = tmp_path / "with_stop"
+    tokenize(split, HuggingFace(model.to_str().encode(), name="with stop"), folder)
+    assert TokenShards.open(folder).tokenizer.end == 0
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
     with pytest.raises(ConfigError, match="not the one that encoded"):
-        _ = TokenShards.open(tmp_path).tokenizer
+        _ = TokenShards.open(folder).tokenizer
 
 
-def test_the_size_that_was_asked_for_is_found_before_and_after_it_is_done(split, bpe, tmp_path):
-    assert plan_of(tmp_path) is None
-    seen = []
-    tokenize(split, bpe, tmp_path, asked=1000, say=lambda _: seen.append(plan_of(tmp_path)))
-    assert [plan.asked for plan in [*seen, plan_of(tmp_path)]] == [1000] * 3
+def test_the_plan_is_readable_during_and_after_writing(split, bpe, tmp_path):
+    assert read_plan(tmp_path) is None
+    plans = []
+    tokenize(split, bpe, tmp_path, asked=1000, say=lambda _: plans.append(read_plan(tmp_path)))
+    assert [plan.asked for plan in [*plans, read_plan(tmp_path)]] == [1000] * 3
     assert tokenize(split, bpe, tmp_path).plan.asked == 1000  # the same tokenizer, by its name
 
 
-def test_opening_and_reading_does_not_read_all_of_it(split, tmp_path):
+def test_reading_some_rows_does_not_read_the_whole_file(split, tmp_path):
     tokenize(split, Bytes(), tmp_path, shard_tokens=1 << 20)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    tokens = 1 << 30  # 2 GiB, of which the disk holds nothing
+    tokens = 1 << 30  # 2 GiB, a sparse file
     manifest["shards"][0]["tokens"] = tokens
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     os.truncate(tmp_path / "train-00000.tokens", 2 * tokens)

@@ -1,4 +1,4 @@
-"""Windows of a stream: every token once, and documents that do not see each other."""
+"""Windows of a stream: every token is predicted once, and documents can be kept apart."""
 
 import numpy as np
 import pytest
@@ -9,10 +9,8 @@ from fsdp_jax.data.tokenizer import Bytes
 from fsdp_jax.data.windows import Windows, stream_of
 from fsdp_jax.errors import ConfigError
 
-few = settings(max_examples=100, deadline=None)
 
-
-def test_windows_overlap_by_the_token_that_is_only_predicted():
+def test_windows_overlap_by_one_token():
     windows = Windows(np.arange(13, dtype=np.uint8), sequence_length=4)
     assert [windows[i]["tokens"].tolist() for i in range(len(windows))] == [
         [0, 1, 2, 3, 4],
@@ -20,9 +18,10 @@ def test_windows_overlap_by_the_token_that_is_only_predicted():
         [8, 9, 10, 11, 12],
     ]
     assert len(Windows(np.arange(12), sequence_length=4)) == 2
+    assert windows.settings == {"sequence_length": 4, "corpus_tokens": 13}
 
 
-def test_a_stream_is_each_text_and_its_end():
+def test_a_stream_is_each_text_and_its_end_token():
     stream = stream_of(["ab", "c"], Bytes())
     assert stream.tokens.tolist() == [97, 98, 0, 99, 0]
     assert stream.tokens.dtype == np.uint16
@@ -31,7 +30,7 @@ def test_a_stream_is_each_text_and_its_end():
     assert len(stream_of([], Bytes()).tokens) == len(stream_of([], Bytes()).starts) == 0
 
 
-def test_a_row_with_two_documents():
+def test_documents_in_one_row_have_their_own_segments_positions_and_mask():
     stream = stream_of(["ab", "cdefg"], Bytes())  # a b 0 c d e f g 0
     windows = Windows(stream.tokens, sequence_length=4, starts=stream.starts)
     first, second = windows[0], windows[1]
@@ -42,50 +41,41 @@ def test_a_row_with_two_documents():
     assert second["segments"].tolist() == [1, 1, 1, 1]
     assert second["positions"].tolist() == [0, 1, 2, 3]
     assert second["mask"].tolist() == [1, 1, 1, 1]
-    assert {name: array.dtype.name for name, array in first.items()} == {
-        "tokens": "int32", "segments": "int32", "positions": "int32", "mask": "float32",
-    }  # fmt: skip
+    dtypes = {"tokens": "int32", "segments": "int32", "positions": "int32", "mask": "float32"}
+    assert {name: array.dtype.name for name, array in first.items()} == dtypes
+    assert windows.settings == {"sequence_length": 4, "corpus_tokens": 9, "segments": True}
 
 
-@few
+@settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=20), length=st.integers(1, 10))
 def test_segments_never_mix_documents(lengths, length):
     starts = np.cumsum(lengths) - lengths
-    # each token tells its document and its place there
-    tokens = np.concatenate(
-        [[100 * number + place for place in range(n)] for number, n in enumerate(lengths, 1)]
-    )
+    # token = 100 * document + position in it
+    tokens = np.concatenate([100 * number + np.arange(n) for number, n in enumerate(lengths, 1)])
     if len(tokens) <= length:
         return
     windows = Windows(tokens, sequence_length=length, starts=starts)
     seen = []
     for row in (windows[i] for i in range(len(windows))):
-        document, place = row["tokens"] // 100, row["tokens"] % 100
-        inside, segments, positions = document[:-1], row["segments"], row["positions"]
-        np.testing.assert_array_equal(inside[:, None] == inside, segments[:, None] == segments)
+        targets_document, position = row["tokens"] // 100, row["tokens"] % 100
+        document, segments, positions = targets_document[:-1], row["segments"], row["positions"]
+        np.testing.assert_array_equal(document[:, None] == document, segments[:, None] == segments)
         assert segments[0] == 1
         assert segments.min() > 0
-        np.testing.assert_array_equal(row["mask"], document[1:] == document[:-1])
+        same_document = targets_document[1:] == targets_document[:-1]
+        np.testing.assert_array_equal(row["mask"], same_document)
         begins = np.r_[True, segments[1:] != segments[:-1]]
         assert not positions[begins].any()
         np.testing.assert_array_equal(np.diff(positions)[~begins[1:]], 1)
-        np.testing.assert_array_equal(
-            positions[inside != inside[0]], place[:-1][inside != inside[0]]
-        )
+        later = document != document[0]
+        np.testing.assert_array_equal(positions[later], position[:-1][later])
         seen += row["tokens"][:-1].tolist()
     assert seen == tokens[: len(seen)].tolist()
     assert len(tokens) - len(seen) <= length
 
 
-def test_what_is_too_short_is_explained():
+def test_a_corpus_shorter_than_a_window_is_refused():
     with pytest.raises(ConfigError, match=r"at least 5 tokens(?s:.*)a corpus of 4 tokens"):
         Windows(np.arange(4), sequence_length=4)
     with pytest.raises(ConfigError, match="at least 1"):
         Windows(np.arange(4), sequence_length=0)
-
-
-def test_settings_tell_whether_documents_are_apart():
-    tokens = np.arange(9)
-    assert Windows(tokens, sequence_length=2).settings == {"sequence_length": 2, "corpus_tokens": 9}
-    apart = Windows(tokens, sequence_length=2, starts=np.array([0]))
-    assert apart.settings == {"sequence_length": 2, "corpus_tokens": 9, "segments": True}
