@@ -233,9 +233,8 @@ def _open_shards(options: DataOptions) -> LoadedData:
         raise config_error(what, where="data.held_out", expected=plan.held_out, got=got, fix=fix)
     if options.vocab_size is not None:
         check_vocabulary(shards.manifest.largest, options.vocab_size)
-    no_starts = np.zeros(0, np.int64)  # the file is read only if it is needed
     train, held_out = (
-        Stream(shards.tokens(part), shards.starts(part) if options.packing else no_starts)
+        Stream(shards.tokens(part), shards.starts(part) if options.packing else None)
         for part in PARTS
     )
     return _loaded_text(train, held_out, plan, tokenizer, options)

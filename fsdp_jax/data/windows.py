@@ -19,12 +19,13 @@ class Stream:
 
     Attributes:
         tokens: ids, one dimension; in memory or on disk.
-        starts: int64 [documents], the index in `tokens` of each document's first token.
+        starts: int64 [documents], the index in `tokens` of each document's first token; None if
+            it was not read, as documents are not kept apart.
 
     """
 
     tokens: Tokens
-    starts: np.ndarray
+    starts: np.ndarray | None
 
 
 def stream_of(texts: Iterable[str], tokenizer: Tokenizer) -> Stream:
