@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_jax.contract.contract import check_contract, judge
-from fsdp_jax.hlo.partitioner_log import rematerializations
 from fsdp_jax.data.sources import kinds_for
+from fsdp_jax.hlo.partitioner_log import rematerializations
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.planner import compiled_plan, parse_topology
 from fsdp_jax.planner.compiled.program import compile_step
