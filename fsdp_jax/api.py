@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import check_regexes, did_you_mean, message
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import COPIES, Layout, make_layout
 from fsdp_jax.sharding.mesh import (
@@ -201,8 +201,7 @@ def _split_axes(logical_axes: Mapping[str, Axis] | None, mesh: Mesh) -> dict[str
 
 def _matches(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> set[str]:
     """Returns the paths that any pattern is found in; every pattern must match some path."""
-    if isinstance(patterns, str):  # its letters would each be a pattern
-        raise ValueError(message("not a sequence of patterns", where=where, fix=f"({patterns!r},)"))
+    check_regexes(patterns, where)
     for pattern in patterns:
         if not any(re.search(pattern, path) for path in paths):
             what = f"pattern '{pattern}' matches no parameter"

@@ -1,6 +1,7 @@
 """Errors and their messages: what went wrong, where, what was expected, and what to do about it."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -37,6 +38,19 @@ def first_lines(lines: Sequence[str], limit: int) -> str:
     """Returns the first `limit` lines and the count of the others, as one field of a message."""
     more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
     return "\n            ".join([*lines[:limit], *more])
+
+
+def check_regexes(patterns: Sequence[str], where: str) -> None:
+    """Raises ConfigError unless these are a sequence of regular expressions."""
+    if isinstance(patterns, str):  # its letters would each be a pattern
+        fix = f"({patterns!r},)"
+        raise ConfigError(message("not a sequence of patterns", where=where, got=patterns, fix=fix))
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            what = f"not a regular expression: {error}"
+            raise ConfigError(message(what, where=where, got=pattern)) from None
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, check_regexes, did_you_mean, message
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, suffixes, unflatten
 
 A, B, KERNEL = "lora_a", "lora_b", "kernel"
@@ -136,24 +136,12 @@ def with_lora(
     if alpha is not None and not 0 < alpha < math.inf:
         what = "alpha is above 0 and finite"
         raise ConfigError(message(what, where="with_lora", got=alpha, fix=f"alpha={rank}"))
-    _check_patterns(targets, "targets")
-    _check_patterns(trainable, "trainable")
+    check_regexes(targets, "targets")
+    check_regexes(trainable, "trainable")
     if not targets:
         raise ConfigError(message("no targets", where="targets", fix='targets=("attn/",)'))
     alpha = float(rank if alpha is None else alpha)
     return LoRA(make_model, rank, alpha, tuple(targets), tuple(trainable))
-
-
-def _check_patterns(patterns: Sequence[str], where: str) -> None:
-    if isinstance(patterns, str):  # its letters would each be a pattern
-        fix = f"({patterns!r},)"
-        raise ConfigError(message("not a sequence of patterns", where=where, got=patterns, fix=fix))
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            what = f"not a regular expression: {error}"
-            raise ConfigError(message(what, where=where, got=pattern)) from None
 
 
 class AdaptedLinear(nnx.Linear):

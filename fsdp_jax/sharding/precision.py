@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import check_regexes, did_you_mean, message
 
 _FLOATS = ("float32", "bfloat16")  # float16 needs loss scaling
 
@@ -54,10 +54,7 @@ class Precision:
                 where = f"precision.{field}"
                 fix = did_you_mean(name, _FLOATS)
                 raise ValueError(message(what, where=where, expected=_FLOATS, fix=fix))
-        if isinstance(self.keep_float32, str):  # its letters would each be a pattern
-            fix = f"({self.keep_float32!r},)"
-            what = "not a sequence of patterns"
-            raise ValueError(message(what, where="precision.keep_float32", fix=fix))
+        check_regexes(self.keep_float32, where="precision.keep_float32")
 
     @property
     def cast_dtype(self) -> np.dtype | None:

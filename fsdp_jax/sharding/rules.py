@@ -20,7 +20,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import check_regexes, did_you_mean, message
 from fsdp_jax.sharding.mesh import DATA, axes_of, entry_of, shards_of, spec_of
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
 
@@ -85,12 +85,7 @@ class Rules:
     def __post_init__(self) -> None:
         for pattern, spec in self.rules:
             where = f"rule '{pattern}'"
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    message(f"not a regular expression: {error}", where=where)
-                ) from None
+            check_regexes([pattern], where)
             if isinstance(spec, str) or not isinstance(spec, Iterable):
                 fix = f"a PartitionSpec or a tuple: ({spec!r},)"
                 what = "a spec has one entry per dim"

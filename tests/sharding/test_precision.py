@@ -108,3 +108,8 @@ def test_one_pattern_is_not_a_sequence_of_letters():
 def test_a_policy_is_a_value():
     assert Precision(compute="bfloat16") == MIXED
     assert len({MIXED, Precision(compute="bfloat16"), Precision()}) == 2
+
+
+def test_patterns_must_be_regular_expressions():
+    with pytest.raises(ValueError, match=r"not a regular expression(?s:.*)keep_float32"):
+        Precision(keep_float32=("(Norm",))
