@@ -125,3 +125,43 @@ def test_importing_the_library_loads_no_planner():
     loaded = {place_of(name) for name in result.stdout.split()}
     assert "api" in loaded
     assert not loaded & {"planner", "contract", "hlo"}
+
+
+# House style, over the whole package: what ruff cannot be asked to check
+
+
+def test_no_line_is_longer_than_a_hundred_columns():
+    lines = [(name, line) for name, source in SOURCES.items() for line in source.splitlines()]
+    assert [f"{name}: {line}" for name, line in lines if len(line) > 100] == []
+
+
+def test_conditional_expressions_are_not_nested():
+    def conditionals(tree: ast.AST) -> list[ast.IfExp]:
+        return [node for node in ast.walk(tree) if isinstance(node, ast.IfExp)]
+
+    nested = [
+        f"{name}:{outer.lineno}"
+        for name, tree in TREES.items()
+        for outer in conditionals(tree)
+        if len(conditionals(outer)) > 1
+    ]
+    assert nested == []
+
+
+def test_tables_of_data_alone_skip_the_formatter():
+    assert sum(source.count("# fmt: skip") for source in SOURCES.values()) <= 20
+
+
+def test_no_two_classes_have_the_same_name():
+    modules: dict[str, list[str]] = {}
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(module)
+    assert {name: where for name, where in modules.items() if len(where) > 1} == {}
+
+
+def test_the_top_level_is_short():
+    """Users look for `api` and `errors` there; mechanism belongs into a package."""
+    files = [path.name for path in ROOT.iterdir() if path.is_file()]
+    assert len(files) <= 14, sorted(files)
