@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fsdp_jax.certify.certificate import Setting
 from fsdp_jax.certify.unsharded import Measured
 
 NEAR = 0.02  # relative distance at which a ratio counts as equal to a number
@@ -16,10 +17,8 @@ class Evidence:
     """What is known of a run that differs.
 
     Attributes:
+        setting: of the run.
         sizes: devices, and the axes of the mesh.
-        local_batch: of the setting.
-        one_row: of the setting.
-        accumulation: of the setting.
         holds_alone: whether the same setting holds with one microbatch.
         holds_local: whether `local_batch` holds with more than one row on each device.
         is_random: whether the loss depends on the model's random streams.
@@ -30,10 +29,8 @@ class Evidence:
 
     """
 
+    setting: Setting
     sizes: Mapping[str, int]
-    local_batch: bool
-    one_row: bool
-    accumulation: int
     holds_alone: bool
     holds_local: bool
     is_random: bool = False
@@ -86,9 +83,9 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[st
 
     """
     if evidence.skipped:
-        partial = ": a part of the batch alone gives NaN" if evidence.local_batch else ""
+        partial = ": a part of the batch alone gives NaN" if evidence.setting.local_batch else ""
         return f"the step was not finite and was not applied{partial}"
-    if evidence.local_batch:
+    if evidence.setting.local_batch:
         return _cause_with_local_batch(evidence)
     if path in evidence.lost and what == "gradients":
         return "the gradient is lost: it is zero in all elements"
@@ -98,8 +95,8 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[st
         return "the model's state (batch statistics) is computed on a part of the batch"
     is_norm = what == "gradient norm" and "gradients" not in broken
     scale = evidence.ratios.get("gradient norm" if is_norm else "gradients", NAN)
-    if evidence.holds_alone and evidence.accumulation > 1:
-        number = evidence.accumulation
+    if evidence.holds_alone and evidence.setting.accumulation > 1:
+        number = evidence.setting.accumulation
         if not _is_power(scale, number, 1):
             return "microbatches are not added up as one device does"
         each = f"a scale is applied to each of the {number} microbatches, not once"
@@ -131,7 +128,7 @@ def _cause_with_local_batch(evidence: Evidence) -> str:
         )
     if evidence.draws:
         return "random numbers from a constant key: every device draws the same ones"
-    if evidence.one_row and evidence.holds_local:
+    if evidence.setting.one_row and evidence.holds_local:
         return (
             "one row on each device is treated in another way than several (squeeze, `if rows > 1`)"
         )

@@ -124,10 +124,8 @@ class Comparison:
         alone = replace(setting, accumulation=1, deferred_reduction=False)
         mesh = self._mesh_of(setting.strategy)
         evidence = Evidence(
+            setting=setting,
             sizes={"devices": len(self.devices), **shape_of(mesh)},
-            local_batch=setting.local_batch,
-            one_row=setting.one_row,
-            accumulation=setting.accumulation,
             holds_alone=any(row.setting == alone and row.holds for row in before),
             holds_local=any(row.setting.local_batch and row.holds for row in before),
         )
