@@ -23,19 +23,8 @@ FINALISTS = 4
 """How many candidates that fit are compiled."""
 MARGIN = 1.1
 """Estimates of the peak are within a tenth of the compiled one; larger ones are not compiled."""
-COLUMNS = (
-    "strategy",
-    "replica",
-    "remat",
-    "prefetch",
-    "accumulation",
-    "peak",
-    "step",
-    "tokens/s/device",
-    "sent",
-    "basis",
-    "",
-)
+SETTINGS_COLUMNS = ("strategy", "replica", "remat", "prefetch", "accumulation")
+COLUMNS = (*SETTINGS_COLUMNS, "peak", "step", "tokens/s/device", "sent", "basis", "")
 
 Progress = Callable[[str], None]
 """Receives the progress of a search, a line at a time."""

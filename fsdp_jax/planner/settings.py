@@ -65,15 +65,15 @@ def fixes(
         work: what a step computes.
 
     """
-    found = [fix for fix in _unavailable_fixes(plan, work) if fix.saves_bytes]
+    results = [fix for fix in _unavailable_fixes(plan, work) if fix.saves_bytes]
     before = _analytic_peak(settings, make_step, topology, work)
     rows = _device_rows(settings, make_step, topology)
     for leaner, cost in _leaner_settings(settings, rows):
         peak = _analytic_peak(leaner, make_step, topology, work)
         if before is not None and peak is not None and peak < before:
             change = " ".join(leaner.flags(since=settings))
-            found.append(Fix(change, before - peak, peak, peak <= plan.usable_bytes, cost))
-    return tuple(sorted(found, key=lambda fix: (not fix.available, fix.peak_bytes)))
+            results.append(Fix(change, before - peak, peak, peak <= plan.usable_bytes, cost))
+    return tuple(sorted(results, key=lambda fix: (not fix.available, fix.peak_bytes)))
 
 
 def _analytic_peak(

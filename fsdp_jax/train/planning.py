@@ -49,8 +49,8 @@ def plan_of(
         plan = compiled_plan(run.step, run.batch, topology, run.work, cache)
     if plan.fits:
         return plan
-    found = fixes(plan, settings_of(config), _make_step(config), topology, run.work)
-    return replace(plan, fixes=found)
+    changes = fixes(plan, settings_of(config), _make_step(config), topology, run.work)
+    return replace(plan, fixes=changes)
 
 
 @dataclass(frozen=True)

@@ -134,9 +134,9 @@ def test_matmuls_of_a_kernel_are_fused_and_counted_by_its_grid():
         out[...] = jnp.dot(x[...], y[...])
 
     rows = pl.BlockSpec((16, SIDE), lambda i: (i, 0))
-    whole = pl.BlockSpec((SIDE, SIDE), lambda i: (0, 0))
+    full = pl.BlockSpec((SIDE, SIDE), lambda i: (0, 0))
     call = pl.pallas_call(
-        kernel, grid=(4,), in_specs=[rows, whole], out_specs=rows, out_shape=SQUARE
+        kernel, grid=(4,), in_specs=[rows, full], out_specs=rows, out_shape=SQUARE
     )
     estimated = estimate_of(lambda x, y: jnp.sum(call(x, y)), SQUARE, SQUARE)
     assert estimated.matmuls == (Matmul(1, 16, SIDE, SIDE, "float32", times=4, fused=True),)

@@ -197,9 +197,9 @@ FUSIONS = {
 @pytest.mark.parametrize("name", FUSIONS)
 def test_bytes_of_a_fusion(name):
     result, body, stack, layer, written = FUSIONS[name]
-    found = fused(result, body)
+    result_cost = fused(result, body)
     index = 4 * ("%n" in body)
-    assert found.bytes == stack + layer + written + index
+    assert result_cost.bytes == stack + layer + written + index
 
 
 def test_an_operand_that_is_given_twice_is_read_once():

@@ -227,8 +227,8 @@ def test_communication_alone_is_exposed_in_any_order_of_events():
 
 
 def test_the_headline_has_the_main_figures():
-    said = Outline(plan_html(PLAN)).of("b")
-    assert {"fits", "40 GiB", "1 s", "1,234", "41.0%"} <= set(said)
+    values = Outline(plan_html(PLAN)).of("b")
+    assert {"fits", "40 GiB", "1 s", "1,234", "41.0%"} <= set(values)
     assert "6 N a token" in Outline(plan_html(PLAN)).of("small")
     assert "does not fit" in Outline(plan_html(REFUSED)).of("b")
     assert "128 GiB too much" in Outline(plan_html(REFUSED)).of("small")

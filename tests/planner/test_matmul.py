@@ -54,11 +54,11 @@ def test_the_matmul_of_a_dot(sizes, left, right, dtypes, library):
         for kind, d in (("batch", "b"), ("contracting", "k"))
     }
     if library:
-        said = ",".join(f'"{name}_dimensions":["{i}"]' for name, i in at.items())
+        config = ",".join(f'"{name}_dimensions":["{i}"]' for name, i in at.items())
         lines.append(
             f"  %d = ({out}{{2,1,0}}, s8[4194304]{{0}}) custom-call(%l, %r),"
             ' custom_call_target="__cublas$lt$matmul",'
-            f' backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":{{{said}}}}}}}'
+            f' backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":{{{config}}}}}}}'
         )
     else:
         dims = ", ".join(f"{name}_dims={{{i}}}" for name, i in at.items())
@@ -110,16 +110,16 @@ CONVOLUTIONS = {
 
 def convolve(left, right, labels: str, window: str, groups):
     """Returns the convolution of ones: each element counts the pairs multiplied for it."""
-    said = dict(part.split("=") for part in window.split())
+    settings_of_window = dict(part.split("=") for part in window.split())
     inputs, kernel, outputs = re.split("_|->", labels)
     spatial = len(inputs) - 2
     each = {
-        key: [int(i) for i in said.get(key, "x".join("1" * spatial)).split("x") if i]
+        key: [int(i) for i in settings_of_window.get(key, "x".join("1" * spatial)).split("x") if i]
         for key in ("stride", "lhs_dilate")
     }
     pads = (
-        [tuple(map(int, pad.split("_"))) for pad in said["pad"].split("x")]
-        if "pad" in said
+        [tuple(map(int, pad.split("_"))) for pad in settings_of_window["pad"].split("x")]
+        if "pad" in settings_of_window
         else [(0, 0)] * spatial
     )
     numbers = jax.lax.ConvDimensionNumbers(
@@ -143,11 +143,13 @@ def convolve(left, right, labels: str, window: str, groups):
 def test_the_flops_of_a_convolution_are_those_of_its_windows(name):
     left, right, labels, window, groups = CONVOLUTIONS[name]
     out = convolve(*CONVOLUTIONS[name])
-    said = f", window={{{window}}}" if window else ""
-    said += f", dim_labels={labels}" + "".join(f", {key}={value}" for key, value in groups.items())
+    attributes = f", window={{{window}}}" if window else ""
+    attributes += f", dim_labels={labels}" + "".join(
+        f", {key}={value}" for key, value in groups.items()
+    )
     result = cost(
         f"  %l = {shape(left)} parameter(0)\n  %r = {shape(right)} parameter(1)\n"
-        f"  %c = {shape(out.shape)} convolution(%l, %r){said}"
+        f"  %c = {shape(out.shape)} convolution(%l, %r){attributes}"
     )
     assert flops(result) == 2 * int(np.asarray(out, "float64").sum())
     [matmul] = result.matmuls

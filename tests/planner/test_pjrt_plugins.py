@@ -14,21 +14,21 @@ def machine(monkeypatch):
     """Mocks what is installed, chosen and present; returns the platforms set in jax, or None."""
 
     def choose(installed, *, chosen=None, gpu=False, tpu=False):
-        told, there, absent = [], ("/dev/null",), ("/dev/no such device",)
+        updates, present, absent = [], ("/dev/null",), ("/dev/no such device",)
         monkeypatch.setattr(pjrt_plugins, "installed_plugins", lambda: installed)
         monkeypatch.setattr(pjrt_plugins, "chosen_platforms", lambda: chosen or [])
-        monkeypatch.setattr(pjrt_plugins, "NVIDIA_DEVICES", there if gpu else absent)
-        monkeypatch.setattr(pjrt_plugins, "TPU_DEVICES", there if tpu else absent)
-        monkeypatch.setattr(jax.config, "update", lambda *update: told.append(update))
+        monkeypatch.setattr(pjrt_plugins, "NVIDIA_DEVICES", present if gpu else absent)
+        monkeypatch.setattr(pjrt_plugins, "TPU_DEVICES", present if tpu else absent)
+        monkeypatch.setattr(jax.config, "update", lambda *update: updates.append(update))
         pjrt_plugins.choose_platforms()
-        assert all(name == "jax_platforms" for name, _ in told)
-        return told[0][1] if told else None
+        assert all(name == "jax_platforms" for name, _ in updates)
+        return updates[0][1] if updates else None
 
     return choose
 
 
 @pytest.mark.parametrize(
-    ("installed", "gpu", "told"),
+    ("installed", "gpu", "platforms"),
     [
         (set(), False, None),  # jax needs no telling
         (set(), True, None),
@@ -45,8 +45,8 @@ def machine(monkeypatch):
         ),  # another vendor's: its hardware is not ours to look for
     ],
 )
-def test_jax_starts_the_plugins_whose_hardware_is_present(installed, gpu, told, machine):
-    assert machine(installed, gpu=gpu) == told
+def test_jax_starts_the_plugins_whose_hardware_is_present(installed, gpu, platforms, machine):
+    assert machine(installed, gpu=gpu) == platforms
 
 
 @pytest.mark.parametrize("chosen", [["tpu", "cpu"], ["cpu"], ["cuda"]])

@@ -131,12 +131,12 @@ def test_the_limit_is_the_traffic_of_the_strategy():
     result = sharded().plan("h100:8", LOSS, batch(8), analytic=True)
     gathered = [leaf for leaf in sharded().layout.by_path.values() if leaf.spec != PartitionSpec()]
     bound = sum(6 * leaf.bytes // 4 for leaf in gathered) * 7 // 8
-    whole = sum(
+    replicated = sum(
         2 * 2 * leaf.bytes // 4
         for leaf in sharded().layout.by_path.values()
         if leaf not in gathered
     )
-    assert 0.6 * bound < result.wire_bytes_limit <= bound + whole
+    assert 0.6 * bound < result.wire_bytes_limit <= bound + replicated
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,13 @@ def test_hybrid_strategies_keep_their_replicas():
 
 
 def test_replicated_state_takes_eight_times_as_much():
-    whole, parts = (
+    replicated, parts = (
         sharded(strategy=name, min_size=0).plan("h100:8", LOSS, batch(8), analytic=True)
         for name in ("no_shard", "full_shard")
     )
-    assert whole.breakdown["optimizer"] == pytest.approx(8 * parts.breakdown["optimizer"], rel=0.02)
+    assert replicated.breakdown["optimizer"] == pytest.approx(
+        8 * parts.breakdown["optimizer"], rel=0.02
+    )
 
 
 def test_virtual_devices_cannot_be_planned_for():

@@ -98,6 +98,23 @@ _AMPERE_TARGET = CudaTarget((8, 0), 108, 64, 1.41, 41943040, 167936, 166912)
 
 # Memory and its bandwidth are as the CUDA driver reports them, from the same files of XLA as
 # `CudaTarget`.
+_A100_40GB = Hardware(
+    name="a100-40gb",
+    platform="cuda",
+    device_kinds=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+    source="NVIDIA A100 Tensor Core GPU datasheet (A100 40GB SXM); DGX A100 user guide; XLA"
+    " a100_sxm_40",
+    memory_bytes=42331013120,
+    memory_bandwidth=1555200000000,
+    peak_flops=_AMPERE_PEAKS,
+    link_bandwidth=300 * GIGA,  # 12 NVLink 3 links, 600 GB/s in both directions
+    network_bandwidth=25 * GIGA,  # one 200 Gb/s ConnectX-6 for each GPU
+    reserved_bytes=2 * GIB,
+    host_devices=16,  # the largest NVSwitch board
+    efficiency=_A100,
+    cuda=_AMPERE_TARGET,
+)
+
 _GPUS = [
     Hardware(
         name="h100",
@@ -158,37 +175,15 @@ _GPUS = [
         ),
         cuda=CudaTarget((10, 0), 148, 128, 1.965, 132644864, 233472, 232448),
     ),
-    Hardware(
-        name="a100-40gb",
-        platform="cuda",
-        device_kinds=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
-        source="NVIDIA A100 Tensor Core GPU datasheet (A100 40GB SXM); DGX A100 user guide; XLA"
-        " a100_sxm_40",
-        memory_bytes=42331013120,
-        memory_bandwidth=1555200000000,
-        peak_flops=_AMPERE_PEAKS,
-        link_bandwidth=300 * GIGA,  # 12 NVLink 3 links, 600 GB/s in both directions
-        network_bandwidth=25 * GIGA,  # one 200 Gb/s ConnectX-6 for each GPU
-        reserved_bytes=2 * GIB,
-        host_devices=16,  # the largest NVSwitch board
-        efficiency=_A100,
-        cuda=_AMPERE_TARGET,
-    ),
-    Hardware(
+    _A100_40GB,
+    replace(
+        _A100_40GB,
         name="a100-80gb",
-        platform="cuda",
         device_kinds=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
         source="NVIDIA A100 Tensor Core GPU datasheet (A100 80GB SXM); DGX A100 user guide; XLA"
         " a100_sxm_80",
         memory_bytes=85100068864,
         memory_bandwidth=2039040000000,
-        peak_flops=_AMPERE_PEAKS,
-        link_bandwidth=300 * GIGA,  # as a100-40gb
-        network_bandwidth=25 * GIGA,  # as a100-40gb
-        reserved_bytes=2 * GIB,
-        host_devices=16,  # as a100-40gb
-        efficiency=_A100,
-        cuda=_AMPERE_TARGET,
     ),
     Hardware(
         name="v100",
