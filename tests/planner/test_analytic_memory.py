@@ -61,9 +61,8 @@ def test_an_operand_of_a_matmul_is_stored():
         b = jnp.sin(a)
         return jnp.sum(b @ b)
 
-    assert units(estimate_of(fn, SQUARE)) == pytest.approx(
-        2, abs=0.01
-    )  # a and b, then b and the product
+    # a and b, then b and the product
+    assert units(estimate_of(fn, SQUARE)) == pytest.approx(2, abs=0.01)
 
 
 def test_a_fused_value_keeps_its_sources_alive():
@@ -84,9 +83,8 @@ def test_a_loop_stacks_from_its_start_and_carries_in_place():
         return jnp.sum(lax.scan(body, x, length=6)[1])
 
     estimated = estimate_of(fn, SQUARE, SQUARE)
-    assert units(estimated) == pytest.approx(
-        6 + 2, abs=0.01
-    )  # the stack, what is carried, what comes next
+    # the stack, what is carried, what comes next
+    assert units(estimated) == pytest.approx(6 + 2, abs=0.01)
     assert estimated.matmuls == (Matmul(1, SIDE, SIDE, SIDE, "float32", times=6),)
 
 
@@ -179,9 +177,8 @@ def test_traffic_counts_a_fused_chain_once_and_loops_by_their_trips():
     looped = estimate_of(
         lambda x: jnp.sum(lax.scan(lambda c, _: (c @ x, None), x, length=10)[0]), SQUARE
     )
-    assert looped.traffic_bytes == pytest.approx(
-        10 * 3 * UNIT + UNIT, abs=64
-    )  # each reads two, writes one
+    # each reads two, writes one
+    assert looped.traffic_bytes == pytest.approx(10 * 3 * UNIT + UNIT, abs=64)
 
 
 class Block(nnx.Module):

@@ -70,9 +70,8 @@ def test_the_matmul_of_a_dot(sizes, left, right, dtypes, library):
     assert result.unknown == ""
     bits = {"bf16": 2, "f32": 4, "f8e4m3fn": 1}
     sides = size["b"] * size["k"] * (size["m"] * bits[dtypes[0]] + size["n"] * bits[dtypes[1]])
-    assert (
-        result.bytes == sides + 2 * size["b"] * size["m"] * size["n"]
-    )  # the library's workspace is no traffic
+    # the library's workspace is no traffic
+    assert result.bytes == sides + 2 * size["b"] * size["m"] * size["n"]
 
 
 # As XLA's TPU compiler writes products: heads and batch dims are windows. (left, right, labels,

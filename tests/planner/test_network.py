@@ -74,13 +74,11 @@ def test_a_ring_runs_at_its_slowest_link():
     links = 450e9 * HARDWARE["h100"].efficiency.link
     ports = 50e9 * HARDWARE["h100"].efficiency.network
     assert rate("h100:8", "all-gather", "data") == pytest.approx(links, rel=2e-2)
-    assert rate("h100:64x8", "all-gather", "data") == pytest.approx(
-        min(links, 8 * ports), rel=1e-2
-    )  # eight ports
+    # eight ports
+    assert rate("h100:64x8", "all-gather", "data") == pytest.approx(min(links, 8 * ports), rel=1e-2)
     assert rate("h100:2x4", "all-gather", "data") == pytest.approx(4 * ports, rel=2e-2)
-    assert rate("h100:64x8", "all-gather", "replica", 64) == pytest.approx(
-        ports, rel=2e-2
-    )  # each its own port
+    # each its own port
+    assert rate("h100:64x8", "all-gather", "replica", 64) == pytest.approx(ports, rel=2e-2)
 
 
 def test_a_torus_has_two_links_in_each_dim_that_closes_and_one_where_it_is_open():

@@ -159,21 +159,23 @@ def kind_and_path(plan, name, array, element=(), parameter=None):
 @pytest.mark.parametrize(
     ("name", "array", "element", "expected"),
     [
+        # a cast, inside a fusion, of a parameter
         (
             "half",
             "bf16[8,64]",
             (),
             ("gathered", "up/kernel"),
-        ),  # a cast, inside a fusion, of a parameter
+        ),
         ("whole", "bf16[64,64]", (), ("gathered", "up/kernel")),
         ("plain", "f32[2,64]", (), ("activations", "mlp")),
         ("mask", "pred[64]", (), ("other", "")),
+        # the body stacks what was reduced
         (
             "loop",
             "f32[4,64,64]",
             (0,),
             ("gradients", "up/kernel"),
-        ),  # the body stacks what was reduced
+        ),
         ("loop", "f32[4,2,64]", (1,), ("activations", "mlp")),
         ("loop", "f32[64,64]", (2,), ("gradients", "up/kernel")),  # reduced in the next round
         ("zeros", "f32[4,64,64]", (), ("gradients", "up/kernel")),  # by what the loop fills it with

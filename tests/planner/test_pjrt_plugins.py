@@ -38,11 +38,12 @@ def machine(monkeypatch):
         ({"tpu"}, True, "cpu"),  # jax has no plugin for that GPU
         ({"cuda", "tpu"}, False, "cpu"),
         ({"cuda", "tpu"}, True, "cuda,cpu"),
+        # another vendor's: its hardware is not ours to look for
         (
             {"cuda", "tpu", "rocm7"},
             False,
             None,
-        ),  # another vendor's: its hardware is not ours to look for
+        ),
     ],
 )
 def test_jax_starts_the_plugins_whose_hardware_is_present(installed, gpu, platforms, machine):

@@ -75,9 +75,8 @@ def test_a_damaged_cache_entry_is_ignored(damage, tmp_path):
 
 def test_a_full_disk_raises_nothing(tmp_path):
     (tmp_path / "file").write_text("")
-    program_module._write_cached(
-        tmp_path / "file" / "p.json.gz", PROGRAM
-    )  # its folder cannot be made
+    # its folder cannot be made
+    program_module._write_cached(tmp_path / "file" / "p.json.gz", PROGRAM)
     assert program_module._read_cached(tmp_path / "file" / "p.json.gz") is None
 
 

@@ -113,21 +113,17 @@ def test_a_dtype_without_a_unit_is_widened(name, dtype, runs_as):
 
 def test_edges_of_tiles_idle_cores_and_a_short_k_cost():
     h100 = Roofline(HARDWARE["h100"])
-    full = h100.share(
-        Matmul(1, 128 * 12, 256 * 11, 4096, "bfloat16")
-    )  # one tile for each of 132 cores
+    # one tile for each of 132 cores
+    full = h100.share(Matmul(1, 128 * 12, 256 * 11, 4096, "bfloat16"))
     assert full == pytest.approx(4096 / (4096 + 128))
-    assert (
-        h100.share(Matmul(1, 128 * 12 + 1, 256 * 11, 4096, "bfloat16")) < 0.85 * full
-    )  # a second wave
+    # a second wave
+    assert h100.share(Matmul(1, 128 * 12 + 1, 256 * 11, 4096, "bfloat16")) < 0.85 * full
     assert h100.share(Matmul(1, 128 * 12, 256 * 11, 64, "bfloat16")) < 0.4
-    assert (
-        h100.share(Matmul(132, 128, 256, 4096, "bfloat16")) == full
-    )  # a batch fills the cores as well
+    # a batch fills the cores as well
+    assert h100.share(Matmul(132, 128, 256, 4096, "bfloat16")) == full
     v5e = Roofline(HARDWARE["v5e"])
-    assert v5e.share(Matmul(1, 4096, 64, 4096, "bfloat16")) == pytest.approx(
-        0.5, rel=0.05
-    )  # half of 128 lanes
+    # half of 128 lanes
+    assert v5e.share(Matmul(1, 4096, 64, 4096, "bfloat16")) == pytest.approx(0.5, rel=0.05)
 
 
 def test_memory_runs_below_its_peak():

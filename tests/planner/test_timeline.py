@@ -156,9 +156,8 @@ def test_a_gather_that_spans_a_loop_uses_the_link_while_the_loop_leaves_it_free(
     across = X + START.format("s0", "x") + run(4) + DONE.format("d0", "s0")
     quiet = simulate(across, loop(write(0, 1000)))
     assert quiet.exposed == 0
-    busy = simulate(
-        across, loop(START.format("s", "x") + DONE.format("d", "s"))
-    )  # five gathers, one after the other
+    # five gathers, one after the other
+    busy = simulate(across, loop(START.format("s", "x") + DONE.format("d", "s")))
     assert busy.seconds == busy.exposed == busy.collective == pytest.approx(5 * gather_seconds())
     half = loop(START.format("s", "x") + write(0, 100) + DONE.format("d", "s") + write(1, 100))
     idle = 4 * write_seconds(100)  # in which the loop leaves the link free
