@@ -1,7 +1,7 @@
 """The registry of model families: everything that a program needs to know of a family by name.
 
 To add one: `models/NAME.py`, `models/huggingface/NAME.py`, an entry below, and tests in
-`tests/models/test_NAME.py`; the tests of `tests/models/test_families.py` then run for it too.
+`tests/models/test_NAME.py`; the tests of `tests/models/test_every_family.py` then run for it too.
 """
 
 from collections.abc import Callable, Mapping

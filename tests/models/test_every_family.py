@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, config_of, draw_batch, logits_of, small, task_names, training_case
+from family_cases import SMALL, config_of, draw_batch, logits_of, small, task_names, training_case
 from flax import nnx
 from reference import check, train, train_unsharded
 
