@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch.nn import functional
 
-from fsdp_jax.models import cait, gpt, llama, t5, vision, vit
-from fsdp_jax.models.losses import next_token_loss
+from fsdp_jax.models import cait, gpt, llama, t5, vit
+from fsdp_jax.models.losses import classification_loss, next_token_loss, text_to_text_loss
 
 B, T, S, V, CLASSES, SIDE = 8, 24, 20, 93, 11, 32
 
@@ -167,7 +167,7 @@ def text_to_text(make):
             batch["inputs"], jnp.pad(batch["targets"][:, :-1], ((0, 0), (1, 0))),
             inputs_mask=batch["inputs_mask"]
         ),
-        loss=lambda model, batch: t5.text_to_text_loss(model, batch, train=True),
+        loss=lambda model, batch: text_to_text_loss(model, batch, train=True),
         units=(t5.T5EncoderBlock, t5.T5DecoderBlock),
     )  # fmt: skip
 
@@ -204,7 +204,7 @@ def classifier(make, ours, call, *units):
             call(model, channels_first(batch)), batch["labels"].long()
         ),
         logits=lambda model, batch: model(batch["images"]),
-        loss=lambda model, batch: vision.classification_loss(model, batch, train=True),
+        loss=lambda model, batch: classification_loss(model, batch, train=True),
         units=units,
     )  # fmt: skip
 
