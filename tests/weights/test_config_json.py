@@ -315,7 +315,7 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path):
             r"image_size: \[224, 196\] is not implemented, only squares",
         ),
         (CAIT | {"architecture": "cait_xxs24_225"}, "did you mean 'cait_xxs24_224'"),
-        (CAIT | {"architecture": "vit_base_patch16_224"}, "an architecture that is not known"),
+        (CAIT | {"architecture": "vit_base_patch16_224"}, "an unknown architecture"),
         (CAIT | {"global_pool": "avg"}, "global_pool: avg"),
         (CAIT | {"model_args": {"global_pool": "avg"}}, "global_pool: avg"),
         (CAIT | {"model_args": {"act_layer": "relu"}}, "model_args.act_layer: relu is not known"),
