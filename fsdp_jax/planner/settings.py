@@ -65,40 +65,34 @@ def fixes(
         work: what a step computes.
 
     """
+    devices = fake_devices(topology)
+
+    def analytic_peak(changed: StepSettings) -> int | None:
+        """Returns None for a step that cannot be built, which is then no fix."""
+        try:
+            step, batch = make_step(changed, devices)
+            return analytic_plan(step, batch, topology, work).peak_bytes
+        # a batch that does not divide, an optimizer that a strategy cannot shard
+        except ValueError:
+            return None
+
     results = [fix for fix in _unavailable_fixes(plan, work) if fix.saves_bytes]
-    before = _analytic_peak(settings, make_step, topology, work)
-    rows = _device_rows(settings, make_step, topology)
-    for leaner, cost in _leaner_settings(settings, rows):
-        peak = _analytic_peak(leaner, make_step, topology, work)
+    before = analytic_peak(settings)
+    _, batch = make_step(settings, devices)
+    rows = next(iter(batch.values())).shape[0] if isinstance(batch, dict) else 1
+    microbatch = int(rows) // (topology.size * settings.accumulation)
+    for leaner, cost in _leaner_settings(settings, microbatch):
+        peak = analytic_peak(leaner)
         if before is not None and peak is not None and peak < before:
             change = " ".join(leaner.flags(since=settings))
             results.append(Fix(change, before - peak, peak, peak <= plan.usable_bytes, cost))
     return tuple(sorted(results, key=lambda fix: (not fix.available, fix.peak_bytes)))
 
 
-def _analytic_peak(
-    settings: StepSettings, make_step: MakeStep, topology: Topology, work: Work
-) -> int | None:
-    """Returns the analytic peak; None for a step that cannot be built, which is then no fix."""
-    try:
-        return analytic_plan(
-            *make_step(settings, fake_devices(topology)), topology, work
-        ).peak_bytes
-    except ValueError:  # a batch that does not divide, an optimizer that a strategy cannot shard
-        return None
-
-
-def _device_rows(settings: StepSettings, make_step: MakeStep, topology: Topology) -> int:
-    """Returns the rows of one device's microbatch."""
-    _, batch = make_step(settings, fake_devices(topology))
-    rows = next(iter(batch.values())).shape[0] if isinstance(batch, dict) else 1
-    return int(rows) // (topology.size * settings.accumulation)
-
-
-def _leaner_settings(settings: StepSettings, rows: int) -> Iterator[tuple[StepSettings, str]]:
+def _leaner_settings(settings: StepSettings, microbatch: int) -> Iterator[tuple[StepSettings, str]]:
     """Yields settings that use less memory, with their cost, and then most of them combined."""
     sharded = replace(settings, strategy="full_shard", replica=1)
-    accumulations = [settings.accumulation * k for k in (2, 4, 8, 16) if rows % k == 0]
+    accumulations = [settings.accumulation * k for k in (2, 4, 8, 16) if microbatch % k == 0]
     if settings.remat == "none":
         cost = "each unit's forward runs twice: about a third more FLOPs"
         yield replace(settings, remat="full"), cost
