@@ -213,7 +213,7 @@ def test_sampling_under_jit():
     ("call", "says"),
     [
         (lambda: preset("gpt2-x1"), "did you mean 'gpt2-xl'"),
-        (lambda: preset("??"), "one of: tiny, small, gpt2"),
+        (lambda: preset("??"), "one of: gpt-1t, gpt2"),
         (lambda: preset("tiny", layer=3), "did you mean 'layers'"),
         (lambda: preset("tiny", heads=5), "width 128, heads 5"),
         (lambda: preset("tiny", dropout=1.0), "below 1, got 1.0"),
