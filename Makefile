@@ -9,11 +9,12 @@ BIN    := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help quickstart test test-long test-core test-parity lint types format clean
+.PHONY: help quickstart test test-long test-releases test-parity lint types format clean \
+	environment parity-environment
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
 
 # Two environments in one folder: the library alone for quickstart; for everything else the test tools too, and the
 # compilers for TPUs and GPUs where they exist (Linux on x86-64).
@@ -27,6 +28,8 @@ $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,notebooks,tpu-aot,cuda-aot]'
 	@touch $@
 
+environment: $(VENV)/.test ## what the tests need, in a virtual environment
+
 quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtual devices
 	$(BIN)/fsdp-jax train configs/quickstart.yaml
 
@@ -36,8 +39,8 @@ test: $(VENV)/.test ## the suite, but for the tests that take longest
 test-long: $(VENV)/.test ## the tests that take longest
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
-test-core: $(VENV)/.test ## rooms 0 to 3 only
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "core and not long"
+test-releases: $(VENV)/.test ## the tests that meet what changes between releases of jax
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "releases and not long"
 
 # torch, transformers and timm in an environment of their own: nothing else here needs them. (timm asks for torchvision,
 # which the models that are compared do without.)
@@ -48,6 +51,8 @@ $(PARITY)/.ready: pyproject.toml $(wildcard scripts/constraints-*.txt)
 		-e '.[test]' torch transformers pillow
 	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c scripts/constraints-parity.txt timm
 	@touch $@
+
+parity-environment: $(PARITY)/.ready ## torch and transformers too, in an environment of its own
 
 test-parity: $(PARITY)/.ready ## against torch and transformers, in an environment of its own
 	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal tests/parity
@@ -64,4 +69,4 @@ format: $(VENV)/.test ## apply ruff
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environments and what runs left
-	rm -rf $(VENV) .venv312 $(PARITY) output
+	rm -rf $(VENV) .venv312 $(PARITY) .jax_cache output

@@ -1,4 +1,4 @@
-"""Every test runs on 8 virtual CPU devices: forced here before jax starts, asserted, never skipped."""
+"""Every test runs on 8 virtual CPU devices: forced before jax starts, asserted, never skipped."""
 
 import gc
 import os
@@ -27,13 +27,21 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# Tracing makes many objects and few cycles: Python's default collects far more often than it pays.
-gc.set_threshold(50_000, 20, 100)
-
+import hypothesis
 import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Tracing makes many objects and few cycles: Python's default collects far more often than it pays.
+gc.set_threshold(50_000, 20, 100)
+
+# No test asserts a time: a busy machine is slow.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 COMPILERS = (sys.platform, platform.machine()) == ("linux", "x86_64")
 
@@ -55,3 +63,13 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_sessionstart(session):
     assert jax.device_count() == 8, f"the suite needs 8 virtual devices, found {jax.device_count()}"
+
+
+@pytest.fixture
+def no_compilation_cache():
+    """Compiles each program anew: XLA's partitioner gives no warning of one that was cached."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()

@@ -7,11 +7,7 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import fsdp_jax
-
-pytestmark = pytest.mark.core
 
 ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name

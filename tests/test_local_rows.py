@@ -16,7 +16,7 @@ from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import GPT, Block, preset
 from fsdp_jax.sharding.mesh import batch_axes
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), "int32")}
 

@@ -25,7 +25,7 @@ from fsdp_jax.models.gpt import Block
 from fsdp_jax.testing import assert_contract, mesh_of
 from fsdp_jax.tree import flatten, unflatten
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 STEPS = 4
 GPT_TARGETS = ("attn/", "mlp/up$")  # among them the fused projection to queries, keys and values

@@ -11,7 +11,10 @@ from reference import CASES, STEPS, check, control, covering, pairs_of, train
 
 import fsdp_jax as fsdp
 
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")]
+pytestmark = [
+    pytest.mark.releases,
+    pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning"),
+]
 
 MESHES = [(2, 4), (1, 8), (4, 2), (1, 1)]
 

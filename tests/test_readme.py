@@ -19,8 +19,6 @@ from fsdp_jax.models.gpt import Block
 from fsdp_jax.testing import assert_contract, certify, topology_mesh  # noqa: F401, a fixture
 from fsdp_jax.weights import export_weights, from_arrays
 
-pytestmark = pytest.mark.core
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [README, *(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))]
@@ -28,7 +26,9 @@ PAGES = [README, *(page.read_text() for page in sorted((ROOT / "docs").rglob("*.
 
 def blocks():
     """The Python examples of README, then of the chapters in docs/."""
-    return [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page, flags=re.S)]
+    return [
+        block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    ]
 
 
 def test_readme_is_short_and_its_links_lead_somewhere():

@@ -18,8 +18,6 @@ import fsdp_jax as fsdp
 from fsdp_jax.certify import Certificate, CertifyError, Tolerance, certify
 from fsdp_jax.step import train_step as steps
 
-pytestmark = pytest.mark.core
-
 SUM = SUMS["cross-entropy"]
 
 
@@ -39,21 +37,6 @@ def quick(loss, **settings) -> Certificate:
     )
 
 
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory):
-    """A compilation cache: initial values, optimizer and copies are the same for every loss."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 def test_no_attack_was_dropped():
     assert len(NOT_SUMS) >= 114
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
@@ -61,7 +44,7 @@ def test_no_attack_was_dropped():
 
 @pytest.mark.long
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_every_loss_is_that_of_one_device_or_found_out(attack, compiled_once):
+def test_every_loss_is_that_of_one_device_or_found_out(attack):
     """By default every loss holds; with local batches those that are sums over examples do.
 
     One row on each device is the strictest test: only a sum is the sum of its single rows.
@@ -142,7 +125,7 @@ def test_the_reference_models_hold(name):
 
 
 @pytest.mark.long
-def test_every_strategy_and_setting_holds(compiled_once):
+def test_every_strategy_and_setting_holds():
     certificate = certify(make_model, SUM, make_batch(32), tx=optax.adam(1e-2), local_batch=True)
     settings = [row.setting for row in certificate.rows]
     assert {setting.strategy for setting in settings} == set(fsdp.STRATEGIES)

@@ -15,7 +15,7 @@ from fsdp_jax.io import safetensors_writer
 from fsdp_jax.io.safetensors import INDEX
 from fsdp_jax.tree import map_with_path
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 SHAPES = {
     "embed/embedding": ((64, 24), "float32"),

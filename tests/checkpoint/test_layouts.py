@@ -13,7 +13,7 @@ from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.tree import flatten
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 CASE = CASES["nnx-gpt-scanned"]
 

@@ -10,8 +10,6 @@ import pytest
 from fsdp_jax.checkpoint import Lease
 from fsdp_jax.errors import ConfigError
 
-pytestmark = pytest.mark.core
-
 HOLD = """
 import sys
 from fsdp_jax.checkpoint.lease import Lease

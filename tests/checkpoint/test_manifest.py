@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from fsdp_jax.checkpoint import CheckpointStore, DamageError, manifest
 
-pytestmark = pytest.mark.core
-
 STATE = {"w": (16, 4), "b": (8,), "counter": ()}
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from processes import run_cluster
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 PROGRAM = """
 import time

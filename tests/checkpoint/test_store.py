@@ -21,7 +21,7 @@ from fsdp_jax.checkpoint import Checked, CheckpointError, CheckpointStore, Damag
 from fsdp_jax.checkpoint import store as module
 from fsdp_jax.errors import ConfigError
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 DATA = {"position": 640, "epochs": [1, {"shard": None}]}
 METADATA = {"mesh": {"data": 8}, "note": "ü"}

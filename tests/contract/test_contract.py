@@ -20,6 +20,8 @@ from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.testing import mesh_of
 
+pytestmark = pytest.mark.usefixtures("no_compilation_cache")
+
 SIZES = {"vocab_size": 384, "sequence_length": 64, "layers": 2}
 
 
@@ -88,6 +90,7 @@ HOLD = [
 IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD]
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(("name", "settings"), HOLD, ids=IDS)
 def test_the_contract_holds_on_virtual_devices(name, settings):
     assert str(checked(name, "cpu:8", **settings)).count("the contract holds") == 1

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fsdp_jax.hlo.collectives import ProgramTraffic, read_program
 from fsdp_jax.sharding.mesh import make_mesh
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 AXES = {"replica": ("replica",), "data": ("data",), "replica+data": ("replica", "data")}
 SIZES = {"replica": 2, "data": 4, "replica+data": 8}

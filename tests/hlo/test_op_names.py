@@ -4,7 +4,7 @@ import pytest
 
 from fsdp_jax.hlo.op_names import expand, scopes, stripped
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ import pytest
 from fsdp_jax.hlo.collectives import ProgramTraffic, read_program
 from fsdp_jax.hlo.parser import parse
 
-pytestmark = pytest.mark.core
-
 LAYERS = 3
 W = 1024 * 4096 * 2
 UP, DOWN = "blocks/mlp/up/kernel", "blocks/mlp/down/kernel"

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fsdp_jax.hlo.partitioner_log import Rematerialization, find, rematerializations
 from fsdp_jax.sharding.mesh import make_mesh
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.releases, pytest.mark.usefixtures("no_compilation_cache")]
 
 OLD = (  # the wording of XLA in 2023
     "[spmd] Involuntary full rematerialization. The compiler was not able to go from sharding "

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from fsdp_jax.hlo.parser import Instruction
 from fsdp_jax.hlo.replica_groups import groups_of
 
-pytestmark = pytest.mark.core
-
 MESH = (("replica", 2), ("data", 4))  # device = 4 * replica + data
 
 

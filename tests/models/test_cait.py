@@ -18,8 +18,6 @@ from fsdp_jax.models.cait import (
     preset,
 )
 
-pytestmark = pytest.mark.core
-
 CONFIG = CaiTConfig(image_size=12, patch=4, classes=8, layers=3, width=16, heads=2, hidden=24)
 
 

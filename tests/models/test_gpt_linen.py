@@ -16,7 +16,7 @@ from fsdp_jax.models.gpt import GPT, Block, GPTConfig
 from fsdp_jax.models.gpt_linen import LinenBlock, LinenGPT
 from fsdp_jax.tree import flatten, unflatten
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 CONFIG = GPTConfig(vocab_size=32, sequence_length=8, layers=3, width=16, heads=2, pad_vocab_to=40)
 BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])

@@ -21,8 +21,6 @@ from fsdp_jax.models.llama import (
     rotary,
 )
 
-pytestmark = pytest.mark.core
-
 CONFIG = LlamaConfig(
     vocab_size=19,
     sequence_length=8,

@@ -20,8 +20,6 @@ from fsdp_jax.models.t5 import (
     relative_buckets,
 )
 
-pytestmark = pytest.mark.core
-
 CONFIG = T5Config(
     vocab_size=32, inputs_length=12, targets_length=8, layers=3, decoder_layers=2, width=16,
     heads=2, head_dim=6,

@@ -21,7 +21,7 @@ from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config_file import load
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIDE = 64

@@ -17,7 +17,7 @@ from fsdp_jax.planner.compiled.timeline import ScheduleSimulator
 from fsdp_jax.step.xla_options import compiler_options
 from fsdp_jax.testing import mesh_of
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 LLAMA = llama.preset("llama2-7b", layers=2, sequence_length=512)
 D, F, V, HEADS, HEAD_DIM = 4096, 11008, 32000, 32, 128

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from fsdp_jax.hlo.parser import parse
 from fsdp_jax.planner.compiled.cost import CostModel, InstructionCost
 
-pytestmark = pytest.mark.core
-
 ON_CHIP = frozenset({1})
 WHOLE, LAYER = 8 * 64 * 128 * 4, 64 * 128 * 4  # of the arrays below
 

@@ -13,8 +13,6 @@ from fsdp_jax.planner.compiled.peak_memory import Buffer
 from fsdp_jax.planner.compiled.timeline import COMPUTE, LINK, Event
 from fsdp_jax.planner.html import render_fragment
 
-pytestmark = pytest.mark.core
-
 GIB = 2**30
 BREAKDOWN = {
     "params": 4,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fsdp_jax.hlo.parser import parse
 from fsdp_jax.planner.compiled.cost import CostModel, InstructionCost
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 
 def cost(lines: str) -> InstructionCost:

@@ -12,8 +12,6 @@ from fsdp_jax.planner.machines.chips import HARDWARE
 from fsdp_jax.planner.machines.network import DeviceGroup, Network
 from fsdp_jax.sharding.mesh import make_mesh, split_data
 
-pytestmark = pytest.mark.core
-
 LARGE = 2**42  # bytes whose latency is nothing
 OPS = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
 

@@ -11,8 +11,6 @@ from fsdp_jax.hlo.parser import parse
 from fsdp_jax.planner.compiled.buffer_assignment import LiveBuffer, MemoryReport, read_memory_report
 from fsdp_jax.planner.compiled.peak_memory import peak_memory
 
-pytestmark = pytest.mark.core
-
 USAGE = """Memory Space: default (color=0)
 Total bytes: 1000 (1KiB)
 

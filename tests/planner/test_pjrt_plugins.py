@@ -108,7 +108,9 @@ print(jax.default_backend())
 
 @pytest.mark.needs_plugin
 def test_two_processes_compile_at_once_silently():
-    assert finish(start(COMPILE), start(COMPILE)) == [("v5e:2x2 True\nh100:4 True\ncpu\n", "")] * 2
+    # jax's compilation cache warns of what it cannot read back; see pyproject.toml.
+    processes = [start(COMPILE, JAX_ENABLE_COMPILATION_CACHE="false") for _ in range(2)]
+    assert finish(*processes) == [("v5e:2x2 True\nh100:4 True\ncpu\n", "")] * 2
 
 
 LATE = """

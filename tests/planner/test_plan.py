@@ -25,8 +25,6 @@ from fsdp_jax.planner.compiled.program import CompiledProgram
 from fsdp_jax.planner.make_plan import logits_bytes
 from fsdp_jax.planner.settings import StepSettings, fixes
 
-pytestmark = pytest.mark.core
-
 FIELDS = {  # of CLI.md
     "topology",
     "devices",

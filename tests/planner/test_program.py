@@ -9,7 +9,7 @@ from fsdp_jax.planner.compiled import program as program_module
 from fsdp_jax.planner.compiled.buffer_assignment import LiveBuffer, MemoryReport
 from fsdp_jax.planner.compiled.program import CompiledProgram, cache_folder, refused_bytes
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 PROGRAM = CompiledProgram(
     "HloModule m",

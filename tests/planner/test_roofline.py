@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from fsdp_jax.planner.machines.chips import HARDWARE
 from fsdp_jax.planner.machines.roofline import Matmul, Roofline
 
-pytestmark = pytest.mark.core
-
 REAL = [chip for chip in HARDWARE.values() if chip.platform != "cpu"]
 DTYPES = ["bfloat16", "float16", "float32", "float64", "int8", "float8_e4m3fn", "float8_e5m2"]
 sizes = st.integers(1, 20_000)

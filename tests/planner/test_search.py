@@ -16,8 +16,6 @@ from fsdp_jax.planner.search import (
 )
 from fsdp_jax.planner.settings import StepSettings
 
-pytestmark = pytest.mark.core
-
 GIB = 2**30
 PLAN = Plan(
     topology="h100:8",

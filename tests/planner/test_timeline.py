@@ -18,8 +18,6 @@ from fsdp_jax.planner.machines.network import Network
 from fsdp_jax.planner.machines.roofline import Roofline
 from fsdp_jax.sharding.mesh import make_mesh
 
-pytestmark = pytest.mark.core
-
 H100, V5P = "h100:8", "v5p:2x2x2"
 ROWS = 2**20
 SHARD, WHOLE = f"f32[{ROWS}]{{0}}", f"f32[{8 * ROWS}]{{0}}"

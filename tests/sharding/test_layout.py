@@ -14,7 +14,7 @@ from fsdp_jax.sharding.layout import COLUMNS
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tables import html_table, text_table
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 WIDTH = 16
 P = 2 * WIDTH * WIDTH + 2 * WIDTH  # parameters: two kernels, two biases

@@ -32,7 +32,7 @@ from fsdp_jax.sharding.mesh import (
     user_spec,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fsdp_jax.sharding.rules import ReplicationWarning, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.tree import flatten, unflatten
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 MIN_SIZE = 64
 SHAPES = {

@@ -6,8 +6,6 @@ import pytest
 
 from fsdp_jax.sharding.precision import Precision
 
-pytestmark = pytest.mark.core
-
 MIXED = Precision(compute="bfloat16")
 
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 import fsdp_jax as fsdp
 from fsdp_jax.step.device_varying import check_local_program
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 BOTH = ("replica", "data")
 ROWS, SHARDS, SAME = PartitionSpec(BOTH), PartitionSpec("data"), PartitionSpec()

@@ -12,7 +12,7 @@ from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.tree import flatten, unflatten
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 
 @pytest.fixture(scope="module")

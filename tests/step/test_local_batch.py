@@ -19,7 +19,10 @@ from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.sharding.mesh import split_data
 
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")]
+pytestmark = [
+    pytest.mark.releases,
+    pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning"),
+]
 
 BATCH = {"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}
 WIDTH = 16

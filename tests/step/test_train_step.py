@@ -11,7 +11,7 @@ from reference import CASES, CNN, gpt, make_model
 
 import fsdp_jax as fsdp
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 GPT_CASE = CASES["nnx-gpt-scanned"]
 

@@ -14,7 +14,7 @@ from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.step.xla_options import compiler_options
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 BATCH = {"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}
 MIXED = fsdp.Precision(compute="bfloat16", reduce="float32")

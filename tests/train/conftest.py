@@ -1,6 +1,5 @@
 """A tiny run, started as the command line does, and what it measured."""
 
-import jax
 import pytest
 from runs import losses
 
@@ -14,21 +13,6 @@ data: {sequence_length: 16}
 train: {steps: 6, global_batch_size: 8, devices: 8, eval_every: 4, eval_batches: 2, log_every: 2, sample: 0}
 checkpoint: {every: 4}
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """These runs compile the same programs again and again."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture

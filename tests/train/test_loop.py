@@ -179,14 +179,22 @@ def test_another_way_to_the_same_losses(run, uninterrupted, tmp_path, words):
     assert found == pytest.approx([loss for _, loss, _ in uninterrupted], rel=1e-5)
 
 
-def command(run, name, *words):
-    """The same in a fresh process, without the devices that this suite has forced."""
-    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+def command(run, name, *words, **environment):
+    """Starts `train` in a fresh process, without the devices that this suite has forced."""
+    flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
     return subprocess.Popen(
-        [sys.executable, "-m", "fsdp_jax", "train", str(run.config), "--output", str(run.directory / name), *words],
-        env={**clean, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "fsdp_jax", "train", str(run.config)]
+        + ["--output", str(run.directory / name), *words],
+        env={
+            **os.environ,
+            "XLA_FLAGS": flags,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(*processes):
@@ -257,7 +265,8 @@ def test_a_signal_to_one_process_stops_both(run, tmp_path):
 
 @pytest.mark.long
 def test_a_second_interrupt_leaves_at_once(run):
-    process = command(run, "left", "--train.steps", "100000")
+    cold = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    process = command(run, "left", "--train.steps", "100000", **cold)
     for line in process.stdout:
         if line.startswith("devices:"):
             break  # it compiles now, which takes longer than the two signals

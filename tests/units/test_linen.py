@@ -15,7 +15,7 @@ from reference import Case, check, linen_loss, traffic, train, train_unsharded
 
 import fsdp_jax as fsdp
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 TOKENS = jax.ShapeDtypeStruct((1, 8), jnp.int32)
 STACKED = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}

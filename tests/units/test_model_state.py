@@ -9,7 +9,7 @@ from flax import nnx
 
 import fsdp_jax as fsdp
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 BATCH = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
 ALONG_LAYERS = {"params": 0, "constants": 0, "batch_stats": 0}

@@ -12,7 +12,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 
 class Cell(nnx.Module):

@@ -21,7 +21,7 @@ from fsdp_jax.tree import flatten
 from fsdp_jax.units.auto_wrap import choose_units
 from fsdp_jax.units.nnx import NnxModel
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}
 

@@ -1,0 +1,201 @@
+"""Plants faults in a copy of the repository, one at a time, and runs the tests that should fail.
+
+    python scripts/mutation_check.py [--only NAME ...] [--json FILE]
+
+A fault is a line of the core as someone might break it. Its old text must occur exactly once in its
+file, or nothing runs. A fault is caught if a test fails with it and passes without it. A run of the
+tests that ends in another way (nothing collected, an interrupted run) is an error.
+
+Exit code 1 if a fault was not caught.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("fsdp_jax", "tests", "configs", "pyproject.toml")
+PASSED, FAILED = 0, 1  # pytest's exit codes
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault to plant, and the test files that should catch it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the tests said about one fault."""
+
+    name: str
+    file: str
+    caught: bool
+    failed_test: str
+    seconds: float
+
+
+FAULTS = (
+    Fault(
+        name="no optimization barrier before an annotated gather",
+        file="fsdp_jax/units/collectives.py",
+        old="        return lax.optimization_barrier(shard)\n",
+        new="        return shard\n",
+        tests=("tests/units/test_units.py",),
+    ),
+    Fault(
+        name="each microbatch weighs the same, however many tokens it has",
+        file="fsdp_jax/step/train_step.py",
+        old="        return loss_sum, (loss_sum, count, new_state)\n",
+        new="        return loss_sum / count, (loss_sum, count, new_state)\n",
+        tests=("tests/test_parity.py",),
+    ),
+    Fault(
+        name="optimizer state is replicated",
+        file="fsdp_jax/sharding/optimizer_state.py",
+        old='            return Placement(traced[path], "optimizer", ',
+        new='            return Placement(PartitionSpec(), "optimizer", ',
+        tests=("tests/sharding/test_optimizer_state.py",),
+    ),
+    Fault(
+        name="parameters are gathered in float32",
+        file="fsdp_jax/units/collectives.py",
+        old="            value = run(comm, value, spec)\n",
+        new='            value = run(comm, value.astype("float32"), spec).astype(value.dtype)\n',
+        tests=("tests/units/test_units.py", "tests/contract/test_contract.py"),
+    ),
+    Fault(
+        name="gradients are not reduced over the replicas",
+        file="fsdp_jax/units/collectives.py",
+        old="    return lax.psum(gradient, others) if others else gradient\n",
+        new="    return gradient\n",
+        tests=("tests/contract/test_contract.py", "tests/test_parity.py"),
+    ),
+    Fault(
+        name="a checkpoint's files are accepted without their digest",
+        file="fsdp_jax/checkpoint/manifest.py",
+        old='        return "" if _digest(path, flush=False) == expected else ',
+        new='        return "" if path.exists() else ',
+        tests=("tests/checkpoint/test_manifest.py",),
+    ),
+    Fault(
+        name="a collective in a loop is counted once",
+        file="fsdp_jax/hlo/collectives.py",
+        old="        executions = context.executions * trips\n",
+        new="        executions = context.executions\n",
+        tests=("tests/hlo/test_collectives.py",),
+    ),
+    Fault(
+        name="BatchNorm runs on local batches",
+        file="fsdp_jax/step/device_varying.py",
+        old='        if axes:\n            what = "the model',
+        new='        if axes and not path:\n            what = "the model',
+        tests=("tests/step/test_device_varying.py", "tests/step/test_local_batch.py"),
+    ),
+    Fault(
+        name="rotary positions are misplaced",
+        file="fsdp_jax/models/llama.py",
+        old="        positions_BT = jnp.arange(x_BTHK.shape[1])[None]\n",
+        new="        positions_BT = jnp.arange(x_BTHK.shape[1])[None] // 2\n",
+        tests=("tests/models/test_llama.py",),
+    ),
+    Fault(
+        name="a restored run starts its data again",
+        file="fsdp_jax/data/loader.py",
+        old='        self._position = int(state["position"]["next_index"])\n',
+        new="        self._position = 0\n",
+        tests=("tests/data/test_loader.py",),
+    ),
+)
+
+
+def check_texts(faults: tuple[Fault, ...], root: Path) -> None:
+    """Raises ValueError naming each fault whose old text is not in its file exactly once."""
+    wrong = []
+    for fault in faults:
+        path = root / fault.file
+        times = path.read_text().count(fault.old) if path.exists() else 0
+        if times != 1:
+            wrong.append(f"{fault.name}: found {times} times in {fault.file}: {fault.old!r}")
+        missing = [name for name in fault.tests if not (root / name).exists()]
+        wrong += [f"{fault.name}: no test file {name}" for name in missing]
+    if wrong:
+        raise ValueError("faults that do not fit the code:\n" + "\n".join(wrong))
+
+
+def run_tests(root: Path, tests: tuple[str, ...]) -> str:
+    """Runs test files in `root` until the first failure; returns that test, "" if all pass."""
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(
+        words, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode == PASSED:
+        return ""
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode != FAILED or not lines:
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    return lines[0].partition(" ")[2].partition(" - ")[0]
+
+
+def plant(fault: Fault, root: Path) -> Result:
+    """Runs a fault's tests with the fault in place, and the one that failed without it."""
+    path, started = root / fault.file, time.monotonic()
+    text = path.read_text()
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        failed_test = run_tests(root, fault.tests)
+    finally:
+        path.write_text(text)
+    if failed_test and run_tests(root, (failed_test,)):
+        raise RuntimeError(f"{failed_test} fails without a fault too")
+    seconds = round(time.monotonic() - started, 1)
+    return Result(fault.name, fault.file, bool(failed_test), failed_test, seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=[], help="faults whose names hold these words")
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    arguments = parser.parse_args()
+    faults = tuple(fault for fault in FAULTS if all(word in fault.name for word in arguments.only))
+    check_texts(faults, ROOT)
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "repository"
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, root / name, ignore=ignored)
+            else:
+                shutil.copy(source, root / name)
+        results = []
+        for fault in faults:
+            results.append(plant(fault, root))
+            result = results[-1]
+            verdict = "caught" if result.caught else "NOT CAUGHT"
+            print(f"{verdict:10}  {result.seconds:6.1f} s  {result.name}", flush=True)
+            print(f"{'':22}{result.failed_test or ', '.join(fault.tests)}", flush=True)
+
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    caught = sum(result.caught for result in results)
+    print(f"{caught} of {len(results)} faults caught")
+    return 0 if caught == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
