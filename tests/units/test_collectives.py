@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import fsdp_jax as fsdp
 from fsdp_jax.units.collectives import GatherTransform, ParamComm, gather
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.releases
 
 
 @dataclass(frozen=True)
