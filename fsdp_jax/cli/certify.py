@@ -1,4 +1,4 @@
-"""A small version of a configured run, and what `certify` finds of it, on virtual CPU devices."""
+"""What `fsdp-jax certify` does: a small model of a configuration, certified on virtual CPUs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,9 +11,8 @@ import numpy as np
 from fsdp_jax.certify import Certificate, certify
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.models import FAMILIES
-from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.strategy import STRATEGIES
-from fsdp_jax.train.build import make_loss, make_model, make_units, start_devices
+from fsdp_jax.train.build import make_loss, make_model, make_precision, make_units, start_devices
 from fsdp_jax.train.config import Config, DataConfig
 from fsdp_jax.train.initial_weights import weights_shape
 from fsdp_jax.train.optimizers import make_optimizer
@@ -22,6 +21,7 @@ from fsdp_jax.train.shapes import Batch, batch_shapes, length_fields, make_shape
 DEVICES = 8
 ACCUMULATION = (1, 4)
 LENGTH = 16
+# Sizes of the small model, for the fields that its family has.
 SIZES = {
     "layers": 2,
     "decoder_layers": 2,
@@ -35,38 +35,36 @@ SIZES = {
     "classes": 8,
     "dropout": 0.0,
 }
-"""Of the small model, for the fields that a family has. Without dropout: see `certify_small`."""
 
 
 def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES)) -> Certificate:
-    """Certifies a small model of the configured family with its loss, optimizer, units and
-    precision.
+    """Certifies a small model of the configured family, loss, optimizer, units and precision.
 
-    Two layers, width 64, a vocabulary of 128, sequences of 16, four rows on each of `train.devices`
-    (8 if None) virtual CPU devices, whose products are exact in float32. Attention is blockwise,
-    the weights are random, and the learning rate is the peak. Dropout is off: with local batches
-    each device draws its own numbers, which nothing compares with.
+    It has two layers, width 64, a vocabulary of 128, sequences of 16 and four rows on each of
+    `train.devices` (default 8) virtual CPU devices, whose float32 matmuls are exact. Attention is
+    blockwise, the weights are random and the learning rate is the peak. Dropout is off: with local
+    batches each device draws its own mask, which no reference reproduces.
 
     Raises:
-        CertifyError: a setting does not do what one device does.
-        ConfigError: what does not fit, with its key.
+        CertifyError: a setting differs from a single device.
+        ConfigError: keys that do not fit, by name.
 
     """
     jax.config.update("jax_platforms", "cpu")  # the accelerators may be training
     start_devices(config.train.devices or DEVICES)
+
+    # The small model and its batch.
     model = dataclasses.replace(config.model, attention="blockwise", dropout=0.0)
     data = dataclasses.replace(config.data, sequence_length=LENGTH, target_length=None)
     family = FAMILIES[model.family]
     configured = make_shape(model, config.data, weights_shape(model.weights))
     shape = small_shape(configured, length_fields(family, data))
     make, frozen = make_model(model, config.lora, family, shape, "cpu")
-    precision = config.precision
     rows = len(jax.devices()) * max(ACCUMULATION)
-    units = (
-        config.units
-        if config.units.min_params is None
-        else dataclasses.replace(config.units, min_params=1000)
-    )
+    units = config.units
+    if units.min_params is not None:
+        units = dataclasses.replace(units, min_params=1000)
+
     try:
         return certify(
             make,
@@ -74,13 +72,7 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
             make_batch(batch_shapes(family, shape, data, rows), shape, data),
             tx=make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
             units=make_units(units),
-            precision=Precision(
-                precision.param,
-                precision.compute,
-                precision.reduce,
-                precision.output,
-                frozen=precision.frozen,
-            ),
+            precision=make_precision(config.precision),
             strategies=strategies,
             accumulation=ACCUMULATION,
             local_batch=config.train.local_batch and family.local_batch,
@@ -88,28 +80,28 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
             prefetch=config.prefetch,
             frozen=frozen,
         )
-    except ValueError as error:  # the library's refusals speak of arguments, which are keys here
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+    except ConfigError:
+        raise
+    except ValueError as error:  # of the library, about arguments that are keys here
+        raise ConfigError(str(error)) from error
 
 
 def small_shape(shape: Any, text_lengths: dict[str, int]) -> Any:
-    """A model configuration with everything but its sizes: gates, tied heads, scanned layers stay."""
-    known = {field.name for field in dataclasses.fields(shape)}
-    sizes = {name: size for name, size in SIZES.items() if name in known}
-    if "kv_heads" in known and shape.kv_heads == shape.heads:
+    """Returns a model configuration with small sizes; gates, tied heads and scanned layers stay."""
+    names = {field.name for field in dataclasses.fields(shape)}
+    sizes = {name: size for name, size in SIZES.items() if name in names}
+    if "kv_heads" in names and shape.kv_heads == shape.heads:
         sizes["kv_heads"] = SIZES["heads"]
-    if "image_size" in known:
+    if "image_size" in names:
         sizes["image_size"] = 2 * shape.patch
     return dataclasses.replace(shape, **sizes, **text_lengths)
 
 
 def make_batch(shapes: Batch, shape: Any, data: DataConfig) -> dict[str, np.ndarray]:
-    """Random numbers in the ranges of a batch's arrays; two documents in each row where they are
-    packed.
-    """
+    """Returns random arrays of a batch; packed rows hold two documents each."""
     random = np.random.default_rng(0)
     half = data.sequence_length // 2
-    found = {}
+    batch = {}
     for name, leaf in shapes.items():
         columns = np.broadcast_to(np.arange(leaf.shape[-1]), leaf.shape)
         if name in ("tokens", "inputs", "targets"):
@@ -125,8 +117,7 @@ def make_batch(shapes: Batch, shape: Any, data: DataConfig) -> dict[str, np.ndar
         elif name == "positions":
             values = columns % half
         else:
-            raise ConfigError(
-                message("no values for this array of the batch", where="certify", got=name)
-            )
-        found[name] = values.astype(leaf.dtype)
-    return found
+            what = "no values for this array of the batch"
+            raise ConfigError(message(what, where="certify", got=name))
+        batch[name] = values.astype(leaf.dtype)
+    return batch

@@ -1,3 +1,1 @@
-"""Training from a configuration: config, run (configuration to objects), start, loop, metrics,
-screen, stop.
-"""
+"""Training from a configuration: its keys, the objects that it describes, and the training loop."""

@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run. Nothing below here sees the configuration."""
+"""Builds the objects of a run from its configuration."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.sharding.mesh import batch_shards, make_mesh
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.train.config import Config, LoraConfig, ModelConfig, UnitsConfig
+from fsdp_jax.train.config import Config, LoraConfig, ModelConfig, PrecisionConfig, UnitsConfig
 from fsdp_jax.train.initial_weights import weights_shape
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
 from fsdp_jax.train.shapes import Batch, batch_shapes, make_shape, work_of
@@ -28,17 +28,22 @@ from fsdp_jax.units.auto_wrap import Units
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a configuration describes, before any array exists.
+    """The objects that a configuration describes, before any array exists.
 
     Attributes:
+        config: the configuration itself.
+        sharded: the sharded model and optimizer.
+        step: the training step; `step.lower(batch)` is the program that trains.
+        eval_step: the evaluation step.
         schedule: optimizer updates so far -> learning rate.
-        batch: shapes of the global batch; `step.lower(batch)` is the program that trains.
-        work: what a step of it does.
-        family: of the model.
+        batch: shapes and dtypes of the global batch.
+        work: tokens and FLOPs of a step.
+        family: the model's family.
         shape: the model's own configuration.
 
     """
 
+    config: Config
     sharded: Sharded
     step: CompiledStep
     eval_step: CompiledStep
@@ -50,15 +55,15 @@ class Run:
 
 
 def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
-    """Mesh, model, optimizer, layout and steps; nothing is allocated or compiled.
+    """Builds the mesh, model, optimizer, layout and steps; allocates and compiles nothing.
 
     Args:
-        config: all of it.
-        devices: to lay it out on, which need not be there; this machine's, or `train.devices`
-            virtual ones, if None.
+        config: the configuration.
+        devices: the devices of the mesh, which need not be present. Default: this machine's, or
+            `train.devices` virtual ones.
 
     Raises:
-        ConfigError: what does not fit, with its key.
+        ConfigError: keys that do not fit, by name.
 
     """
     if devices is None:
@@ -67,50 +72,49 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         return _build(config, devices)
     except ConfigError:
         raise
-    except (
-        ValueError
-    ) as error:  # the library's own refusals: all of them speak of arguments, which are keys here
+    except ValueError as error:  # of the library, about arguments that are keys here
         raise ConfigError(str(error)) from error
 
 
 def start_devices(virtual: int | None) -> None:
-    """Comes before anything that starts jax's backends."""
+    """Chooses the platform, with `virtual` CPU devices if given, before JAX starts a backend."""
     choose_platforms()
     if virtual is not None:
         use_virtual_devices(virtual)
 
 
 def topology_devices(name: str) -> list[jax.Device]:
-    """The devices of a machine that need not be there, for `build`.
+    """Returns the devices of a machine that need not be present, for `build`.
 
     Raises:
-        ConfigError: no such machine, or no compiler for it.
+        ConfigError: an unknown machine, or no compiler for it.
 
     """
     topology = parse_topology(name)
     try:
         start_devices(topology.size if topology.hardware.platform == "cpu" else None)
-    except ValueError as error:  # jax runs already, with fewer
+    except ValueError as error:  # JAX runs already, with fewer devices
         raise ConfigError(str(error)) from error
     return topology.devices()
 
 
 def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
-    train, precision = config.train, config.precision
+    # The mesh and the model.
+    train, data = config.train, config.data
     mesh = make_mesh(config.mesh.data, config.mesh.replica, devices=devices)
     _check_batch(train.global_batch_size, batch_shards(mesh), train.accumulation)
     family = FAMILIES[config.model.family]
-    _check_attention(config.model, family, config.data.sequence_length)
-    shape = make_shape(config.model, config.data, weights_shape(config.model.weights))
-    make, frozen = make_model(
-        config.model, config.lora, family, shape, mesh.devices.flat[0].platform
-    )
-    if precision.frozen is not None and not frozen:
-        fix = "leave it out, or say what is frozen: model.frozen, lora.rank"
-        raise ConfigError(
-            message("it would be ignored", where="precision.frozen", got=precision.frozen, fix=fix)
-        )
+    _check_attention(config.model, family, data.sequence_length)
+    shape = make_shape(config.model, data, weights_shape(config.model.weights))
+    platform = mesh.devices.flat[0].platform
+    make, frozen = make_model(config.model, config.lora, family, shape, platform)
+    if config.precision.frozen is not None and not frozen:
+        what, got = "precision.frozen would be ignored", config.precision.frozen
+        fix = "leave it out, or set what is frozen: model.frozen, lora.rank"
+        raise ConfigError(message(what, where="precision.frozen", got=got, fix=fix))
     _check_local_batch(config, family)
+
+    # The sharded training state.
     schedule = make_schedule(config.optimizer, train.steps)
     sharded = fully_shard(
         make,
@@ -118,22 +122,16 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         mesh,
         config.strategy,
         make_units(config.units),
-        precision=Precision(
-            precision.param,
-            precision.compute,
-            precision.reduce,
-            precision.output,
-            frozen=precision.frozen,
-        ),
+        precision=make_precision(config.precision),
         remat=config.remat,
         prefetch=config.prefetch,
         frozen=frozen,
     )
     if not any(leaf.trainable for leaf in sharded.layout.by_path.values()):
-        fix = "leave some parameters out of model.frozen"
-        raise ConfigError(
-            message("nothing is trained", where="model.frozen", got=", ".join(frozen), fix=fix)
-        )
+        what, fix = "nothing is trained", "leave some parameters out of model.frozen"
+        raise ConfigError(message(what, where="model.frozen", got=", ".join(frozen), fix=fix))
+
+    # The steps.
     loss = make_loss(family, train.loss_chunk)
     step = sharded.train_step(
         partial(loss, train=True),
@@ -143,18 +141,26 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         clip=config.optimizer.clip,
         abort_after=train.abort_after,
     )
-    batch = batch_shapes(family, shape, config.data, train.global_batch_size)
-    work = work_of(family, shape, config.data, train.global_batch_size)
-    return Run(sharded, step, sharded.eval_step(loss), schedule, batch, work, family, shape)
+    return Run(
+        config=config,
+        sharded=sharded,
+        step=step,
+        eval_step=sharded.eval_step(loss),
+        schedule=schedule,
+        batch=batch_shapes(family, shape, data, train.global_batch_size),
+        work=work_of(family, shape, data, train.global_batch_size),
+        family=family,
+        shape=shape,
+    )
 
 
 def make_model(
     model: ModelConfig, lora: LoraConfig, family: Family, shape: Any, platform: str
 ) -> tuple[Callable[[nnx.Rngs], nnx.Module], tuple[str, ...]]:
-    """(what makes the model, patterns of what of it is frozen).
+    """Returns the constructor of the model, and patterns of its frozen parameters.
 
     Raises:
-        ConfigError: keys that do not go together, or attention that the platform has not.
+        ConfigError: keys that exclude each other, or attention that the platform lacks.
 
     """
     attention = make_attention(model.attention, platform)
@@ -168,13 +174,9 @@ def make_model(
             raise ConfigError(message("adapters without a rank", where="lora", got=lora, fix=fix))
         return make, model.frozen
     if model.frozen:
-        got, fix = (
-            "model.frozen and lora.rank",
-            "leave model.frozen out: lora.trained says what is trained beside it",
-        )
-        raise ConfigError(
-            message("LoRA freezes all the rest", where="model.frozen", got=got, fix=fix)
-        )
+        what, got = "LoRA freezes all the rest", "model.frozen and lora.rank"
+        fix = "leave model.frozen out; lora.trained names parameters to train as well"
+        raise ConfigError(message(what, where="model.frozen", got=got, fix=fix))
     adapted = with_lora(
         make,
         rank=lora.rank,
@@ -186,84 +188,77 @@ def make_model(
 
 
 def lora_scale(lora: LoraConfig) -> float | None:
-    """What adapters are scaled by; None without any."""
-    return (
-        None if lora.rank is None else (lora.rank if lora.alpha is None else lora.alpha) / lora.rank
-    )
+    """Returns alpha / rank, or None without adapters."""
+    if lora.rank is None:
+        return None
+    return 1.0 if lora.alpha is None else lora.alpha / lora.rank
 
 
-def _check_attention(model: ModelConfig, family: Family, length: int) -> None:
-    """ConfigError for a kernel that cannot do what the family asks of it."""
-    kind, where = model.attention, "model.attention"
-    if kind in family.unsupported_attention:
-        what, got = "no such attention for this family", f"{kind}, which "
-        got += family.unsupported_attention[kind]
-        usable = [
-            each for each in get_args(AttentionKind) if each not in family.unsupported_attention
-        ]
-        raise ConfigError(message(what, where=where, got=got, fix=f"use {' or '.join(usable)}"))
-    if kind == "flash" and length % TILE:
-        fix = f"use {max(TILE, length // TILE * TILE)}, or model.attention blockwise"
-        what, expected = (
-            "the sequence does not divide into blocks",
-            f"a multiple of {TILE}, for flash attention",
-        )
-        raise ConfigError(
-            message(what, where="data.sequence_length", expected=expected, got=length, fix=fix)
-        )
+def make_precision(precision: PrecisionConfig) -> Precision:
+    """Returns the keys as `fully_shard` takes them."""
+    return Precision(**dataclasses.asdict(precision))
+
+
+def make_units(units: UnitsConfig) -> Units:
+    """Returns the keys as `fully_shard` takes them."""
+    return "scan" if units.scan else units.min_params or units.classes or "model"
 
 
 def make_loss(family: Family, chunk: int | None) -> Callable[..., Any]:
-    """(model, batch, *, train) -> (sum, count). Raises ConfigError for chunks of what has no
-    vocabulary.
+    """Returns the loss, (model, batch, *, train) -> (sum, count), in vocabulary chunks if given.
+
+    Raises:
+        ConfigError: chunks for a model without a vocabulary.
+
     """
     if chunk is None:
         return family.loss
     if not family.task.is_text:
-        fix = "leave it out: the logits of images are few"
-        raise ConfigError(
-            message("chunks would be ignored", where="train.loss_chunk", got=chunk, fix=fix)
-        )
+        what, fix = "chunks would be ignored", "leave it out: the logits of images are few"
+        raise ConfigError(message(what, where="train.loss_chunk", got=chunk, fix=fix))
     return partial(family.loss, chunk=chunk)
 
 
+def _check_attention(model: ModelConfig, family: Family, length: int) -> None:
+    """Raises ConfigError for a kernel that does not support the family or the sequence length."""
+    kind, where = model.attention, "model.attention"
+    if kind in family.unsupported_attention:
+        what, got = "no such attention for this family", family.unsupported_attention[kind]
+        usable = [
+            other for other in get_args(AttentionKind) if other not in family.unsupported_attention
+        ]
+        fix = f"use {' or '.join(usable)}"
+        raise ConfigError(message(what, where=where, got=f"{kind}, which {got}", fix=fix))
+    if kind == "flash" and length % TILE:
+        what, expected = "the sequence is not a multiple of a block", f"a multiple of {TILE}"
+        fix = f"use {max(TILE, length // TILE * TILE)}, or model.attention blockwise"
+        where = "data.sequence_length"
+        raise ConfigError(message(what, where=where, expected=expected, got=length, fix=fix))
+
+
 def _check_local_batch(config: Config, family: Family) -> None:
-    """ConfigError for keys that only explicit collectives serve."""
+    """Raises ConfigError for keys that need explicit collectives where the loss runs without."""
     if config.train.local_batch and family.local_batch:
         return
-    precision = config.precision
-    asked = {
+    reduce, compute = config.precision.reduce, config.precision.compute
+    needed = {
         "prefetch": (config.prefetch, "none"),
         "train.deferred_reduction": (config.train.deferred_reduction, False),
-        "precision.reduce": (
-            precision.reduce,
-            None if precision.reduce != precision.compute else precision.reduce,
-        ),
+        "precision.reduce": (reduce, reduce if reduce == compute else None),
     }
-    for key, (got, plain) in asked.items():
-        if got != plain:
-            what, fix = (
-                f"{key} needs train.local_batch",
-                f"--train.local_batch True, or --{key} {plain}",
-            )
-            raise ConfigError(message(what, where=key, expected=plain, got=got, fix=fix))
+    for key, (got, allowed) in needed.items():
+        if got != allowed:
+            what = f"{key} needs train.local_batch"
+            fix = f"--train.local_batch True, or --{key} {allowed}"
+            raise ConfigError(message(what, where=key, expected=allowed, got=got, fix=fix))
 
 
 def _check_batch(rows: int, devices: int, accumulation: int) -> None:
+    """Raises ConfigError unless every device has the same number of rows in every microbatch."""
     parts = devices * accumulation
     if rows % parts:
         below = max(parts, rows // parts * parts)
-        raise ConfigError(
-            message(
-                "the batch does not divide",
-                where="train.global_batch_size",
-                expected=f"a multiple of {parts}: {devices} devices x accumulation {accumulation}",
-                got=rows,
-                fix=f"use {below} or {below + parts}",
-            )
-        )
-
-
-def make_units(units: UnitsConfig) -> Units:
-    """As `fully_shard` takes them."""
-    return "scan" if units.scan else units.min_params or units.classes or "model"
+        what, where = "the batch does not divide", "train.global_batch_size"
+        expected = f"a multiple of {parts}: {devices} devices x accumulation {accumulation}"
+        fix = f"use {below} or {below + parts}"
+        raise ConfigError(message(what, where=where, expected=expected, got=rows, fix=fix))

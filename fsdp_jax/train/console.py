@@ -1,10 +1,9 @@
-"""What a run shows: a bar on a terminal, plain lines elsewhere, nothing on processes other than 0."""
+"""The log of a run: lines, and on a terminal a progress bar; processes other than 0 are silent."""
 
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any, Self
+from typing import Self
 
 import flax
 import jax
@@ -15,13 +14,16 @@ from fsdp_jax.errors import human_bytes
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import shape_of
 from fsdp_jax.sharding.report import largest_replicated, totals_table
+from fsdp_jax.train.build import Run
+from fsdp_jax.train.metrics import StepRecord
 
 
 class Screen:
     """Prints lines; on a terminal a bar stays below them while training."""
 
     def __init__(self, steps: int, *, quiet: bool):
-        self._steps, self._quiet = steps, quiet
+        self._steps = steps
+        self._quiet = quiet
         self._console = Console(
             file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True
         )
@@ -34,22 +36,22 @@ class Screen:
         self.end_bar()
 
     def say(self, text: str) -> None:
-        """Text on lines of its own."""
+        """Prints text on lines of its own."""
         if not self._quiet:
             self._console.print(text)
-            sys.stdout.flush()  # a log that is followed through a pipe
+            sys.stdout.flush()  # for a log that is followed through a pipe
 
     def start_bar(self, step: int) -> None:
-        """From here on steps advance a bar, on a terminal."""
+        """Shows a progress bar from now on, if stdout is a terminal."""
         if self._console.is_terminal and not self._quiet:
-            columns = (
+            self._bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(),
                 TextColumn("{task.description}"),
-            )
-            self._bar = Progress(
-                *columns, TimeRemainingColumn(), console=self._console, transient=True
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
             )
             self._bar.add_task("", total=self._steps, completed=step)
             self._bar.start()
@@ -60,114 +62,109 @@ class Screen:
             self._bar.stop()
             self._bar = None
 
-    def step(self, record: Mapping[str, Any], *, log: bool) -> None:
-        """One step's metrics: a line where `log`, and the bar."""
+    def show_step(self, record: StepRecord, *, log: bool) -> None:
+        """Advances the bar by one step, and prints its metrics as a line if `log`."""
         if self._bar is not None:
-            description = f"loss {_number(record['loss'])}  {record['tokens_per_s']:,.0f} tok/s"
-            self._bar.update(
-                self._bar.task_ids[0], completed=record["step"], description=description
-            )
+            description = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tok/s"
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=record.step, description=description)
         if log:
             self.say(self._line(record))
 
-    def _line(self, record: Mapping[str, Any]) -> str:
-        left = timedelta(seconds=round((self._steps - record["step"]) * record["step_time_s"]))
-        wait = 100 * record["data_wait_s"] / record["step_time_s"]
+    def _line(self, record: StepRecord) -> str:
+        seconds_left = round((self._steps - record.step) * record.step_time_s)
         fields = [
-            f"step {record['step']:>{len(str(self._steps))}}/{self._steps}",
-            f"loss {_number(record['loss'])}",
-            f"grad {_number(record['grad_norm'])}",
-            f"lr {record['learning_rate']:.2e}",
-            f"{record['step_time_s']:.3f} s",
-            f"{record['tokens_per_s']:,.0f} tok/s",
-            f"{record['tflops_per_device']:.3g} TFLOP/s/dev",
-            f"data {wait:.0f}%",
+            f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
+            f"loss {record.loss:.4f}",
+            f"grad {record.grad_norm:.4f}",
+            f"lr {record.learning_rate:.2e}",
+            f"{record.step_time_s:.3f} s",
+            f"{record.tokens_per_s:,.0f} tok/s",
+            f"{record.tflops_per_device:.3g} TFLOP/s/dev",
+            f"data {100 * record.data_wait_s / record.step_time_s:.0f}%",
         ]
-        if record["mfu"] is not None:
-            fields.append(f"mfu {100 * record['mfu']:.1f}%")
-        if record["memory_peak_bytes"] is not None:
-            fields.append(f"mem {human_bytes(record['memory_peak_bytes'])}")
-        if record["skipped_steps"]:
-            fields.append(f"skipped {record['skipped_steps']}")
-        return "  ".join([*fields, f"eta {left}"])
+        if record.mfu is not None:
+            fields.append(f"mfu {100 * record.mfu:.1f}%")
+        if record.memory_peak_bytes is not None:
+            fields.append(f"mem {human_bytes(record.memory_peak_bytes)}")
+        if record.skipped_steps:
+            fields.append(f"skipped {record.skipped_steps}")
+        return "  ".join([*fields, f"eta {timedelta(seconds=seconds_left)}"])
 
 
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
-
-
-def banner(
-    layout: Layout,
-    *,
-    weights: str | None,
-    corpus: str,
-    batch: int,
-    tokens: int,
-    checkpoints: str,
-    resumed: int | None,
-) -> str:
-    """What a run is about to do."""
+def banner(run: Run, *, corpus: str, checkpoints: str, resumed: int | None) -> str:
+    """Returns what a run prints before its first step."""
+    layout = run.sharded.layout
     devices = layout.mesh.devices.flatten()
     hosts = len({device.process_index for device in devices})
+    mesh = " x ".join(f"{name}={size}" for name, size in shape_of(layout.mesh).items())
+
+    # Parameters, and how many of them are trained.
     sizes = {path: leaf.bytes // leaf.dtype.itemsize for path, leaf in layout.by_path.items()}
     parameters = sum(sizes.values())
     trained = sum(size for path, size in sizes.items() if layout.by_path[path].trainable)
-    share = (
-        ""
-        if trained == parameters
-        else f", of which {trained:,} are trained ({100 * trained / parameters:.2g}%)"
-    )
-    origin = "random" if weights is None else weights
-    mesh = " x ".join(f"{name}={size}" for name, size in shape_of(layout.mesh).items())
-    whole = ", ".join(
+    count = f"{parameters:,}"
+    if trained != parameters:
+        count += f", of which {trained:,} are trained ({100 * trained / parameters:.2g}%)"
+    replicated = ", ".join(
         f"{leaf.path} {human_bytes(leaf.bytes)}" for leaf in largest_replicated(layout, 3)
     )
-    start = "starts at step 0" if resumed is None else f"resumes at step {resumed}"
+
+    # Where the parameters come from.
+    weights = run.config.model.weights or "random"
+    start = "starts at step 0"
+    if resumed is not None:
+        weights = f"of the checkpoint (the run started from {weights})"
+        start = f"resumes at step {resumed}"
+
     rows = {
-        "versions": f"fsdp_jax {version('fsdp_jax')}, jax {jax.__version__}, flax {flax.__version__}, "
-        f"python {sys.version.split()[0]}",
+        "versions": f"fsdp_jax {version('fsdp_jax')}, jax {jax.__version__}, "
+        f"flax {flax.__version__}, python {sys.version.split()[0]}",
         "devices": f"{hosts} hosts x {len(devices) // hosts} {devices[0].device_kind}, mesh {mesh}",
-        "parameters": f"{parameters:,}{share}",
-        "weights": origin
-        if resumed is None
-        else f"of the checkpoint (the run started from {origin})",
+        "parameters": count,
+        "weights": weights,
         "state": layout.summary(),
-        "replicated": whole or "nothing larger than a counter",
+        "replicated": replicated or "nothing larger than a counter",
         "rules": _rules(layout),
         "data": corpus,
-        "batch": f"{batch} examples, {tokens:,} tokens per step",
+        "batch": f"{run.config.train.global_batch_size} examples, "
+        f"{run.work.tokens:,} tokens per step",
         "checkpoints": f"{checkpoints}: {start}",
     }
     return "\n".join(f"{name + ':':<13}{text}" for name, text in rows.items())
 
 
 def _rules(layout: Layout) -> str:
-    """How many parameters each rule placed, and how many of them it sharded."""
-    counts: dict[str, list[bool]] = {}
+    """Returns how many parameters each rule matched, and how many of them it sharded."""
+    matched: dict[str, list[bool]] = {}
     for leaf in layout.by_path.values():
-        counts.setdefault(leaf.rule, []).append(not leaf.replicated)
+        matched.setdefault(leaf.rule, []).append(not leaf.replicated)
     return "; ".join(
-        f"'{rule}' placed {len(hits)} ({sum(hits)} sharded)" for rule, hits in counts.items()
+        f"'{rule}' matched {len(sharded)} ({sum(sharded)} sharded)"
+        for rule, sharded in matched.items()
     )
 
 
-def last_screen(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
-    """What is left when a run is done. `unit`: what the loss is per, a byte, a token or an image."""
-    loss = (
-        "nothing is held out"
-        if held_out is None
-        else f"held-out loss {held_out:.4f} nats per {unit}"
-    )
+def summary(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
+    """Returns what a run prints at its end: held-out loss, memory and a sample.
+
+    Args:
+        layout: of the training state.
+        held_out: loss in nats, or None without held-out data.
+        unit: what the loss is per: byte, token or image.
+        sample: generated text or predictions, or None.
+
+    """
+    loss = "no held-out data"
+    if held_out is not None:
+        loss = f"held-out loss {held_out:.4f} nats per {unit}"
     parts = [loss, f"memory per device, {layout.strategy.name}\n{totals_table(layout)}"]
     if sample is not None:
-        shown = "".join(
-            char if char.isprintable() or char == "\n" else " " for char in sample
-        )  # no control codes
-        text = "\n".join("  | " + line for line in shown.split("\n"))
-        head = (
-            "predictions for what is held out"
-            if unit == "image"
-            else "a sample that goes on from what is held out"
-        )
-        parts.append(f"{head}\n{text}")
+        # Control codes would reach the terminal.
+        printable = "".join(c if c.isprintable() or c == "\n" else " " for c in sample)
+        text = "\n".join("  | " + line for line in printable.split("\n"))
+        title = "a sample that continues held-out text"
+        if unit == "image":
+            title = "predictions for held-out images"
+        parts.append(f"{title}\n{text}")
     return "\n\n".join(parts)

@@ -15,14 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
+from fsdp_jax.launch import is_lead
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
 from fsdp_jax.sharding.mesh import shape_of
 from fsdp_jax.step.state import TrainState
-from fsdp_jax.train.build import Run
-from fsdp_jax.train.console import Screen, banner, last_screen
+from fsdp_jax.train.build import Run, lora_scale
+from fsdp_jax.train.config_file import digest
+from fsdp_jax.train.console import Screen, banner, summary
 from fsdp_jax.train.dataset import Data
-from fsdp_jax.train.metrics import JsonLines, device_memory, now
+from fsdp_jax.train.metrics import JsonLines, StepRecord, device_memory, now
 from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
@@ -41,277 +43,251 @@ class Pending:
 
 
 class Training:
-    """One run, from resuming to the last screen. Every process makes the same calls; `lead` writes
-    the files.
-
-    `save_every`, `eval_every`: steps; None is at the end only. `save_seconds`: also after so long.
-    """
+    """One run, from resuming to its summary. Every process makes the same calls; 0 writes files."""
 
     def __init__(
-        self,
-        run: Run,
-        data: Data,
-        store: CheckpointStore,
-        stop: StopSignal,
-        screen: Screen,
-        *,
-        output: Path,
-        lead: bool,
-        steps: int,
-        seed: int,
-        log_every: int,
-        eval_every: int | None,
-        save_every: int | None,
-        save_seconds: float | None,
-        sample: int,
-        weights: str | None,
-        config_hash: str,
-        lora_scale: float | None,
+        self, run: Run, data: Data, store: CheckpointStore, stop: StopSignal, screen: Screen
     ) -> None:
-        self.run, self.data, self.store, self.screen = run, data, store, screen
-        self.output, self.lead, self.steps, self.seed = output, lead, steps, seed
-        self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
-        self.save_seconds, self.saved_at = save_seconds, time.monotonic()
+        self.run = run
+        self.data = data
+        self.store = store
+        self.stop = stop
+        self.screen = screen
+        self.config = run.config.train
+        self.checkpoint = run.config.checkpoint
         self.layout = run.sharded.layout
-        assert run.work.tokens is not None, "known of a run"
-        assert run.work.flops is not None, "known of a run"
-        self.batch_size = jax.tree.leaves(run.batch)[0].shape[0]
-        self.tokens_per_step, self.flops_per_step = run.work.tokens, run.work.flops
-        self.peak = peak_flops(
-            self.layout.mesh.devices.flat[0].device_kind,
-            run.sharded.precision.compute or jnp.float32,
-        )
+        self.agree = Agreement(self.layout.mesh)
         self.metadata: dict[str, Any] = {
-            "config": config_hash,
+            "config": digest(run.config),
             "strategy": self.layout.strategy.name,
             "mesh": shape_of(self.layout.mesh),
             "corpus": data.loaded.digest,
             "tokenizer": data.tokenizer,
-            "lora_scale": lora_scale,
+            "lora_scale": lora_scale(run.config.lora),
         }
-        # Read on the host: asking the schedule in the loop would queue behind the step.
-        self.learning_rates = np.asarray(jax.vmap(run.schedule)(jnp.arange(steps)))
-        self.stop, self.agree, self.sample, self.weights = (
-            stop,
-            Agreement(self.layout.mesh),
-            sample,
-            weights,
+        self.peak_flops = peak_flops(
+            self.layout.mesh.devices.flat[0].device_kind,
+            run.sharded.precision.compute or jnp.float32,
         )
+        # Computed ahead: evaluating the schedule in the loop would queue behind the step.
+        self.learning_rates = np.asarray(jax.vmap(run.schedule)(jnp.arange(self.config.steps)))
+
         self.state: TrainState
-        self.at = 0
-        self.resumed: int | None = None
-        self.saved: int | None = None
-        self.retrying = False
-        self.blocked: float | None = None
-        self.valley: int | None = None
-        self.skipped = 0
-        self.clock = 0.0
-        self.held_out: float | None = None
+        self.steps_done = 0
+        self.skipped = 0  # steps whose gradients were not finite
+        self.resumed: int | None = None  # the step that the run resumed from
+        self.held_out_loss: float | None = None
+        # Saving.
+        self.saved: int | None = None  # the last saved step
+        self.saved_at = time.monotonic()
+        self.save_failed = False  # the last save, in the background
+        self.blocked_seconds: float | None = None
+        # Measuring.
+        self.previous_finish = 0.0
+        self.steady_bytes: int | None = None
         self.metrics: JsonLines | None = None
         self.evals: JsonLines | None = None
 
     def resume(self, resuming: Resuming, initial: Callable[[], PyTree | None]) -> None:
-        """From the checkpoint that is chosen, or a fresh state with the `initial` parameters.
+        """Restores the checkpoint to resume from, or initializes with the `initial` parameters.
 
         Raises:
-            ConfigError: the checkpoint belongs to another corpus or another state; or the weights
-                do not fit.
-            DamageError: it is not as it was written.
+            ConfigError: the checkpoint is of another corpus or another state, or the weights do not
+                fit.
+            DamageError: the checkpoint is damaged.
 
         """
-        chosen = resuming.choose()
-        if chosen is None:
-            self.state = self.run.sharded.init(self.seed, initial())
+        point = resuming.choose()
+        if point is None:
+            self.state = self.run.sharded.init(self.config.seed, initial())
             return
-        self.data.loader.set_state(resuming.check(chosen.step, self.metadata))
-        self.state = resuming.restore(chosen.step, self.run.sharded)
-        assert int(self.state.step) == chosen.step, "the state counts its own steps"
-        resuming.set_aside(
-            chosen
-        )  # after all that might be refused: what is refused stays as it was
-        self.metadata["stated"] = chosen.stated
-        self.at = self.resumed = self.saved = chosen.step
+        self.data.loader.set_state(resuming.check(point.step, self.metadata))
+        self.state = resuming.restore(point.step, self.run.sharded)
+        assert int(self.state.step) == point.step, "the state counts its own steps"
+        resuming.set_aside(point)  # last: a refused checkpoint stays as it was
+        self.metadata["stated"] = point.stated
+        self.steps_done = self.resumed = self.saved = point.step
         self.skipped = int(self.state.skipped)
 
     def train(self) -> int:
         """Trains to the last step, or until asked to stop; returns the exit code."""
-        self.screen.say(self._banner())
-        if self.at >= self.steps:
-            self.screen.say(f"this run is complete: {self.at} of {self.steps} steps are done")
+        self.screen.say(
+            banner(
+                self.run,
+                corpus=self.data.loaded.description,
+                checkpoints=str(self.store.directory),
+                resumed=self.resumed,
+            )
+        )
+        steps = self.config.steps
+        if self.steps_done >= steps:
+            self.screen.say(f"this run is complete: {self.steps_done} of {steps} steps are done")
             return self._finish(save=False)
-        if self.lead:
-            self.metrics = JsonLines(self.output / "metrics.jsonl", after=self.at)
-            self.evals = JsonLines(self.output / "evals.jsonl", after=self.at)
+        if is_lead():
+            output = Path(self.run.config.output)
+            self.metrics = JsonLines(output / "metrics.jsonl", after=self.steps_done)
+            self.evals = JsonLines(output / "evals.jsonl", after=self.steps_done)
         try:
-            stopped = self.resumed is None and self._evaluate()  # where it starts from
-            stopped = stopped or self._steps()
+            stopped = self.resumed is None and self._evaluate()  # the initial loss
+            stopped = stopped or self._run_steps()
             return self._stop() if stopped else self._finish(save=True)
         finally:
             for file in (self.metrics, self.evals):
                 if file is not None:
                     file.close()
 
-    def _steps(self) -> bool:
-        """Steps until the last; True if asked to stop before."""
+    def _run_steps(self) -> bool:
+        """Trains to the last step; returns True if asked to stop before it."""
         pending: Pending | None = None
-        self.valley = device_memory()[0]
-        self.screen.start_bar(self.at)
-        while self.at < self.steps:
+        compiled = False
+        self.steady_bytes = device_memory()[0]
+        self.screen.start_bar(self.steps_done)
+        while self.steps_done < self.config.steps:
+            # Dispatch a step, then read the metrics of the one before.
             started = time.perf_counter()
             batch = self.run.step.put(next(self.data.loader))
-            wait = time.perf_counter() - started
-            first = self.clock == 0.0
+            data_wait = time.perf_counter() - started
             self.state, metrics = self.run.step(self.state, batch)
-            if first:
-                self.clock = time.perf_counter()
-                self.screen.say(f"compiled in {self.clock - started - wait:.1f} s")
-            self.at += 1
+            if not compiled:
+                compiled = True
+                self.previous_finish = time.perf_counter()
+                seconds = self.previous_finish - started - data_wait
+                self.screen.say(f"compiled in {seconds:.1f} s")
+            self.steps_done += 1
             if pending is not None:
                 self._record(pending)
-            pending = Pending(self.at, metrics, wait)
+            pending = Pending(self.steps_done, metrics, data_wait)
+
+            # Decide what interrupts the loop; every process decides the same.
             stopped, late, failed = self.agree(
-                self.stop.asked, self._long_since_saved(), self.store.failed()
+                self.stop.asked, self._save_is_due(), self.store.failed()
             )
-            save, evaluate = (
-                every is not None and self.at % every == 0
-                for every in (self.save_every, self.eval_every)
-            )
-            save = save or late or failed
-            if stopped or save or evaluate or self.at == self.steps:
-                self._settle(pending)
+            save = late or failed or self._is_due(self.checkpoint.every)
+            evaluate = self._is_due(self.config.eval_every)
+            last = self.steps_done == self.config.steps
+            if stopped or save or evaluate or last:
+                # Wait for all steps, so that no other work counts as theirs.
+                self._record(pending)
                 pending = None
-                if self.at < self.steps and evaluate and not stopped:
-                    stopped = (
-                        self._evaluate()
-                    )  # before the save: a run that goes on from there does not evaluate again
-                if self.at < self.steps and save:
+                self.run.step.finish()
+                self.steady_bytes = device_memory()[0]
+                if evaluate and not stopped and not last:
+                    # Before the save: a run resumed from it does not evaluate again.
+                    stopped = self._evaluate()
+                if save and not last:
                     self._save()
-                self.clock = time.perf_counter()
-            if stopped and self.at < self.steps:
+                self.previous_finish = time.perf_counter()
+            if stopped and not last:
                 return True
         return False
 
-    def _settle(self, pending: Pending) -> None:
-        """Waits until nothing is in flight, so that what follows is not charged to a step."""
-        self._record(pending)
-        self.run.step.finish()
-        self.valley = device_memory()[0]
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.steps_done % every == 0
+
+    def _save_is_due(self) -> bool:
+        """Returns True once when `every_minutes` have passed, by the clock of process 0."""
+        minutes = self.checkpoint.every_minutes
+        if not is_lead() or minutes is None or time.monotonic() - self.saved_at < 60 * minutes:
+            return False
+        self.saved_at = time.monotonic()  # the agreed answer comes a step later
+        return True
 
     def _record(self, pending: Pending) -> None:
-        """Waits for a step and writes what it measured."""
-        found = {name: float(value) for name, value in pending.metrics.items()}
-        finished, before = time.perf_counter(), self.clock
-        self.clock, seconds = finished, finished - before
-        rate = self.tokens_per_step / seconds
-        tflops = self.flops_per_step / seconds / self.layout.mesh.size / 1e12
-        # the optimizer counts the updates that were applied, and so does its schedule
+        """Waits for a step, and writes and shows its metrics."""
+        metrics = {name: float(value) for name, value in pending.metrics.items()}
+        finish = time.perf_counter()
+        seconds = finish - self.previous_finish
+        self.previous_finish = finish
+        assert self.run.work.tokens is not None, "known of a run"
+        assert self.run.work.flops is not None, "known of a run"
+        flops_per_device = self.run.work.flops / seconds / self.layout.mesh.size
+        # The optimizer and its schedule count the updates that were applied.
         update = pending.step - 1 - self.skipped
-        self.skipped = int(found["skipped"])
-        record = {
-            "step": pending.step,
-            "loss": found["loss"],
-            "grad_norm": found["grad_norm"],
-            "learning_rate": float(self.learning_rates[update]),
-            "tokens": pending.step * self.tokens_per_step,
-            "step_time_s": seconds,
-            "data_wait_s": pending.data_wait,
-            "tokens_per_s": rate,
-            "tflops_per_device": tflops,
-            "mfu": tflops * 1e12 / self.peak if self.peak else None,
-            "memory_valley_bytes": self.valley,
-            "memory_peak_bytes": device_memory()[1],
-            "skipped_steps": self.skipped,
-            "checkpoint_blocked_s": self.blocked,
-            "time": now(),
-        }
-        self.blocked = None
-        if self.metrics is not None:
-            self.metrics.write(record)
-        self.screen.step(
-            record, log=pending.step % self.log_every == 0 or pending.step == self.steps
+        self.skipped = int(metrics["skipped"])
+        record = StepRecord(
+            step=pending.step,
+            loss=metrics["loss"],
+            grad_norm=metrics["grad_norm"],
+            learning_rate=float(self.learning_rates[update]),
+            tokens=pending.step * self.run.work.tokens,
+            step_time_s=seconds,
+            data_wait_s=pending.data_wait,
+            tokens_per_s=self.run.work.tokens / seconds,
+            tflops_per_device=flops_per_device / 1e12,
+            mfu=flops_per_device / self.peak_flops if self.peak_flops else None,
+            memory_valley_bytes=self.steady_bytes,
+            memory_peak_bytes=device_memory()[1],
+            skipped_steps=self.skipped,
+            checkpoint_blocked_s=self.blocked_seconds,
+            time=now(),
         )
+        self.blocked_seconds = None
+        if self.metrics is not None:
+            self.metrics.write(vars(record))
+        log = pending.step % self.config.log_every == 0 or pending.step == self.config.steps
+        self.screen.show_step(record, log=log)
 
     def _evaluate(self) -> bool:
-        """Held-out loss in nats per token, each token counting once; True if asked to stop
-        meanwhile.
-        """
+        """Measures the held-out loss in nats per token; returns True if asked to stop meanwhile."""
         if self.data.evaluation is None:
-            self.screen.say("no evaluation: what is held out is less than one example")
+            self.screen.say("no evaluation: the held-out data is less than one example")
             return False
         sums = []
         for batch in self.data.evaluation():
             sums.append(self.run.eval_step(self.state, batch))
             if self.agree(self.stop.asked, False, False)[0]:
                 return True
-        total, count = np.sum([[float(x) for x in pair] for pair in sums], axis=0)
-        self.held_out = float(total / count)
-        self.screen.say(
-            f"step {self.at}: held-out loss {self.held_out:.4f} over {count:,.0f} {self.data.unit}s"
-        )
+        loss_sum, count = np.sum([[float(x) for x in pair] for pair in sums], axis=0)
+        loss = self.held_out_loss = float(loss_sum / count)
+        measured = f"held-out loss {loss:.4f} over {count:,.0f} {self.data.unit}s"
+        self.screen.say(f"step {self.steps_done}: {measured}")
         if self.evals is not None:
-            self.evals.write(
-                {
-                    "step": self.at,
-                    "held_out_loss": self.held_out,
-                    "tokens": int(count),
-                    "time": now(),
-                }
-            )
+            fields = {"step": self.steps_done, "held_out_loss": loss, "tokens": int(count)}
+            self.evals.write({**fields, "time": now()})
         return False
 
     def _save(self) -> None:
-        self._report_failure()
-        if self.at != self.saved:
-            state = self.run.sharded.to_checkpoint(self.state)
-            self.blocked = self.store.save(
-                self.at, state, data=self.data.loader.get_state(), metadata=self.metadata
+        """Saves the state, unless this step is saved already."""
+        self._check_previous_save()
+        if self.steps_done != self.saved:
+            self.blocked_seconds = self.store.save(
+                self.steps_done,
+                self.run.sharded.to_checkpoint(self.state),
+                data=self.data.loader.get_state(),
+                metadata=self.metadata,
             )
-            self.saved, self.saved_at = self.at, time.monotonic()
+            self.saved = self.steps_done
+            self.saved_at = time.monotonic()
 
-    def _report_failure(self) -> None:
-        """A save that failed behind our back is made up for by the next, at once; if that fails
-        too, the run ends.
-        """
+    def _check_previous_save(self) -> None:
+        """Lets this step replace one whose save failed; raises CheckpointError if two in a row did."""
         error = None
         try:
             self.store.wait()
         except CheckpointError as failure:
             error = failure
         failed = anywhere(error is not None)
-        other = CheckpointError("a checkpoint could not be written, in another process")
-        if failed and self.retrying:
-            raise error or other
         if failed:
-            self.screen.say(
-                f"warning: step {self.saved} was not saved; saving step {self.at} instead\n{error or other}"
+            error = error or CheckpointError(
+                "a checkpoint could not be written, in another process"
             )
+            if self.save_failed:
+                raise error
+            replaced = f"step {self.saved} was not saved; saving step {self.steps_done} instead"
+            self.screen.say(f"warning: {replaced}\n{error}")
             self.saved = None
-        self.retrying = failed
-
-    def _long_since_saved(self) -> bool:
-        """Whether it is time for a save by process 0's clock, said once: clocks disagree, and the
-        answer comes late.
-        """
-        if (
-            not self.lead
-            or self.save_seconds is None
-            or time.monotonic() - self.saved_at < self.save_seconds
-        ):
-            return False
-        self.saved_at = time.monotonic()
-        return True
+        self.save_failed = failed
 
     def _stop(self) -> int:
         self.screen.end_bar()
         self._save()
         self.store.wait()
-        self.screen.say(
-            f"stopped by a signal; saved at step {self.at}. Run the same command again to go on."
-        )
+        saved = f"stopped by a signal; saved at step {self.steps_done}"
+        self.screen.say(f"{saved}. Run the same command again to resume.")
         return STOPPED
 
     def _finish(self, *, save: bool) -> int:
-        """The last checkpoint, held-out loss, memory and a sample."""
+        """Saves the last step if asked to, evaluates and prints the summary."""
         self.screen.end_bar()
         if save:
             self._save()
@@ -319,14 +295,14 @@ class Training:
         self.store.wait()
         if stopped:
             return self._stop()
-        self.screen.say(last_screen(self.layout, self.held_out, self.data.unit, self._sample()))
+        sample = self._sample() if self.config.sample else None
+        self.screen.say(summary(self.layout, self.held_out_loss, self.data.unit, sample))
         return DONE
 
-    def _sample(self) -> str | None:
-        """Of what it has learnt, from the beginning of the held-out part."""
-        loaded, window = self.data.loaded, getattr(self.run.shape, "sequence_length", 0)
-        if not self.sample:
-            return None
+    def _sample(self) -> str:
+        """Returns text or predictions of the trained model for the first held-out example."""
+        loaded = self.data.loaded
+        window = getattr(self.run.shape, "sequence_length", 0)
         if "tokens" in self.run.batch:
             window = min(window, self.run.batch["tokens"].shape[1] - 1)
         return make_sample(
@@ -335,18 +311,7 @@ class Training:
             self.run.family.task,
             loaded.held_out or loaded.train,
             loaded.tokenizer,
-            length=self.sample,
+            length=self.config.sample,
             window=window,
-            seed=self.seed,
-        )
-
-    def _banner(self) -> str:
-        return banner(
-            self.layout,
-            weights=self.weights,
-            corpus=self.data.loaded.description,
-            batch=self.batch_size,
-            tokens=self.tokens_per_step,
-            checkpoints=str(self.store.directory),
-            resumed=self.resumed,
+            seed=self.config.seed,
         )

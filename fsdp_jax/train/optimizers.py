@@ -7,47 +7,37 @@ from fsdp_jax.train.config import OptimizerConfig
 
 
 def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Optimizer updates so far -> learning rate: up from zero, then as the schedule says until the
-    last step.
-    """
+    """Returns optimizer updates so far -> learning rate: linear warm-up, then the schedule."""
     peak, warmup = settings.learning_rate, settings.warmup_steps
-    rest = max(1, steps - warmup)
-    after = {
+    decay_steps = max(1, steps - warmup)
+    after_warmup = {
         "constant": optax.constant_schedule(peak),
-        "cosine": optax.cosine_decay_schedule(peak, rest, alpha=0.1),
-        "linear": optax.linear_schedule(peak, peak / 10, rest),
+        "cosine": optax.cosine_decay_schedule(peak, decay_steps, alpha=0.1),
+        "linear": optax.linear_schedule(peak, peak / 10, decay_steps),
     }[settings.schedule]
     if not warmup:
-        return after
-    # the first update is not wasted on a rate of zero
-    return optax.join_schedules(
-        [optax.linear_schedule(peak / warmup, peak, warmup - 1 or 1), after], [warmup]
-    )
+        return after_warmup
+    # The first update is not wasted on a rate of zero.
+    rise = optax.linear_schedule(peak / warmup, peak, warmup - 1 or 1)
+    return optax.join_schedules([rise, after_warmup], [warmup])
 
 
 def make_optimizer(
     settings: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """The optax transformation of that name."""
-    decay = settings.weight_decay
-    if decay and settings.name in ("adam", "sgd"):
-        fix = "set it to 0, or use adamw" if settings.name == "adam" else "set it to 0, or use lion"
-        got = f"{decay} with {settings.name}, which has none"
-        raise ConfigError(
-            message(
-                "weight decay would be ignored", where="optimizer.weight_decay", got=got, fix=fix
-            )
-        )
-    if settings.name == "adafactor":
+    """Returns the optax optimizer. Raises ConfigError for weight decay that it does not apply."""
+    name, decay = settings.name, settings.weight_decay
+    if decay and name in ("adam", "sgd"):
+        what, got = "weight decay would be ignored", f"{decay} with {name}, which has none"
+        fix = "set it to 0, or use adamw" if name == "adam" else "set it to 0, or use lion"
+        raise ConfigError(message(what, where="optimizer.weight_decay", got=got, fix=fix))
+    if name == "adafactor":
         return optax.adafactor(schedule, weight_decay_rate=decay or None)
-    if settings.name == "sgd":
+    if name == "sgd":
         return optax.sgd(schedule, momentum=0.9)
-    if settings.name == "lion":
+    if name == "lion":
         return optax.lion(schedule, weight_decay=decay)
-    # Language models train more steadily with a shorter memory of squared gradients than optax's
-    # 0.999.
-    return (
-        optax.adam(schedule, b2=0.95)
-        if settings.name == "adam"
-        else optax.adamw(schedule, b2=0.95, weight_decay=decay)
-    )
+    # Language models train more steadily with b2 = 0.95 than with optax's 0.999.
+    if name == "adam":
+        return optax.adam(schedule, b2=0.95)
+    return optax.adamw(schedule, b2=0.95, weight_decay=decay)

@@ -1,4 +1,4 @@
-"""How a run is asked to stop, and how its processes agree on it."""
+"""Stopping a run by a signal, and agreement of its processes on it."""
 
 import os
 import signal
@@ -15,61 +15,48 @@ from fsdp_jax.sharding.mesh import batch_axes, replicated
 
 
 class StopSignal:
-    """SIGINT and SIGTERM ask the run to stop after the current step; a second SIGINT ends the
-    process at once.
-    """
+    """Records SIGINT and SIGTERM in `asked`, read after each step; a second SIGINT exits at once."""
 
     def __init__(self) -> None:
         self.asked = False
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # elsewhere Python allows no handlers
-            self._before = {
-                number: signal.signal(number, self._ask)
-                for number in (signal.SIGINT, signal.SIGTERM)
-            }
+        # Python allows handlers only in the main thread.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked and number == signal.SIGINT:
-            os._exit(128 + number)  # threads that still write would keep an ordinary exit waiting
+            os._exit(128 + number)  # an ordinary exit waits for threads that still write
         self.asked = True
 
 
 class Agreement:
-    """Whether any process wants something: the same answers for all of them, or they would wait for
-    each other.
+    """Combines flags of all processes, so that they take the same decisions and none waits.
 
-    Among several processes the answers are those to the call before, so that no step waits for
-    them.
+    With several processes an answer is that to the previous call, so that no step waits for it.
     """
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
         self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated(mesh))
-        self._last: jax.Array | None = None
+        self._previous: jax.Array | None = None
 
     def __call__(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag whether any process has it set. To be called by every process, equally
-        often.
-        """
+        """Returns for each flag whether any process set it; every process calls it equally often."""
         if jax.process_count() == 1:
             return flags
-        mine = np.tile(np.asarray(flags, np.int32), (self._mesh.local_mesh.size, 1))
-        last, self._last = (
-            self._last,
-            self._any(jax.make_array_from_process_local_data(self._sharding, mine)),
-        )
-        return (
-            (False,) * len(flags)
-            if last is None
-            else tuple(bool(flag) for flag in np.asarray(last))
-        )
+        local = np.tile(np.asarray(flags, np.int32), (self._mesh.local_mesh.size, 1))
+        previous = self._previous
+        self._previous = self._any(jax.make_array_from_process_local_data(self._sharding, local))
+        if previous is None:
+            return (False,) * len(flags)
+        return tuple(bool(flag) for flag in np.asarray(previous))

@@ -1,0 +1,199 @@
+"""Typed keys: how values of a YAML file and words of a command line become fields of a dataclass.
+
+A key is the dotted path of a field (`train.steps`), the same in a file and on the command line,
+where `--train.steps 20` and `--train.steps=20` set it.
+"""
+
+import dataclasses
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.train.config import AtLeast
+
+T = TypeVar("T")
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def key_types(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, type) for the fields of a dataclass and of the dataclasses in it."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            yield from key_types(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name, hint
+
+
+def key_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) for the fields of a dataclass and of the dataclasses in it."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from key_values(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def with_values(config: T, values: Mapping[str, Any]) -> T:
+    """Returns a copy of a dataclass with the fields at these dotted keys replaced."""
+    for key, value in values.items():
+        config = _replace(config, key.split("."), value)
+    return config
+
+
+def _replace(config: Any, path: Sequence[str], value: Any) -> Any:
+    name, *rest = path
+    if rest:
+        value = _replace(getattr(config, name), rest, value)
+    return dataclasses.replace(config, **{name: value})
+
+
+def convert(kind: Any, value: Any, where: str) -> Any:
+    """Returns a YAML value as a field of type `kind`. Raises ConfigError if it is not of that type."""
+    if get_origin(kind) is Annotated:
+        inner, *limits = get_args(kind)
+        converted = convert(inner, value, where)
+        for limit in limits:
+            if isinstance(limit, AtLeast) and not converted >= limit.value:
+                what, expected = "a value is too small", f"{limit.value} or more"
+                raise ConfigError(message(what, where=where, expected=expected, got=value))
+        return converted
+    if get_origin(kind) in (Union, types.UnionType):
+        return None if value is None else convert(_without_none(kind), value, where)
+    if get_origin(kind) is Literal:
+        return _convert_choice(get_args(kind), value, where)
+    if get_origin(kind) is tuple:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list) and all(isinstance(item, str) for item in items):
+            return tuple(items)
+        raise _wrong_type("a list of names", value, where)
+    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-3 as text
+        except ValueError:
+            raise _wrong_type(TYPE_NAMES[float], value, where) from None
+    if type(value) is not kind:
+        raise _wrong_type(TYPE_NAMES[kind], value, where)
+    return value
+
+
+def _convert_choice(choices: Sequence[Any], value: Any, where: str) -> Any:
+    if value in choices:
+        return value
+    what, fix = f"unknown value '{value}'", did_you_mean(str(value), choices)
+    raise ConfigError(message(what, where=where, expected=", ".join(choices), fix=fix))
+
+
+def _wrong_type(expected: str, value: Any, where: str) -> ConfigError:
+    what = "a value of the wrong type"
+    return ConfigError(message(what, where=where, expected=expected, got=repr(value)))
+
+
+def _without_none(kind: Any) -> Any:
+    """Returns `T` of `T | None`, and any other type as it is."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(part for part in get_args(kind) if part is not type(None))
+    return kind
+
+
+def _without_annotations(kind: Any) -> Any:
+    """Returns `T` of `Annotated[T, ...]`, and any other type as it is."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def split_arguments(
+    argv: Sequence[str], kinds: Mapping[str, Any]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Splits a command line into positional arguments and the words that follow each `--key`.
+
+    A tuple takes all words up to the next key, a bool without a dot (the flag of a command) none,
+    any other key one. Hyphens and underscores of a key are the same.
+
+    Raises:
+        ConfigError: an unknown key, or one without its value.
+
+    """
+    positional: list[str] = []
+    options: dict[str, list[str]] = {}
+    remaining = deque(argv)
+    while remaining:
+        word = remaining.popleft()
+        if not word.startswith("--"):
+            positional.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        key = name.replace("-", "_")
+        if key not in kinds:
+            raise _unknown_option(key, kinds)
+        words = [value] if equals else []
+        most = _most_words(key, kinds[key])
+        while remaining and not remaining[0].startswith("--") and len(words) < most:
+            words.append(remaining.popleft())
+        if most == 1 and not words:
+            expected = f"--{name} {metavar(kinds[key])}"
+            raise ConfigError(
+                message(f"--{name} needs a value", where="command line", expected=expected)
+            )
+        options[key] = words
+    return positional, options
+
+
+def _most_words(key: str, kind: Any) -> float:
+    kind = _without_none(_without_annotations(kind))
+    if get_origin(kind) is tuple:
+        return float("inf")
+    return 0 if is_flag(key, kind) else 1
+
+
+def is_flag(key: str, kind: Any) -> bool:
+    """Returns whether a key is set by its name alone, such as `--json`."""
+    return kind is bool and "." not in key
+
+
+def metavar(kind: Any) -> str:
+    """Returns how the value of an option is named, as in `--html FILE`."""
+    named = [part.metavar for part in get_args(kind) if hasattr(part, "metavar")]
+    return named[0] if named else "VALUE"
+
+
+def _unknown_option(key: str, kinds: Mapping[str, Any]) -> ConfigError:
+    # Keys of a section are suggested as in a file, others as they are written on a command line.
+    choices = [choice if "." in choice else f"--{choice.replace('_', '-')}" for choice in kinds]
+    fix = did_you_mean(key if "." in key else f"--{key}", choices)
+    if key.startswith("offload."):
+        fix = "not in this release; plans say what it would save"
+    return ConfigError(message(f"unknown key '{key}'", where="command line", fix=fix))
+
+
+def read_option(key: str, kind: Any, words: Sequence[str]) -> Any:
+    """Returns the value of an option of type `kind` from the words of a command line.
+
+    `None` and `null` are None where the type allows it; `true` and `True` are the same.
+
+    Raises:
+        ConfigError: words that are not of that type.
+
+    """
+    value: Any = list(words)
+    scalar = _without_annotations(_without_none(_without_annotations(kind)))
+    if is_flag(key, scalar):
+        value = True
+    elif get_origin(scalar) is not tuple:
+        value = _read_word(scalar, words[0])
+        if value in ("None", "null") and type(None) in get_args(_without_annotations(kind)):
+            value = None
+    return convert(kind, value, f"--{key.replace('_', '-') if '.' not in key else key}")
+
+
+def _read_word(kind: Any, word: str) -> Any:
+    """Returns the number or bool that a word spells, or the word for `convert` to refuse or keep."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(word.lower(), word)
+    if kind is int:
+        try:
+            return int(word)
+        except ValueError:
+            return word
+    return word
