@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from fsdp_jax.checkpoint import Lease
-from fsdp_jax.cli import main as cli
+from fsdp_jax.cli.commands import COMMANDS, TrainCommand
 from fsdp_jax.cli.main import main
 
 TINY = """
@@ -29,7 +29,7 @@ def tiny(tmp_path):
 def test_commands_are_listed(words, capsys):
     assert main(words) == (0 if words else 2)
     shown = capsys.readouterr().out
-    assert [name for name in cli.COMMANDS if name not in shown] == []
+    assert [name for name in COMMANDS if name not in shown] == []
 
 
 @pytest.mark.parametrize("words", [["train", "--help"], ["inspect", "-h"]])
@@ -171,27 +171,27 @@ def test_debug_shows_the_traceback(tiny, capsys):
 
 
 def test_failures_and_interruptions(monkeypatch, capsys):
-    def fail(arguments):
+    def fail(command):
         warnings.warn("careful", UserWarning, stacklevel=1)
         raise RuntimeError("a bug")
 
-    def interrupt(arguments):
+    def interrupt(command):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setitem(cli.COMMANDS, "train", fail)
+    monkeypatch.setattr(TrainCommand, "run", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        assert main(["train"]) == 1
+        assert main(["train", "CONFIG"]) == 1
     assert capsys.readouterr().err.splitlines()[:2] == [
         "warning: careful",
         "error: RuntimeError: a bug",
     ]
-    monkeypatch.setitem(cli.COMMANDS, "train", interrupt)
+    monkeypatch.setattr(TrainCommand, "run", interrupt)
     before = signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a shell's background jobs ignore it
     try:
-        assert main(["train"]) == 130
+        assert main(["train", "CONFIG"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jax.cli.main import main
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.build import build
-from fsdp_jax.train.config_file import Config, digest, dump, flat, load
+from fsdp_jax.train.config import Config
+from fsdp_jax.train.config_file import KEY_TYPES, digest, dump, load
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")
@@ -28,25 +30,9 @@ def test_an_empty_file_is_the_defaults(written):
 
 def test_overrides_win_over_the_file(written):
     path = written("train: {steps: 5, seed: 3}\nunits: {classes: [Block]}\n")
-    words = [
-        "--train.steps",
-        "20",
-        "--mesh.replica=2",
-        "--mesh.data",
-        "-1",
-        "--units.classes",
-        "Block",
-        "MLP",
-    ]
-    words += [
-        "--optimizer.clip",
-        "None",
-        "--model.scan-layers",
-        "False",
-        "--train.global_batch_size",
-        "8",
-    ]
-    config = load(path, words)
+    overrides = "--train.steps 20 --mesh.replica=2 --mesh.data -1 --units.classes Block MLP"
+    overrides += " --optimizer.clip None --model.scan-layers False --train.global_batch_size 8"
+    config = load(path, overrides.split())
     assert (config.train.steps, config.train.seed, config.train.global_batch_size) == (20, 3, 8)
     assert (config.mesh.replica, config.mesh.data) == (2, -1)
     assert config.units.classes == ("Block", "MLP")
@@ -105,7 +91,7 @@ def test_configs_comment_every_key(path):
         ("units: {classes: 3}", r"expected: a list of names"),
         ("train: {steps: 0}", r"train\.steps\n  expected: 1 or more\n  got: +0"),
         ("optimizer: {learning_rate: .nan}", r"optimizer\.learning_rate"),
-        ("units: {classes: [Block], scan: true}", r"units are chosen in one way"),
+        ("units: {classes: [Block], scan: true}", r"units are set in more than one way"),
     ],
 )
 def test_mistakes_in_the_file(written, text, message):
@@ -114,7 +100,7 @@ def test_mistakes_in_the_file(written, text, message):
 
 
 def test_yaml_that_wants_to_run_code(written, tmp_path):
-    mark = tmp_path / "was here"
+    mark = tmp_path / "created"
     for tag in (
         "!!python/object/apply:os.mkdir",
         "!!python/object/new:os.mkdir",
@@ -132,35 +118,55 @@ def test_no_such_file(tmp_path):
         load(tmp_path / "none.yaml")
 
 
-def test_unknown_override(written):
-    with pytest.raises(
-        ConfigError,
-        match=r"unknown key 'train\.step'\n  where: +command line\n[^$]*'train\.steps'\?",
-    ):
-        load(written(""), ["--train.step", "3"])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "--train.step 3",
+            r"unknown key 'train\.step'\n  where: +command line\n[^$]*'train\.steps'\?",
+        ),
+        ("--strateg zero1", r"unknown key 'strateg'[^$]*mean '--strategy'\?"),
+        (
+            "--train.steps many",
+            r"where: +--train\.steps\n  expected: a whole number\n  got: +'many'",
+        ),
+        ("--train.steps 1.5", "expected: a whole number"),
+        ("--train.steps None", "expected: a whole number"),
+        ("--train.steps 0", "expected: 1 or more"),
+        ("--train.local_batch maybe", r"--train\.local_batch\n  expected: true or false"),
+        ("--model.family lama", r"where: +--model\.family[^$]*mean 'llama'\?"),
+        ("--train.steps", "--train.steps needs a value"),
+        ("--train.steps 3 4", "unexpected argument '4'"),
+        ("--offload.params true", "not in this release"),
+    ],
+)
+def test_mistakes_on_the_command_line(written, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(written(""), overrides.split())
 
 
-def test_malformed_override(written, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        load(written(""), ["--train.steps", "many"])
-    assert leaving.value.code == 2
-    assert "--train.steps" in capsys.readouterr().err
+@pytest.mark.parametrize("value", ["true", "True", "TRUE"])
+def test_booleans_in_any_case(written, value):
+    config = load(written(""), ["--data.packing", value, "--train.local_batch=false"])
+    assert config.data.packing is True
+    assert config.train.local_batch is False
 
 
-def test_help_shows_every_key(written, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        load(written("train: {steps: 77}"), ["--help"])
-    assert leaving.value.code == 0
-    shown = capsys.readouterr().out
-    assert [key for key, _ in flat(Config()) if f"--{key}" not in shown] == []
-    assert "default: 77" in shown
+@pytest.mark.parametrize("command", ["train", "plan", "inspect", "certify"])
+def test_help_shows_every_key_with_its_type_default_and_meaning(written, capsys, command):
+    assert main([command, str(written("train: {steps: 77}")), "--help"]) == 0
+    shown = capsys.readouterr()
+    assert [key for key in KEY_TYPES if f"--{key} " not in shown.out] == []
+    assert "Optimizer steps. (default: 77)" in shown.out
+    assert "{none,full}" in shown.out
+    assert shown.err == ""
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [("prefetch", "pre"), ("train.deferred_reduction", "True"), ("precision.reduce", "bfloat16")],
 )
-def test_keys_that_need_local_batches_are_refused_in_the_commands_words(key, value):
+def test_keys_that_need_local_batches_are_refused_by_name(key, value):
     config = load(
         QUICKSTART, ["--train.local_batch", "False", f"--{key}", value, "--train.devices", "8"]
     )
