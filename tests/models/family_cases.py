@@ -16,7 +16,7 @@ from fsdp_jax.models.tasks import Lengths
 
 TEXT: dict[str, Any] = {"vocab_size": 19, "sequence_length": 8, "layers": 2, "width": 16}
 T5: dict[str, Any] = {
-    "vocab_size": 32, "inputs_length": 12, "targets_length": 8, "layers": 2, "decoder_layers": 1,
+    "vocab_size": 32, "inputs_length": 12, "targets_length": 8, "layers": 3, "decoder_layers": 2,
     "width": 16, "heads": 2, "head_dim": 6, "hidden": 24, "buckets": 8, "max_distance": 10,
 }  # fmt: skip
 IMAGE: dict[str, Any] = {
