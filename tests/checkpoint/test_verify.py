@@ -86,7 +86,7 @@ def test_export_of_the_newest_step(run, capsys):
         (["verify", "/nowhere"], "no checkpoint there"),
         (["verify", "RUN/checkpoints/10"], r"no checkpoint there[^$]*fix: +pass \S+\n$"),
         (["export", "RUN"], r"expected: --to DIR"),
-        (["export", "RUN", "--to", "w", "--format", "pickle"], r"unknown format[^$]*safetensors"),
+        (["export", "RUN", "--to", "w", "--format", "pickle"], r"unknown value[^$]*safetensors"),
         (["export", "RUN", "--to", "w", "--step", "two"], "a whole number"),
         (["export", "RUN", "--to", "w", "--step", "3"], r"no such step[^$]*one of \[2, 10\]"),
         (["export", "RUN", "--to", "w", "--dtype", "int4"], "not a dtype to export"),

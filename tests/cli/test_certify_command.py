@@ -1,4 +1,4 @@
-"""`fsdp-jax certify`: the configured run, small."""
+"""`fsdp-jax certify`: a small version of a configuration."""
 
 import dataclasses
 import json
@@ -29,14 +29,14 @@ FAILS = dataclasses.replace(
 
 @pytest.fixture
 def quickstart(monkeypatch):
-    """The configuration, and what `certify` is called with in place of running."""
+    """The arguments of `certify`, which is replaced: it returns or raises `certificate`."""
     called = {}
 
     def certify(model, loss_fn, batch, **settings):
         called.update(settings, model=model, loss_fn=loss_fn, batch=batch)
-        if called["found"].holds:
-            return called["found"]
-        raise CertifyError(called["found"])
+        if called["certificate"].holds:
+            return called["certificate"]
+        raise CertifyError(called["certificate"])
 
     monkeypatch.setattr(command, "certify", certify)
     return called
@@ -44,14 +44,13 @@ def quickstart(monkeypatch):
 
 @pytest.mark.parametrize("certificate", [HOLDS, FAILS], ids=["holds", "fails"])
 def test_the_exit_code_says_whether_it_holds(quickstart, certificate, capsys):
-    quickstart["found"] = certificate
-    words = ["certify", str(CONFIGS / "quickstart.yaml"), "--train.devices", "8"]
-    assert main(words) == (0 if certificate.holds else 3)
-    said = capsys.readouterr().out
-    assert (
-        "gradients of head/kernel (and 2 more); likely cause: the gradient is lost" in said
-    ) != certificate.holds
-    assert main([*words, "--json"]) == (0 if certificate.holds else 3)
+    quickstart["certificate"] = certificate
+    argv = ["certify", str(CONFIGS / "quickstart.yaml"), "--train.devices", "8"]
+    code = 0 if certificate.holds else 3
+    assert main(argv) == code
+    cause = "gradients of head/kernel (and 2 more); likely cause: the gradient is lost"
+    assert (cause in capsys.readouterr().out) != certificate.holds
+    assert main([*argv, "--json"]) == code
     read = json.loads(capsys.readouterr().out)
     assert read["holds"] == certificate.holds
     assert quickstart["local_batch"]
@@ -59,41 +58,33 @@ def test_the_exit_code_says_whether_it_holds(quickstart, certificate, capsys):
 
 
 def test_the_keys_of_a_run_are_heeded(quickstart):
-    quickstart["found"] = HOLDS
-    words = ["--train.local_batch", "False", "--precision.compute", "bfloat16", "--remat", "full"]
-    command.certify_small(load(CONFIGS / "quickstart.yaml", ["--train.devices", "8", *words]))
+    quickstart["certificate"] = HOLDS
+    overrides = "--train.devices 8 --train.local_batch False --precision.compute bfloat16"
+    config = load(CONFIGS / "quickstart.yaml", [*overrides.split(), "--remat", "full"])
+    command.certify_small(config)
     assert not quickstart["local_batch"]
     assert quickstart["precision"].compute == "bfloat16"
     assert quickstart["remat"] == "full"
 
 
 def test_refusals_are_errors_of_the_configuration(capsys):
-    words = [
-        "certify",
-        str(CONFIGS / "quickstart.yaml"),
-        "--train.devices",
-        "8",
-        "--units.classes",
-        "Blok",
-    ]
-    assert main(words) == 2
+    overrides = "--train.devices 8 --units.classes Blok"
+    assert main(["certify", str(CONFIGS / "quickstart.yaml"), *overrides.split()]) == 2
     assert "did you mean 'Block'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("family", "preset"), [(f, p) for f, each in FAMILIES.items() for p in each.presets]
+    ("family", "preset"),
+    [(name, preset) for name, family in FAMILIES.items() for preset in family.presets],
 )
 def test_every_preset_has_a_small_version(family, preset):
+    task = FAMILIES[family].task
     config = Config(model=ModelConfig(family=family, preset=preset))
-    data = (
-        config.data
-        if FAMILIES[family].task.is_text
-        else dataclasses.replace(config.data, kind="images")
-    )
+    kind = config.data.kind if task.is_text else "images"
+    data = dataclasses.replace(config.data, kind=kind)
     shape = make_shape(config.model, data)
-    data = dataclasses.replace(
-        data, sequence_length=command.LENGTH, packing=FAMILIES[family].task.name == "text"
-    )
+    packing = task.name == "text"
+    data = dataclasses.replace(data, sequence_length=command.LENGTH, packing=packing)
     shape = command.small_shape(shape, length_fields(FAMILIES[family], data))
     batch = command.make_batch(batch_shapes(FAMILIES[family], shape, data, 4), shape, data)
 
@@ -107,11 +98,10 @@ def test_every_preset_has_a_small_version(family, preset):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "words", [[], ["--precision.compute", "bfloat16", "--precision.reduce", "float32"]], ids=str
+    "overrides", ["", "--precision.compute bfloat16 --precision.reduce float32"]
 )
-def test_the_quickstart_is_certified(words, capsys):
-    """With bfloat16 in two strategies' time."""
-    config = load(CONFIGS / "quickstart.yaml", ["--train.devices", "8", *words])
+def test_the_quickstart_is_certified(overrides):
+    config = load(CONFIGS / "quickstart.yaml", ["--train.devices", "8", *overrides.split()])
     certificate = command.certify_small(config, ["full_shard", "hybrid_shard_zero2"])
     assert certificate.holds
     assert len(certificate.rows) == 2 * (2 + 2 + 1) + 1

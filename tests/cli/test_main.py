@@ -25,114 +25,91 @@ def tiny(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], []])
-def test_commands_are_listed(words, capsys):
-    assert main(words) == (0 if words else 2)
+@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["-h"], 0), ([], 2)])
+def test_commands_are_listed(argv, code, capsys):
+    assert main(argv) == code
     shown = capsys.readouterr().out
     assert [name for name in COMMANDS if name not in shown] == []
 
 
-@pytest.mark.parametrize("words", [["train", "--help"], ["inspect", "-h"]])
-def test_help_without_a_file(words, capsys):
-    assert main(words) == 0
+@pytest.mark.parametrize("command", ["train", "inspect", "plan", "certify"])
+def test_help_without_a_file_lists_the_keys(command, capsys):
+    assert main([command, "-h"]) == 0
     assert "--train.global_batch_size" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "blocks"),
+    ("command", "options"),
     [
-        ("trian", [], ["unknown command 'trian'", "did you mean 'train'?"]),
+        ("tokenize", ["--vocab-size N"]),
+        ("import", ["--to RUN"]),
+        ("export", ["--step N"]),
+        ("verify", ["--json"]),
+    ],
+)
+def test_help_of_other_commands_lists_their_options(command, options, capsys):
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr()
+    assert [option for option in options if option not in shown.out] == []
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize(
+    ("command_line", "blocks"),
+    [
+        ("trian", ["unknown command 'trian'", "did you mean 'train'?"]),
+        ("train --train.stpes 3", ["unknown key 'train.stpes'", "did you mean 'train.steps'?"]),
+        ("train --train.steps many", ["--train.steps"]),
         (
-            "train",
-            ["--train.stpes", "3"],
-            ["unknown key 'train.stpes'", "did you mean 'train.steps'?"],
-        ),
-        ("train", ["--train.steps", "many"], ["--train.steps"]),
-        (
-            "train",
-            ["--strategy", "fulshard"],
+            "train --strategy fulshard",
             ["unknown strategy 'fulshard'", "did you mean 'full_shard'?"],
         ),
         (
-            "train",
-            ["--mesh.replica", "3"],
+            "train --mesh.replica 3",
             ["the mesh does not divide the devices", "replica=3", "[1, 2, 4, 8]"],
         ),
+        ("train --mesh.data 16", ["the mesh has more devices than there are", "train.devices"]),
         (
-            "train",
-            ["--mesh.data", "16"],
-            ["the mesh has more devices than there are", "train.devices"],
-        ),
-        (
-            "train",
-            ["--train.global_batch_size", "12"],
+            "train --train.global_batch_size 12",
             ["train.global_batch_size", "8 devices x", "use 8 or 16"],
         ),
-        ("train", ["--train.accumulation", "2"], ["8 devices x accumulation 2", "got:      8"]),
+        ("train --train.accumulation 2", ["8 devices x accumulation 2", "got:      8"]),
+        ("train --train.local_batch False --prefetch pre", ["--prefetch none"]),
+        ("train --units.classes Blok", ["no module of class 'Blok'", "did you mean 'Block'?"]),
+        ("train --units.classes --units.min_params 9999999", ["units.min_params", "at most"]),
+        ("train --precision.compute bf16", ["unknown dtype 'bf16'", "did you mean 'bfloat16'?"]),
+        ("train --model.preset tinny", ["unknown preset 'tinny'", "did you mean 'tiny'?"]),
         (
-            "train",
-            ["--train.local_batch", "False", "--prefetch", "pre"],
-            ["--prefetch none"],
-        ),
-        (
-            "train",
-            ["--units.classes", "Blok"],
-            ["no module of class 'Blok'", "did you mean 'Block'?"],
-        ),
-        (
-            "train",
-            ["--units.classes", "--units.min_params", "9999999"],
-            ["units.min_params", "at most"],
-        ),
-        (
-            "train",
-            ["--precision.compute", "bf16"],
-            ["unknown dtype 'bf16'", "did you mean 'bfloat16'?"],
-        ),
-        ("train", ["--model.preset", "tinny"], ["unknown preset 'tinny'", "did you mean 'tiny'?"]),
-        (
-            "train",
-            ["--model.family", "llama", "--model.preset", "tiny"],
+            "train --model.family llama --model.preset tiny",
             ["tiny, which is a gpt", "set model.family to gpt"],
         ),
         (
-            "train",
-            ["--model.preset", "llama2-7b"],
+            "train --model.preset llama2-7b",
             ["llama2-7b, which is a llama", "set model.family to llama"],
         ),
         (
-            "train",
-            ["--model.family", "llama", "--model.preset", "llama2-7"],
+            "train --model.family llama --model.preset llama2-7",
             ["unknown preset 'llama2-7'", "did you mean 'llama2-7b'?"],
         ),
         (
-            "train",
-            ["--model.family", "llama", "--model.preset", "llama-tiny", "--model.dropout", "0.1"],
+            "train --model.family llama --model.preset llama-tiny --model.dropout 0.1",
             ["dropout would be ignored", "model.dropout"],
         ),
+        ("train --optimizer.name adam --optimizer.weight_decay 0.1", ["optimizer.weight_decay"]),
+        ("train --data.kind text", ["data.path"]),
+        ("train --data.kind text --data.path nowhere", ["The corpus does not exist", "data.path"]),
         (
-            "train",
-            ["--optimizer.name", "adam", "--optimizer.weight_decay", "0.1"],
-            ["optimizer.weight_decay"],
-        ),
-        ("train", ["--data.kind", "text"], ["data.path"]),
-        (
-            "train",
-            ["--data.kind", "text", "--data.path", "nowhere"],
-            ["The corpus does not exist", "data.path"],
-        ),
-        (
-            "train",
-            ["--data.sequence_length", "9000000"],
+            "train --data.sequence_length 9000000",
             ["shorter than one sequence", "data.sequence_length"],
         ),
-        ("train", ["--cluster.processes", "2"], ["an incomplete cluster"]),
-        ("inspect", ["--html"], ["--html FILE"]),
-        ("inspect", ["--jsno"], ["unknown key 'jsno'"]),
+        ("train --cluster.processes 2", ["an incomplete cluster"]),
+        ("inspect --html", ["--html FILE"]),
+        ("inspect --jsno", ["unknown key 'jsno'"]),
     ],
 )
-def test_unusable(tiny, tmp_path, capsys, command, words, blocks):
-    assert main([command, tiny, *words]) == 2
+def test_unusable(tiny, tmp_path, capsys, command_line, blocks):
+    command, *options = command_line.split()
+    assert main([command, tiny, *options]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert [block for block in blocks if block not in error] == []
@@ -145,11 +122,9 @@ def test_no_configuration(capsys):
 
 
 def test_empty_corpus(tiny, tmp_path, capsys):
-    (tmp_path / "empty.txt").touch()
-    assert (
-        main(["train", tiny, "--data.kind", "text", "--data.path", str(tmp_path / "empty.txt")])
-        == 2
-    )
+    path = tmp_path / "empty.txt"
+    path.touch()
+    assert main(["train", tiny, "--data.kind", "text", "--data.path", str(path)]) == 2
     assert "The corpus is empty" in capsys.readouterr().err
 
 
@@ -182,14 +157,11 @@ def test_failures_and_interruptions(monkeypatch, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert main(["train", "CONFIG"]) == 1
-    assert capsys.readouterr().err.splitlines()[:2] == [
-        "warning: careful",
-        "error: RuntimeError: a bug",
-    ]
+    warned, failed, *_ = capsys.readouterr().err.splitlines()
+    assert (warned, failed) == ("warning: careful", "error: RuntimeError: a bug")
     monkeypatch.setattr(TrainCommand, "run", interrupt)
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore it
+    # The background jobs of a shell ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main(["train", "CONFIG"]) == 130
     finally:
@@ -197,33 +169,31 @@ def test_failures_and_interruptions(monkeypatch, capsys):
 
 
 def test_inspect_holds_a_step_to_its_contract(tiny, capsys, monkeypatch):
-    words = ["inspect", tiny, "--topology", "cpu:8", "--train.global_batch_size", "8"]
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["contract"]["holds"]
-    assert 0 < found["wire_bytes"] <= 1.02 * found["wire_bytes_limit"] + 4096
-    assert {"op", "dtype", "axis", "count", "bytes", "overlapped_bytes", "where"} <= found[
-        "collectives"
-    ][0].keys()
+    argv = ["inspect", tiny, "--topology", "cpu:8", "--train.global_batch_size", "8"]
+    assert main([*argv, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["contract"]["holds"]
+    assert 0 < report["wire_bytes"] <= 1.02 * report["wire_bytes_limit"] + 4096
+    fields = {"op", "dtype", "axis", "count", "bytes", "overlapped_bytes", "where"}
+    assert fields <= report["collectives"][0].keys()
 
-    # A program that sends what nobody declared: the parameters are said to be replicated, and it
-    # gathers them.
+    # With nothing expected, every collective of the program violates the contract.
     monkeypatch.setattr("fsdp_jax.contract.contract.expected_of", lambda plan: [])
-    assert main(words) == 3
+    assert main(argv) == 3
     assert "DOES NOT HOLD" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "reason"),
     [
         ("h100", "topology"),
         ("h1000:8", "did you mean 'h100'"),
         ("cpu:8000000", "the number of virtual devices is fixed"),
     ],
 )
-def test_inspect_on_a_topology_that_does_not_exist(tiny, capsys, name, said):
+def test_inspect_on_a_topology_that_does_not_exist(tiny, capsys, name, reason):
     assert main(["inspect", tiny, "--topology", name]) == 2
-    assert said in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
 def test_inspect(tiny, tmp_path, capsys):

@@ -218,7 +218,7 @@ def test_weights_without_a_tokenizer_need_one_stated(run, theirs, tmp_path, caps
 
 def test_imported_weights_are_not_resumed(run, imported, capsys):
     assert run("wrong", *SIZES, "--output", str(imported)) == 2
-    assert "imported weights, not a run that could go on" in capsys.readouterr().err
+    assert "imported weights, not a run that can be resumed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

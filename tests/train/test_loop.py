@@ -1,4 +1,4 @@
-"""Runs from the configuration to the last screen: what they write, how they stop, resume and fail."""
+"""Runs from the configuration to the summary: what they write, how they stop, resume and fail."""
 
 import json
 import os
@@ -13,13 +13,14 @@ from runs import losses, records
 
 from fsdp_jax.train import metrics
 from fsdp_jax.train.loop import Training
-from fsdp_jax.train.metrics import FIELDS, JsonLines
+from fsdp_jax.train.metrics import JsonLines, StepRecord
 
 PATIENCE = 300  # seconds: a busy machine
+FIELDS = tuple(StepRecord.__dataclass_fields__)
 
 
 def stop_at(monkeypatch, step, number=signal.SIGINT):
-    """A signal while this step's metrics are written."""
+    """Sends a signal while the metrics of this step are written."""
     write = JsonLines.write
 
     def interrupt(self, record):
@@ -31,29 +32,29 @@ def stop_at(monkeypatch, step, number=signal.SIGINT):
 
 
 def test_a_llama_trains(run):
-    words = [
-        "--model.family",
-        "llama",
-        "--model.preset",
-        "llama-tiny",
-        "--units.classes",
-        "LlamaBlock",
-    ]
-    assert run("llama", *words, "--train.steps", "5", "--train.eval_every", "5") == 0
+    overrides = "--model.family llama --model.preset llama-tiny --units.classes LlamaBlock"
+    steps = "--train.steps 3 --train.eval_every 3"
+    assert run("llama", *overrides.split(), *steps.split()) == 0
     rows = losses(run.directory / "llama")
-    assert [step for step, *_ in rows] == [1, 2, 3, 4, 5]
+    assert [step for step, *_ in rows] == [1, 2, 3]
     assert rows[-1][1] < rows[0][1]
 
 
-def test_a_whole_run(run, tmp_path, capsys):
-    assert run("whole", "--train.sample", "20") == 0
-    shown = capsys.readouterr().out
-    for part in ("versions:", "1 hosts x 8 cpu", "mesh replica=1 x data=8", "parameters:", "compiled in", "step 2/6",
-                 "step 4: held-out loss", "memory per device, full_shard", "a sample"):  # fmt: skip
-        assert part in shown
-    output = tmp_path / "whole"
-    found = {path.name for path in output.iterdir()}
-    assert found == {
+def test_a_whole_run(run, finished, copied, capsys):
+    shown = finished.with_name("log.txt").read_text()
+    expected = [
+        "versions:",
+        "1 hosts x 8 cpu",
+        "mesh replica=1 x data=8",
+        "parameters:",
+        "compiled in",
+        "step 2/6",
+        "step 4: held-out loss",
+        "memory per device, full_shard",
+        "a sample",
+    ]
+    assert [part for part in expected if part not in shown] == []
+    assert {path.name for path in finished.iterdir()} == {
         "config.json",
         "config.yaml",
         "metrics.jsonl",
@@ -61,15 +62,17 @@ def test_a_whole_run(run, tmp_path, capsys):
         "layout.json",
         "checkpoints",
     }
-    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["4", "6"]
-    assert json.loads((output / "layout.json").read_text())["strategy"] == "full_shard"
-    assert [record["step"] for record in records(output, "evals.jsonl")] == [0, 4, 6]
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["2", "4", "6"]
+    assert json.loads((finished / "layout.json").read_text())["strategy"] == "full_shard"
+    assert [record["step"] for record in records(finished, "evals.jsonl")] == [0, 4, 6]
 
-    assert run("whole", "--train.sample", "20") == 0  # again: nothing is left to do
+    # The same command again has nothing left to do.
+    again = copied("again")
+    assert run("again", "--train.sample", "20") == 0
     shown = capsys.readouterr().out
     assert "this run is complete: 6 of 6 steps" in shown
     assert "a sample" in shown
-    assert len(records(output)) == 6
+    assert len(records(again)) == 6
 
 
 @pytest.mark.long
@@ -79,30 +82,27 @@ def test_a_sample_in_mixed_precision(run, capsys):
     assert "a sample" in capsys.readouterr().out
 
 
-def test_metrics(run, tmp_path):
-    assert run("measured", "--train.steps", "3") == 0
-    found = records(tmp_path / "measured")
-    assert [tuple(record) for record in found] == [FIELDS] * 3
-    assert [record["step"] for record in found] == [1, 2, 3]
-    assert [record["tokens"] for record in found] == [128, 256, 384]
-    assert (
-        4.5 < found[0]["loss"] < 5.6
-    )  # a tied head starts by repeating, which suits runs of spaces
-    assert found[0]["learning_rate"] == pytest.approx(1.5e-3)
-    assert found[1]["learning_rate"] == pytest.approx(3e-3)
-    for record in found:
+def test_metrics(finished):
+    measured = records(finished)
+    assert [tuple(record) for record in measured] == [FIELDS] * 6
+    assert [record["step"] for record in measured] == [1, 2, 3, 4, 5, 6]
+    assert [record["tokens"] for record in measured] == [128, 256, 384, 512, 640, 768]
+    # A tied head starts by repeating its input, which suits runs of spaces.
+    assert 4.5 < measured[0]["loss"] < 5.6
+    assert measured[0]["learning_rate"] == pytest.approx(1.5e-3)
+    assert measured[1]["learning_rate"] == pytest.approx(3e-3)
+    for record in measured:
         assert record["mfu"] is record["memory_peak_bytes"] is record["memory_valley_bytes"] is None
         assert record["skipped_steps"] == 0
         assert record["data_wait_s"] > 0
         assert record["tokens_per_s"] == pytest.approx(128 / record["step_time_s"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
-    run, uninterrupted, tmp_path, capsys, monkeypatch, number
+def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
+    run, uninterrupted, tmp_path, capsys, monkeypatch
 ):
     with monkeypatch.context() as patched:
-        stop_at(patched, 2, number)
+        stop_at(patched, 2)
         assert run("stopped") == 75
     assert "stopped by a signal; saved at step 3" in capsys.readouterr().out
     assert len(records(tmp_path / "stopped")) == 3
@@ -113,15 +113,15 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert losses(tmp_path / "stopped") == uninterrupted
 
 
-@pytest.mark.parametrize(("step", "saved"), [(1, 2), (4, 4), (6, 6)])
-def test_stopping_at_any_time(run, tmp_path, monkeypatch, step, saved):
+@pytest.mark.parametrize(("step", "number"), [(4, signal.SIGTERM), (6, signal.SIGINT)])
+def test_stopping_at_any_time(run, uninterrupted, tmp_path, monkeypatch, step, number):
     """Step 4 is saved and evaluated; step 6 is the last."""
     with monkeypatch.context() as patched:
-        stop_at(patched, step)
+        stop_at(patched, step, number)
         assert run("stopped") == 75
-    assert (tmp_path / "stopped" / "checkpoints" / str(saved)).is_dir()
+    assert (tmp_path / "stopped" / "checkpoints" / str(step)).is_dir()
     assert run("stopped") == 0
-    assert [record["step"] for record in records(tmp_path / "stopped")] == [1, 2, 3, 4, 5, 6]
+    assert losses(tmp_path / "stopped") == uninterrupted
 
 
 @pytest.mark.parametrize("step", [0, 4])
@@ -129,7 +129,7 @@ def test_stopped_while_it_evaluates(run, monkeypatch, capsys, step):
     evaluate = Training._evaluate
 
     def interrupted(self):
-        if self.at == step:
+        if self.steps_done == step:
             signal.raise_signal(signal.SIGTERM)
         return evaluate(self)
 
@@ -142,7 +142,7 @@ def test_too_little_held_out_text(run, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 20)
     assert run("short", "--data.kind", "text", "--data.path", str(text), "--train.steps", "1") == 0
-    assert "no evaluation: what is held out is less than one example" in capsys.readouterr().out
+    assert "no evaluation: the held-out data is less than one example" in capsys.readouterr().out
 
 
 def test_not_finite(run, tmp_path, capsys):
@@ -151,19 +151,19 @@ def test_not_finite(run, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: 2 steps in a row were not finite")
     assert "Traceback" not in error
-    found = records(tmp_path / "burst")  # valid JSON, whatever the loss was
-    assert found[-1]["loss"] is None
-    assert found[-1]["skipped_steps"] > 0
+    last = records(tmp_path / "burst")[-1]  # valid JSON, whatever the loss was
+    assert last["loss"] is None
+    assert last["skipped_steps"] > 0
     assert not (tmp_path / "burst" / "lease.json").exists()
 
 
 def test_memory_where_the_backend_tells(monkeypatch):
     class Device:
-        def __init__(self, held):
-            self.held = held
+        def __init__(self, in_use):
+            self.in_use = in_use
 
         def memory_stats(self):
-            return {"bytes_in_use": self.held, "peak_bytes_in_use": 2 * self.held}
+            return {"bytes_in_use": self.in_use, "peak_bytes_in_use": 2 * self.in_use}
 
     monkeypatch.setattr(metrics.jax, "local_devices", lambda: [Device(3), Device(5)])
     assert metrics.device_memory() == (5, 10)
@@ -173,24 +173,20 @@ def test_memory_where_the_backend_tells(monkeypatch):
     "words",
     [("--strategy", "no_shard"), ("--strategy", "hybrid_shard", "--mesh.replica", "2")],
 )
-def test_another_way_to_the_same_losses(run, uninterrupted, tmp_path, words):
+def test_other_strategies_have_the_same_losses(run, uninterrupted, tmp_path, words):
     assert run("other", "--checkpoint.every", "None", *words) == 0
-    found = [loss for _, loss, _ in losses(tmp_path / "other")]
-    assert found == pytest.approx([loss for _, loss, _ in uninterrupted], rel=1e-5)
+    measured = [loss for _, loss, _ in losses(tmp_path / "other")]
+    assert measured == pytest.approx([loss for _, loss, _ in uninterrupted], rel=1e-5)
 
 
-def command(run, name, *words, **environment):
-    """Starts `train` in a fresh process, without the devices that this suite has forced."""
+def command(run, name, *overrides, **environment):
+    """Starts the run in a fresh process, without the devices that this suite has forced."""
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+    train = [sys.executable, "-m", "fsdp_jax", "train", str(run.config)]
+    source = str(Path(__file__).parents[2])
     return subprocess.Popen(
-        [sys.executable, "-m", "fsdp_jax", "train", str(run.config)]
-        + ["--output", str(run.directory / name), *words],
-        env={
-            **os.environ,
-            "XLA_FLAGS": flags,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            **environment,
-        },
+        [*train, "--output", str(run.directory / name), *overrides],
+        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": source, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -198,33 +194,24 @@ def command(run, name, *words, **environment):
 
 
 def finish(*processes):
-    """(exit code, output) of each."""
+    """Returns (exit code, output) of each process."""
     try:
-        return [
-            (process.wait(), out)
-            for process in processes
-            for out in [process.communicate(timeout=PATIENCE)[0]]
-        ]
+        outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+        return [(process.wait(), out) for process, out in zip(processes, outputs, strict=True)]
     finally:
         for process in processes:
             process.kill()
 
 
-def cluster(run, name, *words, own=((), ())):
-    """Two processes of four devices each; `own`: words of each."""
+def cluster(run, name, *overrides, own=((), ())):
+    """Starts two processes of four devices each; `own` has further overrides of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = (
-        "--train.devices",
-        "4",
-        "--cluster.coordinator",
-        f"127.0.0.1:{port}",
-        "--cluster.processes",
-        "2",
-    )
+    shared = f"--train.devices 4 --cluster.coordinator 127.0.0.1:{port} --cluster.processes 2"
     return [
-        command(run, name, *words, *own[i], *flags, "--cluster.process", str(i)) for i in range(2)
+        command(run, name, *overrides, *own[i], *shared.split(), f"--cluster.process={i}")
+        for i in range(2)
     ]
 
 
@@ -234,8 +221,8 @@ def test_two_processes_train_like_one(run, uninterrupted, tmp_path):
     assert (first, second) == (0, 0), shown + silent
     assert "2 hosts x 4 cpu" in shown
     assert "loss" not in silent
-    for expected, found in zip(uninterrupted, losses(tmp_path / "two"), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for expected, row in zip(uninterrupted, losses(tmp_path / "two"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.long

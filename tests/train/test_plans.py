@@ -84,7 +84,7 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
             ["data.sequence_length", "a multiple of 128"],
         ),
         ("--topology h100:8 --to x.yaml", ["--to goes with --search"]),
-        ("--topology h100 --search --devices x", ["not a number of devices"]),
+        ("--topology h100 --search --devices x", ["expected: a whole number"]),
         ("--topology h100:8 --search --devices 8", ["the topology says how many devices"]),
         ("--topology h100 --search --devices 7", ["no machine for this batch"]),
         ("--topology h100:8 --analytic --model.widht 3", ["did you mean 'model.width'?"]),
