@@ -260,7 +260,7 @@ class Training:
             self.saved_at = time.monotonic()
 
     def _check_previous_save(self) -> None:
-        """Lets this step replace one whose save failed; raises CheckpointError if two in a row did."""
+        """Lets this step replace one whose save failed; raises CheckpointError the second time."""
         error = None
         try:
             self.store.wait()

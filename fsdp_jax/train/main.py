@@ -112,7 +112,7 @@ def _on_every_process(what: str, action: Callable[[], T]) -> T:
 
 
 def _lock(output: Path, stack: ExitStack) -> None:
-    """Takes the lease of the output directory in process 0; raises ConfigError in all if it fails."""
+    """Takes the lease of the output directory in process 0; if that fails, all processes raise."""
 
     def take() -> None:
         if is_lead():

@@ -33,7 +33,7 @@ def run(tmp_path):
     return start
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """The directory of a finished run with checkpoints 2, 4 and 6, and `log.txt` of its output."""
     directory = tmp_path_factory.mktemp("finished") / "run"
