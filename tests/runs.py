@@ -1,4 +1,4 @@
-"""What a run has written."""
+"""Reads what a run has written."""
 
 import json
 

@@ -31,23 +31,18 @@ def outputs(notebook):
 
 @pytest.mark.long
 def test_runs_without_error_or_noise(first_steps):
-    found = outputs(first_steps)
-    assert not [output for output in found if output.output_type == "error"]
-    assert not [
-        output.text
-        for output in found
-        if output.output_type == "stream" and output.name == "stderr"
-    ]
+    shown = outputs(first_steps)
+    streams = [output for output in shown if output.output_type == "stream"]
+    assert [output for output in shown if output.output_type == "error"] == []
+    assert [output.text for output in streams if output.name == "stderr"] == []
 
 
 @pytest.mark.long
 def test_losses_fall(first_steps):
     text = "".join(output.text for output in outputs(first_steps) if output.output_type == "stream")
-    losses = [
-        tuple(map(float, pair)) for pair in re.findall(r"loss (\d+\.\d+) -> (\d+\.\d+)", text)
-    ]
-    assert len(losses) == 2  # NNX and Linen
-    assert all(last < first for first, last in losses)
+    pairs = re.findall(r"loss (\d+\.\d+) -> (\d+\.\d+)", text)
+    assert len(pairs) == 2  # NNX and Linen
+    assert all(float(last) < float(first) for first, last in pairs)
 
 
 def test_stays_small():

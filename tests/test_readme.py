@@ -25,10 +25,9 @@ PAGES = [README, *(page.read_text() for page in sorted((ROOT / "docs").rglob("*.
 
 
 def blocks():
-    """The Python examples of README, then of the chapters in docs/."""
-    return [
-        block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page, flags=re.S)
-    ]
+    """Returns the Python examples of README, then of the chapters in docs/."""
+    python = re.compile(r"```python\n(.*?)```", re.S)
+    return [block for page in PAGES for block in python.findall(page)]
 
 
 def test_readme_is_short_and_its_links_lead_somewhere():
@@ -108,11 +107,8 @@ def test_the_checkpoint_example_goes_to_another_mesh(tmp_path, monkeypatch, caps
         export_params(store, 100, "weights")
     trained = names["state"].params
     exec("import dataclasses\n" + weights, names)
-    assert all(
-        jax.tree.leaves(
-            jax.tree.map(lambda a, b: bool((a == b).all()), names["state"].params, trained)
-        )
-    )
+    equal = jax.tree.map(lambda a, b: bool((a == b).all()), names["state"].params, trained)
+    assert all(jax.tree.leaves(equal))
     assert "of host memory at a time" in capsys.readouterr().out
 
 
@@ -130,11 +126,8 @@ CONTRACTS = [block for block in blocks() if "assert_contract(" in block]
 
 def names_for_contracts(**more):
     names = {"fsdp": fsdp, "jax": jax, "optax": optax, "Block": Block}
-    return (
-        names
-        | {"make_model": gpt(True, sequence_length=128, width=128), "loss_fn": next_token_loss}
-        | more
-    )
+    names |= {"make_model": gpt(True, sequence_length=128, width=128), "loss_fn": next_token_loss}
+    return names | more
 
 
 @pytest.mark.needs_plugin
@@ -163,20 +156,13 @@ def test_a_linen_model_is_held_to_the_contract_in_six_statements(topology_mesh):
 def test_the_weights_example_goes_there_and_back(tmp_path, monkeypatch):
     (example,) = [block for block in blocks() if "import_weights" in block]
     monkeypatch.chdir(tmp_path)
-    mesh, config = (
-        fsdp.make_mesh(data=8),
-        llama.preset("llama-tiny", layers=2, width=64, heads=4, hidden=96),
-    )
+    mesh = fsdp.make_mesh(data=8)
+    config = llama.preset("llama-tiny", layers=2, width=64, heads=4, hidden=96)
     sharded = fsdp.fully_shard(lambda rngs: llama.Llama(config, rngs=rngs), optax.adamw(1e-5), mesh)
     export_weights(from_arrays(sharded.init(seed=3).params), config, "llama")
     names = {"fsdp": fsdp, "optax": optax, "mesh": mesh}
     exec(example, names)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
-        tmp_path / "llama" / "model.safetensors"
-    ).read_bytes()
-    optimized = [
-        leaf.path
-        for leaf in jax.tree.leaves(names["sharded"].layout.optimizer)
-        if "kernel" in leaf.path
-    ]
-    assert optimized == []
+    read, written = (tmp_path / name / "model.safetensors" for name in ("llama", "out"))
+    assert written.read_bytes() == read.read_bytes()
+    optimized = [leaf.path for leaf in jax.tree.leaves(names["sharded"].layout.optimizer)]
+    assert [path for path in optimized if "kernel" in path] == []

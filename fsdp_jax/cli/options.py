@@ -18,7 +18,7 @@ from tyro.conf import FlagConversionOff, FlagCreatePairsOff, arg
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import KEY_TYPES, load
-from fsdp_jax.train.typed_keys import metavar, read_option, split_arguments
+from fsdp_jax.train.typed_keys import metavar, option_name, read_option, split_arguments
 
 SYNTAX = "a YAML file, then dotted overrides such as `--train.steps 20`"
 
@@ -69,11 +69,11 @@ def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Command:
 
     # The options of the command itself.
     values = {
-        key: read_option(key, kinds[key], words) for key, words in given.items() if key in kinds
+        key: read_option(key, kinds[key], texts) for key, texts in given.items() if key in kinds
     }
     for field in fields(kind)[1:]:
         if field.default is MISSING and field.name not in values:
-            option = f"--{field.name.replace('_', '-')}"
+            option = option_name(field.name)
             expected = f"{option} {metavar(kinds[field.name])}"
             what = f"{option} is missing"
             raise ConfigError(message(what, where="command line", expected=expected))
@@ -94,9 +94,9 @@ def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Command:
 
     # All other keys are overrides of the configuration.
     overrides: list[str] = []
-    for key, words in given.items():
+    for key, texts in given.items():
         if key not in kinds:
-            overrides += ["=".join([f"--{key}", *words[:1]]), *words[1:]]
+            overrides += ["=".join([f"--{key}", *texts[:1]]), *texts[1:]]
     return kind(ConfigFile(path, tuple(overrides)), **values)
 
 

@@ -35,7 +35,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if unnamed:
         what, expected = f"unexpected argument '{unnamed[0]}'", "--key value"
         raise ConfigError(message(what, where="command line", expected=expected))
-    values = {key: read_option(key, KEY_TYPES[key], words) for key, words in options.items()}
+    values = {key: read_option(key, KEY_TYPES[key], texts) for key, texts in options.items()}
     config = with_values(config, values)
     if sum(map(bool, vars(config.units).values())) > 1:
         what, expected = "units are set in more than one way", "classes, min_params or scan"

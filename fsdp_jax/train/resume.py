@@ -139,7 +139,7 @@ class Resuming:
             barrier("set aside")
 
     def _already_resumed(self, steps: list[int]) -> bool:
-        """Returns whether the newest step continues the stated one, as when a command is repeated."""
+        """Returns whether the newest step continues the stated one: the command was repeated."""
         stated = self.settings.step
         later = [step for step in steps if stated is not None and step > stated]
         if not later:
@@ -173,7 +173,7 @@ class Resuming:
         return False
 
     def _check_foreign(self, step: int) -> None:
-        """Reports directories that look like steps but are not; raises ConfigError for later ones."""
+        """Reports directories named like steps that are none; raises ConfigError for later ones."""
         foreign = self.store.foreign()
         later = [str(self.store.path(number)) for number in foreign if number > step]
         if later:

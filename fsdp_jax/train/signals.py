@@ -15,7 +15,7 @@ from fsdp_jax.sharding.mesh import batch_axes, replicated
 
 
 class StopSignal:
-    """Records SIGINT and SIGTERM in `asked`, read after each step; a second SIGINT exits at once."""
+    """Records SIGINT and SIGTERM in `asked`, read by the loop; a second SIGINT exits at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -51,7 +51,7 @@ class Agreement:
         self._previous: jax.Array | None = None
 
     def __call__(self, *flags: bool) -> tuple[bool, ...]:
-        """Returns for each flag whether any process set it; every process calls it equally often."""
+        """Returns for each flag whether any process set it; all processes make the same calls."""
         if jax.process_count() == 1:
             return flags
         local = np.tile(np.asarray(flags, np.int32), (self._mesh.local_mesh.size, 1))

@@ -1,4 +1,4 @@
-"""Typed keys: how values of a YAML file and words of a command line become fields of a dataclass.
+"""Typed keys: how values of a YAML file and of a command line become fields of a dataclass.
 
 A key is the dotted path of a field (`train.steps`), the same in a file and on the command line,
 where `--train.steps 20` and `--train.steps=20` set it.
@@ -51,7 +51,7 @@ def _replace(config: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
-    """Returns a YAML value as a field of type `kind`. Raises ConfigError if it is not of that type."""
+    """Returns a YAML value as a field of type `kind`; raises ConfigError if it is of another."""
     if get_origin(kind) is Annotated:
         inner, *limits = get_args(kind)
         converted = convert(inner, value, where)
@@ -61,7 +61,8 @@ def convert(kind: Any, value: Any, where: str) -> Any:
                 raise ConfigError(message(what, where=where, expected=expected, got=value))
         return converted
     if get_origin(kind) in (Union, types.UnionType):
-        return None if value is None else convert(_without_none(kind), value, where)
+        inner = next(part for part in get_args(kind) if part is not type(None))
+        return None if value is None else convert(inner, value, where)
     if get_origin(kind) is Literal:
         return _convert_choice(get_args(kind), value, where)
     if get_origin(kind) is tuple:
@@ -91,24 +92,22 @@ def _wrong_type(expected: str, value: Any, where: str) -> ConfigError:
     return ConfigError(message(what, where=where, expected=expected, got=repr(value)))
 
 
-def _without_none(kind: Any) -> Any:
-    """Returns `T` of `T | None`, and any other type as it is."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return next(part for part in get_args(kind) if part is not type(None))
-    return kind
-
-
-def _without_annotations(kind: Any) -> Any:
-    """Returns `T` of `Annotated[T, ...]`, and any other type as it is."""
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+def _inner_type(kind: Any) -> tuple[Any, bool]:
+    """Returns (T, whether None is allowed) of `T`, `T | None` and `Annotated` forms of them."""
+    optional = False
+    while get_origin(kind) in (Annotated, Union, types.UnionType):
+        if get_origin(kind) is not Annotated:
+            optional = True
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    return kind, optional
 
 
 def split_arguments(
     argv: Sequence[str], kinds: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Splits a command line into positional arguments and the words that follow each `--key`.
+    """Splits a command line into positional arguments and the values of each `--key`.
 
-    A tuple takes all words up to the next key, a bool without a dot (the flag of a command) none,
+    A tuple takes all values up to the next key, a bool without a dot (the flag of a command) none,
     any other key one. Hyphens and underscores of a key are the same.
 
     Raises:
@@ -119,37 +118,42 @@ def split_arguments(
     options: dict[str, list[str]] = {}
     remaining = deque(argv)
     while remaining:
-        word = remaining.popleft()
-        if not word.startswith("--"):
-            positional.append(word)
+        argument = remaining.popleft()
+        if not argument.startswith("--"):
+            positional.append(argument)
             continue
-        name, equals, value = word[2:].partition("=")
+        name, equals, value = argument[2:].partition("=")
         key = name.replace("-", "_")
         if key not in kinds:
             raise _unknown_option(key, kinds)
-        words = [value] if equals else []
-        most = _most_words(key, kinds[key])
-        while remaining and not remaining[0].startswith("--") and len(words) < most:
-            words.append(remaining.popleft())
-        if most == 1 and not words:
+        texts = [value] if equals else []
+        most = _most_values(key, kinds[key])
+        while remaining and not remaining[0].startswith("--") and len(texts) < most:
+            texts.append(remaining.popleft())
+        if most == 1 and not texts:
             expected = f"--{name} {metavar(kinds[key])}"
             raise ConfigError(
                 message(f"--{name} needs a value", where="command line", expected=expected)
             )
-        options[key] = words
+        options[key] = texts
     return positional, options
 
 
-def _most_words(key: str, kind: Any) -> float:
-    kind = _without_none(_without_annotations(kind))
-    if get_origin(kind) is tuple:
+def _most_values(key: str, kind: Any) -> float:
+    inner, _ = _inner_type(kind)
+    if get_origin(inner) is tuple:
         return float("inf")
-    return 0 if is_flag(key, kind) else 1
+    return 0 if is_flag(key, inner) else 1
 
 
 def is_flag(key: str, kind: Any) -> bool:
     """Returns whether a key is set by its name alone, such as `--json`."""
     return kind is bool and "." not in key
+
+
+def option_name(key: str) -> str:
+    """Returns a key as a command line shows it: `--train.log_every`, `--held-out`."""
+    return f"--{key if '.' in key else key.replace('_', '-')}"
 
 
 def metavar(kind: Any) -> str:
@@ -160,40 +164,40 @@ def metavar(kind: Any) -> str:
 
 def _unknown_option(key: str, kinds: Mapping[str, Any]) -> ConfigError:
     # Keys of a section are suggested as in a file, others as they are written on a command line.
-    choices = [choice if "." in choice else f"--{choice.replace('_', '-')}" for choice in kinds]
-    fix = did_you_mean(key if "." in key else f"--{key}", choices)
+    choices = [choice if "." in choice else option_name(choice) for choice in kinds]
+    fix = did_you_mean(key if "." in key else option_name(key), choices)
     if key.startswith("offload."):
         fix = "not in this release; plans say what it would save"
     return ConfigError(message(f"unknown key '{key}'", where="command line", fix=fix))
 
 
-def read_option(key: str, kind: Any, words: Sequence[str]) -> Any:
-    """Returns the value of an option of type `kind` from the words of a command line.
+def read_option(key: str, kind: Any, texts: Sequence[str]) -> Any:
+    """Returns the value of an option of type `kind` from its texts on the command line.
 
     `None` and `null` are None where the type allows it; `true` and `True` are the same.
 
     Raises:
-        ConfigError: words that are not of that type.
+        ConfigError: a text that is not of that type.
 
     """
-    value: Any = list(words)
-    scalar = _without_annotations(_without_none(_without_annotations(kind)))
-    if is_flag(key, scalar):
+    value: Any = list(texts)
+    inner, optional = _inner_type(kind)
+    if is_flag(key, inner) and not texts:
         value = True
-    elif get_origin(scalar) is not tuple:
-        value = _read_word(scalar, words[0])
-        if value in ("None", "null") and type(None) in get_args(_without_annotations(kind)):
+    elif get_origin(inner) is not tuple:
+        value = _read_text(inner, texts[0])
+        if optional and value in ("None", "null"):
             value = None
-    return convert(kind, value, f"--{key.replace('_', '-') if '.' not in key else key}")
+    return convert(kind, value, option_name(key))
 
 
-def _read_word(kind: Any, word: str) -> Any:
-    """Returns the number or bool that a word spells, or the word for `convert` to refuse or keep."""
+def _read_text(kind: Any, text: str) -> Any:
+    """Returns the number or bool that a text spells, or the text itself for `convert` to check."""
     if kind is bool:
-        return {"true": True, "false": False}.get(word.lower(), word)
+        return {"true": True, "false": False}.get(text.lower(), text)
     if kind is int:
         try:
-            return int(word)
+            return int(text)
         except ValueError:
-            return word
-    return word
+            return text
+    return text

@@ -104,7 +104,8 @@ def test_help_of_other_commands_lists_their_options(command, options, capsys):
         ),
         ("train --cluster.processes 2", ["an incomplete cluster"]),
         ("inspect --html", ["--html FILE"]),
-        ("inspect --jsno", ["unknown key 'jsno'"]),
+        ("inspect --jsno", ["unknown key 'jsno'", "did you mean '--json'?"]),
+        ("inspect --json=maybe", ["--json", "true or false"]),
     ],
 )
 def test_unusable(tiny, tmp_path, capsys, command_line, blocks):

@@ -68,7 +68,7 @@ def test_configs_comment_every_key(path):
     [
         (
             "train: {step: 5}",
-            r"unknown key 'train\.step'\n  where: +\S+run\.yaml\n  fix: +did you mean 'train\.steps'",
+            r"unknown key 'train\.step'\n  where: +\S+run\.yaml\n  fix: .* mean 'train\.steps'\?",
         ),
         ("trian: {steps: 5}", r"unknown key 'trian'[^$]*did you mean 'train'\?"),
         ("offload: {params: true}", r"unknown key 'offload'"),
