@@ -1,7 +1,7 @@
 """The commands, one dataclass each: the fields are the command line, `run` returns the exit code.
 
-The docstrings of classes and fields are the `--help` text. Heavy modules are imported by `run`,
-after the command line has been checked.
+The docstrings of classes and the comments of fields are the `--help` text. Heavy modules are
+imported by `run`, after the command line has been checked.
 """
 
 import json as json_format

@@ -26,8 +26,9 @@ Fully Sharded Data Parallel for JAX.
 
 %s
 
-CONFIG is {SYNTAX}; verify and export take the output directory of a run,
-import a Hugging Face folder, tokenize a corpus.
+CONFIG is {SYNTAX};
+verify and export take the output directory of a run, import a Hugging Face folder, tokenize a
+corpus.
 `fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks.
 Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract,
 a fit or a checkpoint that does not hold; 75 stopped by a signal after saving (run the same command
