@@ -146,7 +146,7 @@ class PlanCommand:
     def _check(self) -> None:
         """Raises ConfigError for options that are missing or do not go together."""
         where = "command line"
-        if self.compare and len(self.compare) != 2:
+        if len(self.compare) != 2 and (self.compare or self.config.path is None):
             what, got = "--compare takes two files", " ".join(["--compare", *self.compare])
             raise ConfigError(message(what, where=where, expected="--compare A B", got=got))
         if self.html is not None and not Path(self.html).absolute().parent.is_dir():

@@ -67,6 +67,17 @@ def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Command:
     known = kinds | KEY_TYPES if argument is CONFIG else kinds
     positional, given = split_arguments(argv, known)
 
+    # `plan --compare A B` names its configurations by an option.
+    needed = 0 if "compare" in given else 1
+    if len(positional) != needed:
+        what = f"{argument.name} is one path"
+        if argument is CONFIG and not positional:
+            what = "no configuration"
+        got = " ".join(positional) or "nothing"
+        fix = f"fsdp-jax {name} {argument.example}"
+        where, expected = "command line", argument.meaning
+        raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
+
     # The options of the command itself.
     values = {
         key: read_option(key, kinds[key], texts) for key, texts in given.items() if key in kinds
@@ -78,16 +89,6 @@ def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Command:
             what = f"{option} is missing"
             raise ConfigError(message(what, where="command line", expected=expected))
 
-    # `plan --compare A B` names its configurations by an option.
-    needed = 0 if values.get("compare") else 1
-    if len(positional) != needed:
-        what = f"{argument.name} is one path"
-        if argument is CONFIG and not positional:
-            what = "no configuration"
-        got = " ".join(positional) or "nothing"
-        fix = f"fsdp-jax {name} {argument.example}"
-        where, expected = "command line", argument.meaning
-        raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
     path = positional[0] if positional else None
     if argument is not CONFIG:
         return kind(path, **values)

@@ -157,7 +157,7 @@ def test_exports_have_the_adapters_merged(run, imported, tmp_path, capsys):
         (("--lora.rank", "2", "--lora.targets", "atn/"), ["atn/"]),
         (("--lora.rank", "2", "--model.frozen", "embed"), ["LoRA freezes all the rest"]),
         (("--lora.alpha", "8"), ["adapters without a rank", "set lora.rank"]),
-        (("--precision.frozen", "bfloat16"), ["it would be ignored", "precision.frozen"]),
+        (("--precision.frozen", "bfloat16"), ["precision.frozen would be ignored"]),
         (
             ("--data.tokenizer", "bytes"),
             ["another tokenizer than the weights were trained with", "leave data.tokenizer out"],
@@ -253,7 +253,7 @@ def test_weights_that_do_not_fit_are_named_on_both_sides(theirs, tmp_path, capsy
             ["export", "nowhere", "--to", "out", "--format", "hugingface"],
             "did you mean 'huggingface'",
         ),
-        (["tokenize", "embedded", "--to", "out"], "one tokenizer, please"),
+        (["tokenize", "embedded", "--to", "out"], "exactly one tokenizer is needed"),
         (["tokenize", "embedded", "--to", "out", "--vocab-size", "many"], "a whole number"),
         (["tokenize", "nowhere", "--to", "out", "--tokenizer", "bytes"], "nowhere"),
         (
