@@ -29,8 +29,6 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hypothesis
 import jax
-import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -63,13 +61,3 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_sessionstart(session):
     assert jax.device_count() == 8, f"the suite needs 8 virtual devices, found {jax.device_count()}"
-
-
-@pytest.fixture
-def no_compilation_cache():
-    """Compiles each program anew: XLA's partitioner gives no warning of one that was cached."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()

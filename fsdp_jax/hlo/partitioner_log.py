@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from fsdp_jax.hlo.compilation_cache import without_compilation_cache
 from fsdp_jax.hlo.op_names import scopes, stripped
 
 _MESSAGE = re.compile(r"\[spmd\] Involuntary full rematerialization\..*", re.IGNORECASE)
@@ -37,9 +38,9 @@ def rematerializations() -> Iterator[list[Rematerialization]]:
 
     The list is filled when the block ends, also by an exception. File descriptor 2 of the whole
     process is redirected for that long and its output then written out unchanged, so blocks may be
-    nested; the last output of a process that is killed meanwhile is lost. A program that comes from
-    jax's compilation cache is not partitioned again and gives no warning, nor does XLA where
-    TF_CPP_MIN_LOG_LEVEL silences its warnings.
+    nested; the last output of a process that is killed meanwhile is lost. Jax's compilation cache
+    is off in the block, because a cached program gives no warning. Nor does XLA give any where
+    TF_CPP_MIN_LOG_LEVEL silences it.
     """
     collected: list[Rematerialization] = []
     sys.stderr.flush()
@@ -47,7 +48,8 @@ def rematerializations() -> Iterator[list[Rematerialization]]:
     with tempfile.TemporaryFile() as redirected:
         os.dup2(redirected.fileno(), 2)
         try:
-            yield collected
+            with without_compilation_cache():
+                yield collected
         finally:
             sys.stderr.flush()
             os.dup2(original, 2)

@@ -20,8 +20,6 @@ from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.testing import mesh_of
 
-pytestmark = pytest.mark.usefixtures("no_compilation_cache")
-
 SIZES = {"vocab_size": 384, "sequence_length": 64, "layers": 2}
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fsdp_jax.hlo.partitioner_log import Rematerialization, find, rematerializations
 from fsdp_jax.sharding.mesh import make_mesh
 
-pytestmark = [pytest.mark.releases, pytest.mark.usefixtures("no_compilation_cache")]
+pytestmark = pytest.mark.releases
 
 OLD = (  # the wording of XLA in 2023
     "[spmd] Involuntary full rematerialization. The compiler was not able to go from sharding "
@@ -43,6 +43,16 @@ def test_a_reshard_that_replicates_is_found_with_its_path(capfd):
     assert [(one.shape, one.path) for one in found] == [(shape, "blocks/mlp/up")]
     assert "fsdp.gather[blocks/mlp/up]" in found[0].op_name
     assert "Involuntary full rematerialization" in capfd.readouterr().err, "written out afterwards"
+
+
+def test_a_program_in_the_compilation_cache_is_reported_all_the_same():
+    assert jax.config.jax_enable_compilation_cache
+    for _ in range(2):
+        compile_reshard("cached", PartitionSpec(("replica", "data")), 5.0)
+    with rematerializations() as found:
+        compile_reshard("cached", PartitionSpec(("replica", "data")), 5.0)
+    assert [one.shape for one in found] == ["f32[8,8,8]"]
+    assert jax.config.jax_enable_compilation_cache
 
 
 def test_a_reshard_by_an_exchange_is_not_reported():

@@ -7,12 +7,12 @@ import pytest
 
 import fsdp_jax as fsdp
 from fsdp_jax.hlo.collectives import read_program
+from fsdp_jax.hlo.compilation_cache import without_compilation_cache
 from fsdp_jax.hlo.parser import parse
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.planner import HARDWARE
 from fsdp_jax.planner.compiled.buffer_assignment import read_memory_report
 from fsdp_jax.planner.compiled.peak_memory import peak_memory
-from fsdp_jax.planner.compiled.program import without_jax_cache
 from fsdp_jax.planner.compiled.timeline import ScheduleSimulator
 from fsdp_jax.step.xla_options import compiler_options
 from fsdp_jax.testing import mesh_of
@@ -41,7 +41,7 @@ def test_a_compiled_llama_has_the_computed_matmuls_traffic_and_memory(tmp_path):
     step = sharded.train_step(next_token_loss, local_batch=True)
     tokens = jax.ShapeDtypeStruct((DEVICE_ROWS * mesh.size, T + 1), jnp.int32)
     options = compiler_options(step.plan) | {"xla_dump_to": str(tmp_path)}
-    with without_jax_cache():
+    with without_compilation_cache():
         compiled = step.lower({"tokens": tokens}).compile(compiler_options=options)
     text = compiled.as_text()
     module = parse(text)

@@ -12,8 +12,6 @@ import re
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -24,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.hlo.compilation_cache import without_compilation_cache
 from fsdp_jax.planner.compiled.buffer_assignment import (
     LiveBuffer,
     MemoryReport,
@@ -116,7 +115,7 @@ def cache_folder() -> Path:
 
 def _compile(lowered: Any, plan: StepPlan) -> CompiledProgram:
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, without_jax_cache():
+    with tempfile.TemporaryDirectory() as folder, without_compilation_cache():
         try:
             compiled = compile_overlapped(lowered, plan, {"xla_dump_to": folder})
         except jax.errors.JaxRuntimeError as error:
@@ -126,18 +125,6 @@ def _compile(lowered: Any, plan: StepPlan) -> CompiledProgram:
             return CompiledProgram("", None, refused, time.perf_counter() - start)
         text, report = compiled.as_text(), read_memory_report(Path(folder))
         return CompiledProgram(text, report, None, time.perf_counter() - start)
-
-
-@contextmanager
-def without_jax_cache() -> Iterator[None]:
-    """Keeps the program out of jax's compilation cache: from there it would write no reports."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 def refused_bytes(error: str, state: int) -> int | None:
