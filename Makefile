@@ -1,5 +1,5 @@
 # Everything a fresh clone needs: Python 3.11 or newer, and make.
-#   make quickstart   train a small GPT on 8 virtual devices (two minutes)
+#   make quickstart   train a small GPT on 8 virtual devices (about a minute)
 #   make test         the suite (make test-long: the tests that take longest)
 PYTHON ?= python3.11
 VENV   ?= .venv
@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help quickstart test test-long test-releases test-parity lint types format clean \
+.PHONY: help hooks quickstart test test-long test-releases test-parity lint types format clean \
 	environment parity-environment
 .DEFAULT_GOAL := help
 
@@ -29,6 +29,10 @@ $(VENV)/.test: $(VENV)/.base
 	@touch $@
 
 environment: $(VENV)/.test ## what the tests need, in a virtual environment
+
+hooks: $(VENV)/.test ## run ruff and mypy before each commit
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit
+	$(BIN)/pre-commit install
 
 quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtual devices
 	$(BIN)/fsdp-jax train configs/quickstart.yaml
