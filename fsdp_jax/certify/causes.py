@@ -95,12 +95,14 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[st
         return "the model's state (batch statistics) is computed on a part of the batch"
     is_norm = what == "gradient norm" and "gradients" not in broken
     scale = evidence.ratios.get("gradient norm" if is_norm else "gradients", NAN)
+    # A difference that only accumulation brings.
     if evidence.holds_alone and evidence.setting.accumulation > 1:
         number = evidence.setting.accumulation
         if not _is_power(scale, number, 1):
             return "microbatches are not added up as one device does"
         each = f"a scale is applied to each of the {number} microbatches, not once"
         return f"scaled by {scale:.3g}: {each}"
+    # A ratio that is a number of devices, or its root.
     for axis, size in evidence.sizes.items():
         which = axis if axis == "devices" else f"devices along '{axis}'"
         if size > 1 and _is_power(scale, size, 1):

@@ -97,6 +97,7 @@ class SpanCorruption:
             expected = "noise between 0 and 1, a mean span of at least 1"
             got = f"noise {noise}, mean span {mean_span}"
             raise config_error(what, expected=expected, got=got)
+        # Inputs, targets, sentinels and corpus must be long enough for the spans.
         sizes = corruption_sizes(inputs_length, end=end, noise=noise, mean_span=mean_span)
         what = "The targets are too short."
         _check_at_least(sizes.targets, targets_length, what, "data.target_length")
@@ -108,6 +109,7 @@ class SpanCorruption:
         _check_at_least(sizes.spans, len(sentinels), what, "model.vocab_size", fix)
         what = "The corpus is shorter than one sequence."
         _check_at_least(sizes.chunk, len(tokens), what, SEQUENCE_LENGTH)
+        # What a saved position depends on is in `settings`.
         self.sizes = sizes
         self.tokens = tokens
         self.end = end

@@ -170,6 +170,7 @@ class PackedInstructions:
         skipped: Skipped,
     ) -> None:
         check_positive("data.sequence_length", sequence_length)
+        # Answers are truncated where the prompt fits; other long examples are skipped.
         capacity = sequence_length + 1
         self.encoded: list[EncodedInstruction] = []
         for each in encoded:

@@ -269,6 +269,7 @@ def parse(text: str) -> Module:
         ValueError: a text that is not one, or is cut short.
 
     """
+    # Only scheduled, partitioned programs have the collectives that a device runs.
     lines = text.splitlines()
     head = lines[0] if lines else ""
     if not head.startswith("HloModule"):
@@ -277,6 +278,7 @@ def parse(text: str) -> Module:
         raise malformed("it is not scheduled, so not compiled", head)
     if "replica_count=" in head:
         raise malformed("it is replicated (pmap), not partitioned", head)
+    # Each computation is a header, one instruction per line, and a closing brace.
     computations: dict[str, Computation] = {}
     entry = ""
     current: Computation | None = None

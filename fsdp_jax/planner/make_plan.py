@@ -78,6 +78,7 @@ def compiled_plan(
     plan = step.plan
     if program.report is None:
         return _refused_plan(step, batch, topology, work, program)
+    # Memory from the report, traffic and time from the scheduled program.
     module = parse(program.text)
     memory = peak_memory(plan, module, program.report)
     sent = read_program(program.text, plan.layout.mesh.shape)
@@ -90,6 +91,7 @@ def compiled_plan(
         simulated.exposed,
         simulated.seconds,
     )
+    # What a reader must know beside the figures.
     contract = judge(plan, program.text)
     notes = _notes(plan, topology.hardware, memory.peak_bytes)
     notes += _exposed_notes(plan, time)

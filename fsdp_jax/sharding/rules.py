@@ -182,6 +182,7 @@ class Rules:
         winners = {path: self._first_match(path) for path in leaves}
         findings: list[Finding] = []
 
+        # Rules: their axes, whether they win anywhere, and whether they fit where they win.
         for index, (pattern, spec) in enumerate(self.rules):
             where = f"rule '{pattern}'"
             known = self._known_axes(mesh)
@@ -196,6 +197,7 @@ class Rules:
                 for path in matched:
                     findings += self._misfits(where, path, spec, leaves[path], mesh)
 
+        # Parameters that no rule wins: their annotations, which `strict` requires.
         for path, leaf in leaves.items():
             if winners[path] is not None:
                 continue

@@ -69,6 +69,7 @@ def open_data(
         ConfigError: what is missing, malformed or inconsistent, with its key or its place.
 
     """
+    # Text takes the tokenizer of the weights by default; token shards have their own.
     task = run.family.task
     beside = tokenizer_beside(weights) if task.is_text else None
     tokenizer = settings.tokenizer
@@ -78,6 +79,7 @@ def open_data(
             what = "no tokenizer beside the weights"
             fix = "the tokenizer.json that they were trained with, or bytes if so"
             raise ConfigError(message(what, where="data.tokenizer", got=weights, fix=fix))
+    # The examples, checked against the model.
     options = DataOptions(
         kind=settings.kind,
         sequence_length=settings.sequence_length,
@@ -98,6 +100,7 @@ def open_data(
     loaded = open_examples(options)
     _check_tokenizer(loaded, beside)
     _check_rows(loaded, run)
+    # Batches of this process.
     rows = jax.tree.leaves(run.batch)[0].shape[0]
     process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     loader = make_loader(loaded.train, global_batch_size=rows, seed=seed, **process)

@@ -52,16 +52,19 @@ def initial_params(
     if path is None:
         return None
     folder = Path(path).expanduser()
+    # Adapters, and a head for other classes, start from random values.
     base = flatten(split_lora(sharded.checkpoint_target().params)[0])
     saved_classes = getattr(weights_shape(path), "classes", None)
     random: tuple[str, ...] = ()
     if saved_classes != getattr(shape, "classes", None):
         random = CLASSIFIER
     target = unflatten({path: leaf for path, leaf in base.items() if path not in random})
+    # A Hugging Face folder.
     if not (folder / CHECKPOINTS).is_dir():
         ignore = [each.theirs for each in table_of(shape).entries if each.ours in random]
         return import_weights(folder, target, shape, ignore=ignore)
 
+    # The newest checkpoint of another run.
     with CheckpointStore(folder / CHECKPOINTS) as store:
         step = store.latest()
         if step is None:

@@ -59,6 +59,7 @@ class Resuming:
             DamageError: the newest checkpoint is damaged and the policy is to stop, or all are.
 
         """
+        # A stated step must exist; once a run has resumed from it, the newest step is taken.
         steps = self.store.steps()
         where = str(self.store.directory)
         stated = None if self._already_resumed(steps) else self.settings.step
@@ -69,6 +70,7 @@ class Resuming:
             where = f"checkpoint.step, in {where}"
             raise ConfigError(message("no such step", where=where, got=stated, fix=fix))
 
+        # The newest good step is taken; damaged ones and later ones are renamed.
         damaged: list[int] = []
         candidates = sorted(steps, reverse=True) if stated is None else [stated]
         for step in candidates:

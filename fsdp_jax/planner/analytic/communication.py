@@ -43,6 +43,7 @@ def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
     Prefetch gathers the parameters of a unit together; without it they are gathered one by one.
     """
     declared = expected_of(plan)
+    # Prefetch gathers all parameters of a unit as one, so that they share a latency.
     groups: dict[tuple[str, ...], list[Expected]] = {}
     for expected in declared:
         unit = plan.comms[expected.path].unit
@@ -50,6 +51,7 @@ def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
         together = str(unit) if prefetched else expected.path
         group = (expected.op, expected.axis, expected.role, together)
         groups.setdefault(group, []).append(expected)
+    # The time of each group, and how much of it is exposed.
     overlapped = exposed = 0.0
     for (op, axis, *_), members in groups.items():
         times = max(_executions(plan, expected) for expected in members)
@@ -58,6 +60,7 @@ def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
         share = _exposed_share(plan, members[0])
         overlapped += (1 - share) * seconds
         exposed += share * seconds
+    # The table of what is sent, as a compiled plan has it.
     rows = [
         {
             "op": expected.op,
