@@ -47,11 +47,12 @@ test-releases: $(VENV)/.test ## the tests that meet what changes between release
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "releases and not long"
 
 # torch, transformers and timm in an environment of their own: nothing else here needs them. (timm asks for torchvision,
-# which the models that are compared do without.)
+# which the models that are compared do without; torch chooses its own releases of NVIDIA's packages.)
 PARITY := .venv-parity
 $(PARITY)/.ready: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	$(PYTHON) -m venv $(PARITY)
-	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -c scripts/constraints-parity.txt \
+	grep -v '^nvidia-' $(PINS) > $(PARITY)/constraints.txt
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check -c $(PARITY)/constraints.txt -c scripts/constraints-parity.txt \
 		-e '.[test]' torch transformers pillow
 	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c scripts/constraints-parity.txt timm
 	@touch $@
