@@ -480,6 +480,6 @@ def _failure(what: str, path: Path, error: BaseException) -> CheckpointError:
         cause = inner
     line = str(cause).partition("\n")[0].partition(" [tensorstore_spec")[0]
     disk_full = any(sign in line for sign in ("No space left", "File too large", "quota"))
-    fix = "make room there" if disk_full else ""
+    fix = "free disk space there" if disk_full else ""
     got = f"{type(cause).__name__}: {line}"
     return CheckpointError(message(what, where=str(path), got=got, fix=fix))

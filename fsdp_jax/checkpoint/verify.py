@@ -103,7 +103,7 @@ def steps_of(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
     directory = Path(output).absolute() / "checkpoints"
     steps = _checkpoints_in(directory)
     if not steps:
-        fix = "wait for the first save, if the run goes on"
+        fix = "wait for the first save, if the run is still training"
         for parent in Path(output).parents:
             if _checkpoints_in(parent / "checkpoints"):
                 fix = f"pass {parent}"

@@ -57,7 +57,7 @@ def totals(layout: Layout) -> list[tuple[str, int, int]]:
 
 def totals_table(layout: Layout) -> str:
     """Returns a table of the bytes per device of each part, against a replicated run."""
-    columns = ("state", "per device", "replicated", "times less")
+    columns = ("state", "per device", "replicated", "ratio")
     rows = []
     for part, replicated, sharded in totals(layout):
         ratio = f"{replicated / sharded:.2f}" if sharded else "-"

@@ -130,7 +130,7 @@ class CompiledStep:
         self._check_signature(state, placed)
         if state.step.is_deleted():
             what = "this state was donated to an earlier step"
-            fix = "go on with the state that the step returned: state, metrics = step(state, batch)"
+            fix = "use the state that the step returned: state, metrics = step(state, batch)"
             raise ValueError(message(what, where="state", fix=fix))
         if self._compiled is None:
             self._check_processes()

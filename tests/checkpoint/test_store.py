@@ -343,7 +343,7 @@ def test_a_full_disk_is_the_error_of_the_next_call(faults):
     directory, out = faults
     failed = (
         r"a checkpoint could not be written\n  where: +{}/full/{}\n"
-        r"  got: [^\n]*File too large[^\n]*\n  fix: +make room there\n"
+        r"  got: [^\n]*File too large[^\n]*\n  fix: +free disk space there\n"
     )
     lines = [
         failed.format(directory, 2),
