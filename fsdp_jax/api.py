@@ -45,7 +45,8 @@ from fsdp_jax.step.state import (
 from fsdp_jax.step.train_step import StepPlan, forward, sum_and_count, train_step
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import Units, choose_units
-from fsdp_jax.units.collectives import GatherTransform, Mode, ParamComm
+from fsdp_jax.units.collectives import Mode, ParamComm
+from fsdp_jax.units.gather_transform import GatherTransform
 from fsdp_jax.units.model import Boundary, LossFn, Model
 from fsdp_jax.units.unit import ROOT, Remat
 from fsdp_jax.validation import (

@@ -34,6 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.mesh import axes_of, batch_axes
+from fsdp_jax.units.gather_transform import GatherTransform
 
 Mode = Literal["annotate", "manual"]
 # Scopes in the program, with the parameter's path: the contract reads them in the compiled text.
@@ -41,51 +42,6 @@ SITE = "fsdp.gather[{}]"
 REDUCED = "fsdp.reduce[{}]"
 _SITE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*)"))
 TILE = (8, 128)  # a TPU stores the last two dims of an array in tiles of this shape
-
-
-@dataclass(frozen=True)
-class GatherTransform:
-    """What is done to a parameter around its gather, and to its gradient around its reduction.
-
-    Here these are casts. The place to extend, as FSDP2's `fsdp_pre_all_gather` and
-    `fsdp_post_all_gather` are: a gather in another format, such as fp8 with a scale, is a subclass.
-
-    Attributes:
-        param: dtype of the stored parameter, and of the gradient that the optimizer gets.
-        compute: dtype of the gathered parameter.
-        reduce: dtype that the gradient is reduced in.
-
-    """
-
-    param: np.dtype
-    compute: np.dtype
-    reduce: np.dtype
-
-    @property
-    def wire(self) -> np.dtype:
-        """The dtype that the gather sends."""
-        return self.compute
-
-    def before_gather(self, shard: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (the array to gather, what `after_gather` needs beside it, such as a scale)."""
-        return shard.astype(self.compute), None
-
-    def fence(self, shard: jax.Array) -> jax.Array:
-        """Keeps XLA from moving `before_gather` past a gather by sharding annotations."""
-        return lax.optimization_barrier(shard)
-
-    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
-        """Returns the parameter in the compute dtype."""
-        del extra
-        return gathered
-
-    def before_reduce(self, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient to reduce."""
-        return gradient.astype(self.reduce)
-
-    def after_reduce(self, gradient: jax.Array) -> jax.Array:
-        """Returns the reduced gradient in the parameter's dtype."""
-        return gradient.astype(self.param)
 
 
 @dataclass(frozen=True)

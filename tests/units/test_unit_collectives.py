@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
-from fsdp_jax.units.collectives import GatherTransform, ParamComm, gather
+from fsdp_jax.units.collectives import ParamComm, gather
+from fsdp_jax.units.gather_transform import GatherTransform
 
 pytestmark = pytest.mark.releases
 

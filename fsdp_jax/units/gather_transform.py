@@ -1,0 +1,58 @@
+"""What is done to a parameter around its all-gather: the casts of mixed precision."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+
+@dataclass(frozen=True)
+class GatherTransform:
+    """What is done to a parameter around its gather, and to its gradient around its reduction.
+
+    Here these are casts. A gather in another format, such as fp8 with a scale, is a subclass, as
+    with FSDP2's `fsdp_pre_all_gather` and `fsdp_post_all_gather`. `Sharded` makes one for each
+    parameter.
+
+    Attributes:
+        param: dtype of the stored parameter, and of the gradient that the optimizer gets.
+        compute: dtype of the gathered parameter.
+        reduce: dtype that the gradient is reduced in.
+
+    """
+
+    param: np.dtype
+    compute: np.dtype
+    reduce: np.dtype
+
+    @property
+    def wire(self) -> np.dtype:
+        """The dtype that the gather sends."""
+        return self.compute
+
+    def before_gather(self, shard: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns (the array to gather, what `after_gather` needs beside it, such as a scale).
+
+        Only the array is gathered. With local batches the rest is this device's own: a scale per
+        shard must be part of the array.
+        """
+        return shard.astype(self.compute), None
+
+    def fence(self, shard: jax.Array) -> jax.Array:
+        """Keeps XLA from moving `before_gather` past a gather by sharding annotations."""
+        return lax.optimization_barrier(shard)
+
+    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
+        """Returns the parameter in the compute dtype."""
+        del extra
+        return gathered
+
+    def before_reduce(self, gradient: jax.Array) -> jax.Array:
+        """Returns the gradient to reduce."""
+        return gradient.astype(self.reduce)
+
+    def after_reduce(self, gradient: jax.Array) -> jax.Array:
+        """Returns the reduced gradient in the parameter's dtype."""
+        return gradient.astype(self.param)
