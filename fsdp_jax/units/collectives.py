@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
