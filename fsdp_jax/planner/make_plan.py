@@ -13,7 +13,7 @@ from fsdp_jax.hlo.collectives import read_program
 from fsdp_jax.hlo.parser import parse
 from fsdp_jax.planner.analytic.communication import ExpectedTraffic, expected_traffic
 from fsdp_jax.planner.analytic.memory import Estimate, estimate
-from fsdp_jax.planner.compiled.peak_memory import KINDS, Buffer, peak_memory
+from fsdp_jax.planner.compiled.peak_memory import KINDS, peak_memory
 from fsdp_jax.planner.compiled.program import CompiledProgram, check_dtypes, compile_step
 from fsdp_jax.planner.compiled.timeline import ScheduleSimulator, SimulatedTime
 from fsdp_jax.planner.machines.hardware import Hardware
@@ -44,7 +44,7 @@ class Work:
         tokens: in the global batch.
         flops: model FLOPs for them, forward and backward, without recomputation.
         convention: how FLOPs are counted.
-        vocab: size of the vocabulary, by which logits are identified among the arrays.
+        vocab: size of the vocabulary; None for a model without one.
 
     """
 
@@ -138,10 +138,7 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     exposed_share = time.exposed_s / traffic.seconds if traffic.seconds else 0
     notes = _notes(plan, topology.hardware, estimated.peak_bytes)
     if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
-        notes.append(
-            "no layers are stacked: XLA may use a third more memory than this estimate; compile to"
-            " know"
-        )
+        notes.append("no layers are stacked: this peak may be up to 30% too low; compile to know")
     return Plan(
         **_layout_figures(plan, topology, work),
         **_speeds(time, matmuls, topology, work),
@@ -285,8 +282,8 @@ def _exposed_notes(plan: StepPlan, time: Time) -> list[str]:
         return []
     fix = "try a larger microbatch" if plan.prefetch != "none" else "try --prefetch pre"
     return [
-        f"{share:.0%} of the step waits for collectives: near the limit of memory XLA overlaps"
-        f" nothing; else a device computes too little for what it sends; {fix}"
+        f"{share:.0%} of the step is spent waiting for collectives: near the memory limit XLA"
+        f" overlaps nothing; otherwise a device computes too little for what it sends; {fix}"
     ]
 
 
@@ -296,13 +293,3 @@ def _kernel_notes(simulated: SimulatedTime) -> list[str]:
     names = {name.rsplit("/", 2)[-2] if "/" in name else name for name in simulated.unknown}
     kernels = ", ".join(sorted(names))
     return [f"kernels whose matmuls are unknown, counted by their memory alone: {kernels}"]
-
-
-def logits_bytes(buffers: Sequence[Buffer], vocab: int) -> int:
-    """Returns the bytes of the arrays at the peak whose last dim is the vocabulary."""
-    return sum(
-        buffer.bytes
-        for buffer in buffers
-        if buffer.kind == "activations"
-        and buffer.array.rpartition("]")[0].rpartition(",")[2] == str(vocab)
-    )

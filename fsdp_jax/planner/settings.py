@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.topology import Topology
-from fsdp_jax.planner.make_plan import Work, analytic_plan, logits_bytes
+from fsdp_jax.planner.make_plan import Work, analytic_plan
 from fsdp_jax.planner.plan import Fix, Plan
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.strategy import get_strategy
@@ -14,26 +14,36 @@ from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.unit import Remat
 
+LOSS_CHUNK = 16384
+"""The vocabulary chunk size that a plan proposes."""
+
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of a step with a given global batch; accumulation determines the microbatch."""
+    """Settings of a step with a given global batch; accumulation determines the microbatch.
+
+    `loss_chunk` is the vocabulary chunk size of the loss; None leaves it as it is configured.
+    """
 
     strategy: str
     replica: int = 1
     remat: Remat = "none"
     prefetch: Prefetch = "none"
     accumulation: int = 1
+    loss_chunk: int | None = None
 
     def keys(self) -> dict[str, str]:
         """Returns the settings by their configuration keys."""
-        return {
+        keys = {
             "strategy": self.strategy,
             "mesh.replica": str(self.replica),
             "remat": self.remat,
             "prefetch": self.prefetch,
             "train.accumulation": str(self.accumulation),
         }
+        if self.loss_chunk is not None:
+            keys["train.loss_chunk"] = str(self.loss_chunk)
+        return keys
 
     def flags(self, since: "StepSettings | None" = None) -> list[str]:
         """Returns the settings as command-line flags; only those that differ from `since`."""
@@ -55,7 +65,7 @@ def fixes(
 ) -> tuple[Fix, ...]:
     """Returns changes that lower the peak of a plan, available ones first, then the lowest peak.
 
-    Savings are differences of analytic plans, or arithmetic on the arrays at the peak.
+    Savings are differences of analytic plans; those of unavailable ones, bytes at the peak.
 
     Args:
         plan: of the step with `settings`.
@@ -72,16 +82,16 @@ def fixes(
         try:
             step, batch = make_step(changed, devices)
             return analytic_plan(step, batch, topology, work).peak_bytes
-        # a batch that does not divide, an optimizer that a strategy cannot shard
+        # such as a batch that cannot be split evenly, or an optimizer that cannot be sharded
         except ValueError:
             return None
 
-    results = [fix for fix in _unavailable_fixes(plan, work) if fix.saves_bytes]
+    results = [fix for fix in _unavailable_fixes(plan) if fix.saves_bytes]
     before = analytic_peak(settings)
     _, batch = make_step(settings, devices)
     rows = next(iter(batch.values())).shape[0] if isinstance(batch, dict) else 1
     microbatch = int(rows) // (topology.size * settings.accumulation)
-    for leaner, cost in _leaner_settings(settings, microbatch):
+    for leaner, cost in _leaner_settings(settings, microbatch, work.vocab):
         peak = analytic_peak(leaner)
         if before is not None and peak is not None and peak < before:
             change = " ".join(leaner.flags(since=settings))
@@ -89,12 +99,14 @@ def fixes(
     return tuple(sorted(results, key=lambda fix: (not fix.available, fix.peak_bytes)))
 
 
-def _leaner_settings(settings: StepSettings, microbatch: int) -> Iterator[tuple[StepSettings, str]]:
+def _leaner_settings(
+    settings: StepSettings, microbatch: int, vocab: int | None
+) -> Iterator[tuple[StepSettings, str]]:
     """Yields settings that use less memory, with their cost, and then most of them combined."""
     sharded = replace(settings, strategy="full_shard", replica=1)
     accumulations = [settings.accumulation * k for k in (2, 4, 8, 16) if microbatch % k == 0]
     if settings.remat == "none":
-        cost = "each unit's forward runs twice: about a third more FLOPs"
+        cost = "the forward pass of each unit runs twice: about a third more FLOPs"
         yield replace(settings, remat="full"), cost
     for accumulation in accumulations:
         cost = "gathers are sent again for each microbatch"
@@ -103,13 +115,16 @@ def _leaner_settings(settings: StepSettings, microbatch: int) -> Iterator[tuple[
         yield sharded, "parameters are gathered in forward and in backward"
     if settings.prefetch != "none":
         yield replace(settings, prefetch="none"), "the next unit's gather is exposed"
+    if vocab and vocab > LOSS_CHUNK:
+        cost = "logits are recomputed in the backward pass"
+        yield replace(settings, loss_chunk=LOSS_CHUNK), cost
     accumulation = accumulations[0] if accumulations else settings.accumulation
     combined = replace(sharded, remat="full", accumulation=accumulation)
     if len(combined.flags(since=settings)) > 1:
-        yield combined, "all of these"
+        yield combined, "those of its parts"
 
 
-def _unavailable_fixes(plan: Plan, work: Work) -> Iterator[Fix]:
+def _unavailable_fixes(plan: Plan) -> Iterator[Fix]:
     """Yields fixes that this release does not support; transfers in flight are not counted."""
 
     def fix(change: str, saves: int, costs: str) -> Fix:
@@ -119,14 +134,10 @@ def _unavailable_fixes(plan: Plan, work: Work) -> Iterator[Fix]:
     for part, name in (("optimizer", "optimizer state"), ("params", "parameters")):
         costs = "transfers to the host and back every step"
         yield fix(f"{name} in the host's memory", plan.breakdown[part], costs)
-    if work.vocab:
-        logits = logits_bytes(plan.buffers, work.vocab)
-        costs = "logits are recomputed in the backward pass"
-        yield fix("loss in chunks of tokens", logits, costs)
 
 
 def replica_counts(strategy: str, hosts: int) -> tuple[int, ...]:
-    """Returns the replica counts to try: for hybrid strategies one a host, a half and a quarter."""
+    """Returns the replica counts to try: for hybrid strategies hosts, hosts / 2 and hosts / 4."""
     if not get_strategy(strategy).hybrid or hosts < 2:
         return (1,)
     fewer = {hosts // k for k in (2, 4) if hosts % k == 0 and hosts // k > 1}

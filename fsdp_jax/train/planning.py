@@ -91,7 +91,7 @@ def choose(
         progress: receives a line for each plan.
 
     Raises:
-        ConfigError: no such machine, or a batch that does not divide.
+        ConfigError: no such machine, or a batch that cannot be split evenly.
         FitError: nothing fits.
 
     """
@@ -125,13 +125,16 @@ def settings_of(config: Config) -> StepSettings:
 
 def with_settings(config: Config, settings: StepSettings) -> Config:
     """Returns the configuration with other settings."""
+    train = replace(config.train, accumulation=settings.accumulation, devices=None)
+    if settings.loss_chunk is not None:
+        train = replace(train, loss_chunk=settings.loss_chunk)
     return replace(
         config,
         strategy=settings.strategy,
         mesh=replace(config.mesh, replica=settings.replica, data=-1),
         remat=settings.remat,
         prefetch=settings.prefetch,
-        train=replace(config.train, accumulation=settings.accumulation, devices=None),
+        train=train,
     )
 
 

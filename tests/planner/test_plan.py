@@ -20,10 +20,8 @@ from fsdp_jax.planner import (
     parse_topology,
     plans_table,
 )
-from fsdp_jax.planner.compiled.peak_memory import Buffer
 from fsdp_jax.planner.compiled.program import CompiledProgram
-from fsdp_jax.planner.make_plan import logits_bytes
-from fsdp_jax.planner.settings import StepSettings, fixes
+from fsdp_jax.planner.settings import LOSS_CHUNK, StepSettings, fixes
 
 FIELDS = {  # of CLI.md
     "topology",
@@ -213,21 +211,28 @@ def test_fixes_are_differences_of_analytic_plans():
     assert peaks == sorted(peaks)
 
 
-def test_logits_are_identified_by_the_vocabulary():
-    arrays = [
-        ("activations", "f32[2,64,256]"),
-        ("activations", "bf16[2,256,64]"),
-        ("params", "f32[64,256]"),
-    ]
-    buffers = [
-        Buffer(number + 1, array, kind, "", "") for number, (kind, array) in enumerate(arrays)
-    ]
-    assert logits_bytes(buffers, 256) == 1
+def test_a_fix_is_a_loss_in_chunks_of_a_large_vocabulary():
+    topology, settings = parse_topology("h100:8"), StepSettings("full_shard")
+    config = preset("tiny", layers=1, width=64, heads=4, vocab_size=2 * LOSS_CHUNK + 1)
+
+    def build(settings, devices):
+        model = sharded(devices, config)
+        loss = partial(LOSS, chunk=settings.loss_chunk)
+        return model.train_step(loss, local_batch=True), batch(128)
+
+    work = Work(vocab=config.vocab_size)
+    before = analytic_plan(*build(settings, fake_devices(topology)), topology, work)
+    result = {fix.change: fix for fix in fixes(before, settings, build, topology, work)}
+    fix = result[f"--train.loss_chunk {LOSS_CHUNK}"]
+    assert fix.available
+    assert fix.saves_bytes > 0
+    small = fixes(before, settings, build, topology, Work(vocab=LOSS_CHUNK))
+    assert not any("loss_chunk" in fix.change for fix in small)
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_peak_of_a_refused_step_is_what_xla_reports(asked, monkeypatch):
-    """By annotations model is no estimate: the layout and XLA's number are left."""
+    """With sharding annotations there is no estimate: the layout and XLA's number are left."""
     refused = CompiledProgram("", None, 10**12, 1.0)
 
     def refuse(step, batch, topology, cache):

@@ -245,6 +245,9 @@ def test_machines_of_a_chip_double_in_size(chip):
 
 
 def test_settings_are_configuration_keys():
+    assert StepSettings("zero1", loss_chunk=9).flags(since=StepSettings("zero1")) == [
+        "--train.loss_chunk 9"
+    ]
     assert str(StepSettings("zero1", remat="full")) == (
         "--strategy zero1 --mesh.replica 1 --remat full --prefetch none --train.accumulation 1"
     )

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_jax.cli.main import main
+from fsdp_jax.planner.settings import StepSettings
+from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import load
+from fsdp_jax.train.planning import with_settings
 
 TINY = """
 model: {layers: 2, width: 64, heads: 2}
@@ -32,7 +35,7 @@ def test_an_analytic_plan_needs_no_compiler(tiny, capsys):
     assert main(["plan", tiny, "--topology", "h100:8", "--analytic"]) == 0
     shown = capsys.readouterr().out
     assert "full_shard on h100:8" in shown
-    assert "tokens/s a device, MFU" in shown
+    assert "tokens/s per device, MFU" in shown
 
 
 def test_json_is_for_programs(tiny, capsys):
@@ -52,6 +55,12 @@ def test_a_step_that_does_not_fit_ends_with_3_and_lists_fixes(tiny, capsys):
     assert "--train.accumulation 2" in shown
 
 
+def test_a_loss_chunk_is_set_where_the_settings_have_one():
+    config = with_settings(Config(), StepSettings("zero1", loss_chunk=9))
+    assert config.train.loss_chunk == 9
+    assert with_settings(config, StepSettings("zero1")).train.loss_chunk == 9
+
+
 def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text(TINY + "strategy: zero1\n")
@@ -66,7 +75,7 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
     ("words", "blocks"),
     [
         ("", ["--topology is missing", "h100:8"]),
-        ("--topology h100:9x9", ["h100 does not come in this shape", "at most 8 GPUs a host"]),
+        ("--topology h100:9x9", ["h100 does not come in this shape", "at most 8 GPUs per host"]),
         ("--topology h100", ["not a topology", "a chip alone goes with plan --search"]),
         ("--topolgy h100:8", ["did you mean '--topology'?"]),
         ("--topology=h100:9x9", ["h100 does not come in this shape"]),
