@@ -111,7 +111,7 @@ def as_theirs(config, params):
     found = {}
     for path, mappings in table_of(config).mappings(flat).items():
         for mapping in mappings:
-            found[mapping.name] = mapping.to_theirs(
+            found[mapping.name] = mapping.to_tensor(
                 flat[path][tuple(slice(*each) for each in mapping.box)]
             )
     return found
