@@ -385,7 +385,7 @@ def test_only_what_is_trained_has_optimizer_state():
         sharded.layout.by_path["blocks/mlp/up/kernel"].bytes_per_device * 8
         == L * D * config.hidden * 4
     )
-    assert sharded.layout.by_path["blocks/attn/q/lora_a"].replicated  # 128 x 8, below min_size
+    assert sharded.layout.by_path["blocks/attn/q/lora_a"].is_replicated  # 128 x 8, below min_size
 
 
 def test_the_contract_holds_and_nothing_frozen_is_reduced():

@@ -19,7 +19,8 @@ TOLERANCE = 1.02
 MATERIAL = 0.005
 """Fraction of a step's declared bytes that matters.
 
-Compilers pad small parameters and send them by whatever they have: that is no violation.
+Small parameters may be padded, and each sent by a collective that the compiler chose: that is not a
+violation.
 """
 AVOIDED = 0.05
 """Below this fraction of a parameter's declared bytes, activations are sent in its place."""
@@ -71,13 +72,13 @@ class Account:
         declared = self.declared_bytes
         return self.sent_bytes < AVOIDED * declared and declared > material
 
-    def missing(self, op: str, *, in_place: bool) -> int:
+    def missing(self, op: str, *, as_substitute: bool) -> int:
         """Returns the declared bytes that are still to be sent by an operation.
 
-        `in_place`: by this operation in place of any that is declared; an all-reduce sends twice
-        the bytes of the others.
+        `as_substitute`: by this operation in place of any that is declared; an all-reduce sends
+        twice the bytes of the others.
         """
-        if in_place:
+        if as_substitute:
             declared = sum(
                 each.bytes * (2 if op == "all-reduce" != each.op else 1) for each in self.expected
             )
@@ -129,7 +130,7 @@ class Attribution:
             if not fits or (own and not any(each.may_be(sent) for each in own)):
                 unnamed.append(sent)
             elif own:
-                missing = (a for a in own if sent.bytes <= a.missing(sent.op, in_place=True))
+                missing = (a for a in own if sent.bytes <= a.missing(sent.op, as_substitute=True))
                 next(missing, own[0]).sent.append(sent)
             else:  # a parameter for which nothing is declared
                 accounts[sent.path, roles[0]] = Account(sent.path, roles[0], sent=[sent])
@@ -160,25 +161,25 @@ class Attribution:
             )
         )
         joined = [each for each in fits if each.path in named]
-        missing = sum(max(0, each.missing(sent.op, in_place=False)) for each in joined)
+        missing = sum(max(0, each.missing(sent.op, as_substitute=False)) for each in joined)
         if len(named) > 1 and sent.bytes <= TOLERANCE * missing:
             # XLA names what it has joined, and they lack as much; it does not always name the
             # small ones.
-            rest = _share_out(joined, sent, in_place=False)
-            return _unless_scalars(_share_out(fits, rest, in_place=False))
-        for in_place in (False, True):
+            rest = _share_out(joined, sent, as_substitute=False)
+            return _unless_scalars(_share_out(fits, rest, as_substitute=False))
+        for as_substitute in (False, True):
             for each in fits:
                 itemsizes = jnp.dtype(each.dtype).itemsize, jnp.dtype(sent.dtype).itemsize
                 size = sent.bytes * itemsizes[0] // itemsizes[1]  # in the declared dtype
-                limit = TOLERANCE * each.missing(sent.op, in_place=in_place)
+                limit = TOLERANCE * each.missing(sent.op, as_substitute=as_substitute)
                 if each.has_shape(sent.shape) and size <= limit:
                     each.sent.append(sent)
                     return None
         few_bytes = sent.op == "all-reduce" and sent.bytes <= self.material
         if len(sent.shape) < 2 or few_bytes:
-            for in_place in (False, True):
-                sent = _share_out(joined, sent, in_place=in_place)
-                sent = _share_out(fits, sent, in_place=in_place)
+            for as_substitute in (False, True):
+                sent = _share_out(joined, sent, as_substitute=as_substitute)
+                sent = _share_out(fits, sent, as_substitute=as_substitute)
         return _unless_scalars(sent)
 
 
@@ -197,9 +198,9 @@ def _unless_scalars(sent: Sent) -> Sent | None:
     return None if prod(sent.shape) <= SCALARS or sent.bytes <= scalars else sent
 
 
-def _share_out(accounts: Sequence[Account], sent: Sent, *, in_place: bool) -> Sent:
+def _share_out(accounts: Sequence[Account], sent: Sent, *, as_substitute: bool) -> Sent:
     """Shares bytes out in proportion to what each account lacks; returns the rest."""
-    missing = [max(0, each.missing(sent.op, in_place=in_place)) for each in accounts]
+    missing = [max(0, each.missing(sent.op, as_substitute=as_substitute)) for each in accounts]
     given = min(sent.bytes, sum(missing))
     for each, lacks in zip(accounts, missing, strict=True):
         if part := given * lacks // max(1, sum(missing)):

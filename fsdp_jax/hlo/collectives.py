@@ -15,7 +15,7 @@ from math import gcd, prod
 from typing import Literal, NamedTuple
 
 from fsdp_jax.errors import message
-from fsdp_jax.hlo.dataflow import only_sliced, paths_of, pieces
+from fsdp_jax.hlo.dataflow import concatenated_operands, only_sliced, paths_of
 from fsdp_jax.hlo.overlap import KERNELS, Overlap, Span, is_pair
 from fsdp_jax.hlo.parser import Computation, Instruction, Module, Shape, parse
 from fsdp_jax.hlo.replica_groups import Axes, Groups, groups_of
@@ -221,7 +221,7 @@ class _CollectiveReader:
             elif _communicates(one):
                 self.unread.append(f"{one.opcode} '{one.name}' in '{within.name}'")
             else:
-                collectives += self._called(within, one, context, scheduled)
+                collectives += self._collectives_of_callees(within, one, context, scheduled)
         return collectives
 
     def not_entered(self) -> list[str]:
@@ -251,10 +251,13 @@ class _CollectiveReader:
             *self.read(body, _LoopContext(executions, loop, known)),
         ]
 
-    def _called(
+    def _collectives_of_callees(
         self, within: Computation, one: Instruction, context: _LoopContext, scheduled: _Caller
     ) -> list[Collective]:
-        """Returns the collectives of what fusions, calls and asynchronous wrappers call."""
+        """Returns the collectives of what fusions, calls and asynchronous wrappers call.
+
+        Appends to `self.unread` what is named otherwise and may communicate.
+        """
         collectives: list[Collective] = []
         single = one.opcode in ("fusion", "async-start", "call-start")
         for called in (self._module[name] for name in one.calls):
@@ -301,7 +304,9 @@ class _CollectiveReader:
         # XLA concatenates small arrays before it reduces them.
         parts = list(one.operands)
         if op == "all-reduce":
-            parts = [part for name in parts for part in pieces(self._module, inner, name)]
+            parts = [
+                part for name in parts for part in concatenated_operands(self._module, inner, name)
+            ]
         unmerged = one
         if len(parts) != len(one.operands):
             unmerged = replace(one, inside=", ".join(f"%{name}" for name in parts))

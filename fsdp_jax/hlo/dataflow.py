@@ -64,8 +64,18 @@ def paths_of(module: Module, within: Computation, one: Instruction) -> list[str]
     return [path or other for path, other in zip(paths, fallback, strict=False)]
 
 
-def pieces(module: Module, within: Computation, name: str) -> list[str]:
-    """Returns the names of the arrays that an operand concatenates, before they were flattened."""
+def concatenated_operands(module: Module, within: Computation, name: str) -> list[str]:
+    """Returns the names of the arrays that an array concatenates, before they were flattened.
+
+    Args:
+        module: the program.
+        within: the computation that contains the array.
+        name: of the array: of a concatenation, or of a fusion whose root is one.
+
+    Returns:
+        Names in `within`; `[name]` if the array is not a plain concatenation of arrays of it.
+
+    """
     one = within[name]
     producer = one
     if one.opcode == "fusion":

@@ -295,7 +295,7 @@ def parse(text: str) -> Module:
                 Instruction(name, opcode, kind, inside, attributes, root is not None)
             )
         else:
-            raise malformed(f"a line of '{current.name}' is no instruction", line)
+            raise malformed(f"a line of '{current.name}' is not an instruction", line)
     if current is not None:
         raise malformed(f"it ends inside '{current.name}'", lines[-1])
     if not entry:

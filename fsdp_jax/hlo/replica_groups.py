@@ -86,7 +86,7 @@ def _expand(text: str, devices: int) -> np.ndarray:
             raise malformed(f"groups that do not share out {devices} devices evenly", text)
         return np.array(rows, int)
     if iota := _IOTA.fullmatch(text):
-        return _iota(iota[2], iota[3]).reshape(_numbers(iota[1]))
+        return _iota_numbers(iota[2], iota[3]).reshape(_numbers(iota[1]))
     if mesh := _MESH.fullmatch(text):
         return _mesh(*mesh.groups())
     raise malformed("groups of an unknown form", text)
@@ -110,12 +110,13 @@ def _mesh(sizes: str, order: str | None, joined: str) -> np.ndarray:
     flat = np.arange(prod(shape.values()))
     if order:
         iota = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", order)
-        flat = _iota(iota[1], iota[2]).ravel() if iota else np.array(_numbers(order))
+        flat = _iota_numbers(iota[1], iota[2]).ravel() if iota else np.array(_numbers(order))
     grouped = np.moveaxis(flat.reshape(dims), inside, range(-len(inside), 0))
     return grouped.reshape(-1, prod(dims[dim] for dim in inside))
 
 
-def _iota(sizes: str, order: str | None) -> np.ndarray:
+def _iota_numbers(sizes: str, order: str | None) -> np.ndarray:
+    """Returns the numbers from 0 on, of shape `sizes`, with the dims transposed by `order`."""
     numbers = np.arange(prod(_numbers(sizes))).reshape(_numbers(sizes))
     return numbers.transpose(_numbers(order)) if order else numbers
 

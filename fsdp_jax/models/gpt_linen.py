@@ -21,9 +21,12 @@ def _linear(
     return nn.Dense(outputs, use_bias=bias, kernel_init=init, dtype=config.dtype, name=name)
 
 
-def _embedding(count: int, config: GPTConfig, *, name: str) -> nn.Embed:
+def _embedding(num_embeddings: int, config: GPTConfig, *, name: str) -> nn.Embed:
+    """Returns a table of `num_embeddings` vectors of the model's width."""
     init = nn.initializers.normal(layers.INIT_STD)
-    return nn.Embed(count, config.width, embedding_init=init, dtype=config.dtype, name=name)
+    return nn.Embed(
+        num_embeddings, config.width, embedding_init=init, dtype=config.dtype, name=name
+    )
 
 
 def _layer_norm(config: GPTConfig, *, name: str) -> nn.LayerNorm:

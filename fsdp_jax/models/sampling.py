@@ -39,14 +39,14 @@ def sample(
     total = prompt.size + length
     T = min(window or total, total)
 
-    def step(known: jax.Array, tokens: jax.Array) -> jax.Array:
+    def write_token(known: jax.Array, tokens: jax.Array) -> jax.Array:
         start = jnp.maximum(known - T, 0)
         window_T = jax.lax.dynamic_slice(tokens, (start,), (T,))
         # what follows the last known token is padding, which a causal model does not see
         logits_V = model(window_T[None])[0, known - start - 1].astype(jnp.float32)
         return tokens.at[known].set(_draw(logits_V, temperature, key, known))
 
-    return jax.lax.fori_loop(prompt.size, total, step, jnp.pad(prompt, (0, length)))
+    return jax.lax.fori_loop(prompt.size, total, write_token, jnp.pad(prompt, (0, length)))
 
 
 def answer(
@@ -73,11 +73,11 @@ def answer(
         expected = "expected length of at least 1 and temperature of at least 0"
         raise ValueError(f"{expected}, got {length}, {temperature}")
 
-    def step(known: jax.Array, written: jax.Array) -> jax.Array:
+    def write_token(known: jax.Array, written: jax.Array) -> jax.Array:
         logits_V = model(inputs[None], written[None, :-1])[0, known].astype(jnp.float32)
         return written.at[known + 1].set(_draw(logits_V, temperature, key, known))
 
-    return jax.lax.fori_loop(0, length, step, jnp.zeros(length + 1, jnp.int32))[1:]
+    return jax.lax.fori_loop(0, length, write_token, jnp.zeros(length + 1, jnp.int32))[1:]
 
 
 def _draw(logits_V: jax.Array, temperature: float, key: jax.Array, number: jax.Array) -> jax.Array:

@@ -90,7 +90,7 @@ class Leaf:
         return self.bytes - self.bytes // self.missed_shards
 
     @property
-    def replicated(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every device holds all of it."""
         return self.bytes_per_device == self.bytes
 

@@ -93,7 +93,7 @@ def largest_replicated(layout: Layout, count: int = LARGEST) -> list[Leaf]:
     """Returns the largest leaves that every device holds in full, scalars excepted."""
     if layout.mesh.size == 1:
         return []
-    leaves = [leaf for leaf in layout if leaf.replicated and leaf.shape]
+    leaves = [leaf for leaf in layout if leaf.is_replicated and leaf.shape]
     return sorted(leaves, key=lambda leaf: (-leaf.bytes, leaf.path))[:count]
 
 

@@ -138,7 +138,7 @@ def _rules(layout: Layout) -> str:
     """Returns how many parameters each rule matched, and how many of them it sharded."""
     matched: dict[str, list[bool]] = {}
     for leaf in layout.by_path.values():
-        matched.setdefault(leaf.rule, []).append(not leaf.replicated)
+        matched.setdefault(leaf.rule, []).append(not leaf.is_replicated)
     return "; ".join(
         f"'{rule}' matched {len(sharded)} ({sum(sharded)} sharded)"
         for rule, sharded in matched.items()

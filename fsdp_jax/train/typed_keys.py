@@ -147,7 +147,13 @@ def _most_values(key: str, kind: Any) -> float:
 
 
 def is_flag(key: str, kind: Any) -> bool:
-    """Returns whether a key is set by its name alone, such as `--json`."""
+    """Returns whether an option takes no value, such as `--json`: a bool outside any section.
+
+    Args:
+        key: without the hyphens.
+        kind: its type, without `| None` and `Annotated`.
+
+    """
     return kind is bool and "." not in key
 
 

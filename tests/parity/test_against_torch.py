@@ -96,7 +96,7 @@ def laid_out(family, folder, tx, **fields):
     params = import_weights(folder, sharded.checkpoint_target().params, config)
     for path, leaf in flatten(params).items():
         assert leaf.sharding == sharded.layout.by_path[path].sharding, path
-    assert sum(not leaf.replicated for leaf in sharded.layout.by_path.values()) > 10
+    assert sum(not leaf.is_replicated for leaf in sharded.layout.by_path.values()) > 10
     opt_state = jax.jit(
         tx.init,
         out_shardings=jax.tree.map(lambda x: x.sharding, sharded.abstract_state().opt_state),

@@ -23,7 +23,7 @@ COUNT = 4  # bytes of Adam's step counter, replicated on every device
 
 
 class Tiny(nnx.Module):
-    """Two layers, every dim of which divides by eight."""
+    """Two layers, every dim of which is divisible by eight."""
 
     def __init__(self, rngs: nnx.Rngs, width: int = WIDTH):
         self.one = nnx.Linear(width, width, rngs=rngs)
@@ -172,7 +172,7 @@ def test_specs_of_parameters_and_gradients_follow_the_strategy():
             assert bool(leaf.spec) is strategy.shards_params
             assert bool(leaf.grad_spec) is strategy.shards_optimizer
             assert leaf.abstract.sharding == leaf.sharding
-            assert leaf.replicated is not strategy.shards_params
+            assert leaf.is_replicated is not strategy.shards_params
 
 
 def test_a_memory_kind_is_carried_by_the_sharding():

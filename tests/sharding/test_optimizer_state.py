@@ -119,7 +119,7 @@ def test_nothing_large_is_replicated(tx, strategy):
     for leaf in jax.tree.leaves(layout.optimizer):
         if follows(leaf.path, leaf.shape):
             assert {axis for entry in leaf.spec for axis in axes_of(entry)} == axes, leaf.path
-        assert not leaf.replicated or prod(leaf.shape) < MIN_SIZE, leaf.path
+        assert not leaf.is_replicated or prod(leaf.shape) < MIN_SIZE, leaf.path
         assert not leaf.wasted_bytes
 
 
@@ -162,8 +162,8 @@ def test_no_shard_replicates_all(tx):
 
 def test_zero1_shards_the_optimizer_and_not_the_parameters():
     layout = lay_out(optax.adam(1e-2), "zero1", data=8, replica=1)
-    assert all(leaf.replicated for leaf in jax.tree.leaves(layout.params))
-    assert all(not leaf.replicated for leaf in jax.tree.leaves(layout.optimizer) if leaf.shape)
+    assert all(leaf.is_replicated for leaf in jax.tree.leaves(layout.params))
+    assert all(not leaf.is_replicated for leaf in jax.tree.leaves(layout.optimizer) if leaf.shape)
     assert (
         layout.per_device("optimizer") == (layout.total("optimizer") - 4) // 8 + 4
     )  # the count is replicated
@@ -191,7 +191,7 @@ def test_the_longest_path_is_the_owner():
 def test_frozen_parameters_have_no_optimizer_state():
     layout = lay_out(optax.adam(1e-2), frozen=("embed/kernel",))
     assert not any(leaf.path.endswith("embed/kernel") for leaf in jax.tree.leaves(layout.optimizer))
-    assert not layout.by_path["embed/kernel"].replicated
+    assert not layout.by_path["embed/kernel"].is_replicated
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_every_family_is_read_into_its_shards(tmp_path, name, scan_layers):
         assert leaf.sharding == sharded.layout.by_path[path].sharding
         for shard in leaf.addressable_shards:
             assert np.array_equal(np.asarray(shard.data), np.asarray(leaf)[shard.index])
-    assert any(not leaf.replicated for leaf in sharded.layout.by_path.values())
+    assert any(not leaf.is_replicated for leaf in sharded.layout.by_path.values())
 
 
 @pytest.mark.parametrize("target", ["float32", "bfloat16", "float16"])

@@ -87,7 +87,7 @@ class Table:
     Attributes:
         entries: of all parameters.
         prefix: what a name may lack, as in a file that was saved from the model without its head.
-        ignored: names of tensors that are no parameters, or none of ours; `*` is a number.
+        ignored: names of tensors that are not parameters of ours; `*` is a number.
 
     """
 
