@@ -11,8 +11,8 @@ Conventions
   same bytes in one file, from memory, in blocks of 8 MiB, flushed.
 - restore: `CheckpointStore.restore`, with and without verification. Plain read: the checkpoint's
   files, one after another, into memory that is kept, as the state is; streamed: through one block
-  of 8 MiB, which is no restore, for information. Before each, the files are dropped from the page
-  cache (`posix_fadvise`).
+  of 8 MiB, which is not a restore, for information. Before each, the files are dropped from the
+  page cache (`posix_fadvise`).
 - blocked: how long an asynchronous `save` blocks its caller. Copy: every shard to a numpy array.
 - Peak memory is the child's largest resident set less that before the call. It includes the
   restored state: the devices' memory is the host's.

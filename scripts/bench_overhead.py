@@ -90,7 +90,7 @@ def by_hand(
         return nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(key)), nnx.Param))
 
     def spec(path: Any, leaf: Any) -> P:
-        """Shards the largest dim that divides, never the layer dim."""
+        """Shards the largest divisible dim, never the layer dim."""
         first = 1 if path[0].key == "blocks" else 0
         dims = [i for i in range(first, leaf.ndim) if leaf.shape[i] % devices == 0]
         if strategy == "no_shard" or not dims or np.prod(leaf.shape[first:]) < small:
@@ -141,7 +141,7 @@ def by_hand(
         return x_BTD + linear(p["mlp"]["down"], hidden)
 
     def keep(primitive: Any, *_: Any, **__: Any) -> bool:
-        """Saves activations, not gathered parameters: the backward gathers again."""
+        """Saves activations, not gathered parameters: the backward pass gathers again."""
         return primitive.name not in GATHERING
 
     def layer(x_BTD: jax.Array, p: Tree) -> tuple[jax.Array, None]:
@@ -456,7 +456,8 @@ def main() -> int:
     sharded = fsdp_jax.fully_shard(
         lambda rngs: GPT(config, rngs=rngs), tx, mesh, args.strategy, "scan", precision=precision
     )
-    # By annotations, as the other side: with local batches the collectives differ (fewer bytes).
+    # With sharding annotations, as the other side: with local batches the collectives differ (fewer
+    # bytes).
     ours = sharded.train_step(next_token_loss)
     init, hand, hand_batch = by_hand(config, flat, tx, args.strategy, jnp.dtype(args.compute))
     states = {"ours": sharded.init(0), "hand": init(0)}
