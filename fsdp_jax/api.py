@@ -92,9 +92,9 @@ def fully_shard(
         strategy: `no_shard`, `zero1`, `shard_grad_op`, `full_shard`, `hybrid_shard`,
             `hybrid_shard_zero2`, or an alias.
         rules: ordered (pattern, spec) for parameters by path; see `fsdp_jax.sharding.rules`.
-            Without a rule, the largest dim that divides by the devices is sharded.
+            Without a rule, the largest dim divisible by the number of devices is sharded.
         logical_axes: logical name -> mesh axis, for rules and for Flax's annotations.
-        min_size: parameters with fewer elements stay replicated.
+        min_size: parameters with fewer elements per layer stay replicated.
         strict: every parameter must be matched by a rule or an annotation.
         frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
             still sharded.
@@ -110,10 +110,11 @@ def fully_shard(
             its parameters in.
 
     Memory against time:
-        remat: `none` saves a unit's activations, `full` recomputes the unit in the backward.
+        remat: `none` saves a unit's activations, `full` recomputes the unit in the backward
+            pass.
         prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile,
-            for one more unit in memory; `post` gathers in the backward as one has computed; `none`
-            leaves it to XLA.
+            for one more unit in memory; `post` gathers in the backward pass, after one has
+            computed; `none` leaves it to XLA.
 
     Raises:
         ValueError: arguments that do not fit, with the path, what was expected, what was found, and
@@ -188,7 +189,7 @@ def fully_shard(
 
 
 def _split_axes(logical_axes: Mapping[str, Axis] | None, mesh: Mesh) -> dict[str, Axis]:
-    """Returns logical axes in which `data` is the mesh axes behind it, as a logical name too."""
+    """Returns logical axes with `data` replaced by the mesh axes that it is split into."""
     parts = data_axes(mesh)
     logical_axes = dict(logical_axes or {})
     if DATA in mesh.axis_names or not parts:
@@ -247,8 +248,8 @@ def _copies(
 def _gathers_per_axis(mesh: Mesh) -> bool:
     """Returns whether collectives go along one mesh axis at a time, as on the torus of a TPU.
 
-    NCCL's go over the whole mesh at once, on any network. Virtual CPU devices do as a TPU where
-    `data` was split.
+    NCCL's collectives go over the whole mesh at once, on any network. Virtual CPU devices behave as
+    a TPU where `data` was split.
     """
     platform = mesh.devices.flat[0].platform
     return platform == "tpu" or (platform == "cpu" and len(data_axes(mesh)) > 1)
@@ -388,12 +389,13 @@ class Sharded:
                 then. Needs `local_batch`.
             local_batch: your promise that `loss_fn` is a sum over examples, so that each device may
                 run it on its own rows, with explicit collectives. Statistics over the batch
-                (contrastive or load-balancing terms) and penalties on parameters are no such sums;
+                (contrastive or load-balancing terms) and penalties on parameters are not such
+                sums;
                 `fsdp_jax.testing.certify` checks a loss. Without the promise the loss sees the
                 global batch, as on one device, and XLA inserts the collectives.
             clip: largest global norm of the gradient.
-            abort_after: raise after so many steps in a row whose gradients were not finite; None
-                never does.
+            abort_after: raise after so many steps in a row whose loss or gradients were not finite;
+                None never does.
 
         Raises:
             ValueError: arguments out of range, or that need `local_batch`; when the step is

@@ -31,7 +31,7 @@ class BatchSplit:
 
     Attributes:
         axes: mesh axes that shard dim 0 of the batch.
-        rows: of the global microbatch; None where arguments are no batch.
+        rows: of the global microbatch; None where arguments are not of the batch.
 
     """
 
@@ -69,23 +69,25 @@ def on_local_rows(
     Args:
         fn: a function of positional arrays (or trees of them) that treats rows alike: dim 0 of
             every argument and result is the batch, and a row of a result comes from the same rows
-            of the arguments. That is your promise. A result may also have one row a device.
-        replicated: numbers of the arguments that have no rows, such as a table; they are replicated
-            on every device, and their gradients are summed over devices.
+            of the arguments. That is your promise. A result may also have one row per device.
+        replicated: positions of the arguments that have no rows, such as a table; they are
+            replicated on every device, and their gradients are summed over devices.
 
     Raises:
         ValueError: when traced, arguments or results whose dim 0 is not the batch.
 
     Warns:
-        SlowerWarning: when traced, that the rows do not divide by the devices, so that XLA
-            partitions `fn`.
+        SlowerWarning: when traced, that the number of rows is not divisible by the number of
+            devices, so that XLA partitions `fn`.
 
     """
     where = f"on_local_rows({getattr(fn, '__name__', fn)})"
     numbers = isinstance(replicated, Collection) and all(isinstance(n, int) for n in replicated)
     if not numbers:
         fix = "replicated=(1,)"
-        raise ValueError(message("not numbers of arguments", where=where, got=replicated, fix=fix))
+        raise ValueError(
+            message("not positions of arguments", where=where, got=replicated, fix=fix)
+        )
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
@@ -95,11 +97,11 @@ def on_local_rows(
         rows = _row_counts(args, replicated, where)
         devices = prod(split.mesh.shape[axis] for axis in split.axes)
         if any(count % devices for count in rows):
-            # A step's rows divide: these are others.
+            # Those of a step are divisible: these are others.
             if split.rows is not None:
                 warnings.warn(
-                    f"{where}: all rows run on every device, for {sorted(rows)} do not divide by "
-                    f"{devices}",
+                    f"{where}: all rows run on every device, for {sorted(rows)} rows are not "
+                    f"divisible by {devices}",
                     SlowerWarning,
                     stacklevel=2,
                 )

@@ -177,7 +177,7 @@ def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
     *layers, inputs, outputs = linear.kernel.shape
     bound = inputs**-0.5
     a = jax.random.uniform(key, (*layers, inputs, rank), jnp.float32, -bound, bound)
-    # This bypasses NNX's check against assignments inside a transform: a class is no state.
+    # This bypasses NNX's check against assignments inside a transform: a class is not state.
     object.__setattr__(linear, "__class__", _adapted(linear.__class__))
     linear.lora_a = nnx.LoRAParam(a)
     linear.lora_b = nnx.LoRAParam(jnp.zeros((*layers, rank, outputs), jnp.float32))

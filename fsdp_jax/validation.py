@@ -160,7 +160,7 @@ def _mistake(model: Any) -> tuple[str, str] | None:
     if isinstance(model, nnx.bridge.ToLinen):
         return "an NNX model wrapped for Linen", f"{make_model}, the NNX model itself"
     if isinstance(model, nnx.Module):
-        fix = f"pass the function that makes it, {make_model}, so that it is born sharded"
+        fix = f"pass the function that makes it, {make_model}, so that it is initialized sharded"
         return "the model is already in memory, unsharded", fix
     if isinstance(model, nn.Module):
         if model.scope is None:

@@ -84,7 +84,7 @@ def test_functions_that_do_not_keep_rows_are_refused(mesh, fn, replicated, text)
 @pytest.mark.parametrize("replicated", [1, ("table",)])
 def test_replicated_takes_numbers_of_arguments(replicated):
     with pytest.raises(
-        ValueError, match=r"not numbers of arguments\n.*kernel(.*\n)+.*replicated=\(1,\)"
+        ValueError, match=r"not positions of arguments\n.*kernel(.*\n)+.*replicated=\(1,\)"
     ):
         fsdp.on_local_rows(kernel, replicated=replicated)
 

@@ -90,7 +90,7 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[st
     if path in evidence.lost and what == "gradients":
         return "the gradient is lost: it is zero in all elements"
     if what == "parameters" and "gradients" not in broken:
-        return "the optimizer, sharded, does not do to these gradients what it does unsharded"
+        return "the sharded optimizer gives a different update for the same gradients"
     if what == "model state":
         return "the model's state (batch statistics) is computed on a part of the batch"
     is_norm = what == "gradient norm" and "gradients" not in broken
@@ -106,8 +106,8 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[st
     for axis, size in evidence.sizes.items():
         which = axis if axis == "devices" else f"devices along '{axis}'"
         if size > 1 and _is_power(scale, size, 1):
-            number_of = f"the number of {which} ({size}) is multiplied in or divided by"
-            return f"scaled by {scale:.3g}: {number_of}"
+            by = f"it is multiplied or divided by the number of {which} ({size})"
+            return f"scaled by {scale:.3g}: {by}"
         if size > 1 and is_norm and _is_power(scale, size, 0.5):
             root = f"the root of {size}: the norm counts each of the {which} once"
             return f"scaled by {scale:.3g}, {root}"

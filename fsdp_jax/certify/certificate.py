@@ -22,7 +22,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest relative differences that hold; see the note in `comparison`.
+    """The largest relative differences that are allowed; see the note in `comparison`.
 
     Attributes:
         loss: also of the count.
@@ -73,7 +73,7 @@ class Setting:
         options = {
             "local_batch": self.local_batch,
             "deferred_reduction": self.deferred_reduction,
-            "one row a device": self.one_row,
+            "one row per device": self.one_row,
         }
         chosen = [name for name, value in options.items() if value]
         return ", ".join([self.strategy, f"accumulation {self.accumulation}", *chosen])

@@ -41,7 +41,8 @@ def certify(
     Args:
         model: as `fully_shard` takes it.
         loss_fn: `(model, batch) -> (sum, count)`.
-        batch: arrays [rows, ...]; rows divide by devices x the largest accumulation.
+        batch: arrays [rows, ...]; the number of rows must be divisible by devices x the largest
+            accumulation.
         tx: the optimizer; `optax.sgd(0.1)` if None.
         units: as `fully_shard` takes them.
         inputs: example inputs of a Linen model.
@@ -63,13 +64,13 @@ def certify(
             ...
 
     Returns:
-        The table of differences; all of them hold.
+        The table of differences, all within the tolerance.
 
     Raises:
         CertifyError: an AssertionError that names setting, array, difference and likely cause. Its
             `certificate` has everything.
-        ValueError: a batch that does not divide, one device alone, a loss that is not finite on one
-            device.
+        ValueError: a batch that cannot be split evenly, one device alone, a loss that is not
+            finite on one device.
 
     """
     arguments: dict[str, Any] = {"units": units, "inputs": inputs, "min_size": min_size}
@@ -101,7 +102,7 @@ def certify(
 
 
 def _check(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:
-    """Returns the rows of the batch; raises ValueError where they do not divide."""
+    """Returns the rows of the batch; raises ValueError if they cannot be split evenly."""
     if devices < 2:
         what = "nothing is sharded on one device"
         fix = "fsdp_jax.launch.use_virtual_devices(8), before jax starts"
@@ -111,7 +112,7 @@ def _check(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:
     parts = devices * max(accumulation)
     first = next(iter(rows.values()), None)
     if first is None or first % parts or len(set(rows.values())) > 1:
-        what = "the batch does not divide"
+        what = "the batch cannot be split evenly"
         expected = f"a multiple of {parts} rows: {devices} devices "
         expected += f"x accumulation {max(accumulation)}"
         fix = "pass more rows, or accumulation=(1,)"

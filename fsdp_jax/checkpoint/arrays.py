@@ -27,7 +27,7 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     The record has `leaves` (dtype and shape of every leaf as text), `keys` (implementations of PRNG
     keys) and `shards` (shapes of the shards), each by path.
 
-    Raises ValueError for leaves that are no jax.Array, and for a state without a single element.
+    Raises ValueError for leaves that are not a jax.Array, and for a state without a single element.
     """
     if isinstance(state, TrainState) and jax.tree.leaves(state.copies):
         what = "copies that only this layout computes with"

@@ -68,7 +68,7 @@ class Preflight:
         summary = (
             f"{self.where}: reads {human_bytes(self.read_bytes)}, "
             f"with at most {human_bytes(self.host_bytes)} of host memory at a time, "
-            f"into {human_bytes(self.device_bytes)} a device"
+            f"into {human_bytes(self.device_bytes)} per device"
         )
         differences = [f"  differs: {line}" for line in self.differences]
         casts = [f"  cast: {line}" for line in self.casts]

@@ -55,10 +55,10 @@ class CheckpointStore:
 
     `directory` is on a file system that every process sees; each writes and reads its own shards,
     and every process makes the same calls in the same order. The newest `keep` steps are kept, and
-    those that `keep_every` divides; others are deleted once a newer one is in place. With
-    `asynchronous` a save returns as soon as the state is copied to the host, and is written in the
-    background; the state may then be donated. Readers need no lease: a store that never saves
-    changes nothing.
+    those whose number is a multiple of `keep_every`; others are deleted once a newer one is in
+    place. With `asynchronous` a save returns as soon as the state is copied to the host, and is
+    written in the background; the state may then be donated. Readers need no lease: a store that
+    never saves changes nothing.
 
     Raises ConfigError if `keep` or `keep_every` is not positive.
     """
@@ -181,7 +181,7 @@ class CheckpointStore:
         return [step for step, ours in step_directories(self.directory).items() if ours]
 
     def foreign(self) -> list[int]:
-        """Returns the numbers of entries named like a step that are links or no checkpoints."""
+        """Returns the numbers of entries named like a step that are links or not checkpoints."""
         return [step for step, ours in step_directories(self.directory).items() if not ours]
 
     def latest(self) -> int | None:
@@ -232,7 +232,7 @@ class CheckpointStore:
     def set_aside(self, step: int, why: str) -> Path:
         """Renames a step to `STEP.WHY`, numbered if that exists, and returns the new path.
 
-        It is no step any more. Only one process may call this.
+        It is no longer a step. Only one process may call this.
         """
         path = self._existing(step)
         suffixes = [f".{why}", *(f".{why}-{number}" for number in range(2, 1000))]

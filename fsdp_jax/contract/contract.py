@@ -2,9 +2,9 @@
 
 Every byte of the program is attributed to the parameter that it serves: by the scope that the
 library puts around its collectives, and where XLA has lost that, by the shape. What serves no
-parameter is an activation. In a step with explicit collectives that is a violation; by sharding
+parameter is an activation. In a step with explicit collectives that is a violation; with sharding
 annotations XLA may send activations where they are less than the parameter, and the contract holds
-while the declared bytes are not exceeded and the dtypes are those declared.
+while at most 1.02 times the declared bytes are sent and the dtypes are those declared.
 """
 
 from collections import Counter
@@ -41,10 +41,10 @@ class Contract:
         violations: what differs, the most bytes first.
         unread: what could not be read in the program; where there is any, the contract does not
             hold.
-        choices: by sharding annotations, what XLA sends in place of what is declared, within the
+        choices: with sharding annotations, what XLA sends in place of what is declared, within the
             limit.
         note: what the platform hides.
-        parts: the mesh axes behind `data`.
+        parts: the mesh axes that `data` is split into.
 
     """
 
@@ -68,7 +68,7 @@ class Contract:
 
     @cached_property
     def wire_bytes_limit(self) -> int:
-        """Bytes that a device must send per step, by the strategy's arithmetic."""
+        """Bytes per device and step that the strategy declares; the contract allows 2% more."""
         return sum(each.bytes for each in self.expected)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -168,8 +168,8 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
     notes = []
     if traffic and annotated:
         notes.append(
-            "by sharding annotations, XLA chooses what is sent; train_step(local_batch=True) makes "
-            "the collectives explicit"
+            "with sharding annotations, XLA chooses what is sent; train_step(local_batch=True) "
+            "makes the collectives explicit"
         )
     if mesh.devices.flat[0].platform == "cpu":
         notes.append(

@@ -7,9 +7,9 @@ belongs to no unit once, as the model is entered. `shard_grad_op` and `zero1` ga
 optimizer step. Gradients are reduced by each microbatch, or once where that is deferred: scattered
 along the axes that they are sharded along, and what is left of them reduced along the others.
 
-By sharding annotations this sum is a limit and no more: XLA may send activations in place of a
-parameter. A gradient is then reduced in the dtype that its matmul yields, which is the compute
-dtype; no other is declared.
+The contract allows 2% more than this sum. With sharding annotations XLA need not send it parameter
+by parameter: it may send activations in place of one. A gradient is then reduced in the dtype that
+its matmul yields, which is the compute dtype; no other is declared.
 """
 
 from collections.abc import Sequence

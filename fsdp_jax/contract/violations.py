@@ -94,10 +94,10 @@ def _annotated(
     """Returns as `traffic_violations`, for a step that is partitioned by sharding annotations.
 
     XLA may send activations in place of a parameter, or of its gradient, where that is less. The
-    bytes that it saves so on some parameters pay for the activations, the smallest first; an
-    activation that they do not pay for is a violation.
+    bytes saved on parameters offset the activations sent instead, the smallest first; an activation
+    that they do not offset is a violation.
     """
-    never_paid = [violation for violation in own if violation.kind == "dtype"]
+    never_offset = [violation for violation in own if violation.kind == "dtype"]
     more = [violation for violation in own if violation.kind in ("bytes", "repeat")]
     # A wider all-gather than any parameter declares may be of weights in disguise (concatenated,
     # say).
@@ -108,21 +108,21 @@ def _annotated(
     for sent, violation in activations:
         material = sent.op == "all-gather" and sent.bytes > attribution.material
         wide = material and jnp.dtype(sent.dtype).itemsize > widest
-        (never_paid if wide else more).append(violation)
-    # Pay for the rest with what is saved.
+        (never_offset if wide else more).append(violation)
+    # Offset the rest by what is saved.
     avoided = [
         account for account in attribution.accounts if account.is_avoided(attribution.material)
     ]
     saved = sum(account.declared_bytes - account.sent_bytes for account in avoided)
-    paid: list[Violation] = []
-    unpaid: list[Violation] = []
+    offset: list[Violation] = []
+    not_offset: list[Violation] = []
     for violation in sorted(more, key=lambda violation: violation.bytes):
         if attribution.excess <= attribution.slack or violation.bytes <= saved:
             saved -= violation.bytes
-            paid.append(violation)
+            offset.append(violation)
         else:
-            unpaid.append(violation)
-    return never_paid + unpaid or _total_excess(attribution), _substitutions(avoided, paid)
+            not_offset.append(violation)
+    return never_offset + not_offset or _total_excess(attribution), _substitutions(avoided, offset)
 
 
 def other_axes(
@@ -130,7 +130,7 @@ def other_axes(
 ) -> list[Violation]:
     """Returns a violation for each mesh axis along which traffic is sent and none is declared.
 
-    `parts`: the mesh axes behind `data`.
+    `parts`: the mesh axes that `data` is split into.
     """
     declared, sent = Counter[str](), Counter[str]()
     for one in expected:
@@ -149,12 +149,12 @@ def other_axes(
     ]
 
 
-def _substitutions(avoided: Sequence[Account], paid: Sequence[Violation]) -> list[str]:
+def _substitutions(avoided: Sequence[Account], offset: Sequence[Violation]) -> list[str]:
     """Returns what XLA does in place of gathering or reducing some parameters, as one line."""
-    moved = sum(violation.bytes for violation in paid)
+    moved = sum(violation.bytes for violation in offset)
     if not avoided:
-        what = ", ".join(violation.what for violation in paid)
-        return [f"within the limit: {what} ({human_bytes(moved)} per step)"] if paid else []
+        what = ", ".join(violation.what for violation in offset)
+        return [f"within the limit: {what} ({human_bytes(moved)} per step)"] if offset else []
     by_path: dict[str, list[str]] = {}
     for each in avoided:
         what = "not gathered" if each.role == "gather" else "its gradient not reduced"
@@ -174,8 +174,8 @@ def _total_excess(attribution: Attribution) -> list[Violation]:
     """Returns what is sent above all that is declared, where no parameter accounts for it."""
     if attribution.excess <= attribution.slack:
         return []
-    cause = "many small parameters, each sent by what the compiler has: raise min_size, "
-    cause += "and they stay replicated"
+    cause = "many small parameters, each sent by a collective that the compiler chose: "
+    cause += "raise min_size, and they stay replicated"
     return [Violation("", "more is sent than declared", attribution.excess, cause)]
 
 
@@ -188,8 +188,8 @@ def _unattributed(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -
         where = " or ".join(same_shape)
         what = f"one more array of its shape is sent, {what}"
         cause = (
-            "by annotations, what is used in several places (a tied head, chunks of a loss) is "
-            "gathered or reduced once for each: local_batch=True adds that up first; "
+            "with sharding annotations, what is used in several places (a tied head, chunks of a "
+            "loss) is gathered or reduced once for each: local_batch=True adds that up first; "
             "or an activation is sent"
         )
         return Violation(where, what, sent.bytes, cause)
@@ -281,8 +281,9 @@ def _dtype_cause(account: Account, dtype: np.dtype, more: int) -> str:
         return "it is reduced in the dtype that it is computed in; local_batch=True casts it first"
     module = account.path.rpartition("/")[0] or account.path
     return (
-        f"'{module}' computes in {dtype}, by its own dtype or its inputs', and by annotations a "
-        "gradient is reduced in the dtype that it is computed in: make it with dtype=None "
+        f"'{module}' computes in {dtype}, by its own dtype or its inputs', and with sharding "
+        "annotations a gradient is reduced in the dtype that it is computed in: make it with "
+        "dtype=None "
         f"(an nnx.Embed, whose default is its table's own dtype, with dtype='{account.dtype}'), "
         f"or declare it: keep_float32=('{module}',)"
     )
@@ -304,8 +305,8 @@ def _excess(account: Account, excess: int) -> Violation:
     if account.role == "reduce":
         done = "reduced"
         cause = (
-            "it is used in several places (a tied head), and by annotations each use's gradient is "
-            "reduced by itself: train_step(local_batch=True) adds them up first"
+            "it is used in several places (a tied head), and with sharding annotations each use's "
+            "gradient is reduced by itself: train_step(local_batch=True) adds them up first"
         )
     else:
         done = "gathered"

@@ -1,8 +1,9 @@
 """Instructions with responses, in Alpaca's format (Taori et al., 2023), and rows made of them.
 
-A record has `instruction`, `input` (optional) and `output`. Decoder-only models read prompt and
-answer as one row, into which several are packed; models with an encoder read the prompt there and
-write the answer. Only the tokens of answers count in the loss.
+A record has `instruction`, `input` (optional) and `output`. For decoder-only models, a prompt and
+its answer are one sequence, and several sequences are packed into a row. For models with an
+encoder, the encoder reads the prompt and the decoder writes the answer. Only the tokens of answers
+count in the loss.
 
 Shapes: T sequence, S inputs.
 """

@@ -184,7 +184,7 @@ def _rows_per_process(global_batch_size: int, process_index: int, process_count:
         raise config_error(what, where="process_index", expected=expected, got=process_index)
     if global_batch_size % process_count:
         raise config_error(
-            "The batch does not divide among the processes.",
+            "The batch cannot be split evenly among the processes.",
             where="train.global_batch_size",
             expected=f"a multiple of {process_count} processes",
             got=global_batch_size,

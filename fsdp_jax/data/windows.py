@@ -41,9 +41,11 @@ def stream_of(texts: Iterable[str], tokenizer: Tokenizer) -> Stream:
 class Windows:
     """Random access to windows of T+1 tokens, each starting at the last token of the one before.
 
-    Every token is predicted once per epoch; the last tokens, fewer than T, are not used. With
-    `starts`, documents are kept apart: none attends to another, and the target that would cross
-    into the next one is masked. Raises ConfigError if the stream is shorter than one window.
+    Every token but the first is predicted once per epoch, except the last ones, fewer than T, which
+    fill no window. With `starts`, documents are kept apart: none attends to another, and the first
+    token of a document is not predicted from the one before it.
+
+    Raises ConfigError if the stream is shorter than one window.
     """
 
     def __init__(self, tokens: Tokens, *, sequence_length: int, starts: np.ndarray | None = None):

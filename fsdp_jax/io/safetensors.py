@@ -98,7 +98,7 @@ class StoredTensor:
 
 
 class SafetensorsFolder(Mapping[str, StoredTensor]):
-    """The tensors of a folder by name: a context that keeps their files open.
+    """The tensors of a folder by name; as a context manager it keeps their files open.
 
     The files are those that `model.safetensors.index.json` names, or `model.safetensors`. No code
     in them is run.

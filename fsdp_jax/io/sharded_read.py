@@ -3,8 +3,9 @@
 An array is assembled from mapped tensors, block by block. A block is read once and copied to every
 shard that overlaps it, so that a tensor that is transposed on its way is still read in file order.
 
-Shards in host memory (CPU devices, offloading) are assembled in place. Otherwise an array's shards
-are assembled on the host if they fit half of the staging budget, or on the device, block by block.
+Shards in host memory (of CPU devices, or of a host memory kind) are assembled in place. Otherwise
+an array's shards are assembled on the host if they fit half of the staging budget, or on the
+device, block by block.
 """
 
 import os
@@ -96,7 +97,7 @@ def _update(array: jax.Array, block: jax.Array, start: Sequence[int]) -> jax.Arr
 
 
 class ShardReader:
-    """Threads that read `tensors` into arrays, in `budget` bytes of host memory beside: a context.
+    """A context of threads that read `tensors` into arrays, with `budget` bytes for staging.
 
     Each worker has a block to read into, one to cast into for devices with memory of their own, and
     the transfer of that one. Blocks are at most an eighth of a worker's share of the budget, so

@@ -225,7 +225,7 @@ def timeline_drawing(events: Sequence[Event]) -> Drawing | None:
         caption = f"{lane}: busy {seconds_text(_total(busy))} of {seconds_text(span)}"
         if lane == LINK:
             waits = seconds_text(_total(exposed))
-            caption += f"; low: beside compute; high: exposed, {waits}"
+            caption += f"; short bars: overlapped; tall bars: exposed, {waits}"
             boxes += _lane(busy, span, top + 30, 10, LINK)
             boxes += _lane(exposed, span, top + 20, 20, "exposed")
         else:

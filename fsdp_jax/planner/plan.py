@@ -77,7 +77,7 @@ class Plan:
         buffers: arrays at the peak, largest first; none if the plan is analytic.
         collectives: rows as in `inspect --json`.
         wire_bytes: bytes that a device sends per step.
-        wire_bytes_limit: bytes that the strategy requires.
+        wire_bytes_limit: bytes that the strategy declares; the contract allows 2% more.
         exposed_bytes: of the bytes sent, those that the device waits for.
         time: None where XLA refuses to compile.
         tokens_per_s_per_device: None where the number of tokens is unknown.
@@ -87,7 +87,7 @@ class Plan:
         compile_s: seconds of compilation, when it was done.
         basis: whether each figure is compiled or analytic.
         notes: what a reader must know.
-        fixes: what would lower the peak, largest saving first.
+        fixes: what would lower the peak: available ones first, then by the peak that is left.
         events: the timeline of one layer, or of the step where nothing loops.
 
     """
@@ -136,7 +136,7 @@ class Plan:
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
         verdict = "fits" if self.fits else "DOES NOT FIT"
         peak, usable = human_bytes(self.peak_bytes), human_bytes(self.usable_bytes)
-        speed = f", {seconds_text(self.time.step_s)} a step" if self.time else ""
+        speed = f", {seconds_text(self.time.step_s)} per step" if self.time else ""
         where = f"{self.strategy} on {self.topology} ({mesh})"
         return f"{where}: {verdict}, {peak} of {usable} at the peak{speed}"
 
@@ -154,19 +154,19 @@ class Plan:
         parameters = f"of state\n{self.parameters:,} parameters"
         yield "between steps", human_bytes(self.valley_bytes), parameters
         if self.host_bytes:
-            yield "host memory", human_bytes(self.host_bytes), "for each device"
+            yield "host memory", human_bytes(self.host_bytes), "per device"
         if self.time:
-            yield "a step", seconds_text(self.time.step_s), self.basis.get("time", "")
+            yield "time per step", seconds_text(self.time.step_s), self.basis.get("time", "")
         if self.tokens_per_s_per_device is not None:
             speed = f"{self.tokens_per_s_per_device:,.0f}"
-            yield "tokens/s a device", speed, f"times {self.devices} devices"
+            yield "tokens/s per device", speed, f"times {self.devices} devices"
         if self.mfu is not None:
             yield "MFU", f"{self.mfu:.1%}", self.convention
         if self.hfu is not None:
             yield "HFU", f"{self.hfu:.1%}", "including recomputation"
         if self.wire_bytes:
             exposed = f"{human_bytes(self.exposed_bytes)} of it exposed"
-            yield "sent a step", human_bytes(self.wire_bytes), exposed
+            yield "sent per step", human_bytes(self.wire_bytes), exposed
 
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """Returns (kind, bytes, share of the peak) for each kind of memory."""
@@ -211,7 +211,7 @@ class Plan:
         """Returns tokens per second and utilization, with their convention."""
         parts = []
         if self.tokens_per_s_per_device is not None:
-            parts.append(f"{self.tokens_per_s_per_device:.0f} tokens/s a device")
+            parts.append(f"{self.tokens_per_s_per_device:.0f} tokens/s per device")
         if self.mfu is not None:
             parts.append(f"MFU {100 * self.mfu:.1f}% ({self.convention})")
         if self.hfu is not None:
@@ -237,7 +237,7 @@ class Plan:
             return "nothing is sent"
         ratio = self.wire_bytes / self.wire_bytes_limit
         return (
-            f"a device sends {human_bytes(self.wire_bytes)} a step ({ratio:.3f} of what "
+            f"a device sends {human_bytes(self.wire_bytes)} per step ({ratio:.3f} of what "
             f"{self.strategy} declares), of which {human_bytes(self.exposed_bytes)} are exposed"
         )
 
@@ -321,7 +321,7 @@ def plans_table(names: Sequence[str], plans: Sequence[Plan]) -> str:
         row("  matmuls", seconds(lambda time: time.compute_s)),
         row("  memory", seconds(lambda time: time.memory_s)),
         row("  exposed", seconds(lambda time: time.exposed_s)),
-        row("tokens/s a device", lambda plan: _or_dash(plan.tokens_per_s_per_device, ".0f")),
+        row("tokens/s per device", lambda plan: _or_dash(plan.tokens_per_s_per_device, ".0f")),
         row("MFU", lambda plan: _or_dash(plan.mfu, ".1%")),
         row("basis", lambda plan: plan.basis["peak_bytes"]),
     ]

@@ -22,7 +22,11 @@ from fsdp_jax.units.unit import Remat
 FINALISTS = 4
 """How many candidates that fit are compiled."""
 MARGIN = 1.1
-"""Estimates of the peak are within a tenth of the compiled one; larger ones are not compiled."""
+"""Candidates whose estimated peak is above this multiple of the usable memory are not compiled.
+
+For stacked layers an estimate is within 10% of the compiled peak; see "how far to trust a plan" in
+docs/planning.md for the exceptions.
+"""
 SETTINGS_COLUMNS = ("strategy", "replica", "remat", "prefetch", "accumulation")
 COLUMNS = (*SETTINGS_COLUMNS, "peak", "step", "tokens/s/device", "sent", "basis", "")
 
@@ -126,7 +130,7 @@ class Search:
         """Estimates all settings on a machine and compiles the fastest of those that fit.
 
         Raises:
-            ConfigError: a batch that does not divide, or no settings can be built.
+            ConfigError: a batch that cannot be split evenly, or no settings can be built.
             FitError: nothing fits.
 
         """
@@ -135,7 +139,7 @@ class Search:
             size = topology.size
             raise ConfigError(
                 message(
-                    "the batch does not divide",
+                    "the batch cannot be split evenly",
                     where="train.global_batch_size",
                     expected=f"a multiple of {size}, the devices of {topology.name}",
                     got=self.rows,
@@ -147,7 +151,7 @@ class Search:
         fitting.sort(key=lambda candidate: candidate.seconds)
         compiled, unfit = self._compile_fastest(fitting, topology)
         if not compiled:
-            raise FitError(_nothing_fits(topology, estimated))
+            raise FitError(_nothing_fits_message(topology, estimated))
         return SearchResult(topology, tuple(compiled), tuple(unfit), tuple(fitting), len(estimated))
 
     def smallest_topology(self, chip: Hardware, devices: int | None = None) -> Topology:
@@ -172,7 +176,7 @@ class Search:
             if self.rows % topology.size == 0 and devices in (None, topology.size)
         ]
         if not topologies:
-            raise ConfigError(_no_machine(chip, self.rows, devices))
+            raise ConfigError(_no_machine_message(chip, self.rows, devices))
         errors: list[str] = []
         for topology in topologies:
             # more microbatches need not use less memory: their gradients are accumulated
@@ -188,8 +192,10 @@ class Search:
                 return topology
         if errors:
             raise ConfigError(errors[0])
-        what = "it fits no machine that the batch divides by"
-        fix = f"raise train.global_batch_size above {self.rows}, so that it divides by more devices"
+        what = "it fits no machine whose number of devices divides the batch"
+        fix = (
+            f"raise train.global_batch_size above {self.rows}: it may be divisible by more devices"
+        )
         raise FitError(message(what, where="devices", got=topologies[-1].name, fix=fix))
 
     def _estimate(
@@ -323,7 +329,8 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def _nothing_fits(topology: Topology, estimated: Sequence[Candidate]) -> str:
+def _nothing_fits_message(topology: Topology, estimated: Sequence[Candidate]) -> str:
+    """Returns the error that no settings fit a machine, with those of the lowest peak."""
     least = min(estimated, key=lambda candidate: candidate.plan.peak_bytes)
     return message(
         f"no setting fits {topology.name}",
@@ -335,7 +342,8 @@ def _nothing_fits(topology: Topology, estimated: Sequence[Candidate]) -> str:
     )
 
 
-def _no_machine(chip: Hardware, rows: int, devices: int | None) -> str:
+def _no_machine_message(chip: Hardware, rows: int, devices: int | None) -> str:
+    """Returns the error that no machine of a chip can share out the rows of a batch."""
     expected = f"at least one row for each {chip.name}"
     if devices:
         expected = f"a machine of {devices} {chip.name}"
@@ -344,6 +352,6 @@ def _no_machine(chip: Hardware, rows: int, devices: int | None) -> str:
         where="devices",
         expected=expected,
         got=f"train.global_batch_size {rows}",
-        fix="a number of devices that fills every host, and a train.global_batch_size that divides"
-        " by it",
+        fix="a number of devices that fills every host, and a train.global_batch_size that is a"
+        " multiple of it",
     )

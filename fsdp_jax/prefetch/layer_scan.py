@@ -35,7 +35,7 @@ class _Residuals(NamedTuple):
     Attributes:
         loop: residuals of the layers in the loop, stacked in the order in which they ran.
         last: with `pre`, residuals of the last layer, which runs after the loop.
-        last_gathered: with `pre`, parameters of the last layer; the backward begins with it.
+        last_gathered: with `pre`, parameters of the last layer; the backward pass begins with it.
 
     """
 
@@ -160,7 +160,7 @@ class LayerScan:
             carry, (ys, residuals) = lax.scan(post, carry, layers, unroll=self.unroll)
             return carry, self._in_order(ys), _Residuals(residuals, [], {})
         # The last layer has nothing to gather ahead of: it runs after the loop. Its parameters are
-        # kept for the backward, which begins with it.
+        # kept for the backward pass, which begins with it.
         start = carry, self.gather_layer(shards, 0)
         layers = jnp.arange(self.length - 1)
         (carry, gathered), (ys, residuals) = lax.scan(pre, start, layers, unroll=self.unroll)

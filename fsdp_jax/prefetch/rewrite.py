@@ -2,22 +2,23 @@
 
 The gradients of the unit before it in the backward pass are reduced meanwhile.
 
-[Note: by construction] No XLA scheduler moves a gather out of the layer that uses it. So the
-forward pass is traced, the layers in it are found (the body of a layer scan, or one unit after
-another), and the program is evaluated again in another order: layer i receives its gathered
-parameters as an argument and, while it computes, gathers those of layer i+1. A custom VJP does the
-same in the backward pass, where it also reduces the gradients of layer i+1 while layer i computes.
-Each layer's own `jax.checkpoint` is kept: what it saves is saved, except the gathered parameters,
-which are gathered again. So at any time one more unit is in memory than without prefetch.
+[Note: by construction] Inside a scan, XLA cannot move a gather out of its iteration. So the forward
+pass is traced, the layers in it are found (the body of a layer scan, or one unit after another),
+and the program is evaluated again in another order: layer i receives its gathered parameters as an
+argument and, while it computes, gathers those of layer i+1. A custom VJP does the same in the
+backward pass, where it also reduces the gradients of layer i+1 while layer i computes. Each layer's
+own `jax.checkpoint` is kept: what it saves is saved, except the gathered parameters, which are
+gathered again.
 
 The user's model is not changed and needs no annotation: the gathers are found in the jaxpr, by the
 name that `units.collectives.gather` leaves there. A gather that cannot be moved (inside a `while`,
 a `cond` or a custom derivative; of parameters that are computed before they are gathered) stays
 where it is and is named in `PrefetchReport.not_prefetched`.
 
-`pre` gathers unit i-1 as the backward of unit i begins; `post` when it has ended, while its
-gradients are reduced: that needs no more memory, and there is less compute to hide behind. The
-names are PyTorch's BackwardPrefetch.
+`pre` gathers unit i-1 as the backward pass of unit i begins: one more gathered unit is in memory
+than without prefetch. `post` gathers it when that pass has ended, while the gradients of unit i are
+reduced: this needs no more memory, and there is less compute to hide behind. The names are those of
+PyTorch's BackwardPrefetch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -208,7 +209,7 @@ class _Rewriter:
     def _run_late_gathers(
         self, gathers: Sequence[jex.JaxprEqn], layers: Sequence[jex.JaxprEqn], env: _Env
     ) -> None:
-        """Gathers after some layers; reduces the gradients before the layers' backward."""
+        """Gathers after some layers; reduces the gradients before the layers' backward pass."""
         if not gathers:
             return
         outputs = [v for eqn in layers for v in eqn.outvars if v in env and is_float(env[v])]

@@ -75,7 +75,7 @@ class LayerVjp:
     """The VJP of one layer, whose residuals leave out what the backward pass has anyway.
 
     The pullback that `jax.vjp` returns closes over gathered parameters and constants too. They are
-    not saved: the backward gathers the parameters again and passes the constants in.
+    not saved: the backward pass gathers the parameters again and passes the constants in.
 
     Attributes:
         outputs: shapes and dtypes of the layer's outputs.

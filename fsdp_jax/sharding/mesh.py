@@ -2,11 +2,12 @@
 
 The batch is sharded along both. The sharding factor of PyTorch FSDP is the size of `data`.
 
-[Note: the axes behind `data`] A TPU reduces and scatters along one dim of its torus at a time, or
-else not at all: asked for all of a torus at once it sends twice the bytes. And a dim that does not
-divide by all devices may divide by the hosts, and another dim by the devices of one. So inside the
-library `data` may be several mesh axes, `data_0`, `data_1`, ..., one per physical dim in the order
-of the devices. `split_data` makes them; to the user they stay `data` in rules and reports.
+[Note: the mesh axes that `data` is split into] A TPU reduces and scatters along one dim of its
+torus at a time, or else not at all: asked for all of a torus at once it sends twice the bytes. And
+a dim that is not divisible by the number of all devices may be divisible by the number of hosts,
+and another dim by the number of devices of a host. So inside the library `data` may be several mesh
+axes, `data_0`, `data_1`, ..., one per physical dim in the order of the devices. `split_data` makes
+them; to the user they stay `data` in rules and reports.
 """
 
 import re
@@ -154,7 +155,7 @@ def check_mesh(mesh: Mesh) -> Mesh:
     return mesh
 
 
-# The axes behind `data`; see the note.
+# The mesh axes that `data` is split into; see the note.
 
 
 def data_axes(mesh: Mesh) -> tuple[str, ...]:

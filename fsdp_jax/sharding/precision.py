@@ -80,7 +80,7 @@ class Precision:
 
         Args:
             keep: it is gathered in float32.
-            stored: the dtype it is stored in; if that is no float, it is used for both.
+            stored: the dtype it is stored in; if that is not a float, it is used for both.
 
         """
         stored = jnp.dtype(stored)

@@ -6,7 +6,7 @@ A rule is `(pattern, spec)`. The pattern is a regular expression searched in the
 (`blocks/3/attn/qkv/kernel`); the first rule that matches wins. The spec is a PartitionSpec, or a
 tuple of logical axis names that `logical_axes` maps to mesh axes. The name `fsdp` always stands for
 the axes that the strategy shards along. Where no rule matches, Flax's own logical-axis annotations
-count, and where there are none, the heuristic: the largest dim that divides, never a stacked layer
+count, and where there are none, the heuristic: the largest divisible dim, never a stacked layer
 dim, nothing below `min_size` elements.
 """
 
@@ -142,7 +142,7 @@ class Rules:
         divisible = [dim for dim in dims if shape[dim] % shards == 0 and shape[dim] > 0]
         if divisible:
             dim = max(divisible, key=lambda d: (shape[d], -d))
-            reason = f"largest dim that divides by {shards} is dim {dim}"
+            reason = f"largest dim divisible by {shards} is dim {dim}"
             if leaf.stacked:
                 reason += f", {leaf.stacked} stacked layer dim not sharded"
             return PartitionSpec(*[None] * dim, entry_of(self.axes)), reason, 1
@@ -150,10 +150,11 @@ class Rules:
         # ... or else several dims share them.
         spec = self._over_dims(shape, leaf.stacked, mesh)
         if spec is None:
-            return PartitionSpec(), f"no dim of {shape} divides by {shards}: replicated", shards
+            reason = f"no dim of {shape} is divisible by {shards}: replicated"
+            return PartitionSpec(), reason, shards
         parts = [(dim, shards_of(mesh, entry)) for dim, entry in enumerate(spec) if entry]
         over = " and ".join(f"dim {dim} in {count}" for dim, count in parts)
-        return spec, f"no dim divides by {shards}: {over}", 1
+        return spec, f"no dim is divisible by {shards}: {over}", 1
 
     def _over_dims(self, shape: tuple[int, ...], stacked: int, mesh: Mesh) -> PartitionSpec | None:
         """Returns a spec of the mesh axes over as few dims as possible; None if none fits."""
@@ -188,7 +189,8 @@ class Rules:
             known = self._known_axes(mesh)
             unknown = self._unknown(spec, mesh)
             for name in unknown:
-                text = f"'{name}' is no mesh or logical axis; {did_you_mean(name, known)}"
+                text = f"'{name}' is neither a mesh axis nor a logical axis; "
+                text += did_you_mean(name, known)
                 findings.append(Finding("unknown axis", where, text))
             matched = [path for path, winner in winners.items() if winner == index]
             if not matched:
@@ -264,11 +266,11 @@ class Rules:
             shards = shards_of(mesh, entry)
             if shape[dim] % shards:
                 divisible = [d for d, size in enumerate(shape) if size % shards == 0]
-                fix = "no dim divides: leave it to the heuristic, or pad"
+                fix = "no dim is divisible: leave it to the heuristic, or pad"
                 if divisible:
                     fix = f"did you mean dim {divisible[0]}?"
                 split = f"{source} splits dim {dim} of {shape} in {shards}"
-                text = f"{split}, which does not divide; {fix}"
+                text = f"{split}, by which it is not divisible; {fix}"
                 findings.append(Finding("indivisible dim", path, text))
         return findings
 

@@ -23,8 +23,8 @@ class Strategy:
         summary: one line for tables and help.
         shards_params: parameters are sharded between steps.
         shards_optimizer: gradients are reduce-scattered and the optimizer state is sharded.
-        gather: parameters are gathered `never`, once per `step`, or per `unit` in forward and again
-            in backward.
+        gather: parameters are gathered once per `step`, per `unit` in forward and again in
+            backward, or `never` before the forward pass (`zero1` gathers the updated ones).
         hybrid: shards along `data` alone and replicates along `replica`.
 
     """

@@ -111,7 +111,7 @@ class BatchPlacement:
 
         Raises:
             ValueError: no leaves, a leaf without rows or of no numbers, leaves that differ in their
-                rows, or rows that do not divide by `devices` x accumulation.
+                rows, or a number of rows that is not divisible by `devices` x accumulation.
 
         """
         if not leaves:
@@ -134,7 +134,7 @@ class BatchPlacement:
             raise ValueError(message(what, where="batch", got=counts))
         parts = devices * self._accumulation
         if rows[0] == 0 or rows[0] % parts:
-            what = "the batch does not divide"
+            what = "the batch cannot be split evenly"
             expected = f"a multiple of {parts} rows: {devices} {which}"
             expected += f" x accumulation {self._accumulation}"
             got = int(rows[0])

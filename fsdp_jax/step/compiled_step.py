@@ -32,7 +32,7 @@ _LAG = 2
 
 
 class NonFiniteError(FloatingPointError):
-    """Too many steps in a row had a loss or gradient that was not finite; none was applied."""
+    """Too many steps in a row whose loss or gradients were not finite; none was applied."""
 
 
 class CompiledStep:
@@ -88,8 +88,9 @@ class CompiledStep:
         it is used as it is.
 
         Raises:
-            ValueError: rows that do not divide by devices and accumulation, or that differ between
-                leaves; leaves without rows, and random keys; a batch put by another step.
+            ValueError: a number of rows that is not divisible by devices x accumulation, or that
+                differs between leaves; leaves without rows, and random keys; a batch put by
+                another step.
 
         """
         placed = self._placement.place(batch)

@@ -28,8 +28,8 @@ class TrainState:
             strategy computes with replicated ones (`zero1` in mixed precision); empty elsewhere.
         opt_state: of the optax transformation, for the trained parameters.
         model_state: the model's other state: batch statistics, random streams.
-        rng: key that each step's randomness is folded from.
-        skipped: int32, steps whose gradients were not finite.
+        rng: the key from which the keys of all steps are derived.
+        skipped: int32, steps whose loss or gradients were not finite.
         skipped_in_a_row: int32, how many of the last steps were skipped without a good one between.
 
     """

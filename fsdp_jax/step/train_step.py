@@ -13,8 +13,9 @@ are gathered and when gradients are reduced:
 | once | deferred | the gathered copies, local | | reduce |
 
 Deferred reduction is what PyTorch calls `no_sync`: one reduction per optimizer step, for gradients
-of full size on every device. Microbatches are summed in float32 at least, and cast to the reduce
-dtype once, as they are reduced.
+of full size on every device. Units cast their gradients to the reduce dtype in each microbatch.
+Microbatches are summed in float32 at least; where reduction is deferred, the sum is cast to the
+reduce dtype as it is reduced.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -88,8 +89,8 @@ def train_step(
     """Returns (state after one optimizer step, metrics).
 
     Metrics, all float32 or int32 scalars: loss (sum / count), grad_norm (before clipping), count,
-    skipped, skipped_in_a_row. Where the loss or a gradient is not finite nothing but the counters
-    changes.
+    skipped, skipped_in_a_row. Where the loss or gradients are not finite, only the counters
+    change.
 
     Args:
         plan: of the step.
@@ -108,7 +109,7 @@ def train_step(
         lambda g: (g * (clip / count)).astype(g.dtype), gradients
     )
     params, opt_state = _update(plan, state, gradients, loss)
-    # Skip the step where it is not finite.
+    # Skip the step where its loss or gradients are not finite.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     params, copies, opt_state, model_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),

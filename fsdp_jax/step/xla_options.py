@@ -16,9 +16,9 @@ from fsdp_jax.units.collectives import SITE
 
 GPU = ("gpu", "cuda")
 
-# Without a GPU to try tiles on, XLA takes the first for each matmul, and for some there is none, as
-# for the odd number of positions of a vision transformer. With one, it takes cuBLAS there; so all
-# matmuls of the program are compiled for cuBLAS then.
+# Without a GPU to try tile sizes on, XLA takes the first valid size for each matmul. For some there
+# is none, such as those over the odd number of positions of a vision transformer. With a GPU, XLA
+# uses cuBLAS for those; without one, all matmuls of such a program are compiled for cuBLAS.
 NO_TILES = "find output tile sizes"
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
@@ -98,12 +98,12 @@ def warn_of_unprefetched(plan: StepPlan) -> None:
         warnings.warn(warning, SlowerWarning, stacklevel=2)
     elif not plan.report.prefetched:
         fix = "two units or more, such as units=[Block] or units='scan'"
-        warning = f"prefetch: there is no unit after another to gather ahead; {fix}"
+        warning = f"prefetch: no unit follows another, so none is gathered ahead; {fix}"
         warnings.warn(warning, SlowerWarning, stacklevel=2)
 
 
 def warn_of_repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> None:
-    """Warns of units inside a loop of the model's own, as one over time: each turn gathers them.
+    """Warns of units inside a loop of the model's own, each iteration of which gathers them.
 
     Args:
         plan: of the step.

@@ -258,7 +258,7 @@ def _check_batch(rows: int, devices: int, accumulation: int) -> None:
     parts = devices * accumulation
     if rows % parts:
         below = max(parts, rows // parts * parts)
-        what, where = "the batch does not divide", "train.global_batch_size"
+        what, where = "the batch cannot be split evenly", "train.global_batch_size"
         expected = f"a multiple of {parts}: {devices} devices x accumulation {accumulation}"
         fix = f"use {below} or {below + parts}"
         raise ConfigError(message(what, where=where, expected=expected, got=rows, fix=fix))

@@ -27,8 +27,8 @@ class ModelConfig:
     # Size by name, such as llama3-8b (an unknown name lists all); default: that of `weights`, or
     # the smallest of the family: tiny, llama-tiny, t5-tiny, vit-tiny, cait-tiny.
     preset: str | None = None
-    # Initial weights: the output of `fsdp-jax import`, or a Hugging Face folder (config.json
-    # and safetensors); default: random.
+    # Initial weights: the directory of a run, the output of `fsdp-jax import`, or a Hugging Face
+    # folder (config.json and safetensors); default: random.
     weights: str | None = None
     layers: int | None = None  # Number of blocks; default: the preset's.
     width: int | None = None  # Width of the residual stream; default: the preset's.
@@ -156,7 +156,7 @@ class TrainConfig:
     eval_batches: Positive | None = 10  # Held-out batches per evaluation; None: all of them.
     # Tokens of the sample printed at the end (for images: predictions); 0: none.
     sample: NonNegative = 400
-    # Abort after this many consecutive steps with non-finite gradients; None: never.
+    # Abort after this many consecutive steps with a non-finite loss or gradients; None: never.
     abort_after: Positive | None = 10
 
 

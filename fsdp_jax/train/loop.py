@@ -74,7 +74,7 @@ class Training:
 
         self.state: TrainState
         self.steps_done = 0
-        self.skipped = 0  # steps whose gradients were not finite
+        self.skipped = 0  # steps whose loss or gradients were not finite
         self.resumed: int | None = None  # the step that the run resumed from
         self.held_out_loss: float | None = None
         # Saving.

@@ -1,7 +1,8 @@
 """Chooses the FSDP units of a model: by module class, by size, by layer scan, or the whole model.
 
-PyTorch's auto-wrap policies. A parameter belongs to the innermost unit around it; one that several
-units share, such as a tied embedding, is gathered once, when the model is entered.
+These are PyTorch's auto-wrap policies. A parameter belongs to the innermost unit around it. A
+parameter that several units share, such as a tied embedding, is gathered once, when the model is
+entered.
 """
 
 import warnings

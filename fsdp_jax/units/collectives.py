@@ -11,11 +11,11 @@ parameter's dtype. `ParamComm` says along which axes, its `GatherTransform` whic
 
 [Note: annotate or manual] `manual` uses explicit collectives inside `shard_map`; the model sees its
 local batch. `annotate` uses sharding constraints, between which XLA inserts the collectives; the
-model sees the global batch, and batch statistics mean what they mean on one device. There the cast
-is pinned to the shard and fenced by an optimization barrier: with neither, XLA moves it past the
-gather and the weights are sent in float32, at twice the bytes. Only `manual` can leave a gradient
-unreduced (`no_sync`), reduce it in another dtype than it was computed in, or scatter it along a
-torus. `train_step(local_batch=...)` chooses.
+model sees the global batch, and computes the batch statistics that one device would compute. There
+the cast is pinned to the shard and fenced by an optimization barrier: with neither, XLA moves it
+past the gather and the weights are sent in float32, at twice the bytes. Only `manual` can leave a
+gradient unreduced (`no_sync`), reduce it in another dtype than it was computed in, or scatter it
+along a torus. `train_step(local_batch=...)` chooses.
 """
 
 import re
@@ -96,7 +96,7 @@ class ParamComm:
     def steps(self, entry: Any) -> list[tuple[str, ...]]:
         """Returns the mesh axes of each collective along one dim, in the order of a scatter.
 
-        One collective for all axes, or one per axis; see the note on `data`'s axes.
+        One collective for all axes, or one per axis; see the note in `sharding.mesh`.
         """
         axes = axes_of(entry)
         if self.per_axis:

@@ -4,9 +4,9 @@ The model is not modified and needs no preparation: Linen lets us intercept its 
 its lifted transforms gather a unit's parameters around the original method.
 
 [Note: interception] An interceptor is called inside whatever the user has wrapped a method in
-(`nn.remat`, `nn.scan`, ..., as a decorator or on the class), with the function that was wrapped. A
-unit's call lifts that function, never the attribute of the same name: that one would enter the
-user's transform again. A boundary is entered once: methods that a module calls on itself, the
+(`nn.remat`, `nn.scan`, ..., as a decorator or on the class), and receives the unwrapped function. A
+unit's call lifts that function, never the attribute of the same name, which would enter the user's
+transform again. A boundary is entered once: methods that a module calls on itself, the
 lifted function included, are inside it already.
 
 `nn.jit` reuses the trace of an equal module, and in a reused trace nothing is intercepted. So
@@ -195,7 +195,7 @@ def _call(
 def _call_unit(
     context: Any, args: Any, kwargs: Any, unit: str, settings: dict[str, Any] | None
 ) -> Any:
-    """Runs the method with its parameters gathered as it reads them, and again in the backward."""
+    """Runs the method; parameters are gathered as it reads them, and again in the backward pass."""
     method = context.orig_method.func
     arrays, nodes, rebuild = split_arrays(
         (args, kwargs), lambda x: isinstance(x, nn.Module | nn.Variable)

@@ -1,17 +1,17 @@
-"""The FSDP unit: gathers its parameters, runs, drops them, and gathers them again in the backward.
+"""The FSDP unit: gathers its parameters, runs and drops them, in the forward and backward passes.
 
 [Note: Shards] A model that is about to run holds a `Shard` (an array and its ParamComm) in place of
 each parameter of a unit, and the unit's call turns its own Shards into arrays. A Shard is a pytree
-node, so it passes through `scan`, `vmap` and `jit` of the model's own; it is no array, so reading
-it outside its unit is an error that names the path, never a silent float32 gather.
+node, so it passes through `scan`, `vmap` and `jit` of the model's own; it is not an array, so
+reading it outside its unit is an error that names the path, never a silent float32 gather.
 
 [Note: dropping the gathered copy] A unit runs under `jax.checkpoint`. With `remat='none'` its
 policy saves everything except what the gather made: the barrier, the constraints, any mere
 rearrangement (reshape, transpose, slice, concatenate: nearly free to do again), and casts of an
 array as large as a parameter (an activation's cast is worth saving: it is smaller than what it is
-made from). So the backward gathers again, whether or not activations are recomputed. What a model
-computes from a weight by arithmetic, such as `w * scale`, is an activation like any other and is
-saved.
+made from). So the backward pass gathers again, whether or not activations are recomputed. What a
+model computes from a weight by arithmetic, such as `w * scale`, is an activation like any other and
+is saved.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -86,7 +86,7 @@ class Shard:
     __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = _refuse
 
     def __repr__(self) -> str:
-        # jax.numpy prints this in its error about an argument that is no array
+        # jax.numpy prints this in its error about an argument that is not an array
         unit = self.comm.unit
         return (
             f"<parameter '{self.comm.path}', gathered only inside its unit '{unit}': read it there>"
@@ -136,7 +136,8 @@ def run_unit(fn: Callable[..., Any], tree: PyTree, args: Any, *, unit: str, rema
         tree: holds the unit's Shards, and whatever else lives in the module.
         args: pytree of arrays.
         unit: its path.
-        remat: `none` saves activations, `full` recomputes the unit in the backward.
+        remat: `none` saves activations, `full` recomputes the unit in the backward
+            pass.
 
     """
     settings = checkpoint_settings(all_shards(tree), remat)

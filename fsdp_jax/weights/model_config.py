@@ -49,7 +49,7 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
         return dataclasses.replace(config, **weight_format.read_images(directory) | fields)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:  # values that are no numbers, or do not fit together
+    except (TypeError, ValueError) as error:  # values that are not numbers, or do not fit together
         what = "a model that is not supported"
         raise ConfigError(message(what, where=str(where), got=error)) from error
 

@@ -475,7 +475,7 @@ def test_a_parameter_that_is_never_gathered_or_not_declared_is_a_violation():
 
 
 def test_by_annotations_activations_may_be_sent_in_place_of_a_gradient():
-    """Bytes saved on a parameter pay for activations, the smallest first; not for a dtype."""
+    """Bytes saved on a parameter offset activations, the smallest first; never a wrong dtype."""
     activations = sent("all-gather", 20_000, [(8, 32, 64)], ["jit(_take)/scatter-add"])
     more = sent("all-gather", 30_000, [(8, 48, 64)], ["mha/pallas_call"])
     gradient = sent("reduce-scatter", 28672, [BIG], ["a"])

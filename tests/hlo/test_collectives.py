@@ -223,7 +223,7 @@ def test_a_text_that_is_not_a_compiled_program_is_refused(text, what):
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        ("\n  this is not an instruction", "no instruction"),
+        ("\n  this is not an instruction", "is not an instruction"),
         (
             f"\n  ROOT %g = f32[256] all-gather(%y), {GROUPS}, dimensions={{0}}",
             "'y' is read but not defined",

@@ -152,7 +152,7 @@ def test_a_model_without_dropout_has_no_state_but_its_parameters(name):
 
 @TEXTS
 def test_a_chunked_loss_is_the_loss(name):
-    """With its gradients, for chunks that do not divide the vocabulary."""
+    """With its gradients, for chunks of which the vocabulary is no multiple."""
     model = small(name)
 
     def loss(params, batch):

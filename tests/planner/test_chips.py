@@ -113,5 +113,5 @@ def test_the_target_config_has_the_figures(chip):
 
 
 def test_only_a_gpu_has_a_target_config():
-    with pytest.raises(AssertionError, match="v5e is no GPU"):
+    with pytest.raises(AssertionError, match="v5e is not a GPU"):
         target_config(HARDWARE["v5e"])

@@ -212,9 +212,10 @@ def test_communication_without_compute_beside_it_is_exposed():
         ("exposed", 40, 10),
     ]
     assert marks[1][3].startswith("waiting for all-gather blocks/kernel: 100 ms")
-    assert "link: busy 400 ms of 1 s; low: beside compute; high: exposed, 100 ms" in Outline(
-        page
-    ).of("text")
+    assert (
+        "link: busy 400 ms of 1 s; short bars: overlapped; tall bars: exposed, 100 ms"
+        in Outline(page).of("text")
+    )
 
 
 def test_communication_alone_is_exposed_in_any_order_of_events():

@@ -70,7 +70,7 @@ def test_the_matmul_of_a_dot(sizes, left, right, dtypes, library):
     assert result.unknown == ""
     bits = {"bf16": 2, "f32": 4, "f8e4m3fn": 1}
     sides = size["b"] * size["k"] * (size["m"] * bits[dtypes[0]] + size["n"] * bits[dtypes[1]])
-    # the library's workspace is no traffic
+    # the library's workspace is not traffic
     assert result.bytes == sides + 2 * size["b"] * size["m"] * size["n"]
 
 

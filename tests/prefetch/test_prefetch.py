@@ -111,7 +111,7 @@ def gpt_step(scan, layers, prefetch, mesh=None, **settings):
 @pytest.mark.parametrize("layers", [2, 3])
 @pytest.mark.parametrize("scan", [True, False])
 def test_how_often_each_kernel_is_gathered_and_reduced(scan, layers, prefetch):
-    """2 gathers a layer; with `pre` the last layer's parameters are kept for the backward."""
+    """2 gathers a layer; with `pre` the last layer's parameters are kept for the backward pass."""
     sharded, step = gpt_step(scan, layers, prefetch)
     found = traffic(sharded, step, TOKENS)
     for kernel in KERNELS:

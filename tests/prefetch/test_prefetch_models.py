@@ -348,7 +348,7 @@ def test_a_gather_that_cannot_be_moved_is_named_and_correct(model, left, why, pr
 def test_a_single_layer_warns_that_nothing_is_prefetched(model):
     case = Toy(model, loss)
     with pytest.warns(
-        fsdp.SlowerWarning, match="there is no unit after another|gathered where they are used"
+        fsdp.SlowerWarning, match="no unit follows another|gathered where they are used"
     ):
         found, _ = train(
             case, fsdp.make_mesh(data=8), steps=STEPS, local_batch=True, prefetch="pre"
@@ -375,7 +375,7 @@ def test_frozen_layers_are_prefetched(model):
 
 
 class Odd(nnx.Module):
-    """No dim of its kernels divides by 8 devices; one divides by 2 and the other by 4."""
+    """No dim of its kernels is divisible by 8 devices; one is by 2 and the other by 4."""
 
     def __init__(self, rngs):
         self.inner = nnx.List([nnx.Linear(6, 20, rngs=rngs), nnx.Linear(20, 6, rngs=rngs)])

@@ -1,4 +1,4 @@
-"""Meshes: sizes, the order of devices, checks of foreign meshes, and the axes behind `data`."""
+"""Meshes: sizes, the order of devices, checks of foreign meshes, and the parts of `data`."""
 
 import random
 from dataclasses import dataclass
@@ -259,7 +259,7 @@ def test_only_the_batch_axes_shard_the_batch():
     assert (mesh.size, batch_shards(mesh)) == (8, 1)
 
 
-# The axes behind `data`
+# The mesh axes that `data` is split into
 
 
 def torus(*sizes: int, slices: int = 1, cores: int = 1) -> list[FakeDevice]:

@@ -123,7 +123,7 @@ def test_the_largest_dim_that_divides(mesh, shape, stacked, expected):
     placement = placed(shaped(*shape), mesh, stacked=stacked, min_size=1)
     assert placement.spec == expected
     assert placement.rule == "heuristic"
-    assert f"largest dim that divides by 4 is dim {len(expected) - 1}" in placement.reason
+    assert f"largest dim divisible by 4 is dim {len(expected) - 1}" in placement.reason
     assert ("stacked layer dim" in placement.reason) == bool(stacked)
 
 
@@ -140,7 +140,7 @@ def test_the_placement_of_an_indivisible_array_states_its_cost(mesh):
     placement = placed(shaped(63, 65), mesh, min_size=1)
     assert placement.spec == P()
     assert placement.missed_shards == 4
-    assert "no dim of (63, 65) divides by 4: replicated" in placement.reason
+    assert "no dim of (63, 65) is divisible by 4: replicated" in placement.reason
 
 
 def test_one_number_per_layer_is_replicated_and_not_wasted(mesh):
@@ -238,7 +238,7 @@ def test_subtrees_that_only_look_like_a_stack(shapes):
         (
             [("kernel", ("dta",))],
             "unknown axis",
-            "'dta' is no mesh or logical axis; did you mean 'data'?",
+            "'dta' is neither a mesh axis nor a logical axis; did you mean 'data'?",
         ),
         ([("kernel", ("fspd",))], "unknown axis", "did you mean 'fsdp'?"),
         ([("kernel", ("embd",))], "unknown axis", "did you mean 'embed'?"),
@@ -248,13 +248,13 @@ def test_subtrees_that_only_look_like_a_stack(shapes):
         (
             [("odd", ("data",))],
             "indivisible dim",
-            "splits dim 0 of (63, 64) in 4, which does not divide",
+            "splits dim 0 of (63, 64) in 4, by which it is not divisible",
         ),
         ([("odd", ("data",))], "indivisible dim", "did you mean dim 1?"),
         (
             [("prime", ("data",))],
             "indivisible dim",
-            "no dim divides: leave it to the heuristic, or pad",
+            "no dim is divisible: leave it to the heuristic, or pad",
         ),
     ],
 )
@@ -424,27 +424,27 @@ def test_logical_names_of_leaves_without_any():
 @pytest.mark.parametrize(
     ("sizes", "shape", "stacked", "spec", "reason"),
     [
-        ((2, 4), (64, 6), 0, P(("data_0", "data_1")), "largest dim that divides by 8 is dim 0"),
+        ((2, 4), (64, 6), 0, P(("data_0", "data_1")), "largest dim divisible by 8 is dim 0"),
         (
             (2, 4),
             (6, 20),
             0,
             P("data_0", "data_1"),
-            "no dim divides by 8: dim 0 in 2 and dim 1 in 4",
+            "no dim is divisible by 8: dim 0 in 2 and dim 1 in 4",
         ),
         (
             (2, 4),
             (20, 6),
             0,
             P("data_1", "data_0"),
-            "no dim divides by 8: dim 0 in 4 and dim 1 in 2",
+            "no dim is divisible by 8: dim 0 in 4 and dim 1 in 2",
         ),
         (
             (2, 2, 2),
             (20, 6),
             0,
             P(("data_0", "data_1"), "data_2"),
-            "no dim divides by 8: dim 0 in 4 and dim 1 in 2",
+            "no dim is divisible by 8: dim 0 in 4 and dim 1 in 2",
         ),
         (
             (2, 2, 2),
@@ -458,10 +458,10 @@ def test_logical_names_of_leaves_without_any():
             (4, 6, 20),
             1,
             P(None, "data_0", "data_1"),
-            "no dim divides by 8: dim 1 in 2 and dim 2 in 4",
+            "no dim is divisible by 8: dim 1 in 2 and dim 2 in 4",
         ),
-        ((2, 4), (8, 6, 21), 1, P(), "no dim of (8, 6, 21) divides by 8: replicated"),
-        ((2, 4), (6, 6), 0, P(), "no dim of (6, 6) divides by 8: replicated"),
+        ((2, 4), (8, 6, 21), 1, P(), "no dim of (8, 6, 21) is divisible by 8: replicated"),
+        ((2, 4), (6, 6), 0, P(), "no dim of (6, 6) is divisible by 8: replicated"),
     ],
 )
 def test_an_array_that_no_dim_divides_may_be_sharded_along_several(

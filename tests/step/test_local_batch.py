@@ -312,7 +312,7 @@ def lower(model):
 
 @pytest.mark.parametrize("local_batch", [True, False])
 def test_collectives_are_explicit_only_with_local_batches(local_batch):
-    """By annotations only what XLA cannot partition, such as kernels, is mapped over devices."""
+    """With annotations only what XLA cannot partition, such as kernels, is mapped over devices."""
     sharded = shard(lambda rngs: Chain(rngs), split_data(fsdp.make_mesh(data=8), (2, 4)), [Layer])
     step = sharded.train_step(squares, accumulation=2, local_batch=local_batch)
     text = str(step.trace(ROWS))

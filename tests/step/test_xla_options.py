@@ -36,7 +36,9 @@ def lowered(
 
 
 def test_a_single_unit_warns_that_nothing_is_prefetched():
-    plan = lowered(units="model", warns="there is no unit after another to gather ahead; two units")
+    plan = lowered(
+        units="model", warns="no unit follows another, so none is gathered ahead; two units"
+    )
     assert not plan.report.prefetched
 
 

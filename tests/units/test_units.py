@@ -312,9 +312,7 @@ def mixed(mesh):
 
 
 def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mixed):
-    """In the program that XLA is given, by annotations: every weight crosses the barrier in
-    bfloat16.
-    """
+    """With sharding annotations, every weight crosses the barrier in bfloat16 in XLA's program."""
     text = mixed.train_step(next_token_loss).lower(TOKENS).as_text()
     fenced = re.findall(r"stablehlo.optimization_barrier %\S+ : tensor<(\S+)x(bf16|f32)>", text)
     kernels = [dtype for shape, dtype in fenced if shape in KERNELS]

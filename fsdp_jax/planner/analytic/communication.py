@@ -98,7 +98,7 @@ def _exposed_share(plan: StepPlan, expected: Expected) -> float:
 
 
 def _mesh_axes(plan: StepPlan, axis: str) -> str:
-    """Returns the mesh axes behind the axis names that users know."""
+    """Returns the mesh axes that the axis names of users stand for."""
     mesh = plan.layout.mesh
     names = axis.split("+")
     known = [name for name in names if name in mesh.axis_names]

@@ -16,13 +16,13 @@ donated old one; the optimizer is fused.
 [Note: the order of operations]
 It is that of the trace, except for what XLA is observed to do on GPUs:
 
-- It schedules from the end. What no loop and no gather depends on runs after the last of them:
-  gradients of weights after the loop over the chunks of attention, a tied embedding's after that
-  over layers. Their operands stay alive.
-- A loop of one trip is no loop, so the above holds inside it too.
-- A collective needs its dim outermost. What is scattered along another is copied, unless a matmul
-  made it, which can write it so. As collectives are combined, all copies are made before the first
-  is sent.
+- It schedules from the end. An operation on which no loop and no gather depends runs after the last
+  of them: gradients of weights run after the loop over the chunks of attention, and that of a tied
+  embedding after the loop over layers. Their operands stay alive until then.
+- A loop of one trip is inlined, so the above holds inside it too.
+- A collective needs its dim to be the outermost. An array that is scattered along another dim is
+  copied first, unless a matmul made it, which can write it in that layout. As collectives are
+  combined, all copies are made before the first is sent.
 
 Not modelled: padding, gaps between buffers in the heap, copies that XLA makes for other reasons,
 and the code.
@@ -92,7 +92,8 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
     """Estimates a traced step.
 
     Raises:
-        ValueError: the step is partitioned by annotations: its trace has no per-device shapes.
+        ValueError: the step is partitioned by sharding annotations: its trace has no per-device
+            shapes.
 
     """
     layout = plan.layout

@@ -27,7 +27,7 @@ _HEADS_THIRD = re.compile(r'_batch_dimensions":\s*\["0",\s*"2"\]')
 def attention_matmuls(
     instruction: Instruction, operands: Sequence[Sequence[Shape]]
 ) -> tuple[Matmul, ...] | None:
-    """Returns the matmuls of an attention kernel; None if the custom call is no known kernel.
+    """Returns the matmuls of an attention kernel; None if the kernel is not known.
 
     Causal kernels skip masked blocks: half is counted. cuDNN states its mask; the other kernels,
     which language models call, are assumed to be causal.

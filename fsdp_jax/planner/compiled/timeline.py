@@ -1,4 +1,4 @@
-"""Simulates the schedule of a compiled step: one lane computes, one communicates.
+"""Simulates the schedule of a compiled step in three lanes: compute, link, asynchronous copies.
 
 Each instruction takes the longer of its matmuls and its memory traffic. A collective starts where
 the schedule starts it and the link is free; its `done` waits for its end, and that wait is exposed.

@@ -1,7 +1,7 @@
 """The table of chips: each entry has all that the planner knows about one chip, with its sources.
 
 To add a chip, add an entry here. Efficiencies are measurements of others, or by analogy where an
-entry says so; only `matmul` is fitted.
+entry says so; two constants are fitted: the matmul rates of H100 and A100.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ _H100 = Efficiency(
     protocols=_NCCL,
     launch=1.8 * MICRO,
     source="matmul: fitted on MosaicML's runs; alone such matmuls reach 0.70-0.80 (ml-engineering's"
-    " accelerator benchmarks), in steps the chip is short of power; attention: cuDNN in"
+    " accelerator benchmarks), but within a step power limits the chip; attention: cuDNN in"
     " FlashAttention-3's figures (causal, head dim 128, T 4k, both ways); memory: BabelStream"
     " triad, Azure ND_H100_v5 (0.87-0.95); link: 370 GB/s of 450, nccl-tests issue 212; network:"
     " 46-48 GB/s of a 400 Gb port, nccl-tests issue 290; launch: How To Scale Your Model, GPUs",
@@ -208,8 +208,9 @@ _GPUS = [
             memory=0.85,
             link=120 / 150,
             network=0.9,
-            source="matmul: alone 101 of 112 TFLOP/s on a PCIe card, an NVIDIA forum thread, less"
-            " what a100's is below its own; link: 6 of NCCL's 20 GB/s; others by analogy with a100",
+            source="matmul: alone 101 of 112 TFLOP/s on a PCIe card, an NVIDIA forum thread,"
+            " reduced as a100's is from its rate alone; link: 6 of NCCL's 20 GB/s; others by"
+            " analogy with a100",
         ),
         # It is 7.0, which CUDA 13 no longer compiles for. Buffers and collectives are those of 7.5;
         # kernels may not be.

@@ -144,7 +144,7 @@ class Hardware:
 
 def target_config(chip: Hardware) -> str:
     """Returns the text proto (XLA's `GpuTargetConfigProto`) that describes an absent GPU to XLA."""
-    assert chip.cuda is not None, f"{chip.name} is no GPU"
+    assert chip.cuda is not None, f"{chip.name} is not a GPU"
     gpu = chip.cuda
     # sm_90a and sm_100a: instructions of that one generation, as XLA selects them for a live GPU
     major, minor = gpu.capability

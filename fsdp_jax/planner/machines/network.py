@@ -106,7 +106,7 @@ class Network:
         return min(ring, tree)
 
     def _all_to_all_seconds(self, sent: int, group: DeviceGroup) -> float:
-        """Returns the seconds of an all-to-all's bytes, which no ring passes on.
+        """Returns the seconds of an all-to-all's bytes, which go straight to their receivers.
 
         What goes to another host leaves by the sender's own port. On a torus it passes through the
         chips between: a dim's links carry a quarter of its length times the bytes of one chip, the

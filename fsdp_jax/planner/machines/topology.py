@@ -174,7 +174,7 @@ def _gpu_shape_problem(chip: Hardware, shape: tuple[int, ...]) -> tuple[str, str
         return None
     hosts = -(-prod(shape) // limit)
     fix = f"{chip.name}:{hosts}x{limit} for {hosts * limit} of them"
-    return f"at most {limit} GPUs a host", fix
+    return f"at most {limit} GPUs per host", fix
 
 
 def _tpu_shape_problem(chip: Hardware, shape: tuple[int, ...]) -> tuple[str, str] | None:
@@ -187,5 +187,5 @@ def _tpu_shape_problem(chip: Hardware, shape: tuple[int, ...]) -> tuple[str, str
     if shape[0] % 2 or shape[1] % 2:
         return "even first and second dims: a host has 2x2 chips", f"for example {small}"
     if prod(shape) > chip.slice_devices:
-        return f"at most {chip.slice_devices} chips a slice", f"several slices, as {small}*2"
+        return f"at most {chip.slice_devices} chips per slice", f"several slices, as {small}*2"
     return None
