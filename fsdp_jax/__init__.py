@@ -1,5 +1,8 @@
 """Fully Sharded Data Parallel for JAX and Flax, by sharding annotations: ZeRO-1, -2, -3, hybrid."""
 
+from importlib import import_module
+from typing import Any
+
 from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.errors import ConfigError, SlowerWarning
 from fsdp_jax.local_rows import on_local_rows
@@ -32,3 +35,10 @@ __all__ = [
     "partition_specs",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `fsdp_jax.planner` when it is first used: those who only train never load it."""
+    if name == "planner":
+        return import_module("fsdp_jax.planner")
+    raise AttributeError(f"module 'fsdp_jax' has no attribute '{name}'")

@@ -8,23 +8,21 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-XLA_FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    # how LLVM optimizes programs is not what is tested here, and takes half of the time
-    "--xla_backend_optimization_level=0",
-    # a busy machine may keep one of the eight threads waiting for long; the default aborts the
-    # process after 40 s
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-]
-if version("jaxlib").startswith("0.10."):
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_force_host_platform_device_count=8",
+        # how LLVM optimizes programs is not what is tested here, and takes half of the time
+        "--xla_backend_optimization_level=0",
+        # a busy machine may keep one of the eight threads waiting for long; the default aborts the
+        # process after 40 s
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    ]
     # XLA's older code generators, in one module, compile in half the time again. Newer releases
     # do not have them: there the suite runs what users run.
-    XLA_FLAGS += [
-        "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_parallel_codegen_split_count=1",
-    ]
-os.environ["XLA_FLAGS"] = " ".join(XLA_FLAGS)
+    + ["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10.")
+    + ["--xla_cpu_parallel_codegen_split_count=1"] * version("jaxlib").startswith("0.10.")
+)
 # Compiled programs are shared by the workers, by the processes that tests start, and by later runs.
 # jax's key holds the program, the XLA flags and the versions of jax and XLA.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))

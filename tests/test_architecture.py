@@ -161,3 +161,11 @@ def test_the_top_level_is_short():
     """Users look for `api` and `errors` there; mechanism belongs into a package."""
     files = [path.name for path in ROOT.iterdir() if path.is_file()]
     assert len(files) <= 14, sorted(files)
+
+
+def test_the_planner_is_imported_when_it_is_first_used():
+    code = "import fsdp_jax; print(fsdp_jax.planner.__name__, hasattr(fsdp_jax, 'nothing'))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["fsdp_jax.planner", "False"]

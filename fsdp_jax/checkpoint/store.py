@@ -33,7 +33,7 @@ from fsdp_jax.checkpoint.manifest import (
 )
 from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahead
 from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, message
-from fsdp_jax.io.atomic import fsync_directory, rename_durably, write_durably
+from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.processes import anywhere
 from fsdp_jax.tree import PyTree
 
@@ -354,7 +354,10 @@ class CheckpointStore:
         # Other processes hand their digests to process 0 and wait for it.
         if process:
             part = self._exchange(path) / f"{process}.json"
-            write_durably(part, json.dumps(files).encode())
+            # Not durably: once it has this name, process 0 may seal the step and remove the folder.
+            unfinished = part.with_suffix(".writing")
+            unfinished.write_text(json.dumps(files))
+            unfinished.rename(part)
             self._until(path.exists, path, "process 0 to seal it")
             return
         for other in range(1, jax.process_count()):

@@ -1,5 +1,6 @@
 """Compiles without jax's persistent compilation cache, for those who read what XLA reports."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,6 +8,9 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 SWITCH = "jax_enable_compilation_cache"
+_lock = threading.Lock()
+_blocks = 0  # that are open, in any thread
+_before = True
 
 
 @contextmanager
@@ -14,13 +18,24 @@ def without_compilation_cache() -> Iterator[None]:
     """Compiles every program of the block anew, and writes none of them to the cache.
 
     XLA gives no warning and writes no memory report for a cached program, and jax cannot read back
-    a program for a machine that is not present.
+    a program for a machine that is not present. The switch is the process's: what other threads
+    compile meanwhile is not cached either.
     """
-    before = getattr(jax.config, SWITCH)
-    jax.config.update(SWITCH, False)
-    compilation_cache.reset_cache()  # jax remembers whether the cache is enabled
+    global _blocks, _before
+    with _lock:
+        if _blocks == 0:
+            _before = getattr(jax.config, SWITCH)
+            _switch(False)
+        _blocks += 1
     try:
         yield
     finally:
-        jax.config.update(SWITCH, before)
-        compilation_cache.reset_cache()
+        with _lock:
+            _blocks -= 1
+            if _blocks == 0:
+                _switch(_before)
+
+
+def _switch(enabled: bool) -> None:
+    jax.config.update(SWITCH, enabled)
+    compilation_cache.reset_cache()  # jax remembers whether the cache is enabled

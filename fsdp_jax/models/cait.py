@@ -23,6 +23,8 @@ from fsdp_jax.models.config import check_positive, check_sizes, from_preset
 class CaiTConfig(vision.ImageConfig):
     """The shape of a CaiT. Raises ValueError for sizes that do not fit together."""
 
+    patch: int = 16
+    """Side of a patch, in pixels."""
     class_layers: int = 2
     """Blocks of class attention after the blocks of self-attention."""
     layer_scale: float | None = None

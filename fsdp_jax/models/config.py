@@ -40,7 +40,7 @@ def _require(config: Any, name: str, holds: bool, expected: str) -> None:
         raise ValueError(f"{type(config).__name__}.{name} must be {expected}, got {got}")
 
 
-def from_preset(presets: Mapping[str, C], name: str, /, **overrides: Any) -> C:
+def from_preset(presets: Mapping[str, C], name: str, **overrides: Any) -> C:
     """Returns the preset `name` with fields replaced.
 
     Raises ValueError for an unknown name or field, with the closest known one.

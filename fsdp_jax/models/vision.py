@@ -29,7 +29,7 @@ class ImageConfig:
 
     image_size: int = 224
     """Side of the images, in pixels."""
-    patch: int = 16
+    patch: int
     """Side of a patch, in pixels."""
     classes: int = 1000
     layers: int

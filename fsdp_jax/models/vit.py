@@ -22,8 +22,6 @@ from fsdp_jax.models.config import check_dropout, from_preset
 class ViTConfig(vision.ImageConfig):
     """The shape of a ViT. Raises ValueError for sizes that do not fit together."""
 
-    patch: int
-    """Side of a patch, in pixels."""
     norm_epsilon: float = 1e-12
     dropout: float = 0.0
     """Dropout probability; above 0 the model needs a `dropout` random stream."""

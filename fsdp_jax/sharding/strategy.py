@@ -1,7 +1,7 @@
 """The strategies as data: what is sharded, along which axes, and when parameters are gathered.
 
-The rest of the library asks a `Strategy` questions, and names none: a new strategy is one entry of
-the table.
+The steps, layouts and contracts ask a `Strategy` questions: a new strategy is one entry of the
+table. Only the planner's search and its notes name strategies.
 """
 
 from collections.abc import Mapping

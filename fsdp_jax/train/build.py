@@ -169,7 +169,9 @@ def make_model(
         return family.model(shape, rngs=rngs, attention=attention)
 
     if lora.rank is None:
-        if lora != LoraConfig():
+        # Configurations that runs wrote before targets depended on the family state this default.
+        written_before = (r"(attn|cross)/(qkv|q|k|v|o|out)$",)
+        if lora not in (LoraConfig(), LoraConfig(targets=written_before)):
             fix = "set lora.rank, or leave the others out"
             raise ConfigError(message("adapters without a rank", where="lora", got=lora, fix=fix))
         return make, model.frozen

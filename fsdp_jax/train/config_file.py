@@ -37,7 +37,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(message(what, where="command line", expected=expected))
     values = {key: read_option(key, KEY_TYPES[key], texts) for key, texts in options.items()}
     config = with_values(config, values)
-    if sum(map(bool, vars(config.units).values())) > 1:
+    units = config.units
+    if sum(map(bool, (units.classes, units.min_params, units.scan))) > 1:
         what, expected = "units are set in more than one way", "classes, min_params or scan"
         raise ConfigError(message(what, where="units", expected=expected))
     return config

@@ -2,7 +2,6 @@
 
 import sys
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Self
 
 import flax
@@ -10,6 +9,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fsdp_jax.checkpoint.manifest import package_versions
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import shape_of
@@ -118,7 +118,7 @@ def banner(run: Run, *, corpus: str, checkpoints: str, resumed: int | None) -> s
         start = f"resumes at step {resumed}"
 
     rows = {
-        "versions": f"fsdp_jax {version('fsdp_jax')}, jax {jax.__version__}, "
+        "versions": f"fsdp_jax {package_versions()['fsdp_jax']}, jax {jax.__version__}, "
         f"flax {flax.__version__}, python {sys.version.split()[0]}",
         "devices": f"{hosts} hosts x {len(devices) // hosts} {devices[0].device_kind}, mesh {mesh}",
         "parameters": count,
