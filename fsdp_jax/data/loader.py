@@ -8,6 +8,7 @@ read it, and a position in the stream is one number of steps.
 Shapes: G global batch, n processes, T sequence.
 """
 
+import threading
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -31,10 +32,11 @@ class Loader:
     """
 
     def __init__(self, batches: grain.MapDataset, settings: dict[str, Any], *, ahead: int = AHEAD):
-        options = grain.ReadOptions(num_threads=min(ahead, 1), prefetch_buffer_size=ahead)
-        self._batches = batches.to_iter_dataset(options)
+        self._options = grain.ReadOptions(num_threads=min(ahead, 1), prefetch_buffer_size=ahead)
+        self._batches = batches
         self._settings = settings
         self._position = 0  # batches delivered, however many were read
+        self._source = _ClosableBatches(batches)
         self._iterator: grain.DatasetIterator | None = None
 
     def __iter__(self) -> Self:
@@ -46,7 +48,9 @@ class Loader:
         Raises what reading the batch raised; the position stays, so the next call tries again.
         """
         if self._iterator is None:
-            self._iterator = iter(self._batches)
+            self._source = _ClosableBatches(self._batches)
+            dataset = grain.MapDataset.source(self._source).to_iter_dataset(self._options)
+            self._iterator = iter(dataset)
             self._iterator.set_state({"next_index": self._position})
         try:
             batch = next(self._iterator)
@@ -66,10 +70,14 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread, after the batch that it is reading; `next` would start another one."""
+        """Ends the thread, and waits for the batch that it is reading: nothing is read afterwards.
+
+        `next` would start another one.
+        """
         if self._iterator is not None:
             self._iterator.close()
         self._iterator = None
+        self._source.close()  # grain's iterator does not wait
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last delivered batch, as JSON; equal on every process."""
@@ -95,6 +103,30 @@ class Loader:
             )
         self.close()
         self._position = int(state["position"]["next_index"])
+
+
+class _ClosableBatches:
+    """Batches that are read one at a time, and none any more once `close` has returned."""
+
+    def __init__(self, batches: grain.MapDataset):
+        self._batches = batches
+        self._closed = False
+        self._reading = threading.RLock()  # a signal's handler may close what it has interrupted
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        with self._reading:
+            if self._closed:
+                raise ValueError("the loader is closed")  # whoever asked for it has gone
+            return self._batches[index]
+
+    def close(self) -> None:
+        """Waits for the batch that is being read; later ones are refused."""
+        self._closed = True
+        with self._reading:
+            pass
 
 
 def make_loader(

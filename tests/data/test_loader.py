@@ -354,6 +354,60 @@ def test_closing_ends_the_thread_and_reading_can_continue():
     loader.close()
 
 
+class Blocking(Recording):
+    """Rows of which those from 2 on are not read before `proceed` is set."""
+
+    def __init__(self, fail=None):
+        super().__init__(fail)
+        self.reading, self.most, self.started, self.proceed = 0, 0, [], threading.Event()
+
+    def __getitem__(self, index):
+        self.reading += 1
+        self.most = max(self.most, self.reading)
+        self.started.append(int(index))
+        try:
+            if index > 1:
+                self.proceed.wait(20)
+            return super().__getitem__(index)
+        finally:
+            self.reading -= 1
+
+
+@pytest.mark.parametrize("end", ["close", "set_state"])
+def test_closing_waits_for_the_batch_that_is_read_and_nothing_is_read_afterwards(end):
+    examples = Blocking()
+    loader = in_order(examples)
+    assert [firsts(next(loader)) for _ in range(2)] == [[0], [1]]
+    wait_for(lambda: examples.started[-1] == 2)
+    state = loader.get_state()
+    threading.Timer(0.1, examples.proceed.set).start()
+    if end == "close":
+        loader.close()
+    else:
+        loader.set_state(state)
+    assert examples.proceed.is_set()
+    assert examples.reading == 0
+    read = list(examples.read)
+    time.sleep(0.05)
+    assert examples.read == read
+    assert firsts(next(loader)) == [2]
+    loader.close()
+    assert examples.most == 1
+
+
+def test_a_failed_read_is_repeated_after_the_reads_in_progress():
+    examples = Blocking(fail=1)
+    with in_order(examples) as loader:
+        assert firsts(next(loader)) == [0]
+        wait_for(lambda: examples.started[-1] == 2)  # 1 has failed
+        threading.Timer(0.1, examples.proceed.set).start()
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(loader)
+        assert examples.reading == 0
+        assert [firsts(next(loader)) for _ in range(2)] == [[1], [2]]
+    assert examples.most == 1
+
+
 def test_a_garbage_collected_loader_ends_its_thread():
     examples = Recording()
     loader = in_order(examples)
