@@ -34,13 +34,17 @@ _ANY_ROLE: tuple[Role, ...] = ("reduce", "gather")
 
 
 class Sent(NamedTuple):
-    """One operand of a collective: what is sent of one array, all executions of a step."""
+    """One operand of a collective: what is sent of one array, all executions of a step.
+
+    `sliced` is that of the collective: each device keeps only a part of an all-reduce's result.
+    """
 
     op: str
     dtype: str
     shape: tuple[int, ...]
     path: str
     bytes: int
+    sliced: bool
 
 
 @dataclass
@@ -189,7 +193,7 @@ def _operands(collective: Collective) -> Iterator[Sent]:
     total = max(sum(sizes), 1)
     for shape, path, size in zip(collective.shapes, collective.paths, sizes, strict=True):
         part = collective.bytes * size // total
-        yield Sent(collective.op, collective.dtype, shape, path, part)
+        yield Sent(collective.op, collective.dtype, shape, path, part, collective.sliced)
 
 
 def _unless_scalars(sent: Sent) -> Sent | None:

@@ -350,9 +350,9 @@ def declared(path, role, op, size, *shapes, dtype="bfloat16"):
     return Expected(path, role, op, dtype, "data", size, shapes)
 
 
-def sent(op, size, shapes, paths, dtype="bfloat16"):
+def sent(op, size, shapes, paths, dtype="bfloat16", *, sliced=False):
     return Collective(
-        op, dtype, "data", 1, size, 0, True, False, 0, tuple(shapes), tuple(paths), 0, op
+        op, dtype, "data", 1, size, 0, True, sliced, 0, tuple(shapes), tuple(paths), 0, op
     )
 
 
@@ -463,6 +463,24 @@ def test_token_ids_are_activations_and_scalars_are_not():
     assert line.startswith(
         "no parameter: an activation is sent, int32[16, 64] by all-gather (embed/take): +3.5 KiB"
     )
+
+
+def test_an_all_reduce_of_which_a_part_is_kept_is_an_operand_of_its_own():
+    """By annotations each is then offset by itself; equal ones are added up."""
+    gradient = sent("reduce-scatter", 28672, [BIG], ["a"])
+    kept, sliced = (
+        sent("all-reduce", 20_000, [(8, 32, 64)], ["f"], sliced=each) for each in (False, True)
+    )
+    said = "no parameter: an activation is sent, bfloat16[8, 32, 64] by all-reduce (f): +"
+    assert [line.split(" KiB")[0] for line in violations(PAIR[:1], gradient, kept, kept)] == [
+        said + "39.1"
+    ]
+    found = violations(PAIR[:1], gradient, kept, sliced)
+    assert [line.split(" KiB")[0] for line in found] == [said + "19.5"] * 2
+    # the bytes saved on the gradient pay for one of them
+    [line], choices = judged_annotated(PAIR[:1], kept, sliced)
+    assert "+19.5 KiB" in str(line)
+    assert "moved 19.5 KiB of activations" in choices[0]
 
 
 def test_a_parameter_that_is_never_gathered_or_not_declared_is_a_violation():
