@@ -18,6 +18,8 @@ import fsdp_jax as fsdp
 from fsdp_jax.certify import Certificate, CertifyError, Tolerance, certify
 from fsdp_jax.step import train_step as steps
 
+pytestmark = pytest.mark.releases
+
 SUM = SUMS["cross-entropy"]
 
 

@@ -10,6 +10,8 @@ from processes import finish, run_cluster, start
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.launch import barrier, is_lead, join_cluster, leave_cluster, use_virtual_devices
 
+pytestmark = pytest.mark.releases
+
 VIRTUAL = """
 import os
 from fsdp_jax.launch import use_virtual_devices

@@ -6,6 +6,8 @@ import pytest
 
 from fsdp_jax.sharding.precision import Precision
 
+pytestmark = pytest.mark.releases
+
 MIXED = Precision(compute="bfloat16")
 
 

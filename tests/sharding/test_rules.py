@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from fsdp_jax.sharding.mesh import axes_of, data_axes, make_mesh, shards_of, split_data
 from fsdp_jax.sharding.rules import Rules, lint, logical_names, partition_specs, stacked_dims
 
+pytestmark = pytest.mark.releases
+
 BOTH_AXES = ("replica", "data")
 
 

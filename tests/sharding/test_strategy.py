@@ -7,6 +7,8 @@ from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 
+pytestmark = pytest.mark.releases
+
 ALIASES = {
     "no_shard": ["ddp", "zero0"],
     "zero1": [],

@@ -6,8 +6,9 @@ import pytest
 
 from fsdp_jax.cli.main import main
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.train.build import build
-from fsdp_jax.train.config import Config
+from fsdp_jax.models import FAMILIES
+from fsdp_jax.train.build import build, make_model
+from fsdp_jax.train.config import Config, LoraConfig, ModelConfig
 from fsdp_jax.train.config_file import KEY_TYPES, digest, dump, load
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -175,3 +176,12 @@ def test_keys_that_need_local_batches_are_refused_by_name(key, value):
         match=rf"{key} needs train.local_batch\n.*{key}(.*\n)+.*--train.local_batch True, or",
     ):
         build(config)
+
+
+def test_a_configuration_that_an_earlier_run_wrote_is_still_accepted():
+    """`lora.targets` had the targets of all families as its default."""
+    targets = ("(attn|cross)/(qkv|q|k|v|o|out)$",)
+    family, model = FAMILIES["gpt"], ModelConfig(frozen=("embed",))
+    lora = LoraConfig(targets=targets)
+    _, frozen = make_model(model, lora, family, family.preset("tiny"), "cpu")
+    assert frozen == ("embed",)
