@@ -99,9 +99,10 @@ def on_local_rows(
         if any(count % devices for count in rows):
             # Those of a step are divisible: these are others.
             if split.rows is not None:
+                counts = " and ".join(map(str, sorted(rows)))
                 warnings.warn(
-                    f"{where}: all rows run on every device, for {sorted(rows)} rows are not "
-                    f"divisible by {devices}",
+                    f"{where}: all rows run on every device, for {counts} rows are not divisible "
+                    f"by {devices}",
                     SlowerWarning,
                     stacklevel=2,
                 )

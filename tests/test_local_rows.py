@@ -56,7 +56,7 @@ def test_rows_that_do_not_divide(mesh):
     wrapped = fsdp.on_local_rows(kernel, replicated=(1,))
     with (
         batch_split(mesh, batch_axes(mesh), 16),
-        pytest.warns(fsdp.SlowerWarning, match=r"kernel\): .*\[3\] do not"),
+        pytest.warns(fsdp.SlowerWarning, match=r"kernel\): .*for 3 rows are not divisible by 8"),
     ):
         np.testing.assert_array_equal(wrapped(x, table), kernel(x, table))
     with batch_split(mesh, batch_axes(mesh), None):  # of `Sharded.apply`: no batch was promised
