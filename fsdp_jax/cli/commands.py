@@ -14,6 +14,7 @@ from tyro.conf import Suppress, arg
 
 from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile
 from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.train.config import NonNegative, NonNegativeFloat, Positive
 
 OK, BROKEN = 0, 3  # exit codes
 
@@ -99,7 +100,7 @@ class PlanCommand:
     # write the configuration. For a chip alone, the smallest machine that it fits is used.
     search: bool = False
     # With --search and a chip alone: the number of devices.
-    devices: Annotated[int | None, NUMBER] = None
+    devices: Annotated[Positive | None, NUMBER] = None
     # With --search: where to write the configuration; default: NAME.planned.yaml.
     to: Annotated[str | None, FILE] = None
     # Compare two configurations, in place of CONFIG.
@@ -210,10 +211,10 @@ class TokenizeCommand:
     to: Annotated[str, DIR]  # Folder of the shards, which is created.
     tokenizer: str | None = None  # bytes, or a tokenizer.json or its folder.
     # Train a byte-level BPE tokenizer of this many tokens on the corpus.
-    vocab_size: Annotated[int | None, NUMBER] = None
+    vocab_size: Annotated[Positive | None, NUMBER] = None
     field: str = "text"  # Field of a record that holds the text.
     # Share held out for evaluation; default: 0.05.
-    held_out: float | None = None
+    held_out: NonNegativeFloat | None = None
     invalid: str = "error"  # Text that is not UTF-8: error, replace or skip.
 
     def run(self) -> int:
@@ -241,7 +242,7 @@ class ImportCommand:
     to: Annotated[str, arg(metavar="RUN")]  # Directory of the run, which is created.
     dtype: str = "float32"  # float32 or bfloat16.
     # Virtual CPU devices where there is no accelerator.
-    devices: Annotated[int | None, NUMBER] = None
+    devices: Annotated[Positive | None, NUMBER] = None
 
     def run(self) -> int:
         """Writes the checkpoint and returns 0."""
@@ -259,7 +260,9 @@ class ExportCommand:
 
     output: Annotated[str, RUN, Suppress]
     to: Annotated[str, DIR]  # Directory of the weights, which is created.
-    step: Annotated[int | None, NUMBER] = None  # Step of the checkpoint; default: the newest.
+    step: Annotated[NonNegative | None, NUMBER] = (
+        None  # Step of the checkpoint; default: the newest.
+    )
     dtype: str = "float32"  # float32, bfloat16, float16, or same (the dtypes that were trained).
     # safetensors: our parameter names. huggingface: theirs, with LoRA's adapters merged, the
     # tokenizer and a config.json that transformers loads.

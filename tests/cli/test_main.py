@@ -117,6 +117,29 @@ def test_unusable(tiny, tmp_path, capsys, command_line, blocks):
     assert not (tmp_path / "run" / "lease.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("command_line", "option", "least"),
+    [
+        ("plan CONFIG --topology h100 --search --devices 0", "--devices", "1"),
+        ("plan CONFIG --topology h100 --search --devices=-8", "--devices", "1"),
+        ("import gpt2 --to run --devices -1", "--devices", "1"),
+        ("export run --to weights --step -1", "--step", "0"),
+        ("tokenize embedded --to tokens --vocab-size 0", "--vocab-size", "1"),
+        ("tokenize embedded --to tokens --vocab-size -300", "--vocab-size", "1"),
+        ("tokenize embedded --to tokens --tokenizer bytes --held-out -0.1", "--held-out", "0"),
+    ],
+)
+def test_a_number_that_is_too_small(tmp_path, monkeypatch, capsys, command_line, option, least):
+    monkeypatch.chdir(tmp_path)
+    assert main(command_line.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"a value is too small\n  where:    {option}\n" in shown.err
+    assert f"expected: {least} or more" in shown.err
+    assert "Traceback" not in shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_configuration(capsys):
     assert main(["train"]) == 2
     assert "no configuration" in capsys.readouterr().err
