@@ -113,14 +113,36 @@ def test_a_foreign_library_is_used_where_it_belongs():
     assert [name for name, source in SOURCES.items() if "jax._src" in source] == []
 
 
-def test_importing_the_library_loads_no_planner():
-    code = "import sys, fsdp_jax; print(*(m for m in sys.modules if m.startswith('fsdp_jax.')))"
+def loaded_by(module: str) -> set[str]:
+    """All modules that are loaded once this one has been imported."""
+    code = f"import sys, {module}; print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    loaded = {place_of(name) for name in result.stdout.split()}
+    return set(result.stdout.split())
+
+
+def test_importing_the_library_loads_no_planner():
+    loaded = {place_of(name) for name in loaded_by(PACKAGE) & set(FILES)}
     assert "api" in loaded
     assert not loaded & {"planner", "contract", "hlo"}
+
+
+def test_reading_a_command_line_loads_neither_data_nor_models():
+    """A command imports what is heavy when it runs, after its arguments have been checked."""
+    modules = loaded_by(f"{PACKAGE}.cli.main")
+    places = {place_of(name) for name in modules & set(FILES)}
+    assert {"cli", "train"} <= places
+    assert not places & {
+        "data",
+        "models",
+        "weights",
+        "planner",
+        "contract",
+        "checkpoint",
+        "certify",
+    }
+    assert not modules & {"grain", "orbax", "datasets", "tokenizers", "transformers"}
 
 
 # House style, over the whole package: what ruff cannot be asked to check

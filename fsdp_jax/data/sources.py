@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -97,7 +97,7 @@ class DataOptions:
 
     """
 
-    kind: "Kind"
+    kind: str
     sequence_length: int
     targets_length: int | None = None
     path: str | None = None
@@ -402,9 +402,4 @@ KINDS = {
     ),
     "images": DataKind(_open_images, ("images",), "optional"),
 }
-"""The one list of kinds: a new source of data is a function and an entry here."""
-
-if TYPE_CHECKING:
-    Kind = str
-else:
-    Kind = Literal[tuple(KINDS)]  # the help of `data.kind` lists these
+"""All kinds; a new one is a function, an entry here and a choice of `data.kind`."""

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fsdp_jax.data.sources import Kind
-
 
 @dataclass(frozen=True)
 class AtLeast:
@@ -109,7 +107,7 @@ class DataConfig:
     # embedded: the source of Python's standard library; text: files, folders or .jsonl; tokens:
     # the output of `fsdp-jax tokenize`; instructions: Alpaca's format; datasets: Hugging
     # Face's; images: labelled images.
-    kind: Kind = "embedded"
+    kind: Literal["embedded", "text", "tokens", "instructions", "datasets", "images"] = "embedded"
     # File, folder or name of the dataset. Not needed by embedded, instructions (a small English
     # set is included) and images (drawn).
     path: str | None = None
