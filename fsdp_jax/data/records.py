@@ -42,7 +42,7 @@ class TextDecoder:
             return content.decode()
         except UnicodeDecodeError as error:
             got = f"byte 0x{content[error.start]:02x} at offset {offset + error.start:,}"
-            if self._skips(where, got, error):
+            if self._skips(where, got, error, expected="UTF-8", fix="store the text as UTF-8"):
                 return None
             return content.decode(errors="replace")
 
@@ -72,17 +72,18 @@ class TextDecoder:
         except UnicodeEncodeError as error:
             code = ord(value[error.start])
             got = f"half a surrogate pair, U+{code:04X}, at character {error.start}"
-            if self._skips(where, got, error):
+            fix = "repair the record: it has half of a surrogate pair"
+            if self._skips(where, got, error, expected="text", fix=fix):
                 return None
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return value
 
-    def _skips(self, where: str, got: str, error: UnicodeError) -> bool:
+    def _skips(self, where: str, got: str, error: UnicodeError, *, expected: str, fix: str) -> bool:
         """Returns whether to skip invalid text or else to replace it, and counts it; or raises."""
         if self.invalid == "error":
             what = "Text is not UTF-8."
-            fix = "store the text as UTF-8, or set data.invalid to replace or skip"
-            raise config_error(what, where=where, expected="UTF-8", got=got, fix=fix) from error
+            fix = f"{fix}; or set data.invalid to replace or skip"
+            raise config_error(what, where=where, expected=expected, got=got, fix=fix) from error
         skip = self.invalid == "skip"
         self.skipped[INVALID if skip else REPLACED] += 1
         return skip

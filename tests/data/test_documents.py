@@ -91,7 +91,8 @@ FAULTS = [
     (
         "a.jsonl",
         b'{"text": "a\\ud800"}\n',
-        r"not UTF-8(?s:.*)line 1, field 'text'\n(?s:.*)U\+D800, at character 1",
+        r"not UTF-8(?s:.*)line 1, field 'text'\n +expected: text\n(?s:.*)U\+D800, at character 1\n"
+        r" +fix: +repair the record: it has half of a surrogate pair; or set data\.invalid",
     ),
     ("a.jsonl", b"[" * 100_000, r"not JSON(?s:.*)line 1"),
     ("a.json", b'[\n{"text": "x"},\n{]', r"not JSON(?s:.*)a\.json, line 3\n"),
