@@ -126,4 +126,6 @@ def _family_by_content(content: Json, where: Path) -> Family:
     families = {family.weight_format.model_type: family for family in FAMILIES.values()}
     if model_type in families and (model_type is not None or "architecture" in content):
         return families[model_type]
-    raise unknown_model(model_type, [name for name in families if name is not None], where)
+    known = [family.weight_format.model_type or name for name, family in FAMILIES.items()]
+    by_architecture = [name for name, f in FAMILIES.items() if f.weight_format.model_type is None]
+    raise unknown_model(model_type, known, where, by_architecture=by_architecture)

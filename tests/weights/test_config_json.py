@@ -323,8 +323,14 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path):
         (CAIT | {"model_args": {"img_size": [224, 196]}}, "only squares"),
         (CAIT | {"other": 1}, "other is not known"),
         ({"model_type": "gpt3"}, "did you mean 'gpt2'"),
-        ({"model_type": "cait"}, "an unknown kind of model"),
-        ({}, "an unknown kind of model"),
+        (
+            {"model_type": "cait"},
+            r"an unknown kind of model[^$]*did you mean 'cait'\? .*timm.*by an `architecture`",
+        ),
+        (
+            {},
+            r"an unknown kind of model[^$]*one of: cait, gpt2, llama, t5, vit .cait: as timm",
+        ),
         (GPT2 | {"auto_map": {"AutoModel": "modeling.GPT"}}, r"never run[^$]*modeling\.GPT"),
         ([1], "no model configuration"),
     ],

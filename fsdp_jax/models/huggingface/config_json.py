@@ -128,7 +128,12 @@ def _is_three_numbers(value: Any) -> bool:
     return all(isinstance(each, int | float) and math.isfinite(each) for each in value)
 
 
-def unknown_model(name: object, known: Sequence[str], where: object) -> ConfigError:
-    """Returns the error for a model of no family."""
+def unknown_model(
+    name: object, known: Sequence[str], where: object, *, by_architecture: Sequence[str] = ()
+) -> ConfigError:
+    """Returns the error for a model of no family; some of the known ones are timm's."""
     fix = did_you_mean(str(name), known)
+    if offered := [each for each in by_architecture if each in fix]:
+        names = ", ".join(offered)
+        fix += f" ({names}: as timm saves it, by an `architecture` in place of a `model_type`)"
     return ConfigError(message("an unknown kind of model", where=str(where), got=name, fix=fix))
