@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Suppress, arg
 
-from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile
+from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile, Meaning
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.config import NonNegative, NonNegativeFloat, Positive
 
@@ -22,6 +22,7 @@ DIR = arg(metavar="DIR")
 FILE = arg(metavar="FILE")
 NUMBER = arg(metavar="N")
 TOPOLOGY = arg(metavar="T")
+CREATED = Meaning("a directory to create")
 
 HF_FOLDER = Argument(
     "DIR", "a Hugging Face folder with config.json and safetensors", "gpt2 --to output/gpt2"
@@ -208,7 +209,7 @@ class TokenizeCommand:
     """
 
     corpus: Annotated[str, CORPUS, Suppress]
-    to: Annotated[str, DIR]  # Folder of the shards, which is created.
+    to: Annotated[str, DIR, CREATED]  # Folder of the shards, which is created.
     tokenizer: str | None = None  # bytes, or a tokenizer.json or its folder.
     # Train a byte-level BPE tokenizer of this many tokens on the corpus.
     vocab_size: Annotated[Positive | None, NUMBER] = None
@@ -239,7 +240,7 @@ class ImportCommand:
     """
 
     folder: Annotated[str, HF_FOLDER, Suppress]
-    to: Annotated[str, arg(metavar="RUN")]  # Directory of the run, which is created.
+    to: Annotated[str, arg(metavar="RUN"), CREATED]  # Directory of the run, which is created.
     dtype: str = "float32"  # float32 or bfloat16.
     # Virtual CPU devices where there is no accelerator.
     devices: Annotated[Positive | None, NUMBER] = None
@@ -259,7 +260,7 @@ class ExportCommand:
     """Writes the parameters of a verified checkpoint as safetensors, one full state dict."""
 
     output: Annotated[str, RUN, Suppress]
-    to: Annotated[str, DIR]  # Directory of the weights, which is created.
+    to: Annotated[str, DIR, CREATED]  # Directory of the weights, which is created.
     step: Annotated[NonNegative | None, NUMBER] = (
         None  # Step of the checkpoint; default: the newest.
     )

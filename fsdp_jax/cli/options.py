@@ -32,6 +32,13 @@ class Argument:
     example: str
 
 
+@dataclass(frozen=True)
+class Meaning:
+    """What the value of a required option is, for the error that the option is missing."""
+
+    text: str
+
+
 CONFIG = Argument("CONFIG", SYNTAX, "configs/quickstart.yaml")
 RUN = Argument("RUN", "the output directory of a run", "output/quickstart")
 
@@ -85,7 +92,9 @@ def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Command:
     for field in fields(kind)[1:]:
         if field.default is MISSING and field.name not in values:
             option = option_name(field.name)
-            expected = f"{option} {metavar(kinds[field.name])}"
+            hint = kinds[field.name]
+            meanings = [part.text for part in get_args(hint) if isinstance(part, Meaning)]
+            expected = ", ".join([f"{option} {metavar(hint)}", *meanings])
             what = f"{option} is missing"
             raise ConfigError(message(what, where="command line", expected=expected))
 

@@ -248,7 +248,10 @@ def test_weights_that_do_not_fit_are_named_on_both_sides(theirs, tmp_path, capsy
         (["import"], "fsdp-jax import gpt2 --to output/gpt2"),
         (["import", "gpt2", "--too", "run"], "did you mean '--to'?"),
         (["import", "nowhere", "--to", "run"], "config.json"),
-        (["import", "nowhere"], "--to is missing"),
+        (["import", "nowhere"], "--to is missing\n"),
+        (["import", "nowhere"], "expected: --to RUN, a directory to create"),
+        (["export", "nowhere"], "expected: --to DIR, a directory to create"),
+        (["tokenize", "embedded"], "expected: --to DIR, a directory to create"),
         (
             ["export", "nowhere", "--to", "out", "--format", "hugingface"],
             "did you mean 'huggingface'",
