@@ -30,29 +30,42 @@ DEVICE_ROWS = 2
 def test_a_compiled_llama_has_the_computed_matmuls_traffic_and_memory(tmp_path):
     """One test, since compiling takes most of its time."""
     mesh = mesh_of("h100:8")
+    sharded, step, compiled = compiled_llama(LLAMA, mesh, DEVICE_ROWS, tmp_path, remat="none")
+    module = parse(compiled.as_text())
+    collectives = read_program(compiled.as_text(), mesh.shape).collectives
+    simulated = ScheduleSimulator(module, collectives, mesh, HARDWARE["h100"]).step()
+    check_matmuls(simulated)
+    check_traffic(simulated)
+    check_memory(step, sharded.layout, compiled, tmp_path)
+
+
+@pytest.mark.needs_plugin
+def test_a_small_llama_that_is_recomputed_has_the_computed_memory(tmp_path):
+    """Its units are recomputed in the backward pass, and small parameters are sharded."""
+    sizes = {"layers": 2, "width": 256, "heads": 2, "kv_heads": 2, "hidden": 768}
+    config = llama.preset("llama-tiny", vocab_size=384, sequence_length=64, **sizes)
+    sharded, step, compiled = compiled_llama(
+        config, mesh_of("h100:8"), 1, tmp_path, remat="full", min_size=64
+    )
+    check_memory(step, sharded.layout, compiled, tmp_path)
+
+
+def compiled_llama(config, mesh, device_rows, folder, **settings):
+    """(sharded model, step, compiled program), with XLA's reports in the folder."""
     sharded = fsdp.fully_shard(
-        lambda rngs: llama.Llama(LLAMA, rngs=rngs),
+        lambda rngs: llama.Llama(config, rngs=rngs),
         optax.adamw(1e-3),
         mesh,
         units=[llama.LlamaBlock],
         precision=fsdp.Precision(compute="bfloat16"),
-        remat="none",
+        **settings,
     )
     step = sharded.train_step(next_token_loss, local_batch=True)
-    tokens = jax.ShapeDtypeStruct((DEVICE_ROWS * mesh.size, T + 1), jnp.int32)
-    options = compiler_options(step.plan) | {"xla_dump_to": str(tmp_path)}
+    tokens = jax.ShapeDtypeStruct((device_rows * mesh.size, config.sequence_length + 1), jnp.int32)
+    options = compiler_options(step.plan) | {"xla_dump_to": str(folder)}
     with without_compilation_cache():
         compiled = step.lower({"tokens": tokens}).compile(compiler_options=options)
-    text = compiled.as_text()
-    module = parse(text)
-    collectives = read_program(text, mesh.shape).collectives
-    simulated = ScheduleSimulator(module, collectives, mesh, HARDWARE["h100"]).step()
-    check_matmuls(simulated)
-    check_traffic(simulated)
-    memory = peak_memory(step.plan, module, read_memory_report(tmp_path))
-    check_memory(memory, sharded.layout)
-    live = sum(buffer.bytes for buffer in memory.buffers)
-    assert live == pytest.approx(compiled.memory_analysis().peak_memory_in_bytes, rel=0.02)
+    return sharded, step, compiled
 
 
 def check_matmuls(simulated):
@@ -78,7 +91,8 @@ def check_traffic(simulated):
     assert 0 < simulated.exposed <= simulated.collective < simulated.seconds
 
 
-def check_memory(memory, layout):
+def check_memory(step, layout, compiled, folder):
+    memory = peak_memory(step.plan, parse(compiled.as_text()), read_memory_report(folder))
     assert memory.breakdown["params"] == layout.per_device("params")
     assert memory.breakdown["optimizer"] == layout.per_device("optimizer")
     assert sum(memory.breakdown.values()) == memory.peak_bytes
@@ -87,3 +101,5 @@ def check_memory(memory, layout):
     full = layout.total("params") // 2
     copies = memory.breakdown["gathered"] + memory.breakdown["gradients"]
     assert 0 < copies < 2 * full + layout.per_device("params")
+    live = sum(buffer.bytes for buffer in memory.buffers)
+    assert live == pytest.approx(compiled.memory_analysis().peak_memory_in_bytes, rel=0.02)
