@@ -213,14 +213,15 @@ class _Rewriter:
         if not gathers:
             return
         outputs = [v for eqn in layers for v in eqn.outvars if v in env and is_float(env[v])]
-        operands = {str(site_of(eqn)): _read(env, eqn.invars) for eqn in gathers}
-        if outputs:
-            inputs = _gather_inputs(operands)
-            values = [env[v] for v in outputs]
-            values, gathered = gather_after_layers(self.comms, inputs, values)
-            env.update(zip(outputs, values, strict=True))
-        else:
-            gathered = {path: gather(self.comms[path], *args) for path, args in operands.items()}
+        if not outputs:
+            for eqn in gathers:
+                args = _read(env, eqn.invars)
+                env[eqn.outvars[0]] = gather(self.comms[str(site_of(eqn))], *args)
+            return
+        inputs = _gather_inputs({str(site_of(eqn)): _read(env, eqn.invars) for eqn in gathers})
+        values = [env[v] for v in outputs]
+        values, gathered = gather_after_layers(self.comms, inputs, values)
+        env.update(zip(outputs, values, strict=True))
         env.update((eqn.outvars[0], gathered[str(site_of(eqn))]) for eqn in gathers)
 
 
