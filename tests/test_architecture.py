@@ -4,8 +4,10 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import fsdp_jax
 
@@ -91,7 +93,10 @@ def test_packages_import_only_from_packages_before_them():
 
 
 def test_modules_have_no_import_cycle():
-    TopologicalSorter({module: own(module) for module in FILES}).prepare()
+    order = list(TopologicalSorter({module: own(module) for module in FILES}).static_order())
+    assert set(order) == set(FILES)
+    with pytest.raises(CycleError):
+        TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
 
 
 def test_a_foreign_library_is_used_where_it_belongs():

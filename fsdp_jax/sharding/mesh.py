@@ -69,7 +69,7 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
         if available % known:
             divisors = [n for n in range(1, available + 1) if available % n == 0]
             fix = f"use a divisor, one of {divisors}"
-            what = "the mesh does not divide the devices"
+            what = "the number of devices is not divisible by the mesh"
             raise ValueError(message(what, where="mesh", got=got, fix=fix))
         sizes[sizes.index(-1)] = available // known
 
@@ -85,7 +85,10 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
         raise ValueError(message(what, where="mesh", expected=expected, got=got, fix=fix))
     if needed < available and not allow_fewer:
         expected = f"{available} devices"
-        fix = "set one size to -1, or pass allow_fewer=True to leave devices idle"
+        fix = (
+            "set one size to -1, which takes all devices; "
+            "make_mesh(allow_fewer=True) leaves devices idle on purpose"
+        )
         what = "the mesh would leave devices idle"
         raise ValueError(message(what, where="mesh", expected=expected, got=got, fix=fix))
     return sizes[0], sizes[1]

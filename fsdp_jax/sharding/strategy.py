@@ -125,5 +125,6 @@ def get_strategy(name: str | Strategy) -> Strategy:
     if name.lower() in _BY_NAME:
         return _BY_NAME[name.lower()]
     what = f"unknown strategy '{name}'"
+    expected = ", ".join(STRATEGIES)
     fix = did_you_mean(name, _BY_NAME)
-    raise ValueError(message(what, where="strategy", expected=sorted(STRATEGIES), fix=fix))
+    raise ValueError(message(what, where="strategy", expected=expected, fix=fix))

@@ -120,7 +120,8 @@ def banner(run: Run, *, corpus: str, checkpoints: str, resumed: int | None) -> s
     rows = {
         "versions": f"fsdp_jax {package_versions()['fsdp_jax']}, jax {jax.__version__}, "
         f"flax {flax.__version__}, python {sys.version.split()[0]}",
-        "devices": f"{hosts} hosts x {len(devices) // hosts} {devices[0].device_kind}, mesh {mesh}",
+        "devices": f"{len(devices)} {devices[0].device_kind} on {hosts} host{'s' * (hosts > 1)}, "
+        f"mesh {mesh}",
         "parameters": count,
         "weights": weights,
         "state": layout.summary(),

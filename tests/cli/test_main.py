@@ -66,7 +66,7 @@ def test_help_of_other_commands_lists_their_options(command, options, capsys):
         ),
         (
             "train --mesh.replica 3",
-            ["the mesh does not divide the devices", "replica=3", "[1, 2, 4, 8]"],
+            ["the number of devices is not divisible by the mesh", "replica=3", "[1, 2, 4, 8]"],
         ),
         ("train --mesh.data 16", ["the mesh has more devices than there are", "train.devices"]),
         (

@@ -412,9 +412,12 @@ def test_a_garbage_collected_loader_ends_its_thread():
     examples = Recording()
     loader = in_order(examples)
     next(loader)
+    thread = examples.read[0][1]
+    assert thread.is_alive()
     del loader
     gc.collect()
-    wait_for(lambda: not examples.read[0][1].is_alive())
+    wait_for(lambda: not thread.is_alive())
+    assert not thread.is_alive()
 
 
 def test_the_thread_ends_with_the_epoch():

@@ -96,8 +96,8 @@ def test_a_size_of_minus_one_is_filled_in(sizes, shape):
         ({"data": 16}, "more devices than there are"),
         ({"data": 4, "replica": 3}, "more devices than there are"),
         ({"data": 4}, "leave devices idle"),
-        ({"replica": 3}, r"does not divide the devices.*\[1, 2, 4, 8\]"),
-        ({"replica": 16}, "does not divide the devices"),
+        ({"replica": 3}, r"not divisible by the mesh.*\[1, 2, 4, 8\]"),
+        ({"replica": 16}, "not divisible by the mesh"),
         ({"data": -1, "replica": -1}, "at most one is -1"),
         ({"data": 0}, "sizes are positive"),
         ({"data": -2}, "sizes are positive"),
@@ -122,7 +122,7 @@ def test_a_mesh_contains_every_device_once_or_is_refused(available, known, on_da
     devices = [FakeDevice(id=i, process_index=i // 8) for i in range(available)]
     sizes = {"data": known, "replica": -1} if on_data else {"replica": known}
     if available % known:
-        with pytest.raises(ValueError, match="does not divide"):
+        with pytest.raises(ValueError, match="not divisible by the mesh"):
             make_mesh(**sizes, devices=devices)
         return
     mesh = make_mesh(**sizes, devices=devices)

@@ -44,7 +44,7 @@ def test_a_whole_run(run, finished, copied, capsys):
     shown = finished.with_name("log.txt").read_text()
     expected = [
         "versions:",
-        "1 hosts x 8 cpu",
+        "8 cpu on 1 host, mesh",
         "mesh replica=1 x data=8",
         "parameters:",
         "compiled in",
@@ -219,7 +219,7 @@ def cluster(run, name, *overrides, own=((), ())):
 def test_two_processes_train_like_one(run, uninterrupted, tmp_path):
     (first, shown), (second, silent) = finish(*cluster(run, "two"))
     assert (first, second) == (0, 0), shown + silent
-    assert "2 hosts x 4 cpu" in shown
+    assert "8 cpu on 2 hosts" in shown
     assert "loss" not in silent
     for expected, row in zip(uninterrupted, losses(tmp_path / "two"), strict=True):
         assert row == pytest.approx(expected, rel=1e-5)

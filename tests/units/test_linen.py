@@ -139,7 +139,7 @@ def mesh():
     return fsdp.make_mesh(data=8)
 
 
-def as_alone(mesh, case, **settings):
+def assert_trains_as_unsharded(mesh, case, **settings):
     run, step = train(case, mesh, steps=2, **settings)
     check(run, train_unsharded(case, steps=2))
     return step
@@ -159,12 +159,14 @@ WRAPPED = [
 @pytest.mark.filterwarnings("ignore:unit .* runs inside a loop:fsdp_jax.SlowerWarning")
 @pytest.mark.parametrize(("kind", "scan", "local_batch", "remat"), WRAPPED)
 def test_a_unit_whose_method_is_wrapped_runs_once(mesh, kind, scan, local_batch, remat):
-    as_alone(mesh, case(Model(kind, scan=scan)), local_batch=local_batch, remat=remat)
+    assert_trains_as_unsharded(
+        mesh, case(Model(kind, scan=scan)), local_batch=local_batch, remat=remat
+    )
 
 
 @pytest.mark.parametrize("wrap", CLASSES)
 def test_a_unit_whose_class_is_wrapped_runs_once(mesh, wrap):
-    as_alone(mesh, case(Model(Plain, wrap)), local_batch=True)
+    assert_trains_as_unsharded(mesh, case(Model(Plain, wrap)), local_batch=True)
 
 
 def test_a_unit_is_gathered_inside_its_own_transform_layer_by_layer(mesh):
@@ -175,7 +177,7 @@ def test_a_unit_is_gathered_inside_its_own_transform_layer_by_layer(mesh):
 
 
 def test_a_unit_may_take_another_module_as_argument(mesh):
-    as_alone(mesh, case(Handing(), units=("Taking",)), local_batch=True)
+    assert_trains_as_unsharded(mesh, case(Handing(), units=("Taking",)), local_batch=True)
 
 
 class Taking(nn.Module):

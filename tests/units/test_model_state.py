@@ -92,7 +92,8 @@ def step(library, norm, wrap):
 @pytest.mark.parametrize("wrap", ["", "jit", "remat", "scan"])
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_a_constant_is_no_batch_state(library, wrap):
-    step(library, False, wrap).lower(BATCH)
+    lowered = step(library, False, wrap).lower(BATCH)
+    assert "all_gather" in lowered.as_text(), "accepted, with explicit collectives"
 
 
 @pytest.mark.parametrize("wrap", ["", "jit", "remat", "scan"])
