@@ -12,22 +12,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from fsdp_jax.errors import check_regexes, did_you_mean, message
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import COPIES, Layout, make_layout
 from fsdp_jax.sharding.mesh import (
-    DATA,
-    REPLICA,
+    MeshAxes,
     axes_of,
-    check_mesh,
-    data_axes,
     entry_of,
-    make_mesh,
+    mesh_axes,
+    mesh_like,
     replicated,
-    shape_of,
-    split_data,
+    shards_of,
 )
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import MIN_SIZE, Axis, Placement, Rule, Rules, stacked_dims
@@ -56,6 +53,7 @@ from fsdp_jax.validation import (
     check_plan,
     check_train_step,
     check_trained,
+    warn_of_idle_axes,
 )
 
 if TYPE_CHECKING:
@@ -69,6 +67,8 @@ def fully_shard(
     strategy: str | Strategy = "full_shard",
     units: Units = "model",
     *,
+    data: str | Sequence[str] | None = None,
+    replica: str | Sequence[str] | None = None,
     inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     precision: Precision | None = None,
     remat: Remat = "none",
@@ -88,7 +88,13 @@ def fully_shard(
         tx: any optax transformation.
 
     What to shard, and how:
-        mesh: from `make_mesh`.
+        mesh: from `make_mesh`, or any of your own. Axes that are neither `data` nor `replica` are
+            the model's own, such as one of tensor parallelism: its annotations along them hold, and
+            what they leave of an array is sharded along `data`.
+        data: the mesh axis, or axes, to shard state and batch along; by default `data`, or the only
+            axis.
+        replica: the mesh axis that hybrid strategies replicate state along; by default `replica`,
+            if the mesh has it.
         strategy: `no_shard`, `zero1`, `shard_grad_op`, `full_shard`, `hybrid_shard`,
             `hybrid_shard_zero2`, or an alias.
         rules: ordered (pattern, spec) for parameters by path; see `fsdp_jax.sharding.rules`.
@@ -124,7 +130,7 @@ def fully_shard(
     # Check what needs no model, then trace the model for its shapes.
     check_arguments(tx, mesh, units, precision, remat, prefetch)
     adapter = adapt(model, inputs)
-    split_mesh = split_data(check_mesh(mesh))
+    mesh_and_axes = mesh_axes(mesh, data, replica)
     resolved = get_strategy(strategy)
     dtypes = precision or AS_MADE
 
@@ -136,10 +142,17 @@ def fully_shard(
     else:
         layer_dims = dict.fromkeys(_matches(stacked, shapes, "stacked"), 1)
     frozen_paths = _matches(frozen, shapes, "frozen")
-    axes = resolved.shard_axes(split_mesh)
-    by_rules = Rules(tuple(rules), _split_axes(logical_axes, split_mesh), min_size, strict, axes)
-    placements = by_rules.place(adapter.params, split_mesh, stacked=layer_dims)
-    resolved.check_placements(placements)
+    by_rules = Rules(
+        tuple(rules),
+        _split_axes(logical_axes, mesh_and_axes),
+        min_size,
+        strict,
+        axes=resolved.shard_axes(mesh_and_axes),
+        model_axes=mesh_and_axes.model,
+    )
+    placements = by_rules.place(adapter.params, mesh_and_axes.mesh, stacked=layer_dims)
+    resolved.check_placements(placements, mesh_and_axes)
+    warn_of_idle_axes(placements, mesh_and_axes)
 
     # Units.
     layer_sizes = {path: prod(shape[layer_dims.get(path, 0) :]) for path, shape in shapes.items()}
@@ -161,7 +174,7 @@ def fully_shard(
         placements,
         abstract_rest(adapter, unflatten(copies)),
         tx,
-        split_mesh,
+        mesh_and_axes,
         resolved,
         by_rules,
         stacked=layer_dims,
@@ -174,6 +187,8 @@ def fully_shard(
         tx=tx,
         strategy=strategy,
         units=units,
+        data=data,
+        replica=replica,
         inputs=inputs,
         precision=precision,
         remat=remat,
@@ -188,16 +203,12 @@ def fully_shard(
     return Sharded(adapter, tx, layout, dtypes, remat, prefetch, owners, relayout)
 
 
-def _split_axes(logical_axes: Mapping[str, Axis] | None, mesh: Mesh) -> dict[str, Axis]:
+def _split_axes(logical_axes: Mapping[str, Axis] | None, axes: MeshAxes) -> dict[str, Axis]:
     """Returns logical axes with `data` replaced by the mesh axes that it is split into."""
-    parts = data_axes(mesh)
-    logical_axes = dict(logical_axes or {})
-    if DATA in mesh.axis_names or not parts:
-        return logical_axes
-    split: dict[str, Axis] = {DATA: parts}
-    for name, entry in logical_axes.items():
-        axes = [part for axis in axes_of(entry) for part in (parts if axis == DATA else (axis,))]
-        split[name] = entry_of(axes)
+    split: dict[str, Axis] = {axes.unsplit: axes.data} if axes.unsplit else {}
+    for name, entry in (logical_axes or {}).items():
+        parts = [axes.data if axis == axes.unsplit else (axis,) for axis in axes_of(entry)]
+        split[name] = entry_of([part for group in parts for part in group])
     return split
 
 
@@ -245,14 +256,14 @@ def _copies(
     return copies
 
 
-def _gathers_per_axis(mesh: Mesh) -> bool:
+def _gathers_per_axis(axes: MeshAxes) -> bool:
     """Returns whether collectives go along one mesh axis at a time, as on the torus of a TPU.
 
     NCCL's collectives go over the whole mesh at once, on any network. Virtual CPU devices behave as
     a TPU where `data` was split.
     """
-    platform = mesh.devices.flat[0].platform
-    return platform == "tpu" or (platform == "cpu" and len(data_axes(mesh)) > 1)
+    platform = axes.mesh.devices.flat[0].platform
+    return platform == "tpu" or (platform == "cpu" and len(axes.data) > 1)
 
 
 @dataclass(frozen=True)
@@ -298,7 +309,8 @@ class Sharded:
                 must be called before jax starts, or JAX_PLATFORMS=cpu be set.
             loss_fn: as `train_step` takes it.
             batch: arrays or shapes [global rows, ...] of all its devices.
-            replica: size of that mesh axis there, for hybrid strategies; as in this mesh if None.
+            replica: number of replicas there, for hybrid strategies; as in this mesh if None. The
+                model's own mesh axes keep their sizes.
             work: tokens and FLOPs of a step, for tokens per second and MFU.
             analytic: estimate from the traced step, without a compiler, as if with
                 `local_batch=True`.
@@ -320,13 +332,13 @@ class Sharded:
             parse_topology,
         )
 
-        check_plan(topology, batch)
+        check_plan(topology, batch, self.layout.axes, analytic=analytic)
         machine = parse_topology(topology)
         devices = fake_devices(machine) if analytic else machine.devices()
+        axes = self.layout.axes
         if replica is None:
-            hybrid = self.layout.strategy.hybrid
-            replica = shape_of(self.layout.mesh).get(REPLICA, 1) if hybrid else 1
-        sharded = self.on(make_mesh(-1, replica, devices=devices))
+            replica = shards_of(axes.mesh, axes.replica) if self.layout.strategy.hybrid else 1
+        sharded = self.on(mesh_like(axes, devices, replica))
         if analytic:
             # An estimate needs the shapes of one device, which an annotated program does not have.
             step = sharded.train_step(loss_fn, **(settings | {"local_batch": True}))
@@ -348,7 +360,8 @@ class Sharded:
 
         """
         given = check_given(params or {}, self.layout)
-        return init_state(self._model, self._tx, self.layout, seed, given)
+        with self.layout.axes.traced():
+            return init_state(self._model, self._tx, self.layout, seed, given)
 
     def abstract_state(self) -> TrainState:
         """Returns shapes, dtypes and shardings of the state: the target of a restore."""
@@ -366,7 +379,8 @@ class Sharded:
         """Returns the full state for what was restored into `checkpoint_target`."""
         shardings = state_shardings(self.layout).copies
         make = jax.jit(lambda params: make_copies(self.layout, params), out_shardings=shardings)
-        return replace(saved, copies=make(saved.params))
+        with self.layout.axes.traced():
+            return replace(saved, copies=make(saved.params))
 
     def train_step(
         self,
@@ -414,7 +428,7 @@ class Sharded:
             local_batch=local_batch,
             clip=clip,
         )
-        local_batch = local_batch and self.layout.mesh.size > 1
+        local_batch = local_batch and self.layout.axes.batch_shards > 1
         plan = self._step_plan(
             loss_fn,
             "manual" if local_batch else "annotate",
@@ -447,7 +461,13 @@ class Sharded:
         """
         plan = self._step_plan(lambda model, args: fn(model, *args))
         outputs = replicated(self.layout.mesh)
-        return jax.jit(lambda state, *args: forward(plan, state, args), out_shardings=outputs)
+        run = jax.jit(lambda state, *args: forward(plan, state, args), out_shardings=outputs)
+
+        def apply(state: TrainState, *args: Any) -> Any:
+            with self.layout.axes.traced():
+                return run(state, *args)
+
+        return apply
 
     def model(self, state: TrainState) -> Any:
         """Returns the model of sharded arrays: an NNX module, or a bound Linen module."""
@@ -469,7 +489,7 @@ class Sharded:
         """Returns how each parameter is gathered and its gradient reduced."""
         float32 = _float32_paths(self._model, self.precision)
         copies = flatten(self.layout.other[COPIES])
-        per_axis = mode == "manual" and _gathers_per_axis(self.layout.mesh)
+        per_axis = mode == "manual" and _gathers_per_axis(self.layout.axes)
         comms = {}
         for path, leaf in self.layout.by_path.items():
             compute, reduce = self.precision.comm_dtypes(path in float32, leaf.dtype)
@@ -477,8 +497,8 @@ class Sharded:
                 path,
                 self.units[path],
                 len(leaf.shape),
-                leaf.mesh,
-                PartitionSpec() if path in copies else leaf.spec,
+                leaf.axes,
+                leaf.axes.model_spec(leaf.spec) if path in copies else leaf.spec,
                 leaf.grad_spec,
                 GatherTransform(leaf.dtype, compute, reduce),
                 mode,

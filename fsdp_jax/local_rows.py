@@ -113,7 +113,12 @@ def on_local_rows(
         )
         local = _on_one_device(fn, {count // devices for count in rows}, where)
         sharded = jax.shard_map(
-            local, mesh=split.mesh, in_specs=specs, out_specs=by_rows, check_vma=False
+            local,
+            mesh=split.mesh,
+            in_specs=specs,
+            out_specs=by_rows,
+            axis_names=set(split.axes),  # along others, XLA partitions what is inside
+            check_vma=False,
         )
         return sharded(*args)
 

@@ -1,6 +1,7 @@
 """Argument validation, with fixes for the common mistakes. Every check raises ValueError."""
 
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import SlowerWarning, did_you_mean, message
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import Layout
+from fsdp_jax.sharding.mesh import MeshAxes, axes_of
 from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
@@ -67,6 +70,7 @@ def check_train_step(
         raise ValueError(message("not a bool", where="local_batch", got=local_batch, fix=fix))
     if local_batch:
         _check_stacks(layout)
+        _check_model_axes(layout.axes)
     else:
         _check_global_batch(precision, prefetch, deferred)
 
@@ -79,6 +83,16 @@ def _check_stacks(layout: Layout) -> None:
             expected = "a spec that leaves that dim unsharded"
             fix = "shard another dim, or leave local_batch out"
             raise ValueError(message(what, where=path, expected=expected, got=leaf.spec, fix=fix))
+
+
+def _check_model_axes(axes: MeshAxes) -> None:
+    """Refuses local batches on a mesh with axes of the model's own."""
+    if axes.model_shards > 1:
+        what = "local_batch=True needs a mesh without axes of the model's own"
+        got = f"{list(axes.model)} beside data={list(axes.user.data)}"
+        fix = "leave local_batch out: XLA then inserts the collectives along all axes; "
+        fix += "or, if these axes shard state or batch, name them in data or replica"
+        raise ValueError(message(what, where="local_batch", got=got, fix=fix))
 
 
 def _check_global_batch(precision: Precision, prefetch: Prefetch, deferred: bool) -> None:
@@ -121,8 +135,35 @@ def check_patterns(precision: Precision, classes: Collection[str], paths: Collec
             raise ValueError(message(what, where="precision.keep_float32", fix=fix))
 
 
-def check_plan(topology: Any, batch: Any) -> None:
+def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> None:
+    """Warns of mesh axes of the model's own that shard no parameter.
+
+    Warns:
+        SlowerWarning: with the axis, and the argument that would name it.
+
+    """
+    used = {
+        axis for place in placements.values() for entry in place.spec for axis in axes_of(entry)
+    }
+    for axis in axes.model:
+        size = axes.mesh.shape[axis]
+        if axis not in used and size > 1:
+            warnings.warn(
+                f"no parameter is sharded along the mesh axis '{axis}': its {size} devices hold "
+                "the same state and the same rows of the batch; if the model does not share out "
+                f"work along it by constraints of its own, name it, data='{axis}' or "
+                f"replica='{axis}'",
+                SlowerWarning,
+                stacklevel=3,
+            )
+
+
+def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> None:
     """Checks arguments of `Sharded.plan`."""
+    if analytic and axes.model_shards > 1:
+        what = "an analytic plan knows no mesh axes of the model's own"
+        fix = "leave analytic out, and the plan is compiled"
+        raise ValueError(message(what, where="analytic", got=list(axes.model), fix=fix))
     if not isinstance(topology, str):
         what = "not the name of a machine"
         fix = 'sharded.plan("h100:8", loss_fn, batch)'

@@ -29,7 +29,7 @@ from fsdp_jax.certify.causes import Evidence, likely_cause
 from fsdp_jax.certify.certificate import Failure, Row, Setting, Tolerance, tolerance_of
 from fsdp_jax.certify.unsharded import Arrays, Measured, Unsharded, as_float64
 from fsdp_jax.errors import message
-from fsdp_jax.sharding.mesh import make_mesh, shape_of
+from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
@@ -125,7 +125,7 @@ class Comparison:
         mesh = self._mesh_of(setting.strategy)
         evidence = Evidence(
             setting=setting,
-            sizes={"devices": len(self.devices), **shape_of(mesh)},
+            sizes={"devices": len(self.devices), **mesh_axes(mesh).shape},
             holds_alone=any(row.setting == alone and row.holds for row in before),
             holds_local=any(row.setting.local_batch and row.holds for row in before),
         )

@@ -15,13 +15,13 @@ from html import escape
 from math import prod
 from typing import Any
 
-from fsdp_jax.contract.expected import Expected, axis_name, expected_of
+from fsdp_jax.contract.expected import Expected, expected_of
 from fsdp_jax.contract.violations import Violation, other_axes, traffic_violations
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective, read_program
 from fsdp_jax.hlo.partitioner_log import Rematerialization, rematerializations
 from fsdp_jax.sharding.layout import Leaf
-from fsdp_jax.sharding.mesh import data_axes
+from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.rules import MIN_SIZE
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.train_step import StepPlan
@@ -44,17 +44,17 @@ class Contract:
         choices: with sharding annotations, what XLA sends in place of what is declared, within the
             limit.
         note: what the platform hides.
-        parts: the mesh axes that `data` is split into.
+        axes: the mesh, and what its axes are for.
 
     """
 
     expected: Sequence[Expected]
     collectives: Sequence[Collective]
     violations: Sequence[Violation]
+    axes: MeshAxes = field(repr=False)
     unread: Sequence[str] = ()
     choices: Sequence[str] = ()
     note: str = ""
-    parts: Sequence[str] = field(default=(), repr=False)
 
     @property
     def holds(self) -> bool:
@@ -63,8 +63,13 @@ class Contract:
 
     @cached_property
     def wire_bytes(self) -> int:
-        """Bytes that a device sends per step."""
-        return sum(each.bytes for each in self.collectives)
+        """Bytes that a device sends per step, but for those along the model's own mesh axes."""
+        return sum(each.bytes for each in self.collectives if not _is_models(each, self.axes))
+
+    @cached_property
+    def model_bytes(self) -> int:
+        """Bytes that a device sends per step along the model's own mesh axes alone."""
+        return sum(each.bytes for each in self.collectives if _is_models(each, self.axes))
 
     @cached_property
     def wire_bytes_limit(self) -> int:
@@ -76,7 +81,7 @@ class Contract:
         totals: dict[tuple[str, ...], Counter[str]] = {}
         for each in sorted(self.collectives, key=lambda c: -c.bytes):
             where = ", ".join(dict.fromkeys(path for path in each.paths if path)) or "-"
-            axis = axis_name(each.axis.split("+"), self.parts)
+            axis = self.axes.user_name(each.axis.split("+"))
             total = totals.setdefault((each.op, each.dtype, axis, where), Counter())
             total.update(count=each.count, bytes=each.bytes, overlapped_bytes=each.hidden)
         rows: list[dict[str, Any]] = [
@@ -100,6 +105,7 @@ class Contract:
             },
             "wire_bytes": self.wire_bytes,
             "wire_bytes_limit": self.wire_bytes_limit,
+            "model_bytes": self.model_bytes,
         }
 
     def _repr_html_(self) -> str:
@@ -119,6 +125,9 @@ class Contract:
         verdict = f"a device sends {human_bytes(self.wire_bytes)} per step; "
         verdict += f"declared {human_bytes(self.wire_bytes_limit)} ({ratio:.3f}); "
         verdict += f"the contract {'holds' if self.holds else 'DOES NOT HOLD'}"
+        if self.axes.model_shards > 1:
+            along = "+".join(self.axes.model)
+            verdict += f"; along '{along}' the model itself sends {human_bytes(self.model_bytes)}"
         table = "nothing is sent"
         if self.collectives:
             table = text_table(COLUMNS, self._cells(), right=COLUMNS[3:6])
@@ -155,14 +164,16 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
         repeated: what XLA's partitioner reported while it compiled.
 
     """
-    mesh, annotated = plan.layout.mesh, not plan.local_batch
-    program = read_program(text, mesh.shape)
+    axes = plan.layout.axes
+    annotated = not plan.local_batch
+    program = read_program(text, axes.mesh.shape)
     expected = expected_of(plan)
-    parts = data_axes(mesh)
+    # What the model sends along axes of its own is not declared.
+    collectives = [each for each in program.collectives if not _is_models(each, axes)]
     traffic, choices = traffic_violations(
-        expected, program.collectives, plan.layout.by_path, annotated=annotated
+        expected, collectives, plan.layout.by_path, annotated=annotated
     )
-    traffic += other_axes(expected, program.collectives, parts)
+    traffic += other_axes(expected, collectives, axes)
     replicated = map(_replicated, _large_replicated(plan))
     violations = [*traffic, *replicated, *map(_rematerialized, repeated)]
     notes = []
@@ -171,24 +182,30 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
             "with sharding annotations, XLA chooses what is sent; train_step(local_batch=True) "
             "makes the collectives explicit"
         )
-    if mesh.devices.flat[0].platform == "cpu":
+    if axes.mesh.devices.flat[0].platform == "cpu":
         notes.append(
             "XLA:CPU sends bfloat16 as float32, and reduces annotated gradients unsharded; "
             "compile for a topology to see what an accelerator sends"
         )
     violations.sort(key=lambda violation: -violation.bytes)
     note = "\n".join(notes)
-    return Contract(expected, program.collectives, violations, program.unread, choices, note, parts)
+    return Contract(expected, program.collectives, violations, axes, program.unread, choices, note)
+
+
+def _is_models(collective: Collective, axes: MeshAxes) -> bool:
+    """Returns whether a collective runs along the model's own mesh axes alone."""
+    return set(collective.axis.split("+")) <= set(axes.model)
 
 
 def _large_replicated(plan: StepPlan) -> list[Leaf]:
     """Returns large parameters that the strategy would shard and that are replicated."""
-    if not plan.layout.strategy.shards_optimizer or plan.layout.mesh.size == 1:
+    axes = plan.layout.axes
+    if not plan.layout.strategy.shards_optimizer or axes.batch_shards == 1:
         return []
     return [
         leaf
         for leaf in plan.layout.by_path.values()
-        if not any(leaf.grad_spec) and prod(leaf.shape[leaf.stacked :]) >= MIN_SIZE
+        if not axes.batch_spec_axes(leaf.grad_spec) and prod(leaf.shape[leaf.stacked :]) >= MIN_SIZE
     ]
 
 

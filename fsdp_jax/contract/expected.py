@@ -19,10 +19,9 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding
 
 from fsdp_jax.sharding.layout import COPIES
-from fsdp_jax.sharding.mesh import DATA, axes_of, batch_axes, data_axes
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import flatten
 
@@ -58,33 +57,37 @@ def expected_of(plan: StepPlan) -> list[Expected]:
     """Returns all traffic that the parameters of a step declare."""
     rows: list[Expected] = []
     copies = flatten(plan.layout.other.get(COPIES, {}))
-    strategy, mesh = plan.layout.strategy, plan.layout.mesh
-    gathers = strategy.gathers_params
+    axes = plan.layout.axes
+    gathers = plan.layout.strategy.gathers_params
     for path, leaf in plan.layout.by_path.items():
         comm = plan.comms[path]
-        size = prod(leaf.shape)
-        shapes = (leaf.shape[leaf.stacked :], leaf.shape)
+        # As the model computes with it: still sharded along the model's own axes.
+        gathered = NamedSharding(leaf.mesh, axes.model_spec(leaf.grad_spec))
+        shape = gathered.shard_shape(leaf.shape)
+        size = prod(shape)
+        shapes = (shape[leaf.stacked :], shape)
         # The parameter; where the strategy never gathers, its copy or the updated parameter itself.
         spec = leaf.spec if gathers or path in copies else leaf.grad_spec
         dtype = comm.transform.wire if gathers or path in copies else leaf.dtype
         times = _gathers_per_step(plan, path)
-        if any(spec) and (leaf.trainable or gathers):
+        along = axes.batch_spec_axes(spec)
+        if along and (leaf.trainable or gathers):
             gather = _Traffic(plan, path, "gather", dtype)
-            rows.append(gather.by("all-gather", _axes(spec), times * size, shapes))
+            rows.append(gather.by("all-gather", along, times * size, shapes))
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         # Its gradient: scattered along the axes that it is sharded along, ...
         times = 1 if plan.deferred else plan.accumulation
         dtype = comm.transform.reduce if plan.local_batch else comm.transform.compute
         reduce = _Traffic(plan, path, "reduce", dtype)
-        scattered = _axes(leaf.grad_spec)
+        scattered = axes.batch_spec_axes(leaf.grad_spec)
         if scattered:
             rows.append(reduce.by("reduce-scatter", scattered, times * size, shapes))
         # ... and a device's part of it reduced along the others.
-        others = tuple(axis for axis in batch_axes(mesh) if axis not in scattered)
+        others = tuple(axis for axis in axes.batch if axis not in scattered)
         part = leaf.grad_sharding.shard_shape(leaf.shape)
         shapes = part[leaf.stacked :], part
-        parts = prod(mesh.shape[axis] for axis in scattered)
+        parts = prod(leaf.mesh.shape[axis] for axis in scattered)
         rows.append(reduce.by("all-reduce", others, times * size // parts, shapes))
     return [each for each in rows if each.bytes]
 
@@ -93,10 +96,6 @@ def _gathers_per_step(plan: StepPlan, path: str) -> int:
     if not plan.per_unit:
         return 1
     return plan.accumulation * (1 if plan.comms[path].unit is None else 2)
-
-
-def _axes(spec: PartitionSpec) -> tuple[str, ...]:
-    return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
 @dataclass(frozen=True)
@@ -112,19 +111,15 @@ class _Traffic:
         self, op: str, axes: Sequence[str], elements: int, shapes: tuple[tuple[int, ...], ...]
     ) -> Expected:
         """Returns the traffic of an operation on `elements` a step, in a ring along these axes."""
-        mesh = self.plan.layout.mesh
+        layout = self.plan.layout
+        mesh = layout.mesh
         n = prod(mesh.shape[axis] for axis in axes)
         dtype = on_wire(self.dtype, mesh.devices.flat[0].platform)
         sent = elements * dtype.itemsize * (n - 1) // n * (2 if op == "all-reduce" else 1)
-        axis = axis_name([axis for axis in axes if mesh.shape[axis] > 1], data_axes(mesh))
+        axis = layout.axes.user_name(axis for axis in axes if mesh.shape[axis] > 1)
         return Expected(self.path, self.role, op, str(dtype), axis, sent, shapes)
 
 
 def on_wire(dtype: np.dtype, platform: str) -> np.dtype:
     """Returns the dtype that is sent: XLA:CPU widens bfloat16 first, no accelerator does."""
     return jnp.dtype("float32") if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)
-
-
-def axis_name(axes: Sequence[str], parts: Sequence[str]) -> str:
-    """Returns `replica+data` for any axes of the mesh; `parts`, those behind `data`, are `data`."""
-    return "+".join(dict.fromkeys(DATA if axis in parts else axis for axis in axes))

@@ -17,9 +17,10 @@ from fsdp_jax.contract.attribution import (
     Attribution,
     Sent,
 )
-from fsdp_jax.contract.expected import Expected, axis_name
+from fsdp_jax.contract.expected import Expected
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective
+from fsdp_jax.sharding.mesh import MeshAxes
 
 MANY = 4
 """Multiple of the material bytes by which many parameters together may differ."""
@@ -126,17 +127,14 @@ def _annotated(
 
 
 def other_axes(
-    expected: Sequence[Expected], collectives: Sequence[Collective], parts: Sequence[str]
+    expected: Sequence[Expected], collectives: Sequence[Collective], axes: MeshAxes
 ) -> list[Violation]:
-    """Returns a violation for each mesh axis along which traffic is sent and none is declared.
-
-    `parts`: the mesh axes that `data` is split into.
-    """
+    """Returns a violation for each mesh axis along which traffic is sent and none is declared."""
     declared, sent = Counter[str](), Counter[str]()
     for one in expected:
         declared[one.axis] += one.bytes
     for each in collectives:
-        sent[axis_name(each.axis.split("+"), parts)] += each.bytes
+        sent[axes.user_name(each.axis.split("+"))] += each.bytes
     if not declared:
         return []
     least = max(MATERIAL * sum(declared.values()), IMMATERIAL_BYTES)

@@ -21,7 +21,7 @@ from fsdp_jax.planner.machines.network import Network
 from fsdp_jax.planner.machines.roofline import Matmul, Roofline
 from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.planner.plan import Basis, Plan, Time
-from fsdp_jax.sharding.mesh import REPLICA, shape_of
+from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import PyTree
@@ -101,6 +101,9 @@ def compiled_plan(
             " and why"
         )
     notes += [f"not counted: {line}" for line in sent.unread]
+    if contract.model_bytes:
+        along = "+".join(plan.layout.axes.model)
+        notes.append(f"the model sends {human_bytes(contract.model_bytes)} more along '{along}'")
     notes += _kernel_notes(simulated)
     return Plan(
         **_layout_figures(plan, topology, work),
@@ -205,7 +208,7 @@ def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str,
     return {
         "topology": topology.name,
         "strategy": layout.strategy.name,
-        "mesh": shape_of(layout.mesh),
+        "mesh": layout.axes.shape,
         "devices": layout.mesh.size,
         "parameters": sum(prod(leaf.shape) for leaf in layout.by_path.values()),
         "valley_bytes": layout.per_device(),
@@ -261,9 +264,10 @@ def _basis(compiled: Sequence[str] = (), analytic: Sequence[str] = ()) -> dict[s
 def _notes(plan: StepPlan, chip: Hardware, peak: int) -> list[str]:
     """Returns notes that apply to compiled and analytic plans."""
     notes = []
+    axes = plan.layout.axes
     assert chip.memory_bytes is not None
     usable = chip.memory_bytes - chip.reserved_bytes
-    if plan.layout.strategy.hybrid and shape_of(plan.layout.mesh).get(REPLICA, 1) == 1:
+    if plan.layout.strategy.hybrid and shards_of(axes.mesh, axes.replica) == 1:
         notes.append(
             "hybrid with one replica shards over all devices; --mesh.replica HOSTS shards within a"
             " host"

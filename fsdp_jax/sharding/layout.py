@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.sharding.mesh import shape_of, shards_of, user_spec
+from fsdp_jax.sharding.mesh import MeshAxes, shards_of
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
 from fsdp_jax.sharding.rules import Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
@@ -53,11 +53,16 @@ class Leaf:
     grad_spec: PartitionSpec
     rule: str
     reason: str
-    mesh: Mesh
+    axes: MeshAxes
     trainable: bool = True
     stacked: int = 0
     missed_shards: int = 1
     memory_kind: str | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it is sharded over."""
+        return self.axes.mesh
 
     @property
     def sharding(self) -> NamedSharding:
@@ -100,6 +105,7 @@ class Layout:
     """Every leaf of the state: parameters, optimizer state, and the rest. `print(layout)` shows it.
 
     Attributes:
+        axes: the mesh, and what its axes are for.
         params: nested dicts of Leaf, in the model's own paths.
         optimizer: the optax state's tree, of Leaf.
         other: all else that a step carries: model state such as batch statistics, counters, random
@@ -107,7 +113,7 @@ class Layout:
 
     """
 
-    mesh: Mesh
+    axes: MeshAxes
     strategy: Strategy
     params: PyTree
     optimizer: PyTree
@@ -115,6 +121,11 @@ class Layout:
 
     def __iter__(self) -> Iterator[Leaf]:
         return iter(jax.tree.leaves((self.params, self.optimizer, self.other)))
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, with Auto axes; the data axis may be split, see `sharding.mesh`."""
+        return self.axes.mesh
 
     @cached_property
     def by_path(self) -> dict[str, Leaf]:
@@ -143,7 +154,7 @@ class Layout:
 
     def summary(self) -> str:
         """Returns one line: strategy, mesh, bytes per device against replicated."""
-        mesh = " x ".join(f"{name}={size}" for name, size in shape_of(self.mesh).items())
+        mesh = " x ".join(f"{name}={size}" for name, size in self.axes.shape.items())
         sharded, replicated = self.per_device(), self.total()
         return (
             f"{self.strategy.name} on {mesh}: {human_bytes(sharded)} of state per device "
@@ -169,7 +180,7 @@ def _row(leaf: Leaf) -> tuple[str, ...]:
         leaf.path,
         str(leaf.shape).replace(" ", ""),
         str(leaf.dtype),
-        str(user_spec(leaf.mesh, leaf.spec)).replace("PartitionSpec", "P"),
+        str(leaf.axes.user_spec(leaf.spec)).replace("PartitionSpec", "P"),
         human_bytes(leaf.bytes_per_device),
         leaf.rule,
         reason,
@@ -181,7 +192,7 @@ def make_layout(
     placements: Mapping[str, Placement],
     other: PyTree,
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    axes: MeshAxes,
     strategy: Strategy,
     rules: Rules,
     *,
@@ -196,7 +207,7 @@ def make_layout(
         placements: path -> how the rules shard it.
         other: abstract rest of the state.
         tx: the optimizer.
-        mesh: checked by the caller.
+        axes: the mesh, and what its axes are for.
         strategy: what is sharded.
         rules: their heuristic, for optimizer state that follows no parameter.
         stacked: path -> leading dims that stack layers.
@@ -210,12 +221,12 @@ def make_layout(
 
     """
     # Parameters: stored one way, and updated by the optimizer in another under zero1.
-    updated = {path: strategy.grad_placement(place) for path, place in placements.items()}
+    updated = {p: strategy.grad_placement(place, axes) for p, place in placements.items()}
 
     def param(path: str, array: Any) -> Leaf:
-        stored = strategy.param_placement(placements[path], has_copy=path in copied)
+        stored = strategy.param_placement(placements[path], axes, has_copy=path in copied)
         extra = {"trainable": path not in frozen, "stacked": stacked.get(path, 0)}
-        return _leaf("params", path, array, stored, mesh, grad_spec=updated[path].spec, **extra)
+        return _leaf("params", path, array, stored, axes, grad_spec=updated[path].spec, **extra)
 
     params_laid_out = map_with_path(param, params)
 
@@ -226,21 +237,22 @@ def make_layout(
         if leaf.trainable
     }
     abstract, opt_placements = optimizer_placements(
-        tx, unflatten(trained), {path: updated[path] for path in trained}, rules, mesh
+        tx, unflatten(trained), {path: updated[path] for path in trained}, rules, axes.mesh
     )
 
     def optimizer_leaf(path: str, array: Any, placement: Placement) -> Leaf:
-        return _leaf("optimizer", path, array, placement, mesh)
+        return _leaf("optimizer", path, array, placement, axes)
 
     # All else is small, or a copy that is replicated on purpose.
     def other_leaf(path: str, array: Any) -> Leaf:
-        reason = "small state is replicated"
+        spec, reason = PartitionSpec(), "small state is replicated"
         if path.startswith(COPIES + SEPARATOR):
+            spec = axes.model_spec(placements[path.removeprefix(COPIES + SEPARATOR)].spec)
             reason = f"{strategy.name} computes with this copy"
-        return _leaf("other", path, array, Placement(PartitionSpec(), "state", reason), mesh)
+        return _leaf("other", path, array, Placement(spec, "state", reason), axes)
 
     layout = Layout(
-        mesh,
+        axes,
         strategy,
         params_laid_out,
         map_with_path(optimizer_leaf, abstract, opt_placements),
@@ -251,7 +263,7 @@ def make_layout(
 
 
 def _leaf(
-    part: Part, path: str, array: Any, placement: Placement, mesh: Mesh, **fields: Any
+    part: Part, path: str, array: Any, placement: Placement, axes: MeshAxes, **fields: Any
 ) -> Leaf:
     """Returns a Leaf; `fields` are those that only parameters have."""
     return Leaf(
@@ -262,7 +274,7 @@ def _leaf(
         spec=placement.spec,
         rule=placement.rule,
         reason=placement.reason,
-        mesh=mesh,
+        axes=axes,
         missed_shards=placement.missed_shards,
         **{"grad_spec": placement.spec} | fields,
     )

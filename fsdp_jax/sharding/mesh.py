@@ -1,6 +1,7 @@
-"""Device meshes of two axes: `data`, which shards state, and `replica`, which may replicate it.
+"""Device meshes: axes that shard state, axes that may replicate it, and axes of the model's own.
 
-The batch is sharded along both. The sharding factor of PyTorch FSDP is the size of `data`.
+`make_mesh` makes two, `data` and `replica`; a mesh of the user's own names those that play their
+parts. The batch is sharded along both. The sharding factor of PyTorch FSDP is the size of `data`.
 
 [Note: the mesh axes that `data` is split into] A TPU reduces and scatters along one dim of its
 torus at a time, or else not at all: asked for all of a torus at once it sends twice the bytes. And
@@ -10,9 +11,10 @@ axes, `data_0`, `data_1`, ..., one per physical dim in the order of the devices.
 them; to the user they stay `data` in rules and reports.
 """
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
 
@@ -24,9 +26,8 @@ from fsdp_jax.errors import did_you_mean, message
 
 REPLICA = "replica"
 DATA = "data"
-AXES = (REPLICA, DATA)  # of a mesh, in order
-BATCH_AXES = (REPLICA, DATA)  # those that shard the batch; an axis of tensor parallelism would not
-_PART = re.compile(rf"{DATA}_\d+")
+AXES = (REPLICA, DATA)  # of `make_mesh`, in order
+FSDP = "fsdp"  # in rules, the axes that the strategy shards along
 Entry = str | tuple[str, ...] | None  # of a PartitionSpec
 
 
@@ -52,7 +53,7 @@ def make_mesh(
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = _resolve_sizes(replica, data, len(devices), allow_fewer)
-    return Mesh(_ordered(devices[: prod(shape)], shape), AXES, axis_types=(AxisType.Auto,) * 2)
+    return _auto_mesh(_ordered(devices[: prod(shape)], shape), AXES)
 
 
 def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -> tuple[int, int]:
@@ -130,60 +131,234 @@ def _torus_dims(coordinates: Sequence[tuple[int, ...]], size: int) -> tuple[int,
     return max(fitting, default=None)
 
 
-def check_mesh(mesh: Mesh) -> Mesh:
-    """Returns a mesh made elsewhere if the library can use it.
+@dataclass(frozen=True)
+class MeshAxes:
+    """A mesh, and what each of its axes is for.
 
-    Raises:
-        ValueError: a repeated or unknown axis name, no `data` axis, or axes that are not Auto.
+    Attributes:
+        mesh: with Auto axes; see the note on the mesh axes that `data` is split into.
+        data: axes that state is sharded along; with `replica`, those that shard the batch.
+        replica: axes that hybrid strategies replicate state along.
+        unsplit: the axis that `data` was before it was split; empty if it was not.
 
     """
-    names = list(mesh.axis_names)
-    if DATA not in names:
-        names = list(dict.fromkeys(DATA if axis in data_axes(mesh) else axis for axis in names))
+
+    mesh: Mesh
+    data: tuple[str, ...] = (DATA,)
+    replica: tuple[str, ...] = ()
+    unsplit: str = ""
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The mesh axes that shard the batch, in the mesh's order."""
+        return tuple(axis for axis in self.mesh.axis_names if axis in (*self.data, *self.replica))
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        """The model's own mesh axes, such as one of tensor parallelism."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.batch)
+
+    @property
+    def batch_shards(self) -> int:
+        """The number of shards of the batch."""
+        return shards_of(self.mesh, self.batch)
+
+    @property
+    def model_shards(self) -> int:
+        """The number of devices along the model's own axes."""
+        return shards_of(self.mesh, self.model)
+
+    @property
+    def user(self) -> "MeshAxes":
+        """The mesh as the user knows it: `data` is not split."""
+        if not self.unsplit:
+            return self
+        names = list(dict.fromkeys(self._user_axis(axis) for axis in self.mesh.axis_names))
+        sizes = [prod(self.mesh.shape[a] for a in self._split_axes(name)) for name in names]
+        mesh = _auto_mesh(self.mesh.devices.reshape(sizes), names)
+        return MeshAxes(mesh, (self.unsplit,), self.replica)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """{axis: size} as the user knows the mesh."""
+        return {str(axis): size for axis, size in self.user.mesh.shape.items()}
+
+    def _user_axis(self, axis: str) -> str:
+        return self.unsplit if self.unsplit and axis in self.data else axis
+
+    def _split_axes(self, axis: str) -> tuple[str, ...]:
+        return self.data if self.unsplit and axis == self.unsplit else (axis,)
+
+    def user_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Returns mesh axes as the user knows them: `data` for all its parts, `data_1` for one."""
+        if not set(self.data) <= set(axes):
+            return tuple(axes)
+        return tuple(dict.fromkeys(map(self._user_axis, axes)))
+
+    def user_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns a spec with the axes that the user knows."""
+        return PartitionSpec(*(entry_of(self.user_axes(axes_of(entry))) for entry in spec))
+
+    def user_name(self, axes: Iterable[str]) -> str:
+        """Returns `replica+data` for any axes of the mesh; a part of `data` is `data`."""
+        return "+".join(dict.fromkeys(map(self._user_axis, axes)))
+
+    def named_by_user(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Returns the mesh axes that the user's names stand for, in the mesh's order."""
+        named = {part for axis in axes for part in self._split_axes(axis)}
+        return tuple(axis for axis in self.mesh.axis_names if axis in named)
+
+    def model_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns what is left of a spec once the array is gathered: the model's own axes."""
+        model = self.model
+        return spec_of(entry_of([a for a in axes_of(entry) if a in model]) for entry in spec)
+
+    def batch_spec_axes(self, spec: PartitionSpec) -> tuple[str, ...]:
+        """Returns the axes of a spec that an array is gathered along, dim by dim."""
+        batch = self.batch
+        return tuple(axis for entry in spec for axis in axes_of(entry) if axis in batch)
+
+    @contextmanager
+    def traced(self, *, manual: bool = False) -> Iterator[None]:
+        """Sets the ambient mesh that the model is traced, created and run under.
+
+        A bare PartitionSpec in the model needs one. That is the user's mesh with Auto axes, if the
+        user has set an ambient mesh, or if the model has axes of its own. A `shard_map` over the
+        whole step (`manual`) needs the mesh that it runs over.
+        """
+        if jax.sharding.get_abstract_mesh().empty and not self.model:
+            yield
+        else:
+            with jax.set_mesh(self.mesh if manual else self.user.mesh):
+                yield
+
+
+def _auto_mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
+    return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+def mesh_axes(
+    mesh: Mesh,
+    data: str | Sequence[str] | None = None,
+    replica: str | Sequence[str] | None = None,
+) -> MeshAxes:
+    """Returns what the axes of a mesh are for; all that are not named are the model's own.
+
+    Args:
+        mesh: any; its axes become Auto.
+        data: axes to shard state and batch along; `data` or the only axis by default.
+        replica: axes that hybrid strategies replicate state along; `replica` by default, if the
+            mesh has it.
+
+    Raises:
+        ValueError: axes that the mesh lacks, or axes that must be named and are not.
+
+    """
+    names = tuple(mesh.axis_names)
     if len(set(names)) < len(names):
         fix = "give every axis a name of its own"
         raise ValueError(message("axis names repeat", where="mesh", got=names, fix=fix))
-    for name in names:
-        if name not in AXES:
-            what = f"unknown mesh axis '{name}'"
-            fix = f"{did_you_mean(str(name), AXES)} make_mesh makes both"
-            raise ValueError(message(what, where="mesh", expected=list(AXES), got=names, fix=fix))
-    if DATA not in names:
-        what = "the mesh has no axis 'data'"
-        raise ValueError(message(what, where="mesh", expected=list(AXES), got=names))
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        got = [str(kind) for kind in mesh.axis_types]
-        fix = "use fsdp_jax.make_mesh, or axis_types=(AxisType.Auto,) * n"
-        raise ValueError(message("mesh axes must be Auto", where="mesh", got=got, fix=fix))
-    return mesh
+    replica_axes = _named("replica", replica, names)
+    if replica is None and REPLICA in names:
+        replica_axes = (REPLICA,)
+    data_axes = _named("data", data, names)
+    if data is None:
+        data_axes = _default_data([axis for axis in names if axis not in replica_axes], names)
+    if both := set(data_axes) & set(replica_axes):
+        what = f"mesh axis '{both.pop()}' is in both data and replica"
+        got = f"data={data_axes}, replica={replica_axes}"
+        raise ValueError(message(what, where="mesh", got=got, fix="name it once"))
+    axes = MeshAxes(_auto_mesh(mesh.devices, names), data_axes, replica_axes)
+    if FSDP in axes.model:  # in rules the name stands for the axes that state is sharded along
+        what = f"the mesh axis '{FSDP}' neither shards nor replicates state"
+        fix = f"data='{FSDP}', or replica='{FSDP}'"
+        raise ValueError(message(what, where="mesh", got=dict(mesh.shape), fix=fix))
+    return axes if axes.model else split_data(axes)
+
+
+def _named(
+    argument: str, given: str | Sequence[str] | None, names: Sequence[str]
+) -> tuple[str, ...]:
+    """Returns the axes that an argument names. Raises ValueError where the mesh lacks one."""
+    axes = (given,) if isinstance(given, str) else tuple(given or ())
+    for axis in axes:
+        if axis not in names:
+            what = f"the mesh has no axis '{axis}'"
+            fix = did_you_mean(str(axis), map(str, names))
+            raise ValueError(message(what, where=argument, expected=list(names), fix=fix))
+    missing = argument == "data" and given is not None and not axes
+    if missing or len(set(axes)) != len(axes):
+        fix = "name each axis once, such as data='data'"
+        raise ValueError(message("not mesh axes", where=argument, got=given, fix=fix))
+    return axes
+
+
+def _default_data(candidates: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the axis to shard along where the user names none: `data`, or the only one."""
+    if len(candidates) == 1:
+        return tuple(candidates)
+    if DATA in candidates and FSDP not in candidates:
+        return (DATA,)
+    likely = FSDP if FSDP in candidates else next(iter(candidates), DATA)
+    fix = f"name it, data='{likely}'; and replica='...' for an axis of replicas. "
+    fix += "Axes that are not named are the model's own, such as one of tensor parallelism"
+    if not candidates:
+        fix = "leave one axis to shard along, as make_mesh(data=..., replica=...) does"
+    what = "which mesh axis shards the state?"
+    raise ValueError(message(what, where="data", got=list(names), fix=fix))
+
+
+def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Mesh:
+    """Returns a mesh of other devices with the same axes; the first data axis takes what is left.
+
+    The model's own axes keep their sizes and get neighbouring devices; `replica` is the number of
+    replicas.
+
+    Raises:
+        ValueError: sizes that do not fit the devices.
+
+    """
+    user = axes.user
+    if not user.model and user.data == (DATA,) and user.replica in ((), (REPLICA,)):
+        return make_mesh(-1, replica, devices=devices)
+    inner = {axis: user.mesh.shape[axis] for axis in (*user.data[1:], *user.model)}
+    outer, rest = _resolve_sizes(replica, -1, len(devices), allow_fewer=False)
+    if rest % prod(inner.values()):
+        what = "the number of devices is not divisible by the mesh"
+        got = f"{replica} replicas x {inner} on {len(devices)} devices"
+        raise ValueError(message(what, where="mesh", got=got, fix="take a larger machine"))
+    replicas = user.replica or (REPLICA,)
+    sizes = dict.fromkeys(replicas, 1) | {replicas[0]: outer}
+    sizes |= {user.data[0]: rest // prod(inner.values())} | inner
+    ordered = _ordered(list(devices), (outer, rest)).reshape(tuple(sizes.values()))
+    names = [axis for axis in sizes if axis not in user.mesh.axis_names]
+    names += user.mesh.axis_names
+    return _auto_mesh(ordered.transpose([list(sizes).index(axis) for axis in names]), names)
 
 
 # The mesh axes that `data` is split into; see the note.
 
 
-def data_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Returns the mesh axes that `data` is made of."""
-    parts = tuple(axis for axis in mesh.axis_names if _PART.fullmatch(str(axis)))
-    return parts or tuple(axis for axis in mesh.axis_names if axis == DATA)
-
-
-def split_data(mesh: Mesh, sizes: Sequence[int] | None = None) -> Mesh:
-    """Returns a mesh of the same devices in which `data` is several axes.
+def split_data(axes: MeshAxes, sizes: Sequence[int] | None = None) -> MeshAxes:
+    """Returns the same devices with `data` as several axes.
 
     `sizes`: of these axes; by default those of the machine's physical dims.
     """
-    if DATA not in mesh.axis_names:
-        return mesh
-    dim = mesh.axis_names.index(DATA)
+    if len(axes.data) > 1:
+        return axes
+    mesh, (name,) = axes.mesh, axes.data
+    dim = mesh.axis_names.index(name)
     if sizes is None:
         sizes = _physical_sizes(np.moveaxis(mesh.devices, dim, -1))
     if len(sizes) < 2:
-        return mesh
-    assert prod(sizes) == mesh.shape[DATA], (sizes, mesh.shape)
+        return axes
+    assert prod(sizes) == mesh.shape[name], (sizes, mesh.shape)
     shape = (*mesh.devices.shape[:dim], *sizes, *mesh.devices.shape[dim + 1 :])
-    names = [f"{DATA}_{number}" for number in range(len(sizes))]
-    axes = (*mesh.axis_names[:dim], *names, *mesh.axis_names[dim + 1 :])
-    return Mesh(mesh.devices.reshape(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
+    parts = tuple(f"{name}_{number}" for number in range(len(sizes)))
+    if set(parts) & set(mesh.axis_names):
+        return axes
+    names = (*mesh.axis_names[:dim], *parts, *mesh.axis_names[dim + 1 :])
+    return MeshAxes(_auto_mesh(mesh.devices.reshape(shape), names), parts, axes.replica, name)
 
 
 def _physical_sizes(devices: np.ndarray) -> tuple[int, ...]:
@@ -225,40 +400,6 @@ def _host_coordinates(hosts: Sequence[int]) -> list[tuple[int, ...]]:
         places.append((host, counts[host]))
         counts[host] += 1
     return places
-
-
-def shape_of(mesh: Mesh) -> dict[str, int]:
-    """Returns {axis: size} as the user knows the mesh: `data` is one axis."""
-    parts = data_axes(mesh)
-    sizes = {str(axis): size for axis, size in mesh.shape.items() if axis not in parts}
-    return sizes | {DATA: prod(mesh.shape[axis] for axis in parts)}
-
-
-def user_axes(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns mesh axes as the user knows them: `data` for all its parts, `data_1` for one."""
-    parts = data_axes(mesh)
-    if len(parts) < 2 or not set(parts) <= set(axes):
-        return tuple(axes)
-    return tuple(dict.fromkeys(DATA if axis in parts else axis for axis in axes))
-
-
-def user_spec(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
-    """Returns a spec with the axes that the user knows."""
-    return PartitionSpec(*(entry_of(user_axes(mesh, axes_of(entry))) for entry in spec))
-
-
-# The batch
-
-
-def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Returns the mesh axes that shard the batch."""
-    parts = data_axes(mesh)
-    return tuple(a for a in mesh.axis_names if (DATA if a in parts else a) in BATCH_AXES)
-
-
-def batch_shards(mesh: Mesh) -> int:
-    """Returns the number of shards of the batch."""
-    return shards_of(mesh, batch_axes(mesh))
 
 
 # Specs

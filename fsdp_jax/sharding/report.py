@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.sharding.layout import PARTS, Layout, Leaf, Part
-from fsdp_jax.sharding.mesh import Entry, axes_of, shape_of, user_spec
+from fsdp_jax.sharding.mesh import Entry, axes_of
 from fsdp_jax.tables import text_table
 
 LARGEST = 5  # replicated leaves shown first
@@ -19,7 +19,7 @@ COLUMNS = ("path", "shape", "dtype", "spec", "per device", "rule", "reason")
 def layout_json(layout: Layout) -> dict[str, Any]:
     """Returns `inspect --json`, and `layout.json` of a run; a spec has axes, or null, per dim."""
     return {
-        "mesh": shape_of(layout.mesh),
+        "mesh": layout.axes.shape,
         "strategy": layout.strategy.name,
         "leaves": [_leaf_json(leaf) for leaf in layout],
         "totals": {
@@ -45,7 +45,7 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
 
 def _entries(leaf: Leaf) -> list[Entry]:
     """Returns the spec with an entry for every dim."""
-    spec = user_spec(leaf.mesh, leaf.spec)
+    spec = leaf.axes.user_spec(leaf.spec)
     return [*spec, *[None] * (len(leaf.shape) - len(spec))]
 
 
@@ -110,7 +110,7 @@ def _cells(leaf: Leaf) -> tuple[str, ...]:
     return (
         "x".join(map(str, leaf.shape)) or "scalar",
         str(leaf.dtype),
-        _spec_text(user_spec(leaf.mesh, leaf.spec)),
+        _spec_text(leaf.axes.user_spec(leaf.spec)),
         human_bytes(leaf.bytes_per_device),
         leaf.rule,
         leaf.reason,

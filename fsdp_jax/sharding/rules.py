@@ -12,19 +12,18 @@ dim, nothing below `min_size` elements.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product, zip_longest
 from math import prod
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax.errors import check_regexes, did_you_mean, message
-from fsdp_jax.sharding.mesh import DATA, axes_of, entry_of, shards_of, spec_of
+from fsdp_jax.sharding.mesh import DATA, FSDP, axes_of, entry_of, shards_of, spec_of
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
 
-FSDP = "fsdp"
 MIN_SIZE = 2**14
 HEURISTIC = "heuristic"
 Spec = PartitionSpec | tuple[str | None, ...]
@@ -73,6 +72,8 @@ class Rules:
             them.
         strict: a parameter that no rule and no annotation matches is an error.
         axes: the mesh axes that `fsdp` and the heuristic shard along.
+        model_axes: the model's own mesh axes; an annotation along these alone is completed by the
+            heuristic along `axes`.
 
     """
 
@@ -81,6 +82,7 @@ class Rules:
     min_size: int = MIN_SIZE
     strict: bool = False
     axes: tuple[str, ...] = (DATA,)
+    model_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for pattern, spec in self.rules:
@@ -120,15 +122,41 @@ class Rules:
                 return Placement(self._resolve(spec), pattern, "first rule that matches")
         names = leaf.names
         if names is not None and not self._unknown(names, mesh):
-            return Placement(self._resolve(names), "annotation", f"logical axes {names}")
+            return self._annotated(leaf, self._resolve(names), mesh)
         spec, reason, missed = self._by_size(leaf, mesh)
         if names is not None and any(names):
             unmapped = sorted({name for name in names if name and self._unknown((name,), mesh)})
             reason += f"; annotation {names} has no mapping for {unmapped}"
         return Placement(spec, HEURISTIC, reason, missed)
 
-    def _by_size(self, leaf: "_Leaf", mesh: Mesh) -> tuple[PartitionSpec, str, int]:
-        """Returns (spec, reason, missed shards) by the size heuristic; never a stacked dim."""
+    def _annotated(self, leaf: "_Leaf", spec: PartitionSpec, mesh: Mesh) -> Placement:
+        """Returns the placement by an annotation; one of the model's own axes alone is completed.
+
+        The heuristic shards what is left of the array on each device along `axes`.
+        """
+        reason = f"logical axes {leaf.names}"
+        used = {axis for entry in spec for axis in axes_of(entry)}
+        if not used or not used <= set(self.model_axes):
+            return Placement(spec, "annotation", reason)
+        entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
+        shards = [shards_of(mesh, entry) for entry in entries]
+        if any(size % count for size, count in zip(leaf.shape, shards, strict=True)):
+            return Placement(spec, "annotation", reason)  # the lint refuses it
+        local = tuple(size // count for size, count in zip(leaf.shape, shards, strict=True))
+        free = [dim for dim, entry in enumerate(entries) if entry is None]
+        added, why, missed = self._by_size(replace(leaf, shape=local), mesh, prefer=free)
+        both = [
+            entry_of((*axes_of(own), *axes_of(more))) for own, more in zip_longest(entries, added)
+        ]
+        return Placement(spec_of(both), "annotation", f"{reason}; then {why}", missed)
+
+    def _by_size(
+        self, leaf: "_Leaf", mesh: Mesh, prefer: Collection[int] = ()
+    ) -> tuple[PartitionSpec, str, int]:
+        """Returns (spec, reason, missed shards) by the size heuristic; never a stacked dim.
+
+        `prefer`: dims that come before others, however small.
+        """
         shape = leaf.shape
         shards = shards_of(mesh, self.axes)
         size = prod(shape[leaf.stacked :])
@@ -141,7 +169,7 @@ class Rules:
         dims = range(leaf.stacked, len(shape))
         divisible = [dim for dim in dims if shape[dim] % shards == 0 and shape[dim] > 0]
         if divisible:
-            dim = max(divisible, key=lambda d: (shape[d], -d))
+            dim = max(divisible, key=lambda d: (d in prefer, shape[d], -d))
             reason = f"largest dim divisible by {shards} is dim {dim}"
             if leaf.stacked:
                 reason += f", {leaf.stacked} stacked layer dim not sharded"

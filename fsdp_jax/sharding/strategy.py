@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jax.sharding import Mesh, PartitionSpec
-
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.mesh import DATA, REPLICA, axes_of, data_axes
+from fsdp_jax.sharding.mesh import MeshAxes, axes_of
 from fsdp_jax.sharding.rules import Placement
 
 
@@ -25,7 +23,7 @@ class Strategy:
         shards_optimizer: gradients are reduce-scattered and the optimizer state is sharded.
         gather: parameters are gathered once per `step`, per `unit` in forward and again in
             backward, or `never` before the forward pass (`zero1` gathers the updated ones).
-        hybrid: shards along `data` alone and replicates along `replica`.
+        hybrid: shards along the data axes alone and replicates along those of replicas.
 
     """
 
@@ -52,38 +50,43 @@ class Strategy:
         """Whether parameters are replicated and updated in shards, which are then gathered."""
         return self.shards_optimizer and not self.gathers_params
 
-    def shard_axes(self, mesh: Mesh) -> tuple[str, ...]:
+    def shard_axes(self, axes: MeshAxes) -> tuple[str, ...]:
         """Returns the mesh axes that state is sharded along.
 
         Axes of size one are left out, unless there are no others.
         """
-        parts = data_axes(mesh) or (DATA,)
-        names = (REPLICA, *parts) if REPLICA in mesh.axis_names and not self.hybrid else parts
-        return tuple(axis for axis in names if mesh.shape[axis] > 1) or parts
+        names = axes.data if self.hybrid else (*axes.replica, *axes.data)
+        return tuple(axis for axis in names if axes.mesh.shape[axis] > 1) or axes.data
 
-    def param_placement(self, placement: Placement, *, has_copy: bool = False) -> Placement:
+    def param_placement(
+        self, placement: Placement, axes: MeshAxes, *, has_copy: bool = False
+    ) -> Placement:
         """Returns how a parameter that the rules place so is stored.
 
         `has_copy`: the step computes with a replicated copy of it, so that itself it is sharded.
         """
-        return placement if self.shards_params or has_copy else self._replicated(placement)
+        return placement if self.shards_params or has_copy else self._replicated(placement, axes)
 
-    def grad_placement(self, placement: Placement) -> Placement:
+    def grad_placement(self, placement: Placement, axes: MeshAxes) -> Placement:
         """Returns how its gradient is reduced, and how the optimizer updates it."""
-        return placement if self.shards_optimizer else self._replicated(placement)
+        return placement if self.shards_optimizer else self._replicated(placement, axes)
 
-    def _replicated(self, placement: Placement) -> Placement:
+    def _replicated(self, placement: Placement, axes: MeshAxes) -> Placement:
+        """Returns the placement without the batch axes; the model's own axes stay."""
         reason = f"{self.name} replicates it"
-        return replace(placement, spec=PartitionSpec(), reason=reason, missed_shards=1)
+        spec = axes.model_spec(placement.spec)
+        if spec:
+            reason += f" along {axes.user_name(axes.batch)}"
+        return replace(placement, spec=spec, reason=reason, missed_shards=1)
 
-    def check_placements(self, placements: Mapping[str, Placement]) -> None:
-        """Raises ValueError where a hybrid strategy's placement shards along `replica`."""
+    def check_placements(self, placements: Mapping[str, Placement], axes: MeshAxes) -> None:
+        """Raises ValueError where a hybrid strategy's placement shards along a replica axis."""
         for path, placement in placements.items():
-            axes = [axis for entry in placement.spec for axis in axes_of(entry)]
-            if self.hybrid and REPLICA in axes:
-                what = f"{self.name} replicates along 'replica'"
+            used = [axis for entry in placement.spec for axis in axes_of(entry)]
+            if self.hybrid and (replicas := sorted(set(used) & set(axes.replica))):
+                what = f"{self.name} replicates along '{replicas[0]}'"
                 where = f"{path}, by {placement.rule}"
-                fix = "use 'fsdp' or 'data', or strategy full_shard"
+                fix = f"use 'fsdp' or '{axes.user.data[0]}', or strategy full_shard"
                 raise ValueError(message(what, where=where, got=placement.spec, fix=fix))
 
 

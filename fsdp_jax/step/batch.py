@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import canonicalize_dtype  # NumPy's float64 arrives as float32
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
-from fsdp_jax.sharding.mesh import batch_axes, batch_shards
+from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.tree import PyTree, flatten
 
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
@@ -36,18 +36,20 @@ class BatchPlacement:
 
     Attributes:
         processes: number of processes that have devices of the mesh.
+        local_shards: numbers of the batch's shards that this process holds.
         sharding: of each leaf of the `GlobalBatch`.
 
     """
 
-    def __init__(self, mesh: Mesh, accumulation: int) -> None:
+    def __init__(self, axes: MeshAxes, accumulation: int) -> None:
         self._accumulation = accumulation
-        self._shards = batch_shards(mesh)
-        self.processes = len({device.process_index for device in mesh.devices.flat})
-        self._rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
+        self._shards = axes.batch_shards
+        self.processes = len({device.process_index for device in axes.mesh.devices.flat})
+        self._rows = NamedSharding(axes.mesh, PartitionSpec(axes.batch))
+        self.local_shards = _local_shards(axes)
         self.sharding = self._rows
         if accumulation > 1:
-            self.sharding = NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
+            self.sharding = NamedSharding(axes.mesh, PartitionSpec(None, axes.batch))
         self._cut_on_devices = jax.jit(
             lambda leaves: [self._cut(leaf) for leaf in leaves], out_shardings=self.sharding
         )
@@ -63,8 +65,9 @@ class BatchPlacement:
             got = batch.accumulation
             raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
         leaves, tree = jax.tree.flatten(batch)
-        local_devices = self._shards // self.processes
-        leaves = self._checked(leaves, batch, local_devices, "devices of this process")
+        leaves = self._checked(
+            leaves, batch, len(self.local_shards), "shards of the batch in this process"
+        )
         return GlobalBatch(jax.tree.unflatten(tree, self._placed(leaves)), self._accumulation)
 
     def abstract(self, batch: PyTree) -> GlobalBatch:
@@ -78,7 +81,7 @@ class BatchPlacement:
             leaves = jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), batch.leaves)
             return GlobalBatch(leaves, k)
         leaves, tree = jax.tree.flatten(batch)
-        leaves = self._checked(leaves, batch, self._shards, "devices")
+        leaves = self._checked(leaves, batch, self._shards, "shards of the batch")
         abstract = []
         for leaf in leaves:
             cut = (k, leaf.shape[0] // k, *leaf.shape[1:]) if k > 1 else leaf.shape
@@ -142,6 +145,19 @@ class BatchPlacement:
             fix = f"use {near} or {near + parts} rows"
             raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
         return leaves
+
+
+def _local_shards(axes: MeshAxes) -> tuple[int, ...]:
+    """Returns the numbers of the batch's shards that this process's devices hold.
+
+    Devices along the model's own axes hold the same rows. All shards, if no device is this
+    process's, as on a machine that is compiled for.
+    """
+    dims = [axes.mesh.axis_names.index(axis) for axis in (*axes.batch, *axes.model)]
+    devices = axes.mesh.devices.transpose(dims).reshape(axes.batch_shards, -1)
+    process = devices.flat[0].client.process_index()
+    numbers = [n for n, row in enumerate(devices) if process in {d.process_index for d in row}]
+    return tuple(numbers or range(len(devices)))
 
 
 def _no_rows_of_numbers(path: str, leaf: Any) -> ValueError:

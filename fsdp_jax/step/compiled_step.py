@@ -60,7 +60,7 @@ class CompiledStep:
     ) -> None:
         self.plan = plan
         self._state, self._abort_after = state, abort_after
-        self._placement = BatchPlacement(plan.layout.mesh, plan.accumulation)
+        self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
 
         def run(state: TrainState, batch: GlobalBatch) -> Any:
@@ -100,18 +100,20 @@ class CompiledStep:
 
     def lower(self, batch: PyTree) -> Any:
         """Lowers for a batch of arrays or shapes [global rows, ...]; allocates nothing."""
-        traced = self._jitted.trace(self._state, self._placement.abstract(batch))
-        program = traced.jaxpr.jaxpr
-        if self.plan.local_batch:
-            check_local_program(program, list(flatten(self.plan.layout.other["model_state"])))
-        warn_of_repeated_gathers(self.plan, program)
-        lowered = traced.lower()
+        with self.plan.layout.axes.traced(manual=self.plan.local_batch):
+            traced = self._jitted.trace(self._state, self._placement.abstract(batch))
+            program = traced.jaxpr.jaxpr
+            if self.plan.local_batch:
+                check_local_program(program, list(flatten(self.plan.layout.other["model_state"])))
+            warn_of_repeated_gathers(self.plan, program)
+            lowered = traced.lower()
         warn_of_unprefetched(self.plan)
         return lowered
 
     def trace(self, batch: PyTree) -> Any:
         """Returns the traced program, a `ClosedJaxpr`; the mesh's devices need not exist."""
-        return self._jitted.trace(self._state, self._placement.abstract(batch)).jaxpr
+        with self.plan.layout.axes.traced(manual=self.plan.local_batch):
+            return self._jitted.trace(self._state, self._placement.abstract(batch)).jaxpr
 
     def compile(self, batch: PyTree) -> Any:
         """Returns the compiled program for a batch of arrays or shapes [global rows, ...]."""

@@ -27,13 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from fsdp_jax.errors import message
 from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
 from fsdp_jax.sharding.layout import COPIES, Layout
-from fsdp_jax.sharding.mesh import batch_axes
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
@@ -146,8 +145,12 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
 
 def _batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
     """Tells the model how its batch is sharded, where XLA partitions the step; see `local_rows`."""
-    mesh = plan.layout.mesh
-    return nullcontext() if plan.local_batch else batch_split(mesh, batch_axes(mesh), rows)
+    if plan.local_batch:
+        return nullcontext()
+    axes = plan.layout.axes
+    if not get_abstract_mesh().empty:  # jax allows no other mesh in a shard_map
+        axes = axes.user
+    return batch_split(axes.mesh, axes.batch, rows)
 
 
 # Parameters
@@ -217,7 +220,7 @@ def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree
     if not plan.local_batch:
         return _accumulate(plan, params, state.model_state, state.rng, state.step, batch, None)
     mesh, by_path = plan.layout.mesh, plan.layout.by_path
-    axes = batch_axes(mesh)
+    axes = plan.layout.axes.batch
 
     def local(
         params: PyTree, model_state: PyTree, rng: jax.Array, step: jax.Array, batch: PyTree

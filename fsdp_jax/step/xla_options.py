@@ -113,7 +113,7 @@ def warn_of_repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> None:
         SlowerWarning: with the unit, and how often.
 
     """
-    if not plan.per_unit or plan.layout.mesh.size == 1:
+    if not plan.per_unit or plan.layout.axes.batch_shards == 1:
         return
     repeated: dict[str, str] = {}
     for path, ndim, executions in _gathers(program, 1):

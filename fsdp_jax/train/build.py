@@ -16,7 +16,7 @@ from fsdp_jax.lora import with_lora
 from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.attention import TILE, AttentionKind, make_attention
 from fsdp_jax.planner import Work, choose_platforms, parse_topology
-from fsdp_jax.sharding.mesh import batch_shards, make_mesh
+from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.config import Config, LoraConfig, ModelConfig, PrecisionConfig, UnitsConfig
@@ -102,7 +102,7 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
     # The mesh and the model.
     train, data = config.train, config.data
     mesh = make_mesh(config.mesh.data, config.mesh.replica, devices=devices)
-    _check_batch(train.global_batch_size, batch_shards(mesh), train.accumulation)
+    _check_batch(train.global_batch_size, mesh_axes(mesh).batch_shards, train.accumulation)
     family = FAMILIES[config.model.family]
     _check_attention(config.model, family, data.sequence_length)
     shape = make_shape(config.model, data, weights_shape(config.model.weights))

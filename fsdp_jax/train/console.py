@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fsdp_jax.checkpoint.manifest import package_versions
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.sharding.layout import Layout
-from fsdp_jax.sharding.mesh import shape_of
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.metrics import StepRecord
@@ -97,7 +96,7 @@ def banner(run: Run, *, corpus: str, checkpoints: str, resumed: int | None) -> s
     layout = run.sharded.layout
     devices = layout.mesh.devices.flatten()
     hosts = len({device.process_index for device in devices})
-    mesh = " x ".join(f"{name}={size}" for name, size in shape_of(layout.mesh).items())
+    mesh = " x ".join(f"{name}={size}" for name, size in layout.axes.shape.items())
 
     # Parameters, and how many of them are trained.
     sizes = {path: leaf.bytes // leaf.dtype.itemsize for path, leaf in layout.by_path.items()}

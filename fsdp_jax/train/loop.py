@@ -18,7 +18,6 @@ from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
 from fsdp_jax.launch import is_lead
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
-from fsdp_jax.sharding.mesh import shape_of
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.train.build import Run, lora_scale
 from fsdp_jax.train.config_file import digest
@@ -60,7 +59,7 @@ class Training:
         self.metadata: dict[str, Any] = {
             "config": digest(run.config),
             "strategy": self.layout.strategy.name,
-            "mesh": shape_of(self.layout.mesh),
+            "mesh": self.layout.axes.shape,
             "corpus": data.loaded.digest,
             "tokenizer": data.tokenizer,
             "lora_scale": lora_scale(run.config.lora),

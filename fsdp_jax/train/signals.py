@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax.sharding.mesh import batch_axes, replicated
+from fsdp_jax.sharding.mesh import replicated
 
 
 class StopSignal:
@@ -46,7 +46,7 @@ class Agreement:
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        self._sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated(mesh))
         self._previous: jax.Array | None = None
 

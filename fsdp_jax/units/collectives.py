@@ -32,7 +32,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
-from fsdp_jax.sharding.mesh import axes_of, batch_axes
+from fsdp_jax.sharding.mesh import MeshAxes, axes_of
 from fsdp_jax.units.gather_transform import GatherTransform
 
 Mode = Literal["annotate", "manual"]
@@ -64,7 +64,7 @@ class ParamComm:
     path: str
     unit: str | None
     ndim: int
-    mesh: Mesh
+    axes: MeshAxes
     param_spec: PartitionSpec
     grad_spec: PartitionSpec
     transform: GatherTransform
@@ -73,6 +73,11 @@ class ParamComm:
     per_axis: bool = False
     trained: bool = True
     already_gathered: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it is sharded over."""
+        return self.axes.mesh
 
     def sliced(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
         """Returns the spec of an array of `ndim` dims, whose leading dims a layer scan sliced away.
@@ -173,7 +178,7 @@ def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
     spec = comm.sliced(comm.param_spec, value.ndim)
     with jax.named_scope(SITE.format(comm.path)):
         value, extra = comm.transform.before_gather(value)
-        if any(spec):
+        if comm.axes.batch_spec_axes(spec):
             run = _gather_manual if comm.mode == "manual" else _gather_annotated
             value = run(comm, value, spec)
         return comm.transform.after_gather(value, extra)
@@ -191,7 +196,8 @@ def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> ja
 def _gather_annotated(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
     value = lax.with_sharding_constraint(value, NamedSharding(comm.mesh, spec))
     value = comm.transform.fence(value)
-    return lax.with_sharding_constraint(value, NamedSharding(comm.mesh, PartitionSpec()))
+    gathered = comm.axes.model_spec(spec)  # the model's own axes stay sharded
+    return lax.with_sharding_constraint(value, NamedSharding(comm.mesh, gathered))
 
 
 def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
@@ -218,7 +224,7 @@ def _reduce_manual(comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) ->
             gradient = _row_major(gradient)
     # ... and all-reduce along the batch's other axes.
     scattered = {axis for entry in spec for axis in axes_of(entry)}
-    others = tuple(axis for axis in batch_axes(comm.mesh) if axis not in scattered)
+    others = tuple(axis for axis in comm.axes.batch if axis not in scattered)
     return lax.psum(gradient, others) if others else gradient
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from fsdp_jax.contract.expected import Expected, expected_of
 from fsdp_jax.planner.machines.network import Network
-from fsdp_jax.sharding.mesh import batch_axes, data_axes
 from fsdp_jax.step.train_step import StepPlan
 
 EXPOSED_GATHERS = 0.44
@@ -99,9 +98,4 @@ def _exposed_share(plan: StepPlan, expected: Expected) -> float:
 
 def _mesh_axes(plan: StepPlan, axis: str) -> str:
     """Returns the mesh axes that the axis names of users stand for."""
-    mesh = plan.layout.mesh
-    names = axis.split("+")
-    known = [name for name in names if name in mesh.axis_names]
-    if "data" in names and "data" not in mesh.axis_names:
-        known += data_axes(mesh)
-    return "+".join(name for name in batch_axes(mesh) if name in known)
+    return "+".join(plan.layout.axes.named_by_user(axis.split("+")))

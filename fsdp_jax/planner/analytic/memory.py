@@ -42,7 +42,7 @@ from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
 from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind
 from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.sharding.layout import COPIES, Layout
-from fsdp_jax.sharding.mesh import batch_shards, shards_of
+from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import SEPARATOR
 from fsdp_jax.units.collectives import SITE
@@ -115,7 +115,7 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
         is_copy = leaf.path.startswith(COPIES + SEPARATOR)
         peak["params" if is_copy else leaf.part] += leaf.bytes_per_device
     batch = outer.invars[sum(1 for _ in layout) :]  # the state comes first
-    peak["other"] += sum(_global_bytes(var.aval) for var in batch) // batch_shards(layout.mesh)
+    peak["other"] += sum(_global_bytes(var.aval) for var in batch) // layout.axes.batch_shards
     times: Counter[Matmul] = Counter()
     for matmul in operations.matmuls():
         times[replace(matmul, times=1)] += matmul.times
