@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 def fully_shard(
     model: Callable[[nnx.Rngs], nnx.Module] | nn.Module,
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | MeshAxes,
     strategy: str | Strategy = "full_shard",
     units: Units = "model",
     *,
@@ -286,7 +286,7 @@ class Sharded:
     units: dict[str, str | None] = field(repr=False)
     _relayout: Callable[..., "Sharded"] = field(repr=False)
 
-    def on(self, mesh: Mesh, **changes: Any) -> "Sharded":
+    def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
         """Returns the same on another mesh, with other arguments of `fully_shard` if given."""
         return self._relayout(mesh=mesh, **changes)
 

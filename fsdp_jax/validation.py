@@ -27,7 +27,7 @@ def check_arguments(
     tx: Any, mesh: Any, units: Any, precision: Any, remat: Any, prefetch: Any
 ) -> None:
     """Checks arguments of `fully_shard`."""
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | MeshAxes):
         fix = "fsdp_jax.make_mesh(data=8)"
         raise ValueError(message("not a mesh", where="mesh", got=type(mesh), fix=fix))
     if not hasattr(tx, "init") or not hasattr(tx, "update"):

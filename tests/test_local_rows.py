@@ -14,7 +14,6 @@ import fsdp_jax as fsdp
 from fsdp_jax.local_rows import batch_split, pin_rows
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import GPT, Block, preset
-from fsdp_jax.sharding.mesh import batch_axes
 
 pytestmark = pytest.mark.releases
 
@@ -43,7 +42,7 @@ def test_results_and_gradients_are_the_same_on_local_rows(mesh):
     jax.tree.map(
         np.testing.assert_array_equal, grads(wrapped, x, table), plain
     )  # outside a step: the function itself
-    with batch_split(mesh, batch_axes(mesh), 16):
+    with batch_split(mesh, mesh.axis_names, 16):
         local = grads(fsdp.on_local_rows(kernel, replicated=(1,)), x, table)
         traced = jax.make_jaxpr(wrapped)(x, table)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), local, plain)
@@ -55,11 +54,11 @@ def test_rows_that_do_not_divide(mesh):
     x, table = np.ones((3, 4), np.float32), np.ones((4, 3), np.float32)
     wrapped = fsdp.on_local_rows(kernel, replicated=(1,))
     with (
-        batch_split(mesh, batch_axes(mesh), 16),
+        batch_split(mesh, mesh.axis_names, 16),
         pytest.warns(fsdp.SlowerWarning, match=r"kernel\): .*for 3 rows are not divisible by 8"),
     ):
         np.testing.assert_array_equal(wrapped(x, table), kernel(x, table))
-    with batch_split(mesh, batch_axes(mesh), None):  # of `Sharded.apply`: no batch was promised
+    with batch_split(mesh, mesh.axis_names, None):  # of `Sharded.apply`: no batch was promised
         np.testing.assert_array_equal(wrapped(x, table), kernel(x, table))
 
 
@@ -73,7 +72,7 @@ def test_rows_that_do_not_divide(mesh):
 )
 def test_functions_that_do_not_keep_rows_are_refused(mesh, fn, replicated, text):
     with (
-        batch_split(mesh, batch_axes(mesh), 16),
+        batch_split(mesh, mesh.axis_names, 16),
         pytest.raises((ValueError, TypeError), match=text),
     ):
         fsdp.on_local_rows(fn, replicated=replicated)(
@@ -94,7 +93,7 @@ def test_only_activations_are_pinned(mesh):
     assert pin_rows(tree) is tree
 
     def constraints(rows):
-        with batch_split(mesh, batch_axes(mesh), rows):
+        with batch_split(mesh, mesh.axis_names, rows):
             arrays = {name: leaf for name, leaf in tree.items() if name != "flag"}
             traced = jax.make_jaxpr(
                 lambda arrays: pin_rows(arrays | {"flag": True})["x"] + 0 * arrays["x"]
@@ -102,7 +101,7 @@ def test_only_activations_are_pinned(mesh):
         return [eqn for eqn in traced.eqns if eqn.primitive.name == "sharding_constraint"]
 
     (only,) = constraints(16)
-    assert only.params["sharding"].spec[0] == batch_axes(mesh)
+    assert only.params["sharding"].spec[0] == mesh.axis_names
     assert constraints(None) == []
 
 

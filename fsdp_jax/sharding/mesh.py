@@ -238,14 +238,14 @@ def _auto_mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
 
 
 def mesh_axes(
-    mesh: Mesh,
+    mesh: Mesh | MeshAxes,
     data: str | Sequence[str] | None = None,
     replica: str | Sequence[str] | None = None,
 ) -> MeshAxes:
     """Returns what the axes of a mesh are for; all that are not named are the model's own.
 
     Args:
-        mesh: any; its axes become Auto.
+        mesh: any; its axes become Auto. MeshAxes are returned as they are.
         data: axes to shard state and batch along; `data` or the only axis by default.
         replica: axes that hybrid strategies replicate state along; `replica` by default, if the
             mesh has it.
@@ -254,6 +254,8 @@ def mesh_axes(
         ValueError: axes that the mesh lacks, or axes that must be named and are not.
 
     """
+    if isinstance(mesh, MeshAxes):
+        return mesh
     names = tuple(mesh.axis_names)
     if len(set(names)) < len(names):
         fix = "give every axis a name of its own"

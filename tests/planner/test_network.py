@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsdp_jax.planner import fake_devices, parse_topology
 from fsdp_jax.planner.machines.chips import HARDWARE
 from fsdp_jax.planner.machines.network import DeviceGroup, Network
-from fsdp_jax.sharding.mesh import make_mesh, split_data
+from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
 
 LARGE = 2**42  # bytes whose latency is nothing
 OPS = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
@@ -20,7 +20,7 @@ OPS = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
 def network(name: str, replica: int = 1, *, split: bool = False) -> Network:
     topology = parse_topology(name)
     mesh = make_mesh(-1, replica, devices=fake_devices(topology))
-    return Network(split_data(mesh) if split else mesh, topology.hardware)
+    return Network(mesh_axes(mesh).mesh if split else mesh, topology.hardware)
 
 
 def rate(name: str, op: str, axes: str, replica: int = 1) -> float:

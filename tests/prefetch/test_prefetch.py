@@ -30,7 +30,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.hlo.collectives import read_program
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
-from fsdp_jax.sharding.mesh import split_data
+from fsdp_jax.sharding.mesh import mesh_axes, split_data
 
 pytestmark = [
     pytest.mark.releases,
@@ -159,7 +159,7 @@ def test_the_compiled_program_gathers_what_the_traced_one_does(prefetch):
 
 
 def split(*sizes, replica=1):
-    return split_data(fsdp.make_mesh(data=8 // replica, replica=replica), sizes)
+    return split_data(mesh_axes(fsdp.make_mesh(data=8 // replica, replica=replica)), sizes)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from flax import nnx
 from reference import Case, check, train, train_unsharded
 
 import fsdp_jax as fsdp
-from fsdp_jax.sharding.mesh import split_data
+from fsdp_jax.sharding.mesh import mesh_axes, split_data
 
 pytestmark = [
     pytest.mark.releases,
@@ -390,7 +390,7 @@ class Odd(nnx.Module):
 )
 def test_a_kernel_sharded_over_two_axes_of_a_torus(prefetch, local_batch):
     case = Toy(Odd, loss, (nnx.Linear,))
-    mesh = split_data(fsdp.make_mesh(data=8), (2, 4))
+    mesh = split_data(mesh_axes(fsdp.make_mesh(data=8)), (2, 4))
     found, step = train(case, mesh, steps=STEPS, prefetch=prefetch, local_batch=local_batch)
     check(found, train_unsharded(case, steps=STEPS))
     specs = [tuple(step.plan.comms[f"inner/{i}/kernel"].param_spec) for i in range(2)]
@@ -401,7 +401,7 @@ def test_a_kernel_sharded_over_two_axes_of_a_torus(prefetch, local_batch):
     ("sizes", "entry"), [((2, 4), "data"), ((2, 2, 2), "fsdp"), ((2, 4), "mine")]
 )
 def test_rules_and_reports_name_the_axes_of_a_torus_as_one(sizes, entry):
-    mesh = split_data(fsdp.make_mesh(data=8), sizes)
+    mesh = split_data(mesh_axes(fsdp.make_mesh(data=8)), sizes)
     rules = [("up/kernel", (None, entry)), ("up/bias", (entry,))]
     settings = {"rules": rules, "logical_axes": {"mine": "data"}}
     found, step = train(

@@ -16,20 +16,16 @@ from fsdp_jax.sharding.mesh import (
     AXES,
     DATA,
     REPLICA,
+    MeshAxes,
     axes_of,
-    batch_axes,
-    batch_shards,
-    check_mesh,
-    data_axes,
     entry_of,
     make_mesh,
+    mesh_axes,
+    mesh_like,
     replicated,
-    shape_of,
     shards_of,
     spec_of,
     split_data,
-    user_axes,
-    user_spec,
 )
 
 pytestmark = pytest.mark.releases
@@ -202,36 +198,60 @@ def test_slices_come_before_hosts():
     assert [{d.slice_index for d in row} for row in mesh.devices] == [{0}, {1}]
 
 
-def test_foreign_meshes_are_used_unchanged():
-    for mesh in (make_mesh(4, 2), auto_mesh(DATA), auto_mesh(DATA, REPLICA)):
-        assert check_mesh(mesh) is mesh
-        assert batch_axes(mesh) == mesh.axis_names
+@pytest.mark.parametrize(
+    ("names", "given", "data", "replica", "model"),
+    [
+        ((REPLICA, DATA), {}, (DATA,), (REPLICA,), ()),
+        ((DATA, REPLICA), {}, (DATA,), (REPLICA,), ()),
+        (("fsdp",), {}, ("fsdp",), (), ()),
+        ((DATA, "tensor"), {}, (DATA,), (), ("tensor",)),
+        (("fsdp", "tensor"), {"data": "fsdp"}, ("fsdp",), (), ("tensor",)),
+        (("dp", "fsdp"), {"data": "fsdp", "replica": "dp"}, ("fsdp",), ("dp",), ()),
+        (("x", "y"), {"data": ("x", "y")}, ("x", "y"), (), ()),
+        ((REPLICA, DATA), {"data": DATA, "replica": ()}, (DATA,), (), (REPLICA,)),
+    ],
+)
+def test_the_axes_of_any_mesh_are_named_and_the_others_are_the_models(
+    names, given, data, replica, model
+):
+    axes = mesh_axes(auto_mesh(*names), **given)
+    assert (axes.data, axes.replica, axes.model) == (data, replica, model)
+    assert axes.batch == tuple(name for name in names if name not in model)
+    assert axes.batch_shards * axes.model_shards == 8
+    assert axes.shape == dict(auto_mesh(*names).shape)
+
+
+def test_axes_of_any_type_become_auto():
+    for kind in (AxisType.Explicit, AxisType.Manual, AxisType.Auto):
+        mesh = Mesh(np.array(jax.devices()), (DATA,), axis_types=(kind,))
+        assert mesh_axes(mesh).mesh.axis_types == (AxisType.Auto,)
+    assert mesh_axes(jax.make_mesh((8,), (DATA,))).mesh == auto_mesh(DATA)
 
 
 def test_repeated_axis_names_are_refused_though_jax_accepts_them():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), (DATA, DATA))
     with pytest.raises(ValueError, match="axis names repeat"):
-        check_mesh(mesh)
+        mesh_axes(mesh)
 
 
 @pytest.mark.parametrize(
-    ("names", "text"),
+    ("names", "given", "text"),
     [
-        (("dta",), "unknown mesh axis 'dta'(?s:.*)did you mean 'data'"),
-        ((DATA, "model"), "unknown mesh axis 'model'(?s:.*)make_mesh makes both"),
-        ((REPLICA,), "no axis 'data'"),
+        (("fsdp", "tensor"), {}, "which mesh axis shards the state(?s:.*)data='fsdp'"),
+        ((DATA, "fsdp"), {}, "which mesh axis shards the state(?s:.*)data='fsdp'"),
+        (("dp", "tp"), {}, "which mesh axis shards the state(?s:.*)data='dp'"),
+        ((REPLICA,), {}, "which mesh axis shards the state(?s:.*)make_mesh"),
+        (("fsdp", "tensor"), {"data": "fdsp"}, "no axis 'fdsp'(?s:.*)did you mean 'fsdp'"),
+        ((DATA,), {"replica": "dp"}, "no axis 'dp'(?s:.*)replica"),
+        ((DATA,), {"data": DATA, "replica": DATA}, "'data' is in both data and replica"),
+        ((DATA,), {"data": ()}, "not mesh axes"),
+        (("x",), {"data": ("x", "x")}, "not mesh axes"),
+        (("dp", "fsdp"), {"data": "dp"}, "'fsdp' neither shards nor replicates"),
     ],
 )
-def test_foreign_axes_are_refused(names, text):
+def test_meshes_whose_axes_do_not_tell_their_parts_are_refused(names, given, text):
     with pytest.raises(ValueError, match=text):
-        check_mesh(auto_mesh(*names))
-
-
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Manual])
-def test_axes_that_are_not_auto_are_refused_with_the_fix(kind):
-    mesh = Mesh(np.array(jax.devices()), (DATA,), axis_types=(kind,))
-    with pytest.raises(ValueError, match=r"(?s)must be Auto.*AxisType\.Auto,\) \* n"):
-        check_mesh(mesh)
+        mesh_axes(auto_mesh(*names), **given)
 
 
 def test_entries_of_a_spec():
@@ -253,10 +273,27 @@ def test_entries_of_a_spec():
 
 
 def test_only_the_batch_axes_shard_the_batch():
-    """A mesh with another axis, as tensor parallelism would add, has fewer shards than devices."""
-    mesh = auto_mesh("tensor", DATA)
-    assert batch_axes(mesh) == (DATA,)
-    assert (mesh.size, batch_shards(mesh)) == (8, 1)
+    """A mesh with an axis of tensor parallelism has fewer shards of the batch than devices."""
+    axes = mesh_axes(Mesh(np.array(jax.devices()).reshape(4, 2), (DATA, "tensor")))
+    assert axes.batch == (DATA,)
+    assert (axes.mesh.size, axes.batch_shards) == (8, 4)
+    spec = PartitionSpec("tensor", None, (DATA, "tensor"))
+    assert axes.model_spec(spec) == PartitionSpec("tensor", None, "tensor")
+    assert axes.batch_spec_axes(spec) == (DATA,)
+
+
+@pytest.mark.parametrize("replica", [1, 2])
+def test_other_devices_get_a_mesh_of_the_same_axes(replica):
+    names = ("dp", "tensor", "fsdp")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), names)
+    axes = mesh_axes(mesh, data="fsdp", replica="dp")
+    other = mesh_like(axes, hosts(2, 8), replica)
+    assert other.axis_names == names
+    assert dict(other.shape) == {"dp": replica, "tensor": 2, "fsdp": 8 // replica}
+    by_tensor = np.moveaxis(other.devices, 1, -1).reshape(-1, 2)
+    assert all(a.process_index == b.process_index for a, b in by_tensor), "neighbours"
+    with pytest.raises(ValueError, match="not divisible by the mesh"):
+        mesh_like(axes, hosts(1, 3), 1)
 
 
 # The mesh axes that `data` is split into
@@ -276,8 +313,12 @@ def row_mesh(devices: list[FakeDevice], replica: int = 1) -> Mesh:
     return Mesh(np.array(devices).reshape(replica, -1), AXES, axis_types=(AxisType.Auto,) * 2)
 
 
-def parts(mesh: Mesh) -> tuple[int, ...]:
-    return tuple(mesh.shape[axis] for axis in data_axes(mesh))
+def split(devices: list[FakeDevice], replica: int = 1) -> MeshAxes:
+    return mesh_axes(row_mesh(devices, replica))
+
+
+def parts(axes: MeshAxes) -> tuple[int, ...]:
+    return tuple(axes.mesh.shape[axis] for axis in axes.data)
 
 
 @pytest.mark.parametrize(
@@ -298,59 +339,61 @@ def parts(mesh: Mesh) -> tuple[int, ...]:
     ],
 )
 def test_data_has_an_axis_for_every_physical_dim(devices, replica, sizes):
-    mesh = split_data(row_mesh(devices, replica))
-    assert parts(mesh) == sizes
-    assert [d.id for d in mesh.devices.flat] == [d.id for d in devices]
+    axes = split(devices, replica)
+    assert parts(axes) == sizes
+    assert [d.id for d in axes.mesh.devices.flat] == [d.id for d in devices]
 
 
 def test_a_slow_dim_comes_first_whichever_coordinate_it_is():
     devices = sorted(torus(4, 2), key=lambda d: (d.coords[1], d.coords[0]))
-    assert parts(split_data(row_mesh(devices))) == (2, 4)
+    assert parts(split(devices)) == (2, 4)
 
 
 @pytest.mark.parametrize("replica", [1, 2])
 def test_an_order_that_fits_no_torus_stays_one_axis(replica):
     devices = torus(4, 4)
     random.Random(1).shuffle(devices)
-    mesh = row_mesh(devices, replica)
-    assert split_data(mesh) is mesh
+    assert split(devices, replica).mesh == row_mesh(devices, replica)
 
 
 def test_a_torus_with_a_hole_stays_one_axis():
-    mesh = row_mesh([d for d in torus(3, 3) if d.coords != (1, 1, 0)])
-    assert split_data(mesh) is mesh
+    devices = [d for d in torus(3, 3) if d.coords != (1, 1, 0)]
+    assert split(devices).mesh == row_mesh(devices)
 
 
 def test_hosts_of_different_sizes_stay_one_axis():
-    mesh = row_mesh([FakeDevice(id=i, process_index=int(i > 2)) for i in range(8)])
-    assert split_data(mesh) is mesh
+    devices = [FakeDevice(id=i, process_index=int(i > 2)) for i in range(8)]
+    assert split(devices).mesh == row_mesh(devices)
 
 
 @pytest.mark.parametrize("grid", [(4, 4, 1), (4, 8, 1), (4, 4, 4), (2, 2, 1)])
 def test_splitting_data_keeps_the_order_of_devices(grid):
     mesh = make_mesh(devices=torus(*grid))
-    split = split_data(mesh)
-    assert prod(parts(split)) == prod(grid)
-    assert [d.id for d in split.devices.flat] == [d.id for d in mesh.devices.flat]
+    axes = mesh_axes(mesh)
+    assert prod(parts(axes)) == prod(grid)
+    assert [d.id for d in axes.mesh.devices.flat] == [d.id for d in mesh.devices.flat]
 
 
 def test_a_split_mesh_is_one_axis_to_the_user():
-    mesh = split_data(make_mesh(data=4, replica=2), (2, 2))
-    assert mesh.axis_names == (REPLICA, "data_0", "data_1")
-    assert check_mesh(mesh) is mesh
-    assert split_data(mesh, (4,)) is mesh, "once is enough"
-    assert batch_axes(mesh) == mesh.axis_names
-    assert batch_shards(mesh) == 8
-    assert shape_of(mesh) == shape_of(make_mesh(data=4, replica=2)) == {REPLICA: 2, DATA: 4}
-    assert user_axes(mesh, ("data_0", "data_1")) == user_axes(mesh, (DATA,)) == (DATA,)
-    assert user_axes(mesh, (REPLICA, "data_0", "data_1")) == (REPLICA, DATA)
-    assert user_axes(mesh, ("data_1",)) == ("data_1",)
+    mesh = make_mesh(data=4, replica=2)
+    axes = split_data(mesh_axes(mesh), (2, 2))
+    names = (REPLICA, "data_0", "data_1")
+    assert axes.mesh.axis_names == axes.batch == names
+    assert mesh_axes(axes) is split_data(axes, (4,)) is axes, "once is enough"
+    assert axes.user == mesh_axes(mesh)
+    assert axes.batch_shards == 8
+    assert axes.shape == {REPLICA: 2, DATA: 4}
+    assert axes.user_axes(("data_0", "data_1")) == (DATA,)
+    assert axes.user_axes(names) == (REPLICA, DATA)
+    assert axes.user_axes(("data_1",)) == ("data_1",)
+    assert axes.user_name(names) == axes.user_name((REPLICA, "data_1")) == "replica+data"
+    assert axes.named_by_user(("data", "replica")) == names
     spec = PartitionSpec(None, ("data_0", "data_1"))
-    assert user_spec(mesh, spec) == PartitionSpec(None, DATA)
-    assert user_spec(mesh, PartitionSpec("data_1", "data_0")) == PartitionSpec("data_1", "data_0")
+    assert axes.user_spec(spec) == PartitionSpec(None, DATA)
+    assert axes.user_spec(PartitionSpec("data_1", "data_0")) == PartitionSpec("data_1", "data_0")
 
 
-def test_other_axes_are_refused_beside_a_split_one():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data_0", "data_1", "model"))
-    with pytest.raises(ValueError, match="unknown mesh axis 'model'"):
-        check_mesh(mesh)
+def test_data_stays_one_axis_beside_axes_of_the_models():
+    devices = sorted(hosts(2, 8), key=lambda d: d.id)
+    mesh = Mesh(np.array(devices).reshape(4, 4), ("fsdp", "tensor"))
+    assert mesh_axes(mesh, data="fsdp").data == ("fsdp",)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from fsdp_jax.sharding.layout import Layout, make_layout
-from fsdp_jax.sharding.mesh import axes_of, make_mesh
+from fsdp_jax.sharding.mesh import axes_of, make_mesh, mesh_axes
 from fsdp_jax.sharding.rules import ReplicationWarning, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.tree import flatten, unflatten
@@ -66,15 +66,15 @@ EACH = pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def lay_out(
     tx, strategy="full_shard", *, data=4, replica=2, shapes=SHAPES, rules=(), frozen=()
 ) -> Layout:
-    mesh, strategy = make_mesh(data, replica), get_strategy(strategy)
-    settings = Rules(rules, min_size=MIN_SIZE, axes=strategy.shard_axes(mesh))
+    axes, strategy = mesh_axes(make_mesh(data, replica)), get_strategy(strategy)
+    settings = Rules(rules, min_size=MIN_SIZE, axes=strategy.shard_axes(axes))
     params = unflatten(
         {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
     )
     stacked = stacked_dims(shapes)
-    placements = settings.place(params, mesh, stacked=stacked)
+    placements = settings.place(params, axes.mesh, stacked=stacked)
     return make_layout(
-        params, placements, {}, tx, mesh, strategy, settings, stacked=stacked, frozen=frozen
+        params, placements, {}, tx, axes, strategy, settings, stacked=stacked, frozen=frozen
     )
 
 
@@ -115,7 +115,7 @@ def assert_sharded_as(state, layout: Layout):
 @pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op", "full_shard", "hybrid_shard"])
 def test_nothing_large_is_replicated(tx, strategy):
     layout = lay_out(tx, strategy)
-    axes = set(layout.strategy.shard_axes(layout.mesh))
+    axes = set(layout.strategy.shard_axes(layout.axes))
     for leaf in jax.tree.leaves(layout.optimizer):
         if follows(leaf.path, leaf.shape):
             assert {axis for entry in leaf.spec for axis in axes_of(entry)} == axes, leaf.path

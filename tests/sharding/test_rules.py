@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fsdp_jax.sharding.mesh import axes_of, data_axes, make_mesh, shards_of, split_data
+from fsdp_jax.sharding.mesh import axes_of, make_mesh, mesh_axes, shards_of, split_data
 from fsdp_jax.sharding.rules import Rules, lint, logical_names, partition_specs, stacked_dims
 
 pytestmark = pytest.mark.releases
@@ -469,8 +469,8 @@ def test_logical_names_of_leaves_without_any():
 def test_an_array_that_no_dim_divides_may_be_sharded_along_several(
     sizes, shape, stacked, spec, reason
 ):
-    mesh = split_data(make_mesh(8), sizes)
-    placement = placed(shaped(*shape), mesh, stacked=stacked, min_size=1, axes=data_axes(mesh))
+    mesh = split_data(mesh_axes(make_mesh(8)), sizes).mesh
+    placement = placed(shaped(*shape), mesh, stacked=stacked, min_size=1, axes=mesh.axis_names[1:])
     assert placement.spec == spec
     assert reason in placement.reason
     assert placement.missed_shards == (1 if spec else 8)
@@ -482,8 +482,8 @@ def test_an_array_that_no_dim_divides_may_be_sharded_along_several(
     sizes=st.sampled_from([(2, 4), (4, 2), (2, 2, 2)]),
 )
 def test_every_axis_is_used_once_and_every_dim_divides(shape, sizes):
-    mesh = split_data(make_mesh(8), sizes)
-    spec = placed(shaped(*shape), mesh, min_size=1, axes=data_axes(mesh)).spec
+    mesh = split_data(mesh_axes(make_mesh(8)), sizes).mesh
+    spec = placed(shaped(*shape), mesh, min_size=1, axes=mesh.axis_names[1:]).spec
     dealt = [axis for entry in spec for axis in axes_of(entry)]
-    assert sorted(dealt) == (sorted(data_axes(mesh)) if dealt else [])
+    assert sorted(dealt) == (sorted(mesh.axis_names[1:]) if dealt else [])
     assert all(size % shards_of(mesh, entry) == 0 for size, entry in zip(shape, spec, strict=False))

@@ -3,7 +3,7 @@
 import pytest
 from jax.sharding import PartitionSpec
 
-from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 
@@ -86,24 +86,29 @@ def test_names_like_nothing_list_all():
     ],
 )
 def test_axes_that_state_is_sharded_along(data, replica, everywhere, hybrid):
-    mesh = make_mesh(data, replica, allow_fewer=True)
+    axes = mesh_axes(make_mesh(data, replica, allow_fewer=True))
     for strategy in STRATEGIES.values():
-        assert strategy.shard_axes(mesh) == (hybrid if strategy.hybrid else everywhere)
+        assert strategy.shard_axes(axes) == (hybrid if strategy.hybrid else everywhere)
 
 
 def test_a_strategy_decides_how_parameters_and_gradients_are_sharded():
     placement = Placement(PartitionSpec("data"), "rule", "first rule that matches", 8)
     replicated = Placement(PartitionSpec(), "rule", "zero1 replicates it")
+    axes = mesh_axes(make_mesh())
     zero1, full_shard = STRATEGIES["zero1"], STRATEGIES["full_shard"]
     assert (
-        full_shard.param_placement(placement) is full_shard.grad_placement(placement) is placement
+        full_shard.param_placement(placement, axes)
+        is full_shard.grad_placement(placement, axes)
+        is placement
     )
-    assert zero1.param_placement(placement) == replicated
-    assert zero1.param_placement(placement, has_copy=True) is zero1.grad_placement(placement)
+    assert zero1.param_placement(placement, axes) == replicated
+    assert zero1.param_placement(placement, axes, has_copy=True) is zero1.grad_placement(
+        placement, axes
+    )
 
 
 def test_hybrid_strategies_refuse_to_shard_along_replica():
     placements = {"up/kernel": Placement(PartitionSpec(None, ("replica", "data")), "up", "rule")}
-    STRATEGIES["full_shard"].check_placements(placements)
+    STRATEGIES["full_shard"].check_placements(placements, mesh_axes(make_mesh(4, 2)))
     with pytest.raises(ValueError, match=r"replicates along 'replica'(.*\n)+.*up/kernel, by up"):
-        STRATEGIES["hybrid_shard"].check_placements(placements)
+        STRATEGIES["hybrid_shard"].check_placements(placements, mesh_axes(make_mesh(4, 2)))

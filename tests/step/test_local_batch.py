@@ -17,7 +17,7 @@ from reference import Case, check, gpt, train, train_unsharded
 import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
-from fsdp_jax.sharding.mesh import split_data
+from fsdp_jax.sharding.mesh import mesh_axes, split_data
 
 pytestmark = [
     pytest.mark.releases,
@@ -313,7 +313,9 @@ def lower(model):
 @pytest.mark.parametrize("local_batch", [True, False])
 def test_collectives_are_explicit_only_with_local_batches(local_batch):
     """With annotations only what XLA cannot partition, such as kernels, is mapped over devices."""
-    sharded = shard(lambda rngs: Chain(rngs), split_data(fsdp.make_mesh(data=8), (2, 4)), [Layer])
+    sharded = shard(
+        lambda rngs: Chain(rngs), split_data(mesh_axes(fsdp.make_mesh(data=8)), (2, 4)), [Layer]
+    )
     step = sharded.train_step(squares, accumulation=2, local_batch=local_batch)
     text = str(step.trace(ROWS))
     for name in ("shard_map", "all_gather", "reduce_scatter", "psum"):

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
+from fsdp_jax.sharding.mesh import mesh_axes
 from fsdp_jax.units.collectives import ParamComm, gather
 from fsdp_jax.units.gather_transform import GatherTransform
 
@@ -43,7 +44,7 @@ def test_a_transform_may_gather_in_a_format_of_its_own(mode):
     float32 = np.dtype("float32")
     axes = ("replica", "data") if mode == "manual" else ()
     transform = Int8Gather(float32, float32, float32, axes)
-    comm = ParamComm("w", None, 2, mesh, P("data"), P("data"), transform, mode)
+    comm = ParamComm("w", None, 2, mesh_axes(mesh), P("data"), P("data"), transform, mode)
 
     def run(w):
         gathered, pullback = jax.vjp(lambda w: gather(comm, w), w)
