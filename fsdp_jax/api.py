@@ -360,7 +360,7 @@ class Sharded:
 
         """
         given = check_given(params or {}, self.layout)
-        with self.layout.axes.traced():
+        with self.layout.axes.ambient():
             return init_state(self._model, self._tx, self.layout, seed, given)
 
     def abstract_state(self) -> TrainState:
@@ -379,7 +379,7 @@ class Sharded:
         """Returns the full state for what was restored into `checkpoint_target`."""
         shardings = state_shardings(self.layout).copies
         make = jax.jit(lambda params: make_copies(self.layout, params), out_shardings=shardings)
-        with self.layout.axes.traced():
+        with self.layout.axes.ambient():
             return replace(saved, copies=make(saved.params))
 
     def train_step(
@@ -464,7 +464,7 @@ class Sharded:
         run = jax.jit(lambda state, *args: forward(plan, state, args), out_shardings=outputs)
 
         def apply(state: TrainState, *args: Any) -> Any:
-            with self.layout.axes.traced():
+            with self.layout.axes.ambient():
                 return run(state, *args)
 
         return apply

@@ -158,6 +158,14 @@ def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callab
     return run
 
 
+def beside_model_axes() -> bool:
+    """Returns whether a step is being traced on a mesh with axes that do not shard the batch."""
+    split = _SPLIT.get()
+    return (
+        split is not None and prod(split.mesh.shape[axis] for axis in split.axes) < split.mesh.size
+    )
+
+
 def pin_rows(tree: PyTree) -> PyTree:
     """Keeps activations, arrays whose dim 0 is the batch's rows, sharded over the batch axes."""
     split = _SPLIT.get()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fsdp_jax.local_rows import on_local_rows
+from fsdp_jax.local_rows import beside_model_axes, on_local_rows
 from fsdp_jax.models.chunked_loss import chunked_losses
 
 INIT_STD = 0.02
@@ -229,11 +229,12 @@ class Embedding(nnx.Embed):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Int [B, T] to [B, T, D] in `dtype`, or else the table's."""
-        if not self.tied:
-            return super().__call__(inputs, out_sharding)
         # A tied table has two gradients. By default XLA reduces each separately, or gathers the
         # activations of one. With the lookup's gradient summed on each device, XLA adds the two
-        # and reduces their sum.
+        # and reduces their sum. Beside an axis of tensor parallelism XLA shards the scatter of the
+        # gradient along all axes, and sends it between them.
+        if not (self.tied or beside_model_axes()):
+            return super().__call__(inputs, out_sharding)
         return on_local_rows(_look_up, replicated=(1,))(inputs, self.table())
 
     def table(self) -> jax.Array:

@@ -219,18 +219,28 @@ class MeshAxes:
         return tuple(axis for entry in spec for axis in axes_of(entry) if axis in batch)
 
     @contextmanager
-    def traced(self, *, manual: bool = False) -> Iterator[None]:
-        """Sets the ambient mesh that the model is traced, created and run under.
+    def ambient(self) -> Iterator[None]:
+        """Sets the ambient mesh that the model is created and traced under.
 
-        A bare PartitionSpec in the model needs one. That is the user's mesh with Auto axes, if the
-        user has set an ambient mesh, or if the model has axes of its own. A `shard_map` over the
-        whole step (`manual`) needs the mesh that it runs over.
+        A bare PartitionSpec in the model needs one. That is this mesh, if the user has set one, or
+        if the model has axes of its own.
+
+        Raises:
+            ValueError: inside, a spec of the model that names an axis that was split.
+
         """
         if jax.sharding.get_abstract_mesh().empty and not self.model:
             yield
-        else:
-            with jax.set_mesh(self.mesh if manual else self.user.mesh):
+            return
+        try:
+            with jax.set_mesh(self.mesh):
                 yield
+        except ValueError as error:
+            if not self.unsplit or f"axis: {self.unsplit} " not in str(error):
+                raise
+            what = f"the model names the mesh axis '{self.unsplit}', which was split by hosts"
+            fix = "call jax.set_mesh(mesh) before fully_shard: the axis then stays one"
+            raise ValueError(message(what, where="model", fix=fix)) from error
 
 
 def _auto_mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
@@ -275,7 +285,9 @@ def mesh_axes(
         what = f"the mesh axis '{FSDP}' neither shards nor replicates state"
         fix = f"data='{FSDP}', or replica='{FSDP}'"
         raise ValueError(message(what, where="mesh", got=dict(mesh.shape), fix=fix))
-    return axes if axes.model else split_data(axes)
+    # Under an ambient mesh its names are the model's too.
+    stays = axes.model or not jax.sharding.get_abstract_mesh().empty
+    return axes if stays else split_data(axes)
 
 
 def _named(
@@ -329,8 +341,8 @@ def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Me
         what = "the number of devices is not divisible by the mesh"
         got = f"{replica} replicas x {inner} on {len(devices)} devices"
         raise ValueError(message(what, where="mesh", got=got, fix="take a larger machine"))
-    replicas = user.replica or (REPLICA,)
-    sizes = dict.fromkeys(replicas, 1) | {replicas[0]: outer}
+    replicas = user.replica or (REPLICA,) * (outer > 1)
+    sizes = dict.fromkeys(replicas, 1) | dict.fromkeys(replicas[:1], outer)
     sizes |= {user.data[0]: rest // prod(inner.values())} | inner
     ordered = _ordered(list(devices), (outer, rest)).reshape(tuple(sizes.values()))
     names = [axis for axis in sizes if axis not in user.mesh.axis_names]

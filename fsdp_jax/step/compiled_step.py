@@ -100,7 +100,7 @@ class CompiledStep:
 
     def lower(self, batch: PyTree) -> Any:
         """Lowers for a batch of arrays or shapes [global rows, ...]; allocates nothing."""
-        with self.plan.layout.axes.traced(manual=self.plan.local_batch):
+        with self.plan.layout.axes.ambient():
             traced = self._jitted.trace(self._state, self._placement.abstract(batch))
             program = traced.jaxpr.jaxpr
             if self.plan.local_batch:
@@ -112,7 +112,7 @@ class CompiledStep:
 
     def trace(self, batch: PyTree) -> Any:
         """Returns the traced program, a `ClosedJaxpr`; the mesh's devices need not exist."""
-        with self.plan.layout.axes.traced(manual=self.plan.local_batch):
+        with self.plan.layout.axes.ambient():
             return self._jitted.trace(self._state, self._placement.abstract(batch)).jaxpr
 
     def compile(self, batch: PyTree) -> Any:
@@ -161,7 +161,7 @@ class CompiledStep:
         raise NonFiniteError(message(what, where="step", fix=fix))
 
     def _rows_and_hash(self, batch: PyTree) -> np.ndarray:
-        """Returns uint32 [2]: this process's rows and a hash of them, not 0.
+        """Returns uint32 [3]: this process's rows, a hash of them, not 0, and of their places.
 
         Zeros in a run of one process, and where it passed global arrays only.
         """
@@ -171,30 +171,39 @@ class CompiledStep:
             leaves = [x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
             local = [x for x in leaves if self._placement.is_local(x)]
         if not local:
-            return np.zeros(2, np.uint32)
+            return np.zeros(3, np.uint32)
         digest = functools.reduce(
             lambda value, leaf: zlib.crc32(np.asarray(leaf).tobytes(), value), local, 0
         )
-        return np.array([local[0].shape[0], max(digest, 1)], np.uint32)
+        places = zlib.crc32(repr(self._placement.local_shards).encode())
+        return np.array([local[0].shape[0], max(digest, 1), places], np.uint32)
 
     def _check_processes(self) -> None:
-        """Raises ValueError where processes passed different numbers of rows, or the same rows.
+        """Raises ValueError where processes passed different numbers of rows, or the wrong ones.
 
-        Before the first collective of a step, which would not end, or count every row several
-        times.
+        Processes whose devices hold the same rows, along the model's own axes, must pass the same;
+        all others must not. Before the first collective of a step, which would not end, or count
+        every row several times.
         """
         processes = self._placement.processes
         if processes == 1 or processes != jax.process_count():
             return
-        first = np.zeros(2, np.uint32) if self._first_rows is None else self._first_rows
-        rows, hashes = from_processes(first).T
+        first = np.zeros(3, np.uint32) if self._first_rows is None else self._first_rows
+        rows, hashes, places = from_processes(first).T
         if len(set(rows)) > 1:
             what = "the processes passed different numbers of rows"
             expected = "as many in each process"
             got = ", ".join(f"{count} in process {number}" for number, count in enumerate(rows))
             fix = "pad with rows that the loss leaves out, or drop the last partial batch"
             raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
-        if len(set(hashes)) == 1 and hashes[0]:
+        by_place = set(zip(places.tolist(), hashes.tolist(), strict=True))
+        if len(by_place) > len(set(places)):
+            what = "processes that hold the same rows of the batch passed different ones"
+            axes = list(self.plan.layout.axes.model)
+            expected = f"the same rows in processes that differ along {axes} alone"
+            fix = "put these axes inside a host, or read the same rows in these processes"
+            raise ValueError(message(what, where="batch", expected=expected, fix=fix))
+        if len(set(hashes)) == 1 and hashes[0] and len(set(places)) > 1:
             what = "all processes passed the same rows"
             expected = "of the global batch, each process its own rows"
             fix = "rows[jax.process_index() :: jax.process_count()], "

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec, get_abstract_mesh
+from jax.sharding import PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.local_rows import batch_split
@@ -148,8 +148,6 @@ def _batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[Non
     if plan.local_batch:
         return nullcontext()
     axes = plan.layout.axes
-    if not get_abstract_mesh().empty:  # jax allows no other mesh in a shard_map
-        axes = axes.user
     return batch_split(axes.mesh, axes.batch, rows)
 
 

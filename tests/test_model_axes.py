@@ -1,0 +1,281 @@
+"""A mesh with an axis of the model's own: tensor parallelism by the annotations of a Llama."""
+
+import dataclasses
+import warnings
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from processes import run_cluster
+
+import fsdp_jax as fsdp
+from fsdp_jax.contract.contract import check_contract
+from fsdp_jax.models.llama import Llama, LlamaConfig
+from fsdp_jax.planner import parse_topology
+
+pytestmark = pytest.mark.releases
+
+SMALL = LlamaConfig(
+    vocab_size=64, sequence_length=32, layers=2, width=64, heads=4, kv_heads=2, hidden=128
+)
+WIDE = dataclasses.replace(
+    SMALL, vocab_size=4096, sequence_length=512, layers=3, width=1024, heads=8, kv_heads=8,
+    hidden=2816,
+)  # fmt: skip
+COLUMNS, ROWS = (None, "tensor"), ("tensor", None)
+TENSOR = {
+    **dict.fromkeys(("attn/q", "attn/k", "attn/v", "mlp/gate", "mlp/up", "head"), COLUMNS),
+    **dict.fromkeys(("attn/o", "mlp/down"), ROWS),
+}  # the embedding has no annotation
+STEPS = 5
+RNG = np.random.default_rng(0)
+BATCHES = [{"tokens": RNG.integers(0, 64, (16, 33))} for _ in range(STEPS)]
+
+
+def annotated(config, constraint=None):
+    """Returns a function that makes a Llama whose kernels carry the axes of Megatron."""
+
+    class Constrained(Llama):
+        def hidden_states(self, tokens_BT, **settings):
+            x = super().hidden_states(tokens_BT, **settings)
+            return x if constraint is None else jax.lax.with_sharding_constraint(x, constraint)
+
+    def make(rngs):
+        model = Constrained(config, rngs=rngs)
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+            module = "/".join(map(str, path[-3:-1]))
+            names = next((TENSOR[name] for name in TENSOR if module.endswith(name)), None)
+            if names:
+                variable.set_metadata(out_sharding=names)
+        return model
+
+    return make
+
+
+def loss(model, batch):
+    tokens = batch["tokens"]
+    logits = model(tokens[:, :-1]).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.sum(), losses.size
+
+
+def shard(mesh, strategy="full_shard", *, make=None, data="fsdp", **settings):
+    make = make or annotated(SMALL)
+    return fsdp.fully_shard(
+        make, optax.adamw(1e-3), mesh, strategy, ["LlamaBlock"], data=data, min_size=0, **settings
+    )
+
+
+def losses_of(sharded, **settings):
+    state, step = sharded.init(0), sharded.train_step(loss, **settings)
+    losses = []
+    for batch in BATCHES:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+@cache
+def unsharded():
+    """Returns losses of the model on one device, without the library but for the initial values."""
+    model = annotated(SMALL)(nnx.Rngs(0))
+    graphdef, params = nnx.split(model, nnx.Param)
+    initial = shard(fsdp.make_mesh(1, allow_fewer=True), "no_shard", data="data").init(0).params
+    nnx.replace_by_pure_dict(params, _with_numbers(jax.device_get(initial)))
+    tx = optax.adamw(1e-3)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def mean(params):
+            total, count = loss(nnx.merge(graphdef, params), batch)
+            return total / count
+
+        value, gradients = jax.value_and_grad(mean)(params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    opt_state, losses = tx.init(params), []
+    for batch in BATCHES:
+        params, opt_state, value = step(params, opt_state, batch)
+        losses.append(float(value))
+    return losses
+
+
+def _with_numbers(tree):
+    """Returns nested dicts with the numbers of lists as NNX has them."""
+    if not isinstance(tree, dict):
+        return tree
+    return {int(key) if key.isdigit() else key: _with_numbers(x) for key, x in tree.items()}
+
+
+def mesh_of(shape=(4, 2), names=("fsdp", "tensor"), kind=AxisType.Explicit):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+REPLICAS = ("dp", "fsdp", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "names", "settings", "scan"),
+    [
+        ("no_shard", ("fsdp", "tensor"), {}, True),
+        ("zero1", ("fsdp", "tensor"), {"accumulation": 2}, True),
+        ("shard_grad_op", ("tensor", "fsdp"), {}, False),
+        ("full_shard", ("fsdp", "tensor"), {"accumulation": 2}, True),
+        ("full_shard", REPLICAS, {}, False),
+        ("hybrid_shard", REPLICAS, {"accumulation": 2}, True),
+        ("hybrid_shard_zero2", REPLICAS, {}, True),
+    ],
+)
+def test_tensor_annotations_compose_with_every_strategy(strategy, names, settings, scan):
+    make = annotated(dataclasses.replace(SMALL, scan_layers=scan))
+    mesh = mesh_of((2, 2, 2) if len(names) == 3 else (4, 2), names)
+    replica = "dp" if "dp" in names else None
+    losses, _ = losses_of(shard(mesh, strategy, make=make, replica=replica), **settings)
+    expected = (
+        unsharded()
+        if scan
+        else losses_of(
+            shard(fsdp.make_mesh(1, allow_fewer=True), "no_shard", make=make, data="data")
+        )[0]
+    )
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
+def test_constraints_of_the_model_hold_with_and_without_an_ambient_mesh(kind):
+    spec = PartitionSpec("fsdp", None, "tensor")
+    sharded = shard(mesh_of(), make=annotated(SMALL, spec))
+    if kind is None:
+        losses, _ = losses_of(sharded)
+    else:
+        with jax.set_mesh(mesh_of(kind=kind)):
+            losses, _ = losses_of(sharded)
+    np.testing.assert_allclose(losses, unsharded(), rtol=1e-5)
+
+
+def test_an_ambient_mesh_is_used_beside_local_batches_and_split_axes():
+    with jax.set_mesh(fsdp.make_mesh()):
+        sharded = shard(fsdp.make_mesh(), data=None, make=annotated(SMALL))
+        losses, _ = losses_of(sharded, local_batch=True)
+    np.testing.assert_allclose(losses, unsharded(), rtol=1e-5)
+
+
+def test_state_bytes_are_those_of_both_axes():
+    sharded = shard(mesh_of())
+    layout, shards = sharded.layout, {COLUMNS: 8, ROWS: 8, None: 4}
+    expected = 0
+    for path, leaf in layout.by_path.items():
+        module = path.rpartition("/")[0]
+        names = next((TENSOR[name] for name in TENSOR if module.endswith(name)), None)
+        assert leaf.bytes_per_device == leaf.bytes // shards[names], path
+        expected += leaf.bytes // shards[names]
+    assert layout.per_device("params") == expected
+    assert layout.axes.shape == {"fsdp": 4, "tensor": 2}
+    state = sharded.init(0)
+    on_first = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params)]
+    assert sum(on_first) == expected
+    assert layout.per_device("optimizer") == 2 * expected + 4  # and Adam's counter
+    assert "P('fsdp', 'tensor')" in str(layout).replace("P(None, 'fsdp'", "P('fsdp'")
+
+
+def test_the_contract_and_the_plan_hold_on_two_hosts_with_tensor_inside_each():
+    mesh = Mesh(np.array(parse_topology("h100:2x8").devices()).reshape(2, 8), ("fsdp", "tensor"))
+    sharded = shard(mesh, make=annotated(WIDE), precision=fsdp.Precision(compute="bfloat16"))
+    step = sharded.train_step(loss)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 513), "int32")}
+    contract = check_contract(step, batch)
+    assert contract.holds, str(contract)
+    assert "along 'tensor' the model itself sends" in str(contract)
+
+    # Along fsdp: half of what a device holds of each matrix, gathered twice and reduced once.
+    axes = {}
+    for row in contract.rows():
+        axes[row["axis"]] = axes.get(row["axis"], 0) + row["bytes"]
+    declared = 0
+    for path, leaf in sharded.layout.by_path.items():
+        shape = leaf.grad_sharding.shard_shape(leaf.shape)
+        gathered = 2 * 2 * np.prod(shape)  # elements, bfloat16
+        times = 2 if path.startswith(("embed", "norm", "head")) else 3
+        declared += times * gathered // 2
+    assert contract.wire_bytes_limit == pytest.approx(declared, rel=1e-3)
+    assert axes["fsdp"] == pytest.approx(declared, rel=0.02)
+    assert contract.model_bytes == axes["tensor"] > 0
+
+    # From virtual devices the plan keeps the size of `tensor`, and the rest is `fsdp`.
+    on_cpu = shard(mesh_of(), make=annotated(WIDE), precision=fsdp.Precision(compute="bfloat16"))
+    plan = on_cpu.plan("h100:2x8", loss, batch, cache=False)
+    assert plan.mesh == {"fsdp": 8, "tensor": 2}
+    assert plan.valley_bytes < sharded.layout.per_device() * 1.05
+    assert plan.peak_bytes > plan.valley_bytes
+    assert any("more along 'tensor'" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda s: s.train_step(loss, local_batch=True), "without axes of the model's own"),
+        (lambda s: s.plan("h100:8", loss, BATCHES[0], analytic=True), "leave analytic out"),
+        (lambda s: s.on(fsdp.make_mesh()), "no axis 'fsdp'"),
+    ],
+)
+def test_what_needs_a_mesh_of_batch_axes_says_so(call, text):
+    with pytest.raises(ValueError, match=text):
+        call(shard(mesh_of()))
+
+
+def test_an_axis_that_shards_nothing_is_reported_with_the_argument_that_names_it():
+    with pytest.warns(fsdp.SlowerWarning, match=r"axis 'dp': its 2 devices(.*)replica='dp'"):
+        shard(mesh_of((2, 4), ("dp", "fsdp")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shard(mesh_of((2, 4), ("dp", "fsdp")), replica="dp")
+
+
+CLUSTER = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh
+sys.path.insert(0, sys.argv[4])
+import test_model_axes as t
+rows = {"across": slice(None), "inside": slice(8 * process, 8 * process + 8)}
+for where, shape in {"inside": (4, 2), "across": (2, 4)}.items():
+    devices = np.array(jax.devices()).reshape(shape)
+    names = ("fsdp", "tensor")
+    if where == "across":  # devices of both processes hold the same rows
+        devices = devices.T
+    mesh = Mesh(devices, names)
+    t.BATCHES = [{"tokens": b["tokens"][rows[where]]} for b in t.BATCHES_OF_ALL]
+    with jax.set_mesh(mesh):
+        losses, _ = t.losses_of(t.shard(mesh))
+    print("losses", where, *losses, flush=True)
+mesh = jax.make_mesh((8,), ("fsdp",))
+t.BATCHES = [{"tokens": b["tokens"][rows["inside"]]} for b in t.BATCHES_OF_ALL]
+make = t.annotated(t.SMALL, jax.sharding.PartitionSpec("fsdp"))
+early, late = t.shard(mesh, make=make), t.shard(mesh)  # without an ambient mesh, split by hosts
+jax.set_mesh(mesh)
+try:
+    t.losses_of(early)
+except ValueError as error:
+    print("losses", "refused", "jax.set_mesh(mesh) before fully_shard" in str(error))
+print("losses", "late", *t.losses_of(late)[0], flush=True)
+print("losses", "plain", *t.losses_of(t.shard(mesh, make=make))[0], flush=True)
+print("losses", "local", *t.losses_of(t.shard(mesh), local_batch=True)[0], flush=True)
+"""
+BATCHES_OF_ALL = BATCHES
+
+
+@pytest.mark.long
+def test_an_ambient_mesh_works_on_several_hosts(tmp_path):
+    here = __file__.rpartition("/")[0]
+    for out in run_cluster(CLUSTER, here):
+        lines = [line.split() for line in out.splitlines() if line.startswith("losses")]
+        assert lines.pop(2) == ["losses", "refused", "True"]
+        assert [line[1] for line in lines] == ["inside", "across", "late", "plain", "local"]
+        for _, where, *losses in lines:
+            np.testing.assert_allclose(np.float64(losses), unsharded(), rtol=1e-5, err_msg=where)
