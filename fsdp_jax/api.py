@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 from fsdp_jax.errors import check_regexes, did_you_mean, message
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import COPIES, Layout, make_layout
+from fsdp_jax.sharding.logical_axes import LogicalAxes, read_logical_axes
 from fsdp_jax.sharding.mesh import (
     MeshAxes,
-    axes_of,
     entry_of,
     mesh_axes,
     mesh_like,
@@ -74,7 +74,7 @@ def fully_shard(
     remat: Remat = "none",
     prefetch: Prefetch = "none",
     rules: Sequence[Rule] = (),
-    logical_axes: Mapping[str, Axis] | None = None,
+    logical_axes: LogicalAxes | None = None,
     min_size: int = MIN_SIZE,
     strict: bool = False,
     stacked: Sequence[str] | None = None,
@@ -99,7 +99,8 @@ def fully_shard(
             `hybrid_shard_zero2`, or an alias.
         rules: ordered (pattern, spec) for parameters by path; see `fsdp_jax.sharding.rules`.
             Without a rule, the largest dim divisible by the number of devices is sharded.
-        logical_axes: logical name -> mesh axis, for rules and for Flax's annotations.
+        logical_axes: logical name -> mesh axis, for rules and for Flax's annotations; a dict, or a
+            table of pairs as Flax's `logical_axis_rules`.
         min_size: parameters with fewer elements per layer stay replicated.
         strict: every parameter must be matched by a rule or an annotation.
         frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
@@ -143,7 +144,7 @@ def fully_shard(
         layer_dims = dict.fromkeys(_matches(stacked, shapes, "stacked"), 1)
     frozen_paths = _matches(frozen, shapes, "frozen")
     by_rules = Rules(
-        tuple(rules),
+        rules,
         _split_axes(logical_axes, mesh_and_axes),
         min_size,
         strict,
@@ -203,12 +204,12 @@ def fully_shard(
     return Sharded(adapter, tx, layout, dtypes, remat, prefetch, owners, relayout)
 
 
-def _split_axes(logical_axes: Mapping[str, Axis] | None, axes: MeshAxes) -> dict[str, Axis]:
+def _split_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:
     """Returns logical axes with `data` replaced by the mesh axes that it is split into."""
-    split: dict[str, Axis] = {axes.unsplit: axes.data} if axes.unsplit else {}
-    for name, entry in (logical_axes or {}).items():
-        parts = [axes.data if axis == axes.unsplit else (axis,) for axis in axes_of(entry)]
-        split[name] = entry_of([part for group in parts for part in group])
+    split: list[tuple[str, Axis]] = [(axes.unsplit, axes.data)] if axes.unsplit else []
+    for name, entry in read_logical_axes(logical_axes):
+        parts = [axes.data if axis == axes.unsplit else (axis,) for axis in entry]
+        split.append((name, entry_of([part for group in parts for part in group])))
     return split
 
 

@@ -7,7 +7,8 @@ accumulators built from shapes alone) takes the spec of the parameter it belongs
 shape, and failing that the size heuristic.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import optax
@@ -20,9 +21,65 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from fsdp_jax.sharding.mesh import spec_of
-from fsdp_jax.sharding.rules import Placement, Rules
-from fsdp_jax.tree import PyTree, flatten, map_with_path, suffixes
+from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.sharding.mesh import axes_of, spec_of
+from fsdp_jax.sharding.rules import MIN_SIZE, Placement, Rules, is_box, rules_for, unboxed
+from fsdp_jax.tree import PyTree, flatten, map_with_path, prefixes, suffixes
+
+
+def optimizer_specs(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    specs: PyTree,
+    mesh: Mesh | AbstractMesh,
+    *,
+    min_size: int = MIN_SIZE,
+    axes: str | Sequence[str] | None = None,
+) -> PyTree:
+    """Returns a PartitionSpec for every leaf of `tx.init(params)`, in the same tree.
+
+    Each is that of the parameter which the leaf belongs to. Leaves that belong to none are sharded
+    by size, as `partition_specs` does.
+
+    Args:
+        tx: any optax transformation.
+        params: what `tx.init` is called with, arrays or shapes: an NNX state, Linen variables,
+            dicts.
+        specs: PartitionSpecs (or NamedShardings) of `params`, from `partition_specs` or Flax's
+            `get_partition_spec`; one for a subtree stands for all of it.
+        mesh: that of the specs; its axis names and sizes are all that is used.
+        min_size: leaves of no parameter with fewer elements stay replicated.
+        axes: the mesh axes to shard leaves of no parameter along, as in `partition_specs`.
+
+    Raises:
+        ValueError: a parameter without a spec, or a spec with an axis that the mesh lacks.
+
+    """
+    rules, mesh = rules_for(mesh, min_size=min_size, axes=axes)
+    given = {
+        path: getattr(spec, "spec", spec) for path, spec in flatten(specs, is_leaf=_is_spec).items()
+    }
+    placements = {path: _given(path, given, mesh) for path in flatten(params, is_leaf=is_box)}
+    _, places = optimizer_placements(tx, params, placements, rules, mesh)
+    return jax.tree.map(lambda placement: placement.spec, places)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec | NamedSharding)
+
+
+def _given(path: str, given: Mapping[str, Any], mesh: Mesh) -> Placement:
+    """Returns the placement of a parameter by its own spec, or that of a subtree around it."""
+    spec = next((given[prefix] for prefix in prefixes(path) if prefix in given), None)
+    if not isinstance(spec, PartitionSpec):
+        what = "a parameter has no PartitionSpec"
+        fix = "specs = fsdp_jax.partition_specs(params, rules, mesh), for the same params"
+        raise ValueError(message(what, where=path, got=repr(spec), fix=fix))
+    for axis in {axis for entry in spec for axis in axes_of(entry)} - set(mesh.axis_names):
+        what = f"the mesh has no axis '{axis}'"
+        fix = did_you_mean(axis, mesh.axis_names)
+        raise ValueError(message(what, where=path, expected=mesh.axis_names, got=spec, fix=fix))
+    return Placement(spec, "given", "its own spec")
 
 
 def optimizer_placements(
@@ -36,33 +93,44 @@ def optimizer_placements(
 
     Args:
         tx: any optax transformation.
-        params: abstract parameters that are trained, nested dicts.
+        params: abstract parameters that are trained, in any tree.
         placements: path -> how the optimizer updates that parameter: sharded also where the
             parameter itself is not.
         rules: the heuristic's settings, for leaves that belong to no parameter.
         mesh: the run's mesh.
 
     """
-    abstract = jax.eval_shape(tx.init, params)
+    abstract = jax.eval_shape(tx.init, jax.tree.map(_shape, params))
     if not any(placement.spec or placement.missed_shards > 1 for placement in placements.values()):
         reason = "replicated, as every parameter is for the optimizer"
         replicated = Placement(PartitionSpec(), "optimizer", reason)
-        return abstract, jax.tree.map(lambda _: replicated, abstract)
+        return abstract, map_with_path(lambda *_: replicated, abstract, is_leaf=_is_boxed_array)
     traced = _traced_specs(tx, params, placements, mesh)
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params).items()}
 
-    def place(path: str, leaf: jax.ShapeDtypeStruct) -> Placement:
+    def place(path: str, leaf: Any) -> Placement:
         if traced.get(path):
             return Placement(traced[path], "optimizer", "follows its parameter through tx.init")
-        owner, extra = _owner(path, tuple(leaf.shape), shapes)
+        array = unboxed(leaf)
+        owner, extra = _owner(path, tuple(array.shape), shapes)
         if owner is None:
-            return _heuristic(rules, leaf, mesh)
+            return _heuristic(rules, _shape(array), mesh)
         of_owner = placements[owner]
         spec = PartitionSpec(*[None] * extra, *of_owner.spec) if of_owner.spec else PartitionSpec()
         reason = f"as parameter {owner}, by path and shape"
         return Placement(spec, "optimizer", reason, of_owner.missed_shards)
 
-    return abstract, map_with_path(place, abstract)
+    return abstract, map_with_path(place, abstract, is_leaf=_is_boxed_array)
+
+
+def _is_boxed_array(leaf: Any) -> bool:
+    """Whether a leaf is Flax's box with an array in it, instead of the node of a mask."""
+    return is_box(leaf) and bool(jax.tree.leaves(leaf))
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of a parameter, without the sharding that it may have."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _heuristic(rules: Rules, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Placement:

@@ -3,32 +3,44 @@
 Usable alone: `partition_specs(abstract_params, rules, mesh)` needs no trainer and no Layout.
 
 A rule is `(pattern, spec)`. The pattern is a regular expression searched in the slash-joined path
-(`blocks/3/attn/qkv/kernel`); the first rule that matches wins. The spec is a PartitionSpec, or a
-tuple of logical axis names that `logical_axes` maps to mesh axes. The name `fsdp` always stands for
-the axes that the strategy shards along. Where no rule matches, Flax's own logical-axis annotations
-count, and where there are none, the heuristic: the largest divisible dim, never a stacked layer
-dim, nothing below `min_size` elements.
+(`blocks/3/attn/qkv/kernel`), or a tuple of them, each for one part of the path, as in the tables of
+Flax's examples; the first rule that matches wins. The spec is a PartitionSpec, None for a
+replicated array, or a tuple of logical names that `logical_axes` maps to mesh axes. The name `fsdp`
+stands for the axes that are sharded along, unless the mesh has an axis of that name. Where no rule
+matches, Flax's own annotations count, as far as the mesh has their axes; and where nothing of them
+remains, the heuristic: the largest divisible dim, never a stacked layer dim, nothing below
+`min_size` elements.
 """
 
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product, zip_longest
 from math import prod
-from typing import Any
+from typing import Any, cast
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from fsdp_jax.errors import check_regexes, did_you_mean, message
-from fsdp_jax.sharding.mesh import DATA, FSDP, axes_of, entry_of, shards_of, spec_of
+from fsdp_jax.sharding.logical_axes import (
+    Assigned,
+    LogicalAxes,
+    Table,
+    assign_axes,
+    is_entry,
+    read_logical_axes,
+)
+from fsdp_jax.sharding.mesh import DATA, FSDP, Entry, axes_of, entry_of, shards_of, spec_of
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
 
 MIN_SIZE = 2**14
 HEURISTIC = "heuristic"
-Spec = PartitionSpec | tuple[str | None, ...]
-Rule = tuple[str, Spec]
-Axis = str | tuple[str, ...] | None
+Pattern = str | tuple[str, ...]
+Spec = PartitionSpec | Sequence[Entry] | None
+Rule = tuple[Pattern, Spec]
+Axis = Entry
 
 
 @dataclass(frozen=True)
@@ -36,13 +48,14 @@ class Placement:
     """How one array is sharded, by which rule, and why.
 
     `missed_shards`: the shard count it would have if a dim were divisible; 1 if it is sharded or
-    small.
+    small. `dropped`: names of its annotation, or their axes, that shard nothing.
     """
 
     spec: PartitionSpec
     rule: str
     reason: str
     missed_shards: int = 1
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,8 +79,8 @@ class Rules:
     """Ordered rules, and what applies where none of them matches.
 
     Attributes:
-        rules: ordered (pattern, spec) pairs.
-        logical_axes: logical name -> mesh axis, several axes, or None.
+        rules: ordered (pattern, spec) pairs, or a dict.
+        logical_axes: logical name -> mesh axis, several axes, or None; or Flax's table of pairs.
         min_size: parameters with fewer elements (of one layer) stay replicated unless a rule names
             them.
         strict: a parameter that no rule and no annotation matches is an error.
@@ -77,21 +90,23 @@ class Rules:
 
     """
 
-    rules: Sequence[Rule] = ()
-    logical_axes: Mapping[str, Axis] = field(default_factory=dict)
+    rules: Sequence[Rule] | Mapping[Pattern, Spec] = ()
+    logical_axes: LogicalAxes = ()
     min_size: int = MIN_SIZE
     strict: bool = False
     axes: tuple[str, ...] = (DATA,)
     model_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for pattern, spec in self.rules:
-            where = f"rule '{pattern}'"
-            check_regexes([pattern], where)
-            if isinstance(spec, str) or not isinstance(spec, Iterable):
-                fix = f"a PartitionSpec or a tuple: ({spec!r},)"
-                what = "a spec has one entry per dim"
-                raise ValueError(message(what, where=where, got=spec, fix=fix))
+        _ = self._pairs, self._table  # reads them, and raises where they are malformed
+
+    @cached_property
+    def _pairs(self) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
+        return _read_rules(self.rules)
+
+    @cached_property
+    def _table(self) -> Table:
+        return read_logical_axes(self.logical_axes)
 
     def place(
         self, params: PyTree, mesh: Mesh, *, stacked: Mapping[str, int] | None = None
@@ -117,38 +132,53 @@ class Rules:
         return {path: self._place(path, leaf, mesh) for path, leaf in leaves.items()}
 
     def _place(self, path: str, leaf: "_Leaf", mesh: Mesh) -> Placement:
-        for pattern, spec in self.rules:
-            if re.search(pattern, path):
-                return Placement(self._resolve(spec), pattern, "first rule that matches")
-        names = leaf.names
-        if names is not None and not self._unknown(names, mesh):
-            return self._annotated(leaf, self._resolve(names), mesh)
+        for pattern, entries in self._pairs:
+            if _matches(pattern, path):
+                assigned = self._assign(entries, mesh)
+                reason = f"first rule that matches{assigned.text}"
+                dropped = assigned.dropped_names
+                return Placement(assigned.spec, _name(pattern), reason, dropped=dropped)
+        if leaf.names is None:
+            spec, reason, missed = self._by_size(leaf, mesh)
+            return Placement(spec, HEURISTIC, reason, missed)
+
+        # Of an annotation, what the mesh has; and where nothing remains, the heuristic.
+        assigned = self._assign(leaf.names, mesh, leaf.table)
+        if assigned.remains:
+            return self._annotated(leaf, assigned, mesh)
         spec, reason, missed = self._by_size(leaf, mesh)
-        if names is not None and any(names):
-            unmapped = sorted({name for name in names if name and self._unknown((name,), mesh)})
-            reason += f"; annotation {names} has no mapping for {unmapped}"
-        return Placement(spec, HEURISTIC, reason, missed)
+        reason += f"; nothing remains of annotation {leaf.names}{assigned.text}"
+        return Placement(spec, HEURISTIC, reason, missed, assigned.dropped_names)
 
-    def _annotated(self, leaf: "_Leaf", spec: PartitionSpec, mesh: Mesh) -> Placement:
-        """Returns the placement by an annotation; one of the model's own axes alone is completed.
+    def _assign(self, names: Iterable[Entry], mesh: Mesh, table: Table = ()) -> Assigned:
+        """Returns the mesh axes that names stand for; `table` is of the parameter's own."""
+        return assign_axes(names, (*self._table, *table), mesh.axis_names, self.axes)
 
+    def _annotated(self, leaf: "_Leaf", assigned: Assigned, mesh: Mesh) -> Placement:
+        """Returns the placement by an annotation, completed where it shards along `axes` no more.
+
+        That is where it names the model's own axes alone, or the mesh lacks others that it names.
         The heuristic shards what is left of the array on each device along `axes`.
         """
-        reason = f"logical axes {leaf.names}"
+        spec = assigned.spec
+        reason = f"logical axes {leaf.names}{assigned.text}"
+        placement = Placement(spec, "annotation", reason, dropped=assigned.dropped_names)
         used = {axis for entry in spec for axis in axes_of(entry)}
-        if not used or not used <= set(self.model_axes):
-            return Placement(spec, "annotation", reason)
+        partly = assigned.lacks_axes and used.isdisjoint(self.axes)
+        if not used or not (partly or used <= set(self.model_axes)):
+            return placement
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         shards = [shards_of(mesh, entry) for entry in entries]
         if any(size % count for size, count in zip(leaf.shape, shards, strict=True)):
-            return Placement(spec, "annotation", reason)  # the lint refuses it
+            return placement  # the lint refuses it
         local = tuple(size // count for size, count in zip(leaf.shape, shards, strict=True))
         free = [dim for dim, entry in enumerate(entries) if entry is None]
         added, why, missed = self._by_size(replace(leaf, shape=local), mesh, prefer=free)
         both = [
             entry_of((*axes_of(own), *axes_of(more))) for own, more in zip_longest(entries, added)
         ]
-        return Placement(spec_of(both), "annotation", f"{reason}; then {why}", missed)
+        reason = f"{reason}; then {why}"
+        return replace(placement, spec=spec_of(both), reason=reason, missed_shards=missed)
 
     def _by_size(
         self, leaf: "_Leaf", mesh: Mesh, prefer: Collection[int] = ()
@@ -212,135 +242,272 @@ class Rules:
         findings: list[Finding] = []
 
         # Rules: their axes, whether they win anywhere, and whether they fit where they win.
-        for index, (pattern, spec) in enumerate(self.rules):
-            where = f"rule '{pattern}'"
-            known = self._known_axes(mesh)
-            unknown = self._unknown(spec, mesh)
-            for name in unknown:
-                text = f"'{name}' is neither a mesh axis nor a logical axis; "
-                text += did_you_mean(name, known)
-                findings.append(Finding("unknown axis", where, text))
+        for index, (pattern, spec) in enumerate(self._pairs):
+            assigned = self._assign(spec, mesh)
+            unknown = self._unknown(pattern, assigned, mesh)
+            findings += unknown
             matched = [path for path, winner in winners.items() if winner == index]
             if not matched:
-                findings.append(self._never_wins(index, leaves))
+                findings += self._never_wins(index, leaves)
             if not unknown:
                 for path in matched:
-                    findings += self._misfits(where, path, spec, leaves[path], mesh)
+                    where = f"rule '{_name(pattern)}'"
+                    findings += _taken(where, path, assigned)
+                    findings += _misfits(where, path, assigned.spec, leaves[path], mesh)
 
         # Parameters that no rule wins: their annotations, which `strict` requires.
         for path, leaf in leaves.items():
             if winners[path] is not None:
                 continue
-            if leaf.names is not None and not self._unknown(leaf.names, mesh):
-                findings += self._misfits("annotation", path, leaf.names, leaf, mesh)
+            assigned = self._assign(leaf.names or (), mesh, leaf.table)
+            if leaf.names is not None and assigned.remains:
+                findings += _misfits("annotation", path, assigned.spec, leaf, mesh)
             elif self.strict:
                 text = "no rule matches (strict); add one, or strict=False"
                 findings.append(Finding("unmatched leaf", path, text))
         return findings
 
     def _first_match(self, path: str) -> int | None:
-        matches = (i for i, (pattern, _) in enumerate(self.rules) if re.search(pattern, path))
+        matches = (i for i, (pattern, _) in enumerate(self._pairs) if _matches(pattern, path))
         return next(matches, None)
 
-    def _never_wins(self, index: int, paths: Iterable[str]) -> Finding:
-        pattern = self.rules[index][0]
-        where = f"rule '{pattern}'"
-        matched = [path for path in paths if re.search(pattern, path)]
+    def _never_wins(self, index: int, paths: Iterable[str]) -> list[Finding]:
+        pattern = self._pairs[index][0]
+        where = f"rule '{_name(pattern)}'"
+        matched = [path for path in paths if _matches(pattern, path)]
         if not matched:
-            text = f"matches no parameter; {did_you_mean(pattern, paths)}"
-            return Finding("unused rule", where, text)
-        earlier = next(p for p, _ in self.rules if re.search(p, matched[0]))
-        text = f"all it matches ('{matched[0]}', …) is taken by '{earlier}'; put it before"
-        return Finding("shadowed rule", where, text)
+            text = f"matches no parameter; {did_you_mean(_name(pattern), paths)} Or take it out"
+            return [Finding("unused rule", where, text)]
+        if index == len(self._pairs) - 1 and len(matched) == len(list(paths)):
+            return []  # the last rule of many tables, for whatever the others leave
+        earlier = next(p for p, _ in self._pairs if _matches(p, matched[0]))
+        text = f"all it matches ('{matched[0]}', …) is taken by '{_name(earlier)}'; put it before"
+        return [Finding("shadowed rule", where, text)]
 
-    def _check_axes(self, mesh: Mesh) -> None:
-        """Raises ValueError where `axes` or `logical_axes` name an axis that the mesh lacks."""
-        known = (*mesh.axis_names, FSDP)
-        named = {"axes": self.axes}
-        named |= {f"logical_axes['{n}']": axes_of(entry) for n, entry in self.logical_axes.items()}
-        for where, axes in named.items():
-            for axis in axes:
-                if axis not in known:
-                    what = f"the mesh has no axis '{axis}'"
-                    fix = did_you_mean(axis, known)
-                    raise ValueError(message(what, where=where, expected=mesh.axis_names, fix=fix))
-
-    def _known_axes(self, mesh: Mesh) -> list[str]:
-        return [*mesh.axis_names, *self.logical_axes, FSDP]
-
-    def _unknown(self, spec: Iterable[Axis], mesh: Mesh) -> list[str]:
-        known = self._known_axes(mesh)
-        return [name for entry in spec for name in axes_of(entry) if name not in known]
-
-    def _misfits(
-        self, source: str, path: str, spec: Iterable[Axis], leaf: "_Leaf", mesh: Mesh
-    ) -> list[Finding]:
-        """Returns what prevents this leaf from being sharded by this spec."""
-        resolved = self._resolve(spec)
-        shape = leaf.shape
-        if len(resolved) > len(shape):
-            text = (
-                f"{source} has {len(resolved)} entries for shape {shape}: "
-                "shorten the spec or narrow the pattern"
-            )
-            return [Finding("rank mismatch", path, text)]
-        uses = Counter(axis for entry in resolved for axis in axes_of(entry))
-        findings = [
-            Finding("repeated axis", path, f"{source} uses '{axis}' for two dims")
-            for axis, count in uses.items()
-            if count > 1
-        ]
-        for dim, entry in enumerate(resolved):
-            shards = shards_of(mesh, entry)
-            if shape[dim] % shards:
-                divisible = [d for d, size in enumerate(shape) if size % shards == 0]
-                fix = "no dim is divisible: leave it to the heuristic, or pad"
-                if divisible:
-                    fix = f"did you mean dim {divisible[0]}?"
-                split = f"{source} splits dim {dim} of {shape} in {shards}"
-                text = f"{split}, by which it is not divisible; {fix}"
-                findings.append(Finding("indivisible dim", path, text))
+    def _unknown(self, pattern: Pattern, assigned: Assigned, mesh: Mesh) -> list[Finding]:
+        """Returns findings for the names of a rule that the mesh has no axis for."""
+        findings = []
+        for drop in assigned.dropped:
+            if drop.kind == "taken" or not drop.whole:
+                continue
+            text = f"'{drop.name}' is neither a mesh axis nor a logical axis; "
+            if drop.kind == "absent":
+                text = f"'{drop.name}' stands for {drop.axes}, which the mesh does not have; "
+            known = [*mesh.axis_names, *dict(self._table), FSDP]
+            text += did_you_mean(drop.name, [name for name in known if name != drop.name])
+            text += f" logical_axes={{'{drop.name}': None}} leaves its dim unsharded"
+            findings.append(Finding("unknown axis", f"rule '{_name(pattern)}'", text))
         return findings
 
-    def _resolve(self, spec: Iterable[Axis]) -> PartitionSpec:
-        """Returns the spec with mesh axes in place of logical names and of `fsdp`."""
-        entries = []
-        for entry in spec:
-            axes: list[str] = []
-            for name in axes_of(entry):
-                for axis in axes_of(self.logical_axes.get(name, name)):
-                    axes += self.axes if axis == FSDP else (axis,)
-            entries.append(entry_of(axes))
-        return spec_of(entries)
+    def _check_axes(self, mesh: Mesh) -> None:
+        """Raises ValueError where the mesh lacks one of `axes`, or all of `logical_axes`."""
+        for axis in self.axes:
+            if axis not in mesh.axis_names:
+                what = f"the mesh has no axis '{axis}'"
+                fix = f"{did_you_mean(axis, mesh.axis_names)} {_example(mesh)}"
+                raise ValueError(
+                    message(what, where="axes", expected=mesh.axis_names, got=self.axes, fix=fix)
+                )
+        known = (*mesh.axis_names, FSDP)
+        named = [(name, axis) for name, axes in self._table for axis in axes]
+        if named and not any(axis in known for _, axis in named):
+            name, axis = named[0]
+            what = f"the mesh has no axis '{axis}', nor any other that logical_axes names"
+            where = f"logical_axes['{name}']"
+            fix = f"{did_you_mean(axis, known)} Without logical_axes the heuristic shards"
+            raise ValueError(message(what, where=where, expected=mesh.axis_names, fix=fix))
 
 
 def partition_specs(
     params: PyTree,
-    rules: Sequence[Rule],
-    mesh: Mesh,
+    rules: Sequence[Rule] | Mapping[Pattern, Spec],
+    mesh: Mesh | AbstractMesh,
     *,
-    logical_axes: Mapping[str, Axis] | None = None,
+    logical_axes: LogicalAxes | None = None,
     min_size: int = MIN_SIZE,
     strict: bool = False,
-    axes: tuple[str, ...] = (DATA,),
+    axes: str | Sequence[str] | None = None,
 ) -> PyTree:
     """Returns a PartitionSpec for every leaf of `params`, in the same tree.
 
     Works on Flax NNX states, Linen variables (boxed or not) and any other tree of things with shape
-    and dtype. On a mesh of your own, `axes` names those that `fsdp` and the heuristic shard along;
-    see `Rules` for the rest.
+    and dtype, and on any mesh: its axis names and sizes are all that is used. The specs of a tree
+    with boxes stand in place of the boxes, as in Flax's `get_partition_spec`.
+
+    Args:
+        params: arrays, or shapes from `jax.eval_shape`.
+        rules: ordered (pattern, spec); see `Rules`. Tables of paths of other trainers are rules.
+        mesh: a Mesh, or an AbstractMesh, with axes of any type.
+        logical_axes: what the names in rules and annotations stand for: a dict, or a table such as
+            Flax's `logical_axis_rules`.
+        min_size: parameters with fewer elements (of one layer) stay replicated unless a rule or
+            an annotation names them.
+        strict: a parameter that no rule and no annotation matches is an error.
+        axes: the mesh axes that `fsdp` and the heuristic shard along. By default the one named
+            `fsdp`, else `data`, else the only one of size above 1.
 
     Raises:
         ValueError: the rules do not fit; every finding of the lint is in the message.
 
     """
-    placements = Rules(rules, logical_axes or {}, min_size, strict, axes).place(params, mesh)
-    return map_with_path(lambda path, _: placements[path].spec, params, is_leaf=_is_box)
+    chosen, mesh = rules_for(mesh, rules, logical_axes, min_size, strict, axes)
+    placements = chosen.place(params, mesh)
+    return map_with_path(lambda path, _: placements[path].spec, params, is_leaf=is_box)
 
 
-def lint(params: PyTree, rules: Sequence[Rule], mesh: Mesh, **settings: Any) -> list[Finding]:
+def lint(
+    params: PyTree,
+    rules: Sequence[Rule] | Mapping[Pattern, Spec],
+    mesh: Mesh | AbstractMesh,
+    *,
+    logical_axes: LogicalAxes | None = None,
+    min_size: int = MIN_SIZE,
+    strict: bool = False,
+    axes: str | Sequence[str] | None = None,
+) -> list[Finding]:
     """Returns what `partition_specs` would refuse; an empty list if the rules fit."""
-    return Rules(rules, **settings).lint(params, mesh)
+    chosen, mesh = rules_for(mesh, rules, logical_axes, min_size, strict, axes)
+    return chosen.lint(params, mesh)
+
+
+def rules_for(
+    mesh: Mesh | AbstractMesh,
+    rules: Sequence[Rule] | Mapping[Pattern, Spec] = (),
+    logical_axes: LogicalAxes | None = None,
+    min_size: int = MIN_SIZE,
+    strict: bool = False,
+    axes: str | Sequence[str] | None = None,
+) -> tuple[Rules, Mesh]:
+    """Returns the rules of `partition_specs`, with its default for `axes`, and the mesh.
+
+    Raises:
+        ValueError: not a mesh; no `axes`, and the mesh does not say which; malformed rules.
+
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        fix = "partition_specs(params, rules, mesh), with jax.make_mesh((n,), ('fsdp',)) for one"
+        raise ValueError(message("not a mesh", where="mesh", got=type(mesh).__name__, fix=fix))
+    if axes is None:
+        axes = _default_axes(mesh)
+    chosen = Rules(
+        rules,
+        logical_axes or (),
+        min_size,
+        strict,
+        (axes,) if isinstance(axes, str) else tuple(axes),
+    )
+    return chosen, cast(Mesh, mesh)
+
+
+def _default_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns the axis to shard along of a mesh, by its name, or since it is the only one."""
+    large = [axis for axis, size in mesh.shape.items() if size > 1]
+    named = [name for name in (FSDP, DATA) if name in mesh.axis_names]
+    if named:
+        return (*(name for name in named if name in large), *named)[:1]
+    if len(large) == 1 or len(mesh.axis_names) == 1:
+        return (*large, *mesh.axis_names)[:1]
+    what = f"the mesh has no axis '{DATA}' or '{FSDP}': name those to shard along"
+    raise ValueError(message(what, where="axes", expected=mesh.axis_names, fix=_example(mesh)))
+
+
+def _example(mesh: Mesh | AbstractMesh) -> str:
+    """Returns arguments that name an axis of this mesh."""
+    axis = max(mesh.shape, key=lambda axis: (axis == FSDP, axis == DATA, mesh.shape[axis] > 1))
+    return f"axes=(\"{axis}\",) shards along '{axis}'"
+
+
+def _read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
+    """Returns rules as pairs of a pattern and a spec with an entry per dim.
+
+    Raises:
+        ValueError: what is not such a pair, with one that is.
+
+    """
+    if isinstance(rules, Mapping):
+        rules = tuple(rules.items())
+    pairs = []
+    is_pair = isinstance(rules, str) or not isinstance(rules, Iterable | None)
+    for rule in [rules] if is_pair else rules or ():
+        if not isinstance(rule, tuple | list) or len(rule) != 2:
+            what = "rules are (pattern, spec) pairs"
+            fix = 'a list of pairs, such as [("kernel", ("fsdp",))]'
+            raise ValueError(message(what, where="rules", got=repr(rule), fix=fix))
+        pattern, spec = rule
+        patterns = [pattern] if isinstance(pattern, str) else pattern
+        pattern = pattern if isinstance(pattern, str) else tuple(pattern)
+        where = f"rule '{_name(pattern)}'"
+        check_regexes(patterns, where)
+        spec = () if spec is None else spec
+        if isinstance(spec, str) or not isinstance(spec, Iterable) or not all(map(is_entry, spec)):
+            what = "a spec has one entry per dim"
+            fix = "a PartitionSpec or a tuple of mesh axes, such as " + _corrected(spec)
+            raise ValueError(message(what, where=where, got=repr(spec), fix=fix))
+        pairs.append((pattern, tuple(spec)))
+    return tuple(pairs)
+
+
+def _corrected(spec: Any) -> str:
+    """Returns what may have been meant by a spec that is none."""
+    if isinstance(spec, str):
+        return f"({spec!r},). A table of logical names goes into logical_axes"
+    if hasattr(spec, "spec"):  # a NamedSharding
+        return f"its spec: {spec.spec}"
+    return '(None, "fsdp")'
+
+
+def _name(pattern: Pattern) -> str:
+    return pattern if isinstance(pattern, str) else SEPARATOR.join(pattern)
+
+
+def _matches(pattern: Pattern, path: str) -> bool:
+    """Whether a regular expression is found in a path, or a tuple in adjoining parts of it."""
+    if isinstance(pattern, str):
+        return re.search(pattern, path) is not None
+    parts = path.split(SEPARATOR)
+    starts = range(len(parts) - len(pattern) + 1)
+    return any(
+        all(re.match(f"{one}$", part) for one, part in zip(pattern, parts[start:], strict=False))
+        for start in starts
+    )
+
+
+def _taken(source: str, path: str, assigned: Assigned) -> list[Finding]:
+    """Returns findings for the names of a rule whose axes shard another dim."""
+    taken = [axis for drop in assigned.dropped if drop.kind == "taken" for axis in drop.axes]
+    return [
+        Finding("repeated axis", path, f"{source} uses '{axis}' for two dims") for axis in taken
+    ]
+
+
+def _misfits(
+    source: str, path: str, spec: PartitionSpec, leaf: "_Leaf", mesh: Mesh
+) -> list[Finding]:
+    """Returns what prevents this leaf from being sharded by this spec."""
+    shape = leaf.shape
+    overrule = f"a rule before it, such as ('{path}$', (None,)), decides for this one alone"
+    if source == "annotation":
+        overrule = f"a rule overrules it, such as ('{path}$', (None,))"
+    if len(spec) > len(shape):
+        text = f"{source} has {len(spec)} entries for shape {shape}: shorten the spec; {overrule}"
+        return [Finding("rank mismatch", path, text)]
+    uses = Counter(axis for entry in spec for axis in axes_of(entry))
+    findings = [
+        Finding("repeated axis", path, f"{source} uses '{axis}' for two dims")
+        for axis, count in uses.items()
+        if count > 1
+    ]
+    for dim, entry in enumerate(spec):
+        shards = shards_of(mesh, entry)
+        if shape[dim] % shards:
+            divisible = [d for d, size in enumerate(shape) if size % shards == 0]
+            fix = "no dim is divisible: leave it to the heuristic, or pad"
+            if divisible:
+                fix = f"did you mean dim {divisible[0]}?"
+            split = f"{source} splits dim {dim} of {shape} in {shards}"
+            text = f"{split}, by which it is not divisible; {fix}; {overrule}"
+            findings.append(Finding("indivisible dim", path, text))
+    return findings
 
 
 def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -379,13 +546,18 @@ class _Leaf:
     shape: tuple[int, ...]
     names: tuple[Any, ...] | None
     stacked: int
+    table: Table = ()  # its own logical axes, which Flax keeps beside the names
 
 
 def _leaves(params: PyTree, stacked: Mapping[str, int] | None) -> dict[str, _Leaf]:
-    boxes = flatten(params, is_leaf=_is_box)
+    boxes = flatten(params, is_leaf=is_box)
     shapes = {}
     for path, box in boxes.items():
-        array = getattr(box, "value", box) if hasattr(box, "names") else box
+        array = unboxed(box)
+        if not hasattr(array, "shape"):
+            what = "a leaf of the parameters is no array"
+            fix = "pass the arrays alone: nnx.state(model, nnx.Param), or variables['params']"
+            raise ValueError(message(what, where=path, got=type(array).__name__, fix=fix))
         shapes[path] = tuple(array.shape)
     if stacked is None:
         stacked = stacked_dims(shapes)
@@ -395,8 +567,15 @@ def _leaves(params: PyTree, stacked: Mapping[str, int] | None) -> dict[str, _Lea
         layer_dims = stacked.get(path, 0)
         if names is not None and len(names) == len(shape) - layer_dims:
             names = (None,) * layer_dims + names  # annotated before the layers were stacked
-        leaves[path] = _Leaf(shape, names, layer_dims)
+        leaves[path] = _Leaf(shape, names, layer_dims, _own_table(boxes[path]))
     return leaves
+
+
+def _own_table(leaf: Any) -> Table:
+    """Returns the logical axes that Flax keeps with a parameter's names."""
+    if hasattr(leaf, "get_metadata"):
+        return read_logical_axes(leaf.get_metadata().get("sharding_rules"))
+    return read_logical_axes(getattr(leaf, "rules", None))
 
 
 def logical_names(leaf: Any) -> tuple[Any, ...] | None:
@@ -407,8 +586,17 @@ def logical_names(leaf: Any) -> tuple[Any, ...] | None:
         names = next((metadata[key] for key in keys if metadata.get(key)), None)
     else:
         names = getattr(leaf, "names", None)  # linen.Partitioned
-    return tuple(names) if isinstance(names, tuple | list | PartitionSpec) else None
+    names = getattr(names, "spec", names)  # of a NamedSharding
+    if not isinstance(names, tuple | list | PartitionSpec):
+        return None
+    return tuple(None if name is PartitionSpec.UNCONSTRAINED else name for name in names)
 
 
-def _is_box(leaf: Any) -> bool:
+def is_box(leaf: Any) -> bool:
+    """Whether a leaf is Flax's: a Variable, or an array with the names of its dims."""
     return hasattr(leaf, "get_metadata") or hasattr(leaf, "names")
+
+
+def unboxed(leaf: Any) -> Any:
+    """Returns the array in a box of Linen; a Variable has its array's shape itself."""
+    return getattr(leaf, "value", leaf) if hasattr(leaf, "names") else leaf

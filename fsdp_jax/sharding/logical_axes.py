@@ -1,0 +1,163 @@
+"""Logical axis names of a model, and the tables that map them to the axes of a mesh.
+
+A table is what Flax takes as `logical_axis_rules`: ordered (name, mesh axes) pairs. T5X makes such
+tables and MaxText has them in YAML; a dict is one too. They are read as Flax reads them: for each
+array, an entry gives its mesh axes to the dim of that name, unless the dim has been served by an
+entry before it, or another dim of the array has one of the axes. An axis that the mesh lacks is
+dropped, as though its size were 1. All that is dropped is said.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
+
+from fsdp_jax.errors import message
+from fsdp_jax.sharding.mesh import FSDP, Entry, axes_of, entry_of, spec_of
+
+LogicalAxes = Mapping[str, Entry] | Sequence[Sequence[Any]]
+Table = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A name of an annotation or a rule that shards its dim by less than it says.
+
+    Attributes:
+        name: as the annotation has it.
+        axes: those of the table that are dropped; empty for a name without an entry.
+        kind: `unmapped` has no entry and is no mesh axis, `absent` axes are not in the mesh,
+            `taken` ones shard another dim of the array.
+        whole: nothing of the name remains.
+
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    kind: Literal["unmapped", "absent", "taken"]
+    whole: bool = True
+
+    def __str__(self) -> str:
+        if self.kind == "unmapped":
+            return f"'{self.name}' (no mesh axis, and not in logical_axes)"
+        why = "not in the mesh" if self.kind == "absent" else "shards another dim"
+        return f"{', '.join(map(repr, self.axes))} of '{self.name}' ({why})"
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """The mesh axes that the names of one array stand for, and what was dropped."""
+
+    spec: PartitionSpec
+    dropped: tuple[Dropped, ...]
+
+    @property
+    def remains(self) -> bool:
+        """Whether the spec is what was meant, or a part of it."""
+        return bool(self.spec) or not self.dropped
+
+    @property
+    def lacks_axes(self) -> bool:
+        """Whether the mesh has no axis for a name, or not all."""
+        return any(drop.kind != "taken" for drop in self.dropped)
+
+    @property
+    def dropped_names(self) -> tuple[str, ...]:
+        """The axes that were dropped, and names that stand for none."""
+        return tuple(axis for drop in self.dropped for axis in drop.axes or (drop.name,))
+
+    @property
+    def text(self) -> str:
+        """What was dropped, to follow a reason; empty if nothing was."""
+        return f"; dropped: {', '.join(map(str, self.dropped))}" if self.dropped else ""
+
+
+def read_logical_axes(logical_axes: LogicalAxes | None) -> Table:
+    """Returns a dict or a table of logical axes as (name, mesh axes) pairs, in order.
+
+    Raises:
+        ValueError: entries that are not such pairs.
+
+    """
+    what = "logical axes are (name, mesh axes) pairs, or a dict"
+    where = "logical_axes"
+    fix = 'such as [("embed", "fsdp"), ("mlp", None), ("heads", ("fsdp", "tensor"))]'
+    if isinstance(logical_axes, Mapping):
+        logical_axes = tuple(logical_axes.items())
+    if isinstance(logical_axes, str) or not isinstance(logical_axes, Iterable | None):
+        raise ValueError(message(what, where=where, got=repr(logical_axes), fix=fix))
+    table = []
+    for pair in logical_axes or ():
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ValueError(message(what, where=where, got=repr(pair), fix=fix))
+        name, entry = pair
+        if not is_entry(entry):
+            where = f"{where}['{name}']"
+            expected = "a mesh axis, several, or None"
+            raise ValueError(message(what, where=where, expected=expected, got=entry, fix=fix))
+        table.append((name, axes_of(entry)))
+    return tuple(table)
+
+
+def is_entry(entry: Any) -> bool:
+    """Whether this can be an entry of a PartitionSpec: a name, several, or None."""
+    if isinstance(entry, tuple | list):
+        return all(isinstance(name, str) for name in entry)
+    return entry is None or isinstance(entry, str)
+
+
+def assign_axes(
+    names: Iterable[Entry], table: Table, mesh_axes: Sequence[str], fsdp: tuple[str, ...]
+) -> Assigned:
+    """Returns the mesh axes that each dim's names stand for.
+
+    Args:
+        names: an entry per dim: a name, several, or None. A name is one of the table, or else a
+            mesh axis.
+        table: logical axes, in order of precedence.
+        mesh_axes: all axes of the mesh.
+        fsdp: what `fsdp` stands for, where no mesh axis has that name.
+
+    """
+
+    def expand(axes: tuple[str, ...]) -> tuple[str, ...]:
+        if FSDP in mesh_axes:
+            return axes
+        parts = [part for axis in axes for part in (fsdp if axis == FSDP else (axis,))]
+        return tuple(dict.fromkeys(parts))
+
+    # The table's entries, in order: each serves the first dim of its name that has none yet.
+    dims = [axes_of(entry) for entry in names]
+    slots = [(dim, name) for dim, entry in enumerate(dims) for name in entry]
+    assigned: dict[tuple[int, str], tuple[str, ...]] = {}
+    taken: set[str] = set()
+    for name, entry in table:
+        axes = expand(entry)
+        slot = next((s for s in slots if s[1] == name and s not in assigned), None)
+        if slot is not None and taken.isdisjoint(axes):
+            assigned[slot] = axes
+            taken.update(axes)
+
+    # What is in the mesh stays; a name without an entry may be a mesh axis.
+    entries: list[list[str]] = [[] for _ in dims]
+    dropped = []
+    mapped = dict(reversed(table))  # its first entry
+    for dim, name in slots:
+        axes = assigned.get((dim, name), expand((name,)))
+        kept = [axis for axis in axes if axis in mesh_axes]
+        if (dim, name) in assigned:
+            absent = tuple(axis for axis in axes if axis not in mesh_axes)
+            if absent:
+                dropped.append(Dropped(name, absent, "absent", whole=not kept))
+        elif name in mapped:
+            dropped.append(Dropped(name, expand(mapped[name]), "taken"))
+            continue
+        elif not kept:
+            dropped.append(Dropped(name, (), "unmapped"))
+        elif not taken.isdisjoint(kept):
+            dropped.append(Dropped(name, axes, "taken"))
+            continue
+        entries[dim] += kept
+    spec = spec_of(entry_of(list(dict.fromkeys(entry))) for entry in entries)
+    return Assigned(spec, tuple(dropped))
