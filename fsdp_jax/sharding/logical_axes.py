@@ -3,8 +3,8 @@
 A table is what Flax takes as `logical_axis_rules`: ordered (name, mesh axes) pairs. T5X makes such
 tables and MaxText has them in YAML; a dict is one too. They are read as Flax reads them: for each
 array, an entry gives its mesh axes to the dim of that name, unless the dim has been served by an
-entry before it, or another dim of the array has one of the axes. An axis that the mesh lacks is
-dropped, as though its size were 1. All that is dropped is said.
+entry before it, or another dim of the array has one of the axes. Axes that the mesh lacks are left
+out of the table. All that is dropped is reported.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,9 +40,9 @@ class Dropped:
 
     def __str__(self) -> str:
         if self.kind == "unmapped":
-            return f"'{self.name}' (no mesh axis, and not in logical_axes)"
-        why = "not in the mesh" if self.kind == "absent" else "shards another dim"
-        return f"{', '.join(map(repr, self.axes))} of '{self.name}' ({why})"
+            return f"'{self.name}', neither a mesh axis nor in logical_axes"
+        why = "not in the mesh" if self.kind == "absent" else "for another dim has it"
+        return f"{' and '.join(map(repr, self.axes))} of '{self.name}', {why}"
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ class Assigned:
     @property
     def dropped_names(self) -> tuple[str, ...]:
         """The axes that were dropped, and names that stand for none."""
-        return tuple(axis for drop in self.dropped for axis in drop.axes or (drop.name,))
+        names = [axis for drop in self.dropped for axis in drop.axes or (drop.name,)]
+        return tuple(dict.fromkeys(names))
 
     @property
     def text(self) -> str:
         """What was dropped, to follow a reason; empty if nothing was."""
-        return f"; dropped: {', '.join(map(str, self.dropped))}" if self.dropped else ""
+        return f"; dropped: {'; '.join(map(str, self.dropped))}" if self.dropped else ""
 
 
 def read_logical_axes(logical_axes: LogicalAxes | None) -> Table:
@@ -107,6 +108,16 @@ def is_entry(entry: Any) -> bool:
     return entry is None or isinstance(entry, str)
 
 
+def expand_fsdp(
+    axes: tuple[str, ...], mesh_axes: Sequence[str], fsdp: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Returns axes with those that `fsdp` stands for in its place; a mesh axis `fsdp` stays."""
+    if FSDP in mesh_axes:
+        return axes
+    parts = [part for axis in axes for part in (fsdp if axis == FSDP else (axis,))]
+    return tuple(dict.fromkeys(parts))
+
+
 def assign_axes(
     names: Iterable[Entry], table: Table, mesh_axes: Sequence[str], fsdp: tuple[str, ...]
 ) -> Assigned:
@@ -120,44 +131,36 @@ def assign_axes(
         fsdp: what `fsdp` stands for, where no mesh axis has that name.
 
     """
-
-    def expand(axes: tuple[str, ...]) -> tuple[str, ...]:
-        if FSDP in mesh_axes:
-            return axes
-        parts = [part for axis in axes for part in (fsdp if axis == FSDP else (axis,))]
-        return tuple(dict.fromkeys(parts))
-
     # The table's entries, in order: each serves the first dim of its name that has none yet.
     dims = [axes_of(entry) for entry in names]
     slots = [(dim, name) for dim, entry in enumerate(dims) for name in entry]
     assigned: dict[tuple[int, str], tuple[str, ...]] = {}
     taken: set[str] = set()
     for name, entry in table:
-        axes = expand(entry)
+        axes = expand_fsdp(entry, mesh_axes, fsdp)
+        kept = {axis for axis in axes if axis in mesh_axes}
         slot = next((s for s in slots if s[1] == name and s not in assigned), None)
-        if slot is not None and taken.isdisjoint(axes):
+        if slot is not None and taken.isdisjoint(kept):
             assigned[slot] = axes
-            taken.update(axes)
+            taken |= kept
 
     # What is in the mesh stays; a name without an entry may be a mesh axis.
     entries: list[list[str]] = [[] for _ in dims]
     dropped = []
-    mapped = dict(reversed(table))  # its first entry
-    for dim, name in slots:
-        axes = assigned.get((dim, name), expand((name,)))
-        kept = [axis for axis in axes if axis in mesh_axes]
-        if (dim, name) in assigned:
+    first_entry = dict(reversed(table))
+    for slot in slots:
+        dim, name = slot
+        axes = expand_fsdp(first_entry.get(name, (name,)), mesh_axes, fsdp)
+        axes = assigned.get(slot, axes)
+        here = [axis for axis in axes if axis in mesh_axes]
+        if slot not in assigned and name not in first_entry and not here:
+            dropped.append(Dropped(name, (), "unmapped"))
+        elif slot not in assigned and not taken.isdisjoint(here):
+            dropped.append(Dropped(name, tuple(here), "taken"))
+        else:
+            entries[dim] += here
             absent = tuple(axis for axis in axes if axis not in mesh_axes)
             if absent:
-                dropped.append(Dropped(name, absent, "absent", whole=not kept))
-        elif name in mapped:
-            dropped.append(Dropped(name, expand(mapped[name]), "taken"))
-            continue
-        elif not kept:
-            dropped.append(Dropped(name, (), "unmapped"))
-        elif not taken.isdisjoint(kept):
-            dropped.append(Dropped(name, axes, "taken"))
-            continue
-        entries[dim] += kept
+                dropped.append(Dropped(name, absent, "absent", whole=not here))
     spec = spec_of(entry_of(list(dict.fromkeys(entry))) for entry in entries)
     return Assigned(spec, tuple(dropped))

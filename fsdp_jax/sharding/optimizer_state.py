@@ -7,7 +7,7 @@ accumulators built from shapes alone) takes the spec of the parameter it belongs
 shape, and failing that the size heuristic.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ def optimizer_specs(
     mesh: Mesh | AbstractMesh,
     *,
     min_size: int = MIN_SIZE,
-    axes: str | Sequence[str] | None = None,
+    axes: str | tuple[str, ...] | None = None,
 ) -> PyTree:
     """Returns a PartitionSpec for every leaf of `tx.init(params)`, in the same tree.
 

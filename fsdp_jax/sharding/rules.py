@@ -32,7 +32,7 @@ from fsdp_jax.sharding.logical_axes import (
     is_entry,
     read_logical_axes,
 )
-from fsdp_jax.sharding.mesh import DATA, FSDP, Entry, axes_of, entry_of, shards_of, spec_of
+from fsdp_jax.sharding.mesh import DATA, FSDP, REPLICA, Entry, axes_of, entry_of, shards_of, spec_of
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
 
 MIN_SIZE = 2**14
@@ -98,14 +98,16 @@ class Rules:
     model_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _ = self._pairs, self._table  # reads them, and raises where they are malformed
+        _ = self.pairs, self.table  # reads them, and raises where they are malformed
 
     @cached_property
-    def _pairs(self) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
+    def pairs(self) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
+        """The rules as (pattern, entries), an entry per dim."""
         return _read_rules(self.rules)
 
     @cached_property
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """The logical axes as (name, mesh axes), in order."""
         return read_logical_axes(self.logical_axes)
 
     def place(
@@ -128,33 +130,39 @@ class Rules:
         if findings:
             text = "\n".join(f"  {finding}" for finding in findings)
             raise ValueError(f"the sharding rules do not fit this model ({len(findings)}):\n{text}")
-        leaves = _leaves(params, stacked)
-        return {path: self._place(path, leaf, mesh) for path, leaf in leaves.items()}
+        leaves = read_leaves(params, stacked)
+        return {path: self.place_leaf(path, leaf, mesh) for path, leaf in leaves.items()}
 
-    def _place(self, path: str, leaf: "_Leaf", mesh: Mesh) -> Placement:
-        for pattern, entries in self._pairs:
-            if _matches(pattern, path):
-                assigned = self._assign(entries, mesh)
-                reason = f"first rule that matches{assigned.text}"
-                dropped = assigned.dropped_names
-                return Placement(assigned.spec, _name(pattern), reason, dropped=dropped)
+    def place_leaf(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Placement:
+        """Returns the placement of one parameter that the rules fit."""
+        index = self._first_match(path)
+        assigned = self.assign(path, leaf, mesh)
+        if index is not None:
+            reason = f"first rule that matches{assigned.text}"
+            name = _name(self.pairs[index][0])
+            return Placement(assigned.spec, name, reason, dropped=assigned.dropped_names)
         if leaf.names is None:
             spec, reason, missed = self._by_size(leaf, mesh)
             return Placement(spec, HEURISTIC, reason, missed)
 
         # Of an annotation, what the mesh has; and where nothing remains, the heuristic.
-        assigned = self._assign(leaf.names, mesh, leaf.table)
         if assigned.remains:
             return self._annotated(leaf, assigned, mesh)
         spec, reason, missed = self._by_size(leaf, mesh)
         reason += f"; nothing remains of annotation {leaf.names}{assigned.text}"
         return Placement(spec, HEURISTIC, reason, missed, assigned.dropped_names)
 
-    def _assign(self, names: Iterable[Entry], mesh: Mesh, table: Table = ()) -> Assigned:
-        """Returns the mesh axes that names stand for; `table` is of the parameter's own."""
-        return assign_axes(names, (*self._table, *table), mesh.axis_names, self.axes)
+    def assign(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Assigned:
+        """Returns the mesh axes that the first rule, or else the annotation, names."""
+        index = self._first_match(path)
+        if index is not None:
+            return self._assign(self.pairs[index][1], mesh)
+        return self._assign(leaf.names or (), mesh, leaf.table)
 
-    def _annotated(self, leaf: "_Leaf", assigned: Assigned, mesh: Mesh) -> Placement:
+    def _assign(self, names: Iterable[Entry], mesh: Mesh, table: Table = ()) -> Assigned:
+        return assign_axes(names, (*self.table, *table), mesh.axis_names, self.axes)
+
+    def _annotated(self, leaf: "ParamLeaf", assigned: Assigned, mesh: Mesh) -> Placement:
         """Returns the placement by an annotation, completed where it shards along `axes` no more.
 
         That is where it names the model's own axes alone, or the mesh lacks others that it names.
@@ -181,7 +189,7 @@ class Rules:
         return replace(placement, spec=spec_of(both), reason=reason, missed_shards=missed)
 
     def _by_size(
-        self, leaf: "_Leaf", mesh: Mesh, prefer: Collection[int] = ()
+        self, leaf: "ParamLeaf", mesh: Mesh, prefer: Collection[int] = ()
     ) -> tuple[PartitionSpec, str, int]:
         """Returns (spec, reason, missed shards) by the size heuristic; never a stacked dim.
 
@@ -237,12 +245,12 @@ class Rules:
         with `strict` unmatched leaves.
         """
         self._check_axes(mesh)
-        leaves = _leaves(params, stacked)
+        leaves = read_leaves(params, stacked)
         winners = {path: self._first_match(path) for path in leaves}
         findings: list[Finding] = []
 
         # Rules: their axes, whether they win anywhere, and whether they fit where they win.
-        for index, (pattern, spec) in enumerate(self._pairs):
+        for index, (pattern, spec) in enumerate(self.pairs):
             assigned = self._assign(spec, mesh)
             unknown = self._unknown(pattern, assigned, mesh)
             findings += unknown
@@ -259,7 +267,7 @@ class Rules:
         for path, leaf in leaves.items():
             if winners[path] is not None:
                 continue
-            assigned = self._assign(leaf.names or (), mesh, leaf.table)
+            assigned = self.assign(path, leaf, mesh)
             if leaf.names is not None and assigned.remains:
                 findings += _misfits("annotation", path, assigned.spec, leaf, mesh)
             elif self.strict:
@@ -268,19 +276,19 @@ class Rules:
         return findings
 
     def _first_match(self, path: str) -> int | None:
-        matches = (i for i, (pattern, _) in enumerate(self._pairs) if _matches(pattern, path))
+        matches = (i for i, (pattern, _) in enumerate(self.pairs) if _matches(pattern, path))
         return next(matches, None)
 
     def _never_wins(self, index: int, paths: Iterable[str]) -> list[Finding]:
-        pattern = self._pairs[index][0]
+        pattern = self.pairs[index][0]
         where = f"rule '{_name(pattern)}'"
         matched = [path for path in paths if _matches(pattern, path)]
         if not matched:
-            text = f"matches no parameter; {did_you_mean(_name(pattern), paths)} Or take it out"
+            text = f"matches no parameter; {did_you_mean(_name(pattern), paths)}"
             return [Finding("unused rule", where, text)]
-        if index == len(self._pairs) - 1 and len(matched) == len(list(paths)):
+        if index == len(self.pairs) - 1 and len(matched) == len(list(paths)):
             return []  # the last rule of many tables, for whatever the others leave
-        earlier = next(p for p, _ in self._pairs if _matches(p, matched[0]))
+        earlier = next(p for p, _ in self.pairs if _matches(p, matched[0]))
         text = f"all it matches ('{matched[0]}', …) is taken by '{_name(earlier)}'; put it before"
         return [Finding("shadowed rule", where, text)]
 
@@ -293,9 +301,9 @@ class Rules:
             text = f"'{drop.name}' is neither a mesh axis nor a logical axis; "
             if drop.kind == "absent":
                 text = f"'{drop.name}' stands for {drop.axes}, which the mesh does not have; "
-            known = [*mesh.axis_names, *dict(self._table), FSDP]
-            text += did_you_mean(drop.name, [name for name in known if name != drop.name])
-            text += f" logical_axes={{'{drop.name}': None}} leaves its dim unsharded"
+            known = [*mesh.axis_names, *dict(self.table), FSDP]
+            close = did_you_mean(drop.name, [name for name in known if name != drop.name])
+            text += _or(close, f"logical_axes={{'{drop.name}': None}} leaves its dim unsharded")
             findings.append(Finding("unknown axis", f"rule '{_name(pattern)}'", text))
         return findings
 
@@ -304,17 +312,18 @@ class Rules:
         for axis in self.axes:
             if axis not in mesh.axis_names:
                 what = f"the mesh has no axis '{axis}'"
-                fix = f"{did_you_mean(axis, mesh.axis_names)} {_example(mesh)}"
+                fix = _or(did_you_mean(axis, mesh.axis_names), f"for instance {_example(mesh)}")
+                names = mesh.axis_names
                 raise ValueError(
-                    message(what, where="axes", expected=mesh.axis_names, got=self.axes, fix=fix)
+                    message(what, where="axes", expected=names, got=self.axes, fix=fix)
                 )
         known = (*mesh.axis_names, FSDP)
-        named = [(name, axis) for name, axes in self._table for axis in axes]
+        named = [(name, axis) for name, axes in self.table for axis in axes]
         if named and not any(axis in known for _, axis in named):
             name, axis = named[0]
             what = f"the mesh has no axis '{axis}', nor any other that logical_axes names"
             where = f"logical_axes['{name}']"
-            fix = f"{did_you_mean(axis, known)} Without logical_axes the heuristic shards"
+            fix = _or(did_you_mean(axis, known), "leave logical_axes out: arrays go by their size")
             raise ValueError(message(what, where=where, expected=mesh.axis_names, fix=fix))
 
 
@@ -326,7 +335,7 @@ def partition_specs(
     logical_axes: LogicalAxes | None = None,
     min_size: int = MIN_SIZE,
     strict: bool = False,
-    axes: str | Sequence[str] | None = None,
+    axes: str | tuple[str, ...] | None = None,
 ) -> PyTree:
     """Returns a PartitionSpec for every leaf of `params`, in the same tree.
 
@@ -363,7 +372,7 @@ def lint(
     logical_axes: LogicalAxes | None = None,
     min_size: int = MIN_SIZE,
     strict: bool = False,
-    axes: str | Sequence[str] | None = None,
+    axes: str | tuple[str, ...] | None = None,
 ) -> list[Finding]:
     """Returns what `partition_specs` would refuse; an empty list if the rules fit."""
     chosen, mesh = rules_for(mesh, rules, logical_axes, min_size, strict, axes)
@@ -376,7 +385,7 @@ def rules_for(
     logical_axes: LogicalAxes | None = None,
     min_size: int = MIN_SIZE,
     strict: bool = False,
-    axes: str | Sequence[str] | None = None,
+    axes: str | tuple[str, ...] | None = None,
 ) -> tuple[Rules, Mesh]:
     """Returns the rules of `partition_specs`, with its default for `axes`, and the mesh.
 
@@ -387,15 +396,9 @@ def rules_for(
     if not isinstance(mesh, Mesh | AbstractMesh):
         fix = "partition_specs(params, rules, mesh), with jax.make_mesh((n,), ('fsdp',)) for one"
         raise ValueError(message("not a mesh", where="mesh", got=type(mesh).__name__, fix=fix))
-    if axes is None:
-        axes = _default_axes(mesh)
-    chosen = Rules(
-        rules,
-        logical_axes or (),
-        min_size,
-        strict,
-        (axes,) if isinstance(axes, str) else tuple(axes),
-    )
+    along = _default_axes(mesh) if axes is None else axes_of(axes)
+    model_axes = tuple(set(mesh.axis_names) - {*along, REPLICA, DATA})
+    chosen = Rules(rules, logical_axes or (), min_size, strict, along, model_axes)
     return chosen, cast(Mesh, mesh)
 
 
@@ -411,10 +414,15 @@ def _default_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     raise ValueError(message(what, where="axes", expected=mesh.axis_names, fix=_example(mesh)))
 
 
+def _or(first: str, second: str) -> str:
+    """Returns two ways to mend something as sentences."""
+    return f"{first}{'' if first.endswith('?') else '.'} Or {second}" if first else second
+
+
 def _example(mesh: Mesh | AbstractMesh) -> str:
-    """Returns arguments that name an axis of this mesh."""
+    """Returns an argument that names an axis of this mesh."""
     axis = max(mesh.shape, key=lambda axis: (axis == FSDP, axis == DATA, mesh.shape[axis] > 1))
-    return f"axes=(\"{axis}\",) shards along '{axis}'"
+    return f'axes=("{axis}",)'
 
 
 def _read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
@@ -481,15 +489,16 @@ def _taken(source: str, path: str, assigned: Assigned) -> list[Finding]:
 
 
 def _misfits(
-    source: str, path: str, spec: PartitionSpec, leaf: "_Leaf", mesh: Mesh
+    source: str, path: str, spec: PartitionSpec, leaf: "ParamLeaf", mesh: Mesh
 ) -> list[Finding]:
     """Returns what prevents this leaf from being sharded by this spec."""
     shape = leaf.shape
-    overrule = f"a rule before it, such as ('{path}$', (None,)), decides for this one alone"
+    overrule = f"a rule before it replicates this one alone: ('{path}$', None)"
     if source == "annotation":
-        overrule = f"a rule overrules it, such as ('{path}$', (None,))"
+        overrule = f"a rule replicates it: ('{path}$', None)"
     if len(spec) > len(shape):
-        text = f"{source} has {len(spec)} entries for shape {shape}: shorten the spec; {overrule}"
+        text = f"{source} has {len(spec)} entries for shape {shape}: "
+        text += _or("shorten the spec", overrule)
         return [Finding("rank mismatch", path, text)]
     uses = Counter(axis for entry in spec for axis in axes_of(entry))
     findings = [
@@ -505,7 +514,7 @@ def _misfits(
             if divisible:
                 fix = f"did you mean dim {divisible[0]}?"
             split = f"{source} splits dim {dim} of {shape} in {shards}"
-            text = f"{split}, by which it is not divisible; {fix}; {overrule}"
+            text = f"{split}, by which it is not divisible; {_or(fix, overrule)}"
             findings.append(Finding("indivisible dim", path, text))
     return findings
 
@@ -540,7 +549,7 @@ def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class ParamLeaf:
     """A parameter, as far as the rules read it."""
 
     shape: tuple[int, ...]
@@ -549,7 +558,8 @@ class _Leaf:
     table: Table = ()  # its own logical axes, which Flax keeps beside the names
 
 
-def _leaves(params: PyTree, stacked: Mapping[str, int] | None) -> dict[str, _Leaf]:
+def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dict[str, ParamLeaf]:
+    """Returns {path: ParamLeaf}; without `stacked`, as `stacked_dims` detects layers."""
     boxes = flatten(params, is_leaf=is_box)
     shapes = {}
     for path, box in boxes.items():
@@ -567,7 +577,7 @@ def _leaves(params: PyTree, stacked: Mapping[str, int] | None) -> dict[str, _Lea
         layer_dims = stacked.get(path, 0)
         if names is not None and len(names) == len(shape) - layer_dims:
             names = (None,) * layer_dims + names  # annotated before the layers were stacked
-        leaves[path] = _Leaf(shape, names, layer_dims, _own_table(boxes[path]))
+        leaves[path] = ParamLeaf(shape, names, layer_dims, _own_table(boxes[path]))
     return leaves
 
 

@@ -1,5 +1,7 @@
 """Rules: which one wins, annotations, the size heuristic, the lint, and standalone use."""
 
+import re
+import warnings
 from itertools import product
 from math import prod
 from types import SimpleNamespace
@@ -7,12 +9,11 @@ from types import SimpleNamespace
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fsdp_jax.sharding.mesh import axes_of, make_mesh, mesh_axes, shards_of, split_data
@@ -95,10 +96,40 @@ def test_a_list_from_a_configuration_file_is_a_spec(mesh):
     ] == P(None, BOTH_AXES)
 
 
-@pytest.mark.parametrize("spec", ["data", None])
-def test_a_spec_has_an_entry_per_dim(spec):
-    with pytest.raises(ValueError, match=r"one entry per dim(?s:.*)rule 'kernel'"):
+@pytest.mark.parametrize(
+    ("spec", "fix"),
+    [
+        ("data", r"\('data',\)"),
+        (3, r"\(None, \"fsdp\"\)"),
+        ((0,), r"\(None, \"fsdp\"\)"),
+        (NamedSharding(make_mesh(8), P("data")), r"its spec: P\('data',\)"),
+    ],
+)
+def test_a_spec_has_an_entry_per_dim(spec, fix):
+    with pytest.raises(ValueError, match=rf"one entry per dim(?s:.*)rule 'kernel'(?s:.*){fix}"):
         Rules([("kernel", spec)])
+
+
+def test_none_replicates(mesh):
+    assert partition_specs({"kernel": shaped(64, 64)}, [("kernel", None)], mesh)["kernel"] == P()
+
+
+@pytest.mark.parametrize("rules", [("kernel", ("data",)), "kernel", [("kernel",)], 3, ["ab"]])
+def test_rules_that_are_no_pairs_are_refused_with_one_that_is(mesh, rules):
+    with pytest.raises(ValueError, match=r"\(pattern, spec\) pairs(?s:.*)a list of pairs, such as"):
+        partition_specs(mlp(), rules, mesh)
+
+
+def test_a_dict_of_rules_is_a_list_of_them(mesh):
+    rules = {"up/kernel": (None, "data"), "kernel": ("data",)}
+    assert partition_specs(mlp(), rules, mesh) == partition_specs(mlp(), [*rules.items()], mesh)
+
+
+def test_a_last_rule_for_whatever_the_others_leave_may_win_nowhere(mesh):
+    rules = [("kernel", ("data",)), ("bias", None), (".*", None)]
+    assert lint(mlp(), rules, mesh) == []
+    shadowed = [(".*", None), ("kernel", ("data",))]
+    assert [finding.kind for finding in lint(mlp(), shadowed, mesh)] == ["shadowed rule"]
 
 
 def test_a_pattern_that_is_no_regular_expression_is_named():
@@ -309,14 +340,54 @@ def test_settings_may_only_speak_of_axes_of_the_mesh(mesh):
 
 
 @pytest.mark.parametrize("name", ["fsdp", "shard"])
-def test_meshes_of_ones_own_name_their_axes(name):
-    own = Mesh(
-        np.array(jax.devices()).reshape(4, 2), (name, "model"), axis_types=(AxisType.Auto,) * 2
-    )
-    with pytest.raises(ValueError, match="the mesh has no axis 'data'"):
-        partition_specs(mlp(), [], own)
-    specs = partition_specs(mlp(), [("up/kernel", ("model", "fsdp"))], own, axes=(name,))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, None])
+def test_meshes_of_ones_own_name_their_axes(name, kind):
+    own: Mesh | AbstractMesh = AbstractMesh((4, 2), (name, "model"))
+    if kind is not None:
+        own = jax.make_mesh((4, 2), (name, "model"), axis_types=(kind,) * 2)
+    rules = [("up/kernel", ("model", "fsdp"))]
+    specs = partition_specs(mlp(), rules, own, axes=name)
     assert specs == {"up": {"kernel": P("model", name), "bias": P()}, "down": {"kernel": P(name)}}
+    assert specs == partition_specs(mlp(), rules, own, axes=(name,))
+    assert lint(mlp(), rules, own, axes=[name]) == []
+    with jax.set_mesh(own) if isinstance(own, Mesh) else jax.sharding.use_abstract_mesh(own):
+        assert specs == partition_specs(mlp(), rules, own, axes=name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "default"),
+    [
+        ({"fsdp": 8}, "fsdp"),
+        ({"x": 8}, "x"),
+        ({"dp": 1, "x": 8}, "x"),
+        ({"data": 2, "fsdp": 4}, "fsdp"),
+        ({"data": 8, "fsdp": 1}, "data"),
+        ({"data": 4, "tensor": 2}, "data"),
+        ({"data": 1, "replica": 8}, "data"),
+        ({"x": 1}, "x"),
+    ],
+)
+def test_the_axis_to_shard_along_is_found_by_name_or_as_the_only_one(shape, default):
+    own = AbstractMesh(tuple(shape.values()), tuple(shape))
+    assert partition_specs({"w": shaped(8, 256)}, [], own, min_size=1)["w"] == P(None, default)
+
+
+@pytest.mark.parametrize("axes", [None, "fsdp", ("data",), ("dp", "tensor")])
+def test_a_mesh_that_does_not_say_its_axis_is_refused_with_one_that_works(axes):
+    own = AbstractMesh((4, 2), ("dp", "tp"))
+    with pytest.raises(ValueError, match="the mesh has no axis") as raised:
+        partition_specs(mlp(), [], own, axes=axes)
+    (fix,) = re.findall(r'axes=(\(".*",\))', str(raised.value))
+    assert partition_specs(mlp(), [], own, axes=eval(fix))["down"]["kernel"] == P("dp")
+
+
+def test_arguments_in_another_order_are_refused(mesh):
+    with pytest.raises(
+        ValueError, match=r"not a mesh(?s:.*)\(params, rules, mesh\)"
+    ):
+        partition_specs(mlp(), mesh, [])
+    with pytest.raises(ValueError, match=r"no array(?s:.*)nnx.state\(model, nnx.Param\)"):
+        partition_specs({"kernel": 3}, [], mesh)
 
 
 # Alone, on trees from Flax
@@ -397,11 +468,62 @@ def test_annotations_are_read(mesh, path):
 
 
 @pytest.mark.parametrize("path", ["up/kernel", "params/Dense_0/kernel"])
-def test_unmapped_names_fall_to_the_heuristic_and_are_reported(mesh, path):
+@pytest.mark.parametrize(
+    ("logical", "spec", "rule", "dropped"),
+    [
+        (None, P(None, "data"), "heuristic", ("embed", "mlp")),
+        ({"embed": "data"}, P("data"), "annotation", ("mlp",)),
+        ({"embed": "data", "mlp": "tp"}, P("data"), "annotation", ("tp",)),
+        ({"embed": "fsdp", "mlp": ("tp", "replica")}, P("data", "replica"), "annotation", ("tp",)),
+        ({"embed": None, "mlp": "tp", "x": "data"}, P(None, "data"), "heuristic", ("tp",)),
+        ({"embed": None, "mlp": None}, P(), "annotation", ()),
+    ],
+)
+def test_of_an_annotation_what_the_mesh_has_remains(mesh, path, logical, spec, rule, dropped):
     tree = nnx_state() if path == "up/kernel" else linen_variables(False)
-    placement = Rules(logical_axes={"embed": "data"}).place(tree, mesh)[path]
-    assert (placement.spec, placement.rule) == (P(None, "data"), "heuristic")
-    assert placement.reason.endswith("annotation ('embed', 'mlp') has no mapping for ['mlp']")
+    with warnings.catch_warnings(action="error"):
+        placement = Rules(logical_axes=logical or {}).place(tree, mesh)[path]
+    assert (placement.spec, placement.rule, placement.dropped) == (spec, rule, dropped)
+    assert placement.missed_shards == 1
+    for name in dropped:
+        assert f"'{name}'" in placement.reason.split("dropped: ")[1]
+    assert ("nothing remains of annotation" in placement.reason) == (rule == "heuristic")
+
+
+@pytest.mark.parametrize(
+    ("names", "spec", "rule"),
+    [
+        (("fsdp", "tp"), P("data"), "annotation"),
+        ((("fsdp", "tp"), None), P("data"), "annotation"),
+        ((None, "tp"), P(None, "data"), "heuristic"),
+        (("tp", "replica"), P("data", "replica"), "annotation"),  # the heuristic shards the rest
+        ((None, None), P(), "annotation"),
+    ],
+)
+def test_axes_that_the_mesh_lacks_are_left_out_of_an_annotation(mesh, names, spec, rule):
+    placement = Rules().place({"w": nn.Partitioned(shaped(128, 512), names)}, mesh)["w"]
+    assert (placement.spec, placement.rule) == (spec, rule)
+    assert placement.dropped == (("tp",) if "tp" in str(names) else ())
+
+
+def test_a_rule_of_ones_own_stays_strict(mesh):
+    for logical in ({"mlp": "tp", "embed": "data"}, {"embed": "data"}):
+        (finding,) = lint(mlp(), [("up/kernel", ("embed", "mlp"))], mesh, logical_axes=logical)
+        assert finding.kind == "unknown axis"
+        assert "logical_axes={'mlp': None} leaves its dim unsharded" in finding.text
+        mended = logical | {"mlp": None}
+        assert lint(mlp(), [("up/kernel", ("embed", "mlp"))], mesh, logical_axes=mended) == []
+
+
+def test_the_fix_of_an_annotation_that_does_not_fit_works(mesh):
+    params = {
+        "odd": nn.Partitioned(shaped(63, 64), names=("data", None)),
+        "flat": nn.Partitioned(shaped(64), names=(None, "data")),
+    }
+    findings = lint(params, [], mesh)
+    assert [finding.kind for finding in findings] == ["rank mismatch", "indivisible dim"]
+    rules = [eval(re.search(r"replicates it: (\(.*\))", finding.text)[1]) for finding in findings]
+    assert partition_specs(params, rules, mesh) == {"odd": P(), "flat": P()}
 
 
 def test_rules_come_before_annotations(mesh):

@@ -1,0 +1,161 @@
+"""Rules in the dialects of other trainers: a table of what matched what, and the way back.
+
+The way in needs no translation. `partition_specs` takes tables of paths (T5X, EasyLM, the examples
+of Flax and transformers) as `rules`, and tables of logical names (Flax, T5X, MaxText) as
+`logical_axes`; it reads the names that `nn.with_partitioning` and `nnx.with_partitioning` gave.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from fsdp_jax.errors import did_you_mean
+from fsdp_jax.sharding.logical_axes import Dropped, LogicalAxes, expand_fsdp
+from fsdp_jax.sharding.mesh import Entry, axes_of, entry_of
+from fsdp_jax.sharding.rules import (
+    HEURISTIC,
+    MIN_SIZE,
+    Finding,
+    Pattern,
+    Rule,
+    Rules,
+    Spec,
+    read_leaves,
+    rules_for,
+)
+from fsdp_jax.tables import html_table, text_table
+from fsdp_jax.tree import PyTree, flatten
+
+COLUMNS = ("path", "shape", "names", "rule", "spec", "dropped", "reason")
+
+
+@dataclass(frozen=True)
+class MatchTable:
+    """What matched what: a row for every parameter. `print(table)` shows it.
+
+    Attributes:
+        rows: path, shape, names of the annotation, rule, spec, dropped names and axes, reason.
+        findings: what `lint` finds, for which `partition_specs` raises.
+        notes: what does no harm, and may be a mistake: names that no parameter has, names and axes
+            that shard nothing.
+
+    """
+
+    rows: tuple[tuple[str, ...], ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
+
+    def summary(self) -> str:
+        """Returns one line: how many parameters follow a rule, an annotation, or their size."""
+        rule = COLUMNS.index("rule")
+        counts = Counter(
+            row[rule] if row[rule] in (HEURISTIC, "annotation") else "rules" for row in self.rows
+        )
+        parts = [f"{counts[name]} by {name}" for name in ("rules", "annotation", HEURISTIC)]
+        return f"{len(self.rows)} parameters: {', '.join(parts)}; findings: {len(self.findings)}"
+
+    def __str__(self) -> str:
+        lines = [str(finding) for finding in (*self.findings, *self.notes)]
+        return "\n".join([self.summary(), text_table(COLUMNS, self.rows), *lines])
+
+    def _repr_html_(self) -> str:
+        found = "".join(f"<li>{escape(str(one))}</li>" for one in (*self.findings, *self.notes))
+        return html_table(COLUMNS, self.rows, caption=self.summary()) + f"<ul>{found}</ul>"
+
+
+def match_table(
+    params: PyTree,
+    rules: Sequence[Rule] | Mapping[Pattern, Spec],
+    mesh: Mesh | AbstractMesh,
+    *,
+    logical_axes: LogicalAxes | None = None,
+    min_size: int = MIN_SIZE,
+    strict: bool = False,
+    axes: str | tuple[str, ...] | None = None,
+) -> MatchTable:
+    """Returns what `partition_specs` makes of each parameter, and why; also where it would raise.
+
+    Raises:
+        ValueError: malformed rules, or axes to shard along that the mesh lacks.
+
+    """
+    chosen, mesh = rules_for(mesh, rules, logical_axes, min_size, strict, axes)
+    findings = chosen.lint(params, mesh)
+    refused = {finding.where: finding for finding in findings}
+    leaves = read_leaves(params)
+    rows = []
+    for path, leaf in leaves.items():
+        names = "-" if leaf.names is None else str(leaf.names)
+        row = (path, str(leaf.shape).replace(" ", ""), names)
+        if path in refused:
+            rows.append((*row, "refused", "-", "-", str(refused[path])))
+            continue
+        place = chosen.place_leaf(path, leaf, mesh)
+        spec = str(place.spec).replace("PartitionSpec", "P")
+        rows.append((*row, place.rule, spec, ", ".join(place.dropped) or "-", place.reason))
+    annotations = {path: leaf.names or () for path, leaf in leaves.items()}
+    dropped = {path: chosen.assign(path, leaf, mesh).dropped for path, leaf in leaves.items()}
+    return MatchTable(tuple(rows), tuple(findings), _notes(chosen, annotations, dropped))
+
+
+def _notes(
+    rules: Rules,
+    annotations: Mapping[str, Iterable[Entry]],
+    dropped: Mapping[str, Sequence[Dropped]],
+) -> tuple[Finding, ...]:
+    """Returns names that no parameter has, and one note for each other thing that is dropped."""
+    used = {name for spec in annotations.values() for entry in spec for name in axes_of(entry)}
+    used |= {name for _, spec in rules.pairs for entry in spec for name in axes_of(entry)}
+    notes = []
+    unused = sorted({name for name, _ in rules.table} - used)
+    if unused:
+        text = f"no dim of a parameter has these names: {', '.join(unused)}"
+        notes.append(Finding("unused names", "logical_axes", text))
+    by_drop: dict[Dropped, list[str]] = {}
+    for path, drops in dropped.items():
+        for drop in drops:
+            by_drop.setdefault(drop, []).append(path)
+    kinds = {
+        "unmapped": "name without a rule",
+        "absent": "no such axis",
+        "taken": "axis used twice",
+    }
+    for drop, paths in by_drop.items():
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        text = str(drop)
+        if drop.kind == "unmapped" and unused:
+            text += f"; {did_you_mean(drop.name, unused)}"
+        notes.append(Finding(kinds[drop.kind], paths[0] + more, text))
+    return tuple(notes)
+
+
+def to_logical_axis_rules(
+    logical_axes: LogicalAxes, mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None = None
+) -> list[tuple[str, Entry]]:
+    """Returns logical axes as Flax's `logical_axis_rules`, with the axes of this mesh alone.
+
+    Args:
+        logical_axes: a dict or a table.
+        mesh: axes that it lacks are left out.
+        axes: what `fsdp` stands for, as in `partition_specs`.
+
+    """
+    rules, mesh = rules_for(mesh, logical_axes=logical_axes, axes=axes)
+    table = []
+    for name, entry in rules.table:
+        parts = expand_fsdp(entry, mesh.axis_names, rules.axes)
+        table.append((name, entry_of([axis for axis in parts if axis in mesh.axis_names])))
+    return table
+
+
+def to_path_rules(specs: PyTree) -> list[tuple[str, PartitionSpec]]:
+    """Returns specs as a table of (regular expression, spec), one for each path.
+
+    It is for trainers that take such tables; `partition_specs` makes the same specs of it.
+    """
+    by_path = flatten(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    return [(f"^{re.escape(path)}$", spec) for path, spec in by_path.items()]
