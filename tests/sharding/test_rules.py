@@ -382,9 +382,7 @@ def test_a_mesh_that_does_not_say_its_axis_is_refused_with_one_that_works(axes):
 
 
 def test_arguments_in_another_order_are_refused(mesh):
-    with pytest.raises(
-        ValueError, match=r"not a mesh(?s:.*)\(params, rules, mesh\)"
-    ):
+    with pytest.raises(ValueError, match=r"not a mesh(?s:.*)\(params, rules, mesh\)"):
         partition_specs(mlp(), mesh, [])
     with pytest.raises(ValueError, match=r"no array(?s:.*)nnx.state\(model, nnx.Param\)"):
         partition_specs({"kernel": 3}, [], mesh)
