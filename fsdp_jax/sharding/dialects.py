@@ -127,8 +127,9 @@ def _notes(
     for drop, paths in by_drop.items():
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         text = str(drop)
-        if drop.kind == "unmapped" and unused:
-            text += f"; {did_you_mean(drop.name, unused)}"
+        close = did_you_mean(drop.name, dict(rules.table)) if drop.kind == "unmapped" else ""
+        if close.endswith("?"):  # otherwise it lists the whole table
+            text += f"; {close}"
         notes.append(Finding(kinds[drop.kind], paths[0] + more, text))
     return tuple(notes)
 
