@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from reference import CASES, gpt, linen_loss
+from test_model_axes import SMALL, annotated
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore, export_params
@@ -110,6 +111,13 @@ def test_the_checkpoint_example_goes_to_another_mesh(tmp_path, monkeypatch, caps
     equal = jax.tree.map(lambda a, b: bool((a == b).all()), names["state"].params, trained)
     assert all(jax.tree.leaves(equal))
     assert "of host memory at a time" in capsys.readouterr().out
+
+
+def test_the_example_of_a_mesh_of_ones_own_trains():
+    (example,) = [block for block in blocks() if "own_mesh" in block]
+    names = {"fsdp": fsdp, "jax": jax, "np": np, "optax": optax, "make_model": annotated(SMALL)}
+    exec(example, names)
+    assert "fsdp=4 x tensor=2" in names["sharded"].layout.summary()
 
 
 TESTS = Path(__file__).parent

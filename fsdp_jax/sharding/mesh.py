@@ -20,7 +20,7 @@ from math import prod
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from fsdp_jax.errors import did_you_mean, message
 
@@ -233,7 +233,7 @@ class MeshAxes:
             yield
             return
         try:
-            with jax.set_mesh(self.mesh):
+            with use_abstract_mesh(self.mesh.abstract_mesh):
                 yield
         except ValueError as error:
             if not self.unsplit or f"axis: {self.unsplit} " not in str(error):
