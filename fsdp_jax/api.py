@@ -30,6 +30,7 @@ from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import MIN_SIZE, Axis, Placement, Rule, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.step.state import (
     TrainState,
     abstract_rest,
@@ -39,7 +40,7 @@ from fsdp_jax.step.state import (
     make_copies,
     state_shardings,
 )
-from fsdp_jax.step.train_step import StepPlan, forward, sum_and_count, train_step
+from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import Units, choose_units
 from fsdp_jax.units.collectives import Mode, ParamComm
@@ -396,8 +397,8 @@ class Sharded:
         """Returns the training step: `state, metrics = step(state, batch)`.
 
         Args:
-            loss_fn: `(model, batch) -> (summed loss, count)`; microbatches are weighed by their
-                counts.
+            loss_fn: `(model, batch) -> (summed loss, count)`, or `(summed loss, count, metrics)`;
+                microbatches are weighed by their counts. See below.
             accumulation: microbatches per optimizer step; the batch is cut into that many.
             deferred_reduction: reduce gradients once, after the last microbatch (PyTorch's
                 `no_sync`): less communication, and every device holds gradients of full size until
@@ -412,9 +413,22 @@ class Sharded:
             abort_after: raise after so many steps in a row whose loss or gradients were not finite;
                 None never does.
 
+        Metrics of your own, a dict of name -> value, nested or not, are returned in `metrics`
+        beside the step's, in float32. They follow the convention of the loss: a value is a sum
+        over the microbatch, a number or an array that is summed by its elements. It is added up
+        over microbatches and devices, and divided by the count of the loss; `(value, count)` is
+        divided by its own count, which may be zero (NaN in that metric alone); `(value, None)` is
+        reported as the sum.
+
+        A loss with a third required parameter, `loss_fn(model, batch, key)`, is called with a
+        random key: another one in each microbatch of each step, the same ones in a resumed run.
+        With `local_batch` each device has keys of its own; on the global batch the key is the one
+        that a single device would have.
+
         Raises:
-            ValueError: arguments out of range, or that need `local_batch`; when the step is
-                compiled, a model or loss that cannot run with local batches.
+            ValueError: arguments out of range, or that need `local_batch`; a loss that takes other
+                arguments; when the step is compiled, a loss that returns something else, and a
+                model or loss that cannot run with local batches.
 
         Warns:
             SlowerWarning: when the step is compiled, what `prefetch` could not move.
@@ -431,8 +445,9 @@ class Sharded:
         )
         local_batch = local_batch and self.layout.axes.batch_shards > 1
         plan = self._step_plan(
-            loss_fn,
+            as_loss(loss_fn),
             "manual" if local_batch else "annotate",
+            takes_key=takes_key(loss_fn),
             accumulation=accumulation,
             deferred=deferred_reduction and local_batch and accumulation > 1,
             clip=clip,
@@ -445,8 +460,19 @@ class Sharded:
         )
 
     def eval_step(self, loss_fn: LossFn) -> CompiledStep:
-        """Returns `step(state, batch) -> (sum, count)` in inference mode; nothing is donated."""
-        plan = self._step_plan(lambda model, batch: sum_and_count(loss_fn(model, batch)))
+        """Returns `step(state, batch) -> (sum, count)` in inference mode; nothing is donated.
+
+        A loss with metrics gives `(sum, count, metrics)`, where metrics are `{path: (sum, count)}`,
+        count None for one that is reported as a sum: `jax.tree.map(operator.add, a, b)` adds two
+        batches. A loss that takes a key gets the same one in every call.
+        """
+        loss = as_loss(loss_fn)
+
+        def sums(*args: Any) -> Any:
+            loss_sum, count, metrics = loss(*args)
+            return (loss_sum, count, metrics) if metrics else (loss_sum, count)
+
+        plan = self._step_plan(sums, takes_key=takes_key(loss_fn))
         state, outputs = self.abstract_state(), replicated(self.layout.mesh)
 
         def run(plan: StepPlan, state: TrainState, batch: Any) -> Any:
@@ -458,7 +484,7 @@ class Sharded:
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `apply(fn)(state, *args)`: `fn(model, *args)`, compiled, in inference mode.
 
-        Its results are replicated.
+        Its results are replicated. A random key is one of `args`.
         """
         plan = self._step_plan(lambda model, args: fn(model, *args))
         outputs = replicated(self.layout.mesh)

@@ -86,7 +86,10 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[st
         partial = ": a part of the batch alone gives NaN" if evidence.setting.local_batch else ""
         return f"the step was not finite and was not applied{partial}"
     if evidence.setting.local_batch:
-        return _cause_with_local_batch(evidence)
+        cause = _cause_with_local_batch(evidence)
+        if set(broken) == {"metrics"} and not evidence.is_random:
+            cause = "the metric is not a sum over examples: return its sum, or (sum, count)"
+        return cause
     if path in evidence.lost and what == "gradients":
         return "the gradient is lost: it is zero in all elements"
     if what == "parameters" and "gradients" not in broken:

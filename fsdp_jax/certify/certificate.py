@@ -1,7 +1,7 @@
 """The result of `certify`: a table of differences, and failures with their likely causes."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ COLUMNS = (
     "setting",
     "loss",
     "count",
+    "metrics",
     "gradient norm",
     "gradients",
     "parameters",
@@ -25,7 +26,7 @@ class Tolerance:
     """The largest relative differences that are allowed; see the note in `comparison`.
 
     Attributes:
-        loss: also of the count.
+        loss: also of the count and of metrics of the user's own.
         grad_norm: of the reported gradient norm.
         gradient: of each gradient, and of the model's other state.
         parameter: of each parameter, over its change.
@@ -84,7 +85,7 @@ class Failure:
     """A difference above the tolerance, or an error in place of a number.
 
     Attributes:
-        what: loss, count, gradient norm, gradients, parameters, model state, or error.
+        what: loss, count, metrics, gradient norm, gradients, parameters, model state, or error.
         path: of the array that differs most; empty for numbers.
         others: how many other arrays differ too.
         difference: relative; infinite where there is no number.
@@ -121,10 +122,10 @@ class Row:
         """Whether all differences are within the tolerance."""
         return not self.failures
 
-    def cells(self) -> list[str]:
+    def cells(self, columns: Sequence[str]) -> list[str]:
         """Returns the row's cells in the table."""
         cells = [str(self.setting)]
-        for name in COLUMNS[1:-1]:
+        for name in columns[1:-1]:
             difference, path = self.differences.get(name, (None, ""))
             cells.append("-" if difference is None else f"{difference:.1e} {path}".rstrip())
         return [*cells, "holds" if self.holds else "DOES NOT HOLD"]
@@ -152,7 +153,9 @@ class Certificate:
     def __str__(self) -> str:
         head = f"{self.devices} devices against one, {self.steps} steps; "
         head += "largest relative differences"
-        return f"{head}\n{text_table(COLUMNS, [row.cells() for row in self.rows])}"
+        has_metrics = any("metrics" in row.differences for row in self.rows)
+        columns = [name for name in COLUMNS if name != "metrics" or has_metrics]
+        return f"{head}\n{text_table(columns, [row.cells(columns) for row in self.rows])}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the certificate for programs; a difference that is not finite is null."""

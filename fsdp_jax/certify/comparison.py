@@ -33,8 +33,10 @@ from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.step.loss import OWN
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.units.linen import LinenModel
 
 # Fraction of the largest value in any array, added to an array's own largest value: below it, the
 # array's rounding is not a failure.
@@ -106,7 +108,7 @@ class Comparison:
     """
 
     model: Any
-    loss_fn: Callable[[Any, Any], Any]
+    loss_fn: Callable[..., Any]
     batch: PyTree
     tx: optax.GradientTransformation
     arguments: dict[str, Any]
@@ -197,9 +199,12 @@ class Comparison:
             _check_finite(expected, number)
             recorded = flatten(state.opt_state[0].gradients)
             gradients = {path: as_float64(value) for path, value in recorded.items()}
-            metrics = {name: float(value) for name, value in metrics.items()}
-            evidence.add(expected, metrics, gradients)
-            _keep_largest(differences, self._compare(expected, metrics, gradients, state))
+            numbers = {name: float(metrics.pop(name)) for name in OWN}
+            own = {name: as_float64(value) for name, value in metrics.items()}
+            evidence.add(expected, numbers, gradients)
+            _keep_largest(differences, self._compare(expected, numbers, gradients, state))
+            if own:
+                _keep_largest(differences, {"metrics": self._compare_metrics(own, expected)})
             params, opt_state = control.update(params, opt_state, gradients, expected.loss)
             model_state = expected.model_state
         final = {path: as_float64(value) for path, value in params.items()}
@@ -229,7 +234,9 @@ class Comparison:
             leaves = step.plan.layout.by_path
             trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
             compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
-            self._control = Unsharded(self.model, self.loss_fn, self.tx, trained, compute)
+            model = step.plan.model
+            streams = model.demands.streams if isinstance(model, LinenModel) else ()
+            self._control = Unsharded(self.model, self.loss_fn, self.tx, trained, compute, streams)
         return self._control
 
     def _compare(
@@ -261,6 +268,20 @@ class Comparison:
         differences["gradients"] = _largest(gradients, expected.gradients, scales, limit)
         differences["model state"] = _state_difference(state, expected.model_state, limit)
         return differences
+
+    def _compare_metrics(self, own: Mapping[str, np.ndarray], expected: Measured) -> _Difference:
+        """Returns the largest difference of the user's own metrics; NaN of a zero count is one."""
+        assert self.tolerance is not None
+        scales = {
+            name: max(np.abs(np.nan_to_num(value)).max(initial=0.0), 0.1)
+            for name, value in expected.metrics.items()
+        }
+        both = {name: np.isnan(own[name]) & np.isnan(x) for name, x in expected.metrics.items()}
+        measured, wanted = (
+            {name: np.where(both[name], 0.0, metrics[name]) for name in both}
+            for metrics in (own, expected.metrics)
+        )
+        return _largest(measured, wanted, scales, self.tolerance.loss)
 
     def _randomness(self) -> tuple[bool, bool]:
         """Returns whether the loss depends on its random streams, and whether it draws at all."""

@@ -19,7 +19,7 @@ from fsdp_jax.units.auto_wrap import Units
 
 def certify(
     model: Any,
-    loss_fn: Callable[[Any, Any], Any],
+    loss_fn: Callable[..., Any],
     batch: PyTree,
     *,
     tx: optax.GradientTransformation | None = None,
@@ -40,7 +40,7 @@ def certify(
 
     Args:
         model: as `fully_shard` takes it.
-        loss_fn: `(model, batch) -> (sum, count)`.
+        loss_fn: as `Sharded.train_step` takes it; its metrics are compared too.
         batch: arrays [rows, ...]; the number of rows must be divisible by devices x the largest
             accumulation.
         tx: the optimizer; `optax.sgd(0.1)` if None.

@@ -5,7 +5,8 @@ Nothing here comes from the library's core: the model is called as its own libra
 and optax updates whole arrays.
 """
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import core, nnx
 
+from fsdp_jax.step.loss import takes_key
 from fsdp_jax.tree import PyTree, flatten, unflatten
 
 Arrays = dict[str, jax.Array]
@@ -32,6 +34,7 @@ class Measured:
         count: what it is divided by, float64.
         gradients: path -> gradient of the mean, float64.
         model_state: path -> the model's other state afterwards.
+        metrics: name -> metric of the user's own, float64.
 
     """
 
@@ -39,6 +42,7 @@ class Measured:
     count: float
     gradients: dict[str, np.ndarray]
     model_state: Arrays
+    metrics: dict[str, np.ndarray]
 
     @property
     def loss(self) -> float:
@@ -57,24 +61,35 @@ class Unsharded:
 
     Args:
         model: as `fully_shard` takes it.
-        loss_fn: `(model, batch) -> (sum, count)`.
+        loss_fn: as `Sharded.train_step` takes it.
         tx: the optimizer.
         trained: paths of the parameters that are differentiated.
         compute: path -> dtype that the parameter is rounded to before the model is run, in float32.
+        streams: random streams of a Linen model beside "params" and "dropout".
 
     """
 
     def __init__(
         self,
         model: Any,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[..., Any],
         tx: optax.GradientTransformation,
         trained: frozenset[str],
         compute: Mapping[str, np.dtype],
+        streams: Collection[str],
     ) -> None:
         self._tx = optax.with_extra_args_support(tx)
-        make_apply = _apply_linen if isinstance(model, nn.Module) else _apply_nnx
-        self._apply: Apply = make_apply(model, loss_fn)
+        with_key = takes_key(loss_fn)
+
+        def loss(model: Any, batch: PyTree, key: jax.Array) -> Any:
+            keys = [jax.random.fold_in(key, 2)] if with_key else []
+            return loss_fn(model, batch, *keys)
+
+        self._apply: Apply
+        if isinstance(model, nn.Module):
+            self._apply = _apply_linen(model, loss, streams)
+        else:
+            self._apply = _apply_nnx(model, loss)
         self._trained = trained
         self._compute = compute
         self._differentiate = jax.jit(self._gradients)
@@ -82,8 +97,9 @@ class Unsharded:
 
     def _loss(self, params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
         rounded = {path: self._rounded(path, value) for path, value in params.items()}
-        (total, count), after = self._apply(rounded, model_state, batch, key)
-        return jnp.asarray(total, jnp.float32), (jnp.asarray(count, jnp.float32), after)
+        (total, count, *metrics), after = self._apply(rounded, model_state, batch, key)
+        count = jnp.asarray(count, jnp.float32)
+        return jnp.asarray(total, jnp.float32), (count, after, _pairs(metrics, count))
 
     def _rounded(self, path: str, value: jax.Array) -> jax.Array:
         if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -99,8 +115,8 @@ class Unsharded:
         def loss(trained: Arrays) -> Any:
             return self._loss({**frozen, **trained}, model_state, batch, key)
 
-        (total, (count, after)), gradients = jax.value_and_grad(loss, has_aux=True)(trained)
-        return gradients, total, count, after
+        (total, aux), gradients = jax.value_and_grad(loss, has_aux=True)(trained)
+        return gradients, total, *aux
 
     def measure(
         self,
@@ -113,6 +129,7 @@ class Unsharded:
     ) -> Measured:
         """Sums over the microbatches of a batch [rows, ...]; divides by the sum of their counts."""
         gradients: dict[str, np.ndarray] = {}
+        metrics: dict[str, list[Any]] = {}
         total = 0.0
         count = 0.0
         for index in range(accumulation):
@@ -120,16 +137,20 @@ class Unsharded:
                 lambda leaf, index=index: np.split(leaf, accumulation)[index], batch
             )
             key = jax.random.fold_in(rng, step * accumulation + index)
-            of_microbatch, loss_sum, number, model_state = self._differentiate(
+            of_microbatch, loss_sum, number, model_state, pairs = self._differentiate(
                 params, model_state, microbatch, key
             )
             total += float(loss_sum)
             count += float(number)
             for path, gradient in of_microbatch.items():
                 gradients[path] = gradients.get(path, 0.0) + as_float64(gradient)
-        return Measured(
-            total, count, {path: g / count for path, g in gradients.items()}, model_state
-        )
+            for name, pair in pairs.items():
+                sums = metrics.get(name, [0.0] * len(pair))
+                metrics[name] = [a + as_float64(b) for a, b in zip(sums, pair, strict=True)]
+        with np.errstate(invalid="ignore", divide="ignore"):  # a count may be zero
+            reported = {name: each[0] / (*each, 1.0)[1] for name, each in metrics.items()}
+        means = {path: gradient / count for path, gradient in gradients.items()}
+        return Measured(total, count, means, model_state, reported)
 
     def start(self, params: Arrays) -> PyTree:
         """Returns the optimizer's initial state."""
@@ -171,6 +192,16 @@ class Unsharded:
         )
 
 
+def _pairs(metrics: list[Any], count: jax.Array) -> dict[str, tuple[Any, ...]]:
+    """Returns name -> (sum, count), or (sum,) alone, of what may follow the count of a loss."""
+    flat = flatten(metrics[0], is_leaf=lambda x: isinstance(x, tuple)) if metrics else {}
+    pairs = {}
+    for name, value in flat.items():
+        total, own = value if isinstance(value, tuple) else (value, count)
+        pairs[name] = (total,) if own is None else (total, own)
+    return pairs
+
+
 def as_float64(value: Any) -> np.ndarray:
     """Returns a copy on the host; steps donate their arrays."""
     return np.array(value).astype(np.float64)
@@ -184,13 +215,14 @@ def _another_key(keys: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jax.random.key_data(keys) ^ 1, impl=jax.random.key_impl(keys))
 
 
-def _apply_nnx(
-    make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[[Any, Any], Any]
-) -> Apply:
+def _apply_nnx(make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[..., Any]) -> Apply:
+    def split() -> Any:
+        model = make_model(nnx.Rngs(0))
+        nnx.pop(model, nnx.Intermediate)
+        return nnx.split(model, nnx.Param, ...)
+
     with nnx.use_eager_sharding(False):
-        graphdef, *states = jax.eval_shape(
-            lambda: nnx.split(make_model(nnx.Rngs(0)), nnx.Param, ...)
-        )
+        graphdef, *states = jax.eval_shape(split)
 
     def filled(state: nnx.State, arrays: Arrays) -> nnx.State:
         paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
@@ -199,25 +231,28 @@ def _apply_nnx(
     def apply(
         params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
     ) -> tuple[Any, Arrays]:
-        del key  # NNX keeps its random streams in the model
         model = nnx.merge(
             graphdef, filled(states[0], params), filled(states[1], model_state), copy=True
         )
-        out = loss_fn(model, batch)
+        out = loss_fn(model, batch, key)
         after = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))
-        return out, {"/".join(map(str, path)): variable.get_value() for path, variable in after}
+        variables = {"/".join(map(str, path)): variable for path, variable in after}
+        return out, {path: variables[path].get_value() for path in model_state}
 
     return apply
 
 
-def _apply_linen(module: nn.Module, loss_fn: Callable[[Any, Any], Any]) -> Apply:
+def _apply_linen(module: nn.Module, loss_fn: Callable[..., Any], streams: Collection[str]) -> Apply:
     def apply(
         params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
     ) -> tuple[Any, Arrays]:
         collections = unflatten(model_state)
-        run = nn.apply(lambda model: loss_fn(model, batch), module, mutable=list(collections))
+        everything = core.DenyList("params")  # what is sown too
+        run = nn.apply(lambda model: loss_fn(model, batch, key), module, mutable=everything)
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+        rngs |= {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in streams}
         out, after = run({"params": unflatten(params), **collections}, rngs=rngs)
-        return out, {**model_state, **flatten(after)}
+        changed = flatten(after)
+        return out, {path: changed.get(path, old) for path, old in model_state.items()}
 
     return apply

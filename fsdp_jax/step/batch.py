@@ -164,7 +164,8 @@ def _no_rows_of_numbers(path: str, leaf: Any) -> ValueError:
     """Returns the error for a leaf that has no rows or no numbers."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         what = "a random key in the batch"
-        fix = "leave it out: dropout draws from the model's own streams, a new key each step"
+        fix = "leave it out: dropout draws from the model's own streams, a new key each step; "
+        fix += "loss_fn(model, batch, key) is given one too"
     elif leaf.ndim:
         what = "not an array of numbers in the batch"
         fix = "leave it out, or encode it as numbers"

@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -33,11 +32,15 @@ from fsdp_jax.errors import message
 from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
 from fsdp_jax.sharding.layout import COPIES, Layout
+from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model
 from fsdp_jax.units.unit import ROOT, Remat, Shard, UnitError, run_unit
+
+_EVALUATION = 2**32 - 1  # folded into the key of the run; steps count from 0
+_LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ class StepPlan:
         tx: the optimizer.
         comms: path -> how that parameter is communicated.
         boundaries: module path -> what happens as a call enters and leaves it.
-        loss_fn: `(model, batch) -> (sum, count)`.
+        loss_fn: `(model, batch) -> (sum, count, metrics)`, as `step.loss.as_loss` makes it; of a
+            step that only evaluates, whatever is returned.
+        takes_key: whether `loss_fn` is called with a random key too.
         remat: of the whole model, where that is the unit.
         accumulation: microbatches per step.
         deferred: whether gradients are reduced once, after the last microbatch.
@@ -68,6 +73,7 @@ class StepPlan:
     comms: dict[str, ParamComm]
     boundaries: dict[str, Boundary]
     loss_fn: LossFn
+    takes_key: bool = False
     remat: Remat = "none"
     accumulation: int = 1
     deferred: bool = False
@@ -88,8 +94,8 @@ def train_step(
     """Returns (state after one optimizer step, metrics).
 
     Metrics, all float32 or int32 scalars: loss (sum / count), grad_norm (before clipping), count,
-    skipped, skipped_in_a_row. Where the loss or gradients are not finite, only the counters
-    change.
+    skipped, skipped_in_a_row; and those of the loss, float32, see `step.loss`. Where the loss or
+    gradients are not finite, only the counters of the state change.
 
     Args:
         plan: of the step.
@@ -98,7 +104,7 @@ def train_step(
 
     """
     with _batch_split(plan, jax.tree.leaves(batch)[0].shape[1]):
-        gradients, (loss_sum, count), model_state = _gradients(plan, state, batch)
+        gradients, (loss_sum, count, metrics), model_state = _gradients(plan, state, batch)
     loss = loss_sum / count
     # The gradients are of the sum: their norm, and the clipped ones, are of the mean.
     magnitudes = jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), gradients)
@@ -120,12 +126,14 @@ def train_step(
     new = TrainState(
         state.step + 1, params, copies, opt_state, model_state, state.rng, skipped, in_a_row
     )
-    counters = {"count": count, "skipped": skipped, "skipped_in_a_row": in_a_row}
-    return new, {"loss": loss, "grad_norm": norm, **counters}
+    own = dict(zip(OWN, (loss, norm, count, skipped, in_a_row), strict=True))
+    return new, own | averaged(metrics)
 
 
 def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None) -> Any:
     """Returns `loss_fn(model, batch)` in inference mode; nothing is differentiated, no state kept.
+
+    A function that takes a key gets the same one each time, which no training step has.
 
     `rows`: of the batch; None where the function takes something else.
     """
@@ -136,7 +144,7 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
             _model_params(plan, params, {}),
             state.model_state,
             batch,
-            state.rng,
+            jax.random.fold_in(state.rng, _EVALUATION),
             training=False,
             device=None,
         )
@@ -213,7 +221,7 @@ def _model_params(
 
 
 def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree, Any, PyTree]:
-    """Returns (gradients of the summed loss, (sum, count), model state), reduced over the mesh."""
+    """Returns (gradients of the summed loss, (sum, count, metrics), model state), reduced."""
     params = _compute_params(state)
     if not plan.local_batch:
         return _accumulate(plan, params, state.model_state, state.rng, state.step, batch, None)
@@ -272,8 +280,7 @@ def _accumulate(
         out, new_state = _run_model(
             plan, model_params, model_state, batch, key, training=True, device=device
         )
-        loss_sum, count = sum_and_count(out)
-        return loss_sum, (loss_sum, count, new_state)
+        return out[0], (out, new_state)
 
     def microbatch(
         model_state: PyTree, batch: PyTree, index: Any
@@ -282,21 +289,23 @@ def _accumulate(
         fn = loss
         if plan.per_unit and plan.prefetch != "none":
             fn = prefetched(loss, plan.comms, plan.prefetch, plan.report)
-        gradients, (loss_sum, count, new_state) = jax.grad(fn, has_aux=True)(
+        gradients, (sums, new_state) = jax.grad(fn, has_aux=True)(
             variables, model_state, batch, key
         )
         _check_model_state(model_state, new_state)
         if not (plan.per_unit or plan.deferred):
             gradients = {path: reduce(plan.comms[path], gradients[path]) for path in trained}
-        return gradients, (loss_sum, count), new_state
+        return gradients, sums, new_state
 
     def add(carry: Any, batch_and_index: Any) -> Any:
         totals, model_state = carry
-        gradients, sums, model_state = microbatch(model_state, *batch_and_index)
-        totals = jax.tree.map(
-            lambda total, x: total + x.astype(total.dtype), totals, (gradients, sums)
+        gradients, (loss_sum, count, metrics), model_state = microbatch(
+            model_state, *batch_and_index
         )
-        return (totals, model_state), None
+        totals = jax.tree.map(
+            lambda total, x: total + x.astype(total.dtype), totals, (gradients, loss_sum, count)
+        )
+        return (totals, model_state), metrics
 
     # Sum over the microbatches.
     if plan.accumulation == 1:
@@ -304,9 +313,11 @@ def _accumulate(
         gradients, sums, model_state = microbatch(model_state, first, 0)
     else:
         zeros = {path: _zero_gradient(plan, path) for path in trained}
-        start = (zeros, (jnp.zeros(()), jnp.zeros(()))), model_state
+        start = (zeros, jnp.zeros(()), jnp.zeros(())), model_state
         microbatches = (batch, jnp.arange(plan.accumulation))
-        ((gradients, sums), model_state), _ = lax.scan(add, start, microbatches)
+        ((gradients, loss_sum, count), model_state), each = lax.scan(add, start, microbatches)
+        # Stacked: what metrics there are is known once the loss is traced, in the scan.
+        sums = loss_sum, count, jax.tree.map(lambda x: x.sum(0), each)
     # Reduce at the end, where that is deferred.
     if plan.deferred:
         gradients = {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
@@ -315,12 +326,16 @@ def _accumulate(
 
 
 def _check_model_state(before: PyTree, after: PyTree) -> None:
-    """Raises ValueError where the model's new state has another shape or dtype.
+    """Raises ValueError where the model's new state has another structure, shape or dtype.
 
     The next step could not take it.
     """
     expected = flatten(before)
     for path, new in flatten(after).items():
+        if path not in expected:
+            what = "the model makes new state in a step"
+            fix = "make it as the model is initialized; sow into a collection without variables"
+            raise ValueError(message(what, where=path, got=jnp.shape(new), fix=fix))
         old = expected[path]
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             what = "the model's state changes its shape or dtype in a step"
@@ -363,9 +378,14 @@ def _run_model(
 
     def call(params: PyTree, args: Any) -> tuple[Any, PyTree]:
         model_state, batch, key = args
+        fn = plan.loss_fn
+        if plan.takes_key:
+            own = key if device is None else jax.random.fold_in(key, device)
+            loss_key = jax.random.fold_in(own, _LOSS)
+            fn = lambda model, batch: plan.loss_fn(model, batch, loss_key)  # noqa: E731
         try:
             return plan.model.run(
-                plan.loss_fn,
+                fn,
                 params,
                 model_state,
                 batch,
@@ -388,37 +408,6 @@ def _run_model(
     if not any(comm.unit == ROOT for comm in plan.comms.values()):
         return call(params, args)
     return run_unit(call, params, args, unit=ROOT, remat=plan.remat)
-
-
-def sum_and_count(out: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns what a loss function returned, as float32 scalars.
-
-    Raises:
-        ValueError: anything else than a pair of scalars.
-
-    """
-    numbers = jax.Array, np.ndarray, np.generic, int, float
-    if (
-        isinstance(out, tuple)
-        and len(out) == 2
-        and all(isinstance(x, numbers) and jnp.ndim(x) == 0 for x in out)
-    ):
-        return jnp.asarray(out[0], jnp.float32), jnp.asarray(out[1], jnp.float32)
-    what = "loss_fn returned something else"
-    fix = "return the summed loss and the number of tokens (or examples) in it; "
-    fix += "the step divides, over all microbatches"
-    raise ValueError(
-        message(what, where="loss_fn", expected="(sum, count)", got=_type_of(out), fix=fix)
-    )
-
-
-def _type_of(out: Any) -> str:
-    """Returns the type of each part of a result: `(float32[8], dict)`."""
-    if isinstance(out, tuple):
-        return f"({', '.join(map(_type_of, out))})"
-    if isinstance(out, jax.Array | np.ndarray):
-        return f"{out.dtype}{list(out.shape)}"
-    return type(out).__name__
 
 
 # The optimizer

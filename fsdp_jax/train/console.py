@@ -1,11 +1,13 @@
 """The log of a run: lines, and on a terminal a progress bar; processes other than 0 are silent."""
 
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Self
 
 import flax
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -61,20 +63,26 @@ class Screen:
             self._bar.stop()
             self._bar = None
 
-    def show_step(self, record: StepRecord, *, log: bool) -> None:
-        """Advances the bar by one step, and prints its metrics as a line if `log`."""
+    def show_step(
+        self, record: StepRecord, *, log: bool, more: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Advances the bar by one step, and prints its metrics as a line if `log`.
+
+        `more`: metrics of the loss's own, of which numbers are printed, and arrays are not.
+        """
         if self._bar is not None:
             description = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tok/s"
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=record.step, description=description)
         if log:
-            self.say(self._line(record))
+            self.say(self._line(record, more or {}))
 
-    def _line(self, record: StepRecord) -> str:
+    def _line(self, record: StepRecord, more: Mapping[str, np.ndarray]) -> str:
         seconds_left = round((self._steps - record.step) * record.step_time_s)
         fields = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
             f"loss {record.loss:.4f}",
+            *(f"{name} {value:.4g}" for name, value in more.items() if value.ndim == 0),
             f"grad {record.grad_norm:.4f}",
             f"lr {record.learning_rate:.2e}",
             f"{record.step_time_s:.3f} s",

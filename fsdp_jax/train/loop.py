@@ -18,12 +18,13 @@ from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
 from fsdp_jax.launch import is_lead
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
+from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.train.build import Run, lora_scale
 from fsdp_jax.train.config_file import digest
 from fsdp_jax.train.console import Screen, banner, summary
 from fsdp_jax.train.dataset import Data
-from fsdp_jax.train.metrics import JsonLines, StepRecord, device_memory, now
+from fsdp_jax.train.metrics import JsonLines, StepRecord, device_memory, now, of_the_loss
 from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
@@ -193,7 +194,8 @@ class Training:
 
     def _record(self, pending: Pending) -> None:
         """Waits for a step, and writes and shows its metrics."""
-        metrics = {name: float(value) for name, value in pending.metrics.items()}
+        values = {name: np.asarray(value) for name, value in pending.metrics.items()}
+        metrics = {name: float(values.pop(name)) for name in OWN}
         finish = time.perf_counter()
         seconds = finish - self.previous_finish
         self.previous_finish = finish
@@ -222,9 +224,9 @@ class Training:
         )
         self.blocked_seconds = None
         if self.metrics is not None:
-            self.metrics.write(vars(record))
+            self.metrics.write(vars(record) | of_the_loss(values))
         log = pending.step % self.config.log_every == 0 or pending.step == self.config.steps
-        self.screen.show_step(record, log=log)
+        self.screen.show_step(record, log=log, more=values)
 
     def _evaluate(self) -> bool:
         """Measures the held-out loss in nats per token; returns True if asked to stop meanwhile."""
@@ -236,13 +238,16 @@ class Training:
             sums.append(self.run.eval_step(self.state, batch))
             if self.agree(self.stop.asked, False, False)[0]:
                 return True
-        loss_sum, count = np.sum([[float(x) for x in pair] for pair in sums], axis=0)
+        loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
         loss = self.held_out_loss = float(loss_sum / count)
         measured = f"held-out loss {loss:.4f} over {count:,.0f} {self.data.unit}s"
         self.screen.say(f"step {self.steps_done}: {measured}")
         if self.evals is not None:
             fields = {"step": self.steps_done, "held_out_loss": loss, "tokens": int(count)}
-            self.evals.write({**fields, "time": now()})
+            with np.errstate(invalid="ignore", divide="ignore"):  # a metric's own count may be zero
+                values = averaged(more[0]) if more else {}
+            arrays = {name: np.asarray(value) for name, value in values.items()}
+            self.evals.write({**fields, "time": now()} | of_the_loss(arrays))
         return False
 
     def _save(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from fsdp_jax.io.atomic import write_durably
 
@@ -57,7 +58,16 @@ class JsonLines:
         self._file.close()
 
 
+def of_the_loss(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the field `metrics` of a record, for metrics of the loss's own; none without them."""
+    return {"metrics": {name: value.tolist() for name, value in values.items()}} if values else {}
+
+
 def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite_or_none(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite_or_none(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -22,12 +22,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from flax import core
+from flax import core, errors
 from flax.core import meta
 
 from fsdp_jax.errors import message
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
+from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing
 from fsdp_jax.units.model import Boundary, LossFn, split_arrays
 from fsdp_jax.units.unit import all_shards, checkpoint_settings, gathered, shards_in
 
@@ -43,7 +44,7 @@ class _NeverEqual:
         return hash(("fsdp_jax", next(self._numbers)))
 
 
-_FLAGS = {"fsdp_jax": _NeverEqual()}
+_FLAGS = {FLAG: _NeverEqual()}
 
 
 class LinenModel:
@@ -62,6 +63,7 @@ class LinenModel:
     def __init__(self, module: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
         self._module = module
         self._args, self._kwargs = _example(module, inputs)
+        self.demands = Demands()
         kinds: dict[str, type] = {}
 
         def record(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -85,9 +87,25 @@ class LinenModel:
             return jax.numpy.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x
 
         args, kwargs = jax.tree.map(zeros, (self._args, self._kwargs))
-        rngs = dict(zip((_PARAMS, "dropout"), jax.random.split(key, 2), strict=True))
         call = self._scoped(lambda module: module(*args, **kwargs))
-        return core.init(call, mutable=core.DenyList("intermediates"), flags=_FLAGS)(rngs)[1]
+
+        def trace() -> Any:
+            watch = ScopeWatch(self.demands, gives_streams=True, known=())
+
+            def intercept(
+                next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any
+            ) -> Any:
+                if context.module.scope is not None:
+                    watch.watch(context.module.scope)
+                    sow_nothing(context.module)
+                return next_fun(*args, **kwargs)
+
+            params_key, dropout_key = jax.random.split(key, 2)
+            rngs = self.demands.rngs(params_key, dropout_key, key)
+            with nn.intercept_methods(intercept):
+                return core.init(call, flags=_FLAGS)(rngs)[1]
+
+        return self.demands.met(trace)
 
     def _scoped(self, fn: Callable[[nn.Module], Any]) -> Callable[[core.Scope], Any]:
         """Returns `fn` as a function of a scope; `nn.apply` and `nn.init` take no flags."""
@@ -117,26 +135,68 @@ class LinenModel:
         """Returns (`fn(model, batch)`, the updated rest); see `Model.run`.
 
         `training` provides random streams; other switches are arguments of the model's own.
+
+        Raises:
+            ValueError: the model draws from a stream that it is not given.
+
         """
         key = key if device is None else jax.random.fold_in(key, device)
-        rngs = {_PARAMS: key, "dropout": jax.random.fold_in(key, 1)} if training else {}
-        entered: set[str] = set()
 
-        def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-            path = _path(context.module)
-            if path not in boundaries or path in entered or context.method_name == "setup":
+        def trace() -> tuple[Any, PyTree]:
+            watch = ScopeWatch(self.demands, gives_streams=training, known={_PARAMS, *rest})
+
+            def call(scope: core.Scope) -> Any:
+                watch.watch(scope)
+                return self._scoped(lambda model: fn(model, batch))(scope)
+
+            mutable = [*self._collections, *self.demands.sown]
+            apply = core.apply(call, mutable=mutable, flags=_FLAGS)
+            rngs = self.demands.rngs(key, jax.random.fold_in(key, 1), key) if training else {}
+            with nn.intercept_methods(_interceptor(boundaries, watch)):
+                return apply({_PARAMS: params, **rest}, rngs=rngs)
+
+        try:
+            out, after = self.demands.met(trace)
+        except errors.InvalidRngError as error:
+            raise _no_stream(error, training) from error
+        return out, {name: after.get(name, rest[name]) for name in self._collections}
+
+
+def _interceptor(boundaries: Mapping[str, Boundary], watch: ScopeWatch) -> Callable[..., Any]:
+    """Returns what intercepts the methods in a trace; see the note on interception."""
+    entered: set[str] = set()
+
+    def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        path = _path(context.module)
+        if path is not None:
+            watch.watch(context.module.scope)
+        watch.depth += 1
+        try:
+            inside = path in entered or context.method_name == "setup"
+            if path is None or path not in boundaries or inside:
                 return next_fun(*args, **kwargs)
             entered.add(path)
             try:
                 return _call(next_fun, args, kwargs, context, boundaries[path])
             finally:
                 entered.remove(path)
+        finally:
+            watch.depth -= 1
 
-        call = self._scoped(lambda model: fn(model, batch))
-        apply = core.apply(call, mutable=self._collections, flags=_FLAGS)
-        with nn.intercept_methods(intercept):
-            out, after = apply({_PARAMS: params, **rest}, rngs=rngs)
-        return out, {name: after.get(name, rest[name]) for name in self._collections}
+    return intercept
+
+
+def _no_stream(error: errors.InvalidRngError, training: bool) -> ValueError:
+    """Returns the error for a random stream that a model lacks."""
+    got = str(error).splitlines()[0]
+    if training:
+        what = "a random stream does not reach the module that draws from it"
+        fix = "name the stream in split_rngs of the nn.scan or nn.vmap around the module"
+    else:
+        what = "the model draws random numbers in inference mode, where no streams are given"
+        fix = "switch them off by the model's own argument (deterministic=True); or give them: "
+        fix += "loss_fn(model, batch, key), with model.apply(model.variables, ..., rngs={...: key})"
+    return ValueError(message(what, where="model", got=got, fix=fix))
 
 
 def _example(

@@ -13,7 +13,8 @@ from fsdp_jax.tree import PyTree
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.unit import Remat
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Callable[..., Any]
+"""(model, batch), or (model, batch, random key) -> (sum, count), or (sum, count, metrics)"""
 
 
 @dataclass(frozen=True)

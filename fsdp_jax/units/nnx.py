@@ -49,6 +49,7 @@ class NnxModel:
             got = type(model)
             raise ValueError(message(what, where="model", expected=expected, got=got, fix=fix))
         _swap_streams(model, _Stream, nnx.RngStream)
+        nnx.pop(model, nnx.Intermediate)  # sown while the model was made: no state
         return nnx.split(model, nnx.Param, ...)
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:

@@ -1,0 +1,177 @@
+"""What a loss function takes and returns: a sum, a count, metrics of the user's own, and a key.
+
+[Note: metrics] Sums add up over microbatches, devices and batches, and means do not. So a loss
+returns sums, and the step divides them once, at the end:
+
+| `metrics[name]` of the loss | reported by the step |
+|---|---|
+| `value` | the sum of the values, over the count of the loss |
+| `(value, count)` | the sum of the values, over the sum of these counts; NaN where that is zero |
+| `(value, None)` | the sum of the values |
+
+A value is a number, or an array whose elements are summed one by one. A nested dict is named by
+its paths: `{"moe": {"dropped": x}}` is reported as `moe/dropped`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fsdp_jax.errors import message
+from fsdp_jax.tree import SEPARATOR
+
+Metrics = dict[str, tuple[jax.Array, jax.Array | None]]
+"""name -> (sum, the count that it is divided by or None), in float32"""
+
+OWN = ("loss", "grad_norm", "count", "skipped", "skipped_in_a_row")
+"""The step's own metrics."""
+
+EXPECTED = "(sum, count) or (sum, count, metrics)"
+
+
+def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array, Metrics]]:
+    """Returns the user's loss with its result checked, `(sum, count, metrics)` in float32.
+
+    Raises:
+        ValueError: when called, a result or metrics that are something else, and a loss that
+            computes with the key as if it were data.
+
+    """
+
+    def loss(model: Any, batch: Any, *key: jax.Array) -> Any:
+        try:
+            out = loss_fn(model, batch, *key)
+        except (TypeError, ValueError) as error:
+            if not key or "key<" not in str(error):
+                raise
+            what = "the loss computes with a random key"
+            got = str(error).splitlines()[0]
+            fix = "the third argument of a loss is a key, to draw from with jax.random; labels "
+            fix += "belong in the batch, {'x': x, 'y': y}. With local_batch, so does what is "
+            fix += "read of parameters outside their units: leave local_batch out"
+            raise ValueError(message(what, where="loss_fn", got=got, fix=fix)) from error
+        return _parts(out)
+
+    return loss
+
+
+def takes_key(loss_fn: Callable[..., Any]) -> bool:
+    """Returns whether a loss has a third required positional parameter, which gets a random key.
+
+    Raises:
+        ValueError: not a function, or one that cannot be called as `loss_fn(model, batch)` or
+            `loss_fn(model, batch, key)`.
+
+    """
+    expected = "loss_fn(model, batch) or loss_fn(model, batch, key)"
+    if not callable(loss_fn):
+        raise ValueError(message("not a function", where="loss_fn", expected=expected, got=loss_fn))
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # of a function that is not written in Python
+        return False
+    parameters = signature.parameters.values()
+    kinds = [parameter.kind for parameter in parameters]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    too_few = len(positional) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds
+    if too_few or by_name or len(required) > 3:
+        what = "the loss takes other arguments"
+        fix = "bind the others with functools.partial, or put them into the batch"
+        got = f"loss_fn{signature}"
+        raise ValueError(message(what, where="loss_fn", expected=expected, got=got, fix=fix))
+    return len(required) == 3
+
+
+def averaged(metrics: Metrics) -> dict[str, jax.Array]:
+    """Returns name -> metric as it is reported; see the note."""
+    return {
+        name: total if count is None else total / count for name, (total, count) in metrics.items()
+    }
+
+
+def _parts(out: Any) -> tuple[jax.Array, jax.Array, Metrics]:
+    """Returns what a loss returned, in float32. Raises ValueError for anything else."""
+    if isinstance(out, tuple) and len(out) in (2, 3) and all(map(_is_scalar, out[:2])):
+        count = _float32(out[1])
+        return _float32(out[0]), count, _metrics(out[2], count) if len(out) == 3 else {}
+    what = "loss_fn returned something else"
+    fix = "return the summed loss and the number of tokens (or examples) in it; "
+    fix += "the step divides, over all microbatches"
+    if _is_scalar(out):
+        what = "loss_fn returned a number alone"
+        fix = "return losses.sum(), losses.size; or mean * n, n for the mean over n examples"
+    elif isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping):
+        what = "loss_fn returned metrics and no count"
+        fix = "return losses.sum(), losses.size, metrics; "
+        fix += "or mean * n, n, metrics for the mean over n examples"
+    got = _type_of(out)
+    raise ValueError(message(what, where="loss_fn", expected=EXPECTED, got=got, fix=fix))
+
+
+def _metrics(tree: Any, count: jax.Array) -> Metrics:
+    """Returns the user's metrics by name, each as a pair; `count`: of the loss."""
+    if not isinstance(tree, Mapping):
+        what = "the metrics of the loss are not a dict"
+        fix = 'return losses.sum(), losses.size, {"accuracy": hits.sum()}'
+        got = _type_of(tree)
+        raise ValueError(message(what, where="loss_fn", expected="a dict", got=got, fix=fix))
+    metrics: Metrics = {}
+    for name, value in _by_path(tree):
+        if name in OWN or name in metrics:
+            what = f"two metrics are called '{name}'"
+            other = "one of the step's own metrics" if name in OWN else "another one of the loss"
+            fix = f"another name, such as 'my_{name}'"
+            raise ValueError(message(what, where="loss_fn", got=other, fix=fix))
+        total, own = value if isinstance(value, tuple) and len(value) == 2 else (value, count)
+        fits = _is_number(total) and (own is None or _is_number(own))
+        if not fits or (own is not None and jnp.shape(own) not in ((), jnp.shape(total))):
+            what = "a metric is not a number"
+            expected = "a sum, (sum, count) or (sum, None), of numbers or arrays of one shape"
+            got = _type_of(value)
+            fix = "add it up: hits.sum(), or (hits.sum(), hits.size) for a mean of its own"
+            where = f"metrics['{name}'] of loss_fn"
+            raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
+        metrics[name] = _float32(total), None if own is None else _float32(own)
+    return metrics
+
+
+def _by_path(tree: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """Returns (slash-joined path, leaf) of nested dicts; whatever else there is is a leaf."""
+    found = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            inner = _by_path(value)
+            found += [(f"{name}{SEPARATOR}{path}", leaf) for path, leaf in inner]
+        else:
+            found.append((str(name), value))
+    return found
+
+
+def _is_number(x: Any) -> bool:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | int | float):
+        return False
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return any(jnp.issubdtype(jnp.result_type(x), kind) for kind in kinds)
+
+
+def _is_scalar(x: Any) -> bool:
+    return _is_number(x) and jnp.ndim(x) == 0
+
+
+def _float32(x: Any) -> jax.Array:
+    return jnp.asarray(x, jnp.float32)
+
+
+def _type_of(out: Any) -> str:
+    """Returns the type of each part of a result: `(float32[8], dict)`."""
+    if isinstance(out, tuple):
+        return f"({', '.join(map(_type_of, out))})"
+    if isinstance(out, jax.Array | np.ndarray):
+        return f"{out.dtype}{list(out.shape)}"
+    return type(out).__name__
