@@ -100,6 +100,30 @@ def test_batch_norm_holds_only_by_default():
     assert "norm/mean" in str(local.failures[0])
 
 
+def test_metrics_and_keys_are_compared_too():
+    def loss(model, batch, key):
+        total, count = SUM(model, batch)
+        noise = jax.random.uniform(key)
+        return total * noise, count, {"mask": batch["mask"].sum(), "none": (0.0, 0)}
+
+    (row,) = quick(loss, rows=32, accumulation=[4], steps=2).rows
+    assert row.holds, row.failures
+    assert row.differences["metrics"][0] < 1e-6
+    table = str(quick(SUM))
+    assert "metrics" not in table
+
+
+def test_a_metric_that_is_a_mean_is_found_and_explained():
+    def loss(model, batch):
+        return *SUM(model, batch), {"good": batch["mask"].sum(), "mean": batch["mask"].mean()}
+
+    default, local = quick(loss, local_batch=True).rows
+    assert default.holds
+    (failure,) = local.failures
+    assert (failure.what, failure.path) == ("metrics", "mean")
+    assert "the metric is not a sum over examples" in failure.cause
+
+
 class Dropped(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -1,0 +1,309 @@
+"""What a model sows reaches the loss, with gradients; a stream that it draws from is given."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fsdp_jax as fsdp
+from fsdp_jax.certify import certify
+
+pytestmark = pytest.mark.releases
+
+BATCH = {"x": np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)}
+INPUTS = (jax.ShapeDtypeStruct((1, 8), jnp.float32),)
+STACKED = {"split_rngs": {"params": True, "noise": True}, "length": 2}
+SOWN = {"losses": 0, "intermediates": 0}
+
+
+class Block(nn.Module):
+    noise: bool = False
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = jnp.tanh(nn.Dense(8)(x))
+        if self.noise:
+            y += jax.random.normal(self.make_rng("noise"), y.shape)
+        self.sow("losses", "squares", (y**2).sum())
+        self.sow("intermediates", "y", y)
+        return x + y, None
+
+
+KINDS = {"": Block, "remat": nn.remat(Block), "jit": nn.jit(Block)}
+
+
+class Model(nn.Module):
+    """Two blocks; `wrap` says how they are called, `passed` what a scan passes on."""
+
+    wrap: str = ""
+    noise: bool = False
+    passed: tuple[str, ...] = ("losses", "intermediates")
+
+    @nn.compact
+    def __call__(self, x):
+        if self.wrap == "scan":
+            axes = {"params": 0} | dict.fromkeys(self.passed, 0)
+            x, _ = nn.scan(Block, variable_axes=axes, **STACKED)(self.noise)(x, None)
+        elif self.wrap == "shared":
+            block = Block(self.noise)
+            x = block(block(x)[0])[0]
+        else:
+            for number in range(2):
+                x, _ = KINDS[self.wrap](self.noise, name=f"block_{number}")(x)
+        # A sum over calls, not a tuple of them.
+        self.sow("losses", "total", x.sum(), lambda a, b: a + b, lambda: jnp.zeros(()))
+        return nn.Dense(8)(x)
+
+
+def of_sown(y, variables):
+    auxiliary = sum(jnp.sum(each) for each in jax.tree.leaves(variables["losses"]))
+    values = [jnp.sum(each) for each in jax.tree.leaves(variables["intermediates"])]
+    return (y**2).sum() + 0.1 * auxiliary, y.shape[0], {"sown": (len(values) * 1.0, None)}
+
+
+def loss(model, batch):
+    y = model(batch["x"])
+    return of_sown(y, model.variables)
+
+
+def shard(model, units=(Block,), **settings):
+    inputs = {"inputs": INPUTS} if isinstance(model, nn.Module) else {}
+    mesh, tx = fsdp.make_mesh(data=8), optax.sgd(0.1)
+    return fsdp.fully_shard(model, tx, mesh, units=units, min_size=8, **inputs, **settings)
+
+
+LOCAL = {"local_batch": True, "accumulation": 2}
+
+
+def control(model, state):
+    """The loss and the gradient norm of one device, in plain Flax."""
+    params = jax.tree.map(np.asarray, state.params)
+
+    def total(params):
+        y, sown = model.apply({"params": params}, BATCH["x"], mutable=["losses", "intermediates"])
+        return of_sown(y, sown)[0] / 32
+
+    value, gradients = jax.value_and_grad(total)(params)
+    return float(value), float(optax.tree.norm(gradients))
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefetch": "pre"} | LOCAL, {"units": "model"} | LOCAL])
+@pytest.mark.parametrize("wrap", [*KINDS, "scan", "shared"])
+@pytest.mark.filterwarnings("ignore::fsdp_jax.SlowerWarning")  # nothing to prefetch
+def test_what_a_linen_model_sows_reaches_the_loss(wrap, settings):
+    settings = dict(settings)
+    fixed = {name: settings.pop(name) for name in ("units", "prefetch") if name in settings}
+    sharded = shard(Model(wrap), **fixed)
+    state = sharded.init(0)
+    assert state.model_state == {}, "what is sown is no state"
+    expected = control(Model(wrap), state)
+    step = sharded.train_step(loss, **settings)
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        found = float(metrics["loss"]), float(metrics["grad_norm"])
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        expected = control(Model(wrap), state)
+    values = 1 if wrap == "scan" else 2  # stacked
+    calls = 1 if not settings else 16  # microbatches x devices
+    assert float(metrics["sown"]) == values * calls, "none is left of an earlier call"
+
+
+def test_an_evaluation_reads_what_is_sown():
+    sharded = shard(Model("scan"))
+    state = sharded.init(0)
+    total, count, _ = sharded.eval_step(loss)(state, BATCH)
+    np.testing.assert_allclose(total / count, control(Model("scan"), state)[0], rtol=1e-5)
+
+
+def test_nothing_is_collected_for_a_loss_that_does_not_read_it():
+    sharded = shard(Model("scan"))
+    sharded.train_step(lambda model, batch: (model(batch["x"]).sum(), 1)).lower(BATCH)
+    assert sharded._model.demands.sown == set()
+
+
+def penalty(model, batch):
+    model(batch["x"])
+    return (model.variables["params"]["Dense_0"]["kernel"] ** 2).sum(), 1
+
+
+READ = {
+    "item": lambda losses: losses["ScanBlock_0"],
+    "leaves": lambda losses: sum(jax.tree.leaves(losses)),
+    "values": lambda losses: sum(losses.values()),
+    "get": lambda losses: losses.get("total", 0.0),
+    "if": lambda losses: 1.0 if losses else 0.0,
+}
+
+
+@pytest.mark.parametrize("read", READ)
+def test_a_value_that_a_scan_does_not_pass_on_is_an_error_when_it_is_read(read):
+    sharded = shard(Model("scan", passed=("intermediates",)))
+
+    def reads(model, batch):
+        y = model(batch["x"])
+        return y.sum() + READ[read](model.variables.get("losses", {})), 1
+
+    said = r"sows into 'losses' does not reach(.*\n)*.*ScanBlock_0\n(.*\n)*.*'losses': 0\}"
+    with pytest.raises(ValueError, match=said):
+        sharded.train_step(reads).lower(BATCH)
+    sharded.train_step(penalty).lower(BATCH)  # which reads something else
+
+
+class Guarded(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = Block()(x)[0]
+        if self.is_mutable_collection("intermediates"):
+            self.sow("intermediates", "large", (y > 0).sum())
+        return y
+
+
+def test_a_model_that_asks_whether_it_shall_sow_is_told_so():
+    def guarded(model, batch):
+        y = model(batch["x"])
+        return y.sum(), 1, {"large": model.variables["intermediates"]["large"][0]}
+
+    sharded = shard(Guarded())
+    _, metrics = sharded.train_step(guarded, accumulation=2)(sharded.init(0), BATCH)
+    assert float(metrics["large"]) > 0
+
+
+class Late(nn.Module):
+    """Makes state that it did not make as it was initialized."""
+
+    @nn.compact
+    def __call__(self, x):
+        made = self.variable("stats", "first", lambda: jnp.zeros(()))
+        if not self.is_initializing():
+            self.variable("stats", "second", lambda: jnp.zeros(()))
+        return nn.Dense(8)(x) + made.value
+
+
+def test_state_that_is_made_in_a_step_is_an_error():
+    step = shard(Late(), units="model").train_step(lambda m, b: (m(b["x"]).sum(), 1))
+    with pytest.raises(ValueError, match=r"makes new state in a step\n.*stats/second"):
+        step.lower(BATCH)
+
+
+# Random streams
+
+
+@pytest.mark.parametrize("wrap", [*KINDS, "scan"])
+def test_a_model_draws_from_any_stream_that_it_names(wrap):
+    settings = {"strategies": ["full_shard"], "accumulation": [2], "steps": 2}
+    certificate = certify(Model(wrap, True), loss, BATCH, units=[Block], inputs=INPUTS, **settings)
+    (row,) = certificate.rows
+    assert {"metrics", "loss", "gradients"} < row.differences.keys()
+    assert "| metrics" in str(certificate).replace("  ", "| ")
+
+
+class Noise(nn.Module):
+    """Noise of a scan's layers, side by side; drawn only when it is trained."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        def draw(module, carry, _):
+            return carry, jax.random.normal(module.make_rng("noise"), ())
+
+        scale = self.param("scale", nn.initializers.ones, (8, 8))
+        if not train:
+            return x @ scale
+        _, drawn = nn.scan(draw, **STACKED)(self, 0.0, None)
+        return x @ scale + drawn.sum(), drawn
+
+
+def test_a_stream_that_is_named_in_training_only_is_split_over_layers():
+    def noisy(model, batch):
+        y, drawn = model(batch["x"], train=True)
+        return (y**2).sum(), 1, {"drawn": (drawn, None)}
+
+    sharded = shard(Noise(), units="model")
+    state, metrics = sharded.train_step(noisy)(sharded.init(0), BATCH)
+    first, second = metrics["drawn"]
+    assert first != second
+    _, again = sharded.train_step(noisy)(state, BATCH)
+    assert not np.isin(again["drawn"], metrics["drawn"]).any(), "new in each step"
+
+
+def test_an_evaluation_that_draws_says_how():
+    sharded = shard(Model(noise=True))
+    state = sharded.init(0)
+    with pytest.raises(ValueError, match=r"in inference mode(.*\n)+.*noise(.*\n)+.*model.apply"):
+        sharded.eval_step(loss)(state, BATCH)
+
+    def given(model, batch, key):
+        y = model.apply(model.variables, batch["x"], rngs={"noise": key})
+        return (y**2).sum(), 32
+
+    one, two = (sharded.eval_step(given)(state, BATCH) for _ in range(2))
+    assert one == two
+
+
+# NNX
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        y = jnp.tanh(self.linear(x))
+        self.sow(nnx.Intermediate, "squares", (y**2).sum())
+        return x + y
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, scan, rngs):
+        self.scan = scan
+        if scan:
+            self.blocks = nnx.vmap(NnxBlock, in_axes=0)(rngs.split(2))
+        else:
+            self.one, self.two = NnxBlock(rngs), NnxBlock(rngs)
+        nnx.capture(self, nnx.Intermediate)(jnp.ones((1, 8)))
+        self.sow(nnx.Intermediate, "made", jnp.ones(3))
+
+    def __call__(self, x):
+        if self.scan:
+            call = nnx.scan(
+                lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
+            )
+            return call(self.blocks, x)
+        return self.two(self.one(x))
+
+
+def captured(model, batch):
+    y, sown = nnx.capture(model, nnx.Intermediate)(batch["x"])
+    return (y**2).sum() + sum(jnp.sum(each) for each in jax.tree.leaves(sown)), len(y)
+
+
+def popped(model, batch):
+    y = model(batch["x"])
+    sown = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))
+    return (y**2).sum() + sum(jnp.sum(each) for each in sown), len(y)
+
+
+def left(model, batch):
+    y = model(batch["x"])
+    sown = jax.tree.leaves(nnx.state(model, nnx.Intermediate))
+    return (y**2).sum() + sum(jnp.sum(each) for each in sown), len(y)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("read", [captured, popped, left])
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_an_nnx_model_sows_reaches_the_loss_and_is_no_state(scan, read):
+    sharded = shard(lambda rngs: NnxModel(scan, rngs), [NnxBlock])
+    assert jax.tree.leaves(sharded.init(0).model_state) == []
+    certify(
+        lambda rngs: NnxModel(scan, rngs),
+        read,
+        BATCH,
+        units=[NnxBlock],
+        strategies=["full_shard"],
+        accumulation=[2],
+        local_batch=True,
+        steps=2,
+    )
