@@ -247,7 +247,8 @@ def test_the_table_of_matches_says_what_became_of_every_parameter():
     assert kinds["name without a rule"].where == "head/kernel"
     assert "did you mean 'embed'?" in kinds["name without a rule"].text
     assert matched.findings == ()
-    assert matched.summary() == "5 parameters: 1 by rules, 4 by annotation, 0 by heuristic"
+    counts = "1 by rules, 4 by annotation, 0 by heuristic"
+    assert matched.summary() == f"5 parameters: {counts}; findings: 0"
     assert all(row[0] in str(matched) for row in matched.rows)
 
 
