@@ -124,8 +124,8 @@ def optimizer_placements(
 
 
 def _is_boxed_array(leaf: Any) -> bool:
-    """Whether a leaf is Flax's box with an array in it, instead of the node of a mask."""
-    return is_box(leaf) and bool(jax.tree.leaves(leaf))
+    """Whether a leaf is Flax's box of one array; of a masked parameter nothing is in it."""
+    return is_box(leaf) and hasattr(unboxed(leaf), "shape")
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

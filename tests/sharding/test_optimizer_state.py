@@ -1,17 +1,22 @@
 """The state of any optax transformation is sharded from the start, and its updates are the same."""
 
+from functools import partial
 from math import prod
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from fsdp_jax.sharding.layout import Layout, make_layout
 from fsdp_jax.sharding.mesh import axes_of, make_mesh, mesh_axes
-from fsdp_jax.sharding.rules import ReplicationWarning, Rules, stacked_dims
+from fsdp_jax.sharding.optimizer_state import optimizer_specs
+from fsdp_jax.sharding.rules import ReplicationWarning, Rules, partition_specs, stacked_dims
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.tree import flatten, unflatten
 
@@ -226,3 +231,78 @@ def test_no_shard_wastes_nothing():
 def test_flat_state_that_does_not_divide_warns():
     with pytest.warns(ReplicationWarning, match=r"2 arrays stay replicated.*optimizer '0/mu'"):
         lay_out(optax.flatten(optax.adam(1e-2)), shapes={"kernel": (64, 64), "bias": (3,)})
+
+
+# For trainers of one's own
+
+
+class Annotated(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("fsdp", None))
+        return nn.Dense(32)(nn.Dense(64, kernel_init=init)(x))
+
+
+def linen_variables():
+    return jax.eval_shape(lambda: Annotated().init(jax.random.key(0), jnp.zeros((1, 64))))
+
+
+def nnx_state():
+    return nnx.eval_shape(lambda: nnx.state(nnx.Linear(64, 32, rngs=nnx.Rngs(0))))
+
+
+PARAMS = {
+    "linen": linen_variables,
+    "linen unboxed": lambda: nn.meta.unbox(linen_variables()),
+    "nnx": nnx_state,
+    "nnx pure": lambda: nnx.to_pure_dict(nnx_state()),
+    "a list": lambda: [jax.ShapeDtypeStruct((64, 32), jnp.float32)],
+}
+# of `multi_transform` the labels, of `flatten` the shape are those of other parameters
+ANY_PARAMS = OPTIMIZERS | {
+    "masked": optax.masked(optax.adam(1e-2), lambda params: jax.tree.map(lambda _: False, params)),
+    "multi_transform": optax.multi_transform(
+        {"all": optax.adam(1e-3)}, lambda params: jax.tree.map(lambda _: "all", params)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_specs_have_the_tree_of_the_optimizers_state(make, kind):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(kind,))
+    params = make()
+    specs = partition_specs(params, [], mesh, min_size=MIN_SIZE)
+    named = partial(NamedSharding, mesh)
+    for name, tx in ANY_PARAMS.items():
+        state_specs = optimizer_specs(tx, params, specs, mesh, min_size=MIN_SIZE)
+        state = jax.eval_shape(tx.init, params)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
+        placed = jax.device_put(zeros, jax.tree.map(named, state_specs))
+        assert jax.tree.structure(placed) == jax.tree.structure(state), name
+        for array in jax.tree.leaves(placed):
+            assert not array.is_fully_replicated or array.size < 8 * MIN_SIZE, name
+        with jax.set_mesh(mesh):
+            assert optimizer_specs(tx, params, specs, mesh, min_size=MIN_SIZE) == state_specs, name
+
+
+def test_a_spec_for_a_subtree_stands_for_all_of_it():
+    mesh = AbstractMesh((8,), ("fsdp",))
+    params = {"a": {"b": jax.ShapeDtypeStruct((64, 32), jnp.float32)}}
+    specs = optimizer_specs(optax.sgd(1e-2, momentum=0.9), params, {"a": P(None, "fsdp")}, mesh)
+    assert specs[0].trace == {"a": {"b": P(None, "fsdp")}}
+
+
+@pytest.mark.parametrize(
+    ("specs", "text"),
+    [
+        ({}, "a parameter has no PartitionSpec"),
+        ({"a": ("fsdp",)}, "a parameter has no PartitionSpec"),
+        ({"a": P("tp")}, "the mesh has no axis 'tp'"),
+    ],
+)
+def test_specs_that_are_not_of_the_parameters_are_refused(specs, text):
+    mesh = AbstractMesh((8,), ("fsdp",))
+    params = {"a": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
+    with pytest.raises(ValueError, match=rf"{text}(?s:.*)where: +a\n"):
+        optimizer_specs(optax.adam(1e-2), params, specs, mesh)
