@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from reference import CASES, gpt, linen_loss
 from test_model_axes import SMALL, annotated
 
@@ -174,3 +175,45 @@ def test_the_weights_example_goes_there_and_back(tmp_path, monkeypatch):
     assert written.read_bytes() == read.read_bytes()
     optimized = [leaf.path for leaf in jax.tree.leaves(names["sharded"].layout.optimizer)]
     assert [path for path in optimized if "kernel" in path] == []
+
+
+def test_the_rules_serve_a_loop_of_plain_jax(capsys):
+    (example,) = [block for block in blocks() if "optimizer_specs" in block]
+    case = CASES["nnx-gpt-scanned"]
+    names = {"fsdp": fsdp, "jax": jax, "nnx": nnx, "optax": optax}
+    names["MyTransformer"] = lambda rngs: gpt(True, width=128)(rngs)
+    names["batches"] = [case.batch(i)["tokens"] for i in range(2)]
+
+    def mean_loss(model, tokens):
+        total, count = next_token_loss(model, {"tokens": tokens})
+        return total / count
+
+    names["mean_loss"] = mean_loss
+    exec(example, names)
+    assert capsys.readouterr().out == "[]\n"
+    assert np.isfinite(float(names["loss"]))
+    for tree in (names["params"], names["opt_state"]):
+        arrays = jax.tree.leaves(tree)
+        held = sum(array.addressable_shards[0].data.nbytes for array in arrays)
+        assert held < 0.2 * sum(array.nbytes for array in arrays)
+
+
+class LinenAnnotated(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        def named(*names):
+            return nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+
+        x = nn.Embed(512, 128, embedding_init=named("vocab", "embed"), name="embed")(tokens)
+        h = nn.Dense(512, False, kernel_init=named("embed", "mlp"), name="up")(x)
+        h = nn.Dense(128, False, kernel_init=named("mlp", "embd"), name="down")(h)
+        x = nn.LayerNorm(use_bias=False, name="norm")(x + h)
+        return nn.Dense(512, False, name="head")(x)
+
+
+def test_the_table_of_matches_is_the_one_that_is_printed(capsys):
+    (example,) = [block for block in blocks() if "match_table" in block]
+    tokens = jax.ShapeDtypeStruct((1, 8), "int32")
+    variables = jax.eval_shape(LinenAnnotated().init, jax.random.key(0), tokens)
+    exec(example, {"jax": jax, "variables": variables})
+    assert f"```text\n{capsys.readouterr().out}```" in (ROOT / "docs" / "sharding.md").read_text()

@@ -30,6 +30,7 @@ from fsdp_jax.sharding.rules import (
 from fsdp_jax.tables import html_table, text_table
 from fsdp_jax.tree import PyTree, flatten
 
+WIDTH = 40  # of a reason in the text; `rows` and the HTML have it in full
 COLUMNS = ("path", "shape", "names", "rule", "spec", "dropped", "reason")
 
 
@@ -60,11 +61,17 @@ class MatchTable:
 
     def __str__(self) -> str:
         lines = [str(finding) for finding in (*self.findings, *self.notes)]
-        return "\n".join([self.summary(), text_table(COLUMNS, self.rows), *lines])
+        rows = [(*cells, _cut(reason)) for *cells, reason in self.rows]
+        return "\n".join([self.summary(), text_table(COLUMNS, rows), *lines])
 
     def _repr_html_(self) -> str:
         found = "".join(f"<li>{escape(str(one))}</li>" for one in (*self.findings, *self.notes))
         return html_table(COLUMNS, self.rows, caption=self.summary()) + f"<ul>{found}</ul>"
+
+
+def _cut(reason: str) -> str:
+    """Returns a reason that is not too long for a terminal."""
+    return reason if len(reason) <= WIDTH else reason[: WIDTH - 1] + "…"
 
 
 def match_table(
@@ -121,7 +128,7 @@ def _notes(
             by_drop.setdefault(drop, []).append(path)
     kinds = {
         "unmapped": "name without a rule",
-        "absent": "no such axis",
+        "absent": "missing axis",
         "taken": "axis used twice",
     }
     for drop, paths in by_drop.items():

@@ -573,7 +573,7 @@ def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dic
         stacked = stacked_dims(shapes)
     leaves = {}
     for path, shape in shapes.items():
-        names = logical_names(boxes[path])
+        names = logical_names(boxes[path], path)
         layer_dims = stacked.get(path, 0)
         if names is not None and len(names) == len(shape) - layer_dims:
             names = (None,) * layer_dims + names  # annotated before the layers were stacked
@@ -588,8 +588,13 @@ def _own_table(leaf: Any) -> Table:
     return read_logical_axes(getattr(leaf, "rules", None))
 
 
-def logical_names(leaf: Any) -> tuple[Any, ...] | None:
-    """Returns the names that `nnx.with_partitioning` or `nn.with_partitioning` gave a parameter."""
+def logical_names(leaf: Any, path: str = "") -> tuple[Entry, ...] | None:
+    """Returns the names that `nnx.with_partitioning` or `nn.with_partitioning` gave a parameter.
+
+    Raises:
+        ValueError: not a name, several or None for each dim.
+
+    """
     if hasattr(leaf, "get_metadata"):  # nnx.Variable
         metadata = leaf.get_metadata()
         keys = ("out_sharding", "sharding_names", "sharding")
@@ -597,9 +602,16 @@ def logical_names(leaf: Any) -> tuple[Any, ...] | None:
     else:
         names = getattr(leaf, "names", None)  # linen.Partitioned
     names = getattr(names, "spec", names)  # of a NamedSharding
-    if not isinstance(names, tuple | list | PartitionSpec):
+    if names is None:
         return None
-    return tuple(None if name is PartitionSpec.UNCONSTRAINED else name for name in names)
+    if isinstance(names, tuple | list | PartitionSpec):
+        entries = [None if name is PartitionSpec.UNCONSTRAINED else name for name in names]
+        if all(map(is_entry, entries)):
+            return tuple(entries)
+    what = "an annotation has one entry per dim: a name, several, or None"
+    fix = f"({names!r},)" if isinstance(names, str) else '("embed", None)'
+    fix = f"with_partitioning(init, {fix})"
+    raise ValueError(message(what, where=path, got=repr(names), fix=fix))
 
 
 def is_box(leaf: Any) -> bool:

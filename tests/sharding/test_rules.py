@@ -537,7 +537,14 @@ def test_annotations_made_before_layers_were_stacked(mesh):
 def test_logical_names_of_leaves_without_any():
     assert logical_names(shaped(4)) is None
     assert logical_names(SimpleNamespace(names=P("a", None))) == ("a", None)
-    assert logical_names(SimpleNamespace(names="not names")) is None
+
+
+@pytest.mark.parametrize(("names", "fix"), [("fsdp", "('fsdp',)"), ((0, None), '("embed", None)')])
+def test_an_annotation_that_is_none_is_refused(mesh, names, fix):
+    boxed = {"w": nn.Partitioned(shaped(64, 64), names)}
+    with pytest.raises(ValueError, match=r"one entry per dim") as raised:
+        partition_specs(boxed, [], mesh)
+    assert f"fix:      with_partitioning(init, {fix})" in str(raised.value)
 
 
 # Where `data` is several axes
