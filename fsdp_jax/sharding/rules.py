@@ -415,8 +415,10 @@ def _default_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def _or(first: str, second: str) -> str:
-    """Returns two ways to mend something as sentences."""
-    return f"{first}{'' if first.endswith('?') else '.'} Or {second}" if first else second
+    """Returns two ways to mend something, as sentences."""
+    if not first:
+        return second
+    return f"{first} Or {second}" if first.endswith("?") else f"{first}. Or {second}"
 
 
 def _example(mesh: Mesh | AbstractMesh) -> str:
