@@ -26,8 +26,9 @@ from fsdp_jax.sharding.mesh import (
     replicated,
     shards_of,
 )
+from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.precision import AS_MADE, Precision
-from fsdp_jax.sharding.rules import MIN_SIZE, Axis, Placement, Rule, Rules, stacked_dims
+from fsdp_jax.sharding.rules import MIN_SIZE, Axis, Placement, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key

@@ -16,14 +16,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from fsdp_jax.errors import did_you_mean
 from fsdp_jax.sharding.logical_axes import Dropped, LogicalAxes, expand_fsdp
 from fsdp_jax.sharding.mesh import Entry, axes_of, entry_of
+from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec
 from fsdp_jax.sharding.rules import (
     HEURISTIC,
     MIN_SIZE,
     Finding,
-    Pattern,
-    Rule,
     Rules,
-    Spec,
     read_leaves,
     rules_for,
 )

@@ -55,6 +55,10 @@ def optimizer_specs(
         ValueError: a parameter without a spec, or a spec with an axis that the mesh lacks.
 
     """
+    if not isinstance(tx, optax.GradientTransformation):
+        got = type(tx).__name__
+        fix = "such as optax.adamw(3e-4)"
+        raise ValueError(message("not an optax transformation", where="tx", got=got, fix=fix))
     rules, mesh = rules_for(mesh, min_size=min_size, axes=axes)
     given = {
         path: getattr(spec, "spec", spec) for path, spec in flatten(specs, is_leaf=_is_spec).items()

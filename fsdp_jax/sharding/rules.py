@@ -12,7 +12,6 @@ remains, the heuristic: the largest divisible dim, never a stacked layer dim, no
 `min_size` elements.
 """
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from typing import Any, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from fsdp_jax.errors import check_regexes, did_you_mean, message
+from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.sharding.logical_axes import (
     Assigned,
     LogicalAxes,
@@ -33,13 +32,11 @@ from fsdp_jax.sharding.logical_axes import (
     read_logical_axes,
 )
 from fsdp_jax.sharding.mesh import DATA, FSDP, REPLICA, Entry, axes_of, entry_of, shards_of, spec_of
+from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec, matches, pattern_name, read_rules
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
 
 MIN_SIZE = 2**14
 HEURISTIC = "heuristic"
-Pattern = str | tuple[str, ...]
-Spec = PartitionSpec | Sequence[Entry] | None
-Rule = tuple[Pattern, Spec]
 Axis = Entry
 
 
@@ -103,7 +100,7 @@ class Rules:
     @cached_property
     def pairs(self) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
         """The rules as (pattern, entries), an entry per dim."""
-        return _read_rules(self.rules)
+        return read_rules(self.rules)
 
     @cached_property
     def table(self) -> Table:
@@ -139,7 +136,7 @@ class Rules:
         assigned = self.assign(path, leaf, mesh)
         if index is not None:
             reason = f"first rule that matches{assigned.text}"
-            name = _name(self.pairs[index][0])
+            name = pattern_name(self.pairs[index][0])
             return Placement(assigned.spec, name, reason, dropped=assigned.dropped_names)
         if leaf.names is None:
             spec, reason, missed = self._by_size(leaf, mesh)
@@ -259,7 +256,7 @@ class Rules:
                 findings += self._never_wins(index, leaves)
             if not unknown:
                 for path in matched:
-                    where = f"rule '{_name(pattern)}'"
+                    where = f"rule '{pattern_name(pattern)}'"
                     findings += _taken(where, path, assigned)
                     findings += _misfits(where, path, assigned.spec, leaves[path], mesh)
 
@@ -276,20 +273,20 @@ class Rules:
         return findings
 
     def _first_match(self, path: str) -> int | None:
-        matches = (i for i, (pattern, _) in enumerate(self.pairs) if _matches(pattern, path))
-        return next(matches, None)
+        winners = (i for i, (pattern, _) in enumerate(self.pairs) if matches(pattern, path))
+        return next(winners, None)
 
     def _never_wins(self, index: int, paths: Iterable[str]) -> list[Finding]:
         pattern = self.pairs[index][0]
-        where = f"rule '{_name(pattern)}'"
-        matched = [path for path in paths if _matches(pattern, path)]
+        where = f"rule '{pattern_name(pattern)}'"
+        matched = [path for path in paths if matches(pattern, path)]
         if not matched:
-            text = f"matches no parameter; {did_you_mean(_name(pattern), paths)}"
+            text = f"matches no parameter; {did_you_mean(pattern_name(pattern), paths)}"
             return [Finding("unused rule", where, text)]
         if index == len(self.pairs) - 1 and len(matched) == len(list(paths)):
             return []  # the last rule of many tables, for whatever the others leave
-        earlier = next(p for p, _ in self.pairs if _matches(p, matched[0]))
-        text = f"all it matches ('{matched[0]}', …) is taken by '{_name(earlier)}'; put it before"
+        earlier = next(pattern_name(p) for p, _ in self.pairs if matches(p, matched[0]))
+        text = f"all it matches ('{matched[0]}', …) is taken by '{earlier}'; put it before"
         return [Finding("shadowed rule", where, text)]
 
     def _unknown(self, pattern: Pattern, assigned: Assigned, mesh: Mesh) -> list[Finding]:
@@ -304,7 +301,7 @@ class Rules:
             known = [*mesh.axis_names, *dict(self.table), FSDP]
             close = did_you_mean(drop.name, [name for name in known if name != drop.name])
             text += _or(close, f"logical_axes={{'{drop.name}': None}} leaves its dim unsharded")
-            findings.append(Finding("unknown axis", f"rule '{_name(pattern)}'", text))
+            findings.append(Finding("unknown axis", f"rule '{pattern_name(pattern)}'", text))
         return findings
 
     def _check_axes(self, mesh: Mesh) -> None:
@@ -396,8 +393,15 @@ def rules_for(
     if not isinstance(mesh, Mesh | AbstractMesh):
         fix = "partition_specs(params, rules, mesh), with jax.make_mesh((n,), ('fsdp',)) for one"
         raise ValueError(message("not a mesh", where="mesh", got=type(mesh).__name__, fix=fix))
-    along = _default_axes(mesh) if axes is None else axes_of(axes)
-    model_axes = tuple(set(mesh.axis_names) - {*along, REPLICA, DATA})
+    along = _default_axes(mesh) if axes is None else axes
+    if not along or not is_entry(along):
+        what = "not mesh axes to shard along"
+        names = mesh.axis_names
+        raise ValueError(
+            message(what, where="axes", expected=names, got=repr(axes), fix=_example(mesh))
+        )
+    along = axes_of(along)
+    model_axes = tuple(a for a in mesh.axis_names if a not in (*along, REPLICA, DATA))
     chosen = Rules(rules, logical_axes or (), min_size, strict, along, model_axes)
     return chosen, cast(Mesh, mesh)
 
@@ -425,61 +429,6 @@ def _example(mesh: Mesh | AbstractMesh) -> str:
     """Returns an argument that names an axis of this mesh."""
     axis = max(mesh.shape, key=lambda axis: (axis == FSDP, axis == DATA, mesh.shape[axis] > 1))
     return f'axes=("{axis}",)'
-
-
-def _read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
-    """Returns rules as pairs of a pattern and a spec with an entry per dim.
-
-    Raises:
-        ValueError: what is not such a pair, with one that is.
-
-    """
-    if isinstance(rules, Mapping):
-        rules = tuple(rules.items())
-    pairs = []
-    is_pair = isinstance(rules, str) or not isinstance(rules, Iterable | None)
-    for rule in [rules] if is_pair else rules or ():
-        if not isinstance(rule, tuple | list) or len(rule) != 2:
-            what = "rules are (pattern, spec) pairs"
-            fix = 'a list of pairs, such as [("kernel", ("fsdp",))]'
-            raise ValueError(message(what, where="rules", got=repr(rule), fix=fix))
-        pattern, spec = rule
-        patterns = [pattern] if isinstance(pattern, str) else pattern
-        pattern = pattern if isinstance(pattern, str) else tuple(pattern)
-        where = f"rule '{_name(pattern)}'"
-        check_regexes(patterns, where)
-        spec = () if spec is None else spec
-        if isinstance(spec, str) or not isinstance(spec, Iterable) or not all(map(is_entry, spec)):
-            what = "a spec has one entry per dim"
-            fix = "a PartitionSpec or a tuple of mesh axes, such as " + _corrected(spec)
-            raise ValueError(message(what, where=where, got=repr(spec), fix=fix))
-        pairs.append((pattern, tuple(spec)))
-    return tuple(pairs)
-
-
-def _corrected(spec: Any) -> str:
-    """Returns what may have been meant by a spec that is none."""
-    if isinstance(spec, str):
-        return f"({spec!r},). A table of logical names goes into logical_axes"
-    if hasattr(spec, "spec"):  # a NamedSharding
-        return f"its spec: {spec.spec}"
-    return '(None, "fsdp")'
-
-
-def _name(pattern: Pattern) -> str:
-    return pattern if isinstance(pattern, str) else SEPARATOR.join(pattern)
-
-
-def _matches(pattern: Pattern, path: str) -> bool:
-    """Whether a regular expression is found in a path, or a tuple in adjoining parts of it."""
-    if isinstance(pattern, str):
-        return re.search(pattern, path) is not None
-    parts = path.split(SEPARATOR)
-    starts = range(len(parts) - len(pattern) + 1)
-    return any(
-        all(re.match(f"{one}$", part) for one, part in zip(pattern, parts[start:], strict=False))
-        for start in starts
-    )
 
 
 def _taken(source: str, path: str, assigned: Assigned) -> list[Finding]:

@@ -6,14 +6,16 @@ from functools import reduce
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 import yaml
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+import fsdp_jax as fsdp
 from fsdp_jax.sharding.dialects import match_table, to_logical_axis_rules, to_path_rules
 from fsdp_jax.sharding.mesh import spec_of
 from fsdp_jax.sharding.rules import lint, partition_specs
@@ -223,6 +225,39 @@ def test_specs_become_a_table_of_paths_and_specs_again():
     boxes = flatten(decoder(), is_leaf=lambda leaf: hasattr(leaf, "names"))
     shapes = {path: box.value.shape for path, box in boxes.items()}
     assert match_partition_rules(paths, shapes) == flatten(specs)
+
+
+# Both kinds, by `fully_shard`
+
+
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}])
+def test_a_layout_reads_tables_as_the_rules_alone_do(shape):
+    class Named(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.initializers.lecun_normal()
+            up = nn.with_logical_partitioning(init, ("embed", "mlp"))
+            x = nn.Dense(512, kernel_init=up, name="up")(x)
+            down = nn.with_partitioning(init, ("tensor", "fsdp"))
+            return nn.Dense(128, kernel_init=down, name="down")(x)
+
+    table = [("embed", "fsdp"), ("mlp", ["expert", "tensor"])]
+    rules = [(("down", "bias"), None), ("bias", ("fsdp",))]
+    mesh = jax.make_mesh(
+        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
+    )
+    settings = {"rules": rules, "logical_axes": table}
+    x = jnp.zeros((8, 128))
+    sharded = fsdp.fully_shard(
+        Named(), optax.adam(1e-3), mesh, data="fsdp", inputs=(x,), **settings
+    )
+    shapes = jax.eval_shape(Named().init, jax.random.key(0), x)["params"]
+    specs = partition_specs(shapes, rules, mesh, logical_axes=table)
+    assert flatten(specs) == {path: leaf.spec for path, leaf in sharded.layout.by_path.items()}
+    assert specs["up"]["kernel"] == (P("fsdp", "tensor") if "tensor" in shape else P("fsdp"))
+    assert specs["down"]["kernel"] == (
+        P("tensor", "fsdp") if "tensor" in shape else P(None, "fsdp")
+    )
 
 
 # What matched what

@@ -306,3 +306,8 @@ def test_specs_that_are_not_of_the_parameters_are_refused(specs, text):
     params = {"a": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
     with pytest.raises(ValueError, match=rf"{text}(?s:.*)where: +a\n"):
         optimizer_specs(optax.adam(1e-2), params, specs, mesh)
+
+
+def test_what_is_no_transformation_is_refused():
+    with pytest.raises(ValueError, match=r"not an optax transformation(?s:.*)optax.adamw\(3e-4\)"):
+        optimizer_specs(optax.adamw, {}, {}, AbstractMesh((8,), ("fsdp",)))

@@ -114,7 +114,9 @@ def test_none_replicates(mesh):
     assert partition_specs({"kernel": shaped(64, 64)}, [("kernel", None)], mesh)["kernel"] == P()
 
 
-@pytest.mark.parametrize("rules", [("kernel", ("data",)), "kernel", [("kernel",)], 3, ["ab"]])
+@pytest.mark.parametrize(
+    "rules", [("kernel", ("data",)), "kernel", [("kernel",)], 3, ["ab"], [(3, None)]]
+)
 def test_rules_that_are_no_pairs_are_refused_with_one_that_is(mesh, rules):
     with pytest.raises(ValueError, match=r"\(pattern, spec\) pairs(?s:.*)a list of pairs, such as"):
         partition_specs(mlp(), rules, mesh)
@@ -379,6 +381,12 @@ def test_a_mesh_that_does_not_say_its_axis_is_refused_with_one_that_works(axes):
         partition_specs(mlp(), [], own, axes=axes)
     (fix,) = re.findall(r'axes=(\(".*",\))', str(raised.value))
     assert partition_specs(mlp(), [], own, axes=eval(fix))["down"]["kernel"] == P("dp")
+
+
+@pytest.mark.parametrize("axes", [(), 3, ("data", 3)])
+def test_axes_that_are_none_are_refused(mesh, axes):
+    with pytest.raises(ValueError, match=r"not mesh axes(?s:.*)axes=\(\"data\",\)"):
+        partition_specs(mlp(), [], mesh, axes=axes)
 
 
 def test_arguments_in_another_order_are_refused(mesh):

@@ -1,0 +1,74 @@
+"""Rules about paths: a pattern, and the spec of what it matches."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from fsdp_jax.errors import check_regexes, message
+from fsdp_jax.sharding.logical_axes import is_entry
+from fsdp_jax.sharding.mesh import Entry
+from fsdp_jax.tree import SEPARATOR
+
+Pattern = str | tuple[str, ...]
+Spec = PartitionSpec | Sequence[Entry] | None
+Rule = tuple[Pattern, Spec]
+
+
+def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
+    """Returns rules as pairs of a pattern and a spec with an entry per dim.
+
+    Raises:
+        ValueError: what is not such a pair, with one that is.
+
+    """
+    if isinstance(rules, Mapping):
+        rules = tuple(rules.items())
+    if isinstance(rules, str) or not isinstance(rules, Iterable | None):
+        rules = (rules,)
+    pairs = []
+    for rule in rules or ():
+        is_pair = isinstance(rule, tuple | list) and len(rule) == 2
+        if not is_pair or not isinstance(rule[0], str | tuple | list):
+            what = "rules are (pattern, spec) pairs"
+            fix = 'a list of pairs, such as [("kernel", ("fsdp",))]'
+            raise ValueError(message(what, where="rules", got=repr(rule), fix=fix))
+        pattern, spec = rule
+        patterns = [pattern] if isinstance(pattern, str) else pattern
+        pattern = pattern if isinstance(pattern, str) else tuple(pattern)
+        where = f"rule '{pattern_name(pattern)}'"
+        check_regexes(patterns, where)
+        spec = () if spec is None else spec
+        if isinstance(spec, str) or not isinstance(spec, Iterable) or not all(map(is_entry, spec)):
+            what = "a spec has one entry per dim"
+            fix = "a PartitionSpec or a tuple of mesh axes, such as " + _corrected(spec)
+            raise ValueError(message(what, where=where, got=repr(spec), fix=fix))
+        pairs.append((pattern, tuple(spec)))
+    return tuple(pairs)
+
+
+def _corrected(spec: Any) -> str:
+    """Returns what may have been meant by a spec that is none."""
+    if isinstance(spec, str):
+        return f"({spec!r},). A table of logical names goes into logical_axes"
+    if hasattr(spec, "spec"):  # a NamedSharding
+        return f"its spec: {spec.spec}"
+    return '(None, "fsdp")'
+
+
+def pattern_name(pattern: Pattern) -> str:
+    """Returns a pattern as one text."""
+    return pattern if isinstance(pattern, str) else SEPARATOR.join(pattern)
+
+
+def matches(pattern: Pattern, path: str) -> bool:
+    """Whether a regular expression is found in a path, or a tuple in adjoining parts of it."""
+    if isinstance(pattern, str):
+        return re.search(pattern, path) is not None
+    parts = path.split(SEPARATOR)
+    starts = range(len(parts) - len(pattern) + 1)
+    return any(
+        all(re.match(f"{one}$", part) for one, part in zip(pattern, parts[start:], strict=False))
+        for start in starts
+    )
