@@ -4,7 +4,6 @@ import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -30,6 +29,7 @@ from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import MIN_SIZE, Axis, Placement, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
+from fsdp_jax.step.automatic_units import call_by_units, warn_whole_model
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.step.state import (
@@ -43,7 +43,7 @@ from fsdp_jax.step.state import (
 )
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.tree import PyTree, flatten, unflatten
-from fsdp_jax.units.auto_wrap import Units, choose_units
+from fsdp_jax.units.auto_wrap import Units, choose_units, describe_units
 from fsdp_jax.units.collectives import Mode, ParamComm
 from fsdp_jax.units.gather_transform import GatherTransform
 from fsdp_jax.units.model import Boundary, LossFn, Model
@@ -67,7 +67,7 @@ def fully_shard(
     tx: optax.GradientTransformation,
     mesh: Mesh | MeshAxes,
     strategy: str | Strategy = "full_shard",
-    units: Units = "model",
+    units: Units = "auto",
     *,
     data: str | Sequence[str] | None = None,
     replica: str | Sequence[str] | None = None,
@@ -110,7 +110,9 @@ def fully_shard(
 
     How units are formed (a unit's parameters are gathered together, and dropped after use):
         units: module classes or their names, a least number of parameters, `scan` (the body of a
-            layer scan) or `model` (all at once).
+            layer scan) or `model` (all at once). By default the repeated blocks, as
+            `print(sharded.layout)` names them, or the whole model if there are none; a step that
+            cannot run by them takes the whole model too.
         stacked: path patterns of parameters whose first dim stacks layers; detected by their shapes
             by default.
 
@@ -119,8 +121,8 @@ def fully_shard(
             its parameters in.
 
     Memory against time:
-        remat: `none` saves a unit's activations, `full` recomputes the unit in the backward
-            pass.
+        remat: `none` saves a unit's activations, `full` recomputes the unit in the backward pass,
+            a policy of `jax.checkpoint` chooses among them. Gathered parameters are never saved.
         prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile,
             for one more unit in memory; `post` gathers in the backward pass, after one has
             computed; `none` leaves it to XLA.
@@ -128,6 +130,9 @@ def fully_shard(
     Raises:
         ValueError: arguments that do not fit, with the path, what was expected, what was found, and
             the fix.
+
+    Warns:
+        SlowerWarning: a large model in which no block is found is gathered at once.
 
     """
     # Check what needs no model, then trace the model for its shapes.
@@ -157,9 +162,14 @@ def fully_shard(
     resolved.check_placements(placements, mesh_and_axes)
     warn_of_idle_axes(placements, mesh_and_axes)
 
-    # Units.
-    layer_sizes = {path: prod(shape[layer_dims.get(path, 0) :]) for path, shape in shapes.items()}
-    owners = choose_units(adapter.modules, units, layer_sizes, layer_dims, remat)
+    # Units; where nothing is gathered or recomputed by them, they need not be found.
+    by_units = resolved.gathers_per_unit and shards_of(mesh_and_axes.mesh, by_rules.axes) > 1
+    automatic = units == "auto"
+    searched = units if by_units or remat != "none" or not automatic else "model"
+    owners = choose_units(adapter.modules, searched, shapes, layer_dims, remat)
+    description = describe_units(adapter.modules, owners, shapes) if by_units else ""
+    if by_units and automatic:
+        description += " (the outermost repeated modules)"
 
     # The state as it is stored, and its layout.
     stored = {
@@ -183,6 +193,7 @@ def fully_shard(
         stacked=layer_dims,
         frozen=frozen_paths,
         copied=copies,
+        units=description,
     )
     relayout = functools.partial(
         fully_shard,
@@ -203,7 +214,14 @@ def fully_shard(
         stacked=stacked,
         frozen=frozen,
     )
-    return Sharded(adapter, tx, layout, dtypes, remat, prefetch, owners, relayout)
+    found = set(owners.values()) != {ROOT}
+    sharded = Sharded(
+        adapter, tx, layout, dtypes, remat, prefetch, owners, automatic and found, relayout
+    )
+    if automatic and not found:
+        why = "no modules are repeated that own a quarter of it"
+        warn_whole_model(layout, sharded._param_comms("annotate"), why, stacklevel=3)
+    return sharded
 
 
 def _split_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:
@@ -287,6 +305,7 @@ class Sharded:
     remat: Remat
     prefetch: Prefetch
     units: dict[str, str | None] = field(repr=False)
+    _automatic: bool = field(repr=False)
     _relayout: Callable[..., "Sharded"] = field(repr=False)
 
     def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
@@ -489,7 +508,9 @@ class Sharded:
         """
         plan = self._step_plan(lambda model, args: fn(model, *args))
         outputs = replicated(self.layout.mesh)
-        run = jax.jit(lambda state, *args: forward(plan, state, args), out_shardings=outputs)
+        run = jax.jit(
+            lambda state, *args: call_by_units(plan, forward, state, args), out_shardings=outputs
+        )
 
         def apply(state: TrainState, *args: Any) -> Any:
             with self.layout.axes.ambient():
@@ -502,6 +523,9 @@ class Sharded:
         return self._model.build(state.params, state.model_state)
 
     def _step_plan(self, fn: LossFn, mode: Mode = "annotate", **settings: Any) -> StepPlan:
+        def whole_model(why: str) -> StepPlan:
+            return self._as_one_unit(why)._step_plan(fn, mode, **settings)
+
         return StepPlan(
             self._model,
             self.layout,
@@ -510,7 +534,15 @@ class Sharded:
             self._boundaries(),
             fn,
             remat=self.remat,
+            whole_model=whole_model if self._automatic else None,
             **settings,
+        )
+
+    def _as_one_unit(self, why: str) -> "Sharded":
+        """Returns the same with the whole model as the unit, and the reason in its layout."""
+        layout = replace(self.layout, units=f"the whole model ({why})")
+        return replace(
+            self, layout=layout, units=dict.fromkeys(self.units, ROOT), _automatic=False
         )
 
     def _param_comms(self, mode: Mode) -> dict[str, ParamComm]:
@@ -549,7 +581,9 @@ class Sharded:
             is_root = module.path == ROOT
             is_unit = module.path in units
             cast_in = cast_out = None
-            if self.precision.cast_inputs and (is_unit or is_root):
+            # Units that the user did not choose leave the dtypes as with the whole model as one.
+            casts = is_root or (is_unit and not self._automatic)
+            if self.precision.cast_inputs and casts:
                 cast_in = compute
             if is_root:
                 cast_out = self.precision.output_dtype

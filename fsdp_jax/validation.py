@@ -37,9 +37,9 @@ def check_arguments(
         fix = 'Precision(compute="bfloat16")'
         raise ValueError(message("not a Precision", where="precision", got=precision, fix=fix))
     if isinstance(units, type) or units is None or units == [] or units == ():
-        fix = "units=[Block], or units='model' for one unit"
+        fix = "units=[Block], units='model' for one unit, or leave it out for the repeated blocks"
         raise ValueError(message("no units", where="units", got=units, fix=fix))
-    _check_choice("remat", remat, get_args(Remat))
+    _check_remat(remat)
     _check_choice("prefetch", prefetch, get_args(Prefetch))
 
 
@@ -47,6 +47,17 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         fix = did_you_mean(str(value), choices)
         raise ValueError(message(f"unknown {name} '{value}'", where=name, fix=fix))
+
+
+def _check_remat(remat: Any) -> None:
+    """Checks that `remat` is a choice, or a policy of `jax.checkpoint`."""
+    choices = ("none", "full")
+    if not callable(remat) and remat not in choices:
+        policy = "a policy such as jax.checkpoint_policies.dots_with_no_batch_dims_saveable"
+        fix = did_you_mean(str(remat), choices)
+        expected = f"'none', 'full', or {policy}"
+        what = f"unknown remat '{remat}'"
+        raise ValueError(message(what, where="remat", expected=expected, fix=fix))
 
 
 def check_train_step(

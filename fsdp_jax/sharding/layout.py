@@ -110,6 +110,7 @@ class Layout:
         optimizer: the optax state's tree, of Leaf.
         other: all else that a step carries: model state such as batch statistics, counters, random
             keys.
+        units: what is gathered together, in words; empty where nothing is gathered by units.
 
     """
 
@@ -118,6 +119,7 @@ class Layout:
     params: PyTree
     optimizer: PyTree
     other: PyTree
+    units: str = ""
 
     def __iter__(self) -> Iterator[Leaf]:
         return iter(jax.tree.leaves((self.params, self.optimizer, self.other)))
@@ -162,7 +164,8 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        return f"{self.summary()}\n{text_table(COLUMNS, self.rows())}"
+        units = f"units: {self.units}\n" if self.units else ""
+        return f"{self.summary()}\n{units}{text_table(COLUMNS, self.rows())}"
 
     def __repr__(self) -> str:
         return f"<Layout: {self.summary()}>"
@@ -199,6 +202,7 @@ def make_layout(
     stacked: Mapping[str, int],
     frozen: Container[str] = (),
     copied: Container[str] = (),
+    units: str = "",
 ) -> Layout:
     """Returns the layout of a state that exists only as shapes.
 
@@ -214,6 +218,7 @@ def make_layout(
         frozen: paths of parameters without gradients and optimizer state.
         copied: paths of parameters that are sharded though the strategy replicates them, since
             `other` has a replicated copy to compute with.
+        units: what is gathered together, in words.
 
     Warns:
         ReplicationWarning: large leaves that stay replicated because no dim is divisible, with the
@@ -257,6 +262,7 @@ def make_layout(
         params_laid_out,
         map_with_path(optimizer_leaf, abstract, opt_placements),
         map_with_path(other_leaf, other),
+        units,
     )
     _warn_of_waste(layout)
     return layout

@@ -16,6 +16,7 @@ import numpy as np
 from fsdp_jax.errors import message
 from fsdp_jax.processes import from_processes
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
+from fsdp_jax.step.automatic_units import trace_by_units
 from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.step.train_step import StepPlan
@@ -63,15 +64,15 @@ class CompiledStep:
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
 
-        def run(state: TrainState, batch: GlobalBatch) -> Any:
+        def run(plan: StepPlan, state: TrainState, batch: GlobalBatch) -> Any:
             leaves = batch.leaves
             if plan.accumulation == 1:
                 leaves = jax.tree.map(lambda x: x[None], leaves)
             return fn(plan, state, leaves)
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        self._jitted = jax.jit(
-            run,
+        self._jit = lambda plan: jax.jit(
+            functools.partial(run, plan),
             in_shardings=(shardings, self.batch_sharding),
             out_shardings=outputs,
             donate_argnums=(0,) if donate else (),
@@ -101,7 +102,7 @@ class CompiledStep:
     def lower(self, batch: PyTree) -> Any:
         """Lowers for a batch of arrays or shapes [global rows, ...]; allocates nothing."""
         with self.plan.layout.axes.ambient():
-            traced = self._jitted.trace(self._state, self._placement.abstract(batch))
+            traced = self._trace(batch)
             program = traced.jaxpr.jaxpr
             if self.plan.local_batch:
                 check_local_program(program, list(flatten(self.plan.layout.other["model_state"])))
@@ -113,7 +114,15 @@ class CompiledStep:
     def trace(self, batch: PyTree) -> Any:
         """Returns the traced program, a `ClosedJaxpr`; the mesh's devices need not exist."""
         with self.plan.layout.axes.ambient():
-            return self._jitted.trace(self._state, self._placement.abstract(batch)).jaxpr
+            return self._trace(batch).jaxpr
+
+    def _trace(self, batch: PyTree) -> Any:
+        """Traces the step; one that cannot run by automatic units has another plan from now on."""
+        placed = self._placement.abstract(batch)
+        self.plan, traced = trace_by_units(
+            self.plan, lambda plan: self._jit(plan).trace(self._state, placed)
+        )
+        return traced
 
     def compile(self, batch: PyTree) -> Any:
         """Returns the compiled program for a batch of arrays or shapes [global rows, ...]."""

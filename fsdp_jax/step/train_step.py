@@ -18,6 +18,7 @@ Microbatches are summed in float32 at least; where reduction is deferred, the su
 reduce dtype as it is reduced.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,7 +38,7 @@ from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model
-from fsdp_jax.units.unit import ROOT, Remat, Shard, UnitError, run_unit
+from fsdp_jax.units.unit import ROOT, RawLeafError, Remat, Shard, run_unit
 
 _EVALUATION = 2**32 - 1  # folded into the key of the run; steps count from 0
 _LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
@@ -64,6 +65,8 @@ class StepPlan:
         report: which gathers prefetch moved, once the step is traced.
         local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
             collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
+        whole_model: for automatic units, makes the plan with the whole model as the unit, given the
+            reason; None where the user chose the units.
 
     """
 
@@ -81,6 +84,7 @@ class StepPlan:
     prefetch: Prefetch = "none"
     report: PrefetchReport = field(default_factory=PrefetchReport, repr=False)
     local_batch: bool = False
+    whole_model: Callable[[str], "StepPlan"] | None = field(default=None, repr=False)
 
     @property
     def per_unit(self) -> bool:
@@ -372,7 +376,7 @@ def _run_model(
     """Runs the user's function on the model; all of it is a unit where the model is one.
 
     Raises:
-        UnitError: with local batches, a loss that computes with raw parameter leaves.
+        RawLeafError: with local batches, a loss that computes with raw parameter leaves.
 
     """
 
@@ -402,7 +406,8 @@ def _run_model(
             expected += "and would count replicated ones once more"
             fix = "leave local_batch out, or let the optimizer do it, "
             fix += "as optax.add_decayed_weights does"
-            raise UnitError(message(what, where="loss_fn", expected=expected, fix=fix)) from error
+            text = message(what, where="loss_fn", expected=expected, fix=fix)
+            raise RawLeafError(text) from error
 
     args = (model_state, batch, key)
     if not any(comm.unit == ROOT for comm in plan.comms.values()):

@@ -113,8 +113,16 @@ def warn_of_repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> None:
         SlowerWarning: with the unit, and how often.
 
     """
+    for unit, often in repeated_gathers(plan, program).items():
+        warning = f"unit '{unit}' is gathered {often}, because it runs inside a loop of the "
+        warning += "model's own; make the module around the loop the unit, and it is gathered once"
+        warnings.warn(warning, SlowerWarning, stacklevel=3)
+
+
+def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
+    """Returns {unit: how often it is gathered} for the units inside a loop of the model's own."""
     if not plan.per_unit or plan.layout.axes.batch_shards == 1:
-        return
+        return {}
     repeated: dict[str, str] = {}
     for path, ndim, executions in _gathers(program, 1):
         comm, leaf = plan.comms[path], plan.layout.by_path[path]
@@ -127,12 +135,16 @@ def warn_of_repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> None:
         times = executions // (plan.accumulation * layers)
         if times > 1:
             repeated.setdefault(comm.unit, f"{times} times in each forward and backward")
-    for unit, often in repeated.items():
-        warning = (
-            f"unit '{unit}' is gathered {often}, because it runs inside a loop of the model's "
-        )
-        warning += "own; make the module around the loop the unit, and it is gathered once"
-        warnings.warn(warning, SlowerWarning, stacklevel=3)
+    return repeated
+
+
+def gathers_in_branches(program: jex.Jaxpr, inside: bool = False) -> set[str]:
+    """Returns the parameters that are gathered inside a branch, which a device may not take."""
+    found = {path for path, _, _ in _gathers(program, 1)} if inside else set()
+    for eqn in program.eqns if not inside else ():
+        for inner in jex.jaxprs_in_params(eqn.params):
+            found |= gathers_in_branches(inner, eqn.primitive.name == "cond")
+    return found
 
 
 def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, int, int | None]]:

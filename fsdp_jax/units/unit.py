@@ -11,7 +11,8 @@ rearrangement (reshape, transpose, slice, concatenate: nearly free to do again),
 array as large as a parameter (an activation's cast is worth saving: it is smaller than what it is
 made from). So the backward pass gathers again, whether or not activations are recomputed. What a
 model computes from a weight by arithmetic, such as `w * scale`, is an activation like any other and
-is saved.
+is saved. A policy of the user's decides about all that is left: about what the gather made it is
+not asked.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,12 +27,17 @@ from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.collectives import ParamComm, gather, gather_annotated
 
-Remat = Literal["none", "full"]
+Policy = Callable[..., Any]  # as in jax.checkpoint_policies
+Remat = Literal["none", "full"] | Policy
 ROOT = ""  # path of the unit that is the whole model
 
 
 class UnitError(ValueError, AttributeError):
     """A parameter was read where it is not gathered."""
+
+
+class RawLeafError(UnitError):
+    """A loss on local batches computes with the leaves of the parameters' tree."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -74,7 +80,8 @@ class Shard:
 
     def _outside(self) -> UnitError:
         comm = self.comm
-        fix = "make the module that reads it the unit, or leave this one out of units"
+        fix = "make the module that reads it the unit, leave this one out of units, "
+        fix += "or units='model'"
         what = "a parameter was read outside its unit"
         return UnitError(message(what, where=comm.path, expected=f"unit '{comm.unit}'", fix=fix))
 
@@ -136,8 +143,8 @@ def run_unit(fn: Callable[..., Any], tree: PyTree, args: Any, *, unit: str, rema
         tree: holds the unit's Shards, and whatever else lives in the module.
         args: pytree of arrays.
         unit: its path.
-        remat: `none` saves activations, `full` recomputes the unit in the backward
-            pass.
+        remat: `none` saves activations, `full` recomputes the unit in the backward pass, a policy
+            of `jax.checkpoint` chooses.
 
     """
     settings = checkpoint_settings(all_shards(tree), remat)
@@ -151,7 +158,13 @@ def checkpoint_settings(shards: Sequence[Shard], remat: Remat) -> dict[str, Any]
     dropped = [shard for shard in shards if not shard.comm.already_gathered]
     if not dropped and remat == "none":
         return None
-    policy = checkpoint_policies.nothing_saveable if remat == "full" else _save_all_but(dropped)
+    policy: Policy
+    if remat == "full":
+        policy = checkpoint_policies.nothing_saveable
+    elif remat == "none":
+        policy = _save_all_but(dropped, checkpoint_policies.everything_saveable)
+    else:
+        policy = _save_all_but(dropped, remat)
     # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging
     # them is not needed.
     in_scan = any(shard.value.ndim < shard.comm.ndim for shard in shards)
@@ -165,18 +178,30 @@ _REARRANGING = {
 }
 
 
-def _save_all_but(shards: Iterable[Shard]) -> Callable[..., bool]:
-    """Returns a checkpoint policy; see the note on dropping the gathered copy."""
+def _save_all_but(shards: Iterable[Shard], chosen: Policy) -> Policy:
+    """Returns the policy `chosen`, except for these; see the note on dropping the gathered copy."""
     sizes = set()
+    shapes = set()
     for shard in shards:
         spec = shard.comm.sliced(shard.comm.param_spec, shard.value.ndim)
         local = shard.comm.mode == "manual"
-        parts = prod(shards_of(shard.comm.mesh, entry) for entry in spec) if local else 1
-        sizes |= {shard.value.size, shard.value.size * parts}
+        parts = [shards_of(shard.comm.mesh, entry) if local else 1 for entry in spec]
+        shape = tuple(size * count for size, count in zip(shard.value.shape, parts, strict=True))
+        shapes.add(shape)
+        sizes |= {shard.value.size, prod(shape)}
 
-    def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name in _GATHERING or primitive.name in _REARRANGING:
             return False
-        return not (primitive.name == "convert_element_type" and avals[0].size in sizes)
+        if primitive.name == "convert_element_type" and avals[0].size in sizes:
+            return False
+        if primitive.name == "name" and avals[0].shape in shapes:  # `checkpoint_name` of a weight
+            return False
+        answer = chosen(primitive, *avals, **params)
+        if callable(answer):
+            what = "the function makes a policy, and is none"
+            fix = "call it: jax.checkpoint_policies.save_only_these_names('attention', ...)"
+            raise ValueError(message(what, where="remat", got=chosen, fix=fix))
+        return answer
 
     return policy

@@ -39,8 +39,8 @@ def shard(mesh, model=None, strategy="full_shard", units=(Block,), **settings):
 
 def owners(model, units, stacked=None):
     adapter = NnxModel(model)
-    sizes = {path: int(np.prod(leaf.shape)) for path, leaf in flatten(adapter.params).items()}
-    return choose_units(adapter.modules, units, sizes, stacked or {})
+    shapes = {path: leaf.shape for path, leaf in flatten(adapter.params).items()}
+    return choose_units(adapter.modules, units, shapes, stacked or {})
 
 
 # Choosing

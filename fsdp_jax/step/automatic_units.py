@@ -1,0 +1,106 @@
+"""Traces a step by the units that were chosen for the user, or by the whole model where they fail.
+
+[Note: units that the user did not choose] Whatever runs with the whole model as the unit must run
+without `units` too, with the same result. What `fully_shard` chooses by the model's structure can
+be wrong for a loss, which is known only when a step is traced: it reads a block's weight itself, or
+calls the block in a loop of its own, which would gather it in every turn, or in a branch, which one
+device may take and another not, so that a collective would never end. Such a step is traced once
+more, with the whole model as its unit.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import jax
+
+from fsdp_jax.errors import SlowerWarning, human_bytes
+from fsdp_jax.sharding.layout import Layout
+from fsdp_jax.sharding.mesh import shards_of
+from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.step.xla_options import gathers_in_branches, repeated_gathers
+from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.unit import RawLeafError
+
+# A gathered model of fewer bytes fits beside its activations on any accelerator, and its gather
+# takes about a millisecond: not worth a warning.
+LARGE = 64 * 2**20
+
+
+def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[StepPlan, Any]:
+    """Returns (the plan that was used, `trace(plan)`, a `jax.stages.Traced`); see the note.
+
+    Raises:
+        Exception: what the model or the loss raises.
+
+    Warns:
+        SlowerWarning: a large model is gathered at once, with its bytes, and why.
+
+    """
+    if plan.whole_model is None:
+        return plan, trace(plan)
+    try:
+        traced = trace(plan)
+        problem = _problem(plan, traced)
+    except RawLeafError:  # with the whole model as the unit, the loss would be wrong in silence
+        raise
+    except Exception as error:
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+    else:
+        if not problem:
+            return plan, traced
+    # If the error is the user's own, it is raised again here.
+    whole = plan.whole_model(problem)
+    traced = trace(whole)
+    warn_whole_model(whole.layout, whole.comms, problem, stacklevel=5)
+    return whole, traced
+
+
+def call_by_units(plan: StepPlan, fn: Callable[..., Any], *args: Any) -> Any:
+    """Returns `fn(plan, *args)`, inside a trace; see the note."""
+    if plan.whole_model is None:
+        return fn(plan, *args)
+    jitted: list[Any] = []
+
+    def trace(plan: StepPlan) -> Any:
+        jitted.append(jax.jit(functools.partial(fn, plan)))
+        return jitted[-1].trace(*args)
+
+    trace_by_units(plan, trace)
+    return jitted[-1](*args)
+
+
+def _problem(plan: StepPlan, traced: Any) -> str:
+    """Returns why a traced step shall not run by these units; empty if it may."""
+    program = traced.jaxpr.jaxpr
+    for unit, often in repeated_gathers(plan, program).items():
+        return f"unit '{unit}' is gathered {often}, inside a loop of the model's own"
+    branches = gathers_in_branches(program) if plan.local_batch else ()
+    for path in branches:
+        return f"'{path}' is gathered inside a branch"
+    return ""
+
+
+def warn_whole_model(
+    layout: Layout, comms: Mapping[str, ParamComm], why: str, *, stacklevel: int
+) -> None:
+    """Warns of a large model that is gathered at once though the user did not ask for it.
+
+    Warns:
+        SlowerWarning: with the bytes of the gathered copy, and the reason.
+
+    """
+    gathered = sum(
+        prod(layout.by_path[path].shape) * comm.transform.wire.itemsize
+        for path, comm in comms.items()
+        if shards_of(layout.axes.mesh, layout.axes.batch_spec_axes(comm.param_spec)) > 1
+    )
+    if layout.strategy.gathers_per_unit and gathered >= LARGE:
+        warnings.warn(
+            f"the whole model is gathered at once, {human_bytes(gathered)} on every device: {why}; "
+            "units=[YourBlock] gathers block by block, units='model' says that it is meant",
+            SlowerWarning,
+            stacklevel=stacklevel,
+        )
