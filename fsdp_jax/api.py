@@ -93,8 +93,8 @@ def fully_shard(
         mesh: from `make_mesh`, or any of your own. Axes that are neither `data` nor `replica` are
             the model's own, such as one of tensor parallelism: its annotations along them hold, and
             what they leave of an array is sharded along `data`.
-        data: the mesh axis, or axes, to shard state and batch along; by default `data`, or the only
-            axis.
+        data: the mesh axis, or axes, to shard state and batch along; by default `data`, `fsdp`, or
+            the only axis.
         replica: the mesh axis that hybrid strategies replicate state along; by default `replica`,
             if the mesh has it.
         strategy: `no_shard`, `zero1`, `shard_grad_op`, `full_shard`, `hybrid_shard`,
@@ -541,9 +541,7 @@ class Sharded:
     def _as_one_unit(self, why: str) -> "Sharded":
         """Returns the same with the whole model as the unit, and the reason in its layout."""
         layout = replace(self.layout, units=f"the whole model ({why})")
-        return replace(
-            self, layout=layout, units=dict.fromkeys(self.units, ROOT), _automatic=False
-        )
+        return replace(self, layout=layout, units=dict.fromkeys(self.units, ROOT), _automatic=False)
 
     def _param_comms(self, mode: Mode) -> dict[str, ParamComm]:
         """Returns how each parameter is gathered and its gradient reduced."""

@@ -20,7 +20,6 @@ from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
-from fsdp_jax.units.unit import Remat
 
 
 def check_arguments(

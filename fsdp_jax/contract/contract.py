@@ -91,7 +91,10 @@ class Contract:
         return sorted(rows, key=lambda row: -row["bytes"])
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields of `inspect --json` with a topology."""
+        """Returns the fields of `inspect --json` with a topology.
+
+        `model_bytes` is there where the mesh has axes of the model's own.
+        """
         return {
             "collectives": self.rows(),
             "contract": {
@@ -105,7 +108,7 @@ class Contract:
             },
             "wire_bytes": self.wire_bytes,
             "wire_bytes_limit": self.wire_bytes_limit,
-            "model_bytes": self.model_bytes,
+            **({"model_bytes": self.model_bytes} if self.axes.model else {}),
         }
 
     def _repr_html_(self) -> str:

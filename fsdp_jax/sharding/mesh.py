@@ -256,7 +256,7 @@ def mesh_axes(
 
     Args:
         mesh: any; its axes become Auto. MeshAxes are returned as they are.
-        data: axes to shard state and batch along; `data` or the only axis by default.
+        data: axes to shard state and batch along; `data`, `fsdp` or the only axis by default.
         replica: axes that hybrid strategies replicate state along; `replica` by default, if the
             mesh has it.
 
@@ -308,11 +308,12 @@ def _named(
 
 
 def _default_data(candidates: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axis to shard along where the user names none: `data`, or the only one."""
+    """Returns the axis where the user names none: `data`, `fsdp`, or the only one."""
     if len(candidates) == 1:
         return tuple(candidates)
-    if DATA in candidates and FSDP not in candidates:
-        return (DATA,)
+    named = [axis for axis in (DATA, FSDP) if axis in candidates]
+    if len(named) == 1:
+        return (named[0],)
     likely = FSDP if FSDP in candidates else next(iter(candidates), DATA)
     fix = f"name it, data='{likely}'; and replica='...' for an axis of replicas. "
     fix += "Axes that are not named are the model's own, such as one of tensor parallelism"

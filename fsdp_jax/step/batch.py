@@ -1,6 +1,7 @@
 """Places a batch on the devices: checks its rows, moves them, cuts them into microbatches."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -36,17 +37,17 @@ class BatchPlacement:
 
     Attributes:
         processes: number of processes that have devices of the mesh.
-        local_shards: numbers of the batch's shards that this process holds.
         sharding: of each leaf of the `GlobalBatch`.
 
     """
 
     def __init__(self, axes: MeshAxes, accumulation: int) -> None:
         self._accumulation = accumulation
+        self._axes = axes
         self._shards = axes.batch_shards
+        self._which = "devices" if axes.model_shards == 1 else "shards of the batch"
         self.processes = len({device.process_index for device in axes.mesh.devices.flat})
         self._rows = NamedSharding(axes.mesh, PartitionSpec(axes.batch))
-        self.local_shards = _local_shards(axes)
         self.sharding = self._rows
         if accumulation > 1:
             self.sharding = NamedSharding(axes.mesh, PartitionSpec(None, axes.batch))
@@ -65,9 +66,8 @@ class BatchPlacement:
             got = batch.accumulation
             raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
         leaves, tree = jax.tree.flatten(batch)
-        leaves = self._checked(
-            leaves, batch, len(self.local_shards), "shards of the batch in this process"
-        )
+        which = f"{self._which} of this process"
+        leaves = self._checked(leaves, batch, len(self.local_shards), which)
         return GlobalBatch(jax.tree.unflatten(tree, self._placed(leaves)), self._accumulation)
 
     def abstract(self, batch: PyTree) -> GlobalBatch:
@@ -81,12 +81,26 @@ class BatchPlacement:
             leaves = jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), batch.leaves)
             return GlobalBatch(leaves, k)
         leaves, tree = jax.tree.flatten(batch)
-        leaves = self._checked(leaves, batch, self._shards, "shards of the batch")
+        leaves = self._checked(leaves, batch, self._shards, self._which)
         abstract = []
         for leaf in leaves:
             cut = (k, leaf.shape[0] // k, *leaf.shape[1:]) if k > 1 else leaf.shape
             abstract.append(placed(cut, canonicalize_dtype(leaf.dtype)))
         return GlobalBatch(jax.tree.unflatten(tree, abstract), k)
+
+    @cached_property
+    def local_shards(self) -> tuple[int, ...]:
+        """Numbers of the batch's shards that this process's devices hold.
+
+        Devices along the model's own axes hold the same rows.
+        """
+        mesh = self._axes.mesh
+        dims = [mesh.axis_names.index(axis) for axis in (*self._axes.batch, *self._axes.model)]
+        devices = mesh.devices.transpose(dims).reshape(self._shards, -1)
+        process = jax.process_index()
+        return tuple(
+            n for n, row in enumerate(devices) if process in {d.process_index for d in row}
+        )
 
     def is_local(self, leaf: Any) -> bool:
         """Returns whether a leaf holds this process's rows alone, not those of the global batch."""
@@ -145,19 +159,6 @@ class BatchPlacement:
             fix = f"use {near} or {near + parts} rows"
             raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
         return leaves
-
-
-def _local_shards(axes: MeshAxes) -> tuple[int, ...]:
-    """Returns the numbers of the batch's shards that this process's devices hold.
-
-    Devices along the model's own axes hold the same rows. All shards, if no device is this
-    process's, as on a machine that is compiled for.
-    """
-    dims = [axes.mesh.axis_names.index(axis) for axis in (*axes.batch, *axes.model)]
-    devices = axes.mesh.devices.transpose(dims).reshape(axes.batch_shards, -1)
-    process = devices.flat[0].client.process_index()
-    numbers = [n for n, row in enumerate(devices) if process in {d.process_index for d in row}]
-    return tuple(numbers or range(len(devices)))
 
 
 def _no_rows_of_numbers(path: str, leaf: Any) -> ValueError:

@@ -15,8 +15,8 @@ import numpy as np
 
 from fsdp_jax.errors import message
 from fsdp_jax.processes import from_processes
-from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.automatic_units import trace_by_units
+from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.step.train_step import StepPlan

@@ -18,6 +18,7 @@ from fsdp_jax.planner.analytic.memory import Estimate, estimate
 from fsdp_jax.planner.compiled.peak_memory import KINDS
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.roofline import Matmul
+from fsdp_jax.sharding.mesh import mesh_axes
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config_file import load
 
@@ -32,7 +33,8 @@ SQUARE = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
 class NoLayout:
     """A layout without a state: arguments of the program count as `other`."""
 
-    mesh = fsdp.make_mesh(devices=jax.devices()[:1])
+    axes = mesh_axes(fsdp.make_mesh(devices=jax.devices()[:1]))
+    mesh = axes.mesh
 
     def __iter__(self):
         return iter(())

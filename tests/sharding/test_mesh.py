@@ -205,6 +205,7 @@ def test_slices_come_before_hosts():
         ((DATA, REPLICA), {}, (DATA,), (REPLICA,), ()),
         (("fsdp",), {}, ("fsdp",), (), ()),
         ((DATA, "tensor"), {}, (DATA,), (), ("tensor",)),
+        (("fsdp", "tensor"), {}, ("fsdp",), (), ("tensor",)),
         (("fsdp", "tensor"), {"data": "fsdp"}, ("fsdp",), (), ("tensor",)),
         (("dp", "fsdp"), {"data": "fsdp", "replica": "dp"}, ("fsdp",), ("dp",), ()),
         (("x", "y"), {"data": ("x", "y")}, ("x", "y"), (), ()),
@@ -237,7 +238,6 @@ def test_repeated_axis_names_are_refused_though_jax_accepts_them():
 @pytest.mark.parametrize(
     ("names", "given", "text"),
     [
-        (("fsdp", "tensor"), {}, "which mesh axis shards the state(?s:.*)data='fsdp'"),
         ((DATA, "fsdp"), {}, "which mesh axis shards the state(?s:.*)data='fsdp'"),
         (("dp", "tp"), {}, "which mesh axis shards the state(?s:.*)data='dp'"),
         ((REPLICA,), {}, "which mesh axis shards the state(?s:.*)make_mesh"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def on_gpu(plan):
 
     Mesh.devices.fill(Gpu())
     layout = dataclasses.replace(plan.layout)
-    object.__setattr__(layout, "mesh", Mesh)
+    object.__setattr__(layout, "axes", SimpleNamespace(mesh=Mesh))
     return dataclasses.replace(plan, layout=layout)
 
 
