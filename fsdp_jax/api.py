@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from fsdp_jax.errors import check_regexes, did_you_mean, message
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import COPIES, Layout, make_layout
-from fsdp_jax.sharding.logical_axes import LogicalAxes, read_logical_axes
+from fsdp_jax.sharding.logical_axes import LogicalAxes, check_logical_axes, read_logical_axes
 from fsdp_jax.sharding.mesh import (
     MeshAxes,
     entry_of,
@@ -226,8 +226,10 @@ def fully_shard(
 
 def _split_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:
     """Returns logical axes with `data` replaced by the mesh axes that it is split into."""
+    table = read_logical_axes(logical_axes)
+    check_logical_axes(table, tuple(axes.shape))
     split: list[tuple[str, Axis]] = [(axes.unsplit, axes.data)] if axes.unsplit else []
-    for name, entry in read_logical_axes(logical_axes):
+    for name, entry in table:
         parts = [axes.data if axis == axes.unsplit else (axis,) for axis in entry]
         split.append((name, entry_of([part for group in parts for part in group])))
     return split

@@ -62,6 +62,13 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return "one of: " + ", ".join(choices) if choices else ""
 
 
+def either(first: str, second: str) -> str:
+    """Returns two ways to mend something, as sentences."""
+    if not first:
+        return second
+    return f"{first} Or {second}" if first.endswith("?") else f"{first}. Or {second}"
+
+
 def human_bytes(count: float) -> str:
     """Returns a size in binary units, of three significant digits: `1.25 GiB`."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import did_you_mean, either, message
 from fsdp_jax.sharding.mesh import FSDP, Entry, axes_of, entry_of, spec_of
 
 LogicalAxes = Mapping[str, Entry] | Sequence[Sequence[Any]]
@@ -41,8 +41,9 @@ class Dropped:
     def __str__(self) -> str:
         if self.kind == "unmapped":
             return f"'{self.name}', neither a mesh axis nor in logical_axes"
-        why = "not in the mesh" if self.kind == "absent" else "for another dim has it"
-        return f"{' and '.join(map(repr, self.axes))} of '{self.name}', {why}"
+        if self.kind == "taken":
+            return f"'{self.name}', whose mesh axis another dim has"
+        return f"{' and '.join(map(repr, self.axes))} of '{self.name}', not in the mesh"
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ class Assigned:
 
     @property
     def dropped_names(self) -> tuple[str, ...]:
-        """The axes that were dropped, and names that stand for none."""
-        names = [axis for drop in self.dropped for axis in drop.axes or (drop.name,)]
-        return tuple(dict.fromkeys(names))
+        """The axes that the mesh lacks, and names that stand for none or for a taken one."""
+        absent = [drop.axes if drop.kind == "absent" else (drop.name,) for drop in self.dropped]
+        return tuple(dict.fromkeys(name for names in absent for name in names))
 
     @property
     def text(self) -> str:
@@ -99,6 +100,18 @@ def read_logical_axes(logical_axes: LogicalAxes | None) -> Table:
             raise ValueError(message(what, where=where, expected=expected, got=entry, fix=fix))
         table.append((name, axes_of(entry)))
     return tuple(table)
+
+
+def check_logical_axes(table: Table, mesh_axes: Sequence[str]) -> None:
+    """Raises ValueError where a table names axes, and the mesh has none of them."""
+    known = (*mesh_axes, FSDP)
+    named = [(name, axis) for name, axes in table for axis in axes]
+    if named and not any(axis in known for _, axis in named):
+        name, axis = named[0]
+        what = f"the mesh has no axis '{axis}', nor any other that logical_axes names"
+        where = f"logical_axes['{name}']"
+        fix = either(did_you_mean(axis, known), "leave logical_axes out: arrays go by their size")
+        raise ValueError(message(what, where=where, expected=tuple(mesh_axes), fix=fix))
 
 
 def is_entry(entry: Any) -> bool:

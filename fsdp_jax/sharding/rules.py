@@ -22,12 +22,13 @@ from typing import Any, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import did_you_mean, either, message
 from fsdp_jax.sharding.logical_axes import (
     Assigned,
     LogicalAxes,
     Table,
     assign_axes,
+    check_logical_axes,
     is_entry,
     read_logical_axes,
 )
@@ -300,7 +301,7 @@ class Rules:
                 text = f"'{drop.name}' stands for {drop.axes}, which the mesh does not have; "
             known = [*mesh.axis_names, *dict(self.table), FSDP]
             close = did_you_mean(drop.name, [name for name in known if name != drop.name])
-            text += _or(close, f"logical_axes={{'{drop.name}': None}} leaves its dim unsharded")
+            text += either(close, f"logical_axes={{'{drop.name}': None}} leaves its dim unsharded")
             findings.append(Finding("unknown axis", f"rule '{pattern_name(pattern)}'", text))
         return findings
 
@@ -309,19 +310,12 @@ class Rules:
         for axis in self.axes:
             if axis not in mesh.axis_names:
                 what = f"the mesh has no axis '{axis}'"
-                fix = _or(did_you_mean(axis, mesh.axis_names), f"for instance {_example(mesh)}")
+                fix = either(did_you_mean(axis, mesh.axis_names), f"for instance {_example(mesh)}")
                 names = mesh.axis_names
                 raise ValueError(
                     message(what, where="axes", expected=names, got=self.axes, fix=fix)
                 )
-        known = (*mesh.axis_names, FSDP)
-        named = [(name, axis) for name, axes in self.table for axis in axes]
-        if named and not any(axis in known for _, axis in named):
-            name, axis = named[0]
-            what = f"the mesh has no axis '{axis}', nor any other that logical_axes names"
-            where = f"logical_axes['{name}']"
-            fix = _or(did_you_mean(axis, known), "leave logical_axes out: arrays go by their size")
-            raise ValueError(message(what, where=where, expected=mesh.axis_names, fix=fix))
+        check_logical_axes(self.table, mesh.axis_names)
 
 
 def partition_specs(
@@ -418,13 +412,6 @@ def _default_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     raise ValueError(message(what, where="axes", expected=mesh.axis_names, fix=_example(mesh)))
 
 
-def _or(first: str, second: str) -> str:
-    """Returns two ways to mend something, as sentences."""
-    if not first:
-        return second
-    return f"{first} Or {second}" if first.endswith("?") else f"{first}. Or {second}"
-
-
 def _example(mesh: Mesh | AbstractMesh) -> str:
     """Returns an argument that names an axis of this mesh."""
     axis = max(mesh.shape, key=lambda axis: (axis == FSDP, axis == DATA, mesh.shape[axis] > 1))
@@ -449,7 +436,7 @@ def _misfits(
         overrule = f"a rule replicates it: ('{path}$', None)"
     if len(spec) > len(shape):
         text = f"{source} has {len(spec)} entries for shape {shape}: "
-        text += _or("shorten the spec", overrule)
+        text += either("shorten the spec", overrule)
         return [Finding("rank mismatch", path, text)]
     uses = Counter(axis for entry in spec for axis in axes_of(entry))
     findings = [
@@ -465,7 +452,7 @@ def _misfits(
             if divisible:
                 fix = f"did you mean dim {divisible[0]}?"
             split = f"{source} splits dim {dim} of {shape} in {shards}"
-            text = f"{split}, by which it is not divisible; {_or(fix, overrule)}"
+            text = f"{split}, by which it is not divisible; {either(fix, overrule)}"
             findings.append(Finding("indivisible dim", path, text))
     return findings
 

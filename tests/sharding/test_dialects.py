@@ -292,7 +292,7 @@ def test_an_axis_for_two_dims_is_in_the_notes():
     matched = match_table(annotated(("embed", "mlp")), [], MESH, logical_axes=table, min_size=10**9)
     (note,) = matched.notes
     assert (note.kind, note.where) == ("axis used twice", "w")
-    assert note.text == "'fsdp' of 'mlp', for another dim has it"
+    assert note.text == "'mlp', whose mesh axis another dim has"
 
 
 def test_what_would_be_refused_is_in_the_table_too():
