@@ -7,6 +7,7 @@ from pathlib import Path
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -74,6 +75,34 @@ def test_the_certify_example_prints_a_table(monkeypatch, capsys):
     }
     exec(example, names)
     assert capsys.readouterr().out.count("holds") == 3
+
+
+def test_the_examples_of_losses_train():
+    (example,) = [block for block in blocks() if "word_dropout_loss" in block]
+    mesh, case = fsdp.make_mesh(data=8), CASES["nnx-gpt-scanned"]
+    sharded = fsdp.fully_shard(case.model, optax.sgd(0.1), mesh, units=[Block])
+    batches = [{"tokens": case.batch(i)["tokens"]} for i in range(2)]
+    names = {"jax": jax, "jnp": jnp, "optax": optax, "sharded": sharded, "state": sharded.init(0)}
+    names |= {"batch": batches[0], "batches": batches}
+    exec(example, names)
+    assert 0 < names["accuracy"] < 1
+    assert 0 < float(names["metrics"]["dropped"]) < 0.2
+
+    (example,) = [block for block in blocks() if "balanced_loss" in block]
+    exec(example, names)
+    tokens = jax.ShapeDtypeStruct((1, 8), "int32")
+    sharded = fsdp.fully_shard(Balanced(), optax.sgd(0.1), mesh, inputs=(tokens,))
+    step = sharded.train_step(names["balanced_loss"], accumulation=2)
+    _, metrics = step(sharded.init(0), batches[0])
+    assert float(metrics["balance"]) > 0
+
+
+class Balanced(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 16)(tokens)
+        self.sow("losses", "balance", (x**2).mean())
+        return nn.Dense(32)(x)
 
 
 class LinenUnit(nn.Module):

@@ -40,7 +40,9 @@ class Model(nnx.Module):
 
 def shard(strategy="full_shard", units=(Block,)):
     mesh = fsdp.make_mesh(data=4, replica=2)
-    return fsdp.fully_shard(lambda rngs: Model(rngs), optax.sgd(0.1), mesh, strategy, units, min_size=8)
+    return fsdp.fully_shard(
+        lambda rngs: Model(rngs), optax.sgd(0.1), mesh, strategy, units, min_size=8
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ CASES += [("full_shard", settings) for settings in SETTINGS]
 @pytest.mark.parametrize(("strategy", "settings"), CASES)
 def test_metrics_are_those_of_one_device(strategy, settings):
     sharded = shard(strategy)
-    state, metrics = sharded.train_step(loss, **settings)(sharded.init(0), BATCH)
+    _, metrics = sharded.train_step(loss, **settings)(sharded.init(0), BATCH)
     parts = settings.get("accumulation", 1) * (8 if settings.get("local_batch") else 1)
     control = expected(parts)
     assert metrics.keys() == control.keys() | {"grad_norm", "skipped", "skipped_in_a_row"}

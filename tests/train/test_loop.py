@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from runs import losses, records
 
-from fsdp_jax.train import metrics
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.train import build, metrics
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.metrics import JsonLines, StepRecord
 
@@ -96,6 +97,22 @@ def test_metrics(finished):
         assert record["skipped_steps"] == 0
         assert record["data_wait_s"] > 0
         assert record["tokens_per_s"] == pytest.approx(128 / record["step_time_s"])
+
+
+def test_metrics_of_the_loss_are_logged_beside_the_others(run, tmp_path, capsys, monkeypatch):
+    def with_metrics(model, batch, *, train=False):
+        total, count = next_token_loss(model, batch, train=train)
+        return total, count, {"rows": (len(batch["mask"]), None), "none": (0.0, 0)}
+
+    monkeypatch.setattr(build, "make_loss", lambda *_: with_metrics)
+    assert run("more", "--train.steps", "2", "--train.accumulation", "1") == 0
+    for record in records(tmp_path / "more"):
+        assert tuple(record) == (*FIELDS, "metrics")
+        assert record["metrics"] == {"none": None, "rows": 8.0}
+    for record in records(tmp_path / "more", "evals.jsonl"):
+        assert record["metrics"]["rows"] > 0
+        assert record["held_out_loss"] > 0
+    assert "  rows 8  " in capsys.readouterr().out
 
 
 def test_a_stopped_run_resumes_as_if_it_had_not_stopped(

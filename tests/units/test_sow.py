@@ -267,9 +267,7 @@ class NnxModel(nnx.Module):
 
     def __call__(self, x):
         if self.scan:
-            call = nnx.scan(
-                lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
-            )
+            call = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
             return call(self.blocks, x)
         return self.two(self.one(x))
 
