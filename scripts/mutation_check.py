@@ -58,8 +58,8 @@ FAULTS = (
     Fault(
         name="each microbatch weighs the same, however many tokens it has",
         file="fsdp_jax/step/train_step.py",
-        old="        return loss_sum, (loss_sum, count, new_state)\n",
-        new="        return loss_sum / count, (loss_sum, count, new_state)\n",
+        old="        return sums[0], (sums, new_state)\n",
+        new="        return sums[0] / sums[1], (sums, new_state)\n",
         tests=("tests/test_parity.py",),
     ),
     Fault(

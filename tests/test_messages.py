@@ -169,21 +169,6 @@ def test_a_pattern_of_keep_float32_must_match():
         shard(precision=fsdp.Precision(compute="bfloat16", keep_float32=("[Nn]orm", "a/kernle")))
 
 
-@pytest.mark.parametrize(
-    ("out", "shown"),
-    [
-        (lambda y: y.mean(), r"float32\[\]"),
-        (lambda y: (y.mean(), {"accuracy": 1.0}), r"\(float32\[\], dict\)"),
-        (lambda y: (y.sum(-1), 8), r"\(float32\[8\], int\)"),
-    ],
-)
-def test_a_loss_must_be_a_sum_and_a_count(out, shown):
-    with pytest.raises(
-        ValueError, match=rf"loss_fn\n.*\(sum, count\)\n.*{shown}\n.*return the summed loss"
-    ):
-        shard().train_step(lambda model, batch: out(model(batch["x"]))).lower(BATCH)
-
-
 def test_units_that_are_not_recomputed_warn():
     """The model owns no parameters itself: its units own them all."""
     with pytest.warns(

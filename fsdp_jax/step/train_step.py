@@ -281,10 +281,10 @@ def _accumulate(
         variables: dict[str, jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> Any:
         model_params = _model_params(plan, flat, variables)
-        out, new_state = _run_model(
+        sums, new_state = _run_model(
             plan, model_params, model_state, batch, key, training=True, device=device
         )
-        return out[0], (out, new_state)
+        return sums[0], (sums, new_state)
 
     def microbatch(
         model_state: PyTree, batch: PyTree, index: Any

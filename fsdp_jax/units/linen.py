@@ -143,7 +143,9 @@ class LinenModel:
         key = key if device is None else jax.random.fold_in(key, device)
 
         def trace() -> tuple[Any, PyTree]:
-            watch = ScopeWatch(self.demands, gives_streams=training, known={_PARAMS, *rest})
+            # A cache is written where it is mutable, which changes what a decoder does.
+            known = {_PARAMS, "cache", *rest}
+            watch = ScopeWatch(self.demands, gives_streams=training, known=known)
 
             def call(scope: core.Scope) -> Any:
                 watch.watch(scope)

@@ -68,7 +68,7 @@ class ScopeWatch:
     Args:
         demands: of the model.
         gives_streams: whether the trace has random streams.
-        known: collections of the model's parameters and state.
+        known: collections that nothing is sown into: parameters and state.
 
     """
 

@@ -102,7 +102,7 @@ def test_metrics(finished):
 def test_metrics_of_the_loss_are_logged_beside_the_others(run, tmp_path, capsys, monkeypatch):
     def with_metrics(model, batch, *, train=False):
         total, count = next_token_loss(model, batch, train=train)
-        return total, count, {"rows": (len(batch["mask"]), None), "none": (0.0, 0)}
+        return total, count, {"rows": (len(batch["tokens"]), None), "none": (0.0, 0)}
 
     monkeypatch.setattr(build, "make_loss", lambda *_: with_metrics)
     assert run("more", "--train.steps", "2", "--train.accumulation", "1") == 0

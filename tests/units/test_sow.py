@@ -240,6 +240,10 @@ def test_an_evaluation_that_draws_says_how():
 
     one, two = (sharded.eval_step(given)(state, BATCH) for _ in range(2))
     assert one == two
+    _, first = sharded.train_step(given, **LOCAL)(state, BATCH)
+    _, second = sharded.train_step(given, **LOCAL)(sharded.init(0), BATCH)
+    assert float(first["loss"]) == float(second["loss"]) != float(one[0] / one[1])
+    assert float(first["grad_norm"]) > 0
 
 
 # NNX
