@@ -84,10 +84,8 @@ class ScopeWatch:
 
         Scopes of a user's own `model.apply` are left alone: they have no flag of ours.
         """
-        if FLAG in scope.flags and "has_rng" not in vars(scope):
-            self._replace_methods(scope)
-
-    def _replace_methods(self, scope: core.Scope) -> None:
+        if FLAG not in scope.flags or "has_rng" in vars(scope):
+            return
         is_mutable, variables = scope.is_mutable_collection, scope.variables
         rewound = scope.rewound
 
@@ -110,8 +108,10 @@ class ScopeWatch:
             return {**variables(), **lost}
 
         def rewound_and_watched(*args: Any, **kwargs: Any) -> core.Scope:
-            after = rewound(*args, **kwargs)  # what a module has after its call, without flags
-            self._replace_methods(after)
+            # What a module has after its call: Linen leaves out the flags, also of a second call.
+            after = rewound(*args, **kwargs)
+            after.flags = core.freeze({FLAG: scope.flags[FLAG]})
+            self.watch(after)
             return after
 
         replaced = {
