@@ -4,6 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -27,9 +28,18 @@ from fsdp_jax.sharding.mesh import (
 )
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.precision import AS_MADE, Precision
-from fsdp_jax.sharding.rules import MIN_SIZE, Axis, Placement, Rules, stacked_dims
+from fsdp_jax.sharding.rules import (
+    HEURISTIC,
+    MIN_SIZE,
+    Axis,
+    Placement,
+    Rules,
+    is_box,
+    stacked_dims,
+)
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
 from fsdp_jax.step.automatic_units import call_by_units, warn_whole_model
+from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.step.state import (
@@ -43,13 +53,14 @@ from fsdp_jax.step.state import (
 )
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.tree import PyTree, flatten, unflatten
-from fsdp_jax.units.auto_wrap import Units, choose_units, describe_units
+from fsdp_jax.units.auto_wrap import UNFOUND, Units, choose_units, describe_units
 from fsdp_jax.units.collectives import Mode, ParamComm
 from fsdp_jax.units.gather_transform import GatherTransform
 from fsdp_jax.units.model import Boundary, LossFn, Model
 from fsdp_jax.units.unit import ROOT, Remat
 from fsdp_jax.validation import (
     adapt,
+    as_key,
     check_arguments,
     check_patterns,
     check_plan,
@@ -158,8 +169,8 @@ def fully_shard(
         axes=resolved.shard_axes(mesh_and_axes),
         model_axes=mesh_and_axes.model,
     )
-    placements = by_rules.place(adapter.params, mesh_and_axes.mesh, stacked=layer_dims)
-    resolved.check_placements(placements, mesh_and_axes)
+    placements, state_placements = _place(by_rules, adapter, mesh_and_axes.mesh, layer_dims)
+    resolved.check_placements(placements | state_placements, mesh_and_axes)
     warn_of_idle_axes(placements, mesh_and_axes)
 
     # Units; where nothing is gathered or recomputed by them, they need not be found.
@@ -168,8 +179,10 @@ def fully_shard(
     searched = units if by_units or remat != "none" or not automatic else "model"
     owners = choose_units(adapter.modules, searched, shapes, layer_dims, remat)
     description = describe_units(adapter.modules, owners, shapes) if by_units else ""
+    found = any(unit for unit in owners.values())
+    why = "the outermost repeated modules" if found else UNFOUND
     if by_units and automatic:
-        description += " (the outermost repeated modules)"
+        description += f" ({why})"
 
     # The state as it is stored, and its layout.
     stored = {
@@ -194,6 +207,7 @@ def fully_shard(
         frozen=frozen_paths,
         copied=copies,
         units=description,
+        state=state_placements,
     )
     relayout = functools.partial(
         fully_shard,
@@ -214,14 +228,32 @@ def fully_shard(
         stacked=stacked,
         frozen=frozen,
     )
-    found = set(owners.values()) != {ROOT}
     sharded = Sharded(
         adapter, tx, layout, dtypes, remat, prefetch, owners, automatic and found, relayout
     )
     if automatic and not found:
-        why = "no modules are repeated that own a quarter of it"
         warn_whole_model(layout, sharded._param_comms("annotate"), why, stacklevel=3)
     return sharded
+
+
+def _place(
+    rules: Rules, model: Model, mesh: Mesh, stacked: Mapping[str, int]
+) -> tuple[dict[str, Placement], dict[str, Placement]]:
+    """Returns placements of the parameters, and of large other state that a rule or its annotation
+    names, by path.
+
+    The heuristic is for parameters: of a buffer that every layer reads, a table or a mask, it would
+    make a gather in every layer.
+    """
+    params = flatten(model.params, is_leaf=is_box)
+    rest = flatten(model.boxed_rest, is_leaf=is_box)
+    sizes = {path: prod(leaf.shape) for path, leaf in flatten(model.rest).items()}
+    large = {path: leaf for path, leaf in rest.items() if sizes[path] >= rules.min_size}
+    placed = replace(rules, strict=False).place(params | large, mesh, stacked=stacked)
+    state = {path: placed[path] for path in large if placed[path].rule != HEURISTIC}
+    if rules.strict:
+        rules.place(params | {path: rest[path] for path in state}, mesh, stacked=stacked)
+    return {path: placed[path] for path in params}, state
 
 
 def _split_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:
@@ -371,25 +403,31 @@ class Sharded:
         folder = cache_folder() if cache else None
         return compiled_plan(step, batch, machine, work or Work(), folder)
 
-    def init(self, seed: int = 0, params: PyTree | None = None) -> TrainState:
+    def init(self, seed: int | jax.Array = 0, params: PyTree | None = None) -> TrainState:
         """Returns a fresh state, every array made on the devices that hold it.
 
         Args:
-            seed: of the random parameters and streams.
+            seed: of the random parameters and streams, or a key of JAX; `s` and `jax.random.key(s)`
+                give the same state.
             params: parameters that shall not be random, sharded as in `checkpoint_target().params`
                 (nested, or by path); the state takes ownership of the arrays.
 
         Raises:
-            ValueError: one of `params` does not fit.
+            ValueError: one of `params` does not fit; neither a seed nor one key.
 
         """
         given = check_given(params or {}, self.layout)
+        key = as_key(seed)
         with self.layout.axes.ambient():
-            return init_state(self._model, self._tx, self.layout, seed, given)
+            return init_state(self._model, self._tx, self.layout, key, given)
 
     def abstract_state(self) -> TrainState:
         """Returns shapes, dtypes and shardings of the state: the target of a restore."""
         return abstract_state(self.layout)
+
+    def state_shardings(self) -> TrainState:
+        """Returns a NamedSharding for every array of the state, as `in_shardings` takes them."""
+        return state_shardings(self.layout)
 
     def to_checkpoint(self, state: TrainState) -> TrainState:
         """Returns what to save of a state: all but `copies`, which another layout may not have."""
@@ -406,7 +444,7 @@ class Sharded:
         with self.layout.axes.ambient():
             return replace(saved, copies=make(saved.params))
 
-    def train_step(
+    def make_train_step(
         self,
         loss_fn: LossFn,
         *,
@@ -456,6 +494,58 @@ class Sharded:
             SlowerWarning: when the step is compiled, what `prefetch` could not move.
 
         """
+        plan = self._train_plan(
+            loss_fn,
+            accumulation=accumulation,
+            deferred_reduction=deferred_reduction,
+            local_batch=local_batch,
+            clip=clip,
+        )
+        outputs = self.state_shardings(), replicated(self.layout.mesh)
+        return CompiledStep(
+            train_step, plan, self.abstract_state(), outputs, donate=True, abort_after=abort_after
+        )
+
+    train_step = make_train_step  # the name in earlier releases
+
+    def pure_step(
+        self, loss_fn: LossFn, **settings: Any
+    ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
+        """Returns the training step as a function to trace in a `jax.jit` of your own.
+
+        `state, metrics = pure_step(state, batch)`, also inside a `lax.scan` over steps. Pass
+        `state_shardings()` as the state's `in_shardings` and `out_shardings`, and donate it; a
+        batch is of arrays [global rows, ...]. Nothing aborts: look at
+        `metrics["skipped_in_a_row"]`.
+
+        Args:
+            loss_fn: as `make_train_step` takes it.
+            settings: those of `make_train_step`, except `abort_after`.
+
+        Raises:
+            ValueError: as `make_train_step` does; rows that cannot be split evenly.
+
+        """
+        plan = self._train_plan(loss_fn, **settings)
+        placement = BatchPlacement(self.layout.axes, plan.accumulation)
+        shardings = self.state_shardings()
+
+        def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+            state, metrics = call_by_units(plan, train_step, state, placement.cut(batch))
+            return jax.lax.with_sharding_constraint(state, shardings), metrics
+
+        return step
+
+    def _train_plan(
+        self,
+        loss_fn: LossFn,
+        *,
+        accumulation: int = 1,
+        deferred_reduction: bool = False,
+        local_batch: bool = False,
+        clip: float | None = None,
+    ) -> StepPlan:
+        """Returns what a training step is made from; see `make_train_step`."""
         check_train_step(
             self.layout,
             self.precision,
@@ -466,7 +556,7 @@ class Sharded:
             clip=clip,
         )
         local_batch = local_batch and self.layout.axes.batch_shards > 1
-        plan = self._step_plan(
+        return self._step_plan(
             as_loss(loss_fn),
             "manual" if local_batch else "annotate",
             takes_key=takes_key(loss_fn),
@@ -476,12 +566,8 @@ class Sharded:
             prefetch=self.prefetch if local_batch else "none",
             local_batch=local_batch,
         )
-        outputs = state_shardings(self.layout), replicated(self.layout.mesh)
-        return CompiledStep(
-            train_step, plan, self.abstract_state(), outputs, donate=True, abort_after=abort_after
-        )
 
-    def eval_step(self, loss_fn: LossFn) -> CompiledStep:
+    def make_eval_step(self, loss_fn: LossFn) -> CompiledStep:
         """Returns `step(state, batch) -> (sum, count)` in inference mode; nothing is donated.
 
         A loss with metrics gives `(sum, count, metrics)`, where metrics are `{path: (sum, count)}`,
@@ -502,6 +588,8 @@ class Sharded:
             return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows)
 
         return CompiledStep(run, plan, state, outputs, donate=False, abort_after=None)
+
+    eval_step = make_eval_step  # the name in earlier releases
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `apply(fn)(state, *args)`: `fn(model, *args)`, compiled, in inference mode.

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -20,6 +21,7 @@ from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
+from fsdp_jax.units.unit import RematName
 
 
 def check_arguments(
@@ -50,13 +52,11 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def _check_remat(remat: Any) -> None:
     """Checks that `remat` is a choice, or a policy of `jax.checkpoint`."""
-    choices = ("none", "full")
+    choices = get_args(RematName)
     if not callable(remat) and remat not in choices:
-        policy = "a policy such as jax.checkpoint_policies.dots_with_no_batch_dims_saveable"
         fix = did_you_mean(str(remat), choices)
-        expected = f"'none', 'full', or {policy}"
-        what = f"unknown remat '{remat}'"
-        raise ValueError(message(what, where="remat", expected=expected, fix=fix))
+        fix += "; or a policy, such as jax.checkpoint_policies.dots_saveable"
+        raise ValueError(message(f"unknown remat '{remat}'", where="remat", fix=fix))
 
 
 def check_train_step(
@@ -166,6 +166,26 @@ def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> No
                 SlowerWarning,
                 stacklevel=3,
             )
+
+
+def as_key(seed: Any) -> jax.Array:
+    """Returns the key of a seed, or the key itself; a raw one of uint32 is wrapped."""
+    like = jax.eval_shape(lambda: jax.random.key(0))
+    raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
+    is_int = isinstance(seed, int) and not isinstance(seed, bool)
+    if is_int or (is_array and not seed.shape and jnp.issubdtype(seed.dtype, jnp.integer)):
+        return jax.random.key(seed)
+    if is_array and (seed.shape, seed.dtype) in ((like.shape, like.dtype), (raw.shape, raw.dtype)):
+        data = jax.random.key_data(seed) if seed.dtype == like.dtype else jnp.asarray(seed)
+        if not isinstance(data, jax.core.Tracer):
+            data = jnp.asarray(np.asarray(data))  # from whatever devices it is on
+        return jax.random.wrap_key_data(data)
+    what = "neither a seed nor a random key"
+    got = f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed)
+    expected = f"an int, or one key, as {like.dtype} or {raw.dtype}{list(raw.shape)}"
+    fix = "init(0), or init(jax.random.key(0))"
+    raise ValueError(message(what, where="seed", expected=expected, got=got, fix=fix))
 
 
 def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from reference import CASES, gpt, linen_loss
 from test_model_axes import SMALL, annotated
 
@@ -51,6 +52,24 @@ def test_the_first_example_trains(capsys):
     assert np.isfinite(float(names["metrics"]["loss"]))
     assert int(names["state"].step) == 3
     assert "full_shard on replica=1 x data=8" in capsys.readouterr().out
+
+
+def test_the_pure_step_runs_in_a_jit_of_ones_own():
+    (example,) = [block for block in blocks() if "pure_step" in block]
+    case, mesh = CASES["nnx-gpt-scanned"], fsdp.make_mesh(data=8)
+    names = {
+        "jax": jax,
+        "partial": partial,
+        "NamedSharding": NamedSharding,
+        "P": PartitionSpec,
+        "mesh": mesh,
+        "loss_fn": case.loss,
+        "sharded": fsdp.fully_shard(case.model, optax.adamw(1e-3), mesh),
+        "batches": jax.tree.map(lambda *rows: np.stack(rows), *map(case.batch, range(5))),
+    }
+    exec(example, names)
+    assert names["metrics"]["loss"].shape == (5,)
+    assert np.isfinite(np.asarray(names["metrics"]["loss"])).all()
 
 
 def test_the_first_screen_says_what_it_is_and_names_both_commands():

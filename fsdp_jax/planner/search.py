@@ -17,7 +17,7 @@ from fsdp_jax.planner.settings import MakeStep, StepSettings, replica_counts
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tables import text_table
-from fsdp_jax.units.unit import Remat
+from fsdp_jax.units.unit import RematName
 
 FINALISTS = 4
 """How many candidates that fit are compiled."""
@@ -264,7 +264,7 @@ def candidate_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
             prefetches = ("none", "pre")
         accumulations = [k for k in (8, 4, 2, 1) if device_rows % k == 0]
         for replica, accumulation, remat, prefetch in product(
-            replica_counts(name, hosts), accumulations, get_args(Remat)[::-1], prefetches
+            replica_counts(name, hosts), accumulations, get_args(RematName)[::-1], prefetches
         ):
             yield StepSettings(name, replica, remat, prefetch, accumulation)
 

@@ -12,7 +12,7 @@ from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.unit import Remat
+from fsdp_jax.units.unit import RematName
 
 LOSS_CHUNK = 16384
 """The vocabulary chunk size that a plan proposes."""
@@ -27,7 +27,7 @@ class StepSettings:
 
     strategy: str
     replica: int = 1
-    remat: Remat = "none"
+    remat: RematName = "none"
     prefetch: Prefetch = "none"
     accumulation: int = 1
     loss_chunk: int | None = None

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.sharding.mesh import MeshAxes, shards_of
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
-from fsdp_jax.sharding.rules import Placement, ReplicationWarning, Rules
+from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tables import html_table, text_table
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, unflatten
@@ -27,6 +28,8 @@ COLUMNS = ("part", "path", "shape", "dtype", "spec", "per device", "rule", "reas
 COPIES = (
     "copies"  # the entry of `Layout.other` with the replicated copies that a step computes with
 )
+MODEL_STATE = "model_state"  # the entry with the model's state that is no parameter
+NOT_PLACED = "no rule or annotation places this state: replicated"
 Part = Literal["params", "optimizer", "other"]
 PARTS: tuple[Part, ...] = ("params", "optimizer", "other")
 
@@ -164,8 +167,8 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        units = f"units: {self.units}\n" if self.units else ""
-        return f"{self.summary()}\n{units}{text_table(COLUMNS, self.rows())}"
+        units = f"\nunits: {self.units}" if self.units else ""
+        return f"{self.summary()}\n{text_table(COLUMNS, self.rows())}{units}"
 
     def __repr__(self) -> str:
         return f"<Layout: {self.summary()}>"
@@ -178,6 +181,8 @@ def _row(leaf: Leaf) -> tuple[str, ...]:
     reason = leaf.reason
     if leaf.wasted_bytes:
         reason += f", {human_bytes(leaf.wasted_bytes)} more on every device"
+    elif reason == NOT_PLACED:
+        reason += f", {human_bytes(leaf.bytes)} on every device"
     return (
         leaf.part,
         leaf.path,
@@ -203,6 +208,7 @@ def make_layout(
     frozen: Container[str] = (),
     copied: Container[str] = (),
     units: str = "",
+    state: Mapping[str, Placement] = MappingProxyType({}),
 ) -> Layout:
     """Returns the layout of a state that exists only as shapes.
 
@@ -219,10 +225,12 @@ def make_layout(
         copied: paths of parameters that are sharded though the strategy replicates them, since
             `other` has a replicated copy to compute with.
         units: what is gathered together, in words.
+        state: path in the model -> how a rule or an annotation places that array of its other
+            state.
 
     Warns:
-        ReplicationWarning: large leaves that stay replicated because no dim is divisible, with the
-            bytes it costs.
+        ReplicationWarning: large leaves that stay replicated because no dim is divisible, or since
+            they are no parameters and nothing places them, with the bytes it costs.
 
     """
     # Parameters: stored one way, and updated by the optimizer in another under zero1.
@@ -248,12 +256,17 @@ def make_layout(
     def optimizer_leaf(path: str, array: Any, placement: Placement) -> Leaf:
         return _leaf("optimizer", path, array, placement, axes)
 
-    # All else is small, or a copy that is replicated on purpose.
+    # All else: a copy that is replicated on purpose, state that is placed by name, and small state.
     def other_leaf(path: str, array: Any) -> Leaf:
+        part, _, name = path.partition(SEPARATOR)
         spec, reason = PartitionSpec(), "small state is replicated"
-        if path.startswith(COPIES + SEPARATOR):
-            spec = axes.model_spec(placements[path.removeprefix(COPIES + SEPARATOR)].spec)
+        if part == COPIES:
+            spec = axes.model_spec(placements[name].spec)
             reason = f"{strategy.name} computes with this copy"
+        elif part == MODEL_STATE and name in state:
+            return _leaf("other", path, array, strategy.param_placement(state[name], axes), axes)
+        elif prod(array.shape) >= rules.min_size:
+            reason = NOT_PLACED
         return _leaf("other", path, array, Placement(spec, "state", reason), axes)
 
     layout = Layout(
@@ -265,6 +278,8 @@ def make_layout(
         units,
     )
     _warn_of_waste(layout)
+    if strategy.shards_params and shards_of(axes.mesh, rules.axes) > 1:
+        _warn_of_large_state(layout)
     return layout
 
 
@@ -284,6 +299,22 @@ def _leaf(
         missed_shards=placement.missed_shards,
         **{"grad_spec": placement.spec} | fields,
     )
+
+
+def _warn_of_large_state(layout: Layout) -> None:
+    """Warns of state of the model that is large, and that neither rule nor annotation shards."""
+    leaves = [leaf for leaf in layout if leaf.reason == NOT_PLACED]
+    total = sum(leaf.bytes for leaf in leaves)
+    if total >= LARGE_BYTES:
+        largest = max(leaves, key=lambda leaf: leaf.bytes)
+        path = largest.path.removeprefix(MODEL_STATE + SEPARATOR)
+        warnings.warn(
+            f"{human_bytes(total)} of the model's other state is replicated on every device; the "
+            f"largest is '{path}' {largest.shape}: a rule such as ('{path}', ('fsdp',)) shards it "
+            "between steps",
+            ReplicationWarning,
+            stacklevel=4,  # the caller of fully_shard
+        )
 
 
 def _warn_of_waste(layout: Layout) -> None:

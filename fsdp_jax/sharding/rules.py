@@ -68,6 +68,11 @@ class Finding:
         return f"{self.kind}: {self.where}: {self.text}"
 
 
+# Bytes on every device, asked for by nobody, that are worth a warning: a copy of fewer fits beside
+# any model's activations, and its gather takes about a millisecond.
+LARGE_BYTES = 64 * 2**20
+
+
 class ReplicationWarning(UserWarning):
     """A large array is replicated though the strategy would shard it."""
 

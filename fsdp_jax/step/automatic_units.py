@@ -19,14 +19,11 @@ import jax
 from fsdp_jax.errors import SlowerWarning, human_bytes
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import shards_of
+from fsdp_jax.sharding.rules import LARGE_BYTES
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.step.xla_options import gathers_in_branches, repeated_gathers
 from fsdp_jax.units.collectives import ParamComm
 from fsdp_jax.units.unit import RawLeafError
-
-# A gathered model of fewer bytes fits beside its activations on any accelerator, and its gather
-# takes about a millisecond: not worth a warning.
-LARGE = 64 * 2**20
 
 
 def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[StepPlan, Any]:
@@ -47,7 +44,8 @@ def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[St
     except RawLeafError:  # with the whole model as the unit, the loss would be wrong in silence
         raise
     except Exception as error:
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first_line = next(iter(str(error).splitlines()), "")
+        problem = f"by units it fails: {type(error).__name__}: {first_line}"
     else:
         if not problem:
             return plan, traced
@@ -77,10 +75,8 @@ def _problem(plan: StepPlan, traced: Any) -> str:
     program = traced.jaxpr.jaxpr
     for unit, often in repeated_gathers(plan, program).items():
         return f"unit '{unit}' is gathered {often}, inside a loop of the model's own"
-    branches = gathers_in_branches(program) if plan.local_batch else ()
-    for path in branches:
-        return f"'{path}' is gathered inside a branch"
-    return ""
+    branches = gathers_in_branches(program) if plan.local_batch else set()
+    return f"'{min(branches)}' is gathered inside a branch" if branches else ""
 
 
 def warn_whole_model(
@@ -97,7 +93,7 @@ def warn_whole_model(
         for path, comm in comms.items()
         if shards_of(layout.axes.mesh, layout.axes.batch_spec_axes(comm.param_spec)) > 1
     )
-    if layout.strategy.gathers_per_unit and gathered >= LARGE:
+    if layout.strategy.gathers_per_unit and gathered >= LARGE_BYTES:
         warnings.warn(
             f"the whole model is gathered at once, {human_bytes(gathered)} on every device: {why}; "
             "units=[YourBlock] gathers block by block, units='model' says that it is meant",

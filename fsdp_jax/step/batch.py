@@ -102,6 +102,14 @@ class BatchPlacement:
             n for n, row in enumerate(devices) if process in {d.process_index for d in row}
         )
 
+    def cut(self, batch: PyTree) -> PyTree:
+        """Returns [accumulation, microbatch rows, ...] of a traced batch [global rows, ...]."""
+        leaves, tree = jax.tree.flatten(batch)
+        leaves = self._checked(leaves, batch, self._shards, self._which)
+        cut = [leaf.reshape(self._accumulation, -1, *leaf.shape[1:]) for leaf in leaves]
+        sharding = NamedSharding(self._rows.mesh, PartitionSpec(None, *self._rows.spec))
+        return jax.tree.unflatten(tree, jax.lax.with_sharding_constraint(cut, sharding))
+
     def is_local(self, leaf: Any) -> bool:
         """Returns whether a leaf holds this process's rows alone, not those of the global batch."""
         return isinstance(leaf, np.ndarray) or (self.processes > 1 and leaf.is_fully_addressable)

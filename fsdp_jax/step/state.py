@@ -106,7 +106,7 @@ def init_state(
     model: Model,
     tx: optax.GradientTransformation,
     layout: Layout,
-    seed: int,
+    key: jax.Array,
     given: Mapping[str, jax.Array],
 ) -> TrainState:
     """Returns a state whose every array is created on the devices that hold it, never unsharded.
@@ -118,14 +118,14 @@ def init_state(
         model: the adapter.
         tx: the optimizer.
         layout: of the state.
-        seed: of the random numbers.
+        key: of the random numbers.
         given: path -> parameter to use as it is; the others are drawn.
 
     """
     shardings = state_shardings(layout)
     param_shardings = flatten(shardings.params)
     dtypes = {path: leaf.dtype for path, leaf in flatten(layout.params).items()}
-    init_key, run_key = jax.random.split(jax.random.key(seed))
+    init_key, run_key = jax.random.split(key)
 
     def params_and_model_state(key: jax.Array) -> tuple[dict[str, jax.Array], PyTree]:
         params, model_state = model.init(key)

@@ -405,7 +405,7 @@ def _run_model(
             expected = "a sum over examples: a device has its own shards alone, "
             expected += "and would count replicated ones once more"
             fix = "leave local_batch out, or let the optimizer do it, "
-            fix += "as optax.add_decayed_weights does"
+            fix += "as optax.add_decayed_weights does; if it is no penalty, units='model'"
             text = message(what, where="loss_fn", expected=expected, fix=fix)
             raise RawLeafError(text) from error
 

@@ -28,6 +28,7 @@ Units = Sequence[type | str] | int | Literal["auto", "scan", "model"]
 Owners = dict[str, str | None]  # parameter path -> unit path
 ParamsOf = Mapping[str, Set[str]]  # module path -> paths of the parameters inside, at any depth
 LEAST_SHARE = 0.25  # of the model's elements that automatic units own
+UNFOUND = "no repeated modules own a quarter of it"
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,7 @@ def describe_units(
     return f"{', '.join(by_class)}: {share:.0%} of the parameters"
 
 
-def _owners(
-    modules: Sequence[ModuleInfo], chosen: Set[str], params: Mapping[str, Any]
-) -> Owners:
+def _owners(modules: Sequence[ModuleInfo], chosen: Set[str], params: Mapping[str, Any]) -> Owners:
     """Returns the innermost unit around each parameter, where all its uses have the same one."""
     users: dict[str, set[str | None]] = {path: set() for path in params}
     for module in modules:
@@ -141,9 +140,11 @@ def _automatic(
     """Returns the owners by the outermost repeated modules; see the note on automatic units."""
     with_params = [module for module in inner if params_of[module.path]]
     total = sum(map(prod, shapes.values()))
+    bodies = _bodies(with_params, params_of, stacked)
     for numbered in (True, False):
-        candidates = _repeated(with_params, numbered) | _bodies(with_params, params_of, stacked)
-        owners = _owners(modules, _outermost(candidates, params_of, sizes), shapes)
+        candidates = _repeated(with_params, numbered) | bodies
+        outermost = _outermost(candidates, bodies, params_of, sizes)
+        owners = _owners(modules, outermost, shapes)
         owned = sum(prod(shapes[path]) for path, unit in owners.items() if unit is not None)
         if owned >= LEAST_SHARE * total:
             return owners
@@ -161,17 +162,22 @@ def _repeated(modules: Sequence[ModuleInfo], numbered: bool) -> set[str]:
     return {module.path for module in modules if counts[family(module)] > 1}
 
 
-def _outermost(candidates: Set[str], params_of: ParamsOf, sizes: Mapping[str, int]) -> set[str]:
-    """Returns the outermost of these; one of more than half of their elements is opened."""
+def _outermost(
+    candidates: Set[str], bodies: Set[str], params_of: ParamsOf, sizes: Mapping[str, int]
+) -> set[str]:
+    """Returns the outermost of these; one of more than half of their elements is opened.
+
+    The bodies of layer scans are not: they gather a layer at a time.
+    """
     elements = {path: sum(sizes[name] for name in params_of[path]) for path in candidates}
     closed = set(candidates)
     while True:
         outermost = {path for path in closed if closed.isdisjoint(prefixes(path)[1:])}
-        largest = max(sorted(outermost), key=elements.__getitem__, default="")
-        inside = {path for path in closed if largest in prefixes(path)[1:]}
+        largest = max(sorted(outermost - bodies), key=elements.__getitem__, default="")
+        inside = {path for path in closed if largest and largest in prefixes(path)[1:]}
         owned = sum(sizes[name] for name in set().union(*(params_of[path] for path in inside)))
         total = sum(elements[path] for path in outermost)
-        if not inside or 2 * elements[largest] <= total or 2 * owned < elements[largest]:
+        if not inside or 2 * elements[largest] <= total or 2 * owned <= elements[largest]:
             return outermost
         closed.discard(largest)
 
@@ -181,9 +187,9 @@ def _warn_not_recomputed(units: Sequence[str], remat: Remat) -> None:
     if units:
         policy = getattr(remat, "__name__", type(remat).__name__) if callable(remat) else remat
         warnings.warn(
-            f"remat='{policy}' does nothing for {len(units)} units, such as '{units[0]}', and their "
-            "activations are kept: a unit owns no parameters where units inside it own them all, "
-            "or where several modules share them",
+            f"remat='{policy}' does nothing for {len(units)} units, such as '{units[0]}', and "
+            "their activations are kept: a unit owns no parameters where units inside it own "
+            "them all, or where several modules share them",
             SlowerWarning,
             stacklevel=4,
         )

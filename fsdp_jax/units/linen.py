@@ -76,7 +76,8 @@ class LinenModel:
             what = "the model has no parameters"
             raise ValueError(message(what, where=type(module).__name__, got=sorted(boxed)))
         self.params: PyTree = boxed[_PARAMS]
-        self.rest: PyTree = meta.unbox({k: tree for k, tree in boxed.items() if k != _PARAMS})
+        self.boxed_rest: PyTree = {k: tree for k, tree in boxed.items() if k != _PARAMS}
+        self.rest: PyTree = meta.unbox(self.boxed_rest)
         self._collections = list(self.rest)
         self.modules: Sequence[ModuleInfo] = _modules(kinds, flatten(meta.unbox(self.params)))
 

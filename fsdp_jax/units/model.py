@@ -54,12 +54,14 @@ class Model(Protocol):
         params: abstract parameters, nested dicts with string keys; leaves may carry partitioning
             metadata.
         rest: abstract other state of the model: batch statistics, random streams.
+        boxed_rest: the same; leaves may carry partitioning metadata.
         modules: of the model, parents before children.
 
     """
 
     params: PyTree
     rest: PyTree
+    boxed_rest: PyTree
     modules: Sequence[ModuleInfo]
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:

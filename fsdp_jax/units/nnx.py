@@ -34,6 +34,7 @@ class NnxModel:
         self._rest = _StateStructure(rest)
         self.params: PyTree = unflatten(_variables(params))
         self.rest: PyTree = self._rest.to_tree(rest)
+        self.boxed_rest: PyTree = unflatten(_variables(rest))
         self.modules: Sequence[ModuleInfo] = list(_modules(model))
         self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
 
@@ -263,6 +264,8 @@ def _call_unit(
     )
     graphdef, state = nnx.split((module, nodes))
     rebuild_out: list[Callable[..., Any]] = []
+    plain = _plain_attributes((module, nodes))
+    plain_after: dict[tuple[str, str], Any] = {}
 
     def pure(state: nnx.State, arrays: list[Any]) -> tuple[Any, nnx.State]:
         inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
@@ -274,12 +277,30 @@ def _call_unit(
         changed = nnx.from_flat_state([(p, v) for p, v in after if _value(v) is not before.get(p)])
         out_arrays, _, rebuild_last = split_arrays(out)
         rebuild_out[:] = [rebuild_last]
+        plain_after.update(_plain_attributes((inner, inner_nodes)))
         return out_arrays, changed
 
     out_arrays, changed = run_unit(pure, state, arrays, unit=boundary.unit, remat=boundary.remat)
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
+    written = {key: x for key, x in plain_after.items() if key not in plain or x is not plain[key]}
+    by_path = dict(_walk((module, nodes))) if written else {}
+    for (path, name), value in written.items():
+        if path in by_path:
+            setattr(by_path[path], name, value)
     return rebuild_out[0](out_arrays, ())
+
+
+def _plain_attributes(node: Any) -> dict[tuple[str, str], Any]:
+    """Returns {(path, name): value} of attributes that are no state: flags, numbers, functions."""
+    state = nnx.Pytree | nnx.Variable | jax.Array | dict | list | tuple
+    return {
+        (path, name): value
+        for path, each in _walk(node)
+        if isinstance(each, nnx.Pytree)
+        for name, value in _attributes(each)
+        if not isinstance(value, state) and name != "_fsdp"
+    }
 
 
 def _values(node: Any) -> dict[Any, Any]:

@@ -28,7 +28,8 @@ from fsdp_jax.tree import PyTree
 from fsdp_jax.units.collectives import ParamComm, gather, gather_annotated
 
 Policy = Callable[..., Any]  # as in jax.checkpoint_policies
-Remat = Literal["none", "full"] | Policy
+RematName = Literal["none", "full"]
+Remat = RematName | Policy
 ROOT = ""  # path of the unit that is the whole model
 
 

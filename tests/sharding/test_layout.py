@@ -183,7 +183,8 @@ def test_a_memory_kind_is_carried_by_the_sharding():
 
 def test_print_shows_the_sum_and_every_leaf():
     layout = shard(mesh=(2, 4)).layout
-    first, header, rule, *rows = str(layout).splitlines()
+    first, header, rule, *rows, units = str(layout).splitlines()
+    assert units == f"units: {layout.units}"
     assert first == layout.summary()
     assert first.startswith("full_shard on replica=2 x data=4: ")
     assert header.split("  ")[0] == "part"

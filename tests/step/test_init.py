@@ -79,3 +79,30 @@ def test_frozen_parameters_are_stored_in_a_dtype_of_their_own():
         path for path, leaf in flatten(state.params).items() if np.array_equal(leaf, before[path])
     }
     assert same == {path for path in dtypes if "mlp" in path}
+
+
+def test_a_seed_and_its_keys_give_the_same_state(sharded, drawn):
+    on_one_device = jax.device_put(jax.random.key(0), jax.devices()[3])
+    for seed in (np.int64(0), jax.random.key(0), jax.random.PRNGKey(0), on_one_device):
+        state = sharded.init(seed)
+        for path, leaf in flatten(state.params).items():
+            np.testing.assert_array_equal(leaf, drawn[path])
+        assert state.rng.dtype == sharded.abstract_state().rng.dtype
+    other = flatten(sharded.init(jax.random.key(1)).params)
+    assert (other["blocks/mlp/up/kernel"] != drawn["blocks/mlp/up/kernel"]).any()
+
+
+@pytest.mark.parametrize(
+    ("seed", "got"),
+    [
+        (0.5, "0.5"),
+        (True, "True"),
+        (None, "None"),
+        (jax.random.split(jax.random.key(0), 2), r"key<fry>\[2\]"),
+        (jnp.zeros(3, jnp.uint32), r"uint32\[3\]"),
+        (jax.random.key(0, impl="rbg"), r"key<rbg>\[\]"),
+    ],
+)
+def test_what_is_neither_a_seed_nor_a_key_is_refused(sharded, seed, got):
+    with pytest.raises(ValueError, match=rf"neither a seed(.*\n)+.*one key.*\n.*{got}\n.*fix"):
+        sharded.init(seed)

@@ -1,0 +1,83 @@
+"""The step as a pure function, inside a `jax.jit` of the user's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from reference import CASES, by_path
+
+import fsdp_jax as fsdp
+
+CASE = CASES["nnx-gpt-scanned"]
+
+
+def shard(strategy="full_shard", **settings):
+    mesh = fsdp.make_mesh(data=8)
+    return fsdp.fully_shard(CASE.model, optax.adamw(1e-3), mesh, strategy, min_size=8, **settings)
+
+
+def losses(sharded, settings, count=3):
+    step, state = sharded.make_train_step(CASE.loss, **settings), sharded.init(0)
+    found = []
+    for i in range(count):
+        state, metrics = step(state, CASE.batch(i))
+        found.append(float(metrics["loss"]))
+    return found, state
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("full_shard", {}),
+        ("full_shard", {"accumulation": 2, "local_batch": True}),
+        ("zero1", {"clip": 1.0}),
+    ],
+)
+def test_a_scan_over_steps_is_the_same_run(strategy, settings):
+    sharded = shard(strategy)
+    expected, end = losses(sharded, settings)
+    pure = sharded.pure_step(CASE.loss, **settings)
+    rows = NamedSharding(sharded.layout.mesh, PartitionSpec(None, "data"))
+    state = sharded.state_shardings()
+    run = jax.jit(
+        lambda state, batches: jax.lax.scan(pure, state, batches),
+        in_shardings=(state, rows),
+        out_shardings=(state, None),
+        donate_argnums=0,
+    )
+    batches = jax.tree.map(lambda *rows: np.stack(rows), *map(CASE.batch, range(3)))
+    after, metrics = run(sharded.init(0), batches)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+    for path, value in by_path(end.params).items():
+        np.testing.assert_allclose(by_path(after.params)[path], value, rtol=1e-4, atol=1e-5)
+    for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_a_batch_that_does_not_divide_is_refused_while_tracing():
+    sharded = shard()
+    pure = sharded.pure_step(CASE.loss, accumulation=2)
+    batch = {"tokens": jnp.zeros((8, 9), jnp.int32)}
+    with pytest.raises(ValueError, match="cannot be split evenly"):
+        jax.jit(pure).lower(sharded.abstract_state(), batch)
+
+
+def test_units_that_a_step_cannot_run_by_are_given_up_inside_the_users_jit():
+    def loss(model, batch):
+        penalty = jnp.sum(model.blocks.mlp.up.kernel[...] ** 2)
+        total, count = CASE.loss(model, batch)
+        return total + penalty, count
+
+    sharded = shard()
+    assert "Block" in sharded.layout.units
+    pure = jax.jit(sharded.pure_step(loss))
+    _, metrics = pure(sharded.init(0), CASE.batch(0))
+    _, expected = sharded.make_train_step(loss)(sharded.init(0), CASE.batch(0))
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+
+
+def test_the_earlier_names_are_the_same_functions():
+    assert fsdp.Sharded.train_step is fsdp.Sharded.make_train_step
+    assert fsdp.Sharded.eval_step is fsdp.Sharded.make_eval_step

@@ -1,0 +1,289 @@
+"""The units that are chosen when the user names none, and the steps that cannot run by them."""
+
+from functools import partial
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from reference import CASES, Case, check, gpt, train, train_unsharded
+
+import fsdp_jax as fsdp
+from fsdp_jax.tree import flatten
+from fsdp_jax.units.auto_wrap import choose_units
+from fsdp_jax.units.nnx import NnxModel
+
+ROWS = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs, width=8):
+        self.up, self.down = nnx.Linear(8, width, rngs=rngs), nnx.Linear(width, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+    def _hidden(self, x):
+        return self.up(x)
+
+
+class Counting(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return super().__call__(x)
+
+
+class Blocks(nnx.Module):
+    def __init__(self, rngs, block=Block, count=3):
+        self.layers = nnx.List([block(rngs) for _ in range(count)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Net(nnx.Module):
+    """A model of blocks, run as `forward` says."""
+
+    def __init__(self, rngs, forward=None, inner=Blocks):
+        self.body, self.head = inner(rngs), nnx.Linear(8, 8, rngs=rngs)
+        self.forward = forward
+
+    def __call__(self, x):
+        x = self.body(x) if self.forward is None else self.forward(self.body.layers, x)
+        return self.head(x)
+
+
+class Experts(nnx.Module):
+    """A block most of whose parameters are in its experts."""
+
+    def __init__(self, rngs):
+        self.mix, self.experts = nnx.Linear(8, 8, rngs=rngs), Blocks(rngs, partial(Block, width=32))
+
+    def __call__(self, x):
+        return self.experts(self.mix(x))
+
+
+class Stages(nnx.Module):
+    """Three stages of blocks, one of which has most of them."""
+
+    def __init__(self, rngs):
+        self.stages = nnx.List([Blocks(rngs, count=count) for count in (2, 2, 9)])
+
+
+class Towers(nnx.Module):
+    def __init__(self, rngs):
+        self.text, self.image = Blocks(rngs), Blocks(rngs)
+
+
+class EncoderDecoder(nnx.Module):
+    def __init__(self, rngs):
+        self.encoder, self.decoder = Blocks(rngs, count=2), Blocks(rngs, Experts, 2)
+
+
+class Shared(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Block(rngs)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (gpt(False), {"blocks/0", "blocks/1"}),
+        (gpt(True), {"blocks"}),
+        (EncoderDecoder, {f"{part}/layers/{i}" for part in ("encoder", "decoder") for i in (0, 1)}),
+        (lambda rngs: Blocks(rngs, Experts), {"layers/0", "layers/1", "layers/2"}),
+        (lambda rngs: Blocks(rngs, Experts, 2), {"layers/0", "layers/1"}),
+        (Stages, {"stages/0", "stages/1", *(f"stages/2/layers/{i}" for i in range(9))}),
+        (Towers, {f"{tower}/layers/{i}" for tower in ("text", "image") for i in range(3)}),
+        (Block, {"up", "down"}),
+        (Shared, {""}),
+        (lambda rngs: nnx.Linear(8, 8, rngs=rngs), {""}),
+    ],
+)
+def test_the_outermost_repeated_modules_are_the_units(model, expected):
+    adapter = NnxModel(model)
+    shapes = {path: leaf.shape for path, leaf in flatten(adapter.params).items()}
+    stacked = fsdp.sharding.rules.stacked_dims(shapes)
+    owners = choose_units(adapter.modules, "auto", shapes, stacked)
+    assert {unit for unit in owners.values() if unit is not None} == expected
+
+
+def loss(model, batch):
+    return jnp.sum(model(batch["x"]) ** 2), batch["x"].shape[0]
+
+
+def steps(make_model, units=None, loss=loss, local_batch=False):
+    """(losses of two steps, how the step is gathered)"""
+    settings = {} if units is None else {"units": units}
+    sharded = fsdp.fully_shard(
+        lambda rngs: make_model(rngs),
+        optax.adam(1e-2),
+        fsdp.make_mesh(data=8),
+        min_size=8,
+        **settings,
+    )
+    step, state = sharded.make_train_step(loss, local_batch=local_batch), sharded.init(0)
+    state, first = step(state, ROWS)
+    _, second = step(state, ROWS)
+    return [float(first["loss"]), float(second["loss"])], step.plan.layout.units
+
+
+def chain(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def twice_and_count(layers, x):
+    """Reads what the blocks have counted in their attributes."""
+    x = chain(layers, chain(layers, x))
+    return x * sum(layer.calls for layer in layers)
+
+
+def in_a_loop(layers, x):
+    return jax.lax.scan(lambda x, _: (chain(layers, x), None), x, None, length=3)[0]
+
+
+def in_a_branch(layers, x):
+    branches = [lambda x, layer=layer: layer(x) for layer in layers[:2]]
+    return jax.lax.cond(jnp.sum(x) > 0, *branches, layers[2](x))
+
+
+def by_private_methods(layers, x):
+    for layer in layers:
+        x = layer._hidden(x)
+    return x
+
+
+def reads_weights(layers, x):
+    return chain(layers, x) @ layers[0].up.kernel[...]
+
+
+@pytest.mark.parametrize(
+    ("forward", "local_batch", "why"),
+    [
+        (chain, True, "outermost repeated"),
+        (twice_and_count, False, "outermost repeated"),
+        (in_a_loop, False, "inside a loop"),
+        (in_a_branch, False, "outermost repeated"),
+        (in_a_branch, True, "inside a branch"),
+        (by_private_methods, False, "read outside its unit"),
+        (reads_weights, True, "read outside its unit"),
+    ],
+)
+def test_whatever_runs_with_the_whole_model_runs_by_default(forward, local_batch, why):
+    block = Counting if forward is twice_and_count else Block
+    model = partial(Net, forward=forward, inner=partial(Blocks, block=block))
+    found, units = steps(model, local_batch=local_batch)
+    expected, _ = steps(model, "model", local_batch=local_batch)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert why in units
+
+
+def test_a_penalty_on_local_rows_is_no_reason_for_the_whole_model():
+    def with_penalty(model, batch):
+        penalty = sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        return loss(model, batch)[0] + penalty, 16
+
+    found, units = steps(Net, loss=with_penalty)
+    np.testing.assert_allclose(found, steps(Net, "model", with_penalty)[0], rtol=1e-6)
+    assert "outermost repeated" in units
+    with pytest.raises(ValueError, match=r"as a penalty on them does(.*\n)+.*units='model'"):
+        steps(Net, loss=with_penalty, local_batch=True)
+
+
+def test_an_error_of_the_loss_is_the_users_own():
+    with pytest.raises(KeyError, match="'y'"):
+        steps(Net, loss=lambda model, batch: (model(batch["y"]).sum(), 16))
+
+
+def test_generation_in_a_loop_gathers_outside_of_it():
+    def generate(model, x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: model(x), x)
+
+    def loops(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "scan":
+                yield str(eqn)
+            for inner in jex.jaxprs_in_params(eqn.params):
+                yield from loops(inner)
+
+    def program(units):
+        sharded = fsdp.fully_shard(
+            lambda rngs: Net(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=units, min_size=8
+        )
+        args = sharded.abstract_state(), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+        return jax.make_jaxpr(sharded.apply(generate))(*args).jaxpr
+
+    assert "optimization_barrier" in next(loops(program([Block])))
+    assert "optimization_barrier" not in next(loops(program("auto")))
+
+
+@pytest.mark.parametrize("name", ["nnx-gpt-scanned", "nnx-gpt-unrolled", "linen-transformer"])
+def test_the_default_trains_as_one_device_does(name):
+    case = CASES[name]
+    automatic = Case(case.model, case.loss, "auto", case.image)
+    found, step = train(automatic, fsdp.make_mesh(data=8), steps=3, accumulation=2)
+    check(found, train_unsharded(case, 2, steps=3))
+    assert "Block" in step.plan.layout.units
+
+
+def test_units_that_nobody_chose_cast_nothing():
+    """A residual stream in float32 stays so, as with the whole model as the unit."""
+    seen = []
+
+    class Watched(Block):
+        def __call__(self, x):
+            seen.append(x.dtype)
+            return super().__call__(x).astype(jnp.float32)
+
+    for units in ("auto", [Watched]):
+        sharded = fsdp.fully_shard(
+            lambda rngs: Blocks(rngs, Watched),
+            optax.sgd(0.1),
+            fsdp.make_mesh(data=8),
+            units=units,
+            precision=fsdp.Precision(compute="bfloat16"),
+        )
+        sharded.make_train_step(loss).lower(ROWS)
+    assert list(map(str, seen)) == ["bfloat16", "float32", "float32"] + ["bfloat16"] * 3
+
+
+def test_the_layout_says_what_was_chosen():
+    def layout(model, **settings):
+        mesh = fsdp.make_mesh(data=8)
+        return fsdp.fully_shard(lambda rngs: model(rngs), optax.sgd(0.1), mesh, **settings).layout
+
+    last = str(layout(Net)).splitlines()[-1]
+    assert last == "units: 3 of Block ('body/layers/0'): 86% of the parameters" + (
+        " (the outermost repeated modules)"
+    )
+    assert str(layout(Net, units=[Block])).endswith("86% of the parameters")
+    assert "units: the whole model (no repeated modules" in str(layout(Shared))
+    assert "units:" not in str(layout(Net, strategy="zero1"))
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.only = nnx.Linear(2048, 8192, use_bias=False, rngs=rngs)
+
+
+def test_a_large_model_without_repeated_modules_is_reported():
+    make = partial(fsdp.fully_shard, lambda rngs: Wide(rngs), optax.sgd(0.1))
+    text = "the whole model is gathered at once, 64 MiB on every device: no repeated modules"
+    with pytest.warns(fsdp.SlowerWarning, match=text):
+        make(fsdp.make_mesh(data=8))
+    # A warning would be an error.
+    make(fsdp.make_mesh(data=8), units="model")
+    make(fsdp.make_mesh(data=8), "zero2")
+    make(fsdp.make_mesh(data=1, devices=jax.devices()[:1]))
+    make(fsdp.make_mesh(data=8), precision=fsdp.Precision(compute="bfloat16"))
