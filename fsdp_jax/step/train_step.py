@@ -18,7 +18,8 @@ Microbatches are summed in float32 at least; where reduction is deferred, the su
 reduce dtype as it is reduced.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -377,6 +378,7 @@ def _run_model(
 
     Raises:
         RawLeafError: with local batches, a loss that computes with raw parameter leaves.
+        ValueError: collectives along an axis that nothing binds.
 
     """
 
@@ -387,17 +389,28 @@ def _run_model(
             own = key if device is None else jax.random.fold_in(key, device)
             loss_key = jax.random.fold_in(own, _LOSS)
             fn = lambda model, batch: plan.loss_fn(model, batch, loss_key)  # noqa: E731
+        run = functools.partial(
+            plan.model.run,
+            fn,
+            params,
+            model_state,
+            batch,
+            key,
+            plan.boundaries,
+            training=training,
+            device=device,
+        )
         try:
-            return plan.model.run(
-                fn,
-                params,
-                model_state,
-                batch,
-                key,
-                plan.boundaries,
-                training=training,
-                device=device,
-            )
+            return run() if plan.local_batch else _along_one(plan.model.axis_names, run)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            what = "the model or the loss averages over an axis that nothing binds"
+            fix = "leave that collective out: the loss sees the global batch"
+            if plan.local_batch:
+                fix = "leave local_batch out: statistics are then of the global batch"
+            text = message(what, where="loss_fn", got=str(error).split(".")[0], fix=fix)
+            raise ValueError(text) from error
         except TypeError as error:
             if not plan.local_batch or "key<" not in str(error):
                 raise
@@ -413,6 +426,17 @@ def _run_model(
     if not any(comm.unit == ROOT for comm in plan.comms.values()):
         return call(params, args)
     return run_unit(call, params, args, unit=ROOT, remat=plan.remat)
+
+
+def _along_one(names: Collection[str], run: Callable[[], Any]) -> Any:
+    """Returns `run()` with each name bound to an axis of one.
+
+    A norm with `axis_name` averages the statistics of devices that each have rows of their own.
+    Here its statistics are of the global batch already: the mean over one.
+    """
+    for name in names:
+        run = jax.vmap(run, in_axes=(), out_axes=None, axis_name=name, axis_size=1)
+    return run()
 
 
 # The optimizer

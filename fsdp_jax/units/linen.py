@@ -29,7 +29,7 @@ from fsdp_jax.errors import message
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing
-from fsdp_jax.units.model import Boundary, LossFn, split_arrays
+from fsdp_jax.units.model import Boundary, LossFn, axis_names_of, split_arrays
 from fsdp_jax.units.unit import all_shards, checkpoint_settings, gathered, shards_in
 
 _PARAMS = "params"
@@ -65,9 +65,11 @@ class LinenModel:
         self._args, self._kwargs = _example(module, inputs)
         self.demands = Demands()
         kinds: dict[str, type] = {}
+        axis_names: set[str] = set()
 
         def record(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             kinds.setdefault(_path(context.module) or "", type(context.module))
+            axis_names.update(axis_names_of(context.module))
             return next_fun(*args, **kwargs)
 
         with nn.intercept_methods(record):
@@ -80,6 +82,7 @@ class LinenModel:
         self.rest: PyTree = meta.unbox(self.boxed_rest)
         self._collections = list(self.rest)
         self.modules: Sequence[ModuleInfo] = _modules(kinds, flatten(meta.unbox(self.params)))
+        self.axis_names = frozenset(axis_names)
 
     def _variables(self, key: jax.Array) -> Any:
         """Returns newly made variables, boxed; called inside jit."""
@@ -260,9 +263,7 @@ def _call_unit(
 ) -> Any:
     """Runs the method; parameters are gathered as it reads them, and again in the backward pass."""
     method = context.orig_method.func
-    arrays, nodes, rebuild = split_arrays(
-        (args, kwargs), lambda x: isinstance(x, nn.Module | nn.Variable)
-    )
+    arrays, nodes, rebuild = split_arrays((args, kwargs))
 
     @functools.wraps(method)
     def on_arrays(module: nn.Module, arrays: Sequence[Any], nodes: Sequence[Any]) -> Any:

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from fsdp_jax.local_rows import pin_rows
 from fsdp_jax.tree import PyTree
@@ -38,13 +40,17 @@ class Boundary:
 
     def entering(self, arguments: PyTree) -> PyTree:
         """Returns a call's arguments, cast and pinned."""
-        arguments = cast_floats(arguments, self.cast_in)
-        return pin_rows(arguments) if self.pin else arguments
+        return self._crossing(arguments, self.cast_in)
 
     def leaving(self, results: PyTree) -> PyTree:
         """Returns a call's results, cast and pinned."""
-        results = cast_floats(results, self.cast_out)
-        return pin_rows(results) if self.pin else results
+        return self._crossing(results, self.cast_out)
+
+    def _crossing(self, tree: PyTree, dtype: np.dtype | None) -> PyTree:
+        # Objects pass as they are: a call that draws from `nnx.Rngs` must count in the caller's.
+        arrays, nodes, rebuild = split_arrays(tree)
+        arrays = cast_floats(arrays, dtype)
+        return rebuild(pin_rows(arrays) if self.pin else arrays, nodes)
 
 
 class Model(Protocol):
@@ -56,6 +62,7 @@ class Model(Protocol):
         rest: abstract other state of the model: batch statistics, random streams.
         boxed_rest: the same; leaves may carry partitioning metadata.
         modules: of the model, parents before children.
+        axis_names: of axes that its modules average statistics over, such as BatchNorm's.
 
     """
 
@@ -63,6 +70,7 @@ class Model(Protocol):
     rest: PyTree
     boxed_rest: PyTree
     modules: Sequence[ModuleInfo]
+    axis_names: frozenset[str]
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit."""
@@ -101,6 +109,13 @@ class Model(Protocol):
         ...
 
 
+def axis_names_of(module: Any) -> set[str]:
+    """Returns the names of a module's `axis_name`, as Flax's norms have it: one, several or none."""
+    names = getattr(module, "axis_name", None)
+    names = names if isinstance(names, tuple | list) else (names,)
+    return {name for name in names if isinstance(name, str)}
+
+
 def is_array(x: Any) -> bool:
     """Returns whether x is an array of JAX or NumPy."""
     return isinstance(x, jax.Array | np.ndarray)
@@ -117,8 +132,13 @@ def cast_floats(tree: PyTree, dtype: np.dtype | None) -> PyTree:
     return jax.tree.map(cast, tree)
 
 
+def is_node(x: Any) -> bool:
+    """Returns whether x is an object that a call may write to: a module, variable or `nnx.Rngs`."""
+    return isinstance(x, nnx.Pytree | nnx.Variable | nn.Module | nn.Variable)
+
+
 def split_arrays(
-    tree: PyTree, is_node: Callable[[Any], bool] = lambda _: False
+    tree: PyTree,
 ) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
     """Returns (arrays, nodes, rebuild): what a checkpoint may trace, what it may not, the inverse.
 

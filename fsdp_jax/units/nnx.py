@@ -5,6 +5,7 @@ the modules that act as units, the norms that stay in float32 and the model itse
 trace alone, a subclass of their class whose methods gather and cast around the original ones.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -16,7 +17,7 @@ from flax import nnx
 from fsdp_jax.errors import message
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.model import Boundary, LossFn, split_arrays
+from fsdp_jax.units.model import Boundary, LossFn, axis_names_of, split_arrays
 from fsdp_jax.units.unit import is_shard, run_unit
 
 
@@ -29,20 +30,22 @@ class NnxModel:
             self._graphdef, *states = jax.eval_shape(lambda: self._split(0))
         params, rest = states
         model = nnx.merge(self._graphdef, params, rest)
-        _refuse_plain_arrays(model)
+        _refuse_captured_arrays(model)
         self._params = _StateStructure(params)
         self._rest = _StateStructure(rest)
         self.params: PyTree = unflatten(_variables(params))
         self.rest: PyTree = self._rest.to_tree(rest)
         self.boxed_rest: PyTree = unflatten(_variables(rest))
         self.modules: Sequence[ModuleInfo] = list(_modules(model))
+        self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
         self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
 
     def _split(self, key: Any) -> Any:
         """Returns a new model's (graphdef, params, rest); called inside jit."""
         rngs = nnx.Rngs(key)
         _swap_streams(rngs, nnx.RngStream, _Stream)
-        model = self._make(rngs)
+        with _traced_arrays_are_state():
+            model = self._make(rngs)
         if not isinstance(model, nnx.Module):
             what = "the function makes no NNX model"
             fix = "return the model; a Linen module is passed itself, with inputs=(...)"
@@ -86,7 +89,8 @@ class NnxModel:
             if path in boundaries and not hasattr(module, "_fsdp"):
                 module._fsdp = boundaries[path]
                 _set_class(module, _with_boundary(type(module)))  # type: ignore[arg-type]
-        out = fn(model, batch)
+        with _traced_arrays_are_state():
+            out = fn(model, batch)
         after = self._rest.to_tree(nnx.state(model, nnx.Not(nnx.Param)))
         return out, after if device is None else self._unfold_keys(after, rest, local)
 
@@ -111,6 +115,25 @@ class NnxModel:
                 fix = "draw from an nnx.RngStream, or leave local_batch out"
                 raise ValueError(message(what, where=path, expected=expected, fix=fix))
         return unflatten({p: keys[p] if p in self._keys else v for p, v in flat.items()})
+
+
+@contextlib.contextmanager
+def _traced_arrays_are_state() -> Iterator[None]:
+    """Lets an array that is made inside jit be state where it is an attribute, as outside jit.
+
+    Flax decides by the exact type of what is assigned, and takes a tracer's for a constant.
+    """
+    known = nnx.pytreelib.DATA_REGISTRY
+    added = _subclasses(jax.core.Tracer) - known
+    known |= added
+    try:
+        yield
+    finally:
+        known -= added
+
+
+def _subclasses(kind: type) -> set[type]:
+    return {kind}.union(*(_subclasses(each) for each in kind.__subclasses__()))
 
 
 class _Stream(nnx.RngStream):
@@ -193,23 +216,33 @@ def _modules(model: nnx.Module) -> Iterator[ModuleInfo]:
         yield ModuleInfo(path, type(node), direct, is_callable, isinstance(node, nnx.Embed))
 
 
-def _refuse_plain_arrays(model: nnx.Module) -> None:
-    """Raises ValueError for JAX arrays that are not NNX state.
+def _refuse_captured_arrays(model: nnx.Module) -> None:
+    """Raises ValueError for functions among the attributes that hold an array of the constructor.
 
-    Such an array would be baked into one trace and missing in the next.
+    An array attribute is state, carried from step to step; what a closure or a partial holds
+    belongs to the trace that made it, and is missing in the next.
     """
     for path, node in _walk(model):
         for name, child in _attributes(node):
-            if isinstance(child, jax.Array):
-                what = "a plain JAX array is an attribute of the model"
+            if any(isinstance(value, jax.core.Tracer) for value in _captured(child)):
+                what = "a function that is an attribute of the model holds a JAX array"
                 where = _join([*filter(None, [path]), name])
-                fix = "make it a NumPy array, or nnx.Variable(array)"
+                fix = "make that array an attribute of the model too, or a NumPy array"
                 raise ValueError(message(what, where=where, fix=fix))
+
+
+def _captured(function: Any) -> list[Any]:
+    """Returns what a function's closure, or a partial, holds; nothing for all else."""
+    if isinstance(function, functools.partial):
+        return [*function.args, *function.keywords.values(), *_captured(function.func)]
+    if inspect.isfunction(function):
+        return list(inspect.getclosurevars(function).nonlocals.values())
+    return []
 
 
 @functools.cache
 def _with_boundary(cls: Hashable) -> type:
-    """Returns a subclass whose public methods run inside the module's boundary."""
+    """Returns a subclass whose methods run inside the module's boundary."""
     assert isinstance(cls, type)
 
     def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,8 +255,8 @@ def _with_boundary(cls: Hashable) -> type:
     methods = {}
     for base in cls.__mro__:
         for name in vars(base) if base not in nnx.Module.__mro__ else ():
-            public = name == "__call__" or not name.startswith("_")
-            if public and _is_method(inspect.getattr_static(cls, name)):
+            called = name == "__call__" or not name.startswith("__")
+            if called and _is_method(inspect.getattr_static(cls, name)):
                 methods[name] = bounded(getattr(cls, name))
     return type(cls.__name__, (cls,), methods)
 
@@ -231,7 +264,7 @@ def _with_boundary(cls: Hashable) -> type:
 def _is_method(attribute: Any) -> bool:
     """Returns whether the module is its first argument: functions, also inside `nnx.jit` etc."""
     wrapped = hasattr(attribute, "__wrapped__") and callable(attribute)
-    return inspect.isfunction(attribute) or wrapped
+    return inspect.isfunction(attribute) or isinstance(attribute, functools.partialmethod) or wrapped
 
 
 def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
@@ -259,9 +292,7 @@ def _call_unit(
     """Runs a unit's method as a pure function of the module's state; updates its state after."""
     assert boundary.unit is not None
     # Split the module, and the modules among its arguments, into structure and state.
-    arrays, nodes, rebuild = split_arrays(
-        (args, kwargs), lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
-    )
+    arrays, nodes, rebuild = split_arrays((args, kwargs))
     graphdef, state = nnx.split((module, nodes))
     rebuild_out: list[Callable[..., Any]] = []
     plain = _plain_attributes((module, nodes))
