@@ -91,7 +91,7 @@ def tunix_qwen_moe(wide: bool) -> Any:
         num_kv_heads=2,
         rope_theta=10_000,
         norm_eps=1e-6,
-        num_experts=4,
+        num_experts=8,
         num_experts_per_tok=2,
     )
     return lambda rngs: Qwen3(config, rngs=rngs)
