@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help hooks quickstart test test-long test-releases test-parity lint types format clean \
+.PHONY: help hooks quickstart test test-long test-releases test-parity third-party lint types format clean \
 	environment parity-environment
 .DEFAULT_GOAL := help
 
@@ -62,6 +62,9 @@ parity-environment: $(PARITY)/.ready ## torch and transformers too, in an enviro
 test-parity: $(PARITY)/.ready ## against torch and transformers, in an environment of its own
 	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal tests/parity
 
+third-party: ## published Flax models, unmodified, against an unsharded control, in an environment of its own
+	$(PYTHON) scripts/third_party.py
+
 lint: $(VENV)/.test ## ruff, format and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -74,4 +77,4 @@ format: $(VENV)/.test ## apply ruff
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environments and what runs left
-	rm -rf $(VENV) .venv312 $(PARITY) .jax_cache output
+	rm -rf $(VENV) .venv312 $(PARITY) .venv-third-party .jax_cache output

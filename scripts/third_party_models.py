@@ -154,22 +154,6 @@ def bert(wide: bool) -> Any:
     return FlaxBertForMaskedLM(config, _do_init=False).module
 
 
-def t5(wide: bool) -> Any:
-    from transformers import T5Config
-    from transformers.models.t5.modeling_flax_t5 import FlaxT5ForConditionalGeneration
-
-    width = 1024 if wide else 64
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=width,
-        d_kv=width // 4,
-        d_ff=2 * width,
-        num_layers=2,
-        num_heads=4,
-    )
-    return FlaxT5ForConditionalGeneration(config, _do_init=False).module
-
-
 def vit(wide: bool) -> Any:
     from transformers import ViTConfig
     from transformers.models.vit.modeling_flax_vit import FlaxViTForImageClassification
@@ -229,21 +213,6 @@ def bert_inputs(batch: Any) -> dict[str, Any]:
 
 def bert_loss(model: Any, batch: Any) -> tuple[Any, Any]:
     return cross_entropy(model(**bert_inputs(batch)).logits, batch["tokens"][:, :-1])
-
-
-def t5_inputs(batch: Any) -> dict[str, Any]:
-    inputs = batch["tokens"][:, :-1]
-    mask = jnp.ones_like(inputs)
-    return {
-        "input_ids": inputs,
-        "attention_mask": mask,
-        "decoder_input_ids": inputs,
-        "decoder_attention_mask": mask,
-    }
-
-
-def t5_loss(model: Any, batch: Any) -> tuple[Any, Any]:
-    return cross_entropy(model(**t5_inputs(batch)).logits, batch["tokens"][:, 1:])
 
 
 def image_inputs(batch: Any) -> dict[str, Any]:
@@ -306,7 +275,9 @@ def unet_loss(model: Any, batch: Any) -> tuple[Any, Any]:
 def jax_resnet(wide: bool) -> Any:
     from jax_resnet import ResNet18
 
-    return ResNet18(n_classes=CLASSES) if wide else ResNet18(n_classes=CLASSES, hidden_sizes=(8,) * 4)
+    return (
+        ResNet18(n_classes=CLASSES) if wide else ResNet18(n_classes=CLASSES, hidden_sizes=(8,) * 4)
+    )
 
 
 def jax_resnet_inputs(batch: Any) -> dict[str, Any]:
@@ -357,14 +328,14 @@ UNET_BLOCKS = (
     "FlaxCrossAttnUpBlock2D",
 )
 RESNET_BLOCKS = ("ResNetStem", "ResNetBlock")
-# fmt: off
 CASES = {
     "Llama 3": Case("google-tunix", "NNX", ("DecoderLayer",), tunix_llama, tunix_loss, tokens),
     "Qwen3-MoE": Case("google-tunix", "NNX", ("DecoderLayer",), tunix_qwen_moe, tunix_loss, tokens),
     "Gemma 3": Case("google-tunix", "NNX", ("DecoderLayer",), tunix_gemma3, tunix_loss, tokens),
-    "GPT-2": Case("transformers", "Linen", ("FlaxGPT2Block",), gpt2, gpt2_loss, tokens, gpt2_inputs),
+    "GPT-2": Case(
+        "transformers", "Linen", ("FlaxGPT2Block",), gpt2, gpt2_loss, tokens, gpt2_inputs
+    ),
     "BERT": Case("transformers", "Linen", ("FlaxBertLayer",), bert, bert_loss, tokens, bert_inputs),
-    "T5": Case("transformers", "Linen", ("FlaxT5LayerCollection",), t5, t5_loss, tokens, t5_inputs),
     "ViT": Case("transformers", "Linen", ("FlaxViTLayer",), vit, vit_loss, images, image_inputs),
     "ResNet": Case(
         "transformers", "Linen", ("FlaxResNetStage",), resnet, resnet_loss, images, image_inputs
@@ -377,4 +348,3 @@ CASES = {
         "recurrentgemma", "Linen", ("ResidualBlock",), griffin, griffin_loss, tokens, griffin_inputs
     ),
 }
-# fmt: on

@@ -95,7 +95,8 @@ def control_model(
     case: Case, initial: fsdp.TrainState
 ) -> tuple[PyTree, PyTree, Callable[..., Any]]:
     """Returns (parameters, other state, `apply(parameters, state, batch)`), on one device."""
-    params, rest = jax.tree.map(np.asarray, (initial.params, initial.model_state))
+    params = jax.tree.map(np.asarray, initial.params)
+    rest = jax.tree.map(np.asarray, initial.model_state)
     if case.kind == "Linen":
         module = case.make(False)
 
@@ -107,9 +108,10 @@ def control_model(
         return params, rest, apply_linen
 
     model = case.make(False)(nnx.Rngs(0))
-    graphdef, fresh, other = nnx.split(model, nnx.Param, ...)
+    graphdef, fresh, *others = nnx.split(model, nnx.Param, ...)
+    other = others[0]
     flat = flatten(params)
-    for path, variable in nnx.to_flat_state(fresh):
+    for path, variable in dict(nnx.to_flat_state(fresh)).items():
         variable.set_value(jnp.asarray(flat["/".join(map(str, path))]))
 
     def apply_nnx(params: Any, rest: Any, batch: Any) -> Any:
@@ -169,9 +171,7 @@ def contract(case: Case, topology: str) -> dict[str, Any]:
     mesh = fsdp.make_mesh(devices=parse_topology(topology).devices())
     sharded = layout(case, mesh, "full_shard", wide=True)
     rows = mesh.size
-    verdict = check_contract(
-        sharded.train_step(case.loss), batch_of(case, 0, rows=rows, wide=True)
-    )
+    verdict = check_contract(sharded.train_step(case.loss), batch_of(case, 0, rows=rows, wide=True))
     return {
         "parameters": sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sharded.layout.params)),
         "contract": verdict.holds,
@@ -186,7 +186,7 @@ def run(case: Case, topology: str | None) -> dict[str, Any]:
     checks: dict[str, Callable[[], dict[str, Any]]] = {"parity": partial(parity, case)}
     if topology is not None:
         checks["contract"] = partial(contract, case, topology)
-    columns: dict[str, Any] = {"errors": {}, "said": []}
+    columns: dict[str, Any] = {"package": case.package, "errors": {}, "said": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name, check in checks.items():

@@ -198,10 +198,11 @@ def _start(case: Case) -> tuple[Any, Any, Callable[..., Any]]:
         )
 
         def apply_linen(params, rest, batch):
-            bound = case.model.bind({"params": params})
-            return case.loss(bound, batch), rest
+            run = nn.apply(lambda model: case.loss(model, batch), case.model, mutable=list(rest))
+            out, after = run({"params": params, **rest})
+            return out, rest | after
 
-        return variables["params"], {}, apply_linen
+        return variables.pop("params"), variables, apply_linen
     graphdef, params, rest = nnx.split(make_model(case)(nnx.Rngs(key)), nnx.Param, ...)
 
     def apply_nnx(params, rest, batch):

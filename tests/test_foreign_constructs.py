@@ -8,7 +8,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 from reference import Case, check, linen_loss, train, train_unsharded
@@ -16,7 +15,6 @@ from reference import Case, check, linen_loss, train, train_unsharded
 import fsdp_jax as fsdp
 
 WIDTH, VOCABULARY = 16, 32
-STACKED = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
 
 
 class Block(nnx.Module):
@@ -62,7 +60,8 @@ class Tabled(Block):
     def __call__(self, x):
         self.calls = self.calls + 1
         mask = jax.random.bernoulli(self.key, 0.5, x.shape)
-        return x + jnp.tanh(self.linear(x)) * self.table * self.scales[0] * mask / self.calls
+        scale = self.scales[0] * self.table / self.calls
+        return x + jnp.tanh(self.linear(x)) * mask * jnp.broadcast_to(scale, x.shape)
 
 
 class TabledModel(Model):
@@ -74,7 +73,7 @@ class ScannedTables(Model):
 
     def __init__(self, *, rngs):
         super().__init__(rngs=rngs)
-        self.blocks = nnx.vmap(lambda rngs: Tabled(rngs=rngs))(rngs.fork(split=2))
+        self.blocks = nnx.vmap(lambda rngs: Tabled(rngs=rngs))(rngs.split(2))
 
     def run(self, x):
         scan = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -126,7 +125,7 @@ class Normed(Block):
         self.norm = nnx.BatchNorm(WIDTH, axis_name=self.axis_name, rngs=rngs)
 
     def __call__(self, x):
-        hidden = self.norm(self.linear(x))
+        hidden = self.norm(jnp.tanh(self.linear(x)))
         self.sow(nnx.Intermediate, "power", jnp.mean(hidden**2))
         self.last = hidden
         return x + jnp.tanh(hidden)
@@ -204,7 +203,8 @@ class LinenBlock(nn.Module):
         self.norm = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name)
 
     def _inner(self, x):
-        return jnp.tanh(self.linear(x) * self.table + self.shift.value) * self.scale
+        by_width = self.table * self.scale + self.shift.value
+        return jnp.tanh(self.linear(x) * jnp.broadcast_to(by_width, x.shape))
 
     @nn.nowrap
     def doubled(self, x):
@@ -226,7 +226,7 @@ class LinenModel(nn.Module):
         embed = nn.Embed(VOCABULARY, WIDTH)
         shared = LinenBlock(jnp.linspace(0.5, 1.0, WIDTH), self.axis_name)
         x = Twice(shared)(embed(tokens), jax.random.key(5))
-        x = nn.jit(LinenBlock)(jnp.ones(WIDTH), self.axis_name)(x, jax.random.key(6))
+        x = LinenBlock(jnp.ones(WIDTH), self.axis_name)(x, jax.random.key(6))
         return nn.Dense(VOCABULARY).apply(
             {"params": {"kernel": embed.variables["params"]["embedding"].T, "bias": jnp.zeros(32)}},
             x,
@@ -251,6 +251,7 @@ RUNS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*Module.sow:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:unit .* runs inside a loop:fsdp_jax.SlowerWarning")
 @pytest.mark.parametrize("name", RUNS)
 def test_trains_as_unsharded(name):
@@ -258,3 +259,41 @@ def test_trains_as_unsharded(name):
     mesh = fsdp.make_mesh(data=8 // replica, replica=replica)
     run, _ = train(Case(model, loss, units), mesh, strategy, steps=3, accumulation=2)
     check(run, train_unsharded(Case(control or model, loss, ()), accumulation=2, steps=3))
+
+
+# What cannot run says what to do
+
+
+class Closing(Block):
+    """Keeps an array of its constructor in a closure, where no step can find it."""
+
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        table = jnp.ones(WIDTH)
+        self.scale = lambda x: x * table
+
+
+class ClosingModel(Model):
+    block = Closing
+
+
+def loss_over_axis(model, batch):
+    total, count = linen_loss(model, batch)
+    return jax.lax.pmean(total, "batch"), count
+
+
+REFUSED = {
+    "closure": (ClosingModel, linen_loss, False, r"holds a JAX array\n.*blocks/0/scale\n.*NumPy"),
+    "key": (TabledModel, linen_loss, True, r"random key .*\n.*blocks/0/key\n.*\n.*nnx\.Rngs"),
+    "pmean": (Model, loss_over_axis, False, r"nothing binds\n.*\n.*batch\n.*global batch"),
+    "norm": (NormedOverAxisModel, linen_loss, True, r"nothing binds\n.*\n.*batch\n.*local_batch"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_names_the_fix(name):
+    model, loss, local_batch, said = REFUSED[name]
+    case, mesh = Case(model, loss, [Block]), fsdp.make_mesh(data=8)
+    with pytest.raises(ValueError, match=said):
+        train(case, mesh, local_batch=local_batch)

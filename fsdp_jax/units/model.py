@@ -110,7 +110,7 @@ class Model(Protocol):
 
 
 def axis_names_of(module: Any) -> set[str]:
-    """Returns the names of a module's `axis_name`, as Flax's norms have it: one, several or none."""
+    """Returns the names in a module's `axis_name`, as Flax's norms have one."""
     names = getattr(module, "axis_name", None)
     names = names if isinstance(names, tuple | list) else (names,)
     return {name for name in names if isinstance(name, str)}

@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from fsdp_jax.errors import message
+from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.model import Boundary, LossFn, axis_names_of, split_arrays
@@ -95,8 +96,18 @@ class NnxModel:
         return out, after if device is None else self._unfold_keys(after, rest, local)
 
     def _fold_keys(self, rest: PyTree, device: jax.Array) -> PyTree:
-        """Returns the state with the device's index folded into the random streams' keys."""
+        """Returns the state with the device's index folded into the random streams' keys.
+
+        Raises ValueError for a key that is a plain attribute: it may be drawn from for every row,
+        or for something that all devices share.
+        """
         flat = flatten(rest)
+        for path, value in flat.items():
+            if is_prng_key(value) and path not in self._keys:
+                what = "a random key is a plain attribute of the model"
+                expected = "keys of nnx.Rngs, with local_batch: they differ by device"
+                fix = "hold nnx.Rngs in its place, or leave local_batch out"
+                raise ValueError(message(what, where=path, expected=expected, fix=fix))
         return unflatten(
             {p: _fold_in(v, device) if p in self._keys else v for p, v in flat.items()}
         )
@@ -133,7 +144,8 @@ def _traced_arrays_are_state() -> Iterator[None]:
 
 
 def _subclasses(kind: type) -> set[type]:
-    return {kind}.union(*(_subclasses(each) for each in kind.__subclasses__()))
+    subclasses: list[type] = kind.__subclasses__()
+    return {kind}.union(*map(_subclasses, subclasses))
 
 
 class _Stream(nnx.RngStream):
@@ -263,8 +275,12 @@ def _with_boundary(cls: Hashable) -> type:
 
 def _is_method(attribute: Any) -> bool:
     """Returns whether the module is its first argument: functions, also inside `nnx.jit` etc."""
+    if isinstance(attribute, staticmethod):
+        return False
     wrapped = hasattr(attribute, "__wrapped__") and callable(attribute)
-    return inspect.isfunction(attribute) or isinstance(attribute, functools.partialmethod) or wrapped
+    return (
+        wrapped or inspect.isfunction(attribute) or isinstance(attribute, functools.partialmethod)
+    )
 
 
 def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
