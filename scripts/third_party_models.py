@@ -307,7 +307,8 @@ def griffin(wide: bool) -> Any:
         logits_soft_cap=30.0,
         scan_type=ScanType.LINEAR_NATIVE,
     )
-    return Griffin(config)
+    # Its own remat would gather each unit once more; see docs/third_party.md.
+    return Griffin(config, gradient_checkpointing=False)
 
 
 def griffin_inputs(batch: Any) -> dict[str, Any]:

@@ -222,7 +222,8 @@ def _apply_nnx(make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[.
         return nnx.split(model, nnx.Param, ...)
 
     with nnx.use_eager_sharding(False):
-        graphdef, *states = jax.eval_shape(split)
+        # Not under eval_shape: Flax takes an array attribute for state only where it is no tracer.
+        graphdef, *states = split()
 
     def filled(state: nnx.State, arrays: Arrays) -> nnx.State:
         paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
@@ -235,9 +236,13 @@ def _apply_nnx(make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[.
             graphdef, filled(states[0], params), filled(states[1], model_state), copy=True
         )
         out = loss_fn(model, batch, key)
-        after = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))
-        variables = {"/".join(map(str, path)): variable for path, variable in after}
-        return out, {path: variables[path].get_value() for path in model_state}
+        state = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))
+        after = {"/".join(map(str, path)): leaf for path, leaf in state}
+        values = {path: after[path] for path in model_state}
+        return out, {
+            path: leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+            for path, leaf in values.items()
+        }
 
     return apply
 
