@@ -64,14 +64,14 @@ MOST_LOSS, MOST_SENT = 1e-5, 1.02
 def make_environment(folder: Path) -> Path:
     """Returns the interpreter of the environment; makes it where it is not ready."""
     python, ready = folder / "bin" / "python", folder / ".ready"
-    if ready.exists() and ready.stat().st_mtime >= CONSTRAINTS.stat().st_mtime:
+    if ready.exists() and ready.read_text() == CONSTRAINTS.read_text():
         return python
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     install += ["-c", str(CONSTRAINTS)]
     subprocess.run([*install, *PACKAGES], check=True)
     subprocess.run([*install, "--no-deps", *ALONE, "-e", str(ROOT)], check=True)
-    ready.touch()
+    ready.write_text(CONSTRAINTS.read_text())
     return python
 
 

@@ -224,7 +224,7 @@ class LinenModel(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         embed = nn.Embed(VOCABULARY, WIDTH)
-        shared = LinenBlock(jnp.linspace(0.5, 1.0, WIDTH), self.axis_name)
+        shared = LinenBlock(jnp.linspace(0.5, 1.0, WIDTH))
         x = Twice(shared)(embed(tokens), jax.random.key(5))
         x = LinenBlock(jnp.ones(WIDTH), self.axis_name)(x, jax.random.key(6))
         return nn.Dense(VOCABULARY).apply(
