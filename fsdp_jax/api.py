@@ -60,7 +60,7 @@ from fsdp_jax.units.model import Boundary, LossFn, Model
 from fsdp_jax.units.unit import ROOT, Remat
 from fsdp_jax.validation import (
     adapt,
-    as_key,
+    as_seed,
     check_arguments,
     check_patterns,
     check_plan,
@@ -363,7 +363,7 @@ class Sharded:
         Args:
             topology: `h100:8`, `h100:64x8`, `v5e:16x16`, ...; `fsdp_jax.planner.choose_platforms()`
                 must be called before jax starts, or JAX_PLATFORMS=cpu be set.
-            loss_fn: as `train_step` takes it.
+            loss_fn: as `make_train_step` takes it.
             batch: arrays or shapes [global rows, ...] of all its devices.
             replica: number of replicas there, for hybrid strategies; as in this mesh if None. The
                 model's own mesh axes keep their sizes.
@@ -371,7 +371,7 @@ class Sharded:
             analytic: estimate from the traced step, without a compiler, as if with
                 `local_batch=True`.
             cache: store the compiled program, and reuse it.
-            settings: of `train_step`: accumulation, clip, ...
+            settings: of `make_train_step`: accumulation, clip, ...
 
         Raises:
             ValueError: arguments that do not fit together; a topology that does not exist, or
@@ -397,9 +397,9 @@ class Sharded:
         sharded = self.on(mesh_like(axes, devices, replica))
         if analytic:
             # An estimate needs the shapes of one device, which an annotated program does not have.
-            step = sharded.train_step(loss_fn, **(settings | {"local_batch": True}))
+            step = sharded.make_train_step(loss_fn, **(settings | {"local_batch": True}))
             return analytic_plan(step, batch, machine, work or Work())
-        step = sharded.train_step(loss_fn, **settings)
+        step = sharded.make_train_step(loss_fn, **settings)
         folder = cache_folder() if cache else None
         return compiled_plan(step, batch, machine, work or Work(), folder)
 
@@ -417,9 +417,9 @@ class Sharded:
 
         """
         given = check_given(params or {}, self.layout)
-        key = as_key(seed)
+        seed_or_data = as_seed(seed)
         with self.layout.axes.ambient():
-            return init_state(self._model, self._tx, self.layout, key, given)
+            return init_state(self._model, self._tx, self.layout, seed_or_data, given)
 
     def abstract_state(self) -> TrainState:
         """Returns shapes, dtypes and shardings of the state: the target of a restore."""
@@ -531,8 +531,9 @@ class Sharded:
         shardings = self.state_shardings()
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-            state, metrics = call_by_units(plan, train_step, state, placement.cut(batch))
-            return jax.lax.with_sharding_constraint(state, shardings), metrics
+            with self.layout.axes.ambient():
+                state, metrics = call_by_units(plan, train_step, state, placement.cut(batch))
+                return jax.lax.with_sharding_constraint(state, shardings), metrics
 
         return step
 

@@ -4,7 +4,7 @@
 
     mesh = fsdp.make_mesh(devices=parse_topology("h100:8").devices())
     sharded = fsdp.fully_shard(make_model, tx, mesh, units=[Block])
-    assert_contract(sharded.train_step(loss_fn), batch)
+    assert_contract(sharded.make_train_step(loss_fn), batch)
 
 With `pytest_plugins = ["fsdp_jax.testing"]` in a `conftest.py`, tests also have the fixture
 `topology_mesh`.
@@ -29,7 +29,7 @@ def assert_contract(step: CompiledStep, batch: PyTree) -> Contract:
     """Compiles a step for its mesh and asserts that it sends what the layout declares.
 
     Args:
-        step: from `Sharded.train_step`; nothing is allocated, and the mesh's devices need not
+        step: from `Sharded.make_train_step`; nothing is allocated, and the mesh's devices need not
             exist.
         batch: arrays or shapes [global rows, ...].
 

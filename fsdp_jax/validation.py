@@ -69,7 +69,7 @@ def check_train_step(
     local_batch: Any,
     clip: Any,
 ) -> None:
-    """Checks arguments of `Sharded.train_step`."""
+    """Checks arguments of `Sharded.make_train_step`."""
     if not isinstance(accumulation, int) or accumulation < 1:
         what = "accumulation is a whole number, at least 1"
         raise ValueError(message(what, where="accumulation", got=accumulation))
@@ -119,10 +119,10 @@ def _check_global_batch(precision: Precision, prefetch: Prefetch, deferred: bool
         if requested:
             what = f"{name} needs local_batch=True: on the global batch XLA places the collectives"
             fix = (
-                "train_step(loss_fn, local_batch=True) if loss_fn is a sum over examples "
+                "make_train_step(loss_fn, local_batch=True) if loss_fn is a sum over examples "
                 f"(fsdp_jax.testing.certify checks it); otherwise {otherwise}"
             )
-            raise ValueError(message(what, where="train_step", fix=fix))
+            raise ValueError(message(what, where="make_train_step", fix=fix))
 
 
 def check_trained(params: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -168,19 +168,17 @@ def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> No
             )
 
 
-def as_key(seed: Any) -> jax.Array:
-    """Returns the key of a seed, or the key itself; a raw one of uint32 is wrapped."""
+def as_seed(seed: Any) -> Any:
+    """Returns a seed, or the data of a key, uint32: on the host, if it is not traced."""
     like = jax.eval_shape(lambda: jax.random.key(0))
     raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
     is_int = isinstance(seed, int) and not isinstance(seed, bool)
     if is_int or (is_array and not seed.shape and jnp.issubdtype(seed.dtype, jnp.integer)):
-        return jax.random.key(seed)
+        return seed
     if is_array and (seed.shape, seed.dtype) in ((like.shape, like.dtype), (raw.shape, raw.dtype)):
         data = jax.random.key_data(seed) if seed.dtype == like.dtype else jnp.asarray(seed)
-        if not isinstance(data, jax.core.Tracer):
-            data = jnp.asarray(np.asarray(data))  # from whatever devices it is on
-        return jax.random.wrap_key_data(data)
+        return data if isinstance(data, jax.core.Tracer) else np.asarray(data)
     what = "neither a seed nor a random key"
     got = f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed)
     expected = f"an int, or one key, as {like.dtype} or {raw.dtype}{list(raw.shape)}"

@@ -306,7 +306,7 @@ def host_cost(layers: int, pairs: int) -> dict[str, Any]:
 
     lowering: dict[str, list[float]] = {"ours": [], "hand": []}
     for number in range(pairs + 1):
-        step, by_hand = sharded.train_step(next_token_loss), make()
+        step, by_hand = sharded.make_train_step(next_token_loss), make()
         sides = {
             "ours": functools.partial(step.lower, {"tokens": tokens}),
             "hand": functools.partial(by_hand.lower, state, tokens),
@@ -322,7 +322,7 @@ def host_cost(layers: int, pairs: int) -> dict[str, Any]:
 
     batch = {name: np.ones((64, 129), np.int32) for name in ("tokens", "segments", "positions")}
     shardings = {name: NamedSharding(flat, P("data")) for name in batch}
-    placed, step = jax.device_put(batch, shardings), sharded.train_step(next_token_loss)
+    placed, step = jax.device_put(batch, shardings), sharded.make_train_step(next_token_loss)
     puts = {
         "device_put": lambda: jax.device_put(batch, shardings),
         "put": lambda: step.put(batch),
@@ -458,7 +458,7 @@ def main() -> int:
     )
     # With sharding annotations, as the other side: with local batches the collectives differ (fewer
     # bytes).
-    ours = sharded.train_step(next_token_loss)
+    ours = sharded.make_train_step(next_token_loss)
     init, hand, hand_batch = by_hand(config, flat, tx, args.strategy, jnp.dtype(args.compute))
     states = {"ours": sharded.init(0), "hand": init(0)}
     rows = np.random.default_rng(0).integers(

@@ -133,7 +133,7 @@ def parity(case: Case) -> dict[str, Any]:
         sharded = layout(case, mesh, strategy, min_size=MIN_SIZE)
         state = sharded.init(0)
         expected = train_unsharded(case, state, accumulation)
-        step = sharded.train_step(case.loss, accumulation=accumulation)
+        step = sharded.make_train_step(case.loss, accumulation=accumulation)
         losses = []
         for index in range(STEPS):
             state, metrics = step(state, batch_of(case, index))
@@ -160,7 +160,7 @@ def restored(
     before, after = flatten(state.params), flatten(found.params)
     same = all(np.array_equal(np.asarray(before[p]), np.asarray(after[p])) for p in before)
     batch = batch_of(case, STEPS)
-    _, next_metrics = other.train_step(case.loss)(found, batch)
+    _, next_metrics = other.make_train_step(case.loss)(found, batch)
     _, metrics = step(state, batch)
     difference = abs(float(next_metrics["loss"]) / float(metrics["loss"]) - 1)
     return {"restored bitwise": same and len(before) == len(after), "next loss": difference}
@@ -171,7 +171,9 @@ def contract(case: Case, topology: str) -> dict[str, Any]:
     mesh = fsdp.make_mesh(devices=parse_topology(topology).devices())
     sharded = layout(case, mesh, "full_shard", wide=True)
     rows = mesh.size
-    verdict = check_contract(sharded.train_step(case.loss), batch_of(case, 0, rows=rows, wide=True))
+    verdict = check_contract(
+        sharded.make_train_step(case.loss), batch_of(case, 0, rows=rows, wide=True)
+    )
     return {
         "parameters": sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sharded.layout.params)),
         "contract": verdict.holds,

@@ -1,5 +1,6 @@
 """A mesh with an axis of the model's own: tensor parallelism by the annotations of a Llama."""
 
+import contextlib
 import dataclasses
 import warnings
 from functools import cache
@@ -279,3 +280,18 @@ def test_an_ambient_mesh_works_on_several_hosts(tmp_path):
         assert [line[1] for line in lines] == ["inside", "across", "late", "plain", "local"]
         for _, where, *losses in lines:
             np.testing.assert_allclose(np.float64(losses), unsharded(), rtol=1e-5, err_msg=where)
+
+
+@pytest.mark.parametrize("kind", [None, AxisType.Explicit])
+def test_a_pure_step_runs_in_a_jit_of_the_users_own(kind):
+    sharded = shard(mesh_of(), make=annotated(SMALL, PartitionSpec("fsdp", None, "tensor")))
+    with jax.set_mesh(mesh_of(kind=kind)) if kind else contextlib.nullcontext():
+        shardings = sharded.state_shardings()
+        step = jax.jit(
+            sharded.pure_step(loss), in_shardings=(shardings, None), out_shardings=(shardings, None)
+        )
+        state, losses = sharded.init(jax.random.key(0)), []
+        for batch in BATCHES:
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, unsharded(), rtol=1e-5)

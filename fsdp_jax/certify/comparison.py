@@ -171,7 +171,7 @@ class Comparison:
         """Returns the largest differences over all steps; adds the first step to the evidence."""
         sharded = self._sharded(setting, mesh)
         with _refusals(setting):
-            step = sharded.train_step(
+            step = sharded.make_train_step(
                 self.loss_fn,
                 accumulation=setting.accumulation,
                 deferred_reduction=setting.deferred_reduction,
@@ -236,7 +236,9 @@ class Comparison:
             compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
             model = step.plan.model
             streams = model.demands.streams if isinstance(model, LinenModel) else ()
-            self._control = Unsharded(self.model, self.loss_fn, self.tx, trained, compute, streams)
+            self._control = Unsharded(
+                self.model, self.loss_fn, self.tx, trained, compute, streams, model.axis_names
+            )
         return self._control
 
     def _compare(

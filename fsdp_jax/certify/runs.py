@@ -40,7 +40,7 @@ def certify(
 
     Args:
         model: as `fully_shard` takes it.
-        loss_fn: as `Sharded.train_step` takes it; its metrics are compared too.
+        loss_fn: as `Sharded.make_train_step` takes it; its metrics are compared too.
         batch: arrays [rows, ...]; the number of rows must be divisible by devices x the largest
             accumulation.
         tx: the optimizer; `optax.sgd(0.1)` if None.

@@ -19,6 +19,7 @@ from flax import core, nnx
 
 from fsdp_jax.step.loss import takes_key
 from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.units.model import along_one
 
 Arrays = dict[str, jax.Array]
 Apply = Callable[[Arrays, Arrays, PyTree, jax.Array], tuple[Any, Arrays]]
@@ -61,11 +62,12 @@ class Unsharded:
 
     Args:
         model: as `fully_shard` takes it.
-        loss_fn: as `Sharded.train_step` takes it.
+        loss_fn: as `Sharded.make_train_step` takes it.
         tx: the optimizer.
         trained: paths of the parameters that are differentiated.
         compute: path -> dtype that the parameter is rounded to before the model is run, in float32.
         streams: random streams of a Linen model beside "params" and "dropout".
+        axis_names: that its norms average over.
 
     """
 
@@ -77,6 +79,7 @@ class Unsharded:
         trained: frozenset[str],
         compute: Mapping[str, np.dtype],
         streams: Collection[str],
+        axis_names: Collection[str],
     ) -> None:
         self._tx = optax.with_extra_args_support(tx)
         with_key = takes_key(loss_fn)
@@ -90,6 +93,7 @@ class Unsharded:
             self._apply = _apply_linen(model, loss, streams)
         else:
             self._apply = _apply_nnx(model, loss)
+        self._axis_names = axis_names
         self._trained = trained
         self._compute = compute
         self._differentiate = jax.jit(self._gradients)
@@ -97,7 +101,9 @@ class Unsharded:
 
     def _loss(self, params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
         rounded = {path: self._rounded(path, value) for path, value in params.items()}
-        (total, count, *metrics), after = self._apply(rounded, model_state, batch, key)
+        (total, count, *metrics), after = along_one(
+            self._axis_names, lambda: self._apply(rounded, model_state, batch, key)
+        )
         count = jnp.asarray(count, jnp.float32)
         return jnp.asarray(total, jnp.float32), (count, after, _pairs(metrics, count))
 

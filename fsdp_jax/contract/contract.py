@@ -149,7 +149,7 @@ def check_contract(step: CompiledStep, batch: PyTree) -> Contract:
     """Compiles a step for its mesh and compares the program's traffic with what it declares.
 
     Args:
-        step: from `Sharded.train_step`; the devices of its mesh need not exist.
+        step: from `Sharded.make_train_step`; the devices of its mesh need not exist.
         batch: arrays or shapes [global rows, ...].
 
     """
@@ -182,8 +182,8 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
     notes = []
     if traffic and annotated:
         notes.append(
-            "with sharding annotations, XLA chooses what is sent; train_step(local_batch=True) "
-            "makes the collectives explicit"
+            "with sharding annotations, XLA chooses what is sent; local_batch=True makes the "
+            "collectives explicit"
         )
     if axes.mesh.devices.flat[0].platform == "cpu":
         notes.append(

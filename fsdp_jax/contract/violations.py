@@ -304,7 +304,7 @@ def _excess(account: Account, excess: int) -> Violation:
         done = "reduced"
         cause = (
             "it is used in several places (a tied head), and with sharding annotations each use's "
-            "gradient is reduced by itself: train_step(local_batch=True) adds them up first"
+            "gradient is reduced by itself: make_train_step(local_batch=True) adds them up first"
         )
     else:
         done = "gathered"

@@ -106,7 +106,7 @@ def init_state(
     model: Model,
     tx: optax.GradientTransformation,
     layout: Layout,
-    key: jax.Array,
+    seed: Any,
     given: Mapping[str, jax.Array],
 ) -> TrainState:
     """Returns a state whose every array is created on the devices that hold it, never unsharded.
@@ -118,13 +118,15 @@ def init_state(
         model: the adapter.
         tx: the optimizer.
         layout: of the state.
-        key: of the random numbers.
+        seed: of the random numbers: an integer, or the data of a key, uint32.
         given: path -> parameter to use as it is; the others are drawn.
 
     """
     shardings = state_shardings(layout)
     param_shardings = flatten(shardings.params)
     dtypes = {path: leaf.dtype for path, leaf in flatten(layout.params).items()}
+    is_data = jnp.ndim(seed) > 0
+    key = jax.random.wrap_key_data(jnp.asarray(seed)) if is_data else jax.random.key(seed)
     init_key, run_key = jax.random.split(key)
 
     def params_and_model_state(key: jax.Array) -> tuple[dict[str, jax.Array], PyTree]:

@@ -19,7 +19,7 @@ reduce dtype as it is reduced.
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +38,7 @@ from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
-from fsdp_jax.units.model import Boundary, LossFn, Model
+from fsdp_jax.units.model import Boundary, LossFn, Model, along_one
 from fsdp_jax.units.unit import ROOT, RawLeafError, Remat, Shard, run_unit
 
 _EVALUATION = 2**32 - 1  # folded into the key of the run; steps count from 0
@@ -401,7 +401,7 @@ def _run_model(
             device=device,
         )
         try:
-            return run() if plan.local_batch else _along_one(plan.model.axis_names, run)
+            return run() if plan.local_batch else along_one(plan.model.axis_names, run)
         except NameError as error:
             if "unbound axis name" not in str(error):
                 raise
@@ -426,17 +426,6 @@ def _run_model(
     if not any(comm.unit == ROOT for comm in plan.comms.values()):
         return call(params, args)
     return run_unit(call, params, args, unit=ROOT, remat=plan.remat)
-
-
-def _along_one(names: Collection[str], run: Callable[[], Any]) -> Any:
-    """Returns `run()` with each name bound to an axis of one.
-
-    A norm with `axis_name` averages the statistics of devices that each have rows of their own.
-    Here its statistics are of the global batch already: the mean over one.
-    """
-    for name in names:
-        run = jax.vmap(run, in_axes=(), out_axes=None, axis_name=name, axis_size=1)
-    return run()
 
 
 # The optimizer

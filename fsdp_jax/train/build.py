@@ -133,7 +133,7 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
 
     # The steps.
     loss = make_loss(family, train.loss_chunk)
-    step = sharded.train_step(
+    step = sharded.make_train_step(
         partial(loss, train=True),
         accumulation=train.accumulation,
         deferred_reduction=train.deferred_reduction,
@@ -145,7 +145,7 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         config=config,
         sharded=sharded,
         step=step,
-        eval_step=sharded.eval_step(loss),
+        eval_step=sharded.make_eval_step(loss),
         schedule=schedule,
         batch=batch_shapes(family, shape, data, train.global_batch_size),
         work=work_of(family, shape, data, train.global_batch_size),

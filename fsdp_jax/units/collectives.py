@@ -15,7 +15,7 @@ model sees the global batch, and computes the batch statistics that one device w
 the cast is pinned to the shard and fenced by an optimization barrier: with neither, XLA moves it
 past the gather and the weights are sent in float32, at twice the bytes. Only `manual` can leave a
 gradient unreduced (`no_sync`), reduce it in another dtype than it was computed in, or scatter it
-along a torus. `train_step(local_batch=...)` chooses.
+along a torus. `make_train_step(local_batch=...)` chooses.
 """
 
 import re

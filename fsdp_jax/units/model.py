@@ -1,6 +1,6 @@
 """What the library asks of a model, whether it is written in NNX or in Linen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,6 +114,17 @@ def axis_names_of(module: Any) -> set[str]:
     names = getattr(module, "axis_name", None)
     names = names if isinstance(names, tuple | list) else (names,)
     return {name for name in names if isinstance(name, str)}
+
+
+def along_one(names: Collection[str], run: Callable[[], Any]) -> Any:
+    """Returns `run()` with each name bound to an axis of one.
+
+    A norm with `axis_name` averages the statistics of devices that each have rows of their own.
+    Here its statistics are of the global batch already: the mean over one.
+    """
+    for name in names:
+        run = jax.vmap(run, in_axes=(), out_axes=None, axis_name=name, axis_size=1)
+    return run()
 
 
 def is_array(x: Any) -> bool:

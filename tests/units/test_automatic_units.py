@@ -176,7 +176,7 @@ def reads_weights(layers, x):
         (in_a_loop, False, "inside a loop"),
         (in_a_branch, False, "outermost repeated"),
         (in_a_branch, True, "inside a branch"),
-        (by_private_methods, False, "read outside its unit"),
+        (by_private_methods, False, "outermost repeated"),
         (reads_weights, True, "read outside its unit"),
     ],
 )

@@ -99,7 +99,7 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
     layout = plan.layout
     if not plan.local_batch and layout.mesh.size > 1:
         what = "only a step whose devices see their own part of the batch can be estimated"
-        fix = "compile for a topology, or train_step(local_batch=True)"
+        fix = "compile for a topology, or make_train_step(local_batch=True)"
         raise ValueError(message(what, where="local_batch", got=False, fix=fix))
     # read the step into operations on the memory of one device
     shapes, outer = _StateShapes(layout), jaxpr.jaxpr

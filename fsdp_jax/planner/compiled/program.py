@@ -69,7 +69,7 @@ def compile_step(
     """Compiles a step whose mesh is made of `topology`'s devices, or returns it from the cache.
 
     Args:
-        step: from `Sharded.train_step`.
+        step: from `Sharded.make_train_step`.
         batch: shapes of the global batch.
         topology: that the mesh is made of.
         cache: folder of compiled programs; None does not cache.
