@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -14,12 +15,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from fsdp_jax.errors import check_regexes, did_you_mean, message
+from fsdp_jax.errors import SlowerWarning, check_regexes, did_you_mean, message
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import COPIES, Layout, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes, check_logical_axes, read_logical_axes
 from fsdp_jax.sharding.mesh import (
     MeshAxes,
+    as_ambient,
     entry_of,
     mesh_axes,
     mesh_like,
@@ -129,7 +131,7 @@ def fully_shard(
 
     Precision:
         precision: dtypes to store, compute and reduce in; by default those that the model makes
-            its parameters in.
+            its parameters in. Float inputs of the model, and of the units that you name, are cast.
 
     Memory against time:
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward pass,
@@ -147,10 +149,11 @@ def fully_shard(
 
     """
     # Check what needs no model, then trace the model for its shapes.
-    check_arguments(tx, mesh, units, precision, remat, prefetch)
-    adapter = adapt(model, inputs)
+    check_arguments(tx, mesh, units, precision, remat, prefetch, min_size)
     mesh_and_axes = mesh_axes(mesh, data, replica)
     resolved = get_strategy(strategy)
+    with mesh_and_axes.ambient():
+        adapter = adapt(model, inputs)
     dtypes = precision or AS_MADE
 
     # Parameters: which are stacked, which are frozen, and what the rules make of them.
@@ -171,7 +174,7 @@ def fully_shard(
     )
     placements, state_placements = _place(by_rules, adapter, mesh_and_axes.mesh, layer_dims)
     resolved.check_placements(placements | state_placements, mesh_and_axes)
-    warn_of_idle_axes(placements, mesh_and_axes)
+    warn_of_idle_axes(placements | state_placements, mesh_and_axes)
 
     # Units; where nothing is gathered or recomputed by them, they need not be found.
     by_units = resolved.gathers_per_unit and shards_of(mesh_and_axes.mesh, by_rules.axes) > 1
@@ -231,6 +234,13 @@ def fully_shard(
     sharded = Sharded(
         adapter, tx, layout, dtypes, remat, prefetch, owners, automatic and found, relayout
     )
+    if automatic and not found and remat != "none":
+        warnings.warn(
+            "remat recomputes the whole model at once, which saves no memory: no units were found "
+            f"({UNFOUND}); units=[YourBlock] names them",
+            SlowerWarning,
+            stacklevel=2,
+        )
     if automatic and not found:
         warn_whole_model(layout, sharded._param_comms("annotate"), why, stacklevel=3)
     return sharded
@@ -409,8 +419,9 @@ class Sharded:
         Args:
             seed: of the random parameters and streams, or a key of JAX; `s` and `jax.random.key(s)`
                 give the same state.
-            params: parameters that shall not be random, sharded as in `checkpoint_target().params`
-                (nested, or by path); the state takes ownership of the arrays.
+            params: parameters that shall not be random, nested or by path. The state takes
+                ownership of arrays that are sharded as in `checkpoint_target().params`, and copies
+                others to their devices.
 
         Raises:
             ValueError: one of `params` does not fit; neither a seed nor one key.
@@ -605,7 +616,8 @@ class Sharded:
 
         def apply(state: TrainState, *args: Any) -> Any:
             with self.layout.axes.ambient():
-                return run(state, *args)
+                results = run(state, *args)
+            return as_ambient(results)
 
         return apply
 

@@ -1,5 +1,6 @@
 """Argument validation, with fixes for the common mistakes. Every check raises ValueError."""
 
+import inspect
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -25,7 +26,7 @@ from fsdp_jax.units.unit import RematName
 
 
 def check_arguments(
-    tx: Any, mesh: Any, units: Any, precision: Any, remat: Any, prefetch: Any
+    tx: Any, mesh: Any, units: Any, precision: Any, remat: Any, prefetch: Any, min_size: Any
 ) -> None:
     """Checks arguments of `fully_shard`."""
     if not isinstance(mesh, Mesh | MeshAxes):
@@ -37,11 +38,28 @@ def check_arguments(
     if precision is not None and not isinstance(precision, Precision):
         fix = 'Precision(compute="bfloat16")'
         raise ValueError(message("not a Precision", where="precision", got=precision, fix=fix))
-    if isinstance(units, type) or units is None or units == [] or units == ():
-        fix = "units=[Block], units='model' for one unit, or leave it out for the repeated blocks"
-        raise ValueError(message("no units", where="units", got=units, fix=fix))
+    _check_units(units)
+    if not _is_count(min_size, least=0):
+        what = "min_size is a number of elements"
+        raise ValueError(message(what, where="min_size", got=min_size, fix="min_size=2**14"))
     _check_remat(remat)
     _check_choice("prefetch", prefetch, get_args(Prefetch))
+
+
+def _is_count(value: Any, least: int) -> bool:
+    """Returns whether a value is an integer, of Python or NumPy, and at least `least`."""
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return bool(is_int and value >= least)
+
+
+def _check_units(units: Any) -> None:
+    """Checks that `units` is a choice, a number of parameters, or classes or their names."""
+    names = isinstance(units, list | tuple | set) and all(isinstance(u, str | type) for u in units)
+    if _is_count(units, least=1) or (units and (names or isinstance(units, str))):
+        return
+    expected = "classes or their names, a least number of parameters, 'auto', 'scan' or 'model'"
+    fix = "units=[Block], units='model' for one unit, or leave it out for the repeated blocks"
+    raise ValueError(message("no units", where="units", expected=expected, got=units, fix=fix))
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -53,7 +71,9 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 def _check_remat(remat: Any) -> None:
     """Checks that `remat` is a choice, or a policy of `jax.checkpoint`."""
     choices = get_args(RematName)
-    if not callable(remat) and remat not in choices:
+    if remat in (jax.checkpoint, nnx.remat, nn.remat) or (
+        not callable(remat) and remat not in choices
+    ):
         fix = did_you_mean(str(remat), choices)
         fix += "; or a policy, such as jax.checkpoint_policies.dots_saveable"
         raise ValueError(message(f"unknown remat '{remat}'", where="remat", fix=fix))
@@ -70,10 +90,11 @@ def check_train_step(
     clip: Any,
 ) -> None:
     """Checks arguments of `Sharded.make_train_step`."""
-    if not isinstance(accumulation, int) or accumulation < 1:
+    if not _is_count(accumulation, least=1):
         what = "accumulation is a whole number, at least 1"
         raise ValueError(message(what, where="accumulation", got=accumulation))
-    if clip is not None and not clip > 0:
+    is_number = isinstance(clip, int | float | np.number) and not isinstance(clip, bool)
+    if clip is not None and not (is_number and clip > 0):
         raise ValueError(message("clip is above 0, or None", where="clip", got=clip))
     if not isinstance(local_batch, bool):
         fix = "True if loss_fn is a sum over examples, or else False"
@@ -126,7 +147,11 @@ def _check_global_batch(precision: Precision, prefetch: Prefetch, deferred: bool
 
 
 def check_trained(params: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Checks that trained parameters, by path, have a dtype with gradients."""
+    """Checks that there are trained parameters, by path, and that their dtypes have gradients."""
+    if not params:
+        what = "every parameter is frozen"
+        fix = "patterns that match fewer: an empty one matches every path"
+        raise ValueError(message(what, where="frozen", fix=fix))
     for path, leaf in params.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             what = "only parameters of real floating-point numbers can be trained"
@@ -155,14 +180,18 @@ def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> No
     used = {
         axis for place in placements.values() for entry in place.spec for axis in axes_of(entry)
     }
+    lacking = sorted({name for place in placements.values() for name in place.dropped})
     for axis in axes.model:
         size = axes.mesh.shape[axis]
         if axis not in used and size > 1:
+            fix = f"name it, data={(*axes.data, axis)} or replica='{axis}', unless the model shares"
+            fix += " out work along it by constraints of its own"
+            if lacking:
+                fix = f"annotations name {lacking}, which the mesh lacks: "
+                fix += f"logical_axes={{'{lacking[0]}': '{axis}'}} translates one"
             warnings.warn(
                 f"no parameter is sharded along the mesh axis '{axis}': its {size} devices hold "
-                "the same state and the same rows of the batch; if the model does not share out "
-                f"work along it by constraints of its own, name it, data='{axis}' or "
-                f"replica='{axis}'",
+                f"the same state and the same rows of the batch; {fix}",
                 SlowerWarning,
                 stacklevel=3,
             )
@@ -211,11 +240,24 @@ def adapt(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> Mod
         expected = "a function of nnx.Rngs that makes an NNX model, or an unbound Linen module"
         raise ValueError(message(what, where="model", expected=expected, got=got.__name__, fix=fix))
     if not isinstance(model, nn.Module):
+        _check_takes_rngs(model)
         return NnxModel(model)
     if inputs is None:
         fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
         raise ValueError(message("a Linen model needs example inputs", where="inputs", fix=fix))
     return LinenModel(model, inputs)
+
+
+def _check_takes_rngs(make_model: Any) -> None:
+    """Checks that a function can be called with one argument, the random streams."""
+    try:
+        inspect.signature(make_model).bind(None)
+    except TypeError as error:
+        what = "the function that makes the model does not take random streams alone"
+        fix = "lambda rngs: Model(..., rngs=rngs)"
+        raise ValueError(message(what, where="model", got=error, fix=fix)) from error
+    except ValueError:  # of a function that is not written in Python
+        return
 
 
 def _mistake(model: Any) -> tuple[str, str] | None:

@@ -174,7 +174,8 @@ class Layout:
         return f"<Layout: {self.summary()}>"
 
     def _repr_html_(self) -> str:
-        return html_table(COLUMNS, self.rows(), caption=self.summary())
+        caption = self.summary() + (f"; units: {self.units}" if self.units else "")
+        return html_table(COLUMNS, self.rows(), caption=caption)
 
 
 def _row(leaf: Leaf) -> tuple[str, ...]:

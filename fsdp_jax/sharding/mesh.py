@@ -13,10 +13,11 @@ them; to the user they stay `data` in rules and reports.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -173,15 +174,14 @@ class MeshAxes:
         """The mesh as the user knows it: `data` is not split."""
         if not self.unsplit:
             return self
-        names = list(dict.fromkeys(self._user_axis(axis) for axis in self.mesh.axis_names))
-        sizes = [prod(self.mesh.shape[a] for a in self._split_axes(name)) for name in names]
-        mesh = _auto_mesh(self.mesh.devices.reshape(sizes), names)
+        mesh = _auto_mesh(self.mesh.devices.reshape(tuple(self.shape.values())), [*self.shape])
         return MeshAxes(mesh, (self.unsplit,), self.replica)
 
     @property
     def shape(self) -> dict[str, int]:
         """{axis: size} as the user knows the mesh."""
-        return {str(axis): size for axis, size in self.user.mesh.shape.items()}
+        names = dict.fromkeys(map(self._user_axis, self.mesh.axis_names))
+        return {name: shards_of(self.mesh, self._split_axes(name)) for name in names}
 
     def _user_axis(self, axis: str) -> str:
         return self.unsplit if self.unsplit and axis in self.data else axis
@@ -226,21 +226,36 @@ class MeshAxes:
         if the model has axes of its own.
 
         Raises:
-            ValueError: inside, a spec of the model that names an axis that was split.
+            ValueError: inside, a spec of the model without a mesh, or for an axis that was split.
 
         """
-        if jax.sharding.get_abstract_mesh().empty and not self.model:
-            yield
-            return
+        is_set = self.model or not jax.sharding.get_abstract_mesh().empty
         try:
-            with use_abstract_mesh(self.mesh.abstract_mesh):
+            with use_abstract_mesh(self.mesh.abstract_mesh) if is_set else nullcontext():
                 yield
+        except RuntimeError as error:
+            if "non-empty mesh" not in str(error):
+                raise
+            what = "the model constrains arrays by names of mesh axes, and no mesh is set"
+            fix = "call jax.set_mesh(mesh) before fully_shard"
+            raise ValueError(message(what, where="model", fix=fix)) from error
         except ValueError as error:
             if not self.unsplit or f"axis: {self.unsplit} " not in str(error):
                 raise
             what = f"the model names the mesh axis '{self.unsplit}', which was split by hosts"
             fix = "call jax.set_mesh(mesh) before fully_shard: the axis then stays one"
             raise ValueError(message(what, where="model", fix=fix)) from error
+
+
+def as_ambient(results: Any) -> Any:
+    """Returns replicated results as the user's ambient mesh needs them.
+
+    Under a mesh with Explicit axes jax computes only with arrays whose type names that mesh.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return results
+    return jax.device_put(results, replicated(mesh))
 
 
 def _auto_mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
@@ -265,6 +280,8 @@ def mesh_axes(
 
     """
     if isinstance(mesh, MeshAxes):
+        assert data is None, "MeshAxes name their axes"
+        assert replica is None, "MeshAxes name their axes"
         return mesh
     names = tuple(mesh.axis_names)
     if len(set(names)) < len(names):
@@ -283,7 +300,7 @@ def mesh_axes(
     axes = MeshAxes(_auto_mesh(mesh.devices, names), data_axes, replica_axes)
     if FSDP in axes.model:  # in rules the name stands for the axes that state is sharded along
         what = f"the mesh axis '{FSDP}' neither shards nor replicates state"
-        fix = f"data='{FSDP}', or replica='{FSDP}'"
+        fix = f"data={(*data_axes, FSDP)} to shard along both, data='{FSDP}', or replica='{FSDP}'"
         raise ValueError(message(what, where="mesh", got=dict(mesh.shape), fix=fix))
     # Under an ambient mesh its names are the model's too.
     stays = axes.model or not jax.sharding.get_abstract_mesh().empty
@@ -294,14 +311,17 @@ def _named(
     argument: str, given: str | Sequence[str] | None, names: Sequence[str]
 ) -> tuple[str, ...]:
     """Returns the axes that an argument names. Raises ValueError where the mesh lacks one."""
-    axes = (given,) if isinstance(given, str) else tuple(given or ())
+    axes = (given,) if isinstance(given, str) else ()
+    if isinstance(given, list | tuple):
+        axes = tuple(given)
     for axis in axes:
         if axis not in names:
             what = f"the mesh has no axis '{axis}'"
             fix = did_you_mean(str(axis), map(str, names))
             raise ValueError(message(what, where=argument, expected=list(names), fix=fix))
+    unordered = given is not None and not isinstance(given, str | list | tuple)
     missing = argument == "data" and given is not None and not axes
-    if missing or len(set(axes)) != len(axes):
+    if unordered or missing or len(set(axes)) != len(axes):
         fix = "name each axis once, such as data='data'"
         raise ValueError(message("not mesh axes", where=argument, got=given, fix=fix))
     return axes
@@ -318,7 +338,8 @@ def _default_data(candidates: Sequence[str], names: Sequence[str]) -> tuple[str,
     fix = f"name it, data='{likely}'; and replica='...' for an axis of replicas. "
     fix += "Axes that are not named are the model's own, such as one of tensor parallelism"
     if not candidates:
-        fix = "leave one axis to shard along, as make_mesh(data=..., replica=...) does"
+        fix = f"name it, data='{names[0]}', replica=(); or make another axis, "
+        fix += "as make_mesh(data=..., replica=...) does"
     what = "which mesh axis shards the state?"
     raise ValueError(message(what, where="data", got=list(names), fix=fix))
 

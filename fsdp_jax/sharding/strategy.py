@@ -125,9 +125,9 @@ def get_strategy(name: str | Strategy) -> Strategy:
     """
     if isinstance(name, Strategy):
         return name
-    if name.lower() in _BY_NAME:
-        return _BY_NAME[name.lower()]
+    if str(name).lower() in _BY_NAME:
+        return _BY_NAME[str(name).lower()]
     what = f"unknown strategy '{name}'"
     expected = ", ".join(STRATEGIES)
-    fix = did_you_mean(name, _BY_NAME)
+    fix = did_you_mean(str(name), _BY_NAME)
     raise ValueError(message(what, where="strategy", expected=expected, fix=fix))

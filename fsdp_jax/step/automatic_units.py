@@ -5,7 +5,8 @@ without `units` too, with the same result. What `fully_shard` chooses by the mod
 be wrong for a loss, which is known only when a step is traced: it reads a block's weight itself, or
 calls the block in a loop of its own, which would gather it in every turn, or in a branch, which one
 device may take and another not, so that a collective would never end. Such a step is traced once
-more, with the whole model as its unit.
+more, with the whole model as its unit. With local batches an error stands: a penalty on a
+parameter would count once per device.
 """
 
 import functools
@@ -20,10 +21,21 @@ from fsdp_jax.errors import SlowerWarning, human_bytes
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.sharding.rules import LARGE_BYTES
+from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.train_step import StepPlan
-from fsdp_jax.step.xla_options import gathers_in_branches, repeated_gathers
+from fsdp_jax.step.xla_options import (
+    gathers_in_branches,
+    repeated_gathers,
+    warn_of_repeated_gathers,
+    warn_of_unprefetched,
+)
+from fsdp_jax.tree import flatten
 from fsdp_jax.units.collectives import ParamComm
-from fsdp_jax.units.unit import RawLeafError
+
+BY_DEFAULT = (
+    "The units were found by default. units='model' gathers the whole model at once: for a loss "
+    "that reads parameters outside their blocks and is a sum over examples all the same."
+)
 
 
 def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[StepPlan, Any]:
@@ -41,9 +53,12 @@ def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[St
     try:
         traced = trace(plan)
         problem = _problem(plan, traced)
-    except RawLeafError:  # with the whole model as the unit, the loss would be wrong in silence
+    except Warning:  # where warnings are errors
         raise
     except Exception as error:
+        if plan.local_batch:  # see the note
+            error.add_note(BY_DEFAULT)
+            raise
         first_line = next(iter(str(error).splitlines()), "")
         problem = f"by units it fails: {type(error).__name__}: {first_line}"
     else:
@@ -57,17 +72,32 @@ def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[St
 
 
 def call_by_units(plan: StepPlan, fn: Callable[..., Any], *args: Any) -> Any:
-    """Returns `fn(plan, *args)`, inside a trace; see the note."""
-    if plan.whole_model is None:
-        return fn(plan, *args)
+    """Returns `fn(plan, *args)`, inside a trace; see the note, and `check_traced`."""
     jitted: list[Any] = []
 
     def trace(plan: StepPlan) -> Any:
         jitted.append(jax.jit(functools.partial(fn, plan)))
         return jitted[-1].trace(*args)
 
-    trace_by_units(plan, trace)
+    check_traced(*trace_by_units(plan, trace))
     return jitted[-1](*args)
+
+
+def check_traced(plan: StepPlan, traced: Any) -> None:
+    """Checks what only the traced program shows.
+
+    Raises:
+        ValueError: with local batches, a value that devices must agree on and may not.
+
+    Warns:
+        SlowerWarning: units that are gathered repeatedly, parameters that are not prefetched.
+
+    """
+    program = traced.jaxpr.jaxpr
+    if plan.local_batch:
+        check_local_program(program, list(flatten(plan.layout.other["model_state"])))
+    warn_of_repeated_gathers(plan, program)
+    warn_of_unprefetched(plan)
 
 
 def _problem(plan: StepPlan, traced: Any) -> str:

@@ -15,15 +15,13 @@ import numpy as np
 
 from fsdp_jax.errors import message
 from fsdp_jax.processes import from_processes
-from fsdp_jax.step.automatic_units import trace_by_units
+from fsdp_jax.sharding.mesh import as_ambient
+from fsdp_jax.step.automatic_units import check_traced, trace_by_units
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
-from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.step.xla_options import (
     compile_overlapped,
-    warn_of_repeated_gathers,
-    warn_of_unprefetched,
 )
 from fsdp_jax.tree import PyTree, flatten
 
@@ -103,13 +101,8 @@ class CompiledStep:
         """Lowers for a batch of arrays or shapes [global rows, ...]; allocates nothing."""
         with self.plan.layout.axes.ambient():
             traced = self._trace(batch)
-            program = traced.jaxpr.jaxpr
-            if self.plan.local_batch:
-                check_local_program(program, list(flatten(self.plan.layout.other["model_state"])))
-            warn_of_repeated_gathers(self.plan, program)
-            lowered = traced.lower()
-        warn_of_unprefetched(self.plan)
-        return lowered
+            check_traced(self.plan, traced)
+            return traced.lower()
 
     def trace(self, batch: PyTree) -> Any:
         """Returns the traced program, a `ClosedJaxpr`; the mesh's devices need not exist."""
@@ -151,9 +144,12 @@ class CompiledStep:
         while len(self._in_flight) >= _LAG:
             self._abort_if(int(self._in_flight.popleft()))
         out = self._compiled(state, placed)
+        if not isinstance(out[0], TrainState):  # of an evaluation
+            return as_ambient(out)
+        new, metrics = out
         if self._abort_after is not None:
-            self._in_flight.append(out[1]["skipped_in_a_row"])
-        return out
+            self._in_flight.append(metrics["skipped_in_a_row"])
+        return new, as_ambient(metrics)
 
     def finish(self) -> None:
         """Reads the counters still in flight; call it after the last step."""
@@ -165,8 +161,8 @@ class CompiledStep:
             return
         self._in_flight.clear()
         what = f"{in_a_row} steps in a row were not finite and not applied"
-        fix = "lower the learning rate, look at the data, or clip; "
-        fix += "the parameters are those before the first of them"
+        fix = "lower the learning rate, look at the data, or clip; a count of 0 (metrics['count']) "
+        fix += "is not finite either; the parameters are those before the first of them"
         raise NonFiniteError(message(what, where="step", fix=fix))
 
     def _rows_and_hash(self, batch: PyTree) -> np.ndarray:
@@ -230,6 +226,8 @@ class CompiledStep:
             expected, got = self._signature, signature
             fix = "pad to one shape, drop the last partial batch, "
             fix += "or make a second step for the other shape"
+        if expected.keys() != got.keys():
+            fix = "pass the same names and structure in every call"
         for path in sorted({*expected, *got}):
             if expected.get(path) != got.get(path):
                 raise ValueError(

@@ -43,18 +43,7 @@ def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.A
     """
 
     def loss(model: Any, batch: Any, *key: jax.Array) -> Any:
-        try:
-            out = loss_fn(model, batch, *key)
-        except (TypeError, ValueError) as error:
-            if not key or "key<" not in str(error):
-                raise
-            what = "the loss computes with a random key"
-            got = str(error).splitlines()[0]
-            fix = "the third argument of a loss is a key, to draw from with jax.random; labels "
-            fix += "belong in the batch, {'x': x, 'y': y}. With local_batch, so does what is "
-            fix += "read of parameters outside their units: leave local_batch out"
-            raise ValueError(message(what, where="loss_fn", got=got, fix=fix)) from error
-        return _parts(out)
+        return _parts(loss_fn(model, batch, *key))
 
     return loss
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fsdp_jax.errors import did_you_mean, message
@@ -72,27 +73,30 @@ def abstract_state(layout: Layout) -> TrainState:
 
 
 def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
-    """Returns {path: array} of the parameters that the caller has filled.
+    """Returns {path: array} of the parameters that the caller has filled, sharded as they must be.
 
     Raises:
-        ValueError: an unknown path, or an array whose shape, dtype or sharding is not the layout's.
+        ValueError: an unknown path, or an array whose shape or dtype is not the layout's.
 
     """
     given, expected = flatten(params), flatten(layout.params)
-    fix = "read it into sharded.checkpoint_target().params"
+    fix = "sharded.checkpoint_target().params has all of them"
     for path, array in given.items():
         if path not in expected:
             near = did_you_mean(path, expected)
             raise ValueError(message("no such parameter", where="params", got=path, fix=near))
         leaf = expected[path].abstract
-        if not isinstance(array, jax.Array):
-            what = "not a jax.Array, on its devices"
-            raise ValueError(message(what, where=path, got=type(array), fix=fix))
-        fits = array.shape == leaf.shape and array.dtype == leaf.dtype
-        if not fits or not array.sharding.is_equivalent_to(leaf.sharding, array.ndim):
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise ValueError(message("not an array", where=path, got=type(array), fix=fix))
+        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
             what = "a parameter does not fit"
-            wanted, got = (f"{x.dtype}{list(x.shape)}, {x.sharding}" for x in (leaf, array))
+            wanted, got = (f"{x.dtype}{list(x.shape)}" for x in (leaf, array))
             raise ValueError(message(what, where=path, expected=wanted, got=got, fix=fix))
+        is_placed = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(
+            leaf.sharding, array.ndim
+        )
+        if not is_placed:
+            given[path] = jax.device_put(array, leaf.sharding)
     return given
 
 

@@ -39,7 +39,7 @@ from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model, along_one
-from fsdp_jax.units.unit import ROOT, RawLeafError, Remat, Shard, run_unit
+from fsdp_jax.units.unit import ROOT, Remat, Shard, UnitError, run_unit
 
 _EVALUATION = 2**32 - 1  # folded into the key of the run; steps count from 0
 _LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
@@ -377,7 +377,7 @@ def _run_model(
     """Runs the user's function on the model; all of it is a unit where the model is one.
 
     Raises:
-        RawLeafError: with local batches, a loss that computes with raw parameter leaves.
+        UnitError: with local batches, a loss that computes with raw parameter leaves.
         ValueError: collectives along an axis that nothing binds.
 
     """
@@ -411,21 +411,35 @@ def _run_model(
                 fix = "leave local_batch out: statistics are then of the global batch"
             text = message(what, where="loss_fn", got=str(error).split(".")[0], fix=fix)
             raise ValueError(text) from error
-        except TypeError as error:
-            if not plan.local_batch or "key<" not in str(error):
+        except (TypeError, ValueError) as error:
+            if "key<" not in str(error) or not (plan.takes_key or plan.local_batch):
                 raise
-            what = "the loss reads parameters outside their units, as a penalty on them does"
-            expected = "a sum over examples: a device has its own shards alone, "
-            expected += "and would count replicated ones once more"
-            fix = "leave local_batch out, or let the optimizer do it, "
-            fix += "as optax.add_decayed_weights does; if it is no penalty, units='model'"
-            text = message(what, where="loss_fn", expected=expected, fix=fix)
-            raise RawLeafError(text) from error
+            raise _computes_with_a_key(plan, error) from error
 
     args = (model_state, batch, key)
     if not any(comm.unit == ROOT for comm in plan.comms.values()):
         return call(params, args)
     return run_unit(call, params, args, unit=ROOT, remat=plan.remat)
+
+
+def _computes_with_a_key(plan: StepPlan, error: Exception) -> ValueError:
+    """Returns the error for a loss that computes with a random key, its own or a guard's.
+
+    Guards are keys that stand beside the parameters of units; see `Shard`.
+    """
+    got = str(error).splitlines()[0]
+    if plan.takes_key:
+        what = "the loss computes with a random key"
+        fix = "the third argument of a loss is a key, to draw from with jax.random; labels belong "
+        fix += "in the batch, {'x': x, 'y': y}"
+        if plan.local_batch:
+            fix += ". If it computes with parameters outside their units: leave local_batch out"
+        return UnitError(message(what, where="loss_fn", got=got, fix=fix))
+    what = "the loss reads parameters outside their units, as a penalty on them does"
+    expected = "a sum over examples: a device has its own shards alone, "
+    expected += "and would count replicated ones once more"
+    fix = "leave local_batch out, or let the optimizer do it, as optax.add_decayed_weights does"
+    return UnitError(message(what, where="loss_fn", expected=expected, fix=fix))
 
 
 # The optimizer

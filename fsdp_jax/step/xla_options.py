@@ -126,7 +126,7 @@ def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
     repeated: dict[str, str] = {}
     for path, ndim, executions in _gathers(program, 1):
         comm, leaf = plan.comms[path], plan.layout.by_path[path]
-        if comm.unit is None or not any(comm.param_spec):
+        if comm.unit is None or not comm.axes.batch_spec_axes(comm.param_spec):
             continue
         if executions is None:
             repeated.setdefault(comm.unit, "in every turn of a while loop")

@@ -212,7 +212,8 @@ def _by_class(inner: Sequence[ModuleInfo], params_of: ParamsOf, units: Any) -> s
         if not matches:
             present = {module.kind.__name__ for module in inner if params_of[module.path]}
             what = f"no module of class '{name}' in the model"
-            raise ValueError(message(what, where="units", fix=did_you_mean(name, present)))
+            choices = {*present, "auto", "scan", "model"}
+            raise ValueError(message(what, where="units", fix=did_you_mean(name, choices)))
         chosen |= matches
     return chosen
 

@@ -330,7 +330,11 @@ def _call_unit(
     out_arrays, changed = run_unit(pure, state, arrays, unit=boundary.unit, remat=boundary.remat)
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
-    written = {key: x for key, x in plain_after.items() if key not in plain or x is not plain[key]}
+    written = {
+        key: value
+        for key, value in plain_after.items()
+        if key not in plain or not _is_same(value, plain[key])
+    }
     by_path = dict(_walk((module, nodes))) if written else {}
     for (path, name), value in written.items():
         if path in by_path:
@@ -339,15 +343,35 @@ def _call_unit(
 
 
 def _plain_attributes(node: Any) -> dict[tuple[str, str], Any]:
-    """Returns {(path, name): value} of attributes that are no state: flags, numbers, functions."""
-    state = nnx.Pytree | nnx.Variable | jax.Array | dict | list | tuple
+    """Returns {(path, name): value} of attributes that are no state: flags, numbers, functions.
+
+    Also containers of such.
+    """
     return {
         (path, name): value
         for path, each in _walk(node)
         if isinstance(each, nnx.Pytree)
         for name, value in _attributes(each)
-        if not isinstance(value, state) and name != "_fsdp"
+        if not _holds_state(value) and name != "_fsdp"
     }
+
+
+def _holds_state(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_state, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_state, value))
+    return isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Returns whether an attribute was not written; a copied container equals the one before."""
+    if isinstance(value, dict | list | tuple):
+        try:
+            return bool(value == before)
+        except ValueError:  # of NumPy arrays
+            return False
+    return value is before
 
 
 def _values(node: Any) -> dict[Any, Any]:

@@ -37,10 +37,6 @@ class UnitError(ValueError, AttributeError):
     """A parameter was read where it is not gathered."""
 
 
-class RawLeafError(UnitError):
-    """A loss on local batches computes with the leaves of the parameters' tree."""
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class Shard:
     """A sharded parameter, in the place where its unit will read it.
