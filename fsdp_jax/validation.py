@@ -187,7 +187,7 @@ def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> No
             fix = f"name it, data={(*axes.data, axis)} or replica='{axis}', unless the model shares"
             fix += " out work along it by constraints of its own"
             if lacking:
-                fix = f"annotations name {lacking}, which the mesh lacks: "
+                fix += f". Annotations name {lacking}, which the mesh lacks: "
                 fix += f"logical_axes={{'{lacking[0]}': '{axis}'}} translates one"
             warnings.warn(
                 f"no parameter is sharded along the mesh axis '{axis}': its {size} devices hold "

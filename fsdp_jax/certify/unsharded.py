@@ -142,7 +142,7 @@ class Unsharded:
             microbatch = jax.tree.map(
                 lambda leaf, index=index: np.split(leaf, accumulation)[index], batch
             )
-            key = jax.random.fold_in(rng, step * accumulation + index)
+            key = jax.random.fold_in(jax.random.fold_in(rng, step), index)
             of_microbatch, loss_sum, number, model_state, pairs = self._differentiate(
                 params, model_state, microbatch, key
             )

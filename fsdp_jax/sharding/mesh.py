@@ -230,6 +230,7 @@ class MeshAxes:
 
         """
         is_set = self.model or not jax.sharding.get_abstract_mesh().empty
+        _refuse_another(self)
         try:
             with use_abstract_mesh(self.mesh.abstract_mesh) if is_set else nullcontext():
                 yield
@@ -247,13 +248,34 @@ class MeshAxes:
             raise ValueError(message(what, where="model", fix=fix)) from error
 
 
+def _ambient_mesh() -> Mesh | None:
+    """Returns the mesh that the user has set; None where there is none, and inside a trace."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside a trace
+        return None
+    return None if mesh.empty else mesh
+
+
+def _refuse_another(axes: MeshAxes) -> None:
+    """Raises ValueError where the user has set another mesh of the same devices."""
+    ambient = _ambient_mesh()
+    if ambient is None or set(ambient.devices.flat) != set(axes.mesh.devices.flat):
+        return
+    if dict(ambient.shape) not in (axes.shape, dict(axes.mesh.shape)):
+        what = "another mesh is set than the model is sharded over"
+        fix = "call jax.set_mesh with the mesh that fully_shard got"
+        got = dict(ambient.shape)
+        raise ValueError(message(what, where="mesh", expected=axes.shape, got=got, fix=fix))
+
+
 def as_ambient(results: Any) -> Any:
     """Returns replicated results as the user's ambient mesh needs them.
 
     Under a mesh with Explicit axes jax computes only with arrays whose type names that mesh.
     """
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+    mesh = _ambient_mesh()
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return results
     return jax.device_put(results, replicated(mesh))
 

@@ -290,7 +290,8 @@ def _accumulate(
     def microbatch(
         model_state: PyTree, batch: PyTree, index: Any
     ) -> tuple[dict[str, jax.Array], Any, PyTree]:
-        key = jax.random.fold_in(rng, step * plan.accumulation + index)
+        # Also after a change of accumulation no key is used twice.
+        key = jax.random.fold_in(jax.random.fold_in(rng, step), index)
         fn = loss
         if plan.per_unit and plan.prefetch != "none":
             fn = prefetched(loss, plan.comms, plan.prefetch, plan.report)

@@ -14,7 +14,6 @@ everything here runs in a scope with a flag that never equals itself, which make
 one.
 """
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -265,7 +264,7 @@ def _call_unit(
     method = context.orig_method.func
     arrays, nodes, rebuild = split_arrays((args, kwargs))
 
-    @functools.wraps(method)
+    # Not by the method's name: Flax would capture its result (`capture_intermediates`) once more.
     def on_arrays(module: nn.Module, arrays: Sequence[Any], nodes: Sequence[Any]) -> Any:
         inner_args, inner_kwargs = rebuild(arrays, nodes)
         return method(module, *inner_args, **inner_kwargs)

@@ -39,6 +39,11 @@ class NnxModel:
         self.boxed_rest: PyTree = unflatten(_variables(rest))
         self.modules: Sequence[ModuleInfo] = list(_modules(model))
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
+        self._attributes = {
+            _join([*filter(None, [path]), name])
+            for path, node in _walk(model)
+            for name, _ in _attributes(node)
+        }
         self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
 
     def _split(self, key: Any) -> Any:
@@ -92,8 +97,22 @@ class NnxModel:
                 _set_class(module, _with_boundary(type(module)))  # type: ignore[arg-type]
         with _traced_arrays_are_state():
             out = fn(model, batch)
+        if training:
+            self._refuse_new_state(model)
         after = self._rest.to_tree(nnx.state(model, nnx.Not(nnx.Param)))
         return out, after if device is None else self._unfold_keys(after, rest, local)
+
+    def _refuse_new_state(self, model: nnx.Module) -> None:
+        """Raises ValueError for state that a step made and the next one would not have.
+
+        An array that is left as a new attribute is no such state: a loss may read it, and a model
+        that reads it before it writes it fails.
+        """
+        known = {*self._params.paths, *self._rest.paths}
+        for path, leaf in _variables(nnx.state(model)).items():
+            is_side_output = not isinstance(leaf, nnx.Variable) and path not in self._attributes
+            if path not in known and not is_side_output and not isinstance(leaf, nnx.Intermediate):
+                raise _new_state(path)
 
     def _fold_keys(self, rest: PyTree, device: jax.Array) -> PyTree:
         """Returns the state with the device's index folded into the random streams' keys.
@@ -148,6 +167,13 @@ def _subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_subclasses, subclasses))
 
 
+def _new_state(path: str) -> ValueError:
+    """Returns the error for state that a call made: the next step would not have it."""
+    what = "the model makes new state in a step"
+    fix = "make it in __init__, with the shape that it has in every step"
+    return ValueError(message(what, where=path, fix=fix))
+
+
 class _Stream(nnx.RngStream):
     """Draws the same keys as `nnx.RngStream`, in time independent of what was traced before.
 
@@ -178,18 +204,18 @@ class _StateStructure:
     """The structure of an `nnx.State`; converts it to nested dicts with string keys, and back."""
 
     def __init__(self, state: nnx.State) -> None:
-        self._paths = list(_variables(state))
+        self.paths = list(_variables(state))
         self._treedef = jax.tree.structure(state)
 
     def to_tree(self, state: nnx.State) -> PyTree:
         variables = _variables(state)
         return unflatten(
-            {path: _value(variables[path]) if path in variables else None for path in self._paths}
+            {path: _value(variables[path]) if path in variables else None for path in self.paths}
         )
 
     def to_state(self, tree: PyTree) -> nnx.State:
         flat = flatten(tree, is_leaf=is_shard)
-        return jax.tree.unflatten(self._treedef, [flat[path] for path in self._paths])
+        return jax.tree.unflatten(self._treedef, [flat[path] for path in self.paths])
 
 
 def _join(path: Sequence[Any]) -> str:
@@ -321,8 +347,17 @@ def _call_unit(
         inner_args, inner_kwargs = rebuild(arrays, inner_nodes)
         out = original(inner, *inner_args, **inner_kwargs)
         after = nnx.to_flat_state(nnx.state((inner, inner_nodes), nnx.Not(nnx.Param)))
+        new = (path for path, _ in after if path not in before)
+        for path in new:  # in place of a flag or None
+            if (_join(path[:-1]), str(path[-1])) in plain:
+                raise _new_state(_join([boundary.unit, *path[1:]]))
         changed = nnx.from_flat_state([(p, v) for p, v in after if _value(v) is not before.get(p)])
-        out_arrays, _, rebuild_last = split_arrays(out)
+        out_arrays, out_nodes, rebuild_last = split_arrays(out)
+        if out_nodes:
+            what = "a unit's method returns a module or a Variable"
+            fix = f"return arrays, or leave {cls.__name__} out of units"
+            got = type(out_nodes[0]).__name__
+            raise ValueError(message(what, where=str(boundary.unit), got=got, fix=fix))
         rebuild_out[:] = [rebuild_last]
         plain_after.update(_plain_attributes((inner, inner_nodes)))
         return out_arrays, changed

@@ -218,8 +218,8 @@ def test_keys_are_new_in_each_microbatch_and_the_same_in_a_resumed_run(sharded, 
 
     def expected(number):
         draws = []
-        for index in range(4 * number, 4 * number + 4):
-            key = jax.random.fold_in(state.rng, index)
+        for index in range(4):
+            key = jax.random.fold_in(jax.random.fold_in(state.rng, number), index)
             keys = [key if i is None else jax.random.fold_in(key, i) for i in devices]
             draws += [jax.random.uniform(jax.random.fold_in(each, 2)) for each in keys]
         assert len({float(draw) for draw in draws}) == 4 * len(devices)

@@ -177,7 +177,6 @@ def reads_weights(layers, x):
         (in_a_branch, False, "outermost repeated"),
         (in_a_branch, True, "inside a branch"),
         (by_private_methods, False, "outermost repeated"),
-        (reads_weights, True, "read outside its unit"),
     ],
 )
 def test_whatever_runs_with_the_whole_model_runs_by_default(forward, local_batch, why):
@@ -206,6 +205,15 @@ def test_an_error_of_the_loss_is_the_users_own():
         steps(Net, loss=lambda model, batch: (model(batch["y"]).sum(), 16))
 
 
+def test_with_local_batches_a_weight_read_outside_its_block_is_refused():
+    """With the whole model as the unit, a penalty on it would count once per device."""
+    model = partial(Net, forward=reads_weights, inner=partial(Blocks, block=Block))
+    with pytest.raises(ValueError, match="read outside its unit") as refused:
+        steps(model, local_batch=True)
+    assert "units='model'" in "".join(refused.value.__notes__)
+
+
+@pytest.mark.filterwarnings("ignore:unit .* is gathered 3 times:fsdp_jax.SlowerWarning")
 def test_generation_in_a_loop_gathers_outside_of_it():
     def generate(model, x):
         return jax.lax.fori_loop(0, 3, lambda _, x: model(x), x)
