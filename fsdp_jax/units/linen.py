@@ -22,12 +22,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import core, errors
-from flax.core import meta
 
 from fsdp_jax.errors import message
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing
+from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing, unboxed
 from fsdp_jax.units.model import Boundary, LossFn, axis_names_of, split_arrays
 from fsdp_jax.units.unit import all_shards, checkpoint_settings, gathered, shards_in
 
@@ -78,9 +77,9 @@ class LinenModel:
             raise ValueError(message(what, where=type(module).__name__, got=sorted(boxed)))
         self.params: PyTree = boxed[_PARAMS]
         self.boxed_rest: PyTree = {k: tree for k, tree in boxed.items() if k != _PARAMS}
-        self.rest: PyTree = meta.unbox(self.boxed_rest)
+        self.rest: PyTree = unboxed(self.boxed_rest)
         self._collections = list(self.rest)
-        self.modules: Sequence[ModuleInfo] = _modules(kinds, flatten(meta.unbox(self.params)))
+        self.modules: Sequence[ModuleInfo] = _modules(kinds, flatten(unboxed(self.params)))
         self.axis_names = frozenset(axis_names)
 
     def _variables(self, key: jax.Array) -> Any:
@@ -116,7 +115,7 @@ class LinenModel:
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit."""
-        variables = meta.unbox(self._variables(key))
+        variables = unboxed(self._variables(key))
         return variables[_PARAMS], {name: variables[name] for name in self._collections}
 
     def build(self, params: PyTree, rest: PyTree) -> nn.Module:
@@ -137,31 +136,36 @@ class LinenModel:
     ) -> tuple[Any, PyTree]:
         """Returns (`fn(model, batch)`, the updated rest); see `Model.run`.
 
-        `training` provides random streams; other switches are arguments of the model's own.
+        `training` provides random streams and lets the state be written to; other switches are
+        arguments of the model's own.
 
         Raises:
-            ValueError: the model draws from a stream that it is not given.
+            ValueError: the model draws from a stream that it is not given, or writes where it may
+                not.
 
         """
         key = key if device is None else jax.random.fold_in(key, device)
+        demands = Demands(self.demands.streams)
 
         def trace() -> tuple[Any, PyTree]:
             # A cache is written where it is mutable, which changes what a decoder does.
             known = {_PARAMS, "cache", *rest}
-            watch = ScopeWatch(self.demands, gives_streams=training, known=known)
+            watch = ScopeWatch(demands, gives_streams=training, known=known)
 
             def call(scope: core.Scope) -> Any:
                 watch.watch(scope)
                 return self._scoped(lambda model: fn(model, batch))(scope)
 
-            mutable = [*self._collections, *self.demands.sown]
+            mutable = [*demands.sown, *(self._collections if training else ())]
             apply = core.apply(call, mutable=mutable, flags=_FLAGS)
-            rngs = self.demands.rngs(key, jax.random.fold_in(key, 1), key) if training else {}
+            rngs = demands.rngs(key, jax.random.fold_in(key, 1), key) if training else {}
             with nn.intercept_methods(_interceptor(boundaries, watch)):
                 return apply({_PARAMS: params, **rest}, rngs=rngs)
 
         try:
-            out, after = self.demands.met(trace)
+            out, after = demands.met(trace)
+        except errors.ModifyScopeVariableError as error:
+            raise _no_update(error, training) from error
         except errors.InvalidRngError as error:
             raise _no_stream(error, training) from error
         return out, {name: after.get(name, rest[name]) for name in self._collections}
@@ -189,6 +193,17 @@ def _interceptor(boundaries: Mapping[str, Boundary], watch: ScopeWatch) -> Calla
             watch.depth -= 1
 
     return intercept
+
+
+def _no_update(error: errors.ModifyScopeVariableError, training: bool) -> ValueError:
+    """Returns the error for a model that writes to a collection that is not mutable."""
+    what = "the model writes to a collection that it did not make as it was initialized"
+    fix = "make it then, without a condition such as `if train`"
+    if not training:
+        what = "the model updates its state in inference mode, which keeps none"
+        fix = "switch it off by the model's own argument (train=False), in a loss for evaluation"
+    got = str(error).splitlines()[0]
+    return ValueError(message(what, where="model", got=got, fix=fix))
 
 
 def _no_stream(error: errors.InvalidRngError, training: bool) -> ValueError:

@@ -5,22 +5,29 @@ caller is a step that knows neither. So they are learned: a trace in which the m
 another one is abandoned, and made again with it.
 
 [Note: sown values] `Module.sow` stores a value if its collection is mutable, and else does nothing.
-A collection that is not part of the model's state becomes mutable once a loss reads
-`model.variables`: a value that nobody reads is not computed for, nor kept for the backward pass.
+A collection that is not part of the model's state becomes mutable once the loss reads this one in
+`model.variables`: a value that nobody reads is not computed, differentiated, nor kept for the
+backward pass, and a model that asks whether a collection is mutable is told of this loss alone.
 What is still not stored then, such as in an `nn.scan` whose `variable_axes` do not name the
-collection, is an error when that collection is read, never an empty one.
+collection, is an error when it is read, never an empty collection.
+
+[Note: boxes] A box of `nn.with_partitioning` constrains its value to the axes that it names as it
+is opened under an ambient mesh, which may lack them. Names are for the layout to read: boxes are
+opened without a constraint here.
 """
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 from flax import core
+from flax.core import meta
 
 from fsdp_jax.errors import message
-from fsdp_jax.tree import SEPARATOR
+from fsdp_jax.tree import SEPARATOR, PyTree
 
 T = TypeVar("T")
 FLAG = "fsdp_jax"  # of the scopes that the library makes
@@ -30,18 +37,18 @@ class AskedError(Exception):
     """The model asks for what its scope lacks; `Demands.met` adds it and traces again."""
 
 
+@dataclass(frozen=True)
 class Demands:
-    """What a model has asked for, in all traces so far.
+    """What has been asked for.
 
     Attributes:
-        streams: random streams beside "params" and "dropout".
-        sown: collections that are sown into and read.
+        streams: random streams beside "params" and "dropout", of the model in all traces so far.
+        sown: collections that are sown into, and read by the loss that is being traced.
 
     """
 
-    def __init__(self) -> None:
-        self.streams: set[str] = set()
-        self.sown: set[str] = set()
+    streams: set[str] = field(default_factory=set)
+    sown: set[str] = field(default_factory=set)
 
     def met(self, trace: Callable[[], T]) -> T:
         """Returns `trace()`, made again as long as the model asks for more in it."""
@@ -56,9 +63,9 @@ class Demands:
         others = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in self.streams}
         return {"params": params, "dropout": dropout, **others}
 
-    def ask(self, kind: set[str], names: Iterable[str]) -> None:
-        """Abandons the trace, to be made again with these streams or collections."""
-        kind.update(names)
+    def ask(self, kind: set[str], name: str) -> None:
+        """Abandons the trace, to be made again with this stream or collection."""
+        kind.add(name)
         raise AskedError
 
 
@@ -87,11 +94,11 @@ class ScopeWatch:
         if FLAG not in scope.flags or "has_rng" in vars(scope):
             return
         is_mutable, variables = scope.is_mutable_collection, scope.variables
-        rewound = scope.rewound
+        rewound, param = scope.rewound, scope.param
 
         def has_rng(name: str) -> bool:
             if self._gives_streams and name not in {"params", "dropout", *self._demands.streams}:
-                self._demands.ask(self._demands.streams, [name])
+                self._demands.ask(self._demands.streams, name)
             return name in scope.rngs
 
         def is_mutable_collection(name: str) -> bool:
@@ -102,10 +109,13 @@ class ScopeWatch:
         def read() -> Mapping[str, Any]:
             if self.depth or not self._not_stored:
                 return variables()
-            if new := self._not_stored.keys() - self._demands.sown:
-                self._demands.ask(self._demands.sown, new)
-            lost = {name: _Lost(name, path) for name, path in self._not_stored.items()}
+            demands = self._demands
+            lost = {name: _NotStored(demands, name, at) for name, at in self._not_stored.items()}
             return {**variables(), **lost}
+
+        def unboxed_param(*args: Any, unbox: bool = True, **kwargs: Any) -> Any:
+            value = param(*args, unbox=False, **kwargs)
+            return unboxed(value) if unbox else value
 
         def rewound_and_watched(*args: Any, **kwargs: Any) -> core.Scope:
             # What a module has after its call: Linen leaves out the flags, also of a second call.
@@ -116,6 +126,7 @@ class ScopeWatch:
 
         replaced = {
             "has_rng": has_rng,
+            "param": unboxed_param,
             "is_mutable_collection": is_mutable_collection,
             "variables": read,
             "rewound": rewound_and_watched,
@@ -135,26 +146,41 @@ def sow_nothing(module: nn.Module) -> None:
         object.__setattr__(module, "sow", sow_metadata)
 
 
-class _Lost:
-    """Stands for a collection that misses a value which was sown into it; reading it is an error.
+def unboxed(tree: PyTree) -> PyTree:
+    """Returns the values of boxes, not constrained to the axes that they name; see the note."""
 
-    Attributes:
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, meta.Partitioned):
+            return leaf.unbox(apply_constraint=False)
+        return meta.unbox(leaf)
+
+    return jax.tree.map(value, tree, is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata))
+
+
+@jax.tree_util.register_pytree_node_class
+class _NotStored(dict[str, Any]):
+    """Stands for a collection that misses what was sown into it, and asks for it once it is read.
+
+    Args:
+        demands: of the trace.
+        collection: its name.
         where: the module whose value was not stored.
 
     """
 
-    def __init__(self, collection: str, where: str) -> None:
-        self._collection, self._where = collection, where
+    def __init__(self, demands: Demands, collection: str, where: str) -> None:
+        self._demands, self._collection, self._where = demands, collection, where
 
-    def _refuse(self, *_: Any) -> Any:
+    def _read(self, *_: Any, **__: Any) -> Any:
         name = self._collection
+        if name not in self._demands.sown:
+            self._demands.ask(self._demands.sown, name)
         what = f"what the model sows into '{name}' does not reach the loss"
         expected = "a collection that every nn.scan and nn.vmap around the module passes on"
         fix = f"variable_axes={{'params': 0, '{name}': 0}} in the nn.scan or nn.vmap"
         raise ValueError(message(what, where=self._where, expected=expected, fix=fix))
 
-    __getitem__ = __iter__ = __len__ = __contains__ = __jax_array__ = __bool__ = _refuse
-    __add__ = __radd__ = __mul__ = __rmul__ = _refuse
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name) if name.startswith("_") else self._refuse()
+    __getitem__ = __iter__ = __len__ = __contains__ = _read  # type: ignore[assignment]
+    get = keys = values = items = copy = pop = _read  # type: ignore[assignment]
+    __eq__ = __or__ = __ror__ = _read  # type: ignore[assignment]
+    tree_flatten = tree_unflatten = _read

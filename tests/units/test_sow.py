@@ -118,10 +118,36 @@ def test_an_evaluation_reads_what_is_sown():
     np.testing.assert_allclose(total / count, control(Model("scan"), state)[0], rtol=1e-5)
 
 
-def test_nothing_is_collected_for_a_loss_that_does_not_read_it():
-    sharded = shard(Model("scan"))
-    sharded.train_step(lambda model, batch: (model(batch["x"]).sum(), 1)).lower(BATCH)
-    assert sharded._model.demands.sown == set()
+class Asking(nn.Module):
+    """Computes something else where a collection is mutable."""
+
+    @nn.compact
+    def __call__(self, x):
+        self.sow("losses", "sum", x.sum())
+        wanted = self.is_mutable_collection("debug")
+        if wanted:
+            self.sow("debug", "sum", x.sum())
+        return nn.Dense(8)(x) * (2.0 if wanted else 1.0)
+
+
+def test_only_collections_that_this_loss_reads_are_mutable():
+    sharded = shard(Asking(), units="model")
+    state = sharded.init(0)
+
+    def value_of(*read):
+        def loss(model, batch):
+            y = model(batch["x"])
+            for name in read:
+                jax.tree.map(jnp.sum, model.variables[name])
+            return (y**2).sum(), 1
+
+        return float(sharded.make_eval_step(loss)(state, BATCH)[0])
+
+    without = value_of()
+    np.testing.assert_allclose(value_of("debug"), 4 * without, rtol=1e-5)
+    assert value_of() == without, "of a loss, whatever was traced before it"
+    assert value_of("params") == without
+    assert value_of("params", "losses") == without
 
 
 def penalty(model, batch):
@@ -171,6 +197,18 @@ def test_a_model_that_asks_whether_it_shall_sow_is_told_so():
     assert float(metrics["large"]) > 0
 
 
+def test_all_variables_are_read_as_one_tree():
+    def of_all(model, batch):
+        y = model(batch["x"])
+        rest = {name: each for name, each in model.variables.items() if name != "params"}
+        again = model.apply(model.variables, batch["x"])
+        return (again**2).sum(), len(y), {"sown": (1.0 * len(jax.tree.leaves(rest)), None)}
+
+    sharded = shard(Model("remat"))
+    _, metrics = sharded.make_train_step(of_all)(sharded.init(0), BATCH)
+    assert float(metrics["sown"]) == 5
+
+
 class Late(nn.Module):
     """Makes state that it did not make as it was initialized."""
 
@@ -186,6 +224,44 @@ def test_state_that_is_made_in_a_step_is_an_error():
     step = shard(Late(), units="model").train_step(lambda m, b: (m(b["x"]).sum(), 1))
     with pytest.raises(ValueError, match=r"makes new state in a step\n.*stats/second"):
         step.lower(BATCH)
+
+
+class Counting(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        calls = self.variable("counters", "calls", lambda: jnp.zeros(()))
+        calls.value += 1
+        return nn.Dense(8)(x)
+
+
+class Averaged(nn.Module):
+    """Averages over the batch where its statistics are mutable, as published models do."""
+
+    @nn.compact
+    def __call__(self, x):
+        trains = self.is_mutable_collection("batch_stats")
+        x = nn.BatchNorm(use_running_average=not trains)(x)
+        return nn.Dense(8)(x)
+
+
+def test_an_evaluation_uses_the_running_average_and_changes_no_state():
+    def of_output(model, batch):
+        return (model(batch["x"]) ** 2).sum(), 1
+
+    sharded = shard(Averaged(), units="model")
+    state, _ = sharded.make_train_step(of_output)(sharded.init(0), BATCH)
+    variables = jax.tree.map(np.asarray, {"params": state.params, **state.model_state})
+    plain = Averaged().apply(variables, BATCH["x"])
+    total, _ = sharded.make_eval_step(of_output)(state, BATCH)
+    np.testing.assert_allclose(total, (plain**2).sum(), rtol=1e-5)
+    applied = sharded.apply(lambda model, x: model(x))(state, BATCH["x"])
+    np.testing.assert_allclose(applied, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_an_evaluation_that_updates_state_says_so():
+    sharded = shard(Counting(), units="model")
+    with pytest.raises(ValueError, match=r"updates its state in inference(.*\n)+.*train=False"):
+        sharded.make_eval_step(lambda m, b: (m(b["x"]).sum(), 1))(sharded.init(0), BATCH)
 
 
 # Random streams
