@@ -1,8 +1,8 @@
 """A training step on one device in plain JAX: what `certify` compares sharded steps with.
 
-Nothing here comes from the library's core: the model is called as its own library calls it,
-`jax.value_and_grad` differentiates the summed loss, microbatches are added up one after another,
-and optax updates whole arrays.
+Nothing here comes from the library's core, but the check of what a loss returns: the model is
+called as its own library calls it, `jax.value_and_grad` differentiates the summed loss,
+microbatches are added up one after another, and optax updates whole arrays.
 """
 
 import zlib
@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from flax import core, nnx
 
-from fsdp_jax.step.loss import takes_key
+from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.model import along_one
 
@@ -82,11 +82,11 @@ class Unsharded:
         axis_names: Collection[str],
     ) -> None:
         self._tx = optax.with_extra_args_support(tx)
-        with_key = takes_key(loss_fn)
+        with_key, checked = takes_key(loss_fn), as_loss(loss_fn)
 
         def loss(model: Any, batch: PyTree, key: jax.Array) -> Any:
             keys = [jax.random.fold_in(key, 2)] if with_key else []
-            return loss_fn(model, batch, *keys)
+            return checked(model, batch, *keys)
 
         self._apply: Apply
         if isinstance(model, nn.Module):
@@ -101,11 +101,12 @@ class Unsharded:
 
     def _loss(self, params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
         rounded = {path: self._rounded(path, value) for path, value in params.items()}
-        (total, count, *metrics), after = along_one(
+        (total, count, metrics), after = along_one(
             self._axis_names, lambda: self._apply(rounded, model_state, batch, key)
         )
-        count = jnp.asarray(count, jnp.float32)
-        return jnp.asarray(total, jnp.float32), (count, after, _pairs(metrics, count))
+        # A sum alone, or with the count that it is divided by.
+        sums = {name: pair[: 1 if pair[1] is None else 2] for name, pair in metrics.items()}
+        return total, (count, after, sums)
 
     def _rounded(self, path: str, value: jax.Array) -> jax.Array:
         if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -198,16 +199,6 @@ class Unsharded:
         )
 
 
-def _pairs(metrics: list[Any], count: jax.Array) -> dict[str, tuple[Any, ...]]:
-    """Returns name -> (sum, count), or (sum,) alone, of what may follow the count of a loss."""
-    flat = flatten(metrics[0], is_leaf=lambda x: isinstance(x, tuple)) if metrics else {}
-    pairs = {}
-    for name, value in flat.items():
-        total, own = value if isinstance(value, tuple) else (value, count)
-        pairs[name] = (total,) if own is None else (total, own)
-    return pairs
-
-
 def as_float64(value: Any) -> np.ndarray:
     """Returns a copy on the host; steps donate their arrays."""
     return np.array(value).astype(np.float64)
@@ -258,8 +249,9 @@ def _apply_linen(module: nn.Module, loss_fn: Callable[..., Any], streams: Collec
         params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
     ) -> tuple[Any, Arrays]:
         collections = unflatten(model_state)
-        everything = core.DenyList("params")  # what is sown too
-        run = nn.apply(lambda model: loss_fn(model, batch, key), module, mutable=everything)
+        # What is sown too; where a cache is mutable that is no state, a decoder would write one.
+        mutable = core.DenyList(tuple({"params", "cache"} - collections.keys()))
+        run = nn.apply(lambda model: loss_fn(model, batch, key), module, mutable=mutable)
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         rngs |= {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in streams}
         out, after = run({"params": unflatten(params), **collections}, rngs=rngs)

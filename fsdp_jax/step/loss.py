@@ -9,11 +9,13 @@ returns sums, and the step divides them once, at the end:
 | `(value, count)` | the sum of the values, over the sum of these counts; NaN where that is zero |
 | `(value, None)` | the sum of the values |
 
-A value is a number, or an array whose elements are summed one by one. A nested dict is named by
-its paths: `{"moe": {"dropped": x}}` is reported as `moe/dropped`.
+A value is a number, or an array whose elements are summed one by one. Rows are of one microbatch
+and one device, so a first dim of their number is refused: other rows would be added to these. A
+nested dict is named by its paths: `{"moe": {"dropped": x}}` is reported as `moe/dropped`.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,13 +45,17 @@ def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.A
     """
 
     def loss(model: Any, batch: Any, *key: jax.Array) -> Any:
-        return _parts(loss_fn(model, batch, *key))
+        out = loss_fn(model, batch, *key)
+        leaves = jax.tree.leaves(batch)
+        return _parts(out, jnp.shape(leaves[0])[:1] if leaves else ())
 
     return loss
 
 
 def takes_key(loss_fn: Callable[..., Any]) -> bool:
     """Returns whether a loss has a third required positional parameter, which gets a random key.
+
+    Warns of a third parameter with the name of a key and a default.
 
     Raises:
         ValueError: not a function, or one that cannot be called as `loss_fn(model, batch)` or
@@ -74,6 +80,10 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
         fix = "bind the others with functools.partial, or put them into the batch"
         got = f"loss_fn{signature}"
         raise ValueError(message(what, where="loss_fn", expected=expected, got=got, fix=fix))
+    third = positional[2:3]
+    if len(required) < 3 and any(p.name in {"key", "rng", "rngs"} for p in third):
+        what = f"loss_fn{signature} gets no random key: its third parameter has a default"
+        warnings.warn(f"{what}; leave the default out to get one", stacklevel=2)
     return len(required) == 3
 
 
@@ -84,15 +94,22 @@ def averaged(metrics: Metrics) -> dict[str, jax.Array]:
     }
 
 
-def _parts(out: Any) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Returns what a loss returned, in float32. Raises ValueError for anything else."""
+def _parts(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array, Metrics]:
+    """Returns what a loss returned, in float32. Raises ValueError for anything else.
+
+    `rows`: the first dim of the batch, if it has one.
+    """
     if isinstance(out, tuple) and len(out) in (2, 3) and all(map(_is_scalar, out[:2])):
         count = _float32(out[1])
-        return _float32(out[0]), count, _metrics(out[2], count) if len(out) == 3 else {}
+        return _float32(out[0]), count, _metrics(out[2], count, rows) if len(out) == 3 else {}
     what = "loss_fn returned something else"
     fix = "return the summed loss and the number of tokens (or examples) in it; "
     fix += "the step divides, over all microbatches"
-    if _is_scalar(out):
+    if any(map(_is_key, jax.tree.leaves(out))):
+        what = "loss_fn returned a random key"
+        fix = "the third argument of a loss is a key, to draw from with jax.random; weights and "
+        fix += "labels belong in the batch, {'x': x, 'weight': weight}"
+    elif _is_scalar(out):
         what = "loss_fn returned a number alone"
         fix = "return losses.sum(), losses.size; or mean * n, n for the mean over n examples"
     elif isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping):
@@ -103,8 +120,8 @@ def _parts(out: Any) -> tuple[jax.Array, jax.Array, Metrics]:
     raise ValueError(message(what, where="loss_fn", expected=EXPECTED, got=got, fix=fix))
 
 
-def _metrics(tree: Any, count: jax.Array) -> Metrics:
-    """Returns the user's metrics by name, each as a pair; `count`: of the loss."""
+def _metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
+    """Returns the user's metrics by name, each as a pair; `count`, `rows`: of the loss."""
     if not isinstance(tree, Mapping):
         what = "the metrics of the loss are not a dict"
         fix = 'return losses.sum(), losses.size, {"accuracy": hits.sum()}'
@@ -126,6 +143,16 @@ def _metrics(tree: Any, count: jax.Array) -> Metrics:
             fix = "add it up: hits.sum(), or (hits.sum(), hits.size) for a mean of its own"
             where = f"metrics['{name}'] of loss_fn"
             raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
+        shape = jnp.shape(total)
+        # Of one row, [1, ...] is what the fix makes of another array.
+        if shape[:1] == rows != () and (rows != (1,) or len(shape) == 1):
+            what = f"a metric has {rows[0]} values, as many as the microbatch has rows"
+            expected = "a sum over the rows: microbatches and devices are added up"
+            fix = "add it up, x.sum(0); or if its values are of something else, such as the bins "
+            fix += "of a histogram, put a dim before them, x[None]"
+            where = f"metrics['{name}'] of loss_fn"
+            text = message(what, where=where, expected=expected, got=_type_of(total), fix=fix)
+            raise ValueError(text)
         metrics[name] = _float32(total), None if own is None else _float32(own)
     return metrics
 
@@ -153,6 +180,10 @@ def _is_scalar(x: Any) -> bool:
     return _is_number(x) and jnp.ndim(x) == 0
 
 
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def _float32(x: Any) -> jax.Array:
     return jnp.asarray(x, jnp.float32)
 
@@ -161,6 +192,8 @@ def _type_of(out: Any) -> str:
     """Returns the type of each part of a result: `(float32[8], dict)`."""
     if isinstance(out, tuple):
         return f"({', '.join(map(_type_of, out))})"
+    if _is_key(out):
+        return "a random key"
     if isinstance(out, jax.Array | np.ndarray):
         return f"{out.dtype}{list(out.shape)}"
     return type(out).__name__

@@ -56,10 +56,10 @@ def loss(model, batch):
     large = (rows > 8).sum()
     metrics = {
         "large": large,
-        "by_feature": (y * mask[:, None]).sum(0),
+        "by_feature": (y * mask[:, None]).sum(0)[None],  # in some cases as many as rows
         "moe": {"own": (rows.sum(), mask.size), "parts": {"total": (large, None)}},
         "empty": (0.0, 0),
-        "of_features": ((y * mask[:, None]).sum(0), jnp.full(8, 2.0)),
+        "of_features": ((y * mask[:, None]).sum(0)[None], jnp.full((1, 8), 2.0)),
     }
     return rows.sum(), mask.sum(), metrics
 
@@ -76,11 +76,11 @@ def expected(parts):
         "loss": rows.sum() / mask.sum(),
         "count": mask.sum(),
         "large": large / mask.sum(),
-        "by_feature": features / mask.sum(),
+        "by_feature": features[None] / mask.sum(),
         "moe/own": rows.sum() / 32,
         "moe/parts/total": large,
         "empty": np.nan,
-        "of_features": features / (2 * parts),
+        "of_features": features[None] / (2 * parts),
     }
 
 
@@ -106,6 +106,24 @@ def test_metrics_are_those_of_one_device(strategy, settings):
         assert metrics[name].dtype == jnp.float32
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
     assert int(metrics["skipped"]) == 0, "a count of zero is no reason to skip the step"
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS[:4], {"local_batch": True, "accumulation": 2}])
+@pytest.mark.parametrize("with_count", [False, True])
+def test_a_metric_of_each_row_is_refused_whatever_a_microbatch_is(sharded, settings, with_count):
+    def by_row(model, batch):
+        rows = (model(batch["x"]) ** 2).sum(-1)
+        return rows.sum(), 1, {"rows": (rows, len(rows)) if with_count else rows}
+
+    rows = 32 // settings.get("accumulation", 1) // (8 if "local_batch" in settings else 1)
+    said = (
+        rf"has {rows} values, as many as.*rows\n.*metrics\['rows'\](.*\n)*.*x.sum\(0\).*x\[None\]"
+    )
+    with pytest.raises(ValueError, match=said):
+        sharded.make_train_step(by_row, **settings).lower(BATCH)
+    if not settings:
+        with pytest.raises(ValueError, match=said):
+            sharded.make_eval_step(by_row).lower(BATCH)
 
 
 def test_metrics_of_an_evaluation_are_sums_that_add_up_over_batches(sharded):
@@ -139,7 +157,7 @@ X = jnp.ones(3)
         ((X.sum(), 1, {"a": "text"}), r"not a number\n.*metrics\['a'\](.*\n)*.*str\n"),
         ((X.sum(), 1, {"a": {"b": None}}), r"not a number\n.*metrics\['a/b'\]"),
         ((X.sum(), 1, {"a": [1, 2]}), r"not a number\n(.*\n)*.*hits.size\)"),
-        ((X.sum(), 1, {"a": jax.random.key(0)}), r"not a number\n(.*\n)*.*key<fry>\[\]"),
+        ((X.sum(), 1, {"a": jax.random.key(0)}), r"not a number\n(.*\n)*.*a random key"),
         ((X.sum(), 1, {"a": (1, 2, 3)}), r"not a number\n(.*\n)*.*\(int, int, int\)"),
         ((X.sum(), 1, {"a": (X, X[:2])}), r"not a number\n.*\n.*arrays of one shape"),
         ((X.sum(), 1, {"a": 1j}), r"not a number\n(.*\n)*.*complex"),
@@ -186,6 +204,7 @@ class Callable:
         (max, False),  # no signature
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*gets no random key")
 def test_a_third_required_parameter_is_a_key(loss_fn, expected):
     assert takes_key(loss_fn) is expected
 
@@ -247,3 +266,18 @@ def test_labels_as_a_third_argument_are_told_from_a_key(sharded):
     said = r"computes with a random key\n(.*\n)*.*labels belong in the batch, \{'x': x, 'y': y\}"
     with pytest.raises(ValueError, match=said):
         sharded.train_step(labelled).lower(BATCH)
+
+
+def test_a_key_that_is_returned_is_told_from_a_weight(sharded):
+    def weighted(model, x, weight):
+        return model(x["x"]).sum(), weight
+
+    said = r"returned a random key\n(.*\n)*.*\(float32\[\], a random key\)\n.*weights and labels belong in the"
+    with pytest.raises(ValueError, match=said):
+        sharded.train_step(weighted).lower(BATCH)
+
+
+@pytest.mark.parametrize("loss_fn", [lambda m, b, key=None: 0, lambda m, b, rngs=None, more=1: 0])
+def test_a_key_with_a_default_is_warned_of(sharded, loss_fn):
+    with pytest.warns(UserWarning, match="gets no random key.*leave the default out"):
+        sharded.make_train_step(loss_fn)

@@ -1,12 +1,14 @@
 """Linen modules as units, with wrapped methods and classes; mistakes in place of a model."""
 
 import functools
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -338,3 +340,72 @@ def test_mistakes_in_place_of_a_model_are_named_with_the_fix(mesh, mistake):
     model, inputs, what, *texts = MISTAKES[mistake]
     with pytest.raises(ValueError, match=what + r"\n(.*\n)*.*" + r"(.*\n)*.*".join(texts)):
         shard(mesh, model, inputs=inputs)
+
+
+# Partitioning metadata
+
+
+class Boxed(nn.Module):
+    names: tuple[str, str]
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        init = nn.initializers.lecun_normal()
+        up = nn.with_partitioning(init, self.names)
+        down = self.param("down", nn.with_partitioning(init, self.names[::-1]), (16, 8))
+        return x + jnp.tanh(nn.Dense(16, use_bias=False, kernel_init=up)(x)) @ down, None
+
+
+class BoxedModel(nn.Module):
+    names: tuple[str, str]
+    scan: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.scan:
+            named = {nn.meta.PARTITION_NAME: "layers"}
+            block = nn.scan(
+                Boxed,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=2,
+                metadata_params=named,
+            )
+            return block(self.names)(x, None)[0]
+        return Boxed(self.names)(Boxed(self.names)(x)[0])[0]
+
+
+LOGICAL = (("embed", "fsdp"), ("mlp", "tensor"), ("layers", None))
+
+
+@pytest.mark.parametrize(
+    ("axes", "names", "logical_axes"),
+    [
+        (("fsdp", "tensor"), ("fsdp", "tp"), ()),
+        (("data", "tensor"), ("fsdp", "tensor"), ()),
+        (("fsdp", "tensor"), ("embed", "mlp"), LOGICAL),
+        (("fsdp",), ("fsdp", "tp"), ()),
+    ],
+)
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_model_with_partitioning_trains_on_a_mesh_that_lacks_its_axes(
+    axes, names, logical_axes, scan
+):
+    shape = (8,) if len(axes) == 1 else (4, 2)
+    mesh = jax.make_mesh(shape, axes, (jax.sharding.AxisType.Auto,) * len(axes))
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
+
+    def loss(model, batch):
+        return (model(batch["x"]) ** 2).sum(), 16
+
+    model = BoxedModel(names, scan)
+    settings = {"units": [Boxed], "inputs": (batch["x"],), "min_size": 8}
+    settings |= {"logical_axes": logical_axes} if logical_axes else {}
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # names that the mesh lacks
+        sharded = fsdp.fully_shard(model, optax.sgd(0.1), mesh, **settings)
+        state = sharded.init(0)
+        params = jax.tree.map(np.asarray, state.params)
+        _, metrics = sharded.make_train_step(loss)(state, batch)
+    plain = (np.asarray(model.apply({"params": params}, batch["x"])) ** 2).sum() / 16
+    np.testing.assert_allclose(metrics["loss"], plain, rtol=1e-5)
