@@ -20,6 +20,7 @@ from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import COPIES, Layout, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes, check_logical_axes, read_logical_axes
 from fsdp_jax.sharding.mesh import (
+    Entry,
     MeshAxes,
     as_ambient,
     entry_of,
@@ -33,7 +34,6 @@ from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import (
     HEURISTIC,
     MIN_SIZE,
-    Axis,
     Placement,
     Rules,
     is_box,
@@ -170,7 +170,6 @@ def fully_shard(
         min_size,
         strict,
         axes=resolved.shard_axes(mesh_and_axes),
-        model_axes=mesh_and_axes.model,
     )
     placements, state_placements = _place(by_rules, adapter, mesh_and_axes.mesh, layer_dims)
     resolved.check_placements(placements | state_placements, mesh_and_axes)
@@ -259,10 +258,8 @@ def _place(
     rest = flatten(model.boxed_rest, is_leaf=is_box)
     sizes = {path: prod(leaf.shape) for path, leaf in flatten(model.rest).items()}
     large = {path: leaf for path, leaf in rest.items() if sizes[path] >= rules.min_size}
-    placed = replace(rules, strict=False).place(params | large, mesh, stacked=stacked)
+    placed = rules.place(params | large, mesh, stacked=stacked, others=large)
     state = {path: placed[path] for path in large if placed[path].rule != HEURISTIC}
-    if rules.strict:
-        rules.place(params | {path: rest[path] for path in state}, mesh, stacked=stacked)
     return {path: placed[path] for path in params}, state
 
 
@@ -270,7 +267,7 @@ def _split_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes
     """Returns logical axes with `data` replaced by the mesh axes that it is split into."""
     table = read_logical_axes(logical_axes)
     check_logical_axes(table, tuple(axes.shape))
-    split: list[tuple[str, Axis]] = [(axes.unsplit, axes.data)] if axes.unsplit else []
+    split: list[tuple[str, Entry]] = [(axes.unsplit, axes.data)] if axes.unsplit else []
     for name, entry in table:
         parts = [axes.data if axis == axes.unsplit else (axis,) for axis in entry]
         split.append((name, entry_of([part for group in parts for part in group])))

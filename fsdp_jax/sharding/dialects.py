@@ -13,7 +13,6 @@ from html import escape
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from fsdp_jax.errors import did_you_mean
 from fsdp_jax.sharding.logical_axes import Dropped, LogicalAxes, expand_fsdp
 from fsdp_jax.sharding.mesh import Entry, axes_of, entry_of
 from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec
@@ -22,6 +21,7 @@ from fsdp_jax.sharding.rules import (
     MIN_SIZE,
     Finding,
     Rules,
+    found,
     read_leaves,
     rules_for,
 )
@@ -89,9 +89,9 @@ def match_table(
 
     """
     chosen, mesh = rules_for(mesh, rules, logical_axes, min_size, strict, axes)
-    findings = chosen.lint(params, mesh)
-    refused = {finding.where: finding for finding in findings}
     leaves = read_leaves(params)
+    findings = chosen.lint(leaves, mesh)
+    refused = {finding.where: finding for finding in findings}
     rows = []
     for path, leaf in leaves.items():
         names = "-" if leaf.names is None else str(leaf.names)
@@ -124,18 +124,9 @@ def _notes(
     for path, drops in dropped.items():
         for drop in drops:
             by_drop.setdefault(drop, []).append(path)
-    kinds = {
-        "unmapped": "name without a rule",
-        "absent": "missing axis",
-        "taken": "axis used twice",
-    }
     for drop, paths in by_drop.items():
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        text = str(drop)
-        close = did_you_mean(drop.name, dict(rules.table)) if drop.kind == "unmapped" else ""
-        if close.endswith("?"):  # otherwise it lists the whole table
-            text += f"; {close}"
-        notes.append(Finding(kinds[drop.kind], paths[0] + more, text))
+        notes.append(found(drop, paths[0] + more, dict(rules.table)))
     return tuple(notes)
 
 
@@ -146,7 +137,7 @@ def to_logical_axis_rules(
 
     Args:
         logical_axes: a dict or a table.
-        mesh: axes that it lacks are left out.
+        mesh: axes that it lacks are left out, and entries with no other.
         axes: what `fsdp` stands for, as in `partition_specs`.
 
     """
@@ -154,7 +145,9 @@ def to_logical_axis_rules(
     table = []
     for name, entry in rules.table:
         parts = expand_fsdp(entry, mesh.axis_names, rules.axes)
-        table.append((name, entry_of([axis for axis in parts if axis in mesh.axis_names])))
+        kept = [axis for axis in parts if axis in mesh.axis_names]
+        if kept or not parts:
+            table.append((name, entry_of(kept)))
     return table
 
 

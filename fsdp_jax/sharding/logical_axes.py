@@ -26,23 +26,21 @@ class Dropped:
 
     Attributes:
         name: as the annotation has it.
-        axes: those of the table that are dropped; empty for a name without an entry.
-        kind: `unmapped` has no entry and is no mesh axis, `absent` axes are not in the mesh,
-            `taken` ones shard another dim of the array.
-        whole: nothing of the name remains.
+        axes: those of the table that the mesh lacks.
+        kind: an unknown axis has no entry, or none with an axis of the mesh; where one is missing,
+            others of the name remain; a repeated one shards another dim of the array.
 
     """
 
     name: str
     axes: tuple[str, ...]
-    kind: Literal["unmapped", "absent", "taken"]
-    whole: bool = True
+    kind: Literal["unknown axis", "missing axis", "repeated axis"]
 
     def __str__(self) -> str:
-        if self.kind == "unmapped":
-            return f"'{self.name}', neither a mesh axis nor in logical_axes"
-        if self.kind == "taken":
+        if self.kind == "repeated axis":
             return f"'{self.name}', whose mesh axis another dim has"
+        if not self.axes:
+            return f"'{self.name}', neither a mesh axis nor in logical_axes"
         return f"{' and '.join(map(repr, self.axes))} of '{self.name}', not in the mesh"
 
 
@@ -59,15 +57,10 @@ class Assigned:
         return bool(self.spec) or not self.dropped
 
     @property
-    def lacks_axes(self) -> bool:
-        """Whether the mesh has no axis for a name, or not all."""
-        return any(drop.kind != "taken" for drop in self.dropped)
-
-    @property
     def dropped_names(self) -> tuple[str, ...]:
         """The axes that the mesh lacks, and names that stand for none or for a taken one."""
-        absent = [drop.axes if drop.kind == "absent" else (drop.name,) for drop in self.dropped]
-        return tuple(dict.fromkeys(name for names in absent for name in names))
+        names = (name for drop in self.dropped for name in drop.axes or (drop.name,))
+        return tuple(dict.fromkeys(names))
 
     @property
     def text(self) -> str:
@@ -144,7 +137,8 @@ def assign_axes(
         fsdp: what `fsdp` stands for, where no mesh axis has that name.
 
     """
-    # The table's entries, in order: each serves the first dim of its name that has none yet.
+    # The table's entries, in order: each serves the first dim of its name that has none yet,
+    # unless the mesh has none of its axes.
     dims = [axes_of(entry) for entry in names]
     slots = [(dim, name) for dim, entry in enumerate(dims) for name in entry]
     assigned: dict[tuple[int, str], tuple[str, ...]] = {}
@@ -153,7 +147,7 @@ def assign_axes(
         axes = expand_fsdp(entry, mesh_axes, fsdp)
         kept = {axis for axis in axes if axis in mesh_axes}
         slot = next((s for s in slots if s[1] == name and s not in assigned), None)
-        if slot is not None and taken.isdisjoint(kept):
+        if slot is not None and taken.isdisjoint(kept) and (kept or not axes):
             assigned[slot] = axes
             taken |= kept
 
@@ -166,14 +160,14 @@ def assign_axes(
         axes = expand_fsdp(first_entry.get(name, (name,)), mesh_axes, fsdp)
         axes = assigned.get(slot, axes)
         here = [axis for axis in axes if axis in mesh_axes]
-        if slot not in assigned and name not in first_entry and not here:
-            dropped.append(Dropped(name, (), "unmapped"))
-        elif slot not in assigned and not taken.isdisjoint(here):
-            dropped.append(Dropped(name, tuple(here), "taken"))
-        else:
-            entries[dim] += here
-            absent = tuple(axis for axis in axes if axis not in mesh_axes)
-            if absent:
-                dropped.append(Dropped(name, absent, "absent", whole=not here))
+        absent = tuple(axis for axis in axes if axis not in mesh_axes)
+        if slot not in assigned and not taken.union(*entries[:dim]).isdisjoint(here):
+            dropped.append(Dropped(name, (), "repeated axis"))
+            continue
+        entries[dim] += here
+        if not here and name not in first_entry:
+            dropped.append(Dropped(name, (), "unknown axis"))
+        elif absent:
+            dropped.append(Dropped(name, absent, "missing axis" if here else "unknown axis"))
     spec = spec_of(entry_of(list(dict.fromkeys(entry))) for entry in entries)
     return Assigned(spec, tuple(dropped))

@@ -17,11 +17,18 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
 from fsdp_jax.errors import did_you_mean, message
 
@@ -314,7 +321,7 @@ def mesh_axes(
         replica_axes = (REPLICA,)
     data_axes = _named("data", data, names)
     if data is None:
-        data_axes = _default_data([axis for axis in names if axis not in replica_axes], names)
+        data_axes = default_data(mesh, replica_axes)
     if both := set(data_axes) & set(replica_axes):
         what = f"mesh axis '{both.pop()}' is in both data and replica"
         got = f"data={data_axes}, replica={replica_axes}"
@@ -349,21 +356,38 @@ def _named(
     return axes
 
 
-def _default_data(candidates: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axis where the user names none: `data`, `fsdp`, or the only one."""
-    if len(candidates) == 1:
-        return tuple(candidates)
-    named = [axis for axis in (DATA, FSDP) if axis in candidates]
-    if len(named) == 1:
-        return (named[0],)
-    likely = FSDP if FSDP in candidates else next(iter(candidates), DATA)
-    fix = f"name it, data='{likely}'; and replica='...' for an axis of replicas. "
-    fix += "Axes that are not named are the model's own, such as one of tensor parallelism"
-    if not candidates:
-        fix = f"name it, data='{names[0]}', replica=(); or make another axis, "
+def default_data(
+    mesh: Mesh | AbstractMesh, replica: Sequence[str], where: Literal["data", "axes"] = "data"
+) -> tuple[str, ...]:
+    """Returns the axis where the user names none: `data`, `fsdp`, or the only one of size above 1.
+
+    `where`: the argument that would name it, for the error.
+    """
+    others = [axis for axis in mesh.axis_names if axis not in replica]
+    named = [axis for axis in (FSDP, DATA) if axis in others]
+    likely = named or [axis for axis in others if mesh.shape[axis] > 1] or others
+    if len(likely) == 1:
+        return (likely[0],)
+    first = next(iter(likely or mesh.axis_names), DATA)
+    if where == "axes":
+        fix = f'axes=("{first}",)'
+    elif named:
+        fix = f"data='{first}', replica={entry_of((*replica, DATA))!r}"
+    elif likely:
+        fix = f"name it, data='{first}'; and replica='...' for an axis of replicas. "
+        fix += "Axes that are not named are the model's own, such as one of tensor parallelism"
+    else:
+        fix = f"name it, data='{first}', replica=(); or make another axis, "
         fix += "as make_mesh(data=..., replica=...) does"
     what = "which mesh axis shards the state?"
-    raise ValueError(message(what, where="data", got=list(names), fix=fix))
+    raise ValueError(message(what, where=where, got=list(mesh.axis_names), fix=fix))
+
+
+def shard_axes(
+    mesh: Mesh | AbstractMesh, data: tuple[str, ...], replica: Sequence[str]
+) -> tuple[str, ...]:
+    """Returns the axes to shard state along: of both, those of size above one, or else `data`."""
+    return tuple(axis for axis in (*replica, *data) if mesh.shape.get(axis, 1) > 1) or data
 
 
 def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Mesh:

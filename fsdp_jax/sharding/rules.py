@@ -12,7 +12,6 @@ remains, the heuristic: the largest divisible dim, never a stacked layer dim, no
 `min_size` elements.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from fsdp_jax.errors import did_you_mean, either, message
 from fsdp_jax.sharding.logical_axes import (
     Assigned,
+    Dropped,
     LogicalAxes,
     Table,
     assign_axes,
@@ -32,13 +32,23 @@ from fsdp_jax.sharding.logical_axes import (
     is_entry,
     read_logical_axes,
 )
-from fsdp_jax.sharding.mesh import DATA, FSDP, REPLICA, Entry, axes_of, entry_of, shards_of, spec_of
+from fsdp_jax.sharding.mesh import (
+    DATA,
+    FSDP,
+    REPLICA,
+    Entry,
+    axes_of,
+    default_data,
+    entry_of,
+    shard_axes,
+    shards_of,
+    spec_of,
+)
 from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec, matches, pattern_name, read_rules
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
 
 MIN_SIZE = 2**14
 HEURISTIC = "heuristic"
-Axis = Entry
 
 
 @dataclass(frozen=True)
@@ -88,8 +98,6 @@ class Rules:
             them.
         strict: a parameter that no rule and no annotation matches is an error.
         axes: the mesh axes that `fsdp` and the heuristic shard along.
-        model_axes: the model's own mesh axes; an annotation along these alone is completed by the
-            heuristic along `axes`.
 
     """
 
@@ -98,7 +106,6 @@ class Rules:
     min_size: int = MIN_SIZE
     strict: bool = False
     axes: tuple[str, ...] = (DATA,)
-    model_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.pairs, self.table  # reads them, and raises where they are malformed
@@ -114,7 +121,12 @@ class Rules:
         return read_logical_axes(self.logical_axes)
 
     def place(
-        self, params: PyTree, mesh: Mesh, *, stacked: Mapping[str, int] | None = None
+        self,
+        params: PyTree,
+        mesh: Mesh,
+        *,
+        stacked: Mapping[str, int] | None = None,
+        others: Collection[str] = (),
     ) -> dict[str, Placement]:
         """Returns {path: Placement} for every leaf of `params` (anything with shape and dtype).
 
@@ -124,36 +136,49 @@ class Rules:
             mesh: its axis names and sizes are all that is used.
             stacked: path -> number of leading dims that stack layers; by default as `stacked_dims`
                 detects them.
+            others: paths of what is no parameter: `strict` does not ask for it, and where a rule
+                for parameters does not fit, it is replicated.
 
         Raises:
             ValueError: the mesh lacks an axis to shard along; all that `lint` finds, at once.
 
         """
-        findings = self.lint(params, mesh, stacked=stacked)
+        leaves = read_leaves(params, stacked)
+        findings = self.lint(leaves, mesh, others)
         if findings:
             text = "\n".join(f"  {finding}" for finding in findings)
             raise ValueError(f"the sharding rules do not fit this model ({len(findings)}):\n{text}")
-        leaves = read_leaves(params, stacked)
-        return {path: self.place_leaf(path, leaf, mesh) for path, leaf in leaves.items()}
+        placements = {path: self.place_leaf(path, leaf, mesh) for path, leaf in leaves.items()}
+        for path in others:
+            place = placements[path]
+            misfits = _misfits("the rule", path, place.spec, leaves[path], mesh)
+            if misfits:
+                reason = f"{misfits[0].kind} for this rule: replicated, since it is no parameter"
+                missed = shards_of(mesh, tuple(_used(place.spec)))
+                placements[path] = Placement(PartitionSpec(), place.rule, reason, missed)
+        return placements
 
     def place_leaf(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Placement:
         """Returns the placement of one parameter that the rules fit."""
         index = self._first_match(path)
         assigned = self.assign(path, leaf, mesh)
         if index is not None:
-            reason = f"first rule that matches{assigned.text}"
+            reason = f"first rule that matches{assigned.text}{self._partly(assigned.spec)}"
             name = pattern_name(self.pairs[index][0])
             return Placement(assigned.spec, name, reason, dropped=assigned.dropped_names)
-        if leaf.names is None:
-            spec, reason, missed = self._by_size(leaf, mesh)
-            return Placement(spec, HEURISTIC, reason, missed)
 
         # Of an annotation, what the mesh has; and where nothing remains, the heuristic.
-        if assigned.remains:
+        if leaf.names is not None and assigned.remains:
             return self._annotated(leaf, assigned, mesh)
         spec, reason, missed = self._by_size(leaf, mesh)
-        reason += f"; nothing remains of annotation {leaf.names}{assigned.text}"
+        if leaf.names is not None:
+            reason += f"; nothing remains of annotation {leaf.names}{assigned.text}"
         return Placement(spec, HEURISTIC, reason, missed, assigned.dropped_names)
+
+    def _partly(self, spec: PartitionSpec) -> str:
+        """Returns which of `axes` alone a spec names, to follow a reason; empty for all or none."""
+        named = tuple(axis for axis in self.axes if axis in _used(spec))
+        return f"; along {named} alone of {self.axes}" if named not in ((), self.axes) else ""
 
     def assign(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Assigned:
         """Returns the mesh axes that the first rule, or else the annotation, names."""
@@ -166,17 +191,14 @@ class Rules:
         return assign_axes(names, (*self.table, *table), mesh.axis_names, self.axes)
 
     def _annotated(self, leaf: "ParamLeaf", assigned: Assigned, mesh: Mesh) -> Placement:
-        """Returns the placement by an annotation, completed where it shards along `axes` no more.
+        """Returns the placement by an annotation; the heuristic completes one not along `axes`.
 
-        That is where it names the model's own axes alone, or the mesh lacks others that it names.
-        The heuristic shards what is left of the array on each device along `axes`.
+        It shards what is left of the array on each device.
         """
         spec = assigned.spec
-        reason = f"logical axes {leaf.names}{assigned.text}"
+        reason = f"logical axes {leaf.names}{assigned.text}{self._partly(spec)}"
         placement = Placement(spec, "annotation", reason, dropped=assigned.dropped_names)
-        used = {axis for entry in spec for axis in axes_of(entry)}
-        partly = assigned.lacks_axes and used.isdisjoint(self.axes)
-        if not used or not (partly or used <= set(self.model_axes)):
+        if not spec or not _used(spec).isdisjoint(self.axes):
             return placement
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         shards = [shards_of(mesh, entry) for entry in entries]
@@ -240,30 +262,28 @@ class Rules:
         return None
 
     def lint(
-        self, params: PyTree, mesh: Mesh, *, stacked: Mapping[str, int] | None = None
+        self, leaves: Mapping[str, "ParamLeaf"], mesh: Mesh, others: Collection[str] = ()
     ) -> list[Finding]:
         """Returns all that is wrong: rules, axes, ranks and dims that do not fit the parameters.
 
         Unused and shadowed rules, unknown and repeated axes, wrong ranks, indivisible dims, and
-        with `strict` unmatched leaves.
+        with `strict` unmatched leaves. `others` as in `place`.
         """
         self._check_axes(mesh)
-        leaves = read_leaves(params, stacked)
         winners = {path: self._first_match(path) for path in leaves}
         findings: list[Finding] = []
 
         # Rules: their axes, whether they win anywhere, and whether they fit where they win.
         for index, (pattern, spec) in enumerate(self.pairs):
+            where = f"rule '{pattern_name(pattern)}'"
             assigned = self._assign(spec, mesh)
-            unknown = self._unknown(pattern, assigned, mesh)
-            findings += unknown
+            refused = self._refused(where, assigned, mesh)
+            findings += refused
             matched = [path for path, winner in winners.items() if winner == index]
             if not matched:
-                findings += self._never_wins(index, leaves)
-            if not unknown:
-                for path in matched:
-                    where = f"rule '{pattern_name(pattern)}'"
-                    findings += _taken(where, path, assigned)
+                findings += self._never_wins(index, where, leaves)
+            if not refused:
+                for path in [path for path in matched if path not in others] or matched:
                     findings += _misfits(where, path, assigned.spec, leaves[path], mesh)
 
         # Parameters that no rule wins: their annotations, which `strict` requires.
@@ -273,7 +293,7 @@ class Rules:
             assigned = self.assign(path, leaf, mesh)
             if leaf.names is not None and assigned.remains:
                 findings += _misfits("annotation", path, assigned.spec, leaf, mesh)
-            elif self.strict:
+            elif self.strict and path not in others:
                 text = "no rule matches (strict); add one, or strict=False"
                 findings.append(Finding("unmatched leaf", path, text))
         return findings
@@ -282,32 +302,30 @@ class Rules:
         winners = (i for i, (pattern, _) in enumerate(self.pairs) if matches(pattern, path))
         return next(winners, None)
 
-    def _never_wins(self, index: int, paths: Iterable[str]) -> list[Finding]:
+    def _never_wins(self, index: int, where: str, paths: Collection[str]) -> list[Finding]:
         pattern = self.pairs[index][0]
-        where = f"rule '{pattern_name(pattern)}'"
         matched = [path for path in paths if matches(pattern, path)]
         if not matched:
             text = f"matches no parameter; {did_you_mean(pattern_name(pattern), paths)}"
             return [Finding("unused rule", where, text)]
-        if index == len(self.pairs) - 1 and len(matched) == len(list(paths)):
+        if index == len(self.pairs) - 1 and len(matched) == len(paths):
             return []  # the last rule of many tables, for whatever the others leave
         earlier = next(pattern_name(p) for p, _ in self.pairs if matches(p, matched[0]))
         text = f"all it matches ('{matched[0]}', …) is taken by '{earlier}'; put it before"
         return [Finding("shadowed rule", where, text)]
 
-    def _unknown(self, pattern: Pattern, assigned: Assigned, mesh: Mesh) -> list[Finding]:
-        """Returns findings for the names of a rule that the mesh has no axis for."""
+    def _refused(self, where: str, assigned: Assigned, mesh: Mesh) -> list[Finding]:
+        """Returns findings for the names of a rule that shard nothing."""
+        known = [*mesh.axis_names, *dict(self.table), FSDP]
         findings = []
         for drop in assigned.dropped:
-            if drop.kind == "taken" or not drop.whole:
-                continue
-            text = f"'{drop.name}' is neither a mesh axis nor a logical axis; "
-            if drop.kind == "absent":
-                text = f"'{drop.name}' stands for {drop.axes}, which the mesh does not have; "
-            known = [*mesh.axis_names, *dict(self.table), FSDP]
-            close = did_you_mean(drop.name, [name for name in known if name != drop.name])
-            text += either(close, f"logical_axes={{'{drop.name}': None}} leaves its dim unsharded")
-            findings.append(Finding("unknown axis", f"rule '{pattern_name(pattern)}'", text))
+            finding = found(drop, where, known)
+            if drop.kind == "unknown axis":
+                fix = f"logical_axes={{'{drop.name}': None}} leaves its dim unsharded"
+                fix += f"; the mesh has {mesh.axis_names}"
+                finding = replace(finding, text=either(finding.text, fix))
+            if drop.kind != "missing axis":
+                findings.append(finding)
         return findings
 
     def _check_axes(self, mesh: Mesh) -> None:
@@ -348,8 +366,9 @@ def partition_specs(
         min_size: parameters with fewer elements (of one layer) stay replicated unless a rule or
             an annotation names them.
         strict: a parameter that no rule and no annotation matches is an error.
-        axes: the mesh axes that `fsdp` and the heuristic shard along. By default the one named
-            `fsdp`, else `data`, else the only one of size above 1.
+        axes: the mesh axes that `fsdp` and the heuristic shard along. By default, as under
+            `full_shard`, the one named `data` or `fsdp`, else the only one of size above 1; and
+            `replica`, if the mesh has it.
 
     Raises:
         ValueError: the rules do not fit; every finding of the lint is in the message.
@@ -372,7 +391,7 @@ def lint(
 ) -> list[Finding]:
     """Returns what `partition_specs` would refuse; an empty list if the rules fit."""
     chosen, mesh = rules_for(mesh, rules, logical_axes, min_size, strict, axes)
-    return chosen.lint(params, mesh)
+    return chosen.lint(read_leaves(params), mesh)
 
 
 def rules_for(
@@ -392,43 +411,37 @@ def rules_for(
     if not isinstance(mesh, Mesh | AbstractMesh):
         fix = "partition_specs(params, rules, mesh), with jax.make_mesh((n,), ('fsdp',)) for one"
         raise ValueError(message("not a mesh", where="mesh", got=type(mesh).__name__, fix=fix))
-    along = _default_axes(mesh) if axes is None else axes
+    along: Entry = axes
+    if axes is None:
+        along = shard_axes(mesh, default_data(mesh, (REPLICA,), where="axes"), (REPLICA,))
     if not along or not is_entry(along):
         what = "not mesh axes to shard along"
         names = mesh.axis_names
         raise ValueError(
             message(what, where="axes", expected=names, got=repr(axes), fix=_example(mesh))
         )
-    along = axes_of(along)
-    model_axes = tuple(a for a in mesh.axis_names if a not in (*along, REPLICA, DATA))
-    chosen = Rules(rules, logical_axes or (), min_size, strict, along, model_axes)
+    chosen = Rules(rules, logical_axes or (), min_size, strict, axes_of(along))
     return chosen, cast(Mesh, mesh)
-
-
-def _default_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Returns the axis to shard along of a mesh, by its name, or since it is the only one."""
-    large = [axis for axis, size in mesh.shape.items() if size > 1]
-    named = [name for name in (FSDP, DATA) if name in mesh.axis_names]
-    if named:
-        return (*(name for name in named if name in large), *named)[:1]
-    if len(large) == 1 or len(mesh.axis_names) == 1:
-        return (*large, *mesh.axis_names)[:1]
-    what = f"the mesh has no axis '{DATA}' or '{FSDP}': name those to shard along"
-    raise ValueError(message(what, where="axes", expected=mesh.axis_names, fix=_example(mesh)))
 
 
 def _example(mesh: Mesh | AbstractMesh) -> str:
     """Returns an argument that names an axis of this mesh."""
-    axis = max(mesh.shape, key=lambda axis: (axis == FSDP, axis == DATA, mesh.shape[axis] > 1))
-    return f'axes=("{axis}",)'
+    named = [axis for axis in (FSDP, DATA) if axis in mesh.axis_names]
+    return f'axes=("{(named or mesh.axis_names)[0]}",)'
 
 
-def _taken(source: str, path: str, assigned: Assigned) -> list[Finding]:
-    """Returns findings for the names of a rule whose axes shard another dim."""
-    taken = [axis for drop in assigned.dropped if drop.kind == "taken" for axis in drop.axes]
-    return [
-        Finding("repeated axis", path, f"{source} uses '{axis}' for two dims") for axis in taken
-    ]
+def found(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
+    """Returns what is dropped as a finding, with the one of the known names that may be meant."""
+    text = str(drop)
+    if drop.kind == "unknown axis" and not drop.axes:
+        close = did_you_mean(drop.name, known)
+        text += f"; {close}" if close.endswith("?") else ""  # otherwise it lists them all
+    return Finding(drop.kind, where, text)
+
+
+def _used(spec: PartitionSpec) -> set[str]:
+    """Returns the mesh axes of a spec."""
+    return {axis for entry in spec for axis in axes_of(entry)}
 
 
 def _misfits(
@@ -443,12 +456,7 @@ def _misfits(
         text = f"{source} has {len(spec)} entries for shape {shape}: "
         text += either("shorten the spec", overrule)
         return [Finding("rank mismatch", path, text)]
-    uses = Counter(axis for entry in spec for axis in axes_of(entry))
-    findings = [
-        Finding("repeated axis", path, f"{source} uses '{axis}' for two dims")
-        for axis, count in uses.items()
-        if count > 1
-    ]
+    findings = []
     for dim, entry in enumerate(spec):
         shards = shards_of(mesh, entry)
         if shape[dim] % shards:

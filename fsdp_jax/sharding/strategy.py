@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.mesh import MeshAxes, axes_of
+from fsdp_jax.sharding.mesh import MeshAxes, axes_of, shard_axes
 from fsdp_jax.sharding.rules import Placement
 
 
@@ -55,8 +55,7 @@ class Strategy:
 
         Axes of size one are left out, unless there are no others.
         """
-        names = axes.data if self.hybrid else (*axes.replica, *axes.data)
-        return tuple(axis for axis in names if axes.mesh.shape[axis] > 1) or axes.data
+        return shard_axes(axes.mesh, axes.data, () if self.hybrid else axes.replica)
 
     def param_placement(
         self, placement: Placement, axes: MeshAxes, *, has_copy: bool = False

@@ -1,7 +1,7 @@
 """Tables of other trainers: read as their owners read them, and written for them."""
 
 import re
-from functools import reduce
+from functools import partial, reduce
 
 import flax.linen as nn
 import jax
@@ -16,14 +16,23 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
-from fsdp_jax.sharding.dialects import match_table, to_logical_axis_rules, to_path_rules
+from fsdp_jax.sharding import dialects
+from fsdp_jax.sharding.dialects import to_path_rules
 from fsdp_jax.sharding.mesh import spec_of
-from fsdp_jax.sharding.rules import lint, partition_specs
 from fsdp_jax.tree import flatten, unflatten
 
 pytestmark = pytest.mark.releases
 
 MESH = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+lint, partition_specs, match_table, to_logical_axis_rules = (
+    partial(function, axes="fsdp")  # of MESH, which has `data` too
+    for function in (
+        fsdp.lint,
+        fsdp.partition_specs,
+        dialects.match_table,
+        dialects.to_logical_axis_rules,
+    )
+)
 NAMES = ["batch", "embed", "mlp", "heads", "layers"]
 
 
@@ -73,6 +82,15 @@ def test_flax_reads_our_table_as_we_do(names, table):
     specs = partition_specs(annotated(names), [], MESH, logical_axes=table, min_size=10**9)
     written = to_logical_axis_rules(table, MESH)
     assert specs["w"] == spec_of(by_size_of_one(entry) for entry in by_flax(names, written))
+
+
+def test_an_entry_without_an_axis_of_the_mesh_leaves_its_name_to_the_next():
+    mesh, names = AbstractMesh((8,), ("fsdp",)), ("embed", "mlp")
+    table = [("mlp", "tensor"), ("mlp", "fsdp"), ("embed", None)]
+    assert partition_specs(annotated(names), [], mesh, logical_axes=table)["w"] == P(None, "fsdp")
+    written = to_logical_axis_rules(table, mesh)
+    assert written == [("mlp", "fsdp"), ("embed", None)]
+    assert by_flax(names, written) == P(None, "fsdp")
 
 
 def test_a_parameters_own_table_is_read():
@@ -143,10 +161,11 @@ def test_a_table_of_t5x_shards_each_array_along_an_axis_once():
         "wi": nn.Partitioned(shaped(64, 256), ("embed", "mlp")),
         "square": nn.Partitioned(shaped(256, 256), ("mlp", "joined_kv")),
     }
-    exact = partition_specs(params, [], mesh, logical_axes=T5X, min_size=10**9)
+    settings = {"logical_axes": T5X, "axes": "data"}
+    exact = partition_specs(params, [], mesh, min_size=10**9, **settings)
     assert exact == {"wi": P(None, "model"), "square": P("model")}
     # Beyond the table, an array with no part along `data` is sharded along it by size.
-    specs = partition_specs(params, [], mesh, logical_axes=T5X, min_size=1)
+    specs = partition_specs(params, [], mesh, min_size=1, **settings)
     assert specs == {"wi": P("data", "model"), "square": P("model", "data")}
 
 
@@ -279,8 +298,9 @@ def test_the_table_of_matches_says_what_became_of_every_parameter():
     assert "'stage' of 'layers', not in the mesh" in reason
     kinds = {finding.kind: finding for finding in matched.notes}
     assert kinds["unused names"].text.endswith("activation_batch")
-    assert kinds["name without a rule"].where == "head/kernel"
-    assert "did you mean 'embed'?" in kinds["name without a rule"].text
+    unknown = next(note for note in matched.notes if note.where == "head/kernel")
+    assert unknown.kind == "unknown axis"
+    assert "did you mean 'embed'?" in unknown.text
     assert matched.findings == ()
     counts = "1 by rules, 4 by annotation, 0 by heuristic"
     assert matched.summary() == f"5 parameters: {counts}; findings: 0"
@@ -291,7 +311,7 @@ def test_an_axis_for_two_dims_is_in_the_notes():
     table = [("embed", "fsdp"), ("mlp", "fsdp")]
     matched = match_table(annotated(("embed", "mlp")), [], MESH, logical_axes=table, min_size=10**9)
     (note,) = matched.notes
-    assert (note.kind, note.where) == ("axis used twice", "w")
+    assert (note.kind, note.where) == ("repeated axis", "w")
     assert note.text == "'mlp', whose mesh axis another dim has"
 
 

@@ -120,6 +120,21 @@ def test_rules_for_parameters_stay_rules_for_parameters():
         shard(rules=[("^bank$", (None, None, "fsdp"))])
 
 
+def test_a_rule_for_parameters_replicates_state_that_it_does_not_fit():
+    class Masked(Memory):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.mask = nnx.Variable(jnp.zeros((1, 15, 15)))
+
+    with pytest.warns(fsdp.ReplicationWarning, match="mask(?s:.*)indivisible dim for this rule"):
+        sharded = shard(Masked, rules=[("bias", None), (".*", ("fsdp",))])
+    (mask,) = [leaf for leaf in sharded.layout if leaf.path.endswith("mask")]
+    assert (mask.spec, mask.rule, mask.missed_shards) == (jax.P(), ".*", 8)
+    assert bank_of(sharded).bytes_per_device == 32 * 8 * 4 // 8
+    with pytest.raises(ValueError, match="indivisible dim: mask"):
+        shard(Masked, rules=[("mask", ("fsdp",))])
+
+
 def test_it_is_restored_into_another_layout(tmp_path):
     saved = shard(**BY_RULE)
     _, state = train(saved, steps=2)

@@ -62,7 +62,7 @@ def tpu_slices(count: int) -> list[FakeDevice]:
 
 
 def auto_mesh(*names: str) -> Mesh:
-    shape = (8,) + (1,) * (len(names) - 1)
+    shape = {2: (4, 2), 3: (2, 2, 2)}.get(len(names), (8,))
     return Mesh(
         np.array(jax.devices()).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
     )
@@ -238,7 +238,8 @@ def test_repeated_axis_names_are_refused_though_jax_accepts_them():
 @pytest.mark.parametrize(
     ("names", "given", "text"),
     [
-        ((DATA, "fsdp"), {}, "which mesh axis shards the state(?s:.*)data='fsdp'"),
+        ((DATA, "fsdp"), {}, "shards the state(?s:.*)data='fsdp', replica='data'$"),
+        ((DATA, "fsdp", "x"), {"replica": "x"}, r"data='fsdp', replica=\('x', 'data'\)$"),
         (("dp", "tp"), {}, "which mesh axis shards the state(?s:.*)data='dp'"),
         ((REPLICA,), {}, "which mesh axis shards the state(?s:.*)make_mesh"),
         (("fsdp", "tensor"), {"data": "fdsp"}, "no axis 'fdsp'(?s:.*)did you mean 'fsdp'"),

@@ -111,7 +111,7 @@ def nanodo():
 # The lm1b example of Flax: logical names, a table of rules in the config, get_partition_spec
 
 
-LOGICAL_AXIS_RULES = (
+AXIS_RULES = (
     ("activation_batch", "data"),
     ("vocab", "fsdp"),
     ("embed", "fsdp"),
@@ -150,11 +150,11 @@ def lm1b():
         return state.apply_gradients(grads=grads), loss
 
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)  # +
-    abstract = jax.eval_shape(init_fn, jax.random.key(0))  # +
-    assert fsdp.lint(abstract.params, [], mesh, logical_axes=LOGICAL_AXIS_RULES) == []  # +
-    specs = fsdp.partition_specs(abstract.params, [], mesh, logical_axes=LOGICAL_AXIS_RULES)  # +
-    opt_specs = fsdp.optimizer_specs(tx, abstract.params, specs, mesh)  # +
-    state_specs = abstract.replace(step=P(), params=specs, opt_state=opt_specs)  # +
+    shapes = jax.eval_shape(init_fn, jax.random.key(0))  # +
+    assert fsdp.lint(shapes.params, [], mesh, logical_axes=AXIS_RULES, axes="fsdp") == []  # +
+    specs = fsdp.partition_specs(shapes.params, [], mesh, logical_axes=AXIS_RULES, axes="fsdp")  # +
+    opt_specs = fsdp.optimizer_specs(tx, shapes.params, specs, mesh, axes="fsdp")  # +
+    state_specs = shapes.replace(step=P(), params=specs, opt_state=opt_specs)  # +
     shardings = jax.tree.map(partial(NamedSharding, mesh), state_specs)  # +
     arguments = (shardings, NamedSharding(mesh, P(("data", "fsdp"))))  # +
     init_fn = jax.jit(init_fn, out_shardings=shardings)  # +

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from fsdp_jax.sharding.mesh import axes_of, make_mesh, mesh_axes, shards_of, split_data
 from fsdp_jax.sharding.rules import Rules, lint, logical_names, partition_specs, stacked_dims
+from fsdp_jax.sharding.strategy import get_strategy
 
 pytestmark = pytest.mark.releases
 
@@ -75,7 +76,7 @@ def test_fsdp_stands_for_the_axes_of_the_strategy(mesh, axes):
         (("embed", "mlp"), P("data", "replica")),
         (("mlp", "embed"), P("replica", "data")),
         (("whole", "both"), P(None, BOTH_AXES)),
-        (("sharded", "whole"), P("data")),
+        (("sharded", "whole"), P(BOTH_AXES)),
         ((("mlp", "embed"), None), P(BOTH_AXES)),
     ],
 )
@@ -273,12 +274,12 @@ def test_subtrees_that_only_look_like_a_stack(shapes):
         (
             [("kernel", ("dta",))],
             "unknown axis",
-            "'dta' is neither a mesh axis nor a logical axis; did you mean 'data'?",
+            "'dta', neither a mesh axis nor in logical_axes; did you mean 'data'?",
         ),
         ([("kernel", ("fspd",))], "unknown axis", "did you mean 'fsdp'?"),
         ([("kernel", ("embd",))], "unknown axis", "did you mean 'embed'?"),
-        ([("up/kernel", ("data", "data"))], "repeated axis", "uses 'data' for two dims"),
-        ([("up/kernel", ("fsdp", "embed"))], "repeated axis", "uses 'data' for two dims"),
+        ([("up/kernel", ("data", "data"))], "repeated axis", "'data', whose mesh axis another"),
+        ([("up/kernel", ("fsdp", "embed"))], "repeated axis", "'fsdp', whose mesh axis another"),
         ([("up/bias", (None, "data"))], "rank mismatch", "has 2 entries for shape (256,)"),
         (
             [("odd", ("data",))],
@@ -362,22 +363,53 @@ def test_meshes_of_ones_own_name_their_axes(name, kind):
         ({"fsdp": 8}, "fsdp"),
         ({"x": 8}, "x"),
         ({"dp": 1, "x": 8}, "x"),
-        ({"data": 2, "fsdp": 4}, "fsdp"),
-        ({"data": 8, "fsdp": 1}, "data"),
         ({"data": 4, "tensor": 2}, "data"),
-        ({"data": 1, "replica": 8}, "data"),
+        ({"data": 1, "tensor": 8}, "data"),
+        ({"replica": 2, "data": 4}, BOTH_AXES),
+        ({"data": 4, "replica": 2}, BOTH_AXES),
+        ({"data": 1, "replica": 8}, "replica"),
         ({"x": 1}, "x"),
     ],
 )
-def test_the_axis_to_shard_along_is_found_by_name_or_as_the_only_one(shape, default):
-    own = AbstractMesh(tuple(shape.values()), tuple(shape))
+def test_the_axis_to_shard_along_is_that_of_fully_shard(shape, default):
+    own = jax.make_mesh(
+        tuple(shape.values()), tuple(shape), devices=jax.devices()[: prod(shape.values())]
+    )
     assert partition_specs({"w": shaped(8, 256)}, [], own, min_size=1)["w"] == P(None, default)
+    assert get_strategy("full_shard").shard_axes(mesh_axes(own)) == axes_of(default)
+
+
+@pytest.mark.parametrize("names", [("data", "fsdp"), ("replica", "data", "fsdp")])
+def test_a_mesh_with_axes_data_and_fsdp_does_not_say_which(names):
+    own = AbstractMesh((2,) * len(names), names)
+    with pytest.raises(ValueError, match="which mesh axis shards the state") as raised:
+        partition_specs(mlp(), [], own)
+    (fix,) = re.findall(r"axes=(\(.*\))", str(raised.value))
+    assert partition_specs(mlp(), [], own, axes=eval(fix))["down"]["kernel"] == P("fsdp")
+
+
+def test_the_reason_says_where_a_rule_shards_along_a_part_of_the_axes():
+    own = AbstractMesh((2, 4), ("dp", "fsdp"))
+    axes = ("dp", "fsdp")
+    rules = Rules([("up/kernel", ("fsdp",)), ("down/kernel", (axes,))], axes=axes)
+    placements = rules.place(mlp(), own)
+    text = "first rule that matches; along ('fsdp',) alone of ('dp', 'fsdp')"
+    assert (placements["up/kernel"].spec, placements["up/kernel"].reason) == (P("fsdp"), text)
+    assert placements["down/kernel"].reason == "first rule that matches"
+
+
+def test_an_annotation_along_other_axes_is_completed_whatever_their_names():
+    named = {"w": nn.Partitioned(shaped(64, 512), (None, "other"))}
+    for other in ("dp", "data", "replica"):
+        own = AbstractMesh((2, 4), (other, "fsdp"))
+        specs = partition_specs(named, [], own, axes="fsdp", logical_axes={"other": other})
+        assert specs == {"w": P("fsdp", other)}
 
 
 @pytest.mark.parametrize("axes", [None, "fsdp", ("data",), ("dp", "tensor")])
 def test_a_mesh_that_does_not_say_its_axis_is_refused_with_one_that_works(axes):
     own = AbstractMesh((4, 2), ("dp", "tp"))
-    with pytest.raises(ValueError, match="the mesh has no axis") as raised:
+    with pytest.raises(ValueError, match=r"which mesh axis|the mesh has no axis") as raised:
         partition_specs(mlp(), [], own, axes=axes)
     (fix,) = re.findall(r'axes=(\(".*",\))', str(raised.value))
     assert partition_specs(mlp(), [], own, axes=eval(fix))["down"]["kernel"] == P("dp")
