@@ -7,7 +7,7 @@ of Flax and transformers) as `rules`, and tables of logical names (Flax, T5X, Ma
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -20,6 +20,7 @@ from fsdp_jax.sharding.rules import (
     HEURISTIC,
     MIN_SIZE,
     Finding,
+    ParamLeaf,
     Rules,
     found,
     read_leaves,
@@ -102,27 +103,21 @@ def match_table(
         place = chosen.place_leaf(path, leaf, mesh)
         spec = str(place.spec).replace("PartitionSpec", "P")
         rows.append((*row, place.rule, spec, ", ".join(place.dropped) or "-", place.reason))
-    annotations = {path: leaf.names or () for path, leaf in leaves.items()}
-    dropped = {path: chosen.assign(path, leaf, mesh).dropped for path, leaf in leaves.items()}
-    return MatchTable(tuple(rows), tuple(findings), _notes(chosen, annotations, dropped))
+    return MatchTable(tuple(rows), tuple(findings), _notes(chosen, leaves, mesh))
 
 
-def _notes(
-    rules: Rules,
-    annotations: Mapping[str, Iterable[Entry]],
-    dropped: Mapping[str, Sequence[Dropped]],
-) -> tuple[Finding, ...]:
+def _notes(rules: Rules, leaves: Mapping[str, ParamLeaf], mesh: Mesh) -> tuple[Finding, ...]:
     """Returns names that no parameter has, and one note for each other thing that is dropped."""
-    used = {name for spec in annotations.values() for entry in spec for name in axes_of(entry)}
-    used |= {name for _, spec in rules.pairs for entry in spec for name in axes_of(entry)}
+    specs = [leaf.names or () for leaf in leaves.values()] + [spec for _, spec in rules.pairs]
+    used = {name for spec in specs for entry in spec for name in axes_of(entry)}
     notes = []
     unused = sorted({name for name, _ in rules.table} - used)
     if unused:
         text = f"no dim of a parameter has these names: {', '.join(unused)}"
         notes.append(Finding("unused names", "logical_axes", text))
     by_drop: dict[Dropped, list[str]] = {}
-    for path, drops in dropped.items():
-        for drop in drops:
+    for path, leaf in leaves.items():
+        for drop in rules.assign(path, leaf, mesh).dropped:
             by_drop.setdefault(drop, []).append(path)
     for drop, paths in by_drop.items():
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""

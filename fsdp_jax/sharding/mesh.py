@@ -1,4 +1,4 @@
-"""Device meshes: axes that shard state, axes that may replicate it, and axes of the model's own.
+"""Device meshes: axes that shard state, axes that may replicate it, and the model's own axes.
 
 `make_mesh` makes two, `data` and `replica`; a mesh of the user's own names those that play their
 parts. The batch is sharded along both. The sharding factor of PyTorch FSDP is the size of `data`.

@@ -140,7 +140,7 @@ class Rules:
                 for parameters does not fit, it is replicated.
 
         Raises:
-            ValueError: the mesh lacks an axis to shard along; all that `lint` finds, at once.
+            ValueError: the mesh lacks all of `logical_axes`; all that `lint` finds, at once.
 
         """
         leaves = read_leaves(params, stacked)
@@ -202,8 +202,6 @@ class Rules:
             return placement
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         shards = [shards_of(mesh, entry) for entry in entries]
-        if any(size % count for size, count in zip(leaf.shape, shards, strict=True)):
-            return placement  # the lint refuses it
         local = tuple(size // count for size, count in zip(leaf.shape, shards, strict=True))
         free = [dim for dim, entry in enumerate(entries) if entry is None]
         added, why, missed = self._by_size(replace(leaf, shape=local), mesh, prefer=free)
@@ -269,7 +267,7 @@ class Rules:
         Unused and shadowed rules, unknown and repeated axes, wrong ranks, indivisible dims, and
         with `strict` unmatched leaves. `others` as in `place`.
         """
-        self._check_axes(mesh)
+        check_logical_axes(self.table, mesh.axis_names)
         winners = {path: self._first_match(path) for path in leaves}
         findings: list[Finding] = []
 
@@ -327,18 +325,6 @@ class Rules:
             if drop.kind != "missing axis":
                 findings.append(finding)
         return findings
-
-    def _check_axes(self, mesh: Mesh) -> None:
-        """Raises ValueError where the mesh lacks one of `axes`, or all of `logical_axes`."""
-        for axis in self.axes:
-            if axis not in mesh.axis_names:
-                what = f"the mesh has no axis '{axis}'"
-                fix = either(did_you_mean(axis, mesh.axis_names), f"for instance {_example(mesh)}")
-                names = mesh.axis_names
-                raise ValueError(
-                    message(what, where="axes", expected=names, got=self.axes, fix=fix)
-                )
-        check_logical_axes(self.table, mesh.axis_names)
 
 
 def partition_specs(
@@ -414,20 +400,18 @@ def rules_for(
     along: Entry = axes
     if axes is None:
         along = shard_axes(mesh, default_data(mesh, (REPLICA,), where="axes"), (REPLICA,))
+    expected = mesh.axis_names
+    named = [axis for axis in (FSDP, DATA) if axis in expected] or expected
+    fix = f'axes=("{named[0]}",)'
     if not along or not is_entry(along):
         what = "not mesh axes to shard along"
-        names = mesh.axis_names
-        raise ValueError(
-            message(what, where="axes", expected=names, got=repr(axes), fix=_example(mesh))
-        )
-    chosen = Rules(rules, logical_axes or (), min_size, strict, axes_of(along))
-    return chosen, cast(Mesh, mesh)
-
-
-def _example(mesh: Mesh | AbstractMesh) -> str:
-    """Returns an argument that names an axis of this mesh."""
-    named = [axis for axis in (FSDP, DATA) if axis in mesh.axis_names]
-    return f'axes=("{(named or mesh.axis_names)[0]}",)'
+        raise ValueError(message(what, where="axes", expected=expected, got=repr(axes), fix=fix))
+    for axis in axes_of(along):
+        if axis not in expected:
+            what = f"the mesh has no axis '{axis}'"
+            fix = either(did_you_mean(axis, expected), f"for instance {fix}")
+            raise ValueError(message(what, where="axes", expected=expected, got=axes, fix=fix))
+    return Rules(rules, logical_axes or (), min_size, strict, axes_of(along)), cast(Mesh, mesh)
 
 
 def found(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
