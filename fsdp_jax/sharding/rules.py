@@ -319,9 +319,9 @@ class Rules:
         for drop in assigned.dropped:
             finding = found(drop, where, known)
             if drop.kind == "unknown axis":
-                fix = f"logical_axes={{'{drop.name}': None}} leaves its dim unsharded"
-                fix += f"; the mesh has {mesh.axis_names}"
-                finding = replace(finding, text=either(finding.text, fix))
+                text = f"{finding.text} (the mesh has {mesh.axis_names}); "
+                text += f"logical_axes={{'{drop.name}': None}} leaves its dim unsharded"
+                finding = replace(finding, text=text)
             if drop.kind != "missing axis":
                 findings.append(finding)
         return findings
