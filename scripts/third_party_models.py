@@ -28,6 +28,7 @@ class Case:
         loss: `(model, batch) -> (sum, count)`.
         batch: rows, random numbers, wide or not -> arrays [rows, ...].
         inputs: batch -> example inputs of a Linen module.
+        evaluation: the loss in inference mode, where the model has an argument for it.
 
     """
 
@@ -38,6 +39,7 @@ class Case:
     loss: Callable[[Any, Any], tuple[Any, Any]]
     batch: Callable[[int, np.random.Generator, bool], Batch]
     inputs: Callable[[Batch], Mapping[str, Any]] | None = None
+    evaluation: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
 
 def cross_entropy(logits: Any, labels: Any) -> tuple[Any, Any]:
@@ -227,6 +229,10 @@ def resnet_loss(model: Any, batch: Any) -> tuple[Any, Any]:
     return cross_entropy(model(batch["pixels"], deterministic=False).logits, batch["labels"])
 
 
+def resnet_evaluation(model: Any, batch: Any) -> tuple[Any, Any]:
+    return cross_entropy(model(batch["pixels"]).logits, batch["labels"])
+
+
 # diffusers, Linen
 
 
@@ -339,7 +345,14 @@ CASES = {
     "BERT": Case("transformers", "Linen", ("FlaxBertLayer",), bert, bert_loss, tokens, bert_inputs),
     "ViT": Case("transformers", "Linen", ("FlaxViTLayer",), vit, vit_loss, images, image_inputs),
     "ResNet": Case(
-        "transformers", "Linen", ("FlaxResNetStage",), resnet, resnet_loss, images, image_inputs
+        "transformers",
+        "Linen",
+        ("FlaxResNetStage",),
+        resnet,
+        resnet_loss,
+        images,
+        image_inputs,
+        resnet_evaluation,
     ),
     "ResNet-18": Case(
         "jax-resnet", "Linen", RESNET_BLOCKS, jax_resnet, jax_resnet_loss, images, jax_resnet_inputs

@@ -92,31 +92,44 @@ def train_unsharded(case: Case, initial: fsdp.TrainState, accumulation: int) -> 
 
 
 def control_model(
-    case: Case, initial: fsdp.TrainState
+    case: Case, initial: fsdp.TrainState, *, training: bool = True
 ) -> tuple[PyTree, PyTree, Callable[..., Any]]:
-    """Returns (parameters, other state, `apply(parameters, state, batch)`), on one device."""
+    """Returns (parameters, other state, `apply(parameters, state, batch)`), on one device.
+
+    In inference mode Linen keeps no state (`mutable=False`), and NNX has a switch (`model.eval()`).
+    """
+    loss = case.loss
+    if not training and case.evaluation is not None:
+        loss = case.evaluation
     params = jax.tree.map(np.asarray, initial.params)
-    rest = jax.tree.map(np.asarray, initial.model_state)
+    rest = jax.device_put(initial.model_state, jax.devices()[0])  # keys are no NumPy arrays
     if case.kind == "Linen":
         module = case.make(False)
 
         def apply_linen(params: PyTree, rest: PyTree, batch: Any) -> Any:
-            run = nn.apply(lambda model: case.loss(model, batch), module, mutable=list(rest))
-            out, after = run({"params": params, **rest})
-            return out, {**rest, **after}
+            mutable = list(rest) if training else False
+            run = nn.apply(lambda model: loss(model, batch), module, mutable=mutable)
+            out = run({"params": params, **rest})
+            if not training:
+                return out, rest
+            result, after = out
+            return result, {**rest, **after}
 
         return params, rest, apply_linen
 
     model = case.make(False)(nnx.Rngs(0))
     graphdef, fresh, *others = nnx.split(model, nnx.Param, ...)
     other = others[0]
-    flat = flatten(params)
-    for path, variable in dict(nnx.to_flat_state(fresh)).items():
-        variable.set_value(jnp.asarray(flat["/".join(map(str, path))]))
+    flat = flatten(params) | flatten(rest)
+    for path, variable in (*nnx.to_flat_state(fresh), *nnx.to_flat_state(other)):
+        if isinstance(variable, nnx.Variable):
+            variable.set_value(jnp.asarray(flat["/".join(map(str, path))]))
 
     def apply_nnx(params: Any, rest: Any, batch: Any) -> Any:
         model = nnx.merge(graphdef, params, rest, copy=True)
-        out = case.loss(model, batch)
+        if not training:
+            model.eval()
+        out = loss(model, batch)
         return out, nnx.state(model, nnx.Not(nnx.Param))
 
     return fresh, other, apply_nnx
@@ -142,8 +155,18 @@ def parity(case: Case) -> dict[str, Any]:
         columns[f"{strategy}, accumulation {accumulation}"] = float(difference)
         if (strategy, accumulation) == ("full_shard", 1):
             columns["losses"] = losses
+            columns["evaluation"] = evaluated(case, sharded, state)
             columns |= restored(case, sharded, state, step)
     return columns
+
+
+def evaluated(case: Case, sharded: fsdp.Sharded, state: fsdp.TrainState) -> float:
+    """Returns the relative difference of an evaluation's loss after training."""
+    batch = batch_of(case, STEPS)
+    total, count = sharded.make_eval_step(case.evaluation or case.loss)(state, batch)
+    params, rest, apply = control_model(case, state, training=False)
+    (expected, number), _ = jax.jit(apply)(params, rest, batch)
+    return abs(float(total / count) / float(expected / number) - 1)
 
 
 def restored(

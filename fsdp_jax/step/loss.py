@@ -39,8 +39,7 @@ def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.A
     """Returns the user's loss with its result checked, `(sum, count, metrics)` in float32.
 
     Raises:
-        ValueError: when called, a result or metrics that are something else, and a loss that
-            computes with the key as if it were data.
+        ValueError: when called, a result or metrics that are something else.
 
     """
 

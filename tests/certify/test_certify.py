@@ -124,6 +124,29 @@ def test_a_metric_that_is_a_mean_is_found_and_explained():
     assert "the metric is not a sum over examples" in failure.cause
 
 
+def test_metrics_that_are_none_are_told_as_in_a_step():
+    def loss(model, batch):
+        return *SUM(model, batch), {"three": (1, 2, 3)}
+
+    with pytest.raises(ValueError, match=r"a metric is not a number\n.*metrics\['three'\]"):
+        quick(loss)
+
+
+class Decoder(nn.Module):
+    """Computes something else where a cache is mutable, as decoders do."""
+
+    @nn.compact
+    def __call__(self, x):
+        decodes = self.is_mutable_collection("cache")
+        return nn.Dense(CLASSES)(x) * (2.0 if decodes else 1.0)
+
+
+def test_a_decoder_is_trained_and_certified_without_a_cache():
+    x = make_batch(8)["x"]
+    (row,) = quick(SUM, make=Decoder(), inputs=(x,), units="model").rows
+    assert row.holds, row.failures
+
+
 class Dropped(nn.Module):
     @nn.compact
     def __call__(self, x):
