@@ -179,18 +179,14 @@ def _interceptor(boundaries: Mapping[str, Boundary], watch: ScopeWatch) -> Calla
         path = _path(context.module)
         if path is not None:
             watch.watch(context.module.scope)
-        watch.depth += 1
+        inside = path in entered or context.method_name == "setup"
+        if path is None or path not in boundaries or inside:
+            return next_fun(*args, **kwargs)
+        entered.add(path)
         try:
-            inside = path in entered or context.method_name == "setup"
-            if path is None or path not in boundaries or inside:
-                return next_fun(*args, **kwargs)
-            entered.add(path)
-            try:
-                return _call(next_fun, args, kwargs, context, boundaries[path])
-            finally:
-                entered.remove(path)
+            return _call(next_fun, args, kwargs, context, boundaries[path])
         finally:
-            watch.depth -= 1
+            entered.remove(path)
 
     return intercept
 

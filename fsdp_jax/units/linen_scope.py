@@ -84,7 +84,6 @@ class ScopeWatch:
         self._gives_streams = gives_streams
         self._known = known
         self._not_stored: dict[str, str] = {}  # collection -> where a value was not stored
-        self.depth = 0  # of methods that are running; 0 in the loss itself
 
     def watch(self, scope: core.Scope) -> None:
         """Watches what is asked of a scope, by replacing methods of this one object.
@@ -107,11 +106,18 @@ class ScopeWatch:
             return is_mutable(name)
 
         def read() -> Mapping[str, Any]:
-            if self.depth or not self._not_stored:
-                return variables()
             demands = self._demands
             lost = {name: _NotStored(demands, name, at) for name, at in self._not_stored.items()}
-            return {**variables(), **lost}
+            return {**variables(), **lost} if lost else variables()
+
+        def of_collection(read_one: Callable[..., Any]) -> Callable[..., Any]:
+            def read_stored(collection: str, *args: Any) -> Any:
+                if collection in self._not_stored:
+                    at = self._not_stored[collection]
+                    _NotStored(self._demands, collection, at).keys()
+                return read_one(collection, *args)
+
+            return read_stored
 
         def unboxed_param(*args: Any, unbox: bool = True, **kwargs: Any) -> Any:
             value = param(*args, unbox=False, **kwargs)
@@ -129,6 +135,8 @@ class ScopeWatch:
             "param": unboxed_param,
             "is_mutable_collection": is_mutable_collection,
             "variables": read,
+            "get_variable": of_collection(scope.get_variable),
+            "has_variable": of_collection(scope.has_variable),
             "rewound": rewound_and_watched,
         }
         vars(scope).update(replaced)

@@ -75,6 +75,42 @@ def shard(model, units=(Block,), **settings):
     return fsdp.fully_shard(model, tx, mesh, units=units, min_size=8, **inputs, **settings)
 
 
+class Reading(Model):
+    def of_variables(self):
+        return self.variables.get("losses", {})
+
+    def of_get_variable(self):
+        return self.get_variable("losses", "total")
+
+    def of_has_variable(self):
+        return float(self.has_variable("losses", "total"))
+
+
+READS = {
+    "in a method": lambda model: model.of_variables(),
+    "a variable in a method": lambda model: model.of_get_variable(),
+    "a variable": lambda model: model.get_variable("losses", "total"),
+    "whether there is one": lambda model: model.of_has_variable(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_is_sown_is_there_wherever_the_model_is_asked(read):
+    def auxiliary(model, batch):
+        y = model(batch["x"])
+        total = sum(jnp.sum(each) for each in jax.tree.leaves(read(model)))
+        return (y**2).sum() + total, y.shape[0]
+
+    sharded = shard(Reading())
+    state = sharded.init(0)
+    variables = {"params": jax.device_get(state.params)}
+    expected, _ = Reading().apply(
+        variables, BATCH, method=lambda model, batch: auxiliary(model, batch), mutable=["losses"]
+    )
+    _, metrics = sharded.make_train_step(auxiliary)(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"] * 32, expected[0], rtol=1e-5)
+
+
 LOCAL = {"local_batch": True, "accumulation": 2}
 
 
