@@ -29,6 +29,7 @@ class Case:
         batch: rows, random numbers, wide or not -> arrays [rows, ...].
         inputs: batch -> example inputs of a Linen module.
         evaluation: the loss in inference mode, where the model has an argument for it.
+        rules: of `fully_shard`.
 
     """
 
@@ -40,6 +41,7 @@ class Case:
     batch: Callable[[int, np.random.Generator, bool], Batch]
     inputs: Callable[[Batch], Mapping[str, Any]] | None = None
     evaluation: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    rules: tuple[tuple[str, Any], ...] = ()
 
 
 def cross_entropy(logits: Any, labels: Any) -> tuple[Any, Any]:
@@ -338,6 +340,15 @@ RESNET_BLOCKS = ("ResNetStem", "ResNetBlock")
 CASES = {
     "Llama 3": Case("google-tunix", "NNX", ("DecoderLayer",), tunix_llama, tunix_loss, tokens),
     "Qwen3-MoE": Case("google-tunix", "NNX", ("DecoderLayer",), tunix_qwen_moe, tunix_loss, tokens),
+    "Qwen3-MoE, a rule": Case(
+        "google-tunix",
+        "NNX",
+        ("DecoderLayer",),
+        tunix_qwen_moe,
+        tunix_loss,
+        tokens,
+        rules=((r"mlp/(gate|up|down)_proj$", (None, "fsdp", None)),),
+    ),
     "Gemma 3": Case("google-tunix", "NNX", ("DecoderLayer",), tunix_gemma3, tunix_loss, tokens),
     "GPT-2": Case(
         "transformers", "Linen", ("FlaxGPT2Block",), gpt2, gpt2_loss, tokens, gpt2_inputs

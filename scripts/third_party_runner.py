@@ -49,6 +49,7 @@ def layout(case: Case, mesh: jax.sharding.Mesh, strategy: str, **settings: Any) 
     wide = settings.pop("wide", False)
     if case.inputs is not None:
         settings["inputs"] = case.inputs(batch_of(case, 0, 2, wide=wide))
+    settings["rules"] = case.rules
     return fsdp.fully_shard(case.make(wide), optimizer(), mesh, strategy, case.units, **settings)
 
 
