@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax.errors import SlowerWarning, check_regexes, did_you_mean, message
 from fsdp_jax.prefetch.rewrite import Prefetch
@@ -260,6 +260,10 @@ def _place(
     large = {path: leaf for path, leaf in rest.items() if sizes[path] >= rules.min_size}
     placed = rules.place(params | large, mesh, stacked=stacked, others=large)
     state = {path: placed[path] for path in large if placed[path].rule != HEURISTIC}
+    for path in large.keys() - state.keys():
+        if names := placed[path].dropped:
+            reason = f"its annotation names {list(names)}, which the mesh lacks: replicated"
+            state[path] = Placement(PartitionSpec(), "state", reason)
     return {path: placed[path] for path in params}, state
 
 

@@ -36,6 +36,7 @@ RUNNER = ROOT / "scripts" / "third_party_runner.py"
 MODELS = (
     "Llama 3",
     "Qwen3-MoE",
+    "Qwen3-MoE, a rule",
     "Gemma 3",
     "GPT-2",
     "BERT",

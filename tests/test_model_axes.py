@@ -217,6 +217,24 @@ def test_the_contract_and_the_plan_hold_on_two_hosts_with_tensor_inside_each():
     assert any("more along 'tensor'" in note for note in plan.notes)
 
 
+def test_results_can_be_computed_with_under_an_explicit_ambient_mesh():
+    with jax.set_mesh(mesh_of()):
+        sharded = shard(mesh_of())
+        state, metrics = sharded.make_train_step(loss)(sharded.init(0), BATCHES[0])
+        assert float(metrics["loss"] / 2) == float(metrics["loss"]) / 2
+        total, count = sharded.make_eval_step(loss)(state, BATCHES[0])
+        assert float(total / count) > 0
+        logits = sharded.apply(lambda model, tokens: model(tokens))(
+            state, BATCHES[0]["tokens"][:, :8]
+        )
+        assert float((logits**2).sum()) > 0
+
+
+def test_another_ambient_mesh_is_refused():
+    with jax.set_mesh(mesh_of((2, 4))), pytest.raises(ValueError, match=r"another mesh is set"):
+        shard(mesh_of())
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [

@@ -113,8 +113,8 @@ def _parts(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array, Metri
         fix = "return losses.sum(), losses.size; or mean * n, n for the mean over n examples"
     elif isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping):
         what = "loss_fn returned metrics and no count"
-        fix = "return losses.sum(), losses.size, metrics; "
-        fix += "or mean * n, n, metrics for the mean over n examples"
+        fix = 'return losses.sum(), losses.size, {"accuracy": hits.sum()}; or, for means over n '
+        fix += 'examples, mean * n, n, {"accuracy": (accuracy * n, n)}'
     got = _type_of(out)
     raise ValueError(message(what, where="loss_fn", expected=EXPECTED, got=got, fix=fix))
 

@@ -344,12 +344,14 @@ def _call_unit(
         inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
         _set_class(inner, cls)
         before = _values((inner, inner_nodes))
+        params = _param_paths((inner, inner_nodes))
         inner_args, inner_kwargs = rebuild(arrays, inner_nodes)
         out = original(inner, *inner_args, **inner_kwargs)
         after = nnx.to_flat_state(nnx.state((inner, inner_nodes), nnx.Not(nnx.Param)))
-        new = (path for path, _ in after if path not in before)
-        for path in new:  # in place of a flag or None
-            if (_join(path[:-1]), str(path[-1])) in plain:
+        for path in sorted(_param_paths((inner, inner_nodes)) - params):
+            raise _new_state(_join([boundary.unit, *path[1:]]))
+        for path in (path for path, _ in after if path not in before):
+            if (_join(path[:-1]), str(path[-1])) in plain:  # in place of a flag or None
                 raise _new_state(_join([boundary.unit, *path[1:]]))
         changed = nnx.from_flat_state([(p, v) for p, v in after if _value(v) is not before.get(p)])
         out_arrays, out_nodes, rebuild_last = split_arrays(out)
@@ -412,6 +414,10 @@ def _is_same(value: Any, before: Any) -> bool:
 def _values(node: Any) -> dict[Any, Any]:
     state = nnx.to_flat_state(nnx.state(node, nnx.Not(nnx.Param)))
     return {path: _value(leaf) for path, leaf in state}
+
+
+def _param_paths(node: Any) -> set[tuple[Any, ...]]:
+    return {path for path, _ in nnx.to_flat_state(nnx.state(node, nnx.Param))}
 
 
 def _value(leaf: Any) -> Any:

@@ -230,6 +230,25 @@ def drawn(model, batch, key):
     return total, count, {"draw": (jax.random.uniform(key), None)}
 
 
+def test_no_key_is_used_twice_where_accumulation_changes(sharded):
+    def draws(model, batch, key):
+        value = jax.random.uniform(key)
+        return (
+            (model(batch["x"]) ** 2).sum(),
+            16,
+            {"sum": (value, None), "square": (value**2, None)},
+        )
+
+    four, one = (sharded.make_train_step(draws, accumulation=k) for k in (4, 1))
+    state, first = four(sharded.init(0), BATCH)
+    key = jax.random.fold_in(sharded.init(0).rng, 0)
+    keys = [jax.random.fold_in(jax.random.fold_in(key, i), 2) for i in range(4)]
+    drawn_first = [float(jax.random.uniform(each)) for each in keys]
+    np.testing.assert_allclose(first["sum"], sum(drawn_first), rtol=1e-5)
+    _, second = one(state, BATCH)
+    assert all(abs(float(second["sum"]) - each) > 1e-6 for each in drawn_first)
+
+
 @pytest.mark.parametrize("settings", SETTINGS[1::2])
 def test_keys_are_new_in_each_microbatch_and_the_same_in_a_resumed_run(sharded, settings):
     step, state = sharded.train_step(drawn, **settings), sharded.init(0)

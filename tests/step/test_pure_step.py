@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import CASES, by_path
 
@@ -81,3 +82,19 @@ def test_units_that_a_step_cannot_run_by_are_given_up_inside_the_users_jit():
 def test_the_earlier_names_are_the_same_functions():
     assert fsdp.Sharded.train_step is fsdp.Sharded.make_train_step
     assert fsdp.Sharded.eval_step is fsdp.Sharded.make_eval_step
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.dense(x))
+
+
+def test_local_batches_are_checked_as_in_a_compiled_step():
+    sharded = fsdp.fully_shard(lambda rngs: Normed(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8))
+    step = sharded.pure_step(lambda m, b: ((m(b["x"]) ** 2).sum(), 16), local_batch=True)
+    with pytest.raises(ValueError, match="norm/mean"):
+        jax.jit(step)(sharded.init(0), {"x": np.ones((16, 8), np.float32)})

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -105,3 +106,64 @@ def test_batch_statistics_are_refused_by_their_path(library, path, wrap):
         ValueError, match=rf"computed from the batch.*\n.*where: +{path}\n(.*\n)*.*local_batch"
     ):
         step(library, True, wrap).lower(BATCH)
+
+
+class Making(nnx.Module):
+    """Two blocks, which `make` changes in every call."""
+
+    class Block(nnx.Module):
+        def __init__(self, make, rngs):
+            self.make = make
+            self.dense = nnx.Linear(8, 8, rngs=rngs)
+            self.last = None
+            self.sizes = (0,)
+
+        def __call__(self, x):
+            y = x + self.dense(x)
+            self.make(self, y)
+            return y * (1 + self.sizes[0])
+
+    def __init__(self, make, rngs):
+        self.blocks = nnx.List([self.Block(make, rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * sum(block.sizes[0] for block in self.blocks)
+
+
+def losses_of(make, units, steps=2):
+    sharded = fsdp.fully_shard(
+        lambda rngs: Making(make, rngs), optax.sgd(1e-3), fsdp.make_mesh(), units=units, min_size=8
+    )
+    step, state, found = sharded.make_train_step(loss), sharded.init(0), []
+    for _ in range(steps):
+        state, metrics = step(state, {"x": jnp.ones((16, 8))})
+        found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.mark.parametrize("units", ["model", "auto", ["Block"]])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda block, y: setattr(block, "mean", nnx.BatchStat(y.mean())),
+        lambda block, y: setattr(block, "weight", nnx.Param(y.mean())),
+        lambda block, y: setattr(block, "last", nnx.data(y.mean())),
+    ],
+    ids=["a Variable", "a Param", "an array in place of None"],
+)
+def test_state_that_a_call_makes_is_refused(make, units):
+    """The next step would not have it."""
+    with pytest.raises((ValueError, AttributeError), match=r"makes new state|static attribute"):
+        losses_of(make, units)
+
+
+def test_attributes_that_a_unit_writes_are_there_after_its_call():
+    def write(block, y):
+        block.sizes = (y.shape[1],)
+
+    whole = losses_of(write, "model")
+    assert whole[0] > 0
+    for units in ("auto", ["Block"]):
+        np.testing.assert_allclose(losses_of(write, units), whole, rtol=1e-6)

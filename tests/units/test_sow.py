@@ -421,3 +421,19 @@ def test_what_an_nnx_model_sows_reaches_the_loss_and_is_no_state(scan, read):
         local_batch=True,
         steps=2,
     )
+
+
+@pytest.mark.parametrize("units", ["auto", "model", [Block]])
+def test_what_flax_captures_in_a_unit_is_captured_once(units):
+    def captured(model, batch):
+        variables = {"params": model.variables["params"]}
+        _, made = model.apply(variables, batch["x"], capture_intermediates=True, mutable=True)
+        values = jax.tree.leaves(made["intermediates"])
+        return sum(jnp.sum(x**2) for x in values), len(values)
+
+    variables = {"params": jax.device_get(shard(Model(), units).init(0).params)}
+    expected = captured(Model().bind(variables), BATCH)
+    sharded = shard(Model(), units)
+    _, metrics = sharded.make_train_step(captured)(sharded.init(0), BATCH)
+    assert int(metrics["count"]) == expected[1]
+    np.testing.assert_allclose(metrics["loss"] * expected[1], expected[0], rtol=1e-5)
