@@ -544,7 +544,9 @@ class Sharded:
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
             with self.layout.axes.ambient():
-                state, metrics = call_by_units(plan, train_step, state, placement.cut(batch))
+                state, metrics = call_by_units(
+                    plan, train_step, state, placement.cut(batch), check=True
+                )
                 return jax.lax.with_sharding_constraint(state, shardings), metrics
 
         return step

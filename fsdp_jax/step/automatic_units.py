@@ -71,15 +71,17 @@ def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[St
     return whole, traced
 
 
-def call_by_units(plan: StepPlan, fn: Callable[..., Any], *args: Any) -> Any:
-    """Returns `fn(plan, *args)`, inside a trace; see the note, and `check_traced`."""
+def call_by_units(plan: StepPlan, fn: Callable[..., Any], *args: Any, check: bool = False) -> Any:
+    """Returns `fn(plan, *args)`, inside a trace; see the note. `check`: by `check_traced`."""
     jitted: list[Any] = []
 
     def trace(plan: StepPlan) -> Any:
         jitted.append(jax.jit(functools.partial(fn, plan)))
         return jitted[-1].trace(*args)
 
-    check_traced(*trace_by_units(plan, trace))
+    used, traced = trace_by_units(plan, trace)
+    if check:
+        check_traced(used, traced)
     return jitted[-1](*args)
 
 

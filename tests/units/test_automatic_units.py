@@ -213,7 +213,6 @@ def test_with_local_batches_a_weight_read_outside_its_block_is_refused():
     assert "units='model'" in "".join(refused.value.__notes__)
 
 
-@pytest.mark.filterwarnings("ignore:unit .* is gathered 3 times:fsdp_jax.SlowerWarning")
 def test_generation_in_a_loop_gathers_outside_of_it():
     def generate(model, x):
         return jax.lax.fori_loop(0, 3, lambda _, x: model(x), x)
