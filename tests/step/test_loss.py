@@ -147,7 +147,7 @@ X = jnp.ones(3)
     [
         (X.sum(), r"a number alone\n.*\n.*\(sum, count, metrics\)\n.*float32\[\]\n.*losses.size"),
         (0.5, r"a number alone\n(.*\n)*.*fix: +return losses.sum\(\), losses.size; or mean \* n"),
-        ((X.sum(), {"a": 1}), r"metrics and no count\n(.*\n)*.*losses.size, metrics.*mean \* n"),
+        ((X.sum(), {"a": 1}), r"metrics and no count\n(.*\n)*.*hits.sum.*\(accuracy \* n, n\)"),
         ((X, 1), r"something else\n.*\n.*\n.*\(float32\[3\], int\)\n.*the summed loss"),
         ((X.sum(), X), r"something else\n"),
         ([X.sum(), 1], r"something else\n(.*\n)*.*got: +list"),
