@@ -149,7 +149,7 @@ def _check_global_batch(precision: Precision, prefetch: Prefetch, deferred: bool
 def check_trained(params: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Checks that there are trained parameters, by path, and that their dtypes have gradients."""
     if not params:
-        what = "every parameter is frozen"
+        what = "nothing is trained: every parameter is frozen"
         fix = "patterns that match fewer: an empty one matches every path"
         raise ValueError(message(what, where="frozen", fix=fix))
     for path, leaf in params.items():

@@ -69,12 +69,13 @@ class CompiledStep:
             return fn(plan, state, leaves)
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        self._jit = lambda plan: jax.jit(
+        self._make_jit = lambda plan: jax.jit(
             functools.partial(run, plan),
             in_shardings=(shardings, self.batch_sharding),
             out_shardings=outputs,
             donate_argnums=(0,) if donate else (),
         )
+        self._jitted: tuple[StepPlan, Any] | None = None
         self._first_rows: np.ndarray | None = None  # `_rows_and_hash` of this process's first batch
         self._compiled: Any = None
         self._signature: dict[str, Any] = {}
@@ -112,9 +113,14 @@ class CompiledStep:
     def _trace(self, batch: PyTree) -> Any:
         """Traces the step; one that cannot run by automatic units has another plan from now on."""
         placed = self._placement.abstract(batch)
-        self.plan, traced = trace_by_units(
-            self.plan, lambda plan: self._jit(plan).trace(self._state, placed)
-        )
+
+        def trace(plan: StepPlan) -> Any:
+            # One jitted function for a plan: what is traced once is traced the same again.
+            if self._jitted is None or self._jitted[0] is not plan:
+                self._jitted = plan, self._make_jit(plan)
+            return self._jitted[1].trace(self._state, placed)
+
+        self.plan, traced = trace_by_units(self.plan, trace)
         return traced
 
     def compile(self, batch: PyTree) -> Any:
