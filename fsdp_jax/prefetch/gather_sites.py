@@ -33,6 +33,16 @@ def ends_of(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]]:
     return [v for v in read if v not in defined], list(defined)
 
 
+def without_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any]:
+    """Returns the variables that no differentiated output of a jaxpr depends on."""
+    outputs = zip(jaxpr.outvars, differentiated, strict=True)
+    needed = {v for v, is_needed in outputs if is_needed and not isinstance(v, jex.Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(reads(eqn))
+    return {v for eqn in jaxpr.eqns for v in eqn.outvars if v not in needed}
+
+
 def paths_in(eqn: jex.JaxprEqn) -> list[str]:
     """Returns the parameters that are gathered somewhere inside, in the order of the program."""
     path = site_of(eqn)

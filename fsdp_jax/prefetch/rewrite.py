@@ -21,7 +21,7 @@ reduced: this needs no more memory, and there is less compute to hide behind. Th
 PyTorch's BackwardPrefetch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -42,6 +42,7 @@ from fsdp_jax.prefetch.gather_sites import (
     paths_in,
     reads,
     sites_of,
+    without_cotangent,
 )
 from fsdp_jax.prefetch.layer_scan import LayerScan
 from fsdp_jax.prefetch.unit_chain import Stage, UnitChain
@@ -49,7 +50,16 @@ from fsdp_jax.prefetch.vjp import Arrays, GatherInputs, gather_after_layers, is_
 from fsdp_jax.units.collectives import ParamComm, gather, site_of
 
 Prefetch = Literal["none", "post", "pre"]
-_Env = dict[Any, Any]  # variable -> value
+
+
+class _Env(dict[Any, Any]):
+    """Values of variables.
+
+    `without_cotangent`: the variables that no differentiated output depends on. A custom derivative
+    is given zeros for these, and zero times an infinite derivative is not zero.
+    """
+
+    without_cotangent: Set[Any] = frozenset()
 
 
 @dataclass
@@ -73,7 +83,8 @@ def prefetched(
     """Returns `fn` with the same arguments and results, its units gathered ahead of their use.
 
     Args:
-        fn: a pure function of pytrees of arrays that gathers parameters by `gather`.
+        fn: a pure function of pytrees of arrays that gathers parameters by `gather`. Of its results
+            only the first array may be differentiated.
         comms: path -> how that parameter is communicated.
         when: `post` or `pre`; see the note.
         report: filled when the result is traced.
@@ -83,7 +94,9 @@ def prefetched(
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         rewriter = _Rewriter(comms, when == "pre", report)
-        outputs = rewriter.evaluate(closed.jaxpr, [*closed.consts, *jax.tree.leaves(args)], None)
+        inputs = [*closed.consts, *jax.tree.leaves(args)]
+        differentiated = [number == 0 for number in range(len(closed.jaxpr.outvars))]
+        outputs = rewriter.evaluate(closed.jaxpr, inputs, None, differentiated)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return run
@@ -101,9 +114,20 @@ class _Rewriter:
     pre: bool
     report: PrefetchReport
 
-    def evaluate(self, jaxpr: jex.Jaxpr, args: Sequence[Any], gathered: Arrays | None) -> list[Any]:
-        """Returns the outputs of a jaxpr, given its constants and arguments."""
-        env: _Env = dict(zip(inputs_of(jaxpr), args, strict=True))
+    def evaluate(
+        self,
+        jaxpr: jex.Jaxpr,
+        args: Sequence[Any],
+        gathered: Arrays | None,
+        differentiated: Sequence[bool] | None = None,
+    ) -> list[Any]:
+        """Returns the outputs of a jaxpr, given its constants and arguments.
+
+        `differentiated`: of each output, whether it may have a cotangent; all may by default.
+        """
+        env = _Env(zip(inputs_of(jaxpr), args, strict=True))
+        if differentiated is not None:
+            env.without_cotangent = without_cotangent(jaxpr, differentiated)
         if gathered is not None:
             self.run(jaxpr, jaxpr.eqns, env, gathered)
             return _read(env, jaxpr.outvars)
@@ -146,7 +170,9 @@ class _Rewriter:
                 continue
             for eqn in group:
                 if site_of(eqn) or is_transparent(eqn) or eqn.primitive.name == "scan":
-                    values = self._gathering_eqn(eqn, _read(env, eqn.invars), gathered)
+                    differentiated = [v not in env.without_cotangent for v in eqn.outvars]
+                    args = _read(env, eqn.invars)
+                    values = self._gathering_eqn(eqn, args, gathered, differentiated)
                     env.update(zip(eqn.outvars, values, strict=True))
                 else:
                     reason = f"it is gathered inside a `{eqn.primitive.name}`"
@@ -154,7 +180,11 @@ class _Rewriter:
                     _evaluate_unchanged(jaxpr, [eqn], env)
 
     def _gathering_eqn(
-        self, eqn: jex.JaxprEqn, args: list[Any], gathered: Arrays | None
+        self,
+        eqn: jex.JaxprEqn,
+        args: list[Any],
+        gathered: Arrays | None,
+        differentiated: Sequence[bool],
     ) -> Sequence[Any]:
         """Evaluates an equation that is a gather, or has some inside."""
         path = site_of(eqn)
@@ -168,12 +198,12 @@ class _Rewriter:
         if not is_transparent(eqn):
             assert gathered is None, "a layer's own gathers are all moved out of it"
             assert eqn.primitive.name == "scan", eqn.primitive
-            return self._scan(eqn, args)
+            return self._scan(eqn, args, differentiated)
         (inner,) = inner_jaxprs(eqn)
         consts = getattr(eqn.params.get("jaxpr"), "consts", ())
 
         def call(args: list[Any], gathered: Arrays | None) -> list[Any]:
-            return self.evaluate(inner, [*consts, *args], gathered)
+            return self.evaluate(inner, [*consts, *args], gathered, differentiated)
 
         with _scope(eqn):
             if not is_checkpoint(eqn):
@@ -188,12 +218,14 @@ class _Rewriter:
             and _ScanEqn(self, eqn).is_over_layers
         )
 
-    def _scan(self, eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
+    def _scan(
+        self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
+    ) -> Sequence[Any]:
         """Evaluates a scan over layers; or over something else, with layers somewhere inside."""
         scan = _ScanEqn(self, eqn)
         if scan.is_over_layers:
             self.report.prefetched |= set(scan.sites)
-            return scan.run(args)
+            return scan.run(args, differentiated)
         consts, carry, xs = scan_arguments(eqn.params, args)
         n_carry = len(carry)
 
@@ -237,6 +269,12 @@ def _position(eqns: Sequence[jex.JaxprEqn], eqn: jex.JaxprEqn) -> int:
 
 def _read(env: _Env, variables: Sequence[Any]) -> list[Any]:
     return [v.val if isinstance(v, jex.Literal) else env[v] for v in variables]
+
+
+def _differentiated(outputs: Sequence[Any], differentiated: Sequence[bool]) -> list[Any]:
+    """Returns the outputs of a layer; those that have no cotangent are not differentiated."""
+    pairs = zip(outputs, differentiated, strict=True)
+    return [x if has_cotangent else lax.stop_gradient(x) for x, has_cotangent in pairs]
 
 
 def _evaluate_unchanged(jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: _Env) -> None:
@@ -290,7 +328,7 @@ class _ScanEqn:
         sliced = all(number >= 0 for numbers in self.sites.values() for number in numbers)
         self.is_over_layers = movable is not None and sliced and eqn.params["length"] > 1
 
-    def run(self, args: list[Any]) -> list[Any]:
+    def run(self, args: list[Any], differentiated: Sequence[bool]) -> list[Any]:
         """Returns the outputs of the equation."""
         params = self.eqn.params
         consts, carry, xs = scan_arguments(params, args)
@@ -304,7 +342,10 @@ class _ScanEqn:
             slices: list[Any] = [None] * len(xs)
             for number, x in zip(others, inputs[n_shared:], strict=True):
                 slices[number] = x
-            return self.rewriter.evaluate(self.body.jaxpr, [*inputs[:n_shared], *slices], gathered)
+            inputs = [*inputs[:n_shared], *slices]
+            outputs = self.rewriter.evaluate(self.body.jaxpr, inputs, gathered)
+            passed_on = [True] * len(carry)
+            return _differentiated(outputs, [*passed_on, *differentiated[len(carry) :]])
 
         scan = LayerScan(
             layer=layer,
@@ -381,7 +422,7 @@ class _Chain:
             ins = [v for v in read if v not in gathered_from]
             outs = [v for v in defined if v in needed]
             needed |= set(ins)
-            layer = self._layer(rewriter, eqns, ins, outs)
+            layer = self._layer(rewriter, eqns, ins, outs, env.without_cotangent)
             stages.append(Stage(layer, numbered(ins), numbered(outs)))
             operands = {path: [env[v] for v in variables] for path, variables in sites.items()}
             inputs.append(_gather_inputs(operands))
@@ -390,17 +431,22 @@ class _Chain:
         env.update(zip(self.results, chain.run(inputs[::-1], external), strict=True))
 
     def _layer(
-        self, rewriter: _Rewriter, eqns: list[jex.JaxprEqn], ins: list[Any], outs: list[Any]
+        self,
+        rewriter: _Rewriter,
+        eqns: list[jex.JaxprEqn],
+        ins: list[Any],
+        outs: list[Any],
+        without_cotangent: Set[Any],
     ) -> Callable[[Arrays, list[Any]], list[Any]]:
         def layer(gathered: Arrays, inputs: list[Any]) -> list[Any]:
-            env: _Env = _WithoutShards(zip(ins, inputs, strict=True))
+            env = _WithoutShards(zip(ins, inputs, strict=True))
             rewriter.run(self.jaxpr, eqns, env, gathered)
-            return _read(env, outs)
+            return _differentiated(_read(env, outs), [v not in without_cotangent for v in outs])
 
         return layer
 
 
-class _WithoutShards(dict[Any, Any]):
+class _WithoutShards(_Env):
     """Variables of a stage; its shards read as None, since what is gathered from them is given."""
 
     def __missing__(self, variable: Any) -> None:

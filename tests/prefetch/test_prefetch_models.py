@@ -413,3 +413,59 @@ def test_rules_and_reports_name_the_axes_of_a_torus_as_one(sizes, entry):
     assert "data=8" in text
     assert "P(None, 'data')" in text.replace("&#x27;", "'")
     assert "data_0" not in text
+
+
+class Measured(nn.Module):
+    """A block with an output beside, whose derivative is infinite."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = x + nn.Dense(16)(x)
+        return y, jnp.sqrt((0 * y).sum())
+
+
+class MeasuredLayers(nn.Module):
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if self.scan:
+            lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            x, measured = nn.scan(Measured, length=3, **lifted)()(x, None)
+            return x, measured
+        blocks = [Measured() for _ in range(3)]
+        measured = []
+        for block in blocks:
+            x, each = block(x)
+            measured.append(each)
+        return x, jnp.stack(measured)
+
+
+def reported(model, batch):
+    y, measured = model(batch["x"])
+    return (y**2).sum(), 16, {"measured": (measured.sum(), None)}
+
+
+def unread(model, batch):
+    return (model(batch["x"])[0] ** 2).sum(), 16
+
+
+@pytest.mark.parametrize("loss_fn", [reported, unread])
+@pytest.mark.parametrize("scan", [True, False])
+def test_what_the_loss_does_not_depend_on_is_not_differentiated(scan, loss_fn):
+    """Zero times an infinite derivative would be NaN, and the step skipped."""
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
+    norms = []
+    for prefetch in ("none", "pre", "post"):
+        sharded = fsdp.fully_shard(
+            MeasuredLayers(scan),
+            optax.sgd(0.1),
+            fsdp.make_mesh(),
+            units=["Measured"],
+            inputs=(batch["x"],),
+            min_size=8,
+            prefetch=prefetch,
+        )
+        step = sharded.make_train_step(loss_fn, local_batch=True)
+        norms.append(float(step(sharded.init(0), batch)[1]["grad_norm"]))
+    np.testing.assert_allclose(norms[1:], norms[0], rtol=1e-5)
