@@ -7,9 +7,11 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from reference import Case, check, train, train_unsharded
