@@ -8,6 +8,7 @@ from fsdp_jax.errors import ConfigError, SlowerWarning
 from fsdp_jax.local_rows import on_local_rows
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.optimizer_state import optimizer_specs
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "Layout",
     "NonFiniteError",
+    "Offload",
     "Precision",
     "ReplicationWarning",
     "Sharded",

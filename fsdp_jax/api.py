@@ -1,42 +1,35 @@
 """`fully_shard(model, optimizer, mesh, strategy, units)` and the `Sharded` model it returns."""
 
 import functools
-import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from fsdp_jax.errors import SlowerWarning, check_regexes, did_you_mean, message
+from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.prefetch.rewrite import Prefetch
-from fsdp_jax.sharding.layout import COPIES, Layout, make_layout
-from fsdp_jax.sharding.logical_axes import LogicalAxes, check_logical_axes, read_logical_axes
+from fsdp_jax.sharding.layout import Layout, make_layout
+from fsdp_jax.sharding.logical_axes import LogicalAxes
 from fsdp_jax.sharding.mesh import (
-    Entry,
     MeshAxes,
     as_ambient,
-    entry_of,
     mesh_axes,
     mesh_like,
     replicated,
     shards_of,
 )
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import (
-    HEURISTIC,
     MIN_SIZE,
-    Placement,
     Rules,
-    is_box,
     stacked_dims,
 )
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
@@ -57,8 +50,9 @@ from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import UNFOUND, Units, choose_units, describe_units
 from fsdp_jax.units.collectives import Mode, ParamComm
-from fsdp_jax.units.gather_transform import GatherTransform
-from fsdp_jax.units.model import Boundary, LossFn, Model
+from fsdp_jax.units.model import LossFn, Model
+from fsdp_jax.units.param_comms import boundaries, copies_of, float32_paths, param_comms
+from fsdp_jax.units.placement import matches, place, split_axes
 from fsdp_jax.units.unit import ROOT, Remat
 from fsdp_jax.validation import (
     adapt,
@@ -88,6 +82,7 @@ def fully_shard(
     precision: Precision | None = None,
     remat: Remat = "none",
     prefetch: Prefetch = "none",
+    offload: Offload | None = None,
     rules: Sequence[Rule] = (),
     logical_axes: LogicalAxes | None = None,
     min_size: int = MIN_SIZE,
@@ -139,6 +134,7 @@ def fully_shard(
         prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile,
             for one more unit in memory; `post` gathers in the backward pass, after one has
             computed; `none` leaves it to XLA.
+        offload: what is kept in host memory while it is not used; nothing by default.
 
     Raises:
         ValueError: arguments that do not fit, with the path, what was expected, what was found, and
@@ -149,7 +145,7 @@ def fully_shard(
 
     """
     # Check what needs no model, then trace the model for its shapes.
-    check_arguments(tx, mesh, units, precision, remat, prefetch, min_size)
+    check_arguments(tx, mesh, units, precision, remat, prefetch, offload, min_size)
     mesh_and_axes = mesh_axes(mesh, data, replica)
     resolved = get_strategy(strategy)
     with mesh_and_axes.ambient():
@@ -162,16 +158,16 @@ def fully_shard(
     if stacked is None:
         layer_dims = stacked_dims(shapes)
     else:
-        layer_dims = dict.fromkeys(_matches(stacked, shapes, "stacked"), 1)
-    frozen_paths = _matches(frozen, shapes, "frozen")
+        layer_dims = dict.fromkeys(matches(stacked, shapes, "stacked"), 1)
+    frozen_paths = matches(frozen, shapes, "frozen")
     by_rules = Rules(
         rules,
-        _split_axes(logical_axes, mesh_and_axes),
+        split_axes(logical_axes, mesh_and_axes),
         min_size,
         strict,
         axes=resolved.shard_axes(mesh_and_axes),
     )
-    placements, state_placements = _place(by_rules, adapter, mesh_and_axes.mesh, layer_dims)
+    placements, state_placements = place(by_rules, adapter, mesh_and_axes.mesh, layer_dims)
     resolved.check_placements(placements | state_placements, mesh_and_axes)
     warn_of_idle_axes(placements | state_placements, mesh_and_axes)
 
@@ -195,8 +191,9 @@ def fully_shard(
     }
     trained = {path: leaf for path, leaf in stored.items() if path not in frozen_paths}
     check_trained(trained)
-    float32 = _float32_paths(adapter, dtypes)
-    copies = _copies(resolved, placements, trained, dtypes, float32)
+    check_patterns(dtypes, adapter)
+    float32 = float32_paths(adapter, dtypes)
+    copies = copies_of(resolved, placements, trained, dtypes, float32)
     layout = make_layout(
         unflatten(stored),
         placements,
@@ -223,6 +220,7 @@ def fully_shard(
         precision=precision,
         remat=remat,
         prefetch=prefetch,
+        offload=offload,
         rules=rules,
         logical_axes=logical_axes,
         min_size=min_size,
@@ -231,7 +229,16 @@ def fully_shard(
         frozen=frozen,
     )
     sharded = Sharded(
-        adapter, tx, layout, dtypes, remat, prefetch, owners, automatic and found, relayout
+        adapter,
+        tx,
+        layout,
+        dtypes,
+        remat,
+        prefetch,
+        offload or NO_OFFLOAD,
+        owners,
+        automatic and found,
+        relayout,
     )
     if automatic and not found and remat != "none":
         warnings.warn(
@@ -241,95 +248,8 @@ def fully_shard(
             stacklevel=2,
         )
     if automatic and not found:
-        warn_whole_model(layout, sharded._param_comms("annotate"), why, stacklevel=3)
+        warn_whole_model(layout, sharded._comms("annotate"), why, stacklevel=3)
     return sharded
-
-
-def _place(
-    rules: Rules, model: Model, mesh: Mesh, stacked: Mapping[str, int]
-) -> tuple[dict[str, Placement], dict[str, Placement]]:
-    """Returns placements of the parameters, and of large other state that a rule or its annotation
-    names, by path.
-
-    The heuristic is for parameters: of a buffer that every layer reads, a table or a mask, it would
-    make a gather in every layer.
-    """
-    params = flatten(model.params, is_leaf=is_box)
-    rest = flatten(model.boxed_rest, is_leaf=is_box)
-    sizes = {path: prod(leaf.shape) for path, leaf in flatten(model.rest).items()}
-    large = {path: leaf for path, leaf in rest.items() if sizes[path] >= rules.min_size}
-    placed = rules.place(params | large, mesh, stacked=stacked, others=large)
-    state = {path: placed[path] for path in large if placed[path].rule != HEURISTIC}
-    for path in large.keys() - state.keys():
-        if names := placed[path].dropped:
-            reason = f"its annotation names {list(names)}, which the mesh lacks: replicated"
-            state[path] = Placement(PartitionSpec(), "state", reason)
-    return {path: placed[path] for path in params}, state
-
-
-def _split_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:
-    """Returns logical axes with `data` replaced by the mesh axes that it is split into."""
-    table = read_logical_axes(logical_axes)
-    check_logical_axes(table, tuple(axes.shape))
-    split: list[tuple[str, Entry]] = [(axes.unsplit, axes.data)] if axes.unsplit else []
-    for name, entry in table:
-        parts = [axes.data if axis == axes.unsplit else (axis,) for axis in entry]
-        split.append((name, entry_of([part for group in parts for part in group])))
-    return split
-
-
-def _matches(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> set[str]:
-    """Returns the paths that any pattern is found in; every pattern must match some path."""
-    check_regexes(patterns, where)
-    for pattern in patterns:
-        if not any(re.search(pattern, path) for path in paths):
-            what = f"pattern '{pattern}' matches no parameter"
-            raise ValueError(message(what, where=where, fix=did_you_mean(pattern, paths)))
-    return {path for path in paths if any(re.search(pattern, path) for pattern in patterns)}
-
-
-def _float32_paths(model: Model, precision: Precision) -> set[str]:
-    """Returns the paths of parameters that are gathered in float32, by path or by class."""
-    class_names = set().union(*(module.class_names for module in model.modules))
-    paths = flatten(model.params)
-    check_patterns(precision, class_names, paths)
-    by_class = {
-        path
-        for module in model.modules
-        for path in module.direct
-        if precision.keeps(module.class_names)
-    }
-    return by_class | {path for path in paths if precision.keeps((path,))}
-
-
-def _copies(
-    strategy: Strategy,
-    placements: Mapping[str, Placement],
-    trained: Mapping[str, Any],
-    precision: Precision,
-    float32: Collection[str],
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the replicated copies that a step computes with, by path.
-
-    A strategy that replicates parameters and shards their optimizer state can, in mixed precision,
-    shard the master weights too: only the copy in the compute dtype is replicated.
-    """
-    copies = {}
-    for path, leaf in trained.items() if strategy.gathers_updates else ():
-        compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
-        if placements[path].spec and compute != leaf.dtype:
-            copies[path] = jax.ShapeDtypeStruct(leaf.shape, compute)
-    return copies
-
-
-def _gathers_per_axis(axes: MeshAxes) -> bool:
-    """Returns whether collectives go along one mesh axis at a time, as on the torus of a TPU.
-
-    NCCL's collectives go over the whole mesh at once, on any network. Virtual CPU devices behave as
-    a TPU where `data` was split.
-    """
-    platform = axes.mesh.devices.flat[0].platform
-    return platform == "tpu" or (platform == "cpu" and len(axes.data) > 1)
 
 
 @dataclass(frozen=True)
@@ -349,6 +269,7 @@ class Sharded:
     precision: Precision
     remat: Remat
     prefetch: Prefetch
+    offload: Offload
     units: dict[str, str | None] = field(repr=False)
     _automatic: bool = field(repr=False)
     _relayout: Callable[..., "Sharded"] = field(repr=False)
@@ -636,8 +557,10 @@ class Sharded:
             self._model,
             self.layout,
             self._tx,
-            self._param_comms(mode),
-            self._boundaries(),
+            self._comms(mode),
+            boundaries(
+                self._model, self.precision, self.units, self.remat, chosen=not self._automatic
+            ),
             fn,
             remat=self.remat,
             whole_model=whole_model if self._automatic else None,
@@ -649,57 +572,5 @@ class Sharded:
         layout = replace(self.layout, units=f"the whole model ({why})")
         return replace(self, layout=layout, units=dict.fromkeys(self.units, ROOT), _automatic=False)
 
-    def _param_comms(self, mode: Mode) -> dict[str, ParamComm]:
-        """Returns how each parameter is gathered and its gradient reduced."""
-        float32 = _float32_paths(self._model, self.precision)
-        copies = flatten(self.layout.other[COPIES])
-        per_axis = mode == "manual" and _gathers_per_axis(self.layout.axes)
-        comms = {}
-        for path, leaf in self.layout.by_path.items():
-            compute, reduce = self.precision.comm_dtypes(path in float32, leaf.dtype)
-            comms[path] = ParamComm(
-                path,
-                self.units[path],
-                len(leaf.shape),
-                leaf.axes,
-                leaf.axes.model_spec(leaf.spec) if path in copies else leaf.spec,
-                leaf.grad_spec,
-                GatherTransform(leaf.dtype, compute, reduce),
-                mode,
-                leaf.stacked,
-                per_axis=per_axis,
-                trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
-            )
-        return comms
-
-    def _boundaries(self) -> dict[str, Boundary]:
-        """Returns what happens as calls enter and leave modules, by module path.
-
-        Units gather; where dtypes mix, inputs are cast, and so are the outputs of float32 modules.
-        """
-        compute = self.precision.cast_dtype
-        units = {unit for unit in self.units.values() if unit}
-        float32 = _float32_paths(self._model, self.precision) if compute is not None else set()
-        boundaries = {}
-        for module in self._model.modules:
-            is_root = module.path == ROOT
-            is_unit = module.path in units
-            cast_in = cast_out = None
-            # Units that the user did not choose leave the dtypes as with the whole model as one.
-            casts = is_root or (is_unit and not self._automatic)
-            if self.precision.cast_inputs and casts:
-                cast_in = compute
-            if is_root:
-                cast_out = self.precision.output_dtype
-            elif module.pinned or module.direct & float32:
-                cast_out = compute
-            boundary = Boundary(
-                unit=module.path if is_unit else None,
-                remat=self.remat if is_unit else "none",
-                cast_in=cast_in,
-                cast_out=cast_out,
-                pin=is_root or is_unit,
-            )
-            if boundary != Boundary():
-                boundaries[module.path] = boundary
-        return boundaries
+    def _comms(self, mode: Mode) -> dict[str, ParamComm]:
+        return param_comms(self._model, self.layout, self.precision, self.units, mode)

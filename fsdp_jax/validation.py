@@ -3,7 +3,7 @@
 import inspect
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import flax.linen as nn
@@ -17,8 +17,10 @@ from fsdp_jax.errors import SlowerWarning, did_you_mean, message
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of
+from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
+from fsdp_jax.tree import flatten
 from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
@@ -26,7 +28,14 @@ from fsdp_jax.units.unit import RematName
 
 
 def check_arguments(
-    tx: Any, mesh: Any, units: Any, precision: Any, remat: Any, prefetch: Any, min_size: Any
+    tx: Any,
+    mesh: Any,
+    units: Any,
+    precision: Any,
+    remat: Any,
+    prefetch: Any,
+    offload: Any,
+    min_size: Any,
 ) -> None:
     """Checks arguments of `fully_shard`."""
     if not isinstance(mesh, Mesh | MeshAxes):
@@ -38,6 +47,9 @@ def check_arguments(
     if precision is not None and not isinstance(precision, Precision):
         fix = 'Precision(compute="bfloat16")'
         raise ValueError(message("not a Precision", where="precision", got=precision, fix=fix))
+    if offload is not None and not isinstance(offload, Offload):
+        fix = "Offload(optimizer=True)"
+        raise ValueError(message("not an Offload", where="offload", got=offload, fix=fix))
     _check_units(units)
     if not _is_count(min_size, least=0):
         what = "min_size is a number of elements"
@@ -160,8 +172,10 @@ def check_trained(params: Mapping[str, jax.ShapeDtypeStruct]) -> None:
             raise ValueError(message(what, where=path, expected=expected, got=leaf.dtype, fix=fix))
 
 
-def check_patterns(precision: Precision, classes: Collection[str], paths: Collection[str]) -> None:
+def check_patterns(precision: Precision, model: Model) -> None:
     """Checks that the user's own patterns in `keep_float32` match a parameter or a class."""
+    classes = set().union(*(module.class_names for module in model.modules))
+    paths = flatten(model.params)
     for pattern in precision.keep_float32:
         by_default = pattern in Precision().keep_float32
         if not by_default and not any(re.search(pattern, name) for name in (*classes, *paths)):

@@ -1,0 +1,73 @@
+"""What is kept in host memory while it is not used: the policy, as data."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp_jax.errors import message
+
+HOST = "pinned_host"  # JAX's name of the memory of a host that its devices can read and write
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What is kept in host memory; PyTorch's `CPUOffloadPolicy`, DeepSpeed's ZeRO-Offload.
+
+    Nothing is computed on the host. What is there is brought to the device in parts, used or
+    updated there, and sent back.
+
+    Attributes:
+        params: parameters are kept on the host: the master weights, and a copy in the compute dtype
+            from which a unit fetches its shards each time it gathers them.
+        optimizer: optimizer state is kept on the host: True for all of it, or a fraction of its
+            bytes, 0 to 1, of which the largest arrays are taken first.
+        activations: what the forward pass saves for the backward pass is kept on the host: True for
+            the inputs of the units, or names given by `jax.ad_checkpoint.checkpoint_name`.
+        in_flight: groups of optimizer state that are on the device at once, at least 1. The
+            transfers of one overlap the update of another, for the bytes of one more.
+
+    """
+
+    params: bool = False
+    optimizer: bool | float = False
+    activations: bool | tuple[str, ...] = False
+    in_flight: int = 2
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.params, bool):
+            what = "offload of parameters is all or none"
+            fix = "Offload(params=True)"
+            raise ValueError(message(what, where="offload.params", got=self.params, fix=fix))
+        is_number = isinstance(self.optimizer, bool | int | float | np.number)
+        if not (is_number and 0 <= float(self.optimizer) <= 1):
+            what = "not a fraction"
+            where = "offload.optimizer"
+            expected, fix = "True, or a number from 0 to 1", "Offload(optimizer=0.5) for half of it"
+            raise ValueError(
+                message(what, where=where, expected=expected, got=self.optimizer, fix=fix)
+            )
+        if not isinstance(self.activations, bool):
+            names = self.activations
+            if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+                what = "neither True nor names of activations"
+                where = "offload.activations"
+                fix = 'Offload(activations=("attention",)), for checkpoint_name(x, "attention")'
+                raise ValueError(message(what, where=where, got=names, fix=fix))
+            object.__setattr__(self, "activations", tuple(names))
+        is_count = isinstance(self.in_flight, int | np.integer)
+        if not is_count or isinstance(self.in_flight, bool) or self.in_flight < 1:
+            what = "in_flight is a whole number, at least 1"
+            raise ValueError(message(what, where="offload.in_flight", got=self.in_flight))
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of the optimizer state's bytes that is kept on the host."""
+        return float(self.optimizer)
+
+    @property
+    def state(self) -> bool:
+        """Whether any of the state is kept on the host between steps."""
+        return self.params or self.fraction > 0
+
+
+NO_OFFLOAD = Offload()

@@ -1,0 +1,141 @@
+"""How each parameter of a model is gathered and reduced, and what is cast between its modules."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fsdp_jax.sharding.layout import COPIES, Layout
+from fsdp_jax.sharding.mesh import MeshAxes
+from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.sharding.rules import Placement
+from fsdp_jax.sharding.strategy import Strategy
+from fsdp_jax.tree import flatten
+from fsdp_jax.units.collectives import Mode, ParamComm
+from fsdp_jax.units.gather_transform import GatherTransform
+from fsdp_jax.units.model import Boundary, Model
+from fsdp_jax.units.unit import ROOT, Remat
+
+
+def float32_paths(model: Model, precision: Precision) -> set[str]:
+    """Returns the paths of parameters that are gathered in float32, by path or by class."""
+    paths = flatten(model.params)
+    by_class = {
+        path
+        for module in model.modules
+        for path in module.direct
+        if precision.keeps(module.class_names)
+    }
+    return by_class | {path for path in paths if precision.keeps((path,))}
+
+
+def copies_of(
+    strategy: Strategy,
+    placements: Mapping[str, Placement],
+    trained: Mapping[str, Any],
+    precision: Precision,
+    float32: Collection[str],
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the replicated copies that a step computes with, by path.
+
+    A strategy that replicates parameters and shards their optimizer state can, in mixed precision,
+    shard the master weights too: only the copy in the compute dtype is replicated.
+    """
+    copies = {}
+    for path, leaf in trained.items() if strategy.gathers_updates else ():
+        compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
+        if placements[path].spec and compute != leaf.dtype:
+            copies[path] = jax.ShapeDtypeStruct(leaf.shape, compute)
+    return copies
+
+
+def param_comms(
+    model: Model,
+    layout: Layout,
+    precision: Precision,
+    units: Mapping[str, str | None],
+    mode: Mode,
+) -> dict[str, ParamComm]:
+    """Returns path -> how that parameter is gathered and its gradient reduced.
+
+    `units`: path -> path of the unit that gathers it.
+    """
+    float32 = float32_paths(model, precision)
+    copies = flatten(layout.other[COPIES])
+    per_axis = mode == "manual" and _gathers_per_axis(layout.axes)
+    comms = {}
+    for path, leaf in layout.by_path.items():
+        compute, reduce = precision.comm_dtypes(path in float32, leaf.dtype)
+        comms[path] = ParamComm(
+            path,
+            units[path],
+            len(leaf.shape),
+            leaf.axes,
+            leaf.axes.model_spec(leaf.spec) if path in copies else leaf.spec,
+            leaf.grad_spec,
+            GatherTransform(leaf.dtype, compute, reduce),
+            mode,
+            leaf.stacked,
+            per_axis=per_axis,
+            trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
+        )
+    return comms
+
+
+def boundaries(
+    model: Model,
+    precision: Precision,
+    units: Mapping[str, str | None],
+    remat: Remat,
+    *,
+    chosen: bool,
+) -> dict[str, Boundary]:
+    """Returns what happens as calls enter and leave modules, by module path.
+
+    Units gather; where dtypes mix, inputs are cast, and so are the outputs of float32 modules.
+
+    Args:
+        model: the adapter.
+        precision: of parameters and inputs.
+        units: parameter path -> path of the unit that gathers it.
+        remat: of the units.
+        chosen: the user named the units, so that their inputs are cast too.
+
+    """
+    compute = precision.cast_dtype
+    paths = {unit for unit in units.values() if unit}
+    float32 = float32_paths(model, precision) if compute is not None else set()
+    found = {}
+    for module in model.modules:
+        is_root = module.path == ROOT
+        is_unit = module.path in paths
+        cast_in = cast_out = None
+        # Units that the user did not choose leave the dtypes as with the whole model as one.
+        casts = is_root or (is_unit and chosen)
+        if precision.cast_inputs and casts:
+            cast_in = compute
+        if is_root:
+            cast_out = precision.output_dtype
+        elif module.pinned or module.direct & float32:
+            cast_out = compute
+        boundary = Boundary(
+            unit=module.path if is_unit else None,
+            remat=remat if is_unit else "none",
+            cast_in=cast_in,
+            cast_out=cast_out,
+            pin=is_root or is_unit,
+        )
+        if boundary != Boundary():
+            found[module.path] = boundary
+    return found
+
+
+def _gathers_per_axis(axes: MeshAxes) -> bool:
+    """Returns whether collectives go along one mesh axis at a time, as on the torus of a TPU.
+
+    NCCL's collectives go over the whole mesh at once, on any network. Virtual CPU devices behave as
+    a TPU where `data` was split.
+    """
+    platform = axes.mesh.devices.flat[0].platform
+    return platform == "tpu" or (platform == "cpu" and len(axes.data) > 1)

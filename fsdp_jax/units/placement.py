@@ -1,0 +1,58 @@
+"""Where the parameters and the large other state of a model go on a mesh, by the rules."""
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from fsdp_jax.errors import check_regexes, did_you_mean, message
+from fsdp_jax.sharding.logical_axes import LogicalAxes, check_logical_axes, read_logical_axes
+from fsdp_jax.sharding.mesh import Entry, MeshAxes, entry_of
+from fsdp_jax.sharding.rules import HEURISTIC, Placement, Rules, is_box
+from fsdp_jax.tree import flatten
+from fsdp_jax.units.model import Model
+
+
+def place(
+    rules: Rules, model: Model, mesh: Mesh, stacked: Mapping[str, int]
+) -> tuple[dict[str, Placement], dict[str, Placement]]:
+    """Returns placements of the parameters, and of large other state that a rule or its annotation
+    names, by path.
+
+    The heuristic is for parameters: of a buffer that every layer reads, a table or a mask, it would
+    make a gather in every layer.
+    """
+    params = flatten(model.params, is_leaf=is_box)
+    rest = flatten(model.boxed_rest, is_leaf=is_box)
+    sizes = {path: prod(leaf.shape) for path, leaf in flatten(model.rest).items()}
+    large = {path: leaf for path, leaf in rest.items() if sizes[path] >= rules.min_size}
+    placed = rules.place(params | large, mesh, stacked=stacked, others=large)
+    state = {path: placed[path] for path in large if placed[path].rule != HEURISTIC}
+    for path in large.keys() - state.keys():
+        if names := placed[path].dropped:
+            reason = f"its annotation names {list(names)}, which the mesh lacks: replicated"
+            state[path] = Placement(PartitionSpec(), "state", reason)
+    return {path: placed[path] for path in params}, state
+
+
+def split_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:
+    """Returns logical axes with `data` replaced by the mesh axes that it is split into."""
+    table = read_logical_axes(logical_axes)
+    check_logical_axes(table, tuple(axes.shape))
+    split: list[tuple[str, Entry]] = [(axes.unsplit, axes.data)] if axes.unsplit else []
+    for name, entry in table:
+        parts = [axes.data if axis == axes.unsplit else (axis,) for axis in entry]
+        split.append((name, entry_of([part for group in parts for part in group])))
+    return split
+
+
+def matches(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> set[str]:
+    """Returns the paths that any pattern is found in; every pattern must match some path."""
+    check_regexes(patterns, where)
+    for pattern in patterns:
+        if not any(re.search(pattern, path) for path in paths):
+            what = f"pattern '{pattern}' matches no parameter"
+            raise ValueError(message(what, where=where, fix=did_you_mean(pattern, paths)))
+    return {path for path in paths if any(re.search(pattern, path) for pattern in patterns)}
