@@ -193,7 +193,8 @@ def fully_shard(
     check_trained(trained)
     check_patterns(dtypes, adapter)
     float32 = float32_paths(adapter, dtypes)
-    copies = copies_of(resolved, placements, trained, dtypes, float32)
+    offloaded = offload or NO_OFFLOAD
+    copies = copies_of(resolved, placements, trained, dtypes, float32, offloaded, min_size)
     layout = make_layout(
         unflatten(stored),
         placements,
@@ -207,6 +208,7 @@ def fully_shard(
         copied=copies,
         units=description,
         state=state_placements,
+        offload=offloaded,
     )
     relayout = functools.partial(
         fully_shard,
@@ -235,7 +237,7 @@ def fully_shard(
         dtypes,
         remat,
         prefetch,
-        offload or NO_OFFLOAD,
+        offloaded,
         owners,
         automatic and found,
         relayout,
@@ -492,12 +494,13 @@ class Sharded:
             clip=clip,
         )
         local_batch = local_batch and self.layout.axes.batch_shards > 1
+        deferred = deferred_reduction and local_batch and accumulation > 1
         return self._step_plan(
             as_loss(loss_fn),
             "manual" if local_batch else "annotate",
             takes_key=takes_key(loss_fn),
             accumulation=accumulation,
-            deferred=deferred_reduction and local_batch and accumulation > 1,
+            deferred=deferred,
             clip=clip,
             prefetch=self.prefetch if local_batch else "none",
             local_batch=local_batch,
@@ -549,20 +552,24 @@ class Sharded:
         """Returns the model of sharded arrays: an NNX module, or a bound Linen module."""
         return self._model.build(state.params, state.model_state)
 
-    def _step_plan(self, fn: LossFn, mode: Mode = "annotate", **settings: Any) -> StepPlan:
+    def _step_plan(
+        self, fn: LossFn, mode: Mode = "annotate", *, deferred: bool = False, **settings: Any
+    ) -> StepPlan:
         def whole_model(why: str) -> StepPlan:
-            return self._as_one_unit(why)._step_plan(fn, mode, **settings)
+            return self._as_one_unit(why)._step_plan(fn, mode, deferred=deferred, **settings)
 
         return StepPlan(
             self._model,
             self.layout,
             self._tx,
-            self._comms(mode),
+            self._comms(mode, deferred),
             boundaries(
                 self._model, self.precision, self.units, self.remat, chosen=not self._automatic
             ),
             fn,
             remat=self.remat,
+            deferred=deferred,
+            offload=self.offload,
             whole_model=whole_model if self._automatic else None,
             **settings,
         )
@@ -572,5 +579,5 @@ class Sharded:
         layout = replace(self.layout, units=f"the whole model ({why})")
         return replace(self, layout=layout, units=dict.fromkeys(self.units, ROOT), _automatic=False)
 
-    def _comms(self, mode: Mode) -> dict[str, ParamComm]:
-        return param_comms(self._model, self.layout, self.precision, self.units, mode)
+    def _comms(self, mode: Mode, deferred: bool = False) -> dict[str, ParamComm]:
+        return param_comms(self._model, self.layout, self.precision, self.units, mode, deferred)

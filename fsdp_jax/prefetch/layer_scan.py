@@ -189,7 +189,7 @@ class _Backward:
     def run(self, carry: list[Any], residuals: _Residuals) -> Any:
         """Returns the cotangents of the four arguments of `LayerScan.run`; None for non-floats."""
         stacks = {
-            path: self.inputs.unreduced.get(path, shard)
+            path: self.inputs.slots.get(path, shard)
             for path, shard in self.inputs.shards.items()
             if self.scan.comms[path].trained
         }
@@ -290,7 +290,7 @@ class _Backward:
 
     def _reduce(self, cotangents: _Cotangents, layer: Any, gradients: Arrays) -> _Cotangents:
         """Reduces a layer's gradients and puts them into their slots."""
-        reduced = reduce_gradients(self.scan.comms, self.inputs.unreduced, gradients)
+        reduced = reduce_gradients(self.scan.comms, self.inputs.slots, gradients)
         stacks = {path: cotangents.gradients[path] for path in reduced}
         filled = self.scan.set_slice(stacks, layer, reduced)
         return cotangents._replace(gradients=cotangents.gradients | filled)

@@ -258,7 +258,7 @@ class _Rewriter:
 
 
 def _gather_inputs(operands: Mapping[str, Sequence[Any]]) -> GatherInputs:
-    """Returns operands of gathers: path -> shard and, where reduction is deferred, zeros."""
+    """Returns operands of gathers: path -> shard, and path -> slot where there is one."""
     shards = {path: args[0] for path, args in operands.items()}
     return GatherInputs(shards, {path: args[1] for path, args in operands.items() if len(args) > 1})
 

@@ -151,4 +151,4 @@ class UnitChain:
         return [input_cotangents(*each) for each in zip(inputs, reduced, strict=True)], to_external
 
     def _reduce(self, inputs: GatherInputs, gradients: Arrays) -> Arrays:
-        return reduce_gradients(self.comms, inputs.unreduced, gradients)
+        return reduce_gradients(self.comms, inputs.slots, gradients)

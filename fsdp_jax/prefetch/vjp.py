@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fsdp_jax.units.collectives import ParamComm, fetch, reduce
+from fsdp_jax.units.collectives import ParamComm, fetch, gradient_of
 
 Arrays = dict[str, jax.Array]
 Layer = Callable[[Arrays, list[Any]], list[Any]]
@@ -24,13 +24,13 @@ class GatherInputs(NamedTuple):
 
     Attributes:
         shards: path -> shard of the parameter.
-        unreduced: path -> zeros of the gathered shape, where reduction is deferred; their cotangent
-            is the gradient before its reduction.
+        slots: path -> zeros whose cotangent is the gradient, where that is not the cotangent of the
+            shard; see `units.unit.Shard`.
 
     """
 
     shards: Arrays
-    unreduced: Arrays
+    slots: Arrays
 
 
 def is_float(x: Any) -> bool:
@@ -129,27 +129,25 @@ def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
     return {path: fetch(comms[path], shard) for path, shard in shards.items()}
 
 
-def reduce_gradients(
-    comms: Mapping[str, ParamComm], unreduced: Arrays, gradients: Arrays
-) -> Arrays:
+def reduce_gradients(comms: Mapping[str, ParamComm], slots: Arrays, gradients: Arrays) -> Arrays:
     """Reduce-scatters the gradients of trained parameters, except where that is deferred."""
+    reduced = {
+        path: gradient_of(comms[path], g) for path, g in gradients.items() if comms[path].trained
+    }
     return {
-        path: g.astype(unreduced[path].dtype) if path in unreduced else reduce(comms[path], g)
-        for path, g in gradients.items()
-        if comms[path].trained
+        path: g.astype(slots[path].dtype) if path in slots else g for path, g in reduced.items()
     }
 
 
 def input_cotangents(inputs: GatherInputs, gradients: Arrays) -> GatherInputs:
     """Returns the cotangents of `inputs`, given what `reduce_gradients` returned.
 
-    A parameter that is not trained gets None. Where reduction is deferred, the gradient belongs to
-    `unreduced` and the shard's cotangent is zero.
+    A parameter that is not trained gets None, and so does the shard of one that has a slot.
     """
-    shards: dict[str, Any] = {path: gradients.get(path) for path in inputs.shards}
-    for path in inputs.unreduced:
-        shards[path] = jnp.zeros(inputs.shards[path].shape, inputs.shards[path].dtype)
-    return GatherInputs(shards, {path: gradients[path] for path in inputs.unreduced})
+    shards: dict[str, Any] = {
+        path: None if path in inputs.slots else gradients.get(path) for path in inputs.shards
+    }
+    return GatherInputs(shards, {path: gradients[path] for path in inputs.slots})
 
 
 def after(values: Arrays, event: list[Any]) -> tuple[Arrays, list[Any]]:
@@ -177,12 +175,12 @@ def gather_after_layers(
         return outputs, gather_all(comms, inputs.shards)
 
     def forward(inputs: GatherInputs, outputs: list[jax.Array]) -> Any:
-        return run(inputs, outputs), inputs.unreduced
+        return run(inputs, outputs), inputs.slots
 
-    def backward(unreduced: Arrays, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
+    def backward(slots: Arrays, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
         to_outputs, gradients = cotangents
-        reduced, to_outputs = after(reduce_gradients(comms, unreduced, gradients), to_outputs)
-        return input_cotangents(GatherInputs(abstract, unreduced), reduced), to_outputs
+        reduced, to_outputs = after(reduce_gradients(comms, slots, gradients), to_outputs)
+        return input_cotangents(GatherInputs(abstract, slots), reduced), to_outputs
 
     abstract: Any = {
         path: jax.ShapeDtypeStruct(shard.shape, shard.dtype)

@@ -5,7 +5,7 @@ All that a step is built from takes a Layout, and no ambient mesh.
 
 import warnings
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.sharding.mesh import MeshAxes, shards_of
+from fsdp_jax.sharding.offload import HOST, NO_OFFLOAD, Offload
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
 from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
@@ -44,7 +45,8 @@ class Leaf:
             sharded under `zero1` too.
         missed_shards: the shard count it would have if a dim were divisible; 1 if it is sharded or
             small.
-        memory_kind: where JAX stores it, such as `pinned_host`; the device's memory by default.
+        memory_kind: where JAX stores it between steps, `pinned_host` for host memory; None for the
+            device's memory.
 
     """
 
@@ -70,7 +72,13 @@ class Leaf:
     @property
     def sharding(self) -> NamedSharding:
         """Its sharding between steps."""
-        return NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)
+        sharding = NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)
+        if sharding.memory_kind == self.memory_kind or self.memory_kind is None:
+            return sharding
+        # GPUs that are only compiled for report no memories, and JAX drops the kind in silence. A
+        # mesh without devices keeps it.
+        abstract = self.mesh.abstract_mesh
+        return NamedSharding(abstract, self.spec, memory_kind=self.memory_kind)
 
     @property
     def grad_sharding(self) -> NamedSharding:
@@ -88,8 +96,13 @@ class Leaf:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
+    def on_host(self) -> bool:
+        """Whether it is in host memory between steps."""
+        return self.memory_kind == HOST
+
+    @property
     def bytes_per_device(self) -> int:
-        """Bytes on each device between steps."""
+        """Bytes of each device's part between steps, in its own memory or in the host's."""
         return self.bytes // prod(shards_of(self.mesh, entry) for entry in self.spec)
 
     @property
@@ -141,9 +154,13 @@ class Layout:
         """Returns bytes of the state, unsharded; of one part if given."""
         return sum(leaf.bytes for leaf in self if part in (None, leaf.part))
 
-    def per_device(self, part: Part | None = None) -> int:
-        """Returns bytes of the state on each device between steps; of one part if given."""
-        return sum(leaf.bytes_per_device for leaf in self if part in (None, leaf.part))
+    def per_device(self, part: Part | None = None, *, host: bool = False) -> int:
+        """Returns bytes of the state on each device between steps; of one part if given.
+
+        `host`: instead those in host memory, for each device.
+        """
+        leaves = [leaf for leaf in self if leaf.on_host == host]
+        return sum(leaf.bytes_per_device for leaf in leaves if part in (None, leaf.part))
 
     def trainable(self, tree: PyTree) -> PyTree:
         """Returns the leaves of a tree of parameters that are trained."""
@@ -161,8 +178,10 @@ class Layout:
         """Returns one line: strategy, mesh, bytes per device against replicated."""
         mesh = " x ".join(f"{name}={size}" for name, size in self.axes.shape.items())
         sharded, replicated = self.per_device(), self.total()
+        on_host = self.per_device(host=True)
+        beside = f", {human_bytes(on_host)} per device in host memory" if on_host else ""
         return (
-            f"{self.strategy.name} on {mesh}: {human_bytes(sharded)} of state per device "
+            f"{self.strategy.name} on {mesh}: {human_bytes(sharded)} of state per device{beside} "
             f"({human_bytes(replicated)} replicated, {replicated / max(sharded, 1):.2f}x)"
         )
 
@@ -184,6 +203,8 @@ def _row(leaf: Leaf) -> tuple[str, ...]:
         reason += f", {human_bytes(leaf.wasted_bytes)} more on every device"
     elif reason == NOT_PLACED:
         reason += f", {human_bytes(leaf.bytes)} on every device"
+    if leaf.on_host:
+        reason += ", in host memory"
     return (
         leaf.part,
         leaf.path,
@@ -210,6 +231,7 @@ def make_layout(
     copied: Container[str] = (),
     units: str = "",
     state: Mapping[str, Placement] = MappingProxyType({}),
+    offload: Offload = NO_OFFLOAD,
 ) -> Layout:
     """Returns the layout of a state that exists only as shapes.
 
@@ -223,11 +245,12 @@ def make_layout(
         rules: their heuristic, for optimizer state that follows no parameter.
         stacked: path -> leading dims that stack layers.
         frozen: paths of parameters without gradients and optimizer state.
-        copied: paths of parameters that are sharded though the strategy replicates them, since
-            `other` has a replicated copy to compute with.
+        copied: paths of parameters of which `other` has a copy to compute with. They are sharded,
+            also where the strategy replicates the copy.
         units: what is gathered together, in words.
         state: path in the model -> how a rule or an annotation places that array of its other
             state.
+        offload: what is kept in host memory.
 
     Warns:
         ReplicationWarning: large leaves that stay replicated because no dim is divisible, or since
@@ -238,7 +261,8 @@ def make_layout(
     updated = {p: strategy.grad_placement(place, axes) for p, place in placements.items()}
 
     def param(path: str, array: Any) -> Leaf:
-        stored = strategy.param_placement(placements[path], axes, has_copy=path in copied)
+        has_copy = path in copied and strategy.gathers_updates
+        stored = strategy.param_placement(placements[path], axes, has_copy=has_copy)
         extra = {"trainable": path not in frozen, "stacked": stacked.get(path, 0)}
         return _leaf("params", path, array, stored, axes, grad_spec=updated[path].spec, **extra)
 
@@ -257,12 +281,12 @@ def make_layout(
     def optimizer_leaf(path: str, array: Any, placement: Placement) -> Leaf:
         return _leaf("optimizer", path, array, placement, axes)
 
-    # All else: a copy that is replicated on purpose, state that is placed by name, and small state.
+    # All else: a copy to compute with, state that is placed by name, and small state.
     def other_leaf(path: str, array: Any) -> Leaf:
         part, _, name = path.partition(SEPARATOR)
         spec, reason = PartitionSpec(), "small state is replicated"
         if part == COPIES:
-            spec = axes.model_spec(placements[name].spec)
+            spec = strategy.param_placement(placements[name], axes).spec
             reason = f"{strategy.name} computes with this copy"
         elif part == MODEL_STATE and name in state:
             return _leaf("other", path, array, strategy.param_placement(state[name], axes), axes)
@@ -278,10 +302,46 @@ def make_layout(
         map_with_path(other_leaf, other),
         units,
     )
+    layout = in_host_memory(layout, offload, rules.min_size)
     _warn_of_waste(layout)
     if strategy.shards_params and shards_of(axes.mesh, rules.axes) > 1:
         _warn_of_large_state(layout)
     return layout
+
+
+def in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
+    """Returns the layout with the memory kind of what is kept on the host.
+
+    Arrays with fewer elements than `min_size` stay on the device: to send them would take longer
+    than it saves.
+    """
+    if not offload.state:
+        return layout
+    large = [leaf for leaf in layout if prod(leaf.shape) >= min_size]
+    chosen: set[tuple[str, str]] = set()
+    if offload.params:
+        copies = COPIES + SEPARATOR
+        chosen |= {
+            (leaf.part, leaf.path)
+            for leaf in large
+            if leaf.part == "params" or (leaf.part == "other" and leaf.path.startswith(copies))
+        }
+    # Of the optimizer state the largest first, until the fraction is reached.
+    remaining = offload.fraction * layout.total("optimizer")
+    moments = [leaf for leaf in large if leaf.part == "optimizer"]
+    for leaf in sorted(moments, key=lambda leaf: (-leaf.bytes, leaf.path)):
+        if remaining <= 0:
+            break
+        chosen.add((leaf.part, leaf.path))
+        remaining -= leaf.bytes
+
+    def with_kind(leaf: Leaf) -> Leaf:
+        return replace(leaf, memory_kind=HOST) if (leaf.part, leaf.path) in chosen else leaf
+
+    params, optimizer, other = (
+        jax.tree.map(with_kind, part) for part in (layout.params, layout.optimizer, layout.other)
+    )
+    return replace(layout, params=params, optimizer=optimizer, other=other)
 
 
 def _leaf(

@@ -23,8 +23,10 @@ class Offload:
             bytes, 0 to 1, of which the largest arrays are taken first.
         activations: what the forward pass saves for the backward pass is kept on the host: True for
             the inputs of the units, or names given by `jax.ad_checkpoint.checkpoint_name`.
-        in_flight: groups of optimizer state that are on the device at once, at least 1. The
+        in_flight: groups of state that are on the device at once for their update, at least 1. The
             transfers of one overlap the update of another, for the bytes of one more.
+        group_bytes: of a group, on each device: some layers of an array, or several small arrays.
+            An array that cannot be updated layer by layer is a group by itself, of any size.
 
     """
 
@@ -32,6 +34,7 @@ class Offload:
     optimizer: bool | float = False
     activations: bool | tuple[str, ...] = False
     in_flight: int = 2
+    group_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, bool):
@@ -54,10 +57,12 @@ class Offload:
                 fix = 'Offload(activations=("attention",)), for checkpoint_name(x, "attention")'
                 raise ValueError(message(what, where=where, got=names, fix=fix))
             object.__setattr__(self, "activations", tuple(names))
-        is_count = isinstance(self.in_flight, int | np.integer)
-        if not is_count or isinstance(self.in_flight, bool) or self.in_flight < 1:
-            what = "in_flight is a whole number, at least 1"
-            raise ValueError(message(what, where="offload.in_flight", got=self.in_flight))
+        for name in ("in_flight", "group_bytes"):
+            value = getattr(self, name)
+            is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not is_int or value < 1:
+                what = f"{name} is a whole number, at least 1"
+                raise ValueError(message(what, where=f"offload.{name}", got=value))
 
     @property
     def fraction(self) -> float:

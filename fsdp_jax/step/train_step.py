@@ -8,6 +8,7 @@ are gathered and when gradients are reduced:
 | gathered | reduced | differentiated | after each microbatch | at the end |
 |---|---|---|---|---|
 | per unit | each microbatch | the shards; the units' custom VJP reduces | | |
+| per unit, from the host | each microbatch | zeros of the shards' size; as above | | |
 | per unit | deferred | zeros of full size, local to the device | | reduce |
 | once | each microbatch | the gathered copies | reduce | |
 | once | deferred | the gathered copies, local | | reduce |
@@ -26,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -33,9 +35,11 @@ from jax.sharding import PartitionSpec
 from fsdp_jax.errors import message
 from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
-from fsdp_jax.sharding.layout import COPIES, Layout
+from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.state import TrainState
+from fsdp_jax.step.streaming import Arrays, streamed
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model, along_one
@@ -63,6 +67,7 @@ class StepPlan:
         deferred: whether gradients are reduced once, after the last microbatch.
         clip: largest global norm of the gradient; None does not clip.
         prefetch: when the next unit is gathered.
+        offload: what is kept in host memory.
         report: which gathers prefetch moved, once the step is traced.
         local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
             collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
@@ -83,6 +88,7 @@ class StepPlan:
     deferred: bool = False
     clip: float | None = None
     prefetch: Prefetch = "none"
+    offload: Offload = NO_OFFLOAD
     report: PrefetchReport = field(default_factory=PrefetchReport, repr=False)
     local_batch: bool = False
     whole_model: Callable[[str], "StepPlan"] | None = field(default=None, repr=False)
@@ -118,14 +124,10 @@ def train_step(
     gradients = jax.tree.map(  # scaled in float32
         lambda g: (g * (clip / count)).astype(g.dtype), gradients
     )
-    params, opt_state = _update(plan, state, gradients, loss)
     # Skip the step where its loss or gradients are not finite.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    params, copies, opt_state, model_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
-        (params, _copies(plan, params), opt_state, model_state),
-        (state.params, state.copies, state.opt_state, state.model_state),
-    )
+    params, copies, opt_state = _update(plan, state, gradients, loss, finite)
+    model_state = _if(finite, model_state, state.model_state)
     skipped = state.skipped + jnp.where(finite, 0, 1)
     in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
     new = TrainState(
@@ -172,19 +174,6 @@ def _compute_params(state: TrainState) -> PyTree:
     return unflatten(flatten(state.params) | flatten(state.copies))
 
 
-def _copies(plan: StepPlan, params: PyTree) -> PyTree:
-    """Returns replicated copies of updated parameters, gathered in the compute dtype."""
-    leaves, flat = plan.layout.by_path, flatten(params)
-
-    def copy(path: str, _: Any) -> jax.Array:
-        # The optimizer's update is outside `shard_map`, and so is this.
-        spec = leaves[path].spec
-        comm = replace(plan.comms[path], param_spec=spec, mode="annotate", per_axis=False)
-        return fetch(comm, flat[path])
-
-    return map_with_path(copy, plan.layout.other[COPIES])
-
-
 def _gathered_once(plan: StepPlan, params: PyTree) -> dict[str, jax.Array]:
     """Returns {path: parameter}: gathered for the whole step, or shards where units gather."""
     flat = flatten(params)
@@ -208,8 +197,8 @@ def _model_params(
     def model_param(path: str, value: jax.Array) -> Any:
         comm = plan.comms[path]
         if not plan.per_unit:
-            comm = replace(comm, already_gathered=True)
-        if plan.per_unit and plan.deferred:
+            shard = Shard(variables.get(path, value), replace(comm, already_gathered=True))
+        elif comm.deferred or comm.on_host:
             shard = Shard(value, comm, variables.get(path))
         else:
             shard = Shard(variables.get(path, value), comm)
@@ -272,11 +261,12 @@ def _accumulate(
     flat = _gathered_once(plan, params)
     # What is differentiated; see the note.
     variables = {path: flat[path] for path in trained}
-    if plan.per_unit and plan.deferred:
-        variables = {
-            path: jnp.zeros(leaves[path].shape, plan.comms[path].transform.reduce)
-            for path in trained
-        }
+    for path in trained if plan.per_unit else ():
+        comm = plan.comms[path]
+        if comm.deferred:
+            variables[path] = jnp.zeros(leaves[path].shape, comm.transform.reduce)
+        elif comm.on_host:  # an array in host memory has no gradient
+            variables[path] = _zero_gradient(plan, path, comm.transform.param)
 
     def loss(
         variables: dict[str, jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
@@ -318,7 +308,12 @@ def _accumulate(
         first = jax.tree.map(lambda x: x[0], batch)
         gradients, sums, model_state = microbatch(model_state, first, 0)
     else:
-        zeros = {path: _zero_gradient(plan, path) for path in trained}
+        # In float32 at least.
+        dtypes = {path: plan.comms[path].transform.param for path in trained}
+        zeros = {
+            path: _zero_gradient(plan, path, jnp.promote_types(dtype, jnp.float32))
+            for path, dtype in dtypes.items()
+        }
         start = (zeros, jnp.zeros(()), jnp.zeros(())), model_state
         microbatches = (batch, jnp.arange(plan.accumulation))
         ((gradients, loss_sum, count), model_state), each = lax.scan(add, start, microbatches)
@@ -350,10 +345,9 @@ def _check_model_state(before: PyTree, after: PyTree) -> None:
             raise ValueError(message(what, where=path, expected=was, got=got, fix=fix))
 
 
-def _zero_gradient(plan: StepPlan, path: str) -> jax.Array:
-    """Returns zeros to sum microbatches in: sharded as they are reduced, in float32 at least."""
+def _zero_gradient(plan: StepPlan, path: str, dtype: np.dtype) -> jax.Array:
+    """Returns zeros of a parameter's gradient, sharded as it is reduced."""
     leaf = plan.layout.by_path[path]
-    dtype = jnp.promote_types(plan.comms[path].transform.param, jnp.float32)
     if plan.deferred:
         return jnp.zeros(leaf.shape, dtype)
     sharding = leaf.grad_sharding
@@ -446,12 +440,72 @@ def _computes_with_a_key(plan: StepPlan, error: Exception) -> ValueError:
 # The optimizer
 
 
-def _update(
-    plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array
-) -> tuple[PyTree, PyTree]:
-    """Returns (parameters, optimizer state), each device updating its own shards.
+def _if(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
 
-    Under zero1 these are slices of replicated parameters.
+
+def _update(
+    plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array, finite: jax.Array
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Returns (parameters, copies, optimizer state), as they were where `finite` is false.
+
+    Each device updates its own shards: under zero1 slices of replicated parameters. State in host
+    memory is updated in groups; see `streaming`.
+    """
+    trained = plan.layout.trainable(state.params)
+    if not plan.offload.state:
+        params, copies, opt_state = _updated(
+            plan, trained, state.opt_state, gradients, loss, finite
+        )
+    else:
+        # All arrays by name, in the order of the trees.
+        trees = trained, state.copies, state.opt_state
+        layout = plan.layout
+        leaf_trees = layout.trainable(layout.params), layout.other[COPIES], layout.optimizer
+        names = _numbered(leaf_trees)
+        param_names = dict(zip(flatten(trained), names, strict=False))  # the first of them
+
+        def update(arrays: Arrays, gradients: Arrays, scalars: Any) -> Arrays:
+            params, _, opt_state = jax.tree.unflatten(
+                jax.tree.structure(trees), list(arrays.values())
+            )
+            by_path = {path: gradients[name] for path, name in param_names.items()}
+            new = _updated(plan, params, opt_state, unflatten(by_path), *scalars)
+            return dict(zip(names, jax.tree.leaves(new), strict=True))
+
+        new = streamed(
+            update,
+            dict(zip(names, jax.tree.leaves(trees), strict=True)),
+            {param_names[path]: g for path, g in flatten(gradients).items()},
+            (loss, finite),
+            dict(zip(names, jax.tree.leaves(leaf_trees), strict=True)),
+            plan.offload,
+        )
+        params, copies, opt_state = jax.tree.unflatten(
+            jax.tree.structure(trees), [new[name] for name in names]
+        )
+    updated = flatten(params)
+    before = flatten(state.params)
+    params = unflatten({path: updated.get(path, old) for path, old in before.items()})
+    return params, copies, opt_state
+
+
+def _numbered(tree: PyTree) -> list[str]:
+    """Returns a name for every leaf; sorted, they are in the tree's order."""
+    return [f"{number:06d}" for number in range(len(jax.tree.leaves(tree)))]
+
+
+def _updated(
+    plan: StepPlan,
+    params: PyTree,
+    opt_state: PyTree,
+    gradients: PyTree,
+    loss: jax.Array,
+    finite: jax.Array,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Returns (trained parameters, copies, optimizer state), as they were if not `finite`.
+
+    Arrays are in device memory: all of the tree, or some layers of the stacked ones.
 
     Raises:
         ValueError: an optimizer that evaluates the loss again, for a line search.
@@ -462,18 +516,32 @@ def _update(
     def pinned(path: str, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, by_path[path].grad_sharding)
 
-    params = map_with_path(pinned, plan.layout.trainable(state.params))
+    params = map_with_path(pinned, params)
     tx = optax.with_extra_args_support(plan.tx)
     try:
-        updates, opt_state = tx.update(
-            gradients, state.opt_state, params, value=loss, grad=gradients
-        )
+        updates, new_state = tx.update(gradients, opt_state, params, value=loss, grad=gradients)
     except TypeError as error:
         if "value_fn" not in str(error):
             raise
         what = "the optimizer wants to evaluate the loss again"
         fix = "turn its line search off, as in optax.lbfgs(learning_rate, linesearch=None)"
         raise ValueError(message(what, where="optimizer", fix=fix)) from error
-    updated = flatten(map_with_path(pinned, optax.apply_updates(params, updates)))
-    before = flatten(state.params)
-    return unflatten({path: updated.get(path, old) for path, old in before.items()}), opt_state
+    updated = map_with_path(pinned, optax.apply_updates(params, updates))
+    updated, new_state = _if(finite, (updated, new_state), (params, opt_state))
+    return updated, _copies(plan, updated), new_state
+
+
+def _copies(plan: StepPlan, params: PyTree) -> PyTree:
+    """Returns copies of updated parameters in the compute dtype, replicated or sharded."""
+    leaves, flat = plan.layout.by_path, flatten(params)
+
+    def copy(path: str, copied: Leaf) -> jax.Array:
+        if copied.spec == leaves[path].spec:
+            return flat[path].astype(copied.dtype)
+        # The optimizer's update is outside `shard_map`, and so is this.
+        comm = plan.comms[path]
+        spec = leaves[path].spec
+        comm = replace(comm, param_spec=spec, mode="annotate", per_axis=False, on_host=False)
+        return fetch(comm, flat[path])
+
+    return map_with_path(copy, plan.layout.other[COPIES])

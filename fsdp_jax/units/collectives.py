@@ -57,6 +57,8 @@ class ParamComm:
         stacked: how many leading dims of the stored array stack layers.
         per_axis: gathered and scattered along one mesh axis at a time, as a torus wants it.
         trained: it has a gradient.
+        on_host: what is gathered is in host memory: it is brought to the device first.
+        deferred: its gradient is not reduced here, but once, after the last microbatch.
         already_gathered: gathered once for the whole step; the unit uses it as it is.
 
     """
@@ -72,6 +74,8 @@ class ParamComm:
     stacked: int = 0
     per_axis: bool = False
     trained: bool = True
+    on_host: bool = False
+    deferred: bool = False
     already_gathered: bool = False
 
     @property
@@ -109,14 +113,15 @@ class ParamComm:
         return [axes] if axes else []
 
 
-def gather(comm: ParamComm, value: jax.Array, pending: jax.Array | None = None) -> jax.Array:
+def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> jax.Array:
     """Returns the unsharded parameter in the compute dtype; its VJP reduces the gradient.
 
-    With `pending` the gradient is not reduced: it becomes the cotangent of `pending`, local to the
-    device. Frozen parameters skip the custom VJP; otherwise `jax.checkpoint` would save its output.
+    With `slot` the gradient becomes the cotangent of `slot` instead of `value`: local to the device
+    where reduction is deferred, otherwise reduced. Frozen parameters skip the custom VJP; otherwise
+    `jax.checkpoint` would save its output.
     """
     if comm.mode == "annotate":
-        return gather_annotated([comm], [value])[0]
+        return gather_annotated([comm], [value], [slot])[0]
     # Prefetch finds the gather in the traced model by the name of the function.
     name = SITE.format(comm.path)
     if not comm.trained:
@@ -128,43 +133,60 @@ def gather(comm: ParamComm, value: jax.Array, pending: jax.Array | None = None) 
         return jax.jit(gather_frozen)(value)
 
     @jax.custom_vjp
-    def gather_trained(value: jax.Array, pending: jax.Array | None) -> jax.Array:
+    def gather_trained(value: jax.Array, slot: jax.Array | None) -> jax.Array:
         return fetch(comm, value)
 
-    def forward(value: jax.Array, pending: jax.Array | None) -> tuple[jax.Array, None]:
+    def forward(value: jax.Array, slot: jax.Array | None) -> tuple[jax.Array, None]:
         return fetch(comm, value), None
 
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        if pending is None:
-            return reduce(comm, cotangent), None
-        return jnp.zeros(value.shape, value.dtype), cotangent.astype(pending.dtype)
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        return to_value_or_slot(gradient_of(comm, cotangent), slot)
 
     gather_trained.defvjp(forward, backward)
     gather_trained.__name__ = name  # type: ignore[attr-defined]
-    return jax.jit(gather_trained)(value, pending)
+    return jax.jit(gather_trained)(value, slot)
 
 
-def gather_annotated(comms: Sequence[ParamComm], values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns `gather` of several parameters in mode `annotate`.
+def gather_annotated(
+    comms: Sequence[ParamComm], values: Sequence[jax.Array], slots: Sequence[jax.Array | None]
+) -> list[jax.Array]:
+    """Returns several unsharded parameters, as `gather` does one of them.
 
     They share one custom VJP, since each takes time to trace.
     """
-    trained = [comm for comm in comms if comm.trained]
+    trained = [number for number, comm in enumerate(comms) if comm.trained]
 
-    def fetch_trained(shards: list[jax.Array]) -> list[jax.Array]:
-        return [fetch(comm, shard) for comm, shard in zip(trained, shards, strict=True)]
+    def fetch_trained(shards: list[jax.Array], _: list[Any]) -> list[jax.Array]:
+        return [fetch(comms[n], shard) for n, shard in zip(trained, shards, strict=True)]
 
-    def backward(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
-        return ([reduce(comm, g) for comm, g in zip(trained, cotangents, strict=True)],)
+    def backward(_: None, cotangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
+        pairs = [
+            to_value_or_slot(gradient_of(comms[n], cotangent), slots[n])
+            for n, cotangent in zip(trained, cotangents, strict=True)
+        ]
+        return [to_value for to_value, _ in pairs], [to_slot for _, to_slot in pairs]
 
     with_vjp = jax.custom_vjp(fetch_trained)
-    with_vjp.defvjp(lambda shards: (fetch_trained(shards), None), backward)
-    shards = [value for comm, value in zip(comms, values, strict=True) if comm.trained]
-    gathered = iter(with_vjp(shards) if trained else ())
+    with_vjp.defvjp(lambda *args: (fetch_trained(*args), None), backward)
+    gathered = iter(
+        with_vjp([values[n] for n in trained], [slots[n] for n in trained]) if trained else ()
+    )
     return [
         next(gathered) if comm.trained else fetch(comm, lax.stop_gradient(value))
         for comm, value in zip(comms, values, strict=True)
     ]
+
+
+def gradient_of(comm: ParamComm, cotangent: jax.Array) -> jax.Array:
+    """Returns the gradient for the cotangent of a gathered parameter; deferred, it stays local."""
+    return cotangent if comm.deferred else reduce(comm, cotangent)
+
+
+def to_value_or_slot(gradient: jax.Array, slot: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the cotangents of what is gathered, and of its slot if it has one."""
+    if slot is None:
+        return gradient, None
+    return None, gradient.astype(slot.dtype)
 
 
 def site_of(eqn: JaxprEqn) -> str | None:
@@ -177,6 +199,8 @@ def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
     """Returns what `gather` returns, without a VJP of its own."""
     spec = comm.sliced(comm.param_spec, value.ndim)
     with jax.named_scope(SITE.format(comm.path)):
+        if comm.on_host:
+            value = jax.device_put(value, jax.memory.Space.Device)
         value, extra = comm.transform.before_gather(value)
         if comm.axes.batch_spec_axes(spec):
             run = _gather_manual if comm.mode == "manual" else _gather_annotated

@@ -1,6 +1,7 @@
 """How each parameter of a model is gathered and reduced, and what is cast between its modules."""
 
 from collections.abc import Collection, Mapping
+from math import prod
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import MeshAxes
+from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import Strategy
@@ -36,16 +38,21 @@ def copies_of(
     trained: Mapping[str, Any],
     precision: Precision,
     float32: Collection[str],
+    offload: Offload,
+    min_size: int,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the replicated copies that a step computes with, by path.
+    """Returns the copies in the compute dtype that a step computes with, by path.
 
     A strategy that replicates parameters and shards their optimizer state can, in mixed precision,
-    shard the master weights too: only the copy in the compute dtype is replicated.
+    shard the master weights too: only the copy is replicated. Where the master weights are in host
+    memory, the copy is what the units fetch.
     """
     copies = {}
-    for path, leaf in trained.items() if strategy.gathers_updates else ():
+    for path, leaf in trained.items():
         compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
-        if placements[path].spec and compute != leaf.dtype:
+        replicated = strategy.gathers_updates and placements[path].spec
+        fetched = offload.params and prod(leaf.shape) >= min_size
+        if compute != leaf.dtype and (replicated or fetched):
             copies[path] = jax.ShapeDtypeStruct(leaf.shape, compute)
     return copies
 
@@ -56,10 +63,18 @@ def param_comms(
     precision: Precision,
     units: Mapping[str, str | None],
     mode: Mode,
+    deferred: bool,
 ) -> dict[str, ParamComm]:
     """Returns path -> how that parameter is gathered and its gradient reduced.
 
-    `units`: path -> path of the unit that gathers it.
+    Args:
+        model: the adapter.
+        layout: of the state.
+        precision: of parameters and gradients.
+        units: path -> path of the unit that gathers it.
+        mode: of the collectives.
+        deferred: gradients are reduced after the last microbatch.
+
     """
     float32 = float32_paths(model, precision)
     copies = flatten(layout.other[COPIES])
@@ -67,17 +82,20 @@ def param_comms(
     comms = {}
     for path, leaf in layout.by_path.items():
         compute, reduce = precision.comm_dtypes(path in float32, leaf.dtype)
+        computed_with = copies.get(path, leaf)
         comms[path] = ParamComm(
             path,
             units[path],
             len(leaf.shape),
             leaf.axes,
-            leaf.axes.model_spec(leaf.spec) if path in copies else leaf.spec,
+            computed_with.spec,
             leaf.grad_spec,
             GatherTransform(leaf.dtype, compute, reduce),
             mode,
             leaf.stacked,
             per_axis=per_axis,
+            on_host=computed_with.on_host,
+            deferred=deferred,
             trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
         )
     return comms

@@ -44,36 +44,37 @@ class Shard:
     Attributes:
         value: the local shard in mode `manual`, the sharded global array in mode `annotate`.
         comm: how it is gathered; static.
-        pending: where reduction is deferred, zeros of the gathered shape whose cotangent is the
-            local gradient.
+        slot: zeros whose cotangent is the gradient, where that is not the cotangent of `value`: of
+            the gathered shape where reduction is deferred, of the shard's where `value` is in host
+            memory.
         guard: with local batches, an array of random keys, with which nothing can be computed: a
             loss that reads the leaves of the tree (a penalty on all parameters, say) is an error
             instead of silently wrong.
 
     """
 
-    def __init__(self, value: Any, comm: ParamComm, pending: Any = None, guard: Any = None) -> None:
+    def __init__(self, value: Any, comm: ParamComm, slot: Any = None, guard: Any = None) -> None:
         self.value = value
         self.comm = comm
-        self.pending = pending
+        self.slot = slot
         self.guard = guard
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], ParamComm]:
         """Returns the arrays under their names; the ParamComm is static."""
-        names = ("value", "pending", "guard")
+        names = ("value", "slot", "guard")
         return tuple((jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in names), self.comm
 
     @classmethod
     def tree_unflatten(cls, comm: ParamComm, children: Sequence[Any]) -> "Shard":
         """Returns a Shard around whatever a transformation made of the arrays."""
-        value, pending, guard = children
-        return cls(value, comm, pending, guard)
+        value, slot, guard = children
+        return cls(value, comm, slot, guard)
 
     def gather(self) -> jax.Array:
         """Returns the unsharded parameter in the compute dtype."""
         if self.comm.already_gathered:
             return self.value
-        return gather(self.comm, self.value, self.pending)
+        return gather(self.comm, self.value, self.slot)
 
     def _outside(self) -> UnitError:
         comm = self.comm
@@ -122,7 +123,8 @@ def gathered(tree: PyTree, unit: str) -> PyTree:
     shards = shards_in(tree, unit)
     if all(shard.comm.mode == "annotate" and not shard.comm.already_gathered for shard in shards):
         comms = [shard.comm for shard in shards]
-        arrays = iter(gather_annotated(comms, [shard.value for shard in shards]))
+        values, slots = [shard.value for shard in shards], [shard.slot for shard in shards]
+        arrays = iter(gather_annotated(comms, values, slots))
     else:
         arrays = iter([shard.gather() for shard in shards])
     return jax.tree.map(
@@ -168,7 +170,7 @@ def checkpoint_settings(shards: Sequence[Shard], remat: Remat) -> dict[str, Any]
     return {"policy": policy, "prevent_cse": not in_scan}
 
 
-_GATHERING = {"sharding_constraint", "optimization_barrier", "all_gather"}
+_GATHERING = {"sharding_constraint", "optimization_barrier", "all_gather", "device_put"}
 _REARRANGING = {
     *("reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate"),
     *("broadcast_in_dim", "copy", "copy_p"),

@@ -41,8 +41,8 @@ class FakeDevice:
         return FakeMemory()
 
     def addressable_memories(self) -> Sequence[FakeMemory]:
-        """Returns the device's own memory alone."""
-        return [self.default_memory()]
+        """Returns the device's own memory, and its host's that it can read and write."""
+        return [self.default_memory(), FakeMemory("pinned_host")]
 
 
 @dataclass(frozen=True, order=True)

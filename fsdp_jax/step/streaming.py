@@ -1,0 +1,514 @@
+"""Updates state that is in host memory: brought to the device in groups, updated and sent back.
+
+[Note: groups] The optimizer's update is traced once, for the whole tree. In the traced program it
+shows which arrays of the state each result depends on: those that depend on one another, such as a
+parameter and its moments, form a part, and a part is updated without the others. Parts are joined
+to groups of about `Offload.group_bytes`. A part of stacked layers is updated some layers at a time,
+in a loop, if each layer's results depend on that layer alone; the update is then traced again for
+arrays of so many layers. XLA streams from host memory along the first dim.
+
+[Note: order] `in_flight` groups are on the device at once: while one is updated, the next is
+fetched. A fetch waits for the update of the group `in_flight` before it, by a barrier. Within a
+loop the groups of one layer follow each other in a ring, so that no buffer is read and written at
+once: XLA would copy it, in host memory. So a loop with a single group fetches and sends in turn.
+
+A global norm of the gradients, learning rates and counts depend on nothing in host memory: they are
+computed before, once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+
+from fsdp_jax.errors import human_bytes, message
+from fsdp_jax.prefetch.gather_sites import CALLS, ends_of, inner_jaxprs, inputs_of, reads
+from fsdp_jax.sharding.layout import Leaf
+from fsdp_jax.sharding.offload import Offload
+
+Arrays = dict[str, jax.Array]
+Update = Callable[[Arrays, Arrays, Any], Arrays]
+"""(state by name, gradients by name of the parameter, scalars) -> new state by name."""
+# Elements up to which a value that depends on nothing in host memory is computed once, before.
+_SCALAR = 1
+_ELEMENTWISE = {
+    *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type"),
+    *("copy", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt"),
+    *("integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul"),
+    *("ne", "neg", "nextafter", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign"),
+    *("sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
+}
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+
+
+def streamed(
+    update: Update,
+    state: Arrays,
+    gradients: Arrays,
+    scalars: Any,
+    leaves: Mapping[str, Leaf],
+    offload: Offload,
+) -> Arrays:
+    """Returns `update(state, gradients, scalars)`; arrays in host memory are updated in groups.
+
+    Args:
+        update: a pure function, which sees all arrays in device memory.
+        state: of the optimizer and the parameters that it updates, and copies of these, by name.
+        gradients: in device memory, by names of `state`.
+        scalars: a pytree of what else it reads, in device memory.
+        leaves: name -> how that array of the state is stored.
+        offload: how many groups of which size.
+
+    Raises:
+        ValueError: an optimizer whose update of one parameter reads the state of another.
+
+    """
+    traced = _Traced(update, state, gradients, scalars, leaves)
+    parts = _parts(traced)
+    env = traced.run_before(state, gradients, scalars)
+    # What is in device memory alone is updated as without offload.
+    in_groups = {name for part in parts for name in part.names}
+    beside = [name for name in traced.outputs if name not in in_groups]
+    new = traced.run(beside, env, state, gradients)
+    # The others in loops over layers, or whole.
+    stacks: dict[int, list[_Part]] = {}
+    for part in parts:
+        stacks.setdefault(part.layers, []).append(part)
+    for layers, stack in sorted(stacks.items(), reverse=True):
+        buffers = {name: state[name] for part in stack for name in part.names}
+        group = _Stack(traced, stack, layers, env, offload)
+        whole = layers == 1 or group.length == 1
+        new |= group.run_whole(buffers, gradients) if whole else group.run(buffers, gradients)
+    return new
+
+
+def staging_bytes(parts: Sequence["_Part"], offload: Offload) -> int:
+    """Returns bytes on a device of the groups in flight, before and after their update."""
+    sizes = sorted((part.bytes_per_layer for part in parts), reverse=True)
+    return 2 * sum(sizes[: offload.in_flight])
+
+
+class _Traced:
+    """The traced update, and which arrays each of its values depends on.
+
+    Attributes:
+        outputs: name -> variable of the new array.
+        host_inputs: variable -> the names in host memory, or beside one there, that it depends on.
+
+    """
+
+    def __init__(
+        self,
+        update: Update,
+        state: Arrays,
+        gradients: Arrays,
+        scalars: Any,
+        leaves: Mapping[str, Leaf],
+        rows: Mapping[str, int] | None = None,
+    ) -> None:
+        self.update, self.leaves = update, leaves
+        self._given = state, gradients, scalars
+        self.state_names, self.gradient_names = sorted(state), sorted(gradients)
+
+        def abstract(name: str, array: Any) -> jax.ShapeDtypeStruct:
+            shape = array.shape
+            if rows and name in rows:
+                shape = (rows[name], *shape[1:])
+            return jax.ShapeDtypeStruct(shape, array.dtype)
+
+        shapes = [{name: abstract(name, x) for name, x in part.items()} for part in self._given[:2]]
+        self.closed, out = jax.make_jaxpr(update, return_shape=True)(*shapes, scalars)
+        self.jaxpr = self.closed.jaxpr
+        self.outputs = dict(zip(sorted(out), self.jaxpr.outvars, strict=True))
+        names = [*self.state_names, *self.gradient_names]
+        self.inputs = dict(zip(self.jaxpr.invars, names, strict=False))
+        self.is_gradient = set(self.jaxpr.invars[len(state) : len(names)])
+
+    def resized(self, rows: Mapping[str, int]) -> "_Traced":
+        """Returns the update traced for arrays of so many rows, by name."""
+        return _Traced(self.update, *self._given, self.leaves, rows)
+
+    @cached_property
+    def depends_on(self) -> dict[Any, frozenset[str]]:
+        """Variable -> names of the state that it depends on, leaving out scalars on the device."""
+        found: dict[Any, frozenset[str]] = {}
+        for variable, name in self.inputs.items():
+            if variable not in self.is_gradient and not self._is_scalar(name):
+                found[variable] = frozenset([name])
+        for eqn in self.jaxpr.eqns:
+            sources = [found[v] for v in reads(eqn) if v in found]
+            if sources:
+                found |= dict.fromkeys(eqn.outvars, frozenset().union(*sources))
+        return found
+
+    def _is_scalar(self, name: str) -> bool:
+        leaf = self.leaves[name]
+        return prod(leaf.shape) <= _SCALAR and not leaf.on_host
+
+    @cached_property
+    def before(self) -> list[Any]:
+        """Scalars that depend on no array of the state: they are computed once, before."""
+        return [
+            v
+            for eqn in self.jaxpr.eqns
+            for v in eqn.outvars
+            if v not in self.depends_on and prod(_shape(v)) <= _SCALAR
+        ]
+
+    def run_before(self, state: Arrays, gradients: Arrays, scalars: Any) -> dict[Any, Any]:
+        """Returns the values of constants, scalars, and of what is computed from them before."""
+        n_arrays = len(self.inputs)
+        env = dict(zip(self.jaxpr.constvars, self.closed.consts, strict=True))
+        env |= zip(self.jaxpr.invars[n_arrays:], jax.tree.leaves(scalars), strict=True)
+        arrays = {v: self._array(v, state, gradients) for v in self.inputs}
+        env |= {v: x for v, x in arrays.items() if v not in self.depends_on and x.size <= _SCALAR}
+        read = {v for eqn in self.jaxpr.eqns for v in reads(eqn)} | set(self.jaxpr.outvars)
+        wanted = [v for v in self.before if v in read]
+        on_device = {
+            v: x for v, x in arrays.items() if v in self.is_gradient or v not in self.depends_on
+        }
+        return env | self._evaluate(wanted, env | on_device)
+
+    def _array(self, variable: Any, state: Arrays, gradients: Arrays) -> Any:
+        name = self.inputs[variable]
+        return gradients[name] if variable in self.is_gradient else state[name]
+
+    def run(
+        self,
+        names: Sequence[str],
+        env: Mapping[Any, Any],
+        state: Arrays,
+        gradients: Arrays,
+    ) -> Arrays:
+        """Returns the new arrays of these names.
+
+        Args:
+            names: of the state.
+            env: what `run_before` returned, or `translated` of it.
+            state: arrays in device memory, at least those that these depend on.
+            gradients: those of the parameters among them.
+
+        """
+        arrays = {
+            v: (gradients if v in self.is_gradient else state)[name]
+            for v, name in self.inputs.items()
+            if name in (gradients if v in self.is_gradient else state)
+        }
+        variables = [self.outputs[name] for name in names]
+        values = self._evaluate(variables, {**arrays, **env})
+        return {
+            name: v.val if isinstance(v, jex.Literal) else values[v]
+            for name, v in zip(names, variables, strict=True)
+        }
+
+    def needed(self, wanted: Sequence[Any], known: Any) -> list[jex.JaxprEqn]:
+        """Returns the equations that compute these variables from the known ones, in order."""
+        missing = {v for v in wanted if not isinstance(v, jex.Literal) and v not in known}
+        eqns = []
+        for eqn in reversed(self.jaxpr.eqns):
+            if not missing.isdisjoint(eqn.outvars):
+                eqns.append(eqn)
+                missing |= {v for v in reads(eqn) if v not in known}
+        return eqns[::-1]
+
+    def _evaluate(self, wanted: Sequence[Any], known: Mapping[Any, Any]) -> dict[Any, Any]:
+        eqns = self.needed(wanted, known)
+        invars, defined = ends_of(eqns)
+        outvars = [v for v in dict.fromkeys(wanted) if not isinstance(v, jex.Literal)]
+        computed = [v for v in outvars if v not in known]
+        assert set(computed) <= set(defined), "every output is computed, or known"
+        debug = self.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        program = self.jaxpr.replace(
+            constvars=[], invars=invars, outvars=computed, eqns=eqns, debug_info=debug
+        )
+        values = jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))(*[known[v] for v in invars])
+        return {v: known[v] for v in outvars if v in known} | dict(
+            zip(computed, values, strict=True)
+        )
+
+    def same_program(self, other: "_Traced") -> bool:
+        """Returns whether another trace has the same equations, apart from sizes."""
+        pairs = zip(self.jaxpr.eqns, other.jaxpr.eqns, strict=False)
+        return len(self.jaxpr.eqns) == len(other.jaxpr.eqns) and all(
+            a.primitive is b.primitive
+            and [(v.aval.ndim, v.aval.dtype) for v in a.outvars]
+            == [(v.aval.ndim, v.aval.dtype) for v in b.outvars]
+            for a, b in pairs
+        )
+
+    def translated(self, env: Mapping[Any, Any], other: "_Traced") -> dict[Any, Any]:
+        """Returns `env` for the variables of another trace with the same equations."""
+        mine = [*inputs_of(self.jaxpr), *(v for eqn in self.jaxpr.eqns for v in eqn.outvars)]
+        theirs = [*inputs_of(other.jaxpr), *(v for eqn in other.jaxpr.eqns for v in eqn.outvars)]
+        return {b: env[a] for a, b in zip(mine, theirs, strict=True) if a in env}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Arrays of the state whose updates depend on one another alone.
+
+    Attributes:
+        names: of the arrays.
+        layers: if they are updated layer by layer, the number of these; otherwise 1.
+        bytes_per_layer: of a layer, or of all, on each device.
+
+    """
+
+    names: tuple[str, ...]
+    layers: int
+    bytes_per_layer: int
+
+
+def _parts(traced: _Traced) -> list[_Part]:
+    """Returns the parts that have an array in host memory.
+
+    Raises:
+        ValueError: a part with several parameters.
+
+    """
+    # Join each result with what it depends on.
+    parents: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parents.setdefault(name, name) != name:
+            name = parents[name]
+        return name
+
+    for name, variable in traced.outputs.items():
+        depends = () if isinstance(variable, jex.Literal) else traced.depends_on.get(variable, ())
+        for other in depends:
+            parents[root(other)] = root(name)
+    joined: dict[str, list[str]] = {}
+    for name in traced.outputs:
+        joined.setdefault(root(name), []).append(name)
+
+    parts = []
+    for names in joined.values():
+        if not any(traced.leaves[name].on_host for name in names):
+            continue
+        _check_streams(names, traced.leaves)
+        layers = _layers(traced, names)
+        total = sum(traced.leaves[name].bytes_per_device for name in names)
+        parts.append(_Part(tuple(names), layers, total // layers))
+    return parts
+
+
+def _check_streams(names: Sequence[str], leaves: Mapping[str, Leaf]) -> None:
+    params = [name for name in names if leaves[name].part == "params"]
+    if len(params) <= 1:
+        return
+    size = sum(leaves[name].bytes_per_device for name in names)
+    what = "the optimizer cannot be streamed from host memory"
+    expected = "an update of each parameter from its own state"
+    got = f"'{leaves[params[0]].path}' and {len(params) - 1} others depend on one another, "
+    got += f"{human_bytes(size)} on each device"
+    fix = "clip the gradient by make_train_step(clip=) or before the moments, accumulate by "
+    fix += "accumulation=, and leave out transformations of the whole tree such as "
+    fix += "optax.apply_if_finite; or leave the optimizer state on the devices"
+    raise ValueError(message(what, where="offload", expected=expected, got=got, fix=fix))
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(variable.aval.shape)
+
+
+def _layers(traced: _Traced, names: Sequence[str]) -> int:
+    """Returns the number of layers that a part can be updated one by one; 1 if it cannot."""
+    leaves = [traced.leaves[name] for name in names]
+    stacked = {leaf.shape[0] for leaf in leaves if leaf.part == "params" and leaf.stacked}
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    (size,) = sizes if len(sizes) == 1 else [()]
+    if len(size) != 1 or stacked != set(size) or any(any(leaf.spec[:1]) for leaf in leaves):
+        return 1
+    layers = int(size[0])
+    inputs = {v for v, name in traced.inputs.items() if name in names}
+    known = inputs | set(traced.before) | set(traced.jaxpr.constvars)
+    known |= set(traced.jaxpr.invars[len(traced.inputs) :])
+    variables = [traced.outputs[name] for name in names]
+    eqns = traced.needed(variables, known)
+    return layers if _by_rows(eqns, inputs, variables, layers) else 1
+
+
+def _by_rows(eqns: Sequence[jex.JaxprEqn], rows: set[Any], outputs: Sequence[Any], n: int) -> bool:
+    """Returns whether row i of each output depends on row i of the inputs alone.
+
+    What these equations do is known for certain primitives; others count as mixing rows.
+
+    Args:
+        eqns: in order.
+        rows: the inputs whose first dim has `n` rows; all others are scalars.
+        outputs: the variables in question.
+        n: the number of rows.
+
+    """
+    rows = set(rows)
+    uniform: set[Any] = set()  # large arrays with the same value in each row
+
+    def is_fine(v: Any, of: set[Any]) -> bool:
+        return not isinstance(v, jex.Literal) and v in of
+
+    for eqn in eqns:
+        name, params = eqn.primitive.name, eqn.params
+        by_row = [v for v in eqn.invars if is_fine(v, rows)]
+        others = [v for v in eqn.invars if not is_fine(v, rows)]
+        small = all(prod(_shape(v)) <= _SCALAR or is_fine(v, uniform) for v in others)
+        shapes = {_shape(v) for v in eqn.outvars}
+        if not small:
+            return False
+        if not by_row:
+            if any(prod(shape) > _SCALAR for shape in shapes):
+                if name not in ("broadcast_in_dim", *_ELEMENTWISE):
+                    return False
+                uniform |= set(eqn.outvars)
+            continue
+        if name in CALLS:
+            (inner,) = inner_jaxprs(eqn)
+            pairs = list(zip(inner.invars, eqn.invars, strict=True))
+            inside = {a for a, v in pairs if is_fine(v, rows)}
+            if any(is_fine(v, uniform) for v in eqn.invars) or inner.constvars:
+                return False
+            if not _by_rows(inner.eqns, inside, inner.outvars, n):
+                return False
+        elif name in _ELEMENTWISE or name == "sharding_constraint":
+            if any({_shape(v)} != shapes for v in by_row):
+                return False
+        elif name in _REDUCTIONS:
+            if 0 in params["axes"]:
+                return False
+        elif name == "reshape":
+            if params["dimensions"] is not None or _shape(by_row[0])[0] != n:
+                return False
+        elif name == "broadcast_in_dim":
+            if params["broadcast_dimensions"][:1] != (0,):
+                return False
+        else:
+            return False
+        if any(not _shape(v) or _shape(v)[0] != n for v in eqn.outvars):
+            return False
+        rows |= set(eqn.outvars)
+    return all(is_fine(v, rows) for v in outputs)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Parts of the same number of layers, updated together in a loop, or whole.
+
+    Attributes:
+        traced: the update.
+        parts: what is updated.
+        layers: of each part; 1 if they are updated whole.
+        env: scalars, as `_Traced.run_before` returned them.
+        offload: the size of groups, and how many are on the device.
+
+    """
+
+    traced: _Traced
+    parts: list[_Part]
+    layers: int
+    env: Mapping[Any, Any] = field(repr=False)
+    offload: Offload
+
+    @cached_property
+    def groups(self) -> list[list[str]]:
+        """Names of each group: one part, or several that together are small enough."""
+        groups: list[list[str]] = []
+        size = 0
+        for part in self.parts:
+            part_bytes = part.bytes_per_layer * self.rows
+            if not groups or size + part_bytes > self.offload.group_bytes:
+                groups.append([])
+                size = 0
+            groups[-1] += part.names
+            size += part_bytes
+        return groups
+
+    @cached_property
+    def rows(self) -> int:
+        """Layers that are updated at a time: as many as leave the largest part within a group."""
+        largest = max(part.bytes_per_layer for part in self.parts)
+        fit = max(1, self.offload.group_bytes // max(largest, 1))
+        return max(k for k in range(1, self.layers + 1) if self.layers % k == 0 and k <= fit)
+
+    @property
+    def length(self) -> int:
+        """Iterations of the loop."""
+        return self.layers // self.rows
+
+    def run_whole(self, buffers: Arrays, gradients: Arrays) -> Arrays:
+        """Returns the new arrays, each updated whole."""
+        new: Arrays = {}
+        updated: list[Arrays] = []
+        for number, names in enumerate(self.groups):
+            inputs = {name: buffers[name] for name in names}
+            if number >= self.offload.in_flight:
+                waits_for = updated[number - self.offload.in_flight]
+                inputs, _ = lax.optimization_barrier((inputs, waits_for))
+            on_device = {name: self._to_device(name, x) for name, x in inputs.items()}
+            values = self.traced.run(names, self.env, on_device, _of(gradients, names))
+            updated.append(values)
+            new |= {name: self._to_host(name, x) for name, x in values.items()}
+        return new
+
+    def run(self, buffers: Arrays, gradients: Arrays) -> Arrays:
+        """Returns the new arrays, updated `rows` layers at a time."""
+        rows = {name: self.rows for part in self.parts for name in part.names}
+        sliced = self.traced.resized(rows)
+        if not self.traced.same_program(sliced):  # it looks at sizes
+            return self.run_whole(buffers, gradients)
+        env = self.traced.translated(self.env, sliced)
+        groups = self.groups
+        ahead = min(self.offload.in_flight, len(groups)) - 1
+
+        def fetch(buffers: Arrays, group: int, index: Any) -> Arrays:
+            return {
+                name: self._to_device(name, self._rows_of(buffers[name], index))
+                for name in groups[group]
+            }
+
+        def iteration(carry: tuple[Arrays, list[Arrays]], index: Any) -> Any:
+            buffers, fetched = carry
+            for number, names in enumerate(groups):
+                next_group, next_layer = (number + ahead) % len(groups), index
+                if number + ahead >= len(groups):
+                    next_layer = jnp.minimum(index + 1, self.length - 1)
+                fetched = [*fetched, fetch(buffers, next_group, next_layer)]
+                slices = {
+                    name: self._rows_of(g, index) for name, g in _of(gradients, names).items()
+                }
+                values = sliced.run(names, env, fetched[0], slices)
+                # The next fetch waits for this update.
+                index, values = lax.optimization_barrier((index, values))
+                buffers = buffers | {
+                    name: self._set_rows(buffers[name], self._to_host(name, x), index)
+                    for name, x in values.items()
+                }
+                fetched = fetched[1:]
+            return (buffers, fetched), None
+
+        start = buffers, [fetch(buffers, group, 0) for group in range(ahead)]
+        (buffers, _), _ = lax.scan(iteration, start, jnp.arange(self.length))
+        return buffers
+
+    def _rows_of(self, array: jax.Array, index: Any) -> jax.Array:
+        return lax.dynamic_slice_in_dim(array, index * self.rows, self.rows, 0)
+
+    def _set_rows(self, array: jax.Array, values: jax.Array, index: Any) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(array, values, index * self.rows, 0)
+
+    def _to_device(self, name: str, array: jax.Array) -> jax.Array:
+        on_host = self.traced.leaves[name].on_host
+        return jax.device_put(array, jax.memory.Space.Device) if on_host else array
+
+    def _to_host(self, name: str, array: jax.Array) -> jax.Array:
+        on_host = self.traced.leaves[name].on_host
+        return jax.device_put(array, jax.memory.Space.Host) if on_host else array
+
+
+def _of(gradients: Arrays, names: Sequence[str]) -> Arrays:
+    return {name: gradients[name] for name in names if name in gradients}
