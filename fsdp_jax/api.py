@@ -58,6 +58,7 @@ from fsdp_jax.validation import (
     adapt,
     as_seed,
     check_arguments,
+    check_host_memory,
     check_patterns,
     check_plan,
     check_train_step,
@@ -147,6 +148,7 @@ def fully_shard(
     # Check what needs no model, then trace the model for its shapes.
     check_arguments(tx, mesh, units, precision, remat, prefetch, offload, min_size)
     mesh_and_axes = mesh_axes(mesh, data, replica)
+    check_host_memory(offload, mesh_and_axes.mesh)
     resolved = get_strategy(strategy)
     with mesh_and_axes.ambient():
         adapter = adapt(model, inputs)
@@ -549,8 +551,17 @@ class Sharded:
         return apply
 
     def model(self, state: TrainState) -> Any:
-        """Returns the model of sharded arrays: an NNX module, or a bound Linen module."""
-        return self._model.build(state.params, state.model_state)
+        """Returns the model of sharded arrays: an NNX module, or a bound Linen module.
+
+        Parameters in host memory are copied to the devices.
+        """
+        layout = self.layout.params
+        params = jax.tree.map(
+            lambda leaf, x: jax.device_put(x, leaf.on_device) if leaf.on_host else x,
+            layout,
+            state.params,
+        )
+        return self._model.build(params, state.model_state)
 
     def _step_plan(
         self, fn: LossFn, mode: Mode = "annotate", *, deferred: bool = False, **settings: Any

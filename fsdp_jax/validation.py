@@ -17,7 +17,7 @@ from fsdp_jax.errors import SlowerWarning, did_you_mean, message
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of
-from fsdp_jax.sharding.offload import Offload
+from fsdp_jax.sharding.offload import HOST, Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.tree import flatten
@@ -56,6 +56,20 @@ def check_arguments(
         raise ValueError(message(what, where="min_size", got=min_size, fix="min_size=2**14"))
     _check_remat(remat)
     _check_choice("prefetch", prefetch, get_args(Prefetch))
+
+
+def check_host_memory(offload: Offload | None, mesh: Mesh) -> None:
+    """Refuses to offload where the devices cannot reach host memory."""
+    if offload is None or not (offload.state or offload.activations):
+        return
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    # GPUs that are only compiled for report no memories.
+    if kinds and HOST not in kinds:
+        what = f"these devices cannot reach host memory of the kind '{HOST}'"
+        got = f"{device.device_kind}, with {', '.join(kinds)}"
+        fix = "leave offload out; remat, accumulation= and more devices save memory too"
+        raise ValueError(message(what, where="offload", got=got, fix=fix))
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -81,6 +81,11 @@ class Leaf:
         return NamedSharding(abstract, self.spec, memory_kind=self.memory_kind)
 
     @property
+    def on_device(self) -> NamedSharding:
+        """Its sharding in the device's memory."""
+        return NamedSharding(self.mesh, self.spec)
+
+    @property
     def grad_sharding(self) -> NamedSharding:
         """The sharding of its reduced gradient, in the device's memory."""
         return NamedSharding(self.mesh, self.grad_spec)
@@ -177,12 +182,12 @@ class Layout:
     def summary(self) -> str:
         """Returns one line: strategy, mesh, bytes per device against replicated."""
         mesh = " x ".join(f"{name}={size}" for name, size in self.axes.shape.items())
-        sharded, replicated = self.per_device(), self.total()
-        on_host = self.per_device(host=True)
+        sharded, on_host = self.per_device(), self.per_device(host=True)
+        replicated = self.total()
         beside = f", {human_bytes(on_host)} per device in host memory" if on_host else ""
         return (
             f"{self.strategy.name} on {mesh}: {human_bytes(sharded)} of state per device{beside} "
-            f"({human_bytes(replicated)} replicated, {replicated / max(sharded, 1):.2f}x)"
+            f"({human_bytes(replicated)} replicated, {replicated / max(sharded + on_host, 1):.2f}x)"
         )
 
     def __str__(self) -> str:

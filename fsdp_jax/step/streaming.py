@@ -26,6 +26,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from fsdp_jax.errors import human_bytes, message
 from fsdp_jax.prefetch.gather_sites import CALLS, ends_of, inner_jaxprs, inputs_of, reads
@@ -33,6 +34,37 @@ from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.offload import Offload
 
 Arrays = dict[str, jax.Array]
+
+
+@dataclass
+class StreamReport:
+    """How state in host memory is updated, once the step is traced.
+
+    Attributes:
+        groups: fetches in a step.
+        staging_bytes: on each device, of the groups in flight before and after their update, and
+            of one more update that is sent back.
+        moved_whole: path -> bytes on each device, of parameters that cannot be updated layer by
+            layer and that with their state are larger than `Offload.group_bytes`.
+
+    """
+
+    groups: int = 0
+    staging_bytes: int = 0
+    moved_whole: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.groups:
+            return "no state is streamed from host memory"
+        text = f"state streamed from host memory in {self.groups} groups, "
+        text += f"{human_bytes(self.staging_bytes)} of them on each device at once"
+        if self.moved_whole:
+            largest = max(self.moved_whole, key=lambda path: self.moved_whole[path])
+            text += f"; the largest that is moved whole is '{largest}', "
+            text += human_bytes(self.moved_whole[largest])
+        return text
+
+
 Update = Callable[[Arrays, Arrays, Any], Arrays]
 """(state by name, gradients by name of the parameter, scalars) -> new state by name."""
 # Elements up to which a value that depends on nothing in host memory is computed once, before.
@@ -54,6 +86,7 @@ def streamed(
     scalars: Any,
     leaves: Mapping[str, Leaf],
     offload: Offload,
+    report: StreamReport,
 ) -> Arrays:
     """Returns `update(state, gradients, scalars)`; arrays in host memory are updated in groups.
 
@@ -64,6 +97,7 @@ def streamed(
         scalars: a pytree of what else it reads, in device memory.
         leaves: name -> how that array of the state is stored.
         offload: how many groups of which size.
+        report: filled in.
 
     Raises:
         ValueError: an optimizer whose update of one parameter reads the state of another.
@@ -77,21 +111,29 @@ def streamed(
     beside = [name for name in traced.outputs if name not in in_groups]
     new = traced.run(beside, env, state, gradients)
     # The others in loops over layers, or whole.
-    stacks: dict[int, list[_Part]] = {}
+    by_layers: dict[int, list[_Part]] = {}
     for part in parts:
-        stacks.setdefault(part.layers, []).append(part)
-    for layers, stack in sorted(stacks.items(), reverse=True):
-        buffers = {name: state[name] for part in stack for name in part.names}
-        group = _Stack(traced, stack, layers, env, offload)
-        whole = layers == 1 or group.length == 1
-        new |= group.run_whole(buffers, gradients) if whole else group.run(buffers, gradients)
+        by_layers.setdefault(part.layers, []).append(part)
+    stacks = [_Stack(traced, each, n, env, offload) for n, each in sorted(by_layers.items())]
+    for stack in stacks[::-1]:
+        buffers = {name: state[name] for part in stack.parts for name in part.names}
+        run = stack.run if stack.length > 1 else stack.run_whole
+        new |= run(buffers, gradients)
+    _fill(report, stacks, offload)
     return new
 
 
-def staging_bytes(parts: Sequence["_Part"], offload: Offload) -> int:
-    """Returns bytes on a device of the groups in flight, before and after their update."""
-    sizes = sorted((part.bytes_per_layer for part in parts), reverse=True)
-    return 2 * sum(sizes[: offload.in_flight])
+def _fill(report: StreamReport, stacks: Sequence["_Stack"], offload: Offload) -> None:
+    sizes = [size for stack in stacks for size in stack.group_sizes]
+    report.groups = sum(len(stack.groups) * stack.length for stack in stacks)
+    report.staging_bytes = sum(sorted(sizes, reverse=True)[: offload.in_flight])
+    report.staging_bytes += max(sizes, default=0)
+    report.moved_whole = {
+        stack.traced.leaves[part.names[0]].path: part.bytes_per_layer
+        for stack in stacks
+        for part in stack.parts
+        if part.layers == 1 and part.bytes_per_layer > offload.group_bytes
+    }
 
 
 class _Traced:
@@ -415,18 +457,47 @@ class _Stack:
     offload: Offload
 
     @cached_property
-    def groups(self) -> list[list[str]]:
-        """Names of each group: one part, or several that together are small enough."""
-        groups: list[list[str]] = []
+    def orders(self) -> dict[str, tuple[int, ...]]:
+        """Name -> order of the dims in memory, of arrays in host memory, on TPUs.
+
+        In a loop XLA may prefer the order of the gradients, and would transpose the state before
+        and after it, in host memory.
+        """
+        names = [name for part in self.parts for name in part.names]
+        on_host = [name for name in names if self.traced.leaves[name].on_host]
+        leaves = [self.traced.leaves[name] for name in on_host]
+        if leaves[0].mesh.devices.flat[0].platform != "tpu":
+            return {}
+        stored = tuple(leaf.abstract for leaf in leaves)
+        compiled = jax.jit(lambda *arrays: arrays).lower(*stored).compile()
+        formats = compiled.input_formats[0]
+        return {
+            name: each.layout.major_to_minor for name, each in zip(on_host, formats, strict=True)
+        }
+
+    @cached_property
+    def groups(self) -> list[list[_Part]]:
+        """The parts of each group: one, or several that together are small enough."""
+        groups: list[list[_Part]] = []
         size = 0
         for part in self.parts:
             part_bytes = part.bytes_per_layer * self.rows
             if not groups or size + part_bytes > self.offload.group_bytes:
                 groups.append([])
                 size = 0
-            groups[-1] += part.names
+            groups[-1].append(part)
             size += part_bytes
         return groups
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Bytes of each group on a device."""
+        return [sum(part.bytes_per_layer for part in parts) * self.rows for parts in self.groups]
+
+    @cached_property
+    def names(self) -> list[list[str]]:
+        """Names of each group's arrays."""
+        return [[name for part in parts for name in part.names] for parts in self.groups]
 
     @cached_property
     def rows(self) -> int:
@@ -444,7 +515,7 @@ class _Stack:
         """Returns the new arrays, each updated whole."""
         new: Arrays = {}
         updated: list[Arrays] = []
-        for number, names in enumerate(self.groups):
+        for number, names in enumerate(self.names):
             inputs = {name: buffers[name] for name in names}
             if number >= self.offload.in_flight:
                 waits_for = updated[number - self.offload.in_flight]
@@ -462,7 +533,7 @@ class _Stack:
         if not self.traced.same_program(sliced):  # it looks at sizes
             return self.run_whole(buffers, gradients)
         env = self.traced.translated(self.env, sliced)
-        groups = self.groups
+        groups = self.names
         ahead = min(self.offload.in_flight, len(groups)) - 1
 
         def fetch(buffers: Arrays, group: int, index: Any) -> Arrays:
@@ -502,8 +573,11 @@ class _Stack:
         return lax.dynamic_update_slice_in_dim(array, values, index * self.rows, 0)
 
     def _to_device(self, name: str, array: jax.Array) -> jax.Array:
-        on_host = self.traced.leaves[name].on_host
-        return jax.device_put(array, jax.memory.Space.Device) if on_host else array
+        if not self.traced.leaves[name].on_host:
+            return array
+        array = jax.device_put(array, jax.memory.Space.Device)
+        order = self.orders.get(name)
+        return array if order is None else with_layout_constraint(array, Layout(order))
 
     def _to_host(self, name: str, array: jax.Array) -> jax.Array:
         on_host = self.traced.leaves[name].on_host

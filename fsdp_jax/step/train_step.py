@@ -39,7 +39,7 @@ from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.state import TrainState
-from fsdp_jax.step.streaming import Arrays, streamed
+from fsdp_jax.step.streaming import Arrays, StreamReport, streamed
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model, along_one
@@ -68,6 +68,7 @@ class StepPlan:
         clip: largest global norm of the gradient; None does not clip.
         prefetch: when the next unit is gathered.
         offload: what is kept in host memory.
+        stream_report: how state in host memory is updated, once the step is traced.
         report: which gathers prefetch moved, once the step is traced.
         local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
             collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
@@ -89,6 +90,7 @@ class StepPlan:
     clip: float | None = None
     prefetch: Prefetch = "none"
     offload: Offload = NO_OFFLOAD
+    stream_report: StreamReport = field(default_factory=StreamReport, repr=False)
     report: PrefetchReport = field(default_factory=PrefetchReport, repr=False)
     local_batch: bool = False
     whole_model: Callable[[str], "StepPlan"] | None = field(default=None, repr=False)
@@ -480,6 +482,7 @@ def _update(
             (loss, finite),
             dict(zip(names, jax.tree.leaves(leaf_trees), strict=True)),
             plan.offload,
+            plan.stream_report,
         )
         params, copies, opt_state = jax.tree.unflatten(
             jax.tree.structure(trees), [new[name] for name in names]
