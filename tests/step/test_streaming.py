@@ -1,0 +1,256 @@
+"""State in host memory: updated in groups, to the bits that it has without offload."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import CASES, covering, make_model, optimizer
+
+import fsdp_jax as fsdp
+from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.sharding.offload import HOST
+from fsdp_jax.tree import flatten
+
+pytestmark = [
+    pytest.mark.releases,
+    pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning"),
+]
+BF16 = fsdp.Precision(compute="bfloat16")
+ALL = fsdp.Offload(params=True, optimizer=True, group_bytes=256)
+OFFLOADS = {
+    "all": ALL,
+    "optimizer": fsdp.Offload(optimizer=True, in_flight=1, group_bytes=256),
+    "params": fsdp.Offload(params=True),
+    "half": fsdp.Offload(optimizer=0.5, group_bytes=256, in_flight=3),
+}
+WAYS = {
+    "global": {},
+    "accumulated": {"accumulation": 2, "clip": 0.05},
+    "local": {"local_batch": True},
+    "deferred": {"local_batch": True, "accumulation": 2, "deferred_reduction": True},
+}
+
+
+def shard(name="nnx-gpt-scanned", strategy="full_shard", tx=None, data=8, replica=1, **settings):
+    case = CASES[name]
+    mesh = fsdp.make_mesh(data=data, replica=replica, allow_fewer=True)
+    settings = {"min_size": 16, **settings}
+    return fsdp.fully_shard(
+        make_model(case), tx or optimizer(), mesh, strategy, case.units, **case.inputs, **settings
+    )
+
+
+def train(sharded, name="nnx-gpt-scanned", steps=2, **way):
+    case = CASES[name]
+    step = sharded.make_train_step(case.loss, **way)
+    state = sharded.init(0)
+    losses = []
+    for number in range(steps):
+        state, metrics = step(state, case.batch(number))
+        losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return losses, state, step
+
+
+def arrays(tree):
+    return {path: np.asarray(x, np.float32) for path, x in flatten(tree).items()}
+
+
+def check_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+
+
+def possible(strategy, name, way, offload, precision, prefetch):
+    local = way in ("local", "deferred")
+    return not (local and "batchnorm" in name) and not (prefetch != "none" and not local)
+
+
+AXES = [
+    list(fsdp.STRATEGIES),
+    list(CASES),
+    list(WAYS),
+    list(OFFLOADS),
+    [None, BF16],
+    ["none", "pre", "post"],
+]
+
+
+CASES_BY_PAIRS = covering(AXES, possible=possible)
+
+
+def few(cases):
+    """The cases that bring a value that no case before them has."""
+    seen: set[tuple[int, object]] = set()
+    chosen = []
+    for case in cases:
+        values = set(enumerate(case))
+        if not values <= seen:
+            chosen.append(case)
+        seen |= values
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "way", "offload", "precision", "prefetch"),
+    [
+        pytest.param(*case, marks=() if case in few(CASES_BY_PAIRS) else pytest.mark.long)
+        for case in CASES_BY_PAIRS
+    ],
+    ids=str,
+)
+def test_offloaded_training_has_the_bits_of_training_without(
+    strategy, name, way, offload, precision, prefetch
+):
+    settings = {"precision": precision, "prefetch": prefetch}
+    replica = {"data": 4, "replica": 2} if "hybrid" in strategy else {}
+    without = shard(name, strategy, **settings, **replica)
+    offloaded = shard(name, strategy, offload=OFFLOADS[offload], **settings, **replica)
+    losses, state, _ = train(without, name, **WAYS[way])
+    found, found_state, _ = train(offloaded, name, **WAYS[way])
+    assert found == losses
+    check_equal(arrays(found_state.params), arrays(state.params))
+    check_equal(arrays(found_state.opt_state), arrays(state.opt_state))
+    kinds = {leaf.path: leaf.sharding.memory_kind for leaf in offloaded.layout}
+    stored = flatten(jax.tree.map(lambda x: x.sharding.memory_kind, found_state.params))
+    assert HOST in kinds.values()
+    for path, kind in stored.items():
+        assert (kind == HOST) == offloaded.layout.by_path[path].on_host
+
+
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lamb": optax.lamb(1e-2),
+    "clip of gradients": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
+    "mask": optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 2, tree)),
+    "schedule": optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
+    "averages": optax.chain(optax.adam(1e-3), optax.ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_other_optimizers_are_streamed_to_the_same_bits(name):
+    _, expected, _ = train(shard(tx=OPTIMIZERS[name]))
+    _, found, _ = train(shard(tx=OPTIMIZERS[name], offload=ALL))
+    check_equal(arrays(found.params), arrays(expected.params))
+
+
+def test_rows_that_depend_on_one_another_are_moved_whole():
+    """LAMB scales an array by its norm over all layers."""
+    _, _, adam = train(shard(offload=ALL), steps=1)
+    _, _, lamb = train(shard(tx=optax.lamb(1e-2), offload=ALL), steps=1)
+    kernel = "blocks/mlp/up/kernel"
+    assert kernel in lamb.plan.stream_report.moved_whole
+    assert kernel not in adam.plan.stream_report.moved_whole
+    assert adam.plan.stream_report.groups > lamb.plan.stream_report.groups
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.1)),
+        optax.MultiSteps(optax.adamw(1e-3), 2),
+        optax.apply_if_finite(optax.adamw(1e-3), 3),
+    ],
+    ids=["norm of updates", "multi-steps", "if finite"],
+)
+def test_an_optimizer_that_joins_parameters_cannot_be_streamed(tx):
+    with pytest.raises(ValueError, match="cannot be streamed from host memory"):
+        train(shard(tx=tx, offload=ALL), steps=1)
+
+
+def test_a_step_that_is_not_finite_leaves_state_in_host_memory_as_it_was():
+    case = CASES["nnx-gpt-scanned"]
+
+    def infinite(model, batch):
+        total, count = case.loss(model, batch)
+        return total * jnp.inf, count
+
+    sharded = shard(offload=ALL, precision=BF16)
+    state = sharded.init(0)
+    before = arrays((state.params, state.opt_state, state.copies))
+    state, metrics = sharded.make_train_step(infinite)(state, case.batch(0))
+    assert metrics["skipped"] == 1
+    check_equal(arrays((state.params, state.opt_state, state.copies)), before)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.floats(0, 1))
+def test_a_fraction_takes_the_largest_arrays_first(fraction):
+    layout = shard(offload=fsdp.Offload(optimizer=fraction)).layout
+    moments = [leaf for leaf in layout if leaf.part == "optimizer"]
+    on_host = [leaf.bytes for leaf in moments if leaf.on_host]
+    beside = [leaf.bytes for leaf in moments if not leaf.on_host]
+    total = sum(leaf.bytes for leaf in moments)
+    assert not on_host or not beside or min(on_host) >= max(beside)
+    assert sum(on_host) - (min(on_host) if on_host else 0) <= fraction * total
+    assert layout.per_device() + layout.per_device(host=True) == shard().layout.per_device()
+
+
+def test_the_layout_tells_what_is_in_host_memory():
+    layout = shard(offload=ALL, precision=BF16).layout
+    text = str(layout)
+    assert "in host memory" in layout.summary()
+    assert layout.per_device("optimizer") < layout.per_device("optimizer", host=True) / 10
+    (line,) = [line for line in text.splitlines() if " 0/mu/embed/embedding " in line]
+    assert line.rstrip().endswith("in host memory")
+    # A copy in the compute dtype travels to the units.
+    assert str(layout.other["copies"]["embed"]["embedding"].dtype) == "bfloat16"
+
+
+def test_checkpoints_move_between_layouts_with_and_without_offload(tmp_path):
+    case = CASES["nnx-gpt-scanned"]
+    source = shard(offload=ALL, precision=BF16)
+    _, state, _ = train(source)
+    store = CheckpointStore(tmp_path)
+    store.save(2, source.to_checkpoint(state), data={}, metadata={})
+    store.close()
+    for target in (
+        shard(strategy="zero1", data=4, precision=BF16),
+        shard(strategy="hybrid_shard", data=2, replica=4, precision=BF16, offload=ALL),
+    ):
+        restored, _, _ = CheckpointStore(tmp_path).restore(2, target.checkpoint_target())
+        restored = target.from_checkpoint(restored)
+        check_equal(arrays(restored.params), arrays(state.params))
+        check_equal(arrays(restored.opt_state), arrays(state.opt_state))
+        _, metrics = target.make_train_step(case.loss)(restored, case.batch(5))
+        assert np.isfinite(metrics["loss"])
+
+
+def test_evaluation_and_the_model_itself_read_parameters_from_host_memory():
+    case = CASES["nnx-gpt-scanned"]
+    sums = []
+    for offload in (None, ALL):
+        sharded = shard(offload=offload)
+        state = sharded.init(0)
+        sums.append(np.asarray(sharded.make_eval_step(case.loss)(state, case.batch(0))))
+        logits = sharded.apply(lambda model, x: model(x))(state, case.batch(0)["tokens"][:, :-1])
+        assert logits.shape == (32, 8, 32)
+        model = sharded.model(state)
+        assert model(case.batch(0)["tokens"][:2, :-1]).shape == (2, 8, 32)
+    np.testing.assert_array_equal(*sums)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"optimizer": 1.5}, "not a fraction"),
+        ({"optimizer": "all"}, "not a fraction"),
+        ({"optimizer": float("nan")}, "not a fraction"),
+        ({"params": 0.5}, "all or none"),
+        ({"activations": "attention"}, "neither True nor names"),
+        ({"in_flight": 0}, "at least 1"),
+        ({"group_bytes": True}, "at least 1"),
+    ],
+)
+def test_offload_refuses_what_it_cannot_mean(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        fsdp.Offload(**arguments)
+
+
+def test_something_else_than_an_offload_is_refused():
+    with pytest.raises(ValueError, match="not an Offload"):
+        shard(offload={"optimizer": True})
