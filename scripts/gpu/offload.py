@@ -77,7 +77,9 @@ def trial(layers: int, offload: str) -> dict[str, Any]:
     from fsdp_jax.models import next_token_loss
     from fsdp_jax.models.gpt import GPT, GPTConfig
 
-    config = GPTConfig(VOCAB, SEQUENCE, layers, WIDTH, HEADS)
+    config = GPTConfig(
+        vocab_size=VOCAB, sequence_length=SEQUENCE, layers=layers, width=WIDTH, heads=HEADS
+    )
     policy = {
         "none": None,
         "optimizer": fsdp.Offload(optimizer=True),
