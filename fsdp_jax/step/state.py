@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.layout import COPIES, Layout
+from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.model import Model
 
@@ -25,8 +25,9 @@ class TrainState:
     Attributes:
         step: int32, optimizer steps taken or skipped.
         params: nested dicts in the model's own paths.
-        copies: replicated copies in the compute dtype of parameters that are sharded, where the
-            strategy computes with replicated ones (`zero1` in mixed precision); empty elsewhere.
+        copies: copies in the compute dtype, of parameters that the step computes with in another
+            form than they are stored in: replicated ones of sharded parameters (`zero1` in mixed
+            precision), sharded ones of parameters in host memory; empty elsewhere.
         opt_state: of the optax transformation, for the trained parameters.
         model_state: the model's other state: batch statistics, random streams.
         rng: the key from which the keys of all steps are derived.
@@ -103,7 +104,14 @@ def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
     """Returns the copies that the layout has, cast from the parameters."""
     flat, copies = flatten(params), flatten(layout.other[COPIES])
-    return unflatten({path: flat[path].astype(leaf.dtype) for path, leaf in copies.items()})
+
+    def copy(path: str, leaf: Leaf) -> jax.Array:
+        value = flat[path]
+        if layout.by_path[path].on_host:  # the devices cast, not the host
+            value = jax.device_put(value, jax.memory.Space.Device)
+        return value.astype(leaf.dtype)
+
+    return unflatten({path: copy(path, leaf) for path, leaf in copies.items()})
 
 
 def init_state(
