@@ -15,6 +15,7 @@ from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
 from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.compiled_step import CompiledStep, NonFiniteError
 from fsdp_jax.step.state import TrainState
+from fsdp_jax.units.remat import RematPolicy
 
 Step = CompiledStep  # its name up to 0.1
 
@@ -26,6 +27,7 @@ __all__ = [
     "NonFiniteError",
     "Offload",
     "Precision",
+    "RematPolicy",
     "ReplicationWarning",
     "Sharded",
     "SlowerWarning",

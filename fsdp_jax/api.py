@@ -48,12 +48,25 @@ from fsdp_jax.step.state import (
 )
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.tree import PyTree, flatten, unflatten
-from fsdp_jax.units.auto_wrap import UNFOUND, Units, choose_units, describe_units
+from fsdp_jax.units.auto_wrap import (
+    UNFOUND,
+    Units,
+    choose_units,
+    describe_units,
+    recomputed_units,
+)
 from fsdp_jax.units.collectives import Mode, ParamComm
 from fsdp_jax.units.model import LossFn, Model
-from fsdp_jax.units.param_comms import boundaries, copies_of, float32_paths, param_comms
+from fsdp_jax.units.param_comms import (
+    boundaries,
+    copies_of,
+    float32_paths,
+    param_comms,
+    unit_activations,
+)
 from fsdp_jax.units.placement import matches, place, split_axes
-from fsdp_jax.units.unit import ROOT, Remat
+from fsdp_jax.units.remat import Activations, Remat, activations_of, as_policy
+from fsdp_jax.units.unit import ROOT
 from fsdp_jax.validation import (
     adapt,
     as_seed,
@@ -131,7 +144,9 @@ def fully_shard(
 
     Memory against time:
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward pass,
-            a policy of `jax.checkpoint` chooses among them. Gathered parameters are never saved.
+            `selective` saves matmuls and attention, `dots` matmuls with weights; a policy of
+            `jax.checkpoint` chooses, and a `RematPolicy` adds names, or recomputes every k-th unit.
+            Gathered parameters are never saved.
         prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile,
             for one more unit in memory; `post` gathers in the backward pass, after one has
             computed; `none` leaves it to XLA.
@@ -176,8 +191,12 @@ def fully_shard(
     # Units; where nothing is gathered or recomputed by them, they need not be found.
     by_units = resolved.gathers_per_unit and shards_of(mesh_and_axes.mesh, by_rules.axes) > 1
     automatic = units == "auto"
-    searched = units if by_units or remat != "none" or not automatic else "model"
-    owners = choose_units(adapter.modules, searched, shapes, layer_dims, remat)
+    policy, offloaded = as_policy(remat), offload or NO_OFFLOAD
+    recomputes = policy.policy != "none" or bool(offloaded.activations)
+    searched = units if by_units or recomputes or not automatic else "model"
+    owners = choose_units(adapter.modules, searched, shapes, layer_dims)
+    candidates = recomputed_units(adapter.modules, searched, owners, layer_dims)
+    activations = unit_activations(adapter.modules, candidates, policy, offloaded)
     description = describe_units(adapter.modules, owners, shapes) if by_units else ""
     found = any(unit for unit in owners.values())
     why = "the outermost repeated modules" if found else UNFOUND
@@ -241,10 +260,11 @@ def fully_shard(
         prefetch,
         offloaded,
         owners,
+        activations,
         automatic and found,
         relayout,
     )
-    if automatic and not found and remat != "none":
+    if automatic and not found and policy.policy != "none":
         warnings.warn(
             "remat recomputes the whole model at once, which saves no memory: no units were found "
             f"({UNFOUND}); units=[YourBlock] names them",
@@ -275,6 +295,7 @@ class Sharded:
     prefetch: Prefetch
     offload: Offload
     units: dict[str, str | None] = field(repr=False)
+    _activations: dict[str, Activations] = field(repr=False)
     _automatic: bool = field(repr=False)
     _relayout: Callable[..., "Sharded"] = field(repr=False)
 
@@ -575,10 +596,14 @@ class Sharded:
             self._tx,
             self._comms(mode, deferred),
             boundaries(
-                self._model, self.precision, self.units, self.remat, chosen=not self._automatic
+                self._model,
+                self.precision,
+                self.units,
+                self._activations,
+                chosen=not self._automatic,
             ),
             fn,
-            remat=self.remat,
+            activations=activations_of(as_policy(self.remat), self.offload)[0],
             deferred=deferred,
             offload=self.offload,
             whole_model=whole_model if self._automatic else None,
@@ -588,7 +613,8 @@ class Sharded:
     def _as_one_unit(self, why: str) -> "Sharded":
         """Returns the same with the whole model as the unit, and the reason in its layout."""
         layout = replace(self.layout, units=f"the whole model ({why})")
-        return replace(self, layout=layout, units=dict.fromkeys(self.units, ROOT), _automatic=False)
+        units: dict[str, str | None] = dict.fromkeys(self.units, ROOT)
+        return replace(self, layout=layout, units=units, _activations={}, _automatic=False)
 
     def _comms(self, mode: Mode, deferred: bool = False) -> dict[str, ParamComm]:
         return param_comms(self._model, self.layout, self.precision, self.units, mode, deferred)

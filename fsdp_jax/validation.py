@@ -24,7 +24,7 @@ from fsdp_jax.tree import flatten
 from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
-from fsdp_jax.units.unit import RematName
+from fsdp_jax.units.remat import as_policy
 
 
 def check_arguments(
@@ -54,7 +54,7 @@ def check_arguments(
     if not _is_count(min_size, least=0):
         what = "min_size is a number of elements"
         raise ValueError(message(what, where="min_size", got=min_size, fix="min_size=2**14"))
-    _check_remat(remat)
+    as_policy(remat)
     _check_choice("prefetch", prefetch, get_args(Prefetch))
 
 
@@ -92,17 +92,6 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         fix = did_you_mean(str(value), choices)
         raise ValueError(message(f"unknown {name} '{value}'", where=name, fix=fix))
-
-
-def _check_remat(remat: Any) -> None:
-    """Checks that `remat` is a choice, or a policy of `jax.checkpoint`."""
-    choices = get_args(RematName)
-    if remat in (jax.checkpoint, nnx.remat, nn.remat) or (
-        not callable(remat) and remat not in choices
-    ):
-        fix = did_you_mean(str(remat), choices)
-        fix += "; or a policy, such as jax.checkpoint_policies.dots_saveable"
-        raise ValueError(message(f"unknown remat '{remat}'", where="remat", fix=fix))
 
 
 def check_train_step(

@@ -12,7 +12,15 @@ from fsdp_jax.certify import Certificate, certify
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.strategy import STRATEGIES
-from fsdp_jax.train.build import make_loss, make_model, make_precision, make_units, start_devices
+from fsdp_jax.train.build import (
+    make_loss,
+    make_model,
+    make_offload,
+    make_precision,
+    make_remat,
+    make_units,
+    start_devices,
+)
 from fsdp_jax.train.config import Config, DataConfig
 from fsdp_jax.train.initial_weights import weights_shape
 from fsdp_jax.train.optimizers import make_optimizer
@@ -76,7 +84,8 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
             strategies=strategies,
             accumulation=ACCUMULATION,
             local_batch=config.train.local_batch and family.local_batch,
-            remat=config.remat,
+            remat=make_remat(config),
+            offload=make_offload(config.offload),
             prefetch=config.prefetch,
             frozen=frozen,
         )

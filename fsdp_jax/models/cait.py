@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.models import layers, vision
 from fsdp_jax.models.config import check_positive, check_sizes, from_preset
@@ -98,13 +99,14 @@ class TalkingHeadsAttention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
-        parts = jnp.split(self.qkv(x_BTD), 3, axis=-1)
+        parts = jnp.split(checkpoint_name(self.qkv(x_BTD), "qkv"), 3, axis=-1)
         q_BTHK, k_BTHK, v_BTHK = (layers.split_heads(part, self.head_dim) for part in parts)
         q_BTHK = q_BTHK * self.head_dim**-0.5
         scores_BHTS = self.proj_l(jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK))
         weights_BHTS = jax.nn.softmax(scores_BHTS.astype(jnp.float32), axis=-1).astype(v_BTHK.dtype)
         attended = jnp.einsum("bhts,bshk->bthk", self.proj_w(weights_BHTS), v_BTHK)
-        return self.o(attended.reshape(x_BTD.shape))
+        attended = checkpoint_name(attended, "attention")
+        return checkpoint_name(self.o(attended.reshape(x_BTD.shape)), "attention_out")
 
 
 class _ScaledBlock(nnx.Module):

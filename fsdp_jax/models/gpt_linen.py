@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.models import layers
 from fsdp_jax.models.gpt import GPTConfig
@@ -44,14 +45,15 @@ class LinenSelfAttention(nn.Module):
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
         """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
         D = x_BTD.shape[-1]
-        parts = jnp.split(_linear(3 * D, self.config, name="qkv")(x_BTD), 3, axis=-1)
+        qkv = checkpoint_name(_linear(3 * D, self.config, name="qkv")(x_BTD), "qkv")
+        parts = jnp.split(qkv, 3, axis=-1)
         q_BTHK, k_BTHK, v_BTHK = (
             layers.split_heads(part, D // self.config.heads) for part in parts
         )
         more = layers.segment_pair(segments_BT)
         attended = self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **more)
         out = _linear(D, self.config, std=self.out_std, name="out")
-        return out(attended.reshape(x_BTD.shape))
+        return checkpoint_name(out(attended.reshape(x_BTD.shape)), "attention_out")
 
 
 class LinenMLP(nn.Module):
@@ -64,8 +66,8 @@ class LinenMLP(nn.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
         D = self.config.width
-        hidden = layers.gelu(_linear(4 * D, self.config, name="up")(x_BTD))
-        return _linear(D, self.config, std=self.out_std, name="down")(hidden)
+        hidden = checkpoint_name(_linear(4 * D, self.config, name="up")(x_BTD), "mlp")
+        return _linear(D, self.config, std=self.out_std, name="down")(layers.gelu(hidden))
 
 
 class LinenBlock(nn.Module):

@@ -5,6 +5,10 @@ width of the MLP, V vocab, L layers.
 
 Dtypes: with `dtype=None` a layer computes in the dtype that its inputs and parameters promote to,
 so whoever casts the parameters chooses the compute dtype. Parameters are created in float32.
+
+Names for `jax.checkpoint`: every block gives the name `qkv` to its queries, keys and values,
+`attention` to what attention returns (a fused kernel's results have no name of their own),
+`attention_out` to their projection back to D, and `mlp` to its projections to F.
 """
 
 from abc import abstractmethod
@@ -15,6 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.local_rows import beside_model_axes, on_local_rows
 from fsdp_jax.models.chunked_loss import chunked_losses
@@ -87,9 +92,11 @@ def dense_attention(
     """`jax.nn.dot_product_attention` with segments; see `Attention`."""
     mask = None if segments is None else (segments[0][:, :, None] == segments[1][:, None])[:, None]
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
-    return jax.nn.dot_product_attention(
+    out = jax.nn.dot_product_attention(
         query, key, value, bias, mask, is_causal=is_causal, **options
     )
+    # a kernel's output is saved by its own backward pass: under a name it would be saved twice
+    return out if implementation == "cudnn" else checkpoint_name(out, "attention")
 
 
 def blockwise_attention(
@@ -136,7 +143,7 @@ def blockwise_attention(
     starts = jnp.arange(0, T, QUERY_BLOCK)
     blocks = (starts, split(query, 1), split(query_segments, 1), split(bias, 2))
     out = jax.lax.map(lambda block: recomputed(attend)(block, key, value, key_segments), blocks)
-    return jnp.moveaxis(out, 0, 1).reshape(B, T, H, K)
+    return checkpoint_name(jnp.moveaxis(out, 0, 1).reshape(B, T, H, K), "attention")
 
 
 def segment_pair(segments_BT: jax.Array | None) -> dict[str, Any]:
@@ -329,12 +336,11 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
         """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
-        parts = jnp.split(self.qkv(x_BTD), 3, axis=-1)
+        parts = jnp.split(checkpoint_name(self.qkv(x_BTD), "qkv"), 3, axis=-1)
         q_BTHK, k_BTHK, v_BTHK = (split_heads(part, self.head_dim) for part in parts)
         more = segment_pair(segments_BT)
-        return self.out(
-            self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **more).reshape(x_BTD.shape)
-        )
+        attended = self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **more)
+        return checkpoint_name(self.out(attended.reshape(x_BTD.shape)), "attention_out")
 
 
 class MLP(nnx.Module):
@@ -356,7 +362,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
-        return self.down(self.activation(self.up(x_BTD)))
+        return self.down(self.activation(checkpoint_name(self.up(x_BTD), "mlp")))
 
 
 class ResidualDropout(nnx.Dropout):

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.models import layers
 from fsdp_jax.models.config import check_multiple, check_positive, check_sizes, from_preset
@@ -177,7 +178,7 @@ class GroupedQueryAttention(nnx.Module):
     ) -> jax.Array:
         """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
         q_BTHK, k_BTGK, v_BTGK = (
-            layers.split_heads(project(x_BTD), self.head_dim)
+            layers.split_heads(checkpoint_name(project(x_BTD), "qkv"), self.head_dim)
             for project in (self.q, self.k, self.v)
         )
         frequency = frequencies(*self.rope)
@@ -185,7 +186,7 @@ class GroupedQueryAttention(nnx.Module):
         k_BTGK = rotary(k_BTGK, frequency, positions_BT)
         more = layers.segment_pair(segments_BT)
         attended = self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **more)
-        return self.o(attended.reshape(x_BTD.shape))
+        return checkpoint_name(self.o(attended.reshape(x_BTD.shape)), "attention_out")
 
 
 class SwiGLU(nnx.Module):
@@ -200,7 +201,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
-        return self.down(layers.gated_silu(self.gate(x_BTD), self.up(x_BTD)))
+        gate, up = (checkpoint_name(project(x_BTD), "mlp") for project in (self.gate, self.up))
+        return self.down(layers.gated_silu(gate, up))
 
 
 class LlamaBlock(nnx.Module):

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.local_rows import on_local_rows
 from fsdp_jax.models import layers
@@ -177,7 +178,7 @@ class T5Attention(nnx.Module):
         `bias`: [n, H, T, S] for n equal parts of the batch. `segments`: see `layers.Attention`.
         """
         q_BTHK, k_BSHK, v_BSHK = (
-            layers.split_heads(project(x), self.head_dim)
+            layers.split_heads(checkpoint_name(project(x), "qkv"), self.head_dim)
             for project, x in ((self.q, x_BTD), (self.k, source_BSD), (self.v, source_BSD))
         )
 
@@ -206,7 +207,8 @@ class T5Attention(nnx.Module):
                 (q_BTHK, k_BSHK, v_BSHK, segments),
             )
             attended = jax.vmap(attend)(q, k, v, parts, bias)
-        return self.o(attended.reshape(*x_BTD.shape[:2], -1))
+        out = self.o(attended.reshape(*x_BTD.shape[:2], -1))
+        return checkpoint_name(out, "attention_out")
 
 
 class T5MLP(nnx.Module):
@@ -226,8 +228,9 @@ class T5MLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
         if self.gated:
-            return self.down(layers.gated_gelu(self.wi_0(x_BTD), self.wi_1(x_BTD)))
-        return self.down(jax.nn.relu(self.up(x_BTD)))
+            gate, up = (checkpoint_name(wi(x_BTD), "mlp") for wi in (self.wi_0, self.wi_1))
+            return self.down(layers.gated_gelu(gate, up))
+        return self.down(jax.nn.relu(checkpoint_name(self.up(x_BTD), "mlp")))
 
 
 class T5EncoderBlock(nnx.Module):

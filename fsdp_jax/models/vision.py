@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.models import layers
 from fsdp_jax.models.config import check_multiple, check_positive, check_sizes
@@ -107,10 +108,11 @@ class VisionAttention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array) -> jax.Array:
         """[B, T, D] that attends to [B, S, D], to [B, T, D]."""
         q_BTHK, k_BSHK, v_BSHK = (
-            layers.split_heads(project(x), self.head_dim)
+            layers.split_heads(checkpoint_name(project(x), "qkv"), self.head_dim)
             for project, x in ((self.q, x_BTD), (self.k, source_BSD), (self.v, source_BSD))
         )
-        return self.o(self.attention(q_BTHK, k_BSHK, v_BSHK, is_causal=False).reshape(x_BTD.shape))
+        attended = self.attention(q_BTHK, k_BSHK, v_BSHK, is_causal=False)
+        return checkpoint_name(self.o(attended.reshape(x_BTD.shape)), "attention_out")
 
 
 def mlp(config: ImageConfig, *, rngs: nnx.Rngs) -> layers.MLP:

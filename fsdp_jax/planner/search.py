@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import get_args
 
 from fsdp_jax.errors import ConfigError, FitError, human_bytes, message
 from fsdp_jax.planner.machines.fake_devices import fake_devices
@@ -17,7 +16,7 @@ from fsdp_jax.planner.settings import MakeStep, StepSettings, replica_counts
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tables import text_table
-from fsdp_jax.units.unit import RematName
+from fsdp_jax.units.remat import RematName
 
 FINALISTS = 4
 """How many candidates that fit are compiled."""
@@ -27,6 +26,7 @@ MARGIN = 1.1
 For stacked layers an estimate is within 10% of the compiled peak; see "how far to trust a plan" in
 docs/planning.md for the exceptions.
 """
+REMATS: tuple[RematName, ...] = ("full", "none")
 SETTINGS_COLUMNS = ("strategy", "replica", "remat", "prefetch", "accumulation")
 COLUMNS = (*SETTINGS_COLUMNS, "peak", "step", "tokens/s/device", "sent", "basis", "")
 
@@ -264,7 +264,7 @@ def candidate_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
             prefetches = ("none", "pre")
         accumulations = [k for k in (8, 4, 2, 1) if device_rows % k == 0]
         for replica, accumulation, remat, prefetch in product(
-            replica_counts(name, hosts), accumulations, get_args(RematName)[::-1], prefetches
+            replica_counts(name, hosts), accumulations, REMATS, prefetches
         ):
             yield StepSettings(name, replica, remat, prefetch, accumulation)
 

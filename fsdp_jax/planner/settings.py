@@ -12,7 +12,7 @@ from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.unit import RematName
+from fsdp_jax.units.remat import RematName
 
 LOSS_CHUNK = 16384
 """The vocabulary chunk size that a plan proposes."""

@@ -43,7 +43,8 @@ from fsdp_jax.step.streaming import Arrays, StreamReport, streamed
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model, along_one
-from fsdp_jax.units.unit import ROOT, Remat, Shard, UnitError, run_unit
+from fsdp_jax.units.remat import SAVED, Activations
+from fsdp_jax.units.unit import ROOT, Shard, UnitError, run_unit
 
 _EVALUATION = 2**32 - 1  # folded into the key of the run; steps count from 0
 _LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
@@ -62,7 +63,7 @@ class StepPlan:
         loss_fn: `(model, batch) -> (sum, count, metrics)`, as `step.loss.as_loss` makes it; of a
             step that only evaluates, whatever is returned.
         takes_key: whether `loss_fn` is called with a random key too.
-        remat: of the whole model, where that is the unit.
+        activations: what becomes of those of the whole model, where that is the unit.
         accumulation: microbatches per step.
         deferred: whether gradients are reduced once, after the last microbatch.
         clip: largest global norm of the gradient; None does not clip.
@@ -84,7 +85,7 @@ class StepPlan:
     boundaries: dict[str, Boundary]
     loss_fn: LossFn
     takes_key: bool = False
-    remat: Remat = "none"
+    activations: Activations = SAVED
     accumulation: int = 1
     deferred: bool = False
     clip: float | None = None
@@ -416,7 +417,7 @@ def _run_model(
     args = (model_state, batch, key)
     if not any(comm.unit == ROOT for comm in plan.comms.values()):
         return call(params, args)
-    return run_unit(call, params, args, unit=ROOT, remat=plan.remat)
+    return run_unit(call, params, args, unit=ROOT, activations=plan.activations)
 
 
 def _computes_with_a_key(plan: StepPlan, error: Exception) -> ValueError:

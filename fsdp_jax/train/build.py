@@ -17,13 +17,22 @@ from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.attention import TILE, AttentionKind, make_attention
 from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
+from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.train.config import Config, LoraConfig, ModelConfig, PrecisionConfig, UnitsConfig
+from fsdp_jax.train.config import (
+    Config,
+    LoraConfig,
+    ModelConfig,
+    OffloadConfig,
+    PrecisionConfig,
+    UnitsConfig,
+)
 from fsdp_jax.train.initial_weights import weights_shape
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
 from fsdp_jax.train.shapes import Batch, batch_shapes, make_shape, work_of
 from fsdp_jax.units.auto_wrap import Units
+from fsdp_jax.units.remat import Remat, RematPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +132,9 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         config.strategy,
         make_units(config.units),
         precision=make_precision(config.precision),
-        remat=config.remat,
+        remat=make_remat(config),
         prefetch=config.prefetch,
+        offload=make_offload(config.offload),
         frozen=frozen,
     )
     if not any(leaf.trainable for leaf in sharded.layout.by_path.values()):
@@ -199,6 +209,28 @@ def lora_scale(lora: LoraConfig) -> float | None:
 def make_precision(precision: PrecisionConfig) -> Precision:
     """Returns the keys as `fully_shard` takes them."""
     return Precision(**dataclasses.asdict(precision))
+
+
+def make_remat(config: Config) -> Remat:
+    """Returns the keys as `fully_shard` takes them."""
+    policy = RematPolicy(config.remat, config.remat_save, config.remat_every)
+    return config.remat if policy == RematPolicy(config.remat) else policy
+
+
+def make_offload(offload: OffloadConfig) -> Offload:
+    """Returns the keys as `fully_shard` takes them.
+
+    Raises:
+        ConfigError: both the units' inputs and names.
+
+    """
+    if offload.activations and offload.activation_names:
+        what = "either the inputs of the units are offloaded, or activations by name"
+        fix = "leave one of them out"
+        got = ", ".join(offload.activation_names)
+        raise ConfigError(message(what, where="offload.activation_names", got=got, fix=fix))
+    activations = offload.activation_names or offload.activations
+    return Offload(offload.params, offload.optimizer, activations, offload.in_flight)
 
 
 def make_units(units: UnitsConfig) -> Units:

@@ -87,6 +87,22 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """What is kept in the host's memory while it is not used."""
+
+    # Parameters: the master weights, and a copy in the compute dtype that units fetch from.
+    params: bool = False
+    # Optimizer state: a fraction of its bytes, 0 to 1, of which the largest arrays come first.
+    optimizer: NonNegativeFloat = 0.0
+    # Activations that the backward pass reads: the inputs of the units.
+    activations: bool = False
+    # In place of the units' inputs, activations of these names: qkv, attention, attention_out, mlp.
+    activation_names: tuple[str, ...] = ()
+    # Groups of optimizer state that are on the device at once: one is updated while others travel.
+    in_flight: Positive = 2
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer and its learning rate."""
 
@@ -194,8 +210,13 @@ class Config:
     # no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard,
     # hybrid_shard_zero2.
     strategy: str = "full_shard"
-    # Keep activations for the backward pass (none), or recompute each unit (full).
-    remat: Literal["none", "full"] = "none"
+    # What each unit computes again in the backward pass: nothing (none, all activations are
+    # kept), all of it (full), all but matmuls with weights (dots), or all but matmuls and
+    # attention (selective).
+    remat: Literal["none", "full", "dots", "selective"] = "none"
+    # Names of activations that are kept besides: qkv, attention, attention_out, mlp.
+    remat_save: tuple[str, ...] = ()
+    remat_every: Positive = 1  # Recompute every k-th block only; needs model.scan_layers False.
     # pre: gather the next unit while the current one computes, forward and backward; post: in
     # the backward pass, after the current unit has computed; none: as XLA schedules it.
     prefetch: Literal["none", "post", "pre"] = "none"
@@ -205,6 +226,7 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     units: UnitsConfig = UnitsConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    offload: OffloadConfig = OffloadConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

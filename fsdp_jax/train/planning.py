@@ -133,6 +133,8 @@ def with_settings(config: Config, settings: StepSettings) -> Config:
         strategy=settings.strategy,
         mesh=replace(config.mesh, replica=settings.replica, data=-1),
         remat=settings.remat,
+        remat_save=config.remat_save if settings.remat != "none" else (),
+        remat_every=config.remat_every if settings.remat != "none" else 1,
         prefetch=settings.prefetch,
         train=train,
     )

@@ -13,16 +13,15 @@ apart saves little, and the whole model is the unit.
 """
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-from fsdp_jax.errors import SlowerWarning, did_you_mean, message
+from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.tree import prefixes
-from fsdp_jax.units.unit import ROOT, Remat
+from fsdp_jax.units.unit import ROOT
 
 Units = Sequence[type | str] | int | Literal["auto", "scan", "model"]
 Owners = dict[str, str | None]  # parameter path -> unit path
@@ -63,7 +62,6 @@ def choose_units(
     units: Units,
     shapes: Mapping[str, tuple[int, ...]],
     stacked: Mapping[str, int],
-    remat: Remat = "none",
 ) -> Owners:
     """Returns {parameter path: unit path, or None for what is gathered when the model is entered}.
 
@@ -73,13 +71,9 @@ def choose_units(
             layers; `model` for one unit; `auto` for what is repeated, see the note.
         shapes: of the parameters, by path.
         stacked: parameter path -> number of leading dims that stack layers.
-        remat: of the units; one that owns no parameters is not recomputed.
 
     Raises:
         ValueError: no module matches `units`.
-
-    Warns:
-        SlowerWarning: units that are not recomputed.
 
     """
     if units == "model":
@@ -95,10 +89,28 @@ def choose_units(
         chosen = _by_scan(inner, params_of, stacked)
     else:
         chosen = _by_class(inner, params_of, units)
-    owners = _owners(modules, chosen, shapes)
-    if remat != "none":
-        _warn_not_recomputed(sorted(chosen.difference(owners.values())), remat)
-    return owners
+    return _owners(modules, chosen, shapes)
+
+
+def recomputed_units(
+    modules: Sequence[ModuleInfo], units: Units, owners: Owners, stacked: Mapping[str, int]
+) -> dict[str, bool]:
+    """Returns {path of a unit: whether it is inside a layer scan}, in the order of the model.
+
+    Also of modules that `units` names and that own no parameters, because units inside them own
+    them all, or because they are shared: nothing is gathered there, but they can be recomputed.
+    """
+    named: set[str] = set()
+    inner = [module for module in modules if module.path and module.callable]
+    params_of = _params_of(modules)
+    if not isinstance(units, int) and units not in ("auto", "scan", "model"):
+        named = _by_class(inner, params_of, units)
+    paths = {unit for unit in owners.values() if unit} | named
+    return {
+        module.path: any(stacked.get(path) for path in params_of[module.path])
+        for module in modules
+        if module.path in paths
+    }
 
 
 def describe_units(
@@ -180,19 +192,6 @@ def _outermost(
         if not inside or 2 * elements[largest] <= total or 2 * owned <= elements[largest]:
             return outermost
         closed.discard(largest)
-
-
-def _warn_not_recomputed(units: Sequence[str], remat: Remat) -> None:
-    """Warns of units without parameters of their own: nothing gathers there, nothing recomputes."""
-    if units:
-        policy = getattr(remat, "__name__", type(remat).__name__) if callable(remat) else remat
-        warnings.warn(
-            f"remat='{policy}' does nothing for {len(units)} units, such as '{units[0]}', and "
-            "their activations are kept: a unit owns no parameters where units inside it own "
-            "them all, or where several modules share them",
-            SlowerWarning,
-            stacklevel=4,
-        )
 
 
 def _params_of(modules: Sequence[ModuleInfo]) -> ParamsOf:

@@ -28,6 +28,7 @@ from fsdp_jax.tree import SEPARATOR, PyTree, flatten, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing, unboxed
 from fsdp_jax.units.model import Boundary, LossFn, axis_names_of, split_arrays
+from fsdp_jax.units.remat import SAVED, Activations
 from fsdp_jax.units.unit import all_shards, checkpoint_settings, gathered, shards_in
 
 _PARAMS = "params"
@@ -260,16 +261,22 @@ def _call(
 ) -> Any:
     args, kwargs = boundary.entering((args, kwargs))
     params = context.module.variables.get(_PARAMS, {})
-    if boundary.unit is None or not shards_in(params, boundary.unit):
+    unit, activations = boundary.unit, boundary.activations
+    if unit is None or (activations == SAVED and not shards_in(params, unit)):
         out = next_fun(*args, **kwargs)
     else:
-        settings = checkpoint_settings(all_shards(params), boundary.remat)
-        out = _call_unit(context, args, kwargs, boundary.unit, settings)
+        settings = checkpoint_settings(all_shards(params), activations)
+        out = _call_unit(context, args, kwargs, unit, activations, settings)
     return boundary.leaving(out)
 
 
 def _call_unit(
-    context: Any, args: Any, kwargs: Any, unit: str, settings: dict[str, Any] | None
+    context: Any,
+    args: Any,
+    kwargs: Any,
+    unit: str,
+    activations: Activations,
+    settings: dict[str, Any] | None,
 ) -> Any:
     """Runs the method; parameters are gathered as it reads them, and again in the backward pass."""
     method = context.orig_method.func
@@ -277,7 +284,7 @@ def _call_unit(
 
     # Not by the method's name: Flax would capture its result (`capture_intermediates`) once more.
     def on_arrays(module: nn.Module, arrays: Sequence[Any], nodes: Sequence[Any]) -> Any:
-        inner_args, inner_kwargs = rebuild(arrays, nodes)
+        inner_args, inner_kwargs = rebuild(activations.enter(list(arrays)), nodes)
         return method(module, *inner_args, **inner_kwargs)
 
     lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=lambda tree: gathered(tree, unit))

@@ -13,7 +13,7 @@ from flax import nnx
 from fsdp_jax.local_rows import pin_rows
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.unit import Remat
+from fsdp_jax.units.remat import SAVED, Activations
 
 LossFn = Callable[..., Any]
 """(model, batch), or (model, batch, random key) -> (sum, count), or (sum, count, metrics)"""
@@ -24,8 +24,9 @@ class Boundary:
     """What happens as a call enters and leaves a module.
 
     Attributes:
-        unit: the unit's path if the module is one; its parameters are gathered during the call.
-        remat: of the unit.
+        unit: the unit's path if the module is one; its parameters, if it has some, are gathered
+            during the call.
+        activations: what becomes of the unit's.
         cast_in: dtype that float inputs are cast to; None leaves them.
         cast_out: dtype that float outputs are cast to; None leaves them.
         pin: inputs and outputs stay sharded along the batch; see `fsdp_jax.local_rows`.
@@ -33,7 +34,7 @@ class Boundary:
     """
 
     unit: str | None = None
-    remat: Remat = "none"
+    activations: Activations = SAVED
     cast_in: np.dtype | None = None
     cast_out: np.dtype | None = None
     pin: bool = False

@@ -364,7 +364,9 @@ def _call_unit(
         plain_after.update(_plain_attributes((inner, inner_nodes)))
         return out_arrays, changed
 
-    out_arrays, changed = run_unit(pure, state, arrays, unit=boundary.unit, remat=boundary.remat)
+    out_arrays, changed = run_unit(
+        pure, state, arrays, unit=boundary.unit, activations=boundary.activations
+    )
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
     written = {

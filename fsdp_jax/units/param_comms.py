@@ -1,12 +1,14 @@
 """How each parameter of a model is gathered and reduced, and what is cast between its modules."""
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fsdp_jax.errors import message
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.offload import Offload
@@ -14,10 +16,12 @@ from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tree import flatten
+from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.collectives import Mode, ParamComm
 from fsdp_jax.units.gather_transform import GatherTransform
 from fsdp_jax.units.model import Boundary, Model
-from fsdp_jax.units.unit import ROOT, Remat
+from fsdp_jax.units.remat import INPUT, SAVED, Activations, RematPolicy, activations_of
+from fsdp_jax.units.unit import ROOT
 
 
 def float32_paths(model: Model, precision: Precision) -> set[str]:
@@ -105,7 +109,7 @@ def boundaries(
     model: Model,
     precision: Precision,
     units: Mapping[str, str | None],
-    remat: Remat,
+    activations: Mapping[str, Activations],
     *,
     chosen: bool,
 ) -> dict[str, Boundary]:
@@ -117,17 +121,18 @@ def boundaries(
         model: the adapter.
         precision: of parameters and inputs.
         units: parameter path -> path of the unit that gathers it.
-        remat: of the units.
+        activations: path of a unit -> what becomes of its activations; also of units that gather
+            nothing.
         chosen: the user named the units, so that their inputs are cast too.
 
     """
     compute = precision.cast_dtype
-    paths = {unit for unit in units.values() if unit}
+    gathering = {unit for unit in units.values() if unit}
     float32 = float32_paths(model, precision) if compute is not None else set()
     found = {}
     for module in model.modules:
         is_root = module.path == ROOT
-        is_unit = module.path in paths
+        is_unit = module.path in gathering
         cast_in = cast_out = None
         # Units that the user did not choose leave the dtypes as with the whole model as one.
         casts = is_root or (is_unit and chosen)
@@ -138,8 +143,8 @@ def boundaries(
         elif module.pinned or module.direct & float32:
             cast_out = compute
         boundary = Boundary(
-            unit=module.path if is_unit else None,
-            remat=remat if is_unit else "none",
+            unit=module.path if is_unit or module.path in activations else None,
+            activations=activations.get(module.path, SAVED),
             cast_in=cast_in,
             cast_out=cast_out,
             pin=is_root or is_unit,
@@ -147,6 +152,49 @@ def boundaries(
         if boundary != Boundary():
             found[module.path] = boundary
     return found
+
+
+def unit_activations(
+    modules: Sequence[ModuleInfo],
+    units: Mapping[str, bool],
+    policy: RematPolicy,
+    offload: Offload,
+) -> dict[str, Activations]:
+    """Returns path of a unit -> what becomes of its activations.
+
+    Args:
+        modules: of the model, parents before children.
+        units: path of a unit -> whether it is inside a layer scan.
+        policy: of recomputation.
+        offload: what is kept on the host.
+
+    Raises:
+        ValueError: every k-th unit is to be recomputed, and units cannot be told apart or counted.
+
+    """
+    recomputed, saved = activations_of(policy, offload)
+    where, k = "remat.every", policy.every
+    scanned = [unit for unit, in_scan in units.items() if in_scan]
+    if k > 1 and scanned:
+        what = f"every {k}-th unit cannot be recomputed inside a layer scan: all layers are one"
+        fix = "unroll the layers (scan_layers=False), or save by name, RematPolicy(save=(...,))"
+        raise ValueError(message(what, where=where, got=f"'{scanned[0]}'", fix=fix))
+    counts: Counter[type] = Counter()
+    activations = {}
+    for module in modules:
+        if module.path in units and module.path not in activations:
+            counts[module.kind] += 1
+            activations[module.path] = saved if counts[module.kind] % k else recomputed
+    if k > max(counts.values(), default=0) and k > 1:
+        what = f"there are not {k} units of a class, so that none would be recomputed"
+        got = ", ".join(f"{count} of {kind.__name__}" for kind, count in counts.items())
+        fix = "units=[Block], where Block is the class of the layers"
+        raise ValueError(message(what, where=where, got=got or "the whole model", fix=fix))
+    if INPUT in recomputed.offload and not activations:
+        what = "the inputs of units are to be offloaded, and the whole model is the unit"
+        fix = "units=[Block], or names: Offload(activations=('attention',))"
+        raise ValueError(message(what, where="offload.activations", got=True, fix=fix))
+    return activations
 
 
 def _gathers_per_axis(axes: MeshAxes) -> bool:

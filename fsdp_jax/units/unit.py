@@ -6,18 +6,18 @@ node, so it passes through `scan`, `vmap` and `jit` of the model's own; it is no
 reading it outside its unit is an error that names the path, never a silent float32 gather.
 
 [Note: dropping the gathered copy] A unit runs under `jax.checkpoint`. With `remat='none'` its
-policy saves everything except what the gather made: the barrier, the constraints, any mere
-rearrangement (reshape, transpose, slice, concatenate: nearly free to do again), and casts of an
-array as large as a parameter (an activation's cast is worth saving: it is smaller than what it is
-made from). So the backward pass gathers again, whether or not activations are recomputed. What a
-model computes from a weight by arithmetic, such as `w * scale`, is an activation like any other and
-is saved. A policy of the user's decides about all that is left: about what the gather made it is
-not asked.
+policy saves everything except what the gather made: a shard that is fetched from the host, the
+barrier, the constraints, any mere rearrangement (reshape, transpose, slice, concatenate: nearly
+free to do again), and casts of an array as large as a parameter (an activation's cast is worth
+saving: it is smaller than what it is made from). So the backward pass gathers again, whether or not
+activations are recomputed. What a model computes from a weight by arithmetic, such as `w * scale`,
+is an activation like any other and is saved. The other policies, of `units.remat` or of the user's,
+decide about all that is left: about what the gather made they are not asked.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_policies
@@ -26,10 +26,8 @@ from fsdp_jax.errors import message
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.collectives import ParamComm, gather, gather_annotated
+from fsdp_jax.units.remat import INPUT, SAVED, Activations, Policy
 
-Policy = Callable[..., Any]  # as in jax.checkpoint_policies
-RematName = Literal["none", "full"]
-Remat = RematName | Policy
 ROOT = ""  # path of the unit that is the whole model
 
 
@@ -134,7 +132,9 @@ def gathered(tree: PyTree, unit: str) -> PyTree:
     )
 
 
-def run_unit(fn: Callable[..., Any], tree: PyTree, args: Any, *, unit: str, remat: Remat) -> Any:
+def run_unit(
+    fn: Callable[..., Any], tree: PyTree, args: Any, *, unit: str, activations: Activations
+) -> Any:
     """Runs `fn(tree, args)` with the unit's parameters gathered in forward and again in backward.
 
     Args:
@@ -142,35 +142,35 @@ def run_unit(fn: Callable[..., Any], tree: PyTree, args: Any, *, unit: str, rema
         tree: holds the unit's Shards, and whatever else lives in the module.
         args: pytree of arrays.
         unit: its path.
-        remat: `none` saves activations, `full` recomputes the unit in the backward pass, a policy
-            of `jax.checkpoint` chooses.
+        activations: what is saved for the backward pass.
 
     """
-    settings = checkpoint_settings(all_shards(tree), remat)
+    settings = checkpoint_settings(all_shards(tree), activations)
     if settings is None:
         return fn(gathered(tree, unit), args)
-    return jax.checkpoint(lambda tree, args: fn(gathered(tree, unit), args), **settings)(tree, args)
+
+    def run(tree: PyTree, args: Any) -> Any:
+        return fn(gathered(tree, unit), activations.enter(args))
+
+    return jax.checkpoint(run, **settings)(tree, args)
 
 
-def checkpoint_settings(shards: Sequence[Shard], remat: Remat) -> dict[str, Any] | None:
+def checkpoint_settings(shards: Sequence[Shard], activations: Activations) -> dict[str, Any] | None:
     """Returns arguments of `jax.checkpoint` for a unit with these Shards; None for none."""
     dropped = [shard for shard in shards if not shard.comm.already_gathered]
-    if not dropped and remat == "none":
+    if not dropped and activations == SAVED:
         return None
-    policy: Policy
-    if remat == "full":
+    if activations == Activations("full"):
         policy = checkpoint_policies.nothing_saveable
-    elif remat == "none":
-        policy = _save_all_but(dropped, checkpoint_policies.everything_saveable)
     else:
-        policy = _save_all_but(dropped, remat)
+        policy = _save_all_but(dropped, activations.chosen)
     # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging
     # them is not needed.
     in_scan = any(shard.value.ndim < shard.comm.ndim for shard in shards)
     return {"policy": policy, "prevent_cse": not in_scan}
 
 
-_GATHERING = {"sharding_constraint", "optimization_barrier", "all_gather", "device_put"}
+_GATHERING = {"device_put", "sharding_constraint", "optimization_barrier", "all_gather"}
 _REARRANGING = {
     *("reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate"),
     *("broadcast_in_dim", "copy", "copy_p"),
@@ -194,7 +194,8 @@ def _save_all_but(shards: Iterable[Shard], chosen: Policy) -> Policy:
             return False
         if primitive.name == "convert_element_type" and avals[0].size in sizes:
             return False
-        if primitive.name == "name" and avals[0].shape in shapes:  # `checkpoint_name` of a weight
+        is_named = primitive.name == "name" and params["name"] != INPUT
+        if is_named and avals[0].shape in shapes:  # `checkpoint_name` of a weight
             return False
         answer = chosen(primitive, *avals, **params)
         if callable(answer):

@@ -51,7 +51,7 @@ from fsdp_jax.units.collectives import SITE
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call"}
 # What an operation does to memory, by its primitive; all others are fused.
-_ALIASES = "reshape squeeze expand_dims transpose layout_constraint optimization_barrier"
+_ALIASES = "reshape squeeze expand_dims transpose layout_constraint optimization_barrier name"
 _REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
 _UPDATES = "dynamic_update_slice scatter scatter-add psum"  # write into their first operand
 _LOOPS = "scan while cond"

@@ -1,0 +1,173 @@
+"""What becomes of a unit's activations: saved, computed again in the backward pass, or offloaded.
+
+[Note: policies] `jax.checkpoint` asks a policy about the result of each operation. These are the
+ones that have names here; none is asked about gathered parameters, see `units.unit`.
+
+| name | saved for the backward pass |
+|---|---|
+| `none` | everything that it reads |
+| `full` | nothing: the unit's inputs alone |
+| `dots` | `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`: products with weights |
+| `selective` | all matmuls and convolutions but attention's scores, and fused kernels |
+
+`selective` is what torchtitan calls selective activation checkpointing by operation: matmuls and
+attention are saved, what is cheap is computed again. A matmul whose result is larger than what it
+is made from, such as the scores [heads, queries, keys], is not saved: that is the memory which
+recomputation is for. torchtitan computes every second matmul again besides; here none is.
+
+A name that `jax.ad_checkpoint.checkpoint_name` gave to an array is saved where `RematPolicy.save`
+has it. The results of a fused kernel (Pallas, or cuDNN's attention) have the name `attention`: the
+backward pass of flash attention reads more than its output, and to save that alone would not spare
+the kernel.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, get_args
+
+import flax.linen as nn
+import jax
+from flax import nnx
+from jax.ad_checkpoint import Offloadable, checkpoint_name, checkpoint_policies
+
+from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.sharding.offload import HOST, Offload
+from fsdp_jax.tree import PyTree
+
+Policy = Callable[..., Any]  # as in jax.checkpoint_policies
+RematName = Literal["none", "full", "dots", "selective"]
+
+INPUT = "fsdp.unit_input"  # the name of a unit's float inputs, where they are offloaded
+ATTENTION = "attention"  # the name of what attention returns, and of what fused kernels return
+_KERNELS = {
+    *("pallas_call", "dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"),
+    *("dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper"),
+}
+_MATMULS = {"conv_general_dilated", "ragged_dot_general", "scaled_matmul_wrapper"}
+_TO_HOST = Offloadable(src="device", dst=HOST)
+
+
+@dataclass(frozen=True)
+class RematPolicy:
+    """Which units are recomputed in the backward pass, and what they save all the same.
+
+    Attributes:
+        policy: `full`, `dots`, `selective`, or a policy of `jax.checkpoint`.
+        save: names of activations that are saved besides, given by
+            `jax.ad_checkpoint.checkpoint_name`.
+        every: of the units of each class every k-th is recomputed, the others as with `none`.
+
+    """
+
+    policy: RematName | Policy = "full"
+    save: tuple[str, ...] = ()
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        where, names = "remat.save", self.save
+        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+            what, fix = "no names of activations", 'RematPolicy(save=("attention",))'
+            raise ValueError(message(what, where=where, got=names, fix=fix))
+        object.__setattr__(self, "save", tuple(names))
+        is_count = isinstance(self.every, int) and not isinstance(self.every, bool)
+        if not is_count or self.every < 1:
+            what = "every k-th unit, k a whole number, at least 1"
+            raise ValueError(message(what, where="remat.every", got=self.every))
+        _check_policy(self.policy, "remat.policy")
+        if self.policy == "none" and (self.save or self.every > 1):
+            what = "remat='none' recomputes no unit, and saves what has no name too"
+            fix = "RematPolicy(policy='full', ...), or leave save and every out"
+            raise ValueError(message(what, where="remat.policy", got="none", fix=fix))
+
+
+Remat = RematName | Policy | RematPolicy
+
+
+def as_policy(remat: Remat) -> RematPolicy:
+    """Returns `remat` as a RematPolicy. Raises ValueError for anything that is no policy."""
+    if isinstance(remat, RematPolicy):
+        return remat
+    _check_policy(remat, "remat")
+    return RematPolicy(remat)
+
+
+def _check_policy(policy: Any, where: str) -> None:
+    choices = get_args(RematName)
+    takes_a_policy = policy in (jax.checkpoint, nnx.remat, nn.remat)
+    if takes_a_policy or (not callable(policy) and policy not in choices):
+        fix = did_you_mean(str(policy), choices)
+        fix += "; or a policy, such as jax.checkpoint_policies.dots_saveable"
+        raise ValueError(message(f"unknown remat '{policy}'", where=where, fix=fix))
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What becomes of the activations of one unit between its forward and its backward pass.
+
+    Attributes:
+        policy: what is saved, by a name of the note or a policy of `jax.checkpoint`.
+        save: names of arrays that are saved besides.
+        offload: names of arrays that are kept in host memory meanwhile.
+
+    """
+
+    policy: RematName | Policy = "none"
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    def enter(self, arrays: PyTree) -> PyTree:
+        """Returns the inputs of a unit; those that are offloaded have the name for it."""
+        if INPUT not in self.offload:
+            return arrays
+
+        def named(x: Any) -> Any:
+            is_float = jax.numpy.issubdtype(x.dtype, jax.numpy.floating) and x.ndim
+            return checkpoint_name(x, INPUT) if is_float else x
+
+        return jax.tree.map(named, arrays)
+
+    def chosen(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        """Returns whether a result is saved, or that it is offloaded: a policy."""
+        name = params["name"] if primitive.name == "name" else ""
+        name = ATTENTION if primitive.name in _KERNELS else name
+        if name and name in self.offload:
+            return _TO_HOST
+        if name and name in self.save:
+            return True
+        if self.policy == "none":
+            return primitive.name != "name"  # the array itself is saved, where it is read
+        if self.policy == "selective":
+            return _is_costly(primitive, avals, params)
+        named = {
+            "full": checkpoint_policies.nothing_saveable,
+            "dots": checkpoint_policies.dots_with_no_batch_dims_saveable,
+        }
+        policy: Policy = named[self.policy] if isinstance(self.policy, str) else self.policy
+        return policy(primitive, *avals, **params)
+
+
+SAVED = Activations()
+"""All that the backward pass reads is saved, on the device."""
+
+
+def activations_of(policy: RematPolicy, offload: Offload) -> tuple[Activations, Activations]:
+    """Returns what becomes of the activations of (units that are recomputed, the others)."""
+    names = offload.activations
+    to_host = tuple(names) if isinstance(names, tuple) else (INPUT,) * names
+    saved = tuple(name for name in policy.save if name not in to_host)
+    return Activations(policy.policy, saved, to_host), Activations("none", (), to_host)
+
+
+def _is_costly(primitive: Any, avals: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Returns whether `selective` saves a result: of matmuls, convolutions and fused kernels."""
+    if primitive.name != "dot_general":
+        return primitive.name in _MATMULS or primitive.name in _KERNELS
+    left, right = avals[:2]
+    (contracted, _), (batch, _) = params["dimension_numbers"]
+    if not batch:
+        return True
+    summed = prod(left.shape[dim] for dim in contracted)
+    shared = prod(left.shape[dim] for dim in batch)
+    result = left.size * right.size // (summed * summed * shared)
+    return bool(result <= max(left.size, right.size))
