@@ -169,15 +169,6 @@ def test_a_pattern_of_keep_float32_must_match():
         shard(precision=fsdp.Precision(compute="bfloat16", keep_float32=("[Nn]orm", "a/kernle")))
 
 
-def test_units_that_are_not_recomputed_warn():
-    """The model owns no parameters itself: its units own them all."""
-    with pytest.warns(
-        fsdp.SlowerWarning, match=r"remat='full' does nothing for 1 units, such as 'inner'"
-    ):
-        shard(Outer, units=[Model, Unit], remat="full")
-    shard(remat="full")  # a warning would be an error
-
-
 # Dtypes
 
 

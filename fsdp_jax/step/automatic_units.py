@@ -31,6 +31,7 @@ from fsdp_jax.step.xla_options import (
 )
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.remat import check_names
 
 BY_DEFAULT = (
     "The units were found by default. units='model' gathers the whole model at once: for a loss "
@@ -89,13 +90,15 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
     """Checks what only the traced program shows.
 
     Raises:
-        ValueError: with local batches, a value that devices must agree on and may not.
+        ValueError: with local batches, a value that devices must agree on and may not; names of
+            activations that no activation has.
 
     Warns:
         SlowerWarning: units that are gathered repeatedly, parameters that are not prefetched.
 
     """
     program = traced.jaxpr.jaxpr
+    check_names(plan.activations, program)
     if plan.local_batch:
         check_local_program(program, list(flatten(plan.layout.other["model_state"])))
     warn_of_repeated_gathers(plan, program)

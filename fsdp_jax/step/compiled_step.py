@@ -18,6 +18,7 @@ from fsdp_jax.processes import from_processes
 from fsdp_jax.sharding.mesh import as_ambient
 from fsdp_jax.step.automatic_units import check_traced, trace_by_units
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
+from fsdp_jax.step.offload_canary import check_offload
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.step.xla_options import (
@@ -145,6 +146,8 @@ class CompiledStep:
             raise ValueError(message(what, where="state", fix=fix))
         if self._compiled is None:
             self._check_processes()
+            if self.plan.activations.offload:
+                check_offload(self.plan.layout.mesh.devices.flat[0].platform)
             self._compiled = self.compile(placed)
         # Before the state is donated: whoever catches the error still has it.
         while len(self._in_flight) >= _LAG:

@@ -28,6 +28,7 @@ from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
+import jax.extend.core as jex
 from flax import nnx
 from jax.ad_checkpoint import Offloadable, checkpoint_name, checkpoint_policies
 
@@ -157,6 +158,31 @@ def activations_of(policy: RematPolicy, offload: Offload) -> tuple[Activations, 
     to_host = tuple(names) if isinstance(names, tuple) else (INPUT,) * names
     saved = tuple(name for name in policy.save if name not in to_host)
     return Activations(policy.policy, saved, to_host), Activations("none", (), to_host)
+
+
+def check_names(activations: Activations, program: jex.Jaxpr) -> None:
+    """Raises ValueError for a name to save or to offload that nothing in a program has."""
+    wanted = {"remat.save": activations.save, "offload.activations": activations.offload}
+    found = _names_in(program) if any(wanted.values()) else set()
+    for where, names in wanted.items():
+        for name in names:
+            if name not in found and name != INPUT:
+                what = f"nothing in the model has the name '{name}'"
+                fix = did_you_mean(name, found - {INPUT})
+                fix = fix or "jax.ad_checkpoint.checkpoint_name(x, name) in the model gives one"
+                raise ValueError(message(what, where=where, fix=fix))
+
+
+def _names_in(program: jex.Jaxpr) -> set[str]:
+    found = set()
+    for eqn in program.eqns:
+        if eqn.primitive.name == "name":
+            found.add(str(eqn.params["name"]))
+        elif eqn.primitive.name in _KERNELS:
+            found.add(ATTENTION)
+        for inner in jex.jaxprs_in_params(eqn.params):
+            found |= _names_in(inner)
+    return found
 
 
 def _is_costly(primitive: Any, avals: Sequence[Any], params: dict[str, Any]) -> bool:

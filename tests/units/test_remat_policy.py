@@ -1,27 +1,31 @@
-"""A checkpoint policy as `remat`: it chooses among activations, never among gathered weights."""
+"""Policies of recomputation choose among activations, never among gathered weights."""
 
 import re
+from functools import cache
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from reference import CASES, check, gpt, traffic, train, train_unsharded
+from reference import CASES, by_path, check, covering, gpt, traffic, train, train_unsharded
 
 import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
-from fsdp_jax.models.gpt import Block
+from fsdp_jax.models.gpt import Block, preset
+from fsdp_jax.models.gpt_linen import LinenBlock, LinenGPT
 
 POLICIES = jax.checkpoint_policies
 TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}
 
 
-def shard(model, units, remat):
+def shard(model, units, remat, **settings):
+    mesh = fsdp.make_mesh(data=8)
     return fsdp.fully_shard(
-        model, optax.adam(1e-3), fsdp.make_mesh(data=8), units=units, min_size=8, remat=remat
+        model, optax.adam(1e-3), mesh, units=units, min_size=8, remat=remat, **settings
     )
 
 
@@ -108,3 +112,196 @@ def test_a_function_that_makes_policies_is_no_policy():
     )
     with pytest.raises(ValueError, match=r"makes a policy(.*\n)+.*remat\n(.*\n)*.*call it"):
         step.lower(TOKENS)
+
+
+# Names of policies: what each computes again
+
+
+def forward_matmuls(remat, scan=False, **settings):
+    """The matmuls of a traced step, forward, backward and again, for each of its two blocks."""
+    model = gpt(scan, sequence_length=32)
+    step = shard(model, [Block], remat, **settings).make_train_step(next_token_loss)
+    jaxpr = step.trace({"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)}).jaxpr
+    return count(jaxpr, "dot_general")
+
+
+@pytest.mark.parametrize(
+    ("remat", "again"),
+    [
+        ("full", ["qkv", "scores", "attended", "out", "up"]),
+        ("dots", ["scores", "attended"]),
+        ("selective", ["scores"]),
+        (fsdp.RematPolicy(save=("mlp", "attention_out")), ["qkv", "scores", "attended"]),
+        (fsdp.RematPolicy(save=("qkv", "attention")), ["scores", "out", "up"]),
+        (fsdp.RematPolicy("dots", save=("attention",)), ["scores"]),
+    ],
+    ids=str,
+)
+def test_a_policy_computes_again_what_it_does_not_save(remat, again):
+    saved = forward_matmuls("none")
+    assert forward_matmuls(remat) == saved + 2 * len(again)
+    assert forward_matmuls(remat, scan=True) == forward_matmuls("none", scan=True) + len(again)
+
+
+def test_every_second_block_is_recomputed():
+    saved, full = forward_matmuls("none"), forward_matmuls("full")
+    assert forward_matmuls(fsdp.RematPolicy(every=2)) == (saved + full) / 2
+    assert forward_matmuls(fsdp.RematPolicy(every=1)) == full
+
+
+# Units that own no parameters
+
+
+class Around(nnx.Module):
+    """Owns no parameters: its two units own them all."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([Named(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Stages(Chain):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Around(rngs) for _ in range(2)])
+
+
+def test_a_unit_without_parameters_is_recomputed():
+    """Of two units inside it only the input of the first is saved: it runs once more."""
+
+    def run(remat, units):
+        step = shard(lambda rngs: Stages(rngs), units, remat).make_train_step(chain_loss)
+        jaxpr = step.trace({"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}).jaxpr
+        x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+        _, metrics = step(shard(lambda rngs: Stages(rngs), units, remat).init(0), {"x": x})
+        return count(jaxpr, "dot_general"), {name: float(x) for name, x in metrics.items()}
+
+    inner, expected = run("full", [Named])
+    both, found = run("full", [Around, Named])
+    assert both == inner + 2 * 2
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert run("none", [Around, Named])[0] == run("none", [Named])[0]
+
+
+# Numbers
+
+
+def linen_gpt(scan):
+    sizes = {"vocab_size": 32, "sequence_length": 8, "layers": 2, "width": 16, "heads": 2}
+    return LinenGPT(preset("tiny", scan_layers=scan, **sizes))
+
+
+MODELS = {
+    "nnx-scanned": (lambda: gpt(True), Block, {}),
+    "nnx-unrolled": (lambda: gpt(False), Block, {}),
+    "linen-scanned": (lambda: linen_gpt(True), LinenBlock, {"inputs": (jnp.zeros((1, 8), "i4"),)}),
+    "linen-unrolled": (
+        lambda: linen_gpt(False),
+        LinenBlock,
+        {"inputs": (jnp.zeros((1, 8), "i4"),)},
+    ),
+}
+REMATS = {
+    "full": "full",
+    "dots": "dots",
+    "selective": "selective",
+    "names": fsdp.RematPolicy(save=("qkv", "mlp")),
+    "every": fsdp.RematPolicy("selective", every=2),
+}
+OFFLOADS = {"": False, "inputs": True, "attention": ("attention",)}
+WAYS = ["global", "local", "pre", "post"]
+STRATEGIES = ["full_shard", "zero1", "hybrid_shard"]
+
+
+def possible(model, remat, offload, way, strategy):
+    return not (remat == "every" and "unrolled" not in model) and (
+        strategy != "zero1" or way in ("global", "local")
+    )
+
+
+@cache
+def run(model, remat, offload, way="global", strategy="full_shard"):
+    """Two steps of gradient descent: (losses, parameters)."""
+    make, block, inputs = MODELS[model]
+    mesh = fsdp.make_mesh(data=4, replica=2)
+    prefetch = way if way in ("pre", "post") else "none"
+    offload = fsdp.Offload(activations=OFFLOADS[offload])
+    sharded = fsdp.fully_shard(
+        make(), optax.sgd(0.1), mesh, strategy, [block], min_size=8, remat=REMATS.get(remat, remat),
+        offload=offload, prefetch=prefetch, **inputs,
+    )  # fmt: skip
+    step = sharded.make_train_step(next_token_loss, local_batch=way != "global")
+    state, losses = sharded.init(0), []
+    for number in range(2):
+        state, metrics = step(state, CASES["nnx-gpt-scanned"].batch(number))
+        losses.append(float(metrics["loss"]))
+    return losses, by_path(state.params)
+
+
+@pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
+@pytest.mark.parametrize(
+    ("model", "remat", "offload", "way", "strategy"),
+    covering([MODELS, REMATS, OFFLOADS, WAYS, STRATEGIES], possible=possible),
+)
+def test_no_policy_changes_a_number(model, remat, offload, way, strategy):
+    losses, params = run(model, remat, offload, way, strategy)
+    expected_losses, expected = run(model, "none", "")
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    for path, value in expected.items():
+        np.testing.assert_allclose(params[path], value, rtol=1e-6, atol=1e-6, err_msg=path)
+
+
+def test_offloaded_activations_change_no_bit():
+    losses, params = run("nnx-scanned", "full", "inputs", "pre")
+    expected_losses, expected = run("nnx-scanned", "full", "", "pre")
+    assert losses == expected_losses
+    assert all((params[path] == value).all() for path, value in expected.items())
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("remat", "scan", "text"),
+    [
+        ("dot", False, r"unknown remat 'dot'(.*\n)+.*did you mean 'dots'\?"),
+        (fsdp.RematPolicy(every=2), True, r"inside a layer scan(.*\n)+.*'blocks'\n.*scan_layers"),
+        (fsdp.RematPolicy(every=3), False, r"not 3 units of a class(.*\n)+.*2 of Block"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(remat, scan, text):
+    with pytest.raises(ValueError, match=text):
+        shard(gpt(scan), [Block], remat)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"every": 0}, "k a whole number"),
+        ({"save": "attention"}, r'RematPolicy\(save=\("attention",\)\)'),
+        ({"policy": "none", "every": 2}, "recomputes no unit"),
+        ({"policy": "fulll"}, r"remat.policy\n.*did you mean 'full'"),
+        ({"policy": jax.checkpoint}, "unknown remat"),
+    ],
+)
+def test_a_policy_that_means_nothing_is_refused(settings, text):
+    with pytest.raises(ValueError, match=text):
+        fsdp.RematPolicy(**settings)
+
+
+def test_a_name_that_nothing_has_is_refused():
+    def lower(remat="full", **settings):
+        shard(gpt(True), [Block], remat, **settings).make_train_step(next_token_loss).lower(TOKENS)
+
+    with pytest.raises(ValueError, match=r"'attn'\n.*remat.save\n.*did you mean 'attention'"):
+        lower(fsdp.RematPolicy(save=("qkv", "attn")))
+    with pytest.raises(ValueError, match=r"'mlpp'\n.*offload.activations\n.*did you mean 'mlp'"):
+        lower(offload=fsdp.Offload(activations=("mlpp",)))
+
+
+def test_inputs_of_the_whole_model_are_not_offloaded():
+    with pytest.raises(ValueError, match=r"the whole model is the unit(.*\n)+.*units=\[Block\]"):
+        shard(gpt(True), "model", "full", offload=fsdp.Offload(activations=True))
