@@ -31,14 +31,6 @@ class Model(nnx.Module):
         return self.b(self.a(x))
 
 
-class Outer(nnx.Module):
-    def __init__(self, rngs):
-        self.inner = Model(rngs)
-
-    def __call__(self, x):
-        return self.inner(x)
-
-
 def shard(model=Model, units=(Unit,), **settings):
     mesh = fsdp.make_mesh(data=8)
     settings = {"units": units, "min_size": 8} | settings

@@ -7,9 +7,11 @@ import pytest
 from fsdp_jax.cli.main import main
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.models import FAMILIES
-from fsdp_jax.train.build import build, make_model
+from fsdp_jax.sharding.offload import Offload
+from fsdp_jax.train.build import build, make_model, make_offload, make_remat
 from fsdp_jax.train.config import Config, LoraConfig, ModelConfig
 from fsdp_jax.train.config_file import KEY_TYPES, digest, dump, load
+from fsdp_jax.units.remat import RematPolicy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 QUICKSTART = next(path for path in CONFIGS if path.stem == "quickstart")
@@ -64,6 +66,20 @@ def test_configs_comment_every_key(path):
     assert config.train.global_batch_size % 8 == 0
 
 
+def test_the_keys_of_recomputation_and_offload(written):
+    assert make_remat(load(written("remat: full"))) == "full"
+    config = load(written("remat: dots\nremat_save: attention\nremat_every: 2"))
+    assert make_remat(config) == RematPolicy("dots", ("attention",), every=2)
+    assert make_offload(Config().offload) == Offload()
+    config = load(written("offload: {params: true, optimizer: 0.5, activations: true}"))
+    assert make_offload(config.offload) == Offload(True, 0.5, activations=True)
+    config = load(written("offload: {activation_names: [mlp], in_flight: 3}"))
+    assert make_offload(config.offload) == Offload(activations=("mlp",), in_flight=3)
+    both = load(written("offload: {activation_names: [mlp], activations: true}"))
+    with pytest.raises(ConfigError, match=r"or activations by name\n.*activation_names"):
+        make_offload(both.offload)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -72,7 +88,8 @@ def test_configs_comment_every_key(path):
             r"unknown key 'train\.step'\n  where: +\S+run\.yaml\n  fix: .* mean 'train\.steps'\?",
         ),
         ("trian: {steps: 5}", r"unknown key 'trian'[^$]*did you mean 'train'\?"),
-        ("offload: {params: true}", r"unknown key 'offload'"),
+        ("offload: {parameters: true}", r"unknown key 'offload\.parameters'"),
+        ("offload: {optimizer: -1}", r"offload\.optimizer\n  expected: 0 or more"),
         ("train: 5", r"run\.yaml: train\n"),
         ("- a", "keys were expected"),
         ("a: [", "not YAML"),

@@ -1,0 +1,62 @@
+"""Before the first step that offloads: the host's memory is there, and gradients are the same."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from reference import CASES, gpt
+
+import fsdp_jax as fsdp
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.step import compiled_step, offload_canary
+
+
+@pytest.fixture(autouse=True)
+def asked_again():
+    offload_canary.check_offload.cache_clear()
+    yield
+    offload_canary.check_offload.cache_clear()
+
+
+def test_the_gradients_of_a_scan_are_the_same_with_its_inputs_on_the_host():
+    inputs = offload_canary._inputs()
+    saved, sent = (np.asarray(offload_canary._gradients(each, *inputs)) for each in (False, True))
+    np.testing.assert_array_equal(saved, sent)
+    assert np.abs(saved).min(axis=(1, 2)).all()
+    text = offload_canary._gradients.trace(True, *inputs).jaxpr
+    assert f"f32<host>{list(inputs[1].shape)}".replace(" ", "") in str(text)
+    offload_canary.check_offload("cpu")
+
+
+def test_other_gradients_are_an_error_that_names_the_release(monkeypatch):
+    right = offload_canary._gradients
+    monkeypatch.setattr(
+        offload_canary, "_gradients", lambda offload, *x: right(False, *x) + offload
+    )
+    with pytest.raises(
+        ValueError, match=rf"other gradients(.*\n)+.*jax {jax.__version__}.*\n.*fix"
+    ):
+        offload_canary.check_offload("cpu")
+
+
+def test_a_device_without_host_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(offload_canary, "HOST", "attic")
+    with pytest.raises(ValueError, match=r"no memory of the host(.*\n)+.*attic\n.*pinned_host"):
+        offload_canary.check_offload("cpu")
+
+
+@pytest.mark.parametrize("activations", [True, False])
+def test_only_a_step_that_runs_and_offloads_asks(monkeypatch, activations):
+    asked = []
+    monkeypatch.setattr(compiled_step, "check_offload", asked.append)
+    sharded = fsdp.fully_shard(
+        gpt(True), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Block], min_size=8, remat="full",
+        offload=fsdp.Offload(activations=activations),
+    )  # fmt: skip
+    step = sharded.make_train_step(next_token_loss)
+    batch = CASES["nnx-gpt-scanned"].batch(0)
+    step.compile(batch)
+    assert asked == []
+    step(sharded.init(0), batch)
+    assert asked == ["cpu"] * activations
