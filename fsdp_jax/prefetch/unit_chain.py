@@ -101,7 +101,6 @@ class UnitChain:
                 gathered = gather_all(self.comms, shards)
             outputs, vjp = run_layer(stage.layer, gathered, [], arguments)
             vjps.append(vjp)
-            outputs = vjp.after_offload(outputs)
             env.update(zip(stage.outs, outputs, strict=True))
         return [env[i] for i in self.results], gathered if self.pre else {}
 

@@ -99,22 +99,6 @@ class LayerVjp:
                 self.residuals.append(leaf)
         self._sources = [sources[id(leaf)] for leaf in leaves]
 
-    def after_offload(self, outputs: list[Any]) -> list[Any]:
-        """Returns the outputs; they wait until what is saved on the host has arrived there.
-
-        Left alone, XLA:GPU sends it only in the backward pass, just before it is fetched again.
-        """
-        on_host = [
-            number
-            for number, x in enumerate(self.residuals)
-            if jax.typeof(x).memory_space == jax.memory.Space.Host
-        ]
-        sent = {f"{number}": self.residuals[number] for number in on_host}
-        sent, outputs = after(sent, outputs) if sent else (sent, outputs)
-        for number in on_host:
-            self.residuals[number] = sent[f"{number}"]
-        return outputs
-
     def pull_back(
         self,
         residuals: Sequence[Any],

@@ -28,6 +28,7 @@ from fsdp_jax.step.xla_options import (
     repeated_gathers,
     warn_of_repeated_gathers,
     warn_of_unprefetched,
+    warn_of_unrolled_offload,
 )
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.collectives import ParamComm
@@ -94,7 +95,8 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
             activations that no activation has.
 
     Warns:
-        SlowerWarning: units that are gathered repeatedly, parameters that are not prefetched.
+        SlowerWarning: units that are gathered repeatedly, parameters that are not prefetched,
+            activations that are sent to the host too late.
 
     """
     program = traced.jaxpr.jaxpr
@@ -103,6 +105,7 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
         check_local_program(program, list(flatten(plan.layout.other["model_state"])))
     warn_of_repeated_gathers(plan, program)
     warn_of_unprefetched(plan)
+    warn_of_unrolled_offload(plan)
 
 
 def _problem(plan: StepPlan, traced: Any) -> str:

@@ -6,11 +6,11 @@ one device. It takes less than a second, once for each platform in a process; pl
 """
 
 import functools
+from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
@@ -41,7 +41,7 @@ def check_offload(platform: str) -> None:
     difference = float(np.abs(found - expected).max() / np.abs(expected).max())
     if not difference < 0.01:  # the order of the sums may differ; wrong ones are far off
         what = f"activations that were offloaded give other gradients on {device.device_kind}"
-        got = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}: "
+        got = f"jax {jax.__version__}, jaxlib {version('jaxlib')}: "
         got += f"they differ by {difference:.0%} of the largest"
         fix = f"another release of jax and jaxlib; or {fix}"
         raise ValueError(message(what, where="offload.activations", got=got, fix=fix))

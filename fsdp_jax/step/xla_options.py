@@ -102,6 +102,25 @@ def warn_of_unprefetched(plan: StepPlan) -> None:
         warnings.warn(warning, SlowerWarning, stacklevel=2)
 
 
+def warn_of_unrolled_offload(plan: StepPlan) -> None:
+    """Warns of activations that XLA:GPU does not send to the host in time, which saves no memory.
+
+    Outside a loop it sends them in the backward pass, just before they are fetched again.
+
+    Warns:
+        SlowerWarning: with a unit that no layer scan runs.
+
+    """
+    if not plan.activations.offload or plan.layout.mesh.devices.flat[0].platform not in GPU:
+        return
+    units = [comm.unit for comm in plan.comms.values() if comm.unit and not comm.stacked]
+    if units:
+        warning = f"offload.activations saves little memory in unrolled units, such as '{units[0]}'"
+        warning += ": XLA:GPU sends their activations to the host in the backward pass only; "
+        warning += "stack the layers (scan_layers=True, jax.lax.scan), or leave it out"
+        warnings.warn(warning, SlowerWarning, stacklevel=3)
+
+
 def warn_of_repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> None:
     """Warns of units inside a loop of the model's own, each iteration of which gathers them.
 

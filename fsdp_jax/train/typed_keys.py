@@ -172,8 +172,6 @@ def _unknown_option(key: str, kinds: Mapping[str, Any]) -> ConfigError:
     # Keys of a section are suggested as in a file, others as they are written on a command line.
     choices = [choice if "." in choice else option_name(choice) for choice in kinds]
     fix = did_you_mean(key if "." in key else option_name(key), choices)
-    if key.startswith("offload."):
-        fix = "not in this release; plans say what it would save"
     return ConfigError(message(f"unknown key '{key}'", where="command line", fix=fix))
 
 

@@ -155,7 +155,7 @@ def test_no_such_file(tmp_path):
         ("--model.family lama", r"where: +--model\.family[^$]*mean 'llama'\?"),
         ("--train.steps", "--train.steps needs a value"),
         ("--train.steps 3 4", "unexpected argument '4'"),
-        ("--offload.params true", "not in this release"),
+        ("--offload.param true", r"did you mean 'offload\.params'\?"),
     ],
 )
 def test_mistakes_on_the_command_line(written, overrides, message):
@@ -176,7 +176,7 @@ def test_help_shows_every_key_with_its_type_default_and_meaning(written, capsys,
     shown = capsys.readouterr()
     assert [key for key in KEY_TYPES if f"--{key} " not in shown.out] == []
     assert "Optimizer steps. (default: 77)" in shown.out
-    assert "{none,full}" in shown.out
+    assert "{none,full,dots,selective}" in shown.out
     assert shown.err == ""
 
 

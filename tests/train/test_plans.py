@@ -80,7 +80,7 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
         ("--topolgy h100:8", ["did you mean '--topology'?"]),
         ("--topology=h100:9x9", ["h100 does not come in this shape"]),
         ("--topology h100:8 --html no/such/page.html", ["no such folder"]),
-        ("--topology h100:8 --offload.optimizer true", ["not in this release"]),
+        ("--topology h100:8 --offload.optimizer 2", ["offload.optimizer", "from 0 to 1"]),
         ("--topology v100:8 --analytic", ["v100 has no bfloat16"]),
         ("--topology h10:8", ["unknown hardware 'h10'", "did you mean 'h100'?"]),
         ("--topology cpu:8", ["no memory or speed of their own"]),

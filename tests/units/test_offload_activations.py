@@ -1,0 +1,50 @@
+"""Activations on the host, in the programs of accelerators: the memory spaces are theirs."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from reference import gpt
+
+import fsdp_jax as fsdp
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.planner import parse_topology
+
+LAYERS, ROWS, LENGTH, WIDTH = 4, 2, 128, 256
+TOKENS = {"tokens": jax.ShapeDtypeStruct((8 * ROWS, LENGTH + 1), jnp.int32)}
+
+
+def make_step(topology, scan, **settings):
+    sizes = {"sequence_length": LENGTH, "layers": LAYERS, "width": WIDTH}
+    mesh = fsdp.make_mesh(devices=parse_topology(topology).devices())
+    sharded = fsdp.fully_shard(
+        gpt(scan, **sizes), optax.sgd(0.1), mesh, "full_shard",
+        units=[Block], remat="full", precision=fsdp.Precision(compute="bfloat16"), **settings,
+    )  # fmt: skip
+    return sharded.make_train_step(next_token_loss, local_batch=True)
+
+
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize(
+    ("topology", "scan", "prefetch", "on_host"),
+    [
+        ("h100:8", True, "none", LAYERS),
+        ("h100:8", True, "pre", LAYERS - 1),  # the last block's are read at once
+        ("v5e:2x4", True, "none", LAYERS),
+        ("v5e:2x4", False, "none", LAYERS),
+    ],
+)
+def test_the_inputs_of_the_blocks_are_in_host_memory(topology, scan, prefetch, on_host):
+    step = make_step(topology, scan, prefetch=prefetch, offload=fsdp.Offload(activations=True))
+    program = step.compile(TOKENS)
+    assert "S(5)" in program.as_text()
+    on_host *= ROWS * LENGTH * WIDTH * 2
+    assert program.memory_analysis().host_temp_size_in_bytes == on_host
+
+
+@pytest.mark.needs_plugin
+def test_unrolled_blocks_on_gpus_warn():
+    step = make_step("h100:8", False, offload=fsdp.Offload(activations=("mlp",)))
+    with pytest.warns(fsdp.SlowerWarning, match=r"unrolled.*blocks/0.*scan_layers"):
+        step.lower(TOKENS)
