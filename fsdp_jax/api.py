@@ -47,6 +47,7 @@ from fsdp_jax.step.state import (
     state_shardings,
 )
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
+from fsdp_jax.step.xla_options import check_options_of_caller
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import (
     UNFOUND,
@@ -485,6 +486,7 @@ class Sharded:
 
         """
         plan = self._train_plan(loss_fn, **settings)
+        check_options_of_caller(plan)
         placement = BatchPlacement(self.layout.axes, plan.accumulation)
         shardings = self.state_shardings()
 

@@ -23,6 +23,7 @@ from fsdp_jax.step.state import TrainState
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.step.xla_options import (
     compile_overlapped,
+    offload_options,
 )
 from fsdp_jax.tree import PyTree, flatten
 
@@ -147,7 +148,8 @@ class CompiledStep:
         if self._compiled is None:
             self._check_processes()
             if self.plan.activations.offload:
-                check_offload(self.plan.layout.mesh.devices.flat[0].platform)
+                platform = self.plan.layout.mesh.devices.flat[0].platform
+                check_offload(platform, tuple(offload_options(self.plan).items()))
             self._compiled = self.compile(placed)
         # Before the state is donated: whoever catches the error still has it.
         while len(self._in_flight) >= _LAG:

@@ -1,5 +1,6 @@
 """XLA options that let prefetched collectives overlap with compute, and warnings where none do."""
 
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.errors import SlowerWarning, message
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.units.collectives import SITE
 
@@ -21,6 +22,11 @@ GPU = ("gpu", "cuda")
 # uses cuBLAS for those; without one, all matmuls of such a program are compiled for cuBLAS.
 NO_TILES = "find output tile sizes"
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+# XLA:GPU reads what a loop over layers saved in host memory by strides that it derives from the
+# loop, and takes those of the backward loop for ascending ones: silently wrong gradients
+# (openxla/xla#46231). Without this pass it computes the index.
+ANNOTATOR = "dynamic-slice-annotator"
 
 _GATHER_SCOPE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*?)"))
 
@@ -43,12 +49,13 @@ def compile_overlapped(
                 options = {**options, **WITHOUT_TRITON}
                 continue
             unknown = "No such compile option" in str(error)
-            if not unknown or options.keys() <= WITHOUT_TRITON.keys():
+            needed = offload_options(plan)
+            if not unknown or options.keys() <= {*WITHOUT_TRITON, *needed}:
                 raise
         cost = "small gathers of every layer are not hidden behind compute"
         warning = f"this XLA does not know {' or '.join(options)}: {cost}"
         warnings.warn(warning, SlowerWarning, stacklevel=2)
-        options = {}
+        options = needed
 
 
 def compiler_options(plan: StepPlan) -> dict[str, Any]:
@@ -60,14 +67,30 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
     every layer exposed. The latency-hiding scheduler is asked for by name: before Hopper XLA does
     without it, and nothing at all is hidden.
     """
+    needed = offload_options(plan)
     if plan.layout.mesh.devices.flat[0].platform not in GPU or not plan.report.prefetched:
-        return {}
+        return needed
     largest = max(_unit_bytes(plan).values())
-    return {
+    return needed | {
         "xla_gpu_all_gather_combine_threshold_bytes": largest,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": largest,
         "xla_gpu_enable_latency_hiding_scheduler": True,
     }
+
+
+def offload_options(plan: StepPlan) -> dict[str, Any]:
+    """Returns XLA options without which offloaded activations give wrong gradients."""
+    on_gpu = plan.layout.mesh.devices.flat[0].platform in GPU
+    offloads = on_gpu and bool(plan.activations.offload)
+    return {"xla_disable_hlo_passes": ANNOTATOR} if offloads else {}
+
+
+def check_options_of_caller(plan: StepPlan) -> None:
+    """Raises ValueError for a step that the caller compiles, without options that it needs."""
+    if offload_options(plan) and ANNOTATOR not in os.environ.get("XLA_FLAGS", ""):
+        what = "offloaded activations need an option of XLA on GPUs, or gradients are wrong"
+        fix = f"XLA_FLAGS=--xla_disable_hlo_passes={ANNOTATOR}, or make_train_step"
+        raise ValueError(message(what, where="offload.activations", fix=fix))
 
 
 def _unit_bytes(plan: StepPlan) -> dict[str, int]:

@@ -13,7 +13,7 @@ from reference import gpt
 import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
-from fsdp_jax.step.xla_options import compiler_options
+from fsdp_jax.step.xla_options import check_options_of_caller, compiler_options
 
 pytestmark = pytest.mark.releases
 
@@ -90,3 +90,18 @@ def test_the_threshold_covers_gradients_wider_than_their_parameters():
 
 def test_without_prefetch_no_options_are_set():
     assert compiler_options(on_gpu(lowered(prefetch="none"))) == {}
+
+
+def test_offloaded_activations_are_read_back_in_order_on_a_gpu(monkeypatch):
+    offload = fsdp.Offload(activations=True)
+    plan = on_gpu(lowered(prefetch="none", remat="full", offload=offload))
+    assert compiler_options(plan) == {"xla_disable_hlo_passes": "dynamic-slice-annotator"}
+    assert (
+        compiler_options(plan).items()
+        <= compiler_options(on_gpu(lowered(remat="full", offload=offload))).items()
+    )
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.raises(ValueError, match=r"gradients are wrong(.*\n)+.*XLA_FLAGS=--xla_disable"):
+        check_options_of_caller(plan)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dynamic-slice-annotator")
+    check_options_of_caller(plan)

@@ -39,6 +39,7 @@ def test_the_inputs_of_the_blocks_are_in_host_memory(topology, scan, prefetch, o
     step = make_step(topology, scan, prefetch=prefetch, offload=fsdp.Offload(activations=True))
     program = step.compile(TOKENS)
     assert "S(5)" in program.as_text()
+    assert "byte_stride" not in program.as_text(), "read back in the wrong order"
     on_host *= ROWS * LENGTH * WIDTH * 2
     assert program.memory_analysis().host_temp_size_in_bytes == on_host
 
