@@ -39,11 +39,16 @@ def is_pair(send: Instruction, receive: Instruction) -> bool:
 
 
 class Overlap:
-    """Reads the schedule of a program."""
+    """Reads the schedule of a program.
+
+    Attributes:
+        kernels_in: returns how many GEMMs, convolutions and attention kernels a computation runs.
+
+    """
 
     def __init__(self, module: Module):
         self._module = module
-        self._kernels_in = cache(self._count_kernels_in)
+        self.kernels_in = cache(self._count_kernels_in)
 
     def continues(self, called: Computation) -> bool:
         """Returns whether a TPU's fusion only continues a collective that another one started.
@@ -112,13 +117,14 @@ class Overlap:
             return int(bool(KERNELS.search(one.attribute("custom_call_target"))))
         if one.opcode == "while":
             _, body = self._module.parts(one)
-            return self._kernels_in(body.name)
-        inside = [self._kernels_in(name) for name in one.calls]
+            return self.kernels_in(body.name)
+        inside = [self.kernels_in(name) for name in one.calls]
         if one.opcode == "fusion":
             return int(any(inside))
         return max(inside, default=0) if one.opcode == "conditional" else sum(inside)
 
     def _count_kernels_in(self, name: str) -> int:
+        """Returns how many GEMMs, convolutions and attention kernels a computation runs."""
         return sum(self._kernels(one) for one in self._module[name].instructions)
 
 

@@ -15,7 +15,7 @@ import jinja2
 
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.compiled.peak_memory import Kind
-from fsdp_jax.planner.compiled.timeline import COMPUTE, LINK, Event
+from fsdp_jax.planner.compiled.timeline import COMPUTE, FROM_HOST, LINK, TO_HOST, Event
 
 STACK: tuple[Kind, ...] = ("params", "optimizer", "gradients", "activations", "gathered", "other")
 """Order of the memory drawing: state first, so that steady-state memory ends where state does."""
@@ -199,7 +199,9 @@ def memory_drawing(plan: Any, scale: int) -> Drawing:
 def time_drawing(plan: Any) -> Drawing:
     """Draws the parts of a step end to end."""
     time = plan.time
-    kinds = ((COMPUTE, time.compute_s), ("memory", time.memory_s), ("exposed", time.exposed_s))
+    kinds = [(COMPUTE, time.compute_s), ("memory", time.memory_s), ("exposed", time.exposed_s)]
+    if time.host_s:
+        kinds.append(("host", time.host_exposed_s))
     parts = [
         Part(name, size, f"{seconds}, {share}", css)
         for (name, seconds, share), (css, size) in zip(plan.time_rows()[:-1], kinds, strict=True)
@@ -208,7 +210,7 @@ def time_drawing(plan: Any) -> Drawing:
 
 
 def timeline_drawing(events: Sequence[Event]) -> Drawing | None:
-    """Draws a lane for compute and one for links; what is exposed is twice as high."""
+    """Draws lanes for compute, links and the host; of links, what is exposed is twice as high."""
     span = max((event.end for event in events), default=0.0)
     if span <= 0:
         return None
@@ -229,7 +231,8 @@ def timeline_drawing(events: Sequence[Event]) -> Drawing | None:
             boxes += _lane(busy, span, top + 30, 10, LINK)
             boxes += _lane(exposed, span, top + 20, 20, "exposed")
         else:
-            boxes += _lane(busy, span, top + 20, 20, COMPUTE)
+            css = "host" if lane in (FROM_HOST, TO_HOST) else COMPUTE
+            boxes += _lane(busy, span, top + 20, 20, css)
         captions.append((caption, top + 14))
     ticks = [
         Mark(seconds_text(at), at / span, bottom + 18, 0, bottom + 6, "tick")

@@ -16,10 +16,10 @@ from fsdp_jax.planner.analytic.memory import Estimate, estimate
 from fsdp_jax.planner.compiled.peak_memory import KINDS, peak_memory
 from fsdp_jax.planner.compiled.program import CompiledProgram, check_dtypes, compile_step
 from fsdp_jax.planner.compiled.timeline import ScheduleSimulator, SimulatedTime
-from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.network import Network
 from fsdp_jax.planner.machines.roofline import Matmul, Roofline
 from fsdp_jax.planner.machines.topology import Topology
+from fsdp_jax.planner.memory_cliff import MemoryCliff, compiler_limit, memory_cliff
 from fsdp_jax.planner.plan import Basis, Plan, Time
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.compiled_step import CompiledStep
@@ -32,7 +32,7 @@ JAX_MEMORY = 0.75
 """Fraction of a GPU's memory that jax takes by default."""
 
 MEMORY = ("peak_bytes", "host_bytes", "breakdown")
-SENT = ("collectives", "wire_bytes", "exposed_bytes")
+SENT = ("collectives", "wire_bytes", "exposed_bytes", "from_host_bytes", "to_host_bytes")
 TIME = ("time", "tokens_per_s_per_device", "mfu", "hfu")
 
 
@@ -90,11 +90,15 @@ def compiled_plan(
         simulated.collective,
         simulated.exposed,
         simulated.seconds,
+        simulated.host,
+        simulated.host_exposed,
     )
+    limit = compiler_limit(topology.hardware, module)
+    cliff = memory_cliff(module, sent.collectives, memory.peak_bytes, limit)
     # What a reader must know beside the figures.
     contract = judge(plan, program.text)
-    notes = _notes(plan, topology.hardware, memory.peak_bytes)
-    notes += _exposed_notes(plan, time)
+    notes = _notes(plan, topology, memory.peak_bytes, memory.host_bytes)
+    notes += _exposed_notes(plan, time, cliff)
     if not contract.holds:
         notes.append(
             "the contract does not hold: `fsdp-jax inspect CONFIG --topology T` lists what is sent,"
@@ -110,6 +114,8 @@ def compiled_plan(
         **_speeds(time, simulated.matmuls, topology, work),
         peak_bytes=memory.peak_bytes,
         host_bytes=memory.host_bytes,
+        from_host_bytes=int(simulated.from_host),
+        to_host_bytes=int(simulated.to_host),
         breakdown=dict[str, int](memory.breakdown.items()),
         buffers=memory.buffers,
         collectives=contract.rows(),
@@ -119,6 +125,7 @@ def compiled_plan(
         time=time,
         compile_s=program.seconds,
         basis=_basis(compiled=MEMORY + SENT + TIME),
+        cliff=cliff,
         notes=notes,
         events=simulator.layer().events,
     )
@@ -137,15 +144,19 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     roofline = Roofline(topology.hardware)
     traffic = expected_traffic(plan, Network(plan.layout.mesh, topology.hardware))
     time = _analytic_time(estimated, traffic, roofline)
+    host_bytes = plan.layout.per_device(host=True) + estimated.host_bytes
     matmuls = {matmul: matmul.times for matmul in estimated.matmuls}
     exposed_share = time.exposed_s / traffic.seconds if traffic.seconds else 0
-    notes = _notes(plan, topology.hardware, estimated.peak_bytes)
+    notes = _notes(plan, topology, estimated.peak_bytes, host_bytes)
     if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
         notes.append("no layers are stacked: this peak may be up to 30% too low; compile to know")
     return Plan(
         **_layout_figures(plan, topology, work),
         **_speeds(time, matmuls, topology, work),
         peak_bytes=estimated.peak_bytes,
+        host_bytes=host_bytes,
+        from_host_bytes=estimated.from_host_bytes,
+        to_host_bytes=estimated.to_host_bytes,
         breakdown=dict[str, int](estimated.breakdown.items()),
         collectives=traffic.rows,
         wire_bytes=traffic.bytes,
@@ -192,11 +203,12 @@ def _refused_plan(
     return Plan(
         **_layout_figures(step.plan, topology, work),
         peak_bytes=refused,
+        host_bytes=layout.per_device(host=True),
         breakdown=dict.fromkeys(KINDS, 0) | state | {"other": other},
         wire_bytes=limit,
         wire_bytes_limit=limit,
         compile_s=program.seconds,
-        basis=_basis(("peak_bytes",), ("breakdown", "wire_bytes")),
+        basis=_basis(("peak_bytes",), ("host_bytes", "breakdown", "wire_bytes")),
         notes=(note,),
     )
 
@@ -214,17 +226,24 @@ def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str,
         "valley_bytes": layout.per_device(),
         "capacity_bytes": chip.memory_bytes,
         "usable_bytes": chip.memory_bytes - chip.reserved_bytes,
+        "host_devices": topology.host_devices,
+        "host_capacity_bytes": chip.host_memory_bytes,
         "convention": work.convention,
     }
 
 
 def _analytic_time(estimated: Estimate, traffic: ExpectedTraffic, roofline: Roofline) -> Time:
-    """Adds matmuls, other memory traffic, and communication that they cannot hide."""
+    """Adds matmuls, other memory traffic, and communication and transfers that they cannot hide."""
     compute = sum(roofline.seconds(matmul) for matmul in estimated.matmuls)
     matmul_bytes = sum(_operand_bytes(matmul) for matmul in estimated.matmuls)
     memory = max(0, estimated.traffic_bytes - matmul_bytes) / roofline.memory_rate
     exposed = traffic.exposed_s + max(0.0, traffic.overlapped_s - compute - memory)
-    return Time(compute, memory, traffic.seconds, exposed, compute + memory + exposed)
+    # transfers from and to the host run beside each other, and beside the step
+    directions = (estimated.from_host_bytes, estimated.to_host_bytes)
+    host = [size / roofline.host_rate for size in directions]
+    host_exposed = max(0.0, max(host) - compute - memory - exposed)
+    step = compute + memory + exposed + host_exposed
+    return Time(compute, memory, traffic.seconds, exposed, step, sum(host), host_exposed)
 
 
 def _operand_bytes(matmul: Matmul) -> int:
@@ -261,10 +280,10 @@ def _basis(compiled: Sequence[str] = (), analytic: Sequence[str] = ()) -> dict[s
     return basis | dict.fromkeys((*analytic, *always), "analytic")
 
 
-def _notes(plan: StepPlan, chip: Hardware, peak: int) -> list[str]:
+def _notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) -> list[str]:
     """Returns notes that apply to compiled and analytic plans."""
     notes = []
-    axes = plan.layout.axes
+    axes, chip = plan.layout.axes, topology.hardware
     assert chip.memory_bytes is not None
     usable = chip.memory_bytes - chip.reserved_bytes
     if plan.layout.strategy.hybrid and shards_of(axes.mesh, axes.replica) == 1:
@@ -277,18 +296,24 @@ def _notes(plan: StepPlan, chip: Hardware, peak: int) -> list[str]:
             f"jax takes {JAX_MEMORY:.0%} of a GPU unless told otherwise: set"
             f" XLA_PYTHON_CLIENT_MEM_FRACTION={usable / chip.memory_bytes:.2f}"
         )
+    on_host, capacity = host_bytes * topology.host_devices, chip.host_memory_bytes
+    if capacity is not None and on_host > capacity:
+        notes.append(
+            f"a host needs {human_bytes(on_host)} of memory, and the vendor's reference system has"
+            f" {human_bytes(capacity)}: this fits only hosts with more"
+        )
     return notes
 
 
-def _exposed_notes(plan: StepPlan, time: Time) -> list[str]:
+def _exposed_notes(plan: StepPlan, time: Time, cliff: MemoryCliff | None) -> list[str]:
     share = time.exposed_s / time.step_s if time.step_s else 0
     if not plan.per_unit or share <= EXPOSED_NOTE:
         return []
+    waiting = f"{share:.0%} of the step is spent waiting for collectives"
+    if cliff is not None:
+        return [f"{waiting}, for want of memory"]
     fix = "try a larger microbatch" if plan.prefetch != "none" else "try --prefetch pre"
-    return [
-        f"{share:.0%} of the step is spent waiting for collectives: near the memory limit XLA"
-        f" overlaps nothing; otherwise a device computes too little for what it sends; {fix}"
-    ]
+    return [f"{waiting}: a device computes too little for what it sends; {fix}"]
 
 
 def _kernel_notes(simulated: SimulatedTime) -> list[str]:

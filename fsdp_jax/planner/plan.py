@@ -8,6 +8,7 @@ from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.compiled.peak_memory import KINDS, Buffer
 from fsdp_jax.planner.compiled.timeline import Event
 from fsdp_jax.planner.html import render_fragment, render_page, seconds_text
+from fsdp_jax.planner.memory_cliff import MemoryCliff
 from fsdp_jax.tables import text_table
 
 Basis = Literal["compiled", "analytic"]
@@ -18,13 +19,16 @@ SHOWN_BUFFERS = 12
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step. `step_s` is the sum of `compute_s`, `memory_s` and `exposed_s`.
+    """Seconds of a step: the sum of `compute_s`, `memory_s`, `exposed_s` and `host_exposed_s`.
 
     Attributes:
         compute_s: in kernels bound by matmuls.
         memory_s: in kernels bound by device memory.
         collective_s: that links are busy, overlapped with compute or not.
         exposed_s: that the device waits for collectives.
+        step_s: the sum.
+        host_s: that the links to the host are busy, of both directions, overlapped or not.
+        host_exposed_s: that the device waits for transfers from and to the host.
 
     """
 
@@ -33,6 +37,8 @@ class Time:
     collective_s: float
     exposed_s: float
     step_s: float
+    host_s: float = 0.0
+    host_exposed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Fix:
         fits: whether that peak fits.
         costs: the price of the change.
         available: whether this release supports it.
+        step_s: predicted seconds of a step with the change; None where they are not known.
 
     """
 
@@ -55,6 +62,7 @@ class Fix:
     fits: bool
     costs: str
     available: bool = True
+    step_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -70,7 +78,11 @@ class Plan:
         valley_bytes: steady-state memory: the state on a device between steps.
         peak_bytes: the most memory a device uses in a step, without what the driver and the
             network library reserve.
-        host_bytes: host memory, per device.
+        host_bytes: host memory that the step uses, per device.
+        host_devices: devices of one host, which share its memory.
+        host_capacity_bytes: memory of a host in the vendor's reference system; None if unknown.
+        from_host_bytes: that a device reads from host memory in a step.
+        to_host_bytes: that a device writes to host memory in a step.
         capacity_bytes: memory of a device.
         usable_bytes: the capacity less what the driver and the network library reserve.
         breakdown: bytes at the peak by kind; their sum is `peak_bytes`.
@@ -86,6 +98,8 @@ class Plan:
         convention: how model FLOPs are counted.
         compile_s: seconds of compilation, when it was done.
         basis: whether each figure is compiled or analytic.
+        cliff: what XLA gave up for want of memory; None if the program shows nothing, or if the
+            plan is analytic.
         notes: what a reader must know.
         fixes: what would lower the peak: available ones first, then by the peak that is left.
         events: the timeline of one layer, or of the step where nothing loops.
@@ -100,6 +114,10 @@ class Plan:
     valley_bytes: int
     peak_bytes: int
     host_bytes: int = 0
+    host_devices: int = 1
+    host_capacity_bytes: int | None = None
+    from_host_bytes: int = 0
+    to_host_bytes: int = 0
     capacity_bytes: int
     usable_bytes: int
     breakdown: Mapping[str, int]
@@ -115,6 +133,7 @@ class Plan:
     convention: str
     compile_s: float | None = None
     basis: Mapping[str, Basis]
+    cliff: MemoryCliff | None = None
     notes: Sequence[str] = ()
     fixes: Sequence[Fix] = ()
     events: Sequence[Event] = field(default=(), repr=False)
@@ -154,7 +173,10 @@ class Plan:
         parameters = f"of state\n{self.parameters:,} parameters"
         yield "between steps", human_bytes(self.valley_bytes), parameters
         if self.host_bytes:
-            yield "host memory", human_bytes(self.host_bytes), "per device"
+            yield "host memory", human_bytes(self.host_bytes), f"a device\n{self._host_share()}"
+        if transfers := self.host_transfers():
+            total = human_bytes(self.from_host_bytes + self.to_host_bytes)
+            yield "host transfers", total, transfers.partition(", ")[2]
         if self.time:
             yield "time per step", seconds_text(self.time.step_s), self.basis.get("time", "")
         if self.tokens_per_s_per_device is not None:
@@ -200,6 +222,8 @@ class Plan:
             ("memory", self.time.memory_s),
             ("exposed communication", self.time.exposed_s),
         ]
+        if self.time.host_s:
+            parts.append(("exposed host transfers", self.time.host_exposed_s))
         step = self.time.step_s
         rows = [(name, seconds_text(s), f"{100 * s / step:.0f}%") for name, s in parts]
         return [
@@ -241,6 +265,33 @@ class Plan:
             f"{self.strategy} declares), of which {human_bytes(self.exposed_bytes)} are exposed"
         )
 
+    def host_summary(self) -> str:
+        """Returns one line on host memory; "" where none is used."""
+        if not self.host_bytes:
+            return ""
+        return f"host: {human_bytes(self.host_bytes)} a device, {self._host_share()}"
+
+    def _host_share(self) -> str:
+        used = human_bytes(self.host_bytes * self.host_devices)
+        if self.host_capacity_bytes is None:
+            return f"{used} a host"
+        return f"{used} of {human_bytes(self.host_capacity_bytes)} a host"
+
+    def host_transfers(self) -> str:
+        """Returns one line on what is sent between device and host; "" where nothing is."""
+        total = self.from_host_bytes + self.to_host_bytes
+        if not total:
+            return ""
+        line = f"host transfers {human_bytes(total)}"
+        if self.time is None or not self.time.host_s:
+            return line
+        hidden = 1 - self.time.host_exposed_s / self.time.host_s
+        return f"{line}, {seconds_text(self.time.host_s)}, {max(0.0, hidden):.0%} hidden"
+
+    def remarks(self) -> list[str]:
+        """Returns the memory cliff, if there is one, and the notes."""
+        return [*([str(self.cliff)] if self.cliff else []), *self.notes]
+
     def basis_summary(self) -> str:
         """Returns which figures are compiled and which are analytic."""
         kinds: tuple[Basis, ...] = ("compiled", "analytic")
@@ -249,7 +300,8 @@ class Plan:
 
     def __str__(self) -> str:
         steady_state = f"steady-state memory, between steps: {human_bytes(self.valley_bytes)}"
-        blocks = [self.summary(), steady_state]
+        host = (self.host_summary(), self.host_transfers())
+        blocks = [self.summary(), "\n".join(line for line in (steady_state, *host) if line)]
 
         def add_table(*columns: str, rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
             if rows:
@@ -268,7 +320,7 @@ class Plan:
         change = "to take less (analytic)"
         columns = (change, "saves", "peak", "fits", "costs")
         add_table(*columns, rows=self.fix_rows(), right=("saves", "peak"))
-        blocks.append("\n".join([*self.notes, self.basis_summary()]))
+        blocks.append("\n".join([*self.remarks(), self.basis_summary()]))
         return "\n\n".join(block for block in blocks if block)
 
     def __repr__(self) -> str:
@@ -315,12 +367,14 @@ def plans_table(names: Sequence[str], plans: Sequence[Plan]) -> str:
         row("steady state", lambda plan: human_bytes(plan.valley_bytes)),
         row("peak", lambda plan: human_bytes(plan.peak_bytes)),
         *((f"  {kind}", *(human_bytes(plan.breakdown[kind]) for plan in plans)) for kind in KINDS),
+        row("host memory", lambda plan: human_bytes(plan.host_bytes)),
         row("sent", lambda plan: human_bytes(plan.wire_bytes)),
         row("exposed", lambda plan: human_bytes(plan.exposed_bytes)),
         row("step", seconds(lambda time: time.step_s)),
         row("  matmuls", seconds(lambda time: time.compute_s)),
         row("  memory", seconds(lambda time: time.memory_s)),
         row("  exposed", seconds(lambda time: time.exposed_s)),
+        row("  host, exposed", seconds(lambda time: time.host_exposed_s)),
         row("tokens/s per device", lambda plan: _or_dash(plan.tokens_per_s_per_device, ".0f")),
         row("MFU", lambda plan: _or_dash(plan.mfu, ".1%")),
         row("basis", lambda plan: plan.basis["peak_bytes"]),

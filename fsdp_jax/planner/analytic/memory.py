@@ -24,6 +24,10 @@ It is that of the trace, except for what XLA is observed to do on GPUs:
   copied first, unless a matmul made it, which can write it in that layout. As collectives are
   combined, all copies are made before the first is sent.
 
+[Note: host memory]
+A value in host memory takes no device memory. What a `device_put` brings to the device is stored
+from there on; what it sends to the host is read by the transfer.
+
 Not modelled: padding, gaps between buffers in the heap, copies that XLA makes for other reasons,
 and the code.
 """
@@ -34,6 +38,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 
 from fsdp_jax.compat import scan_arguments
@@ -79,6 +84,9 @@ class Estimate:
         breakdown: bytes by kind at that time; their sum is `peak_bytes`.
         matmuls: loop trips counted (one trip where their number is unknown); no convolutions.
         traffic_bytes: read from and written to device memory.
+        from_host_bytes: that transfers bring from host memory.
+        to_host_bytes: that transfers send to host memory.
+        host_bytes: of values that loops stack in host memory, the state not included.
 
     """
 
@@ -86,6 +94,9 @@ class Estimate:
     breakdown: dict[Kind, int]
     matmuls: tuple[Matmul, ...]
     traffic_bytes: int
+    from_host_bytes: int = 0
+    to_host_bytes: int = 0
+    host_bytes: int = 0
 
 
 def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
@@ -111,7 +122,7 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
     # what the operations need, then the state, then the batch
     lifetimes = _Lifetimes(operations)
     peak: Counter[str] = lifetimes.peak()
-    for leaf in layout:
+    for leaf in (leaf for leaf in layout if not leaf.on_host):
         is_copy = leaf.path.startswith(COPIES + SEPARATOR)
         peak["params" if is_copy else leaf.part] += leaf.bytes_per_device
     batch = outer.invars[sum(1 for _ in layout) :]  # the state comes first
@@ -121,7 +132,14 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
         times[replace(matmul, times=1)] += matmul.times
     matmuls = tuple(replace(matmul, times=count) for matmul, count in times.items())
     breakdown = {kind: peak[kind] for kind in KINDS}
-    return Estimate(peak.total(), breakdown, matmuls, lifetimes.traffic)
+    return Estimate(
+        peak.total(),
+        breakdown,
+        matmuls,
+        lifetimes.traffic,
+        *operations.transfers(),
+        reader.stacked_on_host,
+    )
 
 
 class _StateShapes:
@@ -153,6 +171,15 @@ class _StateShapes:
 
 
 def _global_bytes(aval: Any) -> int:
+    """Returns the device memory that a value of one device takes."""
+    return 0 if _is_on_host(aval) else _array_bytes(aval)
+
+
+def _is_on_host(aval: Any) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def _array_bytes(aval: Any) -> int:
     itemsize = int(getattr(getattr(aval, "dtype", None), "itemsize", 0))
     return prod(getattr(aval, "shape", ())) * itemsize
 
@@ -204,6 +231,8 @@ class _Operation:
         bodies: of a loop.
         trips: of a loop.
         matmuls: of the operation itself.
+        from_host: bytes that it brings from host memory.
+        to_host: bytes that it sends to host memory.
         live: something needs an output.
 
     """
@@ -216,6 +245,8 @@ class _Operation:
     bodies: "Sequence[_OperationList]" = ()
     trips: int = 1
     matmuls: Sequence[Matmul] = ()
+    from_host: int = 0
+    to_host: int = 0
     live: bool = False
 
 
@@ -295,6 +326,15 @@ class _OperationList:
         late = [operation for operation in before if operation not in early]
         return first + late + self.operations[last + 1 :]
 
+    def transfers(self) -> tuple[int, int]:
+        """Returns the bytes that live operations move (from, to) the host, loop trips counted."""
+        from_host = to_host = 0
+        for operation in (each for each in self.operations if each.live):
+            inside = [body.transfers() for body in operation.bodies]
+            from_host += operation.from_host + operation.trips * sum(one for one, _ in inside)
+            to_host += operation.to_host + operation.trips * sum(one for _, one in inside)
+        return from_host, to_host
+
     def matmuls(self) -> Iterable[Matmul]:
         """Yields the matmuls of live operations, loop trips counted."""
         for operation in self.operations:
@@ -320,6 +360,7 @@ class _JaxprReader:
         self.size = size
         self.kind = kind
         self.operations: list[_Operation] = []
+        self.stacked_on_host = 0
 
     def run(self, jaxpr: jex.Jaxpr, args: Sequence[_Value]) -> list[_Value]:
         """Appends to `operations`; returns the results."""
@@ -360,6 +401,9 @@ class _JaxprReader:
                 inputs = self._append("kernel", _COPY, inputs, [copied])
         outputs = [_Value(self.size(var.aval), self.kind(eqn, var.aval)) for var in eqn.outvars]
         effect = _EFFECTS.get(name, "fused")
+        if name == "device_put":
+            crosses = len({_is_on_host(var.aval) for var in (*eqn.invars, *eqn.outvars)}) > 1
+            effect = "kernel" if crosses else "alias"
         inputs_constant = all(value.constant is not None for value in inputs)
         if effect in ("fused", "alias") and inputs_constant:
             constants = [value.constant for value in inputs]
@@ -369,6 +413,11 @@ class _JaxprReader:
         self._append(effect, name, inputs, outputs)
         operation = self.operations[-1]
         operation.matmuls = tuple(matmuls_of(eqn))
+        if name == "device_put" and effect == "kernel":
+            # one side of each pair is in host memory, and takes no bytes here
+            for value, output in zip(inputs, outputs, strict=True):
+                operation.from_host += max(0, output.bytes - value.bytes)
+                operation.to_host += max(0, value.bytes - output.bytes)
         if effect == "loop":
             self._read_bodies(eqn, operation)
         return outputs
@@ -400,6 +449,8 @@ class _JaxprReader:
         slices = [(self.size(var.aval), value.kind) for var, value in xs]
         loop.bodies = [self._read_body(body, [*inputs, *carry_in], carry_in, slices)]
         loop.in_place = list(zip((value for _, value in carry), loop.outputs, strict=False))
+        stacked = [var.aval for var in eqn.outvars[len(carry) :] if _is_on_host(var.aval)]
+        self.stacked_on_host += sum(_array_bytes(aval) for aval in stacked)
         loop.trips = eqn.params["length"]
 
     def _read_body(
@@ -414,6 +465,7 @@ class _JaxprReader:
             source = [_outer_value(size)]
             inputs = inputs + reader._append("fused", "slice", source, [_Value(size, kind)])
         results = reader.run(body, inputs)
+        self.stacked_on_host += reader.stacked_on_host
         count = len(carry)
         return _OperationList(results[count:], carry, results[:count], reader.operations)
 

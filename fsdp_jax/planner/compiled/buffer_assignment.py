@@ -12,6 +12,7 @@ from typing import NamedTuple
 from fsdp_jax.errors import message
 
 DEFAULT, HOST = "default", "host"
+HOST_COLOR = "5"
 _SPACE = re.compile(r"^Memory Space: (\S+) \(color=(\d+)\)\nTotal bytes: (\d+)", re.MULTILINE)
 _RANGE = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"allocation (\d+): size \d+(.*)")  # newer releases add `, page 0`
@@ -65,7 +66,11 @@ def read_memory_report(folder: Path) -> MemoryReport:
 
     """
     usage = _read_report(folder, "memory-usage-report")
-    spaces = {name: int(size) for name, _, size in _SPACE.findall(usage)}
+    # the GPU compiler prints host memory under another name
+    spaces = {
+        HOST if color == HOST_COLOR else name: int(size)
+        for name, color, size in _SPACE.findall(usage)
+    }
     ranges = {
         (name, index): (int(start), int(end))
         for name, index, start, end in _RANGE.findall(_read_report(folder, "live-range"))

@@ -5,8 +5,8 @@ the program's text.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
@@ -28,12 +28,17 @@ _MARKERS = re.compile(r"AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound"
 _KERNELS = re.compile(r"tpu_custom_call|triton|mosaic|cudnn|cublas")
 """Custom calls of a user's kernel, as Pallas makes them, or of a library."""
 
+HOST_SPACE = 5
+"""XLA's number of host memory, on GPUs and TPUs: `S(5)` in a layout."""
+
+_HOST = f"S({HOST_SPACE})"
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _SCRATCH = re.compile(r", [su]8\[\d+\](\{[^}]*\})?\)$")
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _SAME_VALUES = {"bitcast", "reshape", "copy", "convert", "transpose"}
 _SAME_MEMORY = {"bitcast", "reshape"}
+_Sizes = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,16 @@ class InstructionCost:
         matmuls: including those of an attention kernel.
         bytes: of device memory read and written; a fusion that slices an array reads the slice.
         unknown: a kernel whose matmuls the text does not tell; "" if there is none.
+        from_host: bytes read from host memory.
+        to_host: bytes written to host memory.
 
     """
 
     matmuls: tuple[Matmul, ...] = ()
     bytes: int = 0
     unknown: str = ""
+    from_host: int = 0
+    to_host: int = 0
 
 
 class CostModel:
@@ -65,15 +74,19 @@ class CostModel:
         self.module = module
         self.on_chip = on_chip
         self._matmuls_in = cache(self._matmuls_in_computation)
+        instructions = (each for one in module.computations.values() for each in one.instructions)
+        self._has_host_memory = any(_HOST in each.type for each in instructions)
 
     def cost(self, within: Computation, instruction: Instruction) -> InstructionCost:
         """Returns the cost of an instruction of a scheduled computation; none if asynchronous."""
         opcode = instruction.opcode
         if opcode in FREE or opcode.endswith(("-start", "-done", "-update")):
             return InstructionCost()
+        from_host, to_host = self._host_transfer(within, instruction)
         if opcode == "fusion":
             matmuls = self._matmuls_in(instruction.calls[0])
-            return InstructionCost(matmuls, self._fusion_bytes(within, instruction))
+            moved = sum(self._moved(within, instruction, self._device_bytes))
+            return InstructionCost(matmuls, moved, "", from_host, to_host)
         target = instruction.attribute("custom_call_target") if opcode == "custom-call" else ""
         if _MARKERS.search(target):
             return InstructionCost()
@@ -81,8 +94,31 @@ class CostModel:
         unknown = ""
         if matmuls_or_none is None and _KERNELS.search(target):
             unknown = instruction.op_name or instruction.name
-        moved = self._unfused_bytes(within, instruction)
-        return InstructionCost(matmuls_or_none or (), moved, unknown)
+        moved = sum(self._moved(within, instruction, self._device_bytes))
+        return InstructionCost(matmuls_or_none or (), moved, unknown, from_host, to_host)
+
+    def async_host_transfer(
+        self, within: Computation, instruction: Instruction
+    ) -> tuple[int, int] | None:
+        """Returns the bytes that an asynchronous instruction sends (from, to) the host.
+
+        None where it sends none, or is not asynchronous.
+        """
+        if not self._has_host_memory or not instruction.opcode.endswith("-start"):
+            return None
+        transfer = self._host_transfer(within, _synchronous(instruction))
+        return transfer if any(transfer) else None
+
+    def _host_transfer(self, within: Computation, instruction: Instruction) -> tuple[int, int]:
+        """Returns the bytes that an instruction moves (from, to) host memory."""
+        if not self._has_host_memory or not instruction.operands:
+            return 0, 0
+        touched = [instruction.type, *(within[name].type for name in instruction.operands)]
+        if not any(_HOST in each for each in touched):
+            return 0, 0
+        if instruction.opcode in _SAME_VALUES and all(_HOST in each for each in touched):
+            return 0, 0  # within host memory: nothing crosses the link
+        return self._moved(within, instruction, _host_bytes)
 
     def async_bytes(self, instruction: Instruction) -> int:
         """Returns the bytes of device memory that an asynchronous copy or slice moves."""
@@ -102,40 +138,42 @@ class CostModel:
         return tuple(matmuls)
 
     def _device_bytes(self, type_text: str) -> list[int]:
-        """Returns the bytes of each array of a type, 0 for those that are on the chip."""
-        sizes = []
-        for dtype, dims, layout in _ARRAY.findall(type_text):
-            space = _MEMORY_SPACE.search(layout)
-            on_chip = space is not None and int(space.group(1)) in self.on_chip
-            sizes.append(0 if on_chip else _array_bytes(dtype, dims))
-        return sizes
+        """Returns the bytes of each array of a type, 0 for those that are not in device memory."""
+        elsewhere = {HOST_SPACE, *self.on_chip}
+        return [0 if space in elsewhere else size for size, space in _arrays(type_text)]
 
-    def _total_bytes(self, within: Computation, name: str) -> int:
-        return sum(self._device_bytes(within[name].type))
+    def _moved(
+        self, within: Computation, instruction: Instruction, sizes: _Sizes
+    ) -> tuple[int, int]:
+        """Returns the bytes that an instruction (reads, writes) in one memory.
 
-    def _unfused_bytes(self, within: Computation, instruction: Instruction) -> int:
-        """Returns the bytes that an instruction outside of a fusion reads and writes."""
+        `sizes` returns the bytes of each array of a type, 0 for those in another memory.
+        """
+        if instruction.opcode == "fusion":
+            return self._moved_by_fusion(within, instruction, sizes)
         type_text = instruction.type
         if instruction.opcode == "custom-call":
             type_text = _SCRATCH.sub(")", type_text)
-        written = sum(self._device_bytes(type_text))
+        written = sum(sizes(type_text))
         if instruction.opcode in _SLICES:
-            source = self._total_bytes(within, instruction.operands[0])
-            return written + min(_size(instruction), source)
+            source = sum(sizes(within[instruction.operands[0]].type))
+            return min(_size(instruction), source), written
         if update := _update(within, instruction):
-            return min(written, _size(update)) + sum(self._device_bytes(update.type))
+            return sum(sizes(update.type)), min(written, _size(update))
         if instruction.opcode in ("broadcast", "iota", "rng-bit-generator"):
-            return written
+            return 0, written
         operands = dict.fromkeys(instruction.operands)
-        return written + sum(self._total_bytes(within, name) for name in operands)
+        return sum(sum(sizes(within[name].type)) for name in operands), written
 
-    def _fusion_bytes(self, within: Computation, fusion: Instruction) -> int:
-        """Returns the bytes that a fusion reads and writes."""
+    def _moved_by_fusion(
+        self, within: Computation, fusion: Instruction, sizes: _Sizes
+    ) -> tuple[int, int]:
+        """Returns the bytes that a fusion (reads, writes) in one memory."""
         called = self.module[fusion.calls[0]]
         parameters = _parameters(called)
         read: dict[str, int] = {}
         for i, name in enumerate(fusion.operands):
-            size = self._total_bytes(within, name)
+            size = sum(sizes(within[name].type))
             used = self._read_bytes(called, parameters[i]) if i in parameters else size
             read[name] = min(size, read.get(name, 0) + used)  # an operand may be given twice
         outputs = [called.root]
@@ -143,9 +181,9 @@ class CostModel:
             outputs = [called[name] for name in called.root.operands]
         written = sum(
             min(size, self._written_bytes(called, output))
-            for size, output in zip(self._device_bytes(fusion.type), outputs, strict=False)
+            for size, output in zip(sizes(fusion.type), outputs, strict=False)
         )
-        return sum(read.values()) + written
+        return sum(read.values()), written
 
     def _read_bytes(
         self,
@@ -203,6 +241,52 @@ class CostModel:
         if updates and base.opcode == "parameter":
             return min(updates, _size(output))
         return _size(output)
+
+
+def _synchronous(start: Instruction) -> Instruction:
+    """Returns the instruction that an asynchronous one starts.
+
+    `copy-start` returns (result, operand, context), others ((operands), result, context).
+    """
+    elements = _tuple_elements(start.type)
+    opcode = start.opcode.removesuffix("-start")
+    result = elements[0 if opcode == "copy" else 1] if len(elements) > 1 else start.type
+    # newer releases print what an `async-start` runs, older ones the computation that it calls
+    return replace(start, opcode="fusion" if opcode == "async" else opcode, type=result)
+
+
+def _tuple_elements(type_text: str) -> list[str]:
+    """Splits the text of a tuple's type at its commas; another type is its only element."""
+    if not type_text.startswith("("):
+        return [type_text]
+    elements = [""]
+    depth = 0
+    for letter in type_text[1:-1]:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += letter
+    return [element.strip() for element in elements]
+
+
+def _arrays(type_text: str) -> list[tuple[int, int]]:
+    """Returns (bytes, memory space) of each array of a type; space 0 is the device's memory."""
+    arrays = []
+    for dtype, dims, layout in _ARRAY.findall(type_text):
+        space = _MEMORY_SPACE.search(layout)
+        arrays.append((_array_bytes(dtype, dims), int(space.group(1)) if space else 0))
+    return arrays
+
+
+def device_bytes(type_text: str) -> int:
+    """Returns the bytes of the arrays of a type that are in device memory."""
+    return sum(size for size, space in _arrays(type_text) if space == 0)
+
+
+def _host_bytes(type_text: str) -> list[int]:
+    """Returns the bytes of each array of a type, 0 for those that are not in host memory."""
+    return [size if space == HOST_SPACE else 0 for size, space in _arrays(type_text)]
 
 
 def _update(within: Computation, instruction: Instruction) -> Instruction | None:

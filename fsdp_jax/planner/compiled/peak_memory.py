@@ -144,10 +144,9 @@ class _BufferClassifier:
         if live.parameter is not None:  # an input, or what updates it in place
             leaf = self._inputs.get(live.parameter)
             return (_leaf_kind(leaf), leaf.path, "") if leaf else ("other", "", "input")
-        within = self._computation_of.get(live.name)
-        if within is None:
+        ref = self._ref(live)
+        if ref is None:
             return _kind_by_name(live.name), "", live.name
-        ref = _ArrayRef(within, live.name, live.element)
         sources = list(self._walk(ref, self._sources))
         if sources[-1].instruction.opcode in ("broadcast", "constant"):
             sources = self._loop_results(ref)
@@ -158,6 +157,20 @@ class _BufferClassifier:
         known = self._by_source(sources) or self._by_reduction(ref)
         kind, path = known or (self._by_shape(live, sources), module_path)
         return kind, path, operation
+
+    def _ref(self, live: LiveBuffer) -> _ArrayRef | None:
+        """Returns where the text shows a value; None where it does not.
+
+        The text of an asynchronous fusion shows the computation that it runs and not its name:
+        `wrapped_slice.2` is the result of what calls `wrapped_slice_computation.2`.
+        """
+        if live.name in self._computation_of:
+            return _ArrayRef(self._computation_of[live.name], live.name, live.element)
+        name, dot, number = live.name.partition(".")
+        caller = self._callers.get(f"{name}_computation{dot}{number}")
+        if caller is None or not caller.instruction.opcode.endswith("-start"):
+            return None
+        return caller._replace(element=(1, *live.element))
 
     def _by_source(self, sources: Sequence[_ArrayRef]) -> tuple[Kind, str] | None:
         """Classifies an array by what it is a copy of: a parameter, or a reduced gradient."""
@@ -243,12 +256,12 @@ class _BufferClassifier:
             case "fusion" | "call":
                 called = self._module[instruction.calls[0]]
                 return [_ArrayRef(called, called.root.name, element)]
-            case "async-start":
+            case "async-start" | "fusion-start":
                 called = self._module[instruction.calls[0]]
                 return [_ArrayRef(called, called.root.name, element[1:])]
-            case "dynamic-update-slice":
+            case "dynamic-update-slice" | "dynamic-update-slice-start":
                 return [_ArrayRef(within, operands[1])]
-            case "copy-done" | "copy-start":
+            case "copy-done" | "copy-start" | "slice-start" | "dynamic-slice-start":
                 return [_ArrayRef(within, operands[0])]
             case "optimization-barrier":
                 return [_ArrayRef(within, operands[0], element)]

@@ -1,7 +1,8 @@
-"""Simulates the schedule of a compiled step in three lanes: compute, link, asynchronous copies.
+"""Simulates the schedule of a compiled step in lanes: compute, links, copies, and the host's.
 
 Each instruction takes the longer of its matmuls and its memory traffic. A collective starts where
 the schedule starts it and the link is free; its `done` waits for its end, and that wait is exposed.
+So does a transfer between device and host memory, whose two directions do not share their link.
 A loop is simulated once and multiplied by its trips; collectives in flight before the loop use the
 link while the loop's own leave it free.
 """
@@ -22,6 +23,7 @@ from fsdp_jax.planner.machines.network import Network
 from fsdp_jax.planner.machines.roofline import Matmul, Roofline
 
 COMPUTE, LINK, COPY = "compute", "link", "copy"
+FROM_HOST, TO_HOST = "from host", "to host"
 
 ON_CHIP: Mapping[str, frozenset[int]] = {"tpu": frozenset(range(1, 5)) | {6}}
 """XLA's memory spaces, by platform, that are not device memory; 5 is the host's everywhere."""
@@ -46,8 +48,12 @@ class SimulatedTime:
         compute: of these, in instructions bound by matmuls.
         memory: of these, in instructions bound by device memory.
         exposed: of these, waiting for collectives.
+        host_exposed: of these, waiting for transfers from and to the host.
         collective: that links were busy, overlapped or not.
+        host: that the links to the host were busy, overlapped or not; the sum of both directions.
         exposed_bytes: of the bytes sent, the part of each collective that was waited for.
+        from_host: bytes that came from host memory.
+        to_host: bytes that went to host memory.
         traffic: bytes of device memory.
         matmuls: with how often each was run.
         events: of its own instructions.
@@ -59,8 +65,12 @@ class SimulatedTime:
     compute: float = 0.0
     memory: float = 0.0
     exposed: float = 0.0
+    host_exposed: float = 0.0
     collective: float = 0.0
+    host: float = 0.0
     exposed_bytes: float = 0.0
+    from_host: float = 0.0
+    to_host: float = 0.0
     traffic: int = 0
     matmuls: Mapping[Matmul, int] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
@@ -103,6 +113,13 @@ class ScheduleSimulator:
         return run.result()
 
 
+_WAITS = {LINK: "exposed", COPY: "memory", FROM_HOST: "host_exposed", TO_HOST: "host_exposed"}
+"""What waiting for a lane counts as."""
+
+_TOTALS = """compute memory exposed host_exposed collective host exposed_bytes from_host
+    to_host""".split()
+
+
 class _Pending(NamedTuple):
     """A transfer that a `done` waits for."""
 
@@ -122,10 +139,10 @@ class _ComputationRun:
         self.within = within
         self.known = known  # scalars that the computation is given, by index
         self.clock = 0.0
-        self.free = {LINK: 0.0, COPY: 0.0}  # when each lane is free
+        # when each lane is free
+        self.free = {LINK: 0.0, COPY: 0.0, FROM_HOST: 0.0, TO_HOST: 0.0}
         self.pending: dict[str, list[_Pending]] = {}  # by the instruction that waits
-        totals = ("compute", "memory", "exposed", "collective", "exposed_bytes")
-        self.totals = dict.fromkeys(totals, 0.0)
+        self.totals = dict.fromkeys(_TOTALS, 0.0)
         self.traffic = 0
         self.matmuls: dict[Matmul, int] = {}
         self.events: list[Event] = []
@@ -139,6 +156,9 @@ class _ComputationRun:
             self._loop(instruction)
         elif instruction.opcode in ("conditional", "call"):
             self._call(instruction)
+        elif transfer := self.simulator.costs.async_host_transfer(self.within, instruction):
+            done = self._done(instruction) or instruction
+            self._transfer(*transfer, waits=done.name, label=_label(instruction))
         elif moved := self.simulator.costs.async_bytes(instruction):
             self._copy(instruction, moved)
         else:
@@ -170,7 +190,7 @@ class _ComputationRun:
     def _wait(self, name: str) -> None:
         for lane, ready, seconds, sent in self.pending.pop(name, ()):
             late = max(0.0, ready - self.clock)
-            self.totals["exposed" if lane == LINK else "memory"] += late
+            self.totals[_WAITS[lane]] += late
             if sent and seconds:
                 self.totals["exposed_bytes"] += sent * min(1.0, late / seconds)
             self.clock += late
@@ -181,14 +201,34 @@ class _ComputationRun:
         end = max(self.clock, self.free[COPY]) + seconds
         self.free[COPY] = end
         self.traffic += moved
-        for user in self.within.users.get(instruction.name, ()):
-            if user.opcode.endswith("-done"):
-                self.pending.setdefault(user.name, []).append(_Pending(COPY, end, seconds, 0))
-                break
+        if done := self._done(instruction):
+            self.pending.setdefault(done.name, []).append(_Pending(COPY, end, seconds, 0))
+
+    def _done(self, start: Instruction) -> Instruction | None:
+        """Returns the instruction that waits for an asynchronous one."""
+        users = self.within.users.get(start.name, ())
+        return next((user for user in users if user.opcode.endswith("-done")), None)
+
+    def _transfer(self, from_host: int, to_host: int, *, waits: str, label: str) -> None:
+        """Starts transfers of so many bytes from and to the host."""
+        for lane, size in ((FROM_HOST, from_host), (TO_HOST, to_host)):
+            if not size:
+                continue
+            seconds = size / self.simulator.roofline.host_rate
+            start = max(self.clock, self.free[lane])
+            self.free[lane] = end = start + seconds
+            self.totals["host"] += seconds
+            self.totals["from_host" if lane == FROM_HOST else "to_host"] += size
+            self.pending.setdefault(waits, []).append(_Pending(lane, end, seconds, 0))
+            self.events.append(Event(lane, start, end, label))
 
     def _compute(self, instruction: Instruction, cost: InstructionCost) -> None:
         if cost.unknown:
             self.unknown.add(cost.unknown)
+        # what reads host memory itself starts the transfer, and waits for what it does not hide
+        self._transfer(
+            cost.from_host, cost.to_host, waits=instruction.name, label=_label(instruction)
+        )
         if not cost.bytes and not cost.matmuls:
             return
         roofline = self.simulator.roofline
@@ -196,7 +236,7 @@ class _ComputationRun:
         memory = cost.bytes / roofline.memory_rate
         seconds = max(compute, memory) + roofline.efficiency.launch
         self.totals["compute" if compute >= memory else "memory"] += seconds
-        self._advance(seconds, stripped(instruction.op_name) or instruction.name)
+        self._advance(seconds, _label(instruction))
         self.traffic += cost.bytes
         for matmul in cost.matmuls:
             self.matmuls[matmul] = self.matmuls.get(matmul, 0) + matmul.times
@@ -254,3 +294,7 @@ class _ComputationRun:
             ]
         if self.free[LINK] > free_until:
             self.free[LINK] += link_seconds
+
+
+def _label(instruction: Instruction) -> str:
+    return stripped(instruction.op_name) or instruction.name

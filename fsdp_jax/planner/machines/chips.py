@@ -38,11 +38,14 @@ _H100 = Efficiency(
     tree=0.92,
     protocols=_NCCL,
     launch=1.8 * MICRO,
+    host=0.87,
     source="matmul: fitted on MosaicML's runs; alone such matmuls reach 0.70-0.80 (ml-engineering's"
     " accelerator benchmarks), but within a step power limits the chip; attention: cuDNN in"
     " FlashAttention-3's figures (causal, head dim 128, T 4k, both ways); memory: BabelStream"
     " triad, Azure ND_H100_v5 (0.87-0.95); link: 370 GB/s of 450, nccl-tests issue 212; network:"
-    " 46-48 GB/s of a 400 Gb port, nccl-tests issue 290; launch: How To Scale Your Model, GPUs",
+    " 46-48 GB/s of a 400 Gb port, nccl-tests issue 290; launch: How To Scale Your Model, GPUs;"
+    " host: 55.6 of 64 GB/s, nvbandwidth's host_to_device_memcpy_ce in NVIDIA's blog; GPUs behind"
+    " one PCIe switch share its link to the host, which is not modelled",
 )
 _A100 = replace(
     _H100,
@@ -51,10 +54,11 @@ _A100 = replace(
     attention=0.52,
     memory=0.81,
     link=230 / 300,
+    host=0.80,
     source="matmul: fitted on MosaicML's runs; alone 0.80-0.87 (ml-engineering, Azure"
     " ND_A100_v4); attention: FlashAttention-2, section 4; memory: BabelStream, Azure ND_A100_v4"
     " (0.79-0.86); link: 230 GB/s of 300, nccl-tests issue 149; network: 96 of 100, nccl-tests"
-    " issue 119",
+    " issue 119; host: about 25 of 32 GB/s, by analogy with h100; not measured",
 )
 _TPU = Efficiency(
     matmul=0.92,
@@ -68,8 +72,10 @@ _TPU = Efficiency(
     tree=1.0,
     protocols=_ICI,
     launch=1.5 * MICRO,
+    host=0.9,
     source="matmul: 80-90% of simple kernels, JAX's Pallas TPU matmul tutorial, XLA above it; link:"
-    " 0.82 measured on an open v5e axis, How To Scale Your Model, sharding",
+    " 0.82 measured on an open v5e axis, How To Scale Your Model, sharding; host: by analogy with"
+    " h100; not measured",
 )
 
 _AMPERE_PEAKS = {
@@ -111,6 +117,8 @@ _A100_40GB = Hardware(
     network_bandwidth=25 * GIGA,  # one 200 Gb/s ConnectX-6 for each GPU
     reserved_bytes=2 * GIB,
     host_devices=16,  # the largest NVSwitch board
+    host_bandwidth=32 * GIGA,  # PCIe 4, 16 lanes
+    host_memory_bytes=1024 * GIB,  # DGX A100 320GB
     efficiency=_A100,
     cuda=_AMPERE_TARGET,
 )
@@ -129,6 +137,8 @@ _GPUS = [
         network_bandwidth=50 * GIGA,  # one 400 Gb/s ConnectX-7 for each GPU
         reserved_bytes=2 * GIB,
         host_devices=8,
+        host_bandwidth=64 * GIGA,  # PCIe 5, 16 lanes
+        host_memory_bytes=2048 * GIB,  # DGX H100
         efficiency=_H100,
         cuda=_HOPPER_TARGET,
     ),
@@ -144,6 +154,8 @@ _GPUS = [
         network_bandwidth=50 * GIGA,  # as h100
         reserved_bytes=2 * GIB,
         host_devices=8,
+        host_bandwidth=64 * GIGA,  # as h100
+        host_memory_bytes=2048 * GIB,  # DGX H200
         efficiency=replace(
             _H100,
             memory=0.86,
@@ -164,6 +176,8 @@ _GPUS = [
         network_bandwidth=50 * GIGA,  # one 400 Gb/s ConnectX-7 for each GPU
         reserved_bytes=2 * GIB,
         host_devices=8,
+        host_bandwidth=64 * GIGA,  # PCIe 5, 16 lanes, as the hosts of DGX B200 have it
+        host_memory_bytes=2048 * GIB,  # DGX B200
         efficiency=replace(
             _H100,
             cores=148,
@@ -184,6 +198,7 @@ _GPUS = [
         " a100_sxm_80",
         memory_bytes=85100068864,
         memory_bandwidth=2039040000000,
+        host_memory_bytes=2048 * GIB,  # DGX A100 640GB
     ),
     Hardware(
         name="v100",
@@ -199,6 +214,8 @@ _GPUS = [
         network_bandwidth=6.25 * GIGA,  # four 100 Gb/s ports for eight GPUs
         reserved_bytes=2 * GIB,
         host_devices=8,
+        host_bandwidth=16 * GIGA,  # PCIe 3, 16 lanes
+        host_memory_bytes=512 * GIB,  # DGX-1
         efficiency=replace(
             _A100,
             matmul=0.72,
@@ -236,6 +253,8 @@ _TPUS = [
         network_bandwidth=6.25 * GIGA,  # 25 GB/s for a host of four chips (How To Scale Your Model)
         reserved_bytes=GIB // 4,
         host_devices=4,
+        host_bandwidth=16 * GIGA,  # PCIe, How To Scale Your Model
+        host_memory_bytes=407 * 10**9,  # ct4p-hightpu-4t
         slice_devices=4096,
         efficiency=_TPU,
         # the runtime joins a chip's two cores into one device; the compiler does when told to
@@ -255,6 +274,8 @@ _TPUS = [
         network_bandwidth=3.125 * GIGA,  # two 100 Gb/s ports for eight chips; 6.4 Tb/s a pod
         reserved_bytes=GIB // 4,
         host_devices=8,
+        host_bandwidth=16 * GIGA,  # PCIe, How To Scale Your Model
+        host_memory_bytes=384 * 10**9,  # ct5lp-hightpu-8t
         slice_devices=256,
         efficiency=_TPU,
     ),
@@ -276,6 +297,8 @@ _TPUS = [
         network_bandwidth=6.25 * GIGA,  # 50 Gb/s a chip
         reserved_bytes=GIB // 4,
         host_devices=4,
+        host_bandwidth=16 * GIGA,  # PCIe, How To Scale Your Model
+        host_memory_bytes=448 * 10**9,  # ct5p-hightpu-4t
         slice_devices=8960,
         efficiency=_TPU,
     ),
@@ -298,6 +321,8 @@ _TPUS = [
         network_bandwidth=12.5 * GIGA,  # 100 Gb/s a chip
         reserved_bytes=GIB // 4,
         host_devices=8,
+        host_bandwidth=32 * GIGA,  # PCIe, How To Scale Your Model
+        host_memory_bytes=1440 * 10**9,  # ct6e-standard-8t
         slice_devices=256,
         efficiency=replace(_TPU, tiles=((8, 256, 1.0),), ramp=256, attention=0.35),
     ),

@@ -60,6 +60,7 @@ class Efficiency:
         tree: of a ring's rate, for an all-reduce over trees.
         protocols: latencies.
         launch: seconds of overhead per kernel.
+        host: of the bandwidth between device and host memory, for large pinned buffers.
         source: where the numbers come from.
 
     """
@@ -75,6 +76,7 @@ class Efficiency:
     tree: float
     protocols: tuple[Protocol, ...]
     launch: float
+    host: float
     source: str
 
 
@@ -106,6 +108,9 @@ class Hardware:
             buffers, as much as is typical; on TPUs what XLA's compiler leaves free (15.75 of 16
             GiB).
         host_devices: the most devices of one host.
+        host_bandwidth: bytes/s that one device reads from host memory while it writes as much.
+        host_memory_bytes: memory of a host with `host_devices` devices in the vendor's reference
+            system; a machine that is rented may have another; None where it is not published.
         slice_devices: the most devices of one TPU slice; None for GPUs.
         efficiency: fractions of the peaks that programs achieve; None for virtual CPU devices.
         cuda: what the CUDA compiler asks; None for others.
@@ -126,6 +131,8 @@ class Hardware:
     network_bandwidth: float | None = None
     reserved_bytes: int = 0
     host_devices: int | None = None
+    host_bandwidth: float | None = None
+    host_memory_bytes: int | None = None
     slice_devices: int | None = None
     efficiency: Efficiency | None = None
     cuda: CudaTarget | None = None

@@ -69,6 +69,12 @@ class Roofline:
         assert self.chip.memory_bandwidth is not None
         return self.chip.memory_bandwidth * self.efficiency.memory
 
+    @property
+    def host_rate(self) -> float:
+        """Bytes/s between device and host memory, in one direction."""
+        assert self.chip.host_bandwidth is not None
+        return self.chip.host_bandwidth * self.efficiency.host
+
 
 def _utilization(matmul: Matmul, m: int, n: int, cores: int) -> float:
     """Returns the fraction of all tile elements, over all cores and waves, that hold values."""

@@ -46,6 +46,13 @@ class Topology:
         """How many devices it has."""
         return prod(self.shape) * self.slices
 
+    @property
+    def host_devices(self) -> int:
+        """How many devices share a host and its memory."""
+        if self.hardware.platform == "cuda":
+            return self.shape[1]
+        return min(self.size, self.hardware.host_devices or self.size)
+
     def devices(self) -> list[jax.Device]:
         """Returns devices for `make_mesh(devices=...)`: virtual for `cpu`, else for compiling only.
 

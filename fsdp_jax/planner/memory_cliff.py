@@ -1,0 +1,126 @@
+"""Reads from a compiled program what XLA gave up for want of memory, and how much would avoid it.
+
+Near the limit XLA does two things that cost time and that no figure of memory shows. It
+rematerializes: it drops results and computes them again, which it marks by `.remat` in the
+instructions' names. And its latency-hiding scheduler prefers schedules of less memory, in which
+collectives wait instead of running beside compute.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from fsdp_jax.errors import human_bytes
+from fsdp_jax.hlo.collectives import Collective
+from fsdp_jax.hlo.overlap import Overlap
+from fsdp_jax.hlo.parser import Instruction, Module
+from fsdp_jax.planner.compiled.cost import device_bytes
+from fsdp_jax.planner.machines.hardware import Hardware
+
+GPU_BASE, GPU_SLOP = 0.80, 0.95
+"""Fractions of a GPU's memory that XLA plans with: GetSchedulerMemoryLimit, gpu_hlo_schedule.cc."""
+
+_REMATERIALIZED = re.compile(r".\.remat(?:\d|_|\.|$)")
+_NO_WORK = {"bitcast", "get-tuple-element", "tuple", "parameter", "constant"}
+
+
+@dataclass(frozen=True)
+class MemoryCliff:
+    """What XLA gave up for want of memory.
+
+    Attributes:
+        rematerialized: how many instructions XLA added that compute a result again.
+        rematerialized_bytes: of those results; in a loop, of one trip.
+        exposed_share: of the bytes that loops with compute send, the part that no compute hides;
+            0 where the peak is within XLA's limit.
+        limit_bytes: memory that XLA's scheduler plans with; None where it is not known.
+        free_bytes: an estimate of how much less memory would avoid it: the excess over the limit,
+            and the results that were dropped.
+        lever: the setting that frees as much for the shortest step; "" where none is known.
+
+    """
+
+    rematerialized: int
+    rematerialized_bytes: int
+    exposed_share: float
+    limit_bytes: int | None
+    free_bytes: int
+    lever: str = ""
+
+    def __str__(self) -> str:
+        parts = []
+        if self.rematerialized:
+            size = human_bytes(self.rematerialized_bytes)
+            parts.append(
+                f"XLA computes {self.rematerialized} results again ({size}) to save memory"
+            )
+        if self.exposed_share:
+            assert self.limit_bytes is not None
+            parts.append(
+                f"{self.exposed_share:.0%} of what is sent beside compute is exposed, above the"
+                f" {human_bytes(self.limit_bytes)} that XLA's scheduler plans with"
+            )
+        lever = f", soonest by {self.lever}" if self.lever else ""
+        return f"memory cliff: {'; '.join(parts)}; free about {human_bytes(self.free_bytes)}{lever}"
+
+
+def memory_cliff(
+    module: Module, collectives: Iterable[Collective], peak_bytes: int, limit_bytes: int | None
+) -> MemoryCliff | None:
+    """Returns what XLA gave up for want of memory; None if the program shows nothing.
+
+    Args:
+        module: the compiled program.
+        collectives: of the program, from `read_program`.
+        peak_bytes: device memory that it needs.
+        limit_bytes: from `compiler_limit`.
+
+    """
+    again = list(_rematerialized(module))
+    excess = max(0, peak_bytes - limit_bytes) if limit_bytes is not None else 0
+    exposed = _exposed_share(module, collectives) if excess else 0.0
+    if not again and not exposed:
+        return None
+    dropped = sum(shape.bytes for one in again for shape in one.shapes)
+    return MemoryCliff(len(again), dropped, exposed, limit_bytes, excess + dropped)
+
+
+def compiler_limit(chip: Hardware, module: Module, allocator: int | None = None) -> int | None:
+    """Returns the device memory that XLA's scheduler plans with, for a program; None on CPUs.
+
+    Args:
+        chip: that the program is for.
+        module: the compiled program.
+        allocator: bytes that the running process may take of a GPU; None without that GPU.
+
+    """
+    if chip.memory_bytes is None:
+        return None
+    if chip.platform != "cuda":
+        return chip.memory_bytes - chip.reserved_bytes
+    inputs = sum(
+        device_bytes(one.type)
+        for one in module[module.entry].instructions
+        if one.opcode == "parameter"
+    )
+    base = allocator if allocator is not None else GPU_BASE * chip.memory_bytes
+    return int(inputs + GPU_SLOP * max(0.0, base - inputs))
+
+
+def _rematerialized(module: Module) -> Iterator[Instruction]:
+    """Yields the instructions that XLA's rematerialization added, of scheduled computations."""
+    instructions = [one for each in module.computations.values() for one in each.instructions]
+    fused = {name for one in instructions if one.opcode == "fusion" for name in one.calls}
+    for computation in module.computations.values():
+        if computation.name not in fused:
+            for one in computation.instructions:
+                if _REMATERIALIZED.search(one.name) and one.opcode not in _NO_WORK:
+                    yield one
+
+
+def _exposed_share(module: Module, collectives: Iterable[Collective]) -> float:
+    """Returns the part, in bytes, that no kernel hides of what is sent beside kernels of a loop."""
+    overlap = Overlap(module)
+    beside = [one for one in collectives if one.loop and overlap.kernels_in(one.within)]
+    sent = sum(one.bytes for one in beside)
+    return 1 - sum(one.hidden for one in beside) / sent if sent else 0.0
