@@ -13,11 +13,22 @@ _HOST = (2, 2)  # chips of a TPU host along the first two dims of the torus
 _SLICE_IDS = 100_000
 
 
-@dataclass(frozen=True)
-class FakeMemory:
-    """The memory of a device."""
+class FakeMemory(str):
+    """A memory of a device: its kind, since jax compares these memories with names of kinds."""
 
-    kind: str = "device"
+    @property
+    def kind(self) -> str:
+        """Its name, such as `device`."""
+        return str(self)
+
+
+@dataclass(frozen=True, order=True)
+class FakeClient:
+    """What jax asks of a device's client: which process this one is."""
+
+    def process_index(self) -> int:
+        """Returns the first process, so that the first host's devices count as local."""
+        return 0
 
 
 @dataclass(frozen=True, order=True)
@@ -29,7 +40,7 @@ class FakeDevice:
     platform: str
     device_kind: str
     slice_index: int = 0
-    client: None = None
+    client: FakeClient = FakeClient()
 
     @property
     def local_hardware_id(self) -> int:
@@ -38,7 +49,7 @@ class FakeDevice:
 
     def default_memory(self) -> FakeMemory:
         """Returns the device's own memory."""
-        return FakeMemory()
+        return FakeMemory("device")
 
     def addressable_memories(self) -> Sequence[FakeMemory]:
         """Returns the device's own memory, and its host's that it can read and write."""
