@@ -1,33 +1,38 @@
 """Searches for the fastest settings of a batch on a machine: estimates all, compiles the best."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
 from pathlib import Path
 
 from fsdp_jax.errors import ConfigError, FitError, human_bytes, message
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
-from fsdp_jax.planner.machines.topology import Topology, parse_topology
+from fsdp_jax.planner.machines.topology import Topology, machines
 from fsdp_jax.planner.make_plan import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.plan import Plan
-from fsdp_jax.planner.settings import MakeStep, StepSettings, replica_counts
+from fsdp_jax.planner.settings import (
+    OFFLOADS,
+    REMATS,
+    MakeStep,
+    StepSettings,
+    replica_counts,
+)
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tables import text_table
-from fsdp_jax.units.remat import RematName
 
 FINALISTS = 4
 """How many candidates that fit are compiled."""
+OFFLOADED = 6
+"""How many candidates that are too large are tried with offload."""
 MARGIN = 1.1
 """Candidates whose estimated peak is above this multiple of the usable memory are not compiled.
 
 For stacked layers an estimate is within 10% of the compiled peak; see "how far to trust a plan" in
 docs/planning.md for the exceptions.
 """
-REMATS: tuple[RematName, ...] = ("full", "none")
-SETTINGS_COLUMNS = ("strategy", "replica", "remat", "prefetch", "accumulation")
+SETTINGS_COLUMNS = ("strategy", "replica", "remat", "prefetch", "accumulation", "offload")
 COLUMNS = (*SETTINGS_COLUMNS, "peak", "step", "tokens/s/device", "sent", "basis", "")
 
 Progress = Callable[[str], None]
@@ -103,7 +108,7 @@ class SearchResult:
             f"{self.tried} settings on {self.topology.name}: {len(self.estimated)} estimated to"
             f" fit, {compiled} compiled; below them, estimates that no other beats in everything"
         )
-        table = text_table(COLUMNS, self.rows(), right=COLUMNS[4:9])
+        table = text_table(COLUMNS, self.rows(), right=COLUMNS[6:10])
         return f"{head}\n{table}\n\nbest: {self.best.settings}"
 
 
@@ -147,6 +152,7 @@ class Search:
                 )
             )
         estimated = self._estimate_all(settings, topology)
+        estimated += self._estimate_offloaded(estimated, topology)
         fitting = [candidate for candidate in estimated if candidate.may_fit]
         fitting.sort(key=lambda candidate: candidate.seconds)
         compiled, unfit = self._compile_fastest(fitting, topology)
@@ -231,6 +237,35 @@ class Search:
             raise ConfigError(errors[0])
         return estimated
 
+    def _estimate_offloaded(
+        self, estimated: Sequence[Candidate], topology: Topology
+    ) -> list[Candidate]:
+        """Estimates with offload what would be faster than all that fits, if only it fitted.
+
+        Offload makes no step faster, so the estimate without it bounds the time from below. The
+        fastest are tried, each with as little in host memory as makes it fit.
+        """
+        fitting = [candidate.seconds for candidate in estimated if candidate.may_fit]
+        best = min(fitting, default=float("inf"))
+        too_large = [candidate for candidate in estimated if not candidate.may_fit]
+        offloaded: list[Candidate] = []
+        for without in sorted(too_large, key=lambda one: one.seconds)[:OFFLOADED]:
+            if without.seconds >= best:
+                break
+            for offload in OFFLOADS[1:]:
+                settings = replace(without.settings, offload=offload)
+                candidate = self._estimate(settings, topology, [])
+                if candidate is None:
+                    continue
+                offloaded.append(candidate)
+                peak = human_bytes(candidate.plan.peak_bytes)
+                figures = f"{peak}, {1000 * candidate.seconds:.0f} ms, estimated"
+                self.progress(f"{settings}: {figures}")
+                if candidate.may_fit:
+                    best = min(best, candidate.seconds)
+                    break
+        return offloaded
+
     def _compile_fastest(
         self, fitting: Sequence[Candidate], topology: Topology
     ) -> tuple[list[Candidate], list[Candidate]]:
@@ -279,26 +314,9 @@ def _is_hopeless(settings: StepSettings, known: Candidate) -> bool:
         return False
     return (
         settings.accumulation <= other.accumulation
-        and settings.remat in (other.remat, "none")
+        and REMATS.index(settings.remat) >= REMATS.index(other.remat)
         and settings.prefetch in (other.prefetch, "pre")
     )
-
-
-def machines(chip: Hardware) -> Iterator[Topology]:
-    """Yields machines of a chip by size: powers of two; of TPUs, the torus closest to a cube."""
-    if chip.platform == "cuda":
-        assert chip.host_devices is not None
-        for power in range(13):
-            size, host = 2**power, min(8, chip.host_devices)
-            shape = f"{size}" if size <= host else f"{size // host}x{host}"
-            yield parse_topology(f"{chip.name}:{shape}")
-        return
-    torus = [2, 2, *[1] * (chip.torus_dims - 2)]
-    while prod(torus) <= (chip.slice_devices or 0):
-        yield parse_topology(f"{chip.name}:{'x'.join(map(str, torus))}")
-        # the smallest dim, and of equal ones the last
-        smallest = max(range(len(torus)), key=lambda dim: (-torus[dim], dim))
-        torus[smallest] *= 2
 
 
 def _lean_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
@@ -319,8 +337,17 @@ def _beats(candidate: Candidate, other: Candidate) -> bool:
 def _row(candidate: Candidate) -> tuple[str, ...]:
     plan = candidate.plan
     speed = plan.tokens_per_s_per_device
+    settings = candidate.settings
+    kept = [
+        part for part in ("params", "optimizer", "activations") if getattr(settings.offload, part)
+    ]
     return (
-        *candidate.settings.keys().values(),
+        settings.strategy,
+        str(settings.replica),
+        settings.remat,
+        settings.prefetch,
+        str(settings.accumulation),
+        "+".join(kept) or "none",
         human_bytes(plan.peak_bytes),
         f"{1000 * candidate.seconds:.0f} ms",
         f"{speed:.0f}" if speed else "-",
@@ -337,8 +364,8 @@ def _nothing_fits_message(topology: Topology, estimated: Sequence[Candidate]) ->
         where="search",
         expected=f"{human_bytes(least.plan.usable_bytes)} of a {topology.hardware.name}",
         got=f"{human_bytes(least.plan.peak_bytes)} at least, with {least.settings}",
-        fix="more devices, a smaller train.global_batch_size or data.sequence_length, or a smaller"
-        " model",
+        fix=f"more devices (--topology {topology.hardware.name} finds how many), a smaller"
+        " train.global_batch_size or data.sequence_length, or a smaller model",
     )
 
 

@@ -1,14 +1,16 @@
 """Settings of a step that do not change what it computes, and what changing them saves."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
+from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.machines.fake_devices import fake_devices
-from fsdp_jax.planner.machines.topology import Topology
+from fsdp_jax.planner.machines.topology import Topology, machines
 from fsdp_jax.planner.make_plan import Work, analytic_plan
 from fsdp_jax.planner.plan import Fix, Plan
 from fsdp_jax.prefetch.rewrite import Prefetch
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
@@ -16,6 +18,18 @@ from fsdp_jax.units.remat import RematName
 
 LOSS_CHUNK = 16384
 """The vocabulary chunk size that a plan proposes."""
+OFFLOADS = (
+    NO_OFFLOAD,
+    Offload(optimizer=True),
+    Offload(activations=True),
+    Offload(params=True, optimizer=True),
+)
+"""What plans propose to keep in host memory."""
+_LEAN_FIRST = ("full", "selective", "none")
+REMATS: tuple[RematName, ...] = tuple(
+    sorted(set(get_args(RematName)) & {*_LEAN_FIRST}, key=_LEAN_FIRST.index)
+)
+"""Policies of rematerialization that plans propose, the one of least memory first."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class StepSettings:
     prefetch: Prefetch = "none"
     accumulation: int = 1
     loss_chunk: int | None = None
+    offload: Offload = NO_OFFLOAD
 
     def keys(self) -> dict[str, str]:
         """Returns the settings by their configuration keys."""
@@ -43,6 +58,9 @@ class StepSettings:
         }
         if self.loss_chunk is not None:
             keys["train.loss_chunk"] = str(self.loss_chunk)
+        for part in ("params", "optimizer", "activations"):
+            if getattr(self.offload, part):
+                keys[f"offload.{part}"] = str(getattr(self.offload, part))
         return keys
 
     def flags(self, since: "StepSettings | None" = None) -> list[str]:
@@ -63,9 +81,9 @@ MakeStep = Callable[[StepSettings, Sequence[Any]], tuple[CompiledStep, PyTree]]
 def fixes(
     plan: Plan, settings: StepSettings, make_step: MakeStep, topology: Topology, work: Work
 ) -> tuple[Fix, ...]:
-    """Returns changes that lower the peak of a plan, available ones first, then the lowest peak.
+    """Returns changes that lower the peak of a plan, the one of the lowest peak first.
 
-    Savings are differences of analytic plans; those of unavailable ones, bytes at the peak.
+    Savings are differences of analytic plans; where there is none, of bytes at the peak.
 
     Args:
         plan: of the step with `settings`.
@@ -77,26 +95,55 @@ def fixes(
     """
     devices = fake_devices(topology)
 
-    def analytic_peak(changed: StepSettings) -> int | None:
+    def analytic(changed: StepSettings, where: Topology = topology) -> Plan | None:
         """Returns None for a step that cannot be built, which is then no fix."""
         try:
-            step, batch = make_step(changed, devices)
-            return analytic_plan(step, batch, topology, work).peak_bytes
+            step, batch = make_step(changed, fake_devices(where))
+            return analytic_plan(step, batch, where, work)
         # such as a batch that cannot be split evenly, or an optimizer that cannot be sharded
         except ValueError:
             return None
 
-    results = [fix for fix in _unavailable_fixes(plan) if fix.saves_bytes]
-    before = analytic_peak(settings)
+    before = analytic(settings)
+    if before is None:  # such as a step of sharding annotations
+        return tuple(_host_memory_by_arithmetic(plan))
+
+    def fix(change: str, after: Plan | None, costs: str) -> Iterator[Fix]:
+        if after is not None and after.peak_bytes < before.peak_bytes:
+            peak = after.peak_bytes
+            seconds = after.time.step_s if after.time else None
+            saves = before.peak_bytes - peak
+            yield Fix(change, saves, peak, peak <= plan.usable_bytes, costs, step_s=seconds)
+
     _, batch = make_step(settings, devices)
     rows = next(iter(batch.values())).shape[0] if isinstance(batch, dict) else 1
     microbatch = int(rows) // (topology.size * settings.accumulation)
+    results: list[Fix] = []
     for leaner, cost in _leaner_settings(settings, microbatch, work.vocab):
-        peak = analytic_peak(leaner)
-        if before is not None and peak is not None and peak < before:
-            change = " ".join(leaner.flags(since=settings))
-            results.append(Fix(change, before - peak, peak, peak <= plan.usable_bytes, cost))
-    return tuple(sorted(results, key=lambda fix: (not fix.available, fix.peak_bytes)))
+        results += fix(" ".join(leaner.flags(since=settings)), analytic(leaner), cost)
+    # a larger machine shares out the state, and the batch
+    larger = (one for one in machines(topology.hardware) if one.size >= 2 * topology.size)
+    machine = next((one for one in larger if int(rows) % one.size == 0), None)
+    if machine is not None:
+        change = f"more devices: --topology {machine.name}"
+        results += fix(change, analytic(settings, machine), f"{machine.size} devices")
+    return tuple(sorted(results, key=lambda fix: fix.peak_bytes))
+
+
+def lever(fixes: Iterable[Fix], free_bytes: int) -> str:
+    """Returns the change that frees so many bytes for the shortest step; "" where there is none.
+
+    Where none frees as much, the one that frees most.
+    """
+    available = [fix for fix in fixes if fix.available]
+    enough = [fix for fix in available if fix.saves_bytes >= free_bytes]
+    if not available:
+        return ""
+    if enough:
+        best = min(enough, key=lambda fix: (fix.step_s or 0.0, fix.peak_bytes))
+    else:
+        best = min(available, key=lambda fix: fix.peak_bytes)
+    return f"{best.change}, which frees {human_bytes(best.saves_bytes)}"
 
 
 def _leaner_settings(
@@ -105,9 +152,15 @@ def _leaner_settings(
     """Yields settings that use less memory, with their cost, and then most of them combined."""
     sharded = replace(settings, strategy="full_shard", replica=1)
     accumulations = [settings.accumulation * k for k in (2, 4, 8, 16) if microbatch % k == 0]
-    if settings.remat == "none":
-        cost = "the forward pass of each unit runs twice: about a third more FLOPs"
-        yield replace(settings, remat="full"), cost
+    leaner_remats = REMATS[: REMATS.index(settings.remat)] if settings.remat in REMATS else ()
+    for remat in leaner_remats:
+        cost = "what is cheap to recompute runs twice"
+        if remat == "full":
+            cost = "the forward pass of each unit runs twice: about a third more FLOPs"
+        yield replace(settings, remat=remat), cost
+    if settings.offload == NO_OFFLOAD:
+        for offload in OFFLOADS[1:]:
+            yield replace(settings, offload=offload), "transfers to the host and back every step"
     for accumulation in accumulations:
         cost = "gathers are sent again for each microbatch"
         yield replace(settings, accumulation=accumulation), cost
@@ -124,16 +177,15 @@ def _leaner_settings(
         yield combined, "those of its parts"
 
 
-def _unavailable_fixes(plan: Plan) -> Iterator[Fix]:
-    """Yields fixes that this release does not support; transfers in flight are not counted."""
-
-    def fix(change: str, saves: int, costs: str) -> Fix:
+def _host_memory_by_arithmetic(plan: Plan) -> Iterator[Fix]:
+    """Yields what offload would save of a step without an estimate; staging is not counted."""
+    for part in ("optimizer", "params"):
+        saves = plan.breakdown[part]
         peak = plan.peak_bytes - saves
-        return Fix(change, saves, peak, peak <= plan.usable_bytes, costs, available=False)
-
-    for part, name in (("optimizer", "optimizer state"), ("params", "parameters")):
-        costs = "transfers to the host and back every step"
-        yield fix(f"{name} in the host's memory", plan.breakdown[part], costs)
+        if saves > 0:
+            costs = "transfers to the host and back every step"
+            change = f"--offload.{part} True"
+            yield Fix(change, saves, peak, peak <= plan.usable_bytes, costs)
 
 
 def replica_counts(strategy: str, hosts: int) -> tuple[int, ...]:

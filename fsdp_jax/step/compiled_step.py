@@ -125,6 +125,11 @@ class CompiledStep:
         self.plan, traced = trace_by_units(self.plan, trace)
         return traced
 
+    @property
+    def compiled(self) -> Any:
+        """The compiled program; None before the first call."""
+        return self._compiled
+
     def compile(self, batch: PyTree) -> Any:
         """Returns the compiled program for a batch of arrays or shapes [global rows, ...]."""
         return compile_overlapped(self.lower(batch), self.plan)

@@ -18,12 +18,14 @@ from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
 from fsdp_jax.launch import is_lead
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
+from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.train.build import Run, lora_scale
 from fsdp_jax.train.config_file import digest
 from fsdp_jax.train.console import Screen, banner, summary
 from fsdp_jax.train.dataset import Data
+from fsdp_jax.train.memory import cliff_of
 from fsdp_jax.train.metrics import JsonLines, StepRecord, device_memory, now, of_the_loss
 from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.samples import make_sample
@@ -119,6 +121,9 @@ class Training:
                 resumed=self.resumed,
             )
         )
+        offload, processes = self.run.sharded.offload, jax.process_count()
+        for defect in known_defects(self.run.step.plan, offload, processes):
+            self.screen.say(str(defect))
         steps = self.config.steps
         if self.steps_done >= steps:
             self.screen.say(f"this run is complete: {self.steps_done} of {steps} steps are done")
@@ -153,6 +158,8 @@ class Training:
                 self.previous_finish = time.perf_counter()
                 seconds = self.previous_finish - started - data_wait
                 self.screen.say(f"compiled in {seconds:.1f} s")
+                if is_lead() and (cliff := cliff_of(self.run)):
+                    self.screen.say(str(cliff))
             self.steps_done += 1
             if pending is not None:
                 self._record(pending)

@@ -17,7 +17,8 @@ from fsdp_jax.planner import (
     parse_topology,
 )
 from fsdp_jax.planner.search import Progress, Search, SearchResult
-from fsdp_jax.planner.settings import MakeStep, StepSettings, fixes
+from fsdp_jax.planner.settings import MakeStep, StepSettings, fixes, lever
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.build import build, start_devices
 from fsdp_jax.train.config import Config
@@ -28,7 +29,7 @@ from fsdp_jax.tree import PyTree
 def plan_of(
     config: Config, topology: Topology, *, analytic: bool = False, cache: Path | None = None
 ) -> Plan:
-    """Returns the plan of the step that `train` would run, with fixes where it does not fit.
+    """Returns the plan of the step that `train` would run, with fixes where memory is short.
 
     Args:
         config: the resolved configuration.
@@ -47,10 +48,20 @@ def plan_of(
         start_devices(None)
         run = build(config, topology.devices())
         plan = compiled_plan(run.step, run.batch, topology, run.work, cache)
-    if plan.fits:
+    if plan.fits and plan.cliff is None:
         return plan
-    changes = fixes(plan, settings_of(config), _make_step(config), topology, run.work)
-    return replace(plan, fixes=changes)
+    changes = fixes(plan, settings_of(config), make_step_of(config), topology, run.work)
+    cliff = plan.cliff and replace(plan.cliff, lever=lever(changes, plan.cliff.free_bytes))
+    return replace(plan, fixes=changes, cliff=cliff, notes=(*plan.notes, search_note(topology)))
+
+
+def search_note(topology: Topology) -> str:
+    """Returns what finds settings, and a machine, that fit."""
+    chip = topology.hardware.name
+    return (
+        f"`fsdp-jax plan CONFIG --search --topology {topology.name}` finds the fastest settings"
+        f" that fit; with `--topology {chip}`, the smallest machine: more devices hold less each"
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ def choose(
 
     """
     rows = config.train.global_batch_size
-    search = Search(_make_step(config), rows, _work(config), cache, progress)
+    search = Search(make_step_of(config), rows, _work(config), cache, progress)
     chip = HARDWARE.get(where.strip().lower())
     if chip is not None:
         topology = search.smallest_topology(chip, devices)
@@ -120,7 +131,26 @@ def settings_of(config: Config) -> StepSettings:
         config.remat,
         config.prefetch,
         config.train.accumulation,
+        offload=_offload_of(config),
     )
+
+
+def _offload_of(config: Config) -> Offload:
+    keys = getattr(config, "offload", None)
+    if keys is None:
+        return NO_OFFLOAD
+    return Offload(params=keys.params, optimizer=keys.optimizer, activations=keys.activations)
+
+
+def _with_offload(config: Config, offload: Offload) -> Config:
+    """Returns the configuration with another choice of what is kept in host memory."""
+    keys: Any = getattr(config, "offload", None)
+    if keys is None:
+        if offload != NO_OFFLOAD:
+            raise ConfigError(message("there is no such key", where="offload", got=offload))
+        return config
+    parts = {part: getattr(offload, part) for part in ("params", "optimizer", "activations")}
+    return replace(config, **{"offload": replace(keys, **parts)})
 
 
 def with_settings(config: Config, settings: StepSettings) -> Config:
@@ -129,7 +159,7 @@ def with_settings(config: Config, settings: StepSettings) -> Config:
     if settings.loss_chunk is not None:
         train = replace(train, loss_chunk=settings.loss_chunk)
     return replace(
-        config,
+        _with_offload(config, settings.offload),
         strategy=settings.strategy,
         mesh=replace(config.mesh, replica=settings.replica, data=-1),
         remat=settings.remat,
@@ -140,7 +170,9 @@ def with_settings(config: Config, settings: StepSettings) -> Config:
     )
 
 
-def _make_step(config: Config) -> MakeStep:
+def make_step_of(config: Config) -> MakeStep:
+    """Returns what builds the step of a configuration with other settings."""
+
     def make_step(settings: StepSettings, devices: Sequence[Any]) -> tuple[CompiledStep, PyTree]:
         run = build(with_settings(config, settings), devices)
         return run.step, run.batch

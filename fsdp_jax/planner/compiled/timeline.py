@@ -116,8 +116,10 @@ class ScheduleSimulator:
 _WAITS = {LINK: "exposed", COPY: "memory", FROM_HOST: "host_exposed", TO_HOST: "host_exposed"}
 """What waiting for a lane counts as."""
 
-_TOTALS = """compute memory exposed host_exposed collective host exposed_bytes from_host
-    to_host""".split()
+_TOTALS = (
+    *("compute", "memory", "exposed", "host_exposed", "collective", "host"),
+    *("exposed_bytes", "from_host", "to_host"),
+)
 
 
 class _Pending(NamedTuple):

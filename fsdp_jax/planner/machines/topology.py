@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -152,6 +153,23 @@ def parse_topology(name: str) -> Topology:
         expected, fix = problem
         raise ConfigError(message(what, where=_WHERE, expected=expected, got=name, fix=fix))
     return Topology(match[0], chip, shape, slices)
+
+
+def machines(chip: Hardware) -> Iterator[Topology]:
+    """Yields machines of a chip by size: powers of two; of TPUs, the torus closest to a cube."""
+    if chip.platform == "cuda":
+        assert chip.host_devices is not None
+        for power in range(13):
+            size, host = 2**power, min(8, chip.host_devices)
+            shape = f"{size}" if size <= host else f"{size // host}x{host}"
+            yield parse_topology(f"{chip.name}:{shape}")
+        return
+    torus = [2, 2, *[1] * (chip.torus_dims - 2)]
+    while prod(torus) <= (chip.slice_devices or 0):
+        yield parse_topology(f"{chip.name}:{'x'.join(map(str, torus))}")
+        # the smallest dim, and of equal ones the last
+        smallest = max(range(len(torus)), key=lambda dim: (-torus[dim], dim))
+        torus[smallest] *= 2
 
 
 def _shape_problem(
