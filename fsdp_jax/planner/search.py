@@ -19,6 +19,7 @@ from fsdp_jax.planner.settings import (
     replica_counts,
 )
 from fsdp_jax.prefetch.rewrite import Prefetch
+from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tables import text_table
 
@@ -253,6 +254,10 @@ class Search:
             if without.seconds >= best:
                 break
             for offload in OFFLOADS[1:]:
+                # even without what is kept on the host it may be too large
+                least = without.plan.peak_bytes - _most_saved(without.plan, offload)
+                if least > MARGIN * without.plan.usable_bytes:
+                    continue
                 settings = replace(without.settings, offload=offload)
                 candidate = self._estimate(settings, topology, [])
                 if candidate is None:
@@ -325,6 +330,16 @@ def _lean_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
     strategy = "no_shard" if topology.size == 1 else "full_shard"
     for accumulation in (k for k in (1, 2, 4, 8) if device_rows % k == 0):
         yield StepSettings(strategy, 1, "full", "none", accumulation)
+
+
+def _most_saved(plan: Plan, offload: Offload) -> int:
+    """Returns the bytes at the peak of all that may be kept in host memory."""
+    kept = {
+        "params": offload.params,
+        "optimizer": offload.state,
+        "activations": bool(offload.activations),
+    }
+    return sum(plan.breakdown.get(part, 0) for part, there in kept.items() if there)
 
 
 def _beats(candidate: Candidate, other: Candidate) -> bool:

@@ -86,6 +86,7 @@ class Estimate:
         traffic_bytes: read from and written to device memory.
         from_host_bytes: that transfers bring from host memory.
         to_host_bytes: that transfers send to host memory.
+        update_bytes: of both, those around the optimizer's update: no matmul runs beside them.
         host_bytes: of values that loops stack in host memory, the state not included.
 
     """
@@ -96,6 +97,7 @@ class Estimate:
     traffic_bytes: int
     from_host_bytes: int = 0
     to_host_bytes: int = 0
+    update_bytes: int = 0
     host_bytes: int = 0
 
 
@@ -147,10 +149,13 @@ class _StateShapes:
 
     def __init__(self, layout: Layout) -> None:
         self.shards: dict[tuple[int, ...], int] = {}
+        self.layer_shards: dict[tuple[int, ...], int] = {}
         self.gradients: set[tuple[int, ...]] = set()
         for leaf in layout:
             parts = [shards_of(leaf.mesh, entry) for entry in leaf.grad_spec]
             self.shards[leaf.shape] = max(self.shards.get(leaf.shape, 1), prod(parts))
+            if leaf.stacked:
+                self.layer_shards[leaf.shape[1:]] = prod(parts)
             if leaf.part == "params":
                 sharded_dims = zip(leaf.shape, parts, strict=False)
                 shard = (*(n // k for n, k in sharded_dims), *leaf.shape[len(parts) :])
@@ -158,8 +163,13 @@ class _StateShapes:
                     self.gradients |= {shape, shape[leaf.stacked :]}
 
     def sharded_bytes(self, aval: Any) -> int:
-        """Returns one device's bytes of a value of global shape, sharded as state of that shape."""
-        return _global_bytes(aval) // self.shards.get(getattr(aval, "shape", ()), 1)
+        """Returns one device's bytes of a value of global shape, sharded as state of that shape.
+
+        Or as state of which it is some layers, or one.
+        """
+        shape = getattr(aval, "shape", ())
+        layer = self.layer_shards.get(shape[1:]) or self.layer_shards.get(shape, 1)
+        return _global_bytes(aval) // self.shards.get(shape, layer)
 
     def kind(self, eqn: jex.JaxprEqn, aval: Any) -> Kind:
         """Returns the kind of a value that is not part of the state."""
@@ -233,6 +243,7 @@ class _Operation:
         matmuls: of the operation itself.
         from_host: bytes that it brings from host memory.
         to_host: bytes that it sends to host memory.
+        in_update: it is part of neither the forward nor the backward pass.
         live: something needs an output.
 
     """
@@ -247,6 +258,7 @@ class _Operation:
     matmuls: Sequence[Matmul] = ()
     from_host: int = 0
     to_host: int = 0
+    in_update: bool = False
     live: bool = False
 
 
@@ -326,14 +338,15 @@ class _OperationList:
         late = [operation for operation in before if operation not in early]
         return first + late + self.operations[last + 1 :]
 
-    def transfers(self) -> tuple[int, int]:
-        """Returns the bytes that live operations move (from, to) the host, loop trips counted."""
-        from_host = to_host = 0
+    def transfers(self) -> tuple[int, int, int]:
+        """Returns bytes (from, to) the host, and of both in the update; loop trips counted."""
+        totals = [0, 0, 0]
         for operation in (each for each in self.operations if each.live):
-            inside = [body.transfers() for body in operation.bodies]
-            from_host += operation.from_host + operation.trips * sum(one for one, _ in inside)
-            to_host += operation.to_host + operation.trips * sum(one for _, one in inside)
-        return from_host, to_host
+            own = operation.from_host + operation.to_host
+            parts = [(operation.from_host, operation.to_host, own * operation.in_update)]
+            parts += operation.trips * [body.transfers() for body in operation.bodies]
+            totals = [sum(column) for column in zip(totals, *parts, strict=True)]
+        return totals[0], totals[1], totals[2]
 
     def matmuls(self) -> Iterable[Matmul]:
         """Yields the matmuls of live operations, loop trips counted."""
@@ -414,6 +427,8 @@ class _JaxprReader:
         operation = self.operations[-1]
         operation.matmuls = tuple(matmuls_of(eqn))
         if name == "device_put" and effect == "kernel":
+            scope = str(eqn.source_info.name_stack)
+            operation.in_update = "jvp(" not in scope
             # one side of each pair is in host memory, and takes no bytes here
             for value, output in zip(inputs, outputs, strict=True):
                 operation.from_host += max(0, output.bytes - value.bytes)
