@@ -19,6 +19,7 @@ from fsdp_jax.planner.compiled.peak_memory import KINDS
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.sharding.mesh import mesh_axes
+from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config_file import load
 
@@ -228,6 +229,44 @@ def test_the_estimate_of_a_step_is_that_of_one_device(strategy):
         == (6 * 3 - 1) * 2 * 4 * 64 * 256
     )
     assert (estimated.breakdown["gathered"] > 0) == (strategy == "full_shard")
+
+
+def test_state_in_host_memory_takes_no_device_memory_and_travels_once_each_way():
+    def estimated(**arguments):
+        mesh = fsdp.make_mesh(devices=fake_devices(parse_topology("h100:8")))
+        sharded = fsdp.fully_shard(make, optax.adam(1e-3), mesh, min_size=2, **arguments)
+        step = sharded.train_step(loss_fn, local_batch=True)
+        batch = {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
+        jaxpr = step.trace(batch)
+        return sharded.layout, estimate(step.plan, jaxpr)
+
+    def make(rngs):
+        return nnx.Linear(64, 4096, rngs=rngs)
+
+    def loss_fn(model, batch):
+        return (model(batch["x"]) ** 2).sum(), batch["x"].size
+
+    _, on_device = estimated()
+    layout, offloaded = estimated(offload=Offload(optimizer=True))
+    moments = layout.per_device("optimizer", host=True)
+    assert moments > 0.99 * on_device.breakdown["optimizer"]
+    assert offloaded.breakdown["optimizer"] == layout.per_device("optimizer")
+    assert offloaded.from_host_bytes == offloaded.to_host_bytes == moments
+    assert offloaded.update_bytes == 2 * moments
+    assert (on_device.from_host_bytes, on_device.to_host_bytes, on_device.host_bytes) == (0, 0, 0)
+
+
+def test_what_a_loop_stacks_in_host_memory_is_host_memory():
+    def step(x):
+        def layer(x, _):
+            return jnp.sin(x), jax.device_put(x, jax.memory.Space.Host)
+
+        return lax.scan(layer, x, length=8)[1]
+
+    result = estimate_of(step, SQUARE)
+    assert result.host_bytes == result.to_host_bytes == 8 * UNIT
+    assert result.from_host_bytes == 0
+    assert result.peak_bytes <= 4 * UNIT
 
 
 def test_a_step_partitioned_by_annotations_is_refused():

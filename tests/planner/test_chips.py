@@ -32,6 +32,11 @@ def test_an_entry_is_complete(chip):
         chip.link_bandwidth,
         chip.network_bandwidth,
     ]
+    assert chip.network_bandwidth <= 2 * chip.host_bandwidth
+    assert 10e9 < chip.host_bandwidth < chip.link_bandwidth
+    # the host of a full machine holds more than its devices do
+    assert 1 < chip.host_memory_bytes / (chip.host_devices * chip.memory_bytes) < 10
+    assert 0.5 < chip.efficiency.host < 1
     assert all(near / far > 2 for near, far in pairwise(steps))
     assert all(near / far < 100 for near, far in pairwise(steps[1:]))
     assert {"bfloat16", "float16"} & set(chip.peak_flops)

@@ -46,6 +46,12 @@ PROGRAM = """HloModule step, is_scheduled=true, num_partitions=8
   ROOT %cast.1 = bf16[8,64]{1,0} convert(%a)
 }
 
+%wrapped_slice_computation.3 (b: f32[8,64], at: s32[]) -> f32[1,64] {
+  %b = f32[8,64]{1,0:S(5)} parameter(0)
+  %at = s32[] parameter(1)
+  ROOT %row = f32[1,64]{1,0} dynamic-slice(%b, %at, %at), dynamic_slice_sizes={1,64}
+}
+
 %body (state: (f32[4,64,64], f32[4,2,64], f32[64,64])) -> (f32[4,64,64], f32[4,2,64], f32[64,64]) {
   %state = (f32[4,64,64]{2,1,0}, f32[4,2,64]{2,1,0}, f32[64,64]{1,0}) parameter(0)
   %gradients = f32[4,64,64]{2,1,0} get-tuple-element(%state), index=0
@@ -86,6 +92,9 @@ ENTRY %main (w: f32[8,64]) -> f32[8,64] {
  tuple(%zeros, %nothing, %first)
   %loop = (f32[4,64,64]{2,1,0}, f32[4,2,64]{2,1,0}, f32[64,64]{1,0})\
  while(%start), condition=%more, body=%body
+  %zero.1 = s32[] constant(0)
+  %fetch = ((f32[8,64]{1,0:S(5)}, s32[]), f32[1,64]{1,0}, u32[]) fusion-start(%m, %zero.1),\
+ kind=kLoop, calls=%wrapped_slice_computation.3
   %update = f32[8,64]{1,0} multiply(%w, %m), metadata={op_name="jit(f)/mul"}
   ROOT %result = f32[8,64]{1,0} add(%w, %update)
 }
@@ -116,6 +125,11 @@ def test_the_peak_is_where_most_memory_is_live_and_shared_memory_counts_once(tmp
         ("early", 400, None),
         ("gathered", 400, None),
     }
+
+
+def test_the_gpu_compilers_name_of_host_memory_is_read(tmp_path):
+    usage = USAGE.replace("Space: host", "Space: cmem")
+    assert read_memory_report(write(tmp_path, usage)).spaces == {"default": 1000, "host": 70}
 
 
 def test_tuple_elements_and_partly_shared_memory(tmp_path):
@@ -181,6 +195,8 @@ def kind_and_path(plan, name, array, element=(), parameter=None):
         ("first", "f32[64,64]", (), ("gradients", "up/kernel")),  # reduced in the first round
         ("update", "f32[8,64]", (), ("gradients", "")),  # outside the model, and as long as a shard
         ("gone", "f32[8,64]", (), ("other", "")),
+        # what an asynchronous fusion brings from the host, which the text does not name
+        ("wrapped_slice.3", "f32[1,64]", (), ("optimizer", "0/mu/up/kernel")),
         ("all_gather.60.1", "bf16[64,64]", (), ("gathered", "")),
         ("reduce-scatter.7", "f32[8,64]", (), ("gradients", "")),
     ],

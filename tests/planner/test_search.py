@@ -15,6 +15,7 @@ from fsdp_jax.planner.search import (
     machines,
 )
 from fsdp_jax.planner.settings import StepSettings
+from fsdp_jax.sharding.offload import Offload
 
 GIB = 2**30
 PLAN = Plan(
@@ -182,6 +183,35 @@ def test_hopeless_settings_are_not_estimated(formula, monkeypatch):
     with pytest.raises(FitError):
         search_h100s(formula)
     assert len(tried) <= 3 * len({(k.strategy, k.replica) for k in tried})
+
+
+def test_offload_is_tried_where_it_would_be_faster_than_what_fits(formula, monkeypatch):
+    """Without remat a step is fastest and too large; the optimizer's state is what is too much."""
+    tried = []
+
+    def analytic_plan(step, batch, topology, work):
+        settings = step[0]
+        tried.append(settings)
+        sizes = {"optimizer": 60 * GIB, "activations": 40 * GIB}
+        if settings.remat == "full":
+            sizes["activations"] = 5 * GIB
+        if settings.offload.state:
+            sizes["optimizer"] = 0
+        seconds = (4.0 if settings.remat == "full" else 3.0) + 0.5 * settings.offload.state
+        plan = planned(sum(sizes.values()), seconds)
+        return replace(plan, breakdown=sizes)
+
+    monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
+    monkeypatch.setattr(
+        search_module, "compiled_plan", lambda step, *rest: analytic_plan(step, *rest[:3])
+    )
+    best = search_h100s(formula).best.settings
+    assert (best.remat, best.offload) == ("none", Offload(optimizer=True))
+    assert "--offload.optimizer True" in best.flags()
+    offloaded = [settings for settings in tried if settings.offload != Offload()]
+    assert all(settings.remat != "full" for settings in offloaded), "those fit without"
+    # activations alone save too little, which needs no estimate
+    assert {settings.offload for settings in offloaded} == {Offload(optimizer=True)}
 
 
 def test_a_batch_that_does_not_divide(formula):

@@ -43,7 +43,8 @@ def simulator(body: str, more: str = "", machine: str = H100) -> ScheduleSimulat
 
 def simulate(body: str, more: str = "", machine: str = H100) -> SimulatedTime:
     result = simulator(body, more, machine).step()
-    assert result.compute + result.memory + result.exposed == pytest.approx(result.seconds)
+    parts = result.compute + result.memory + result.exposed + result.host_exposed
+    assert parts == pytest.approx(result.seconds)
     return result
 
 
@@ -237,6 +238,69 @@ def test_an_asynchronous_copy_overlaps_and_its_wait_counts_as_memory():
     assert alone.exposed == beside.exposed == 0
     assert beside.seconds == pytest.approx(write_seconds(1000, V5P))
     assert (alone.traffic, beside.traffic) == (4 * ROWS, 4 * ROWS + 500_000_000)
+
+
+HOST_SHARD = f"f32[4,{ROWS}]{{1,0:S(5)}}"
+DEVICE_ROW = f"f32[1,{ROWS}]{{1,0}}"
+ROW_SLICE = (
+    f"%slice (p: {HOST_SHARD}, i: s32[]) -> {DEVICE_ROW} {{\n  %p = {HOST_SHARD} parameter(0)\n"
+    f"  %i = s32[] parameter(1)\n"
+    f"  ROOT %d = {DEVICE_ROW} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={{1,{ROWS}}}\n}}\n"
+)
+ON_HOST = f"  %h = {HOST_SHARD} parameter(1)\n  %i = s32[] constant(0)\n"
+FETCHES = {  # as XLA prints them for a GPU, and for a TPU
+    H100: f"  %f = (({HOST_SHARD}, s32[]), {DEVICE_ROW}, u32[])"
+    " fusion-start(%h, %i), calls=%slice\n"
+    f"  %g = {DEVICE_ROW} fusion-done(%f)\n",
+    V5P: f"  %f = (({HOST_SHARD}, s32[], s32[]), {DEVICE_ROW}, u32[])"
+    f" dynamic-slice-start(%h, %i, %i), dynamic_slice_sizes={{1,{ROWS}}}\n"
+    f"  %g = {DEVICE_ROW} dynamic-slice-done(%f)\n",
+}
+
+
+def host_seconds(size: int, machine: str) -> float:
+    return size / Roofline(parse_topology(machine).hardware).host_rate
+
+
+@pytest.mark.parametrize("machine", [H100, V5P])
+def test_a_fetch_from_the_host_waits_as_long_as_it_outlasts_the_work(machine):
+    start, done = FETCHES[machine].splitlines(keepends=True)
+    head = X + ON_HOST
+    alone = simulate(head + start + done, ROW_SLICE, machine)
+    beside = simulate(head + start + write(0, 400) + done, ROW_SLICE, machine)
+    seconds = host_seconds(4 * ROWS, machine)
+    assert alone.from_host == 4 * ROWS, "the slice, not the array"
+    assert alone.traffic == alone.to_host == alone.exposed == 0
+    assert alone.host == alone.host_exposed == alone.seconds == pytest.approx(seconds)
+    hidden = min(seconds, write_seconds(400, machine))
+    assert beside.host_exposed == pytest.approx(seconds - hidden)
+
+
+def test_the_two_directions_of_the_link_to_the_host_run_at_once():
+    row = f"  %r = {DEVICE_ROW} parameter(2)\n"
+    send = (
+        f"  %s = (({HOST_SHARD}, {DEVICE_ROW}, s32[], s32[]), {HOST_SHARD}, u32[])"
+        " dynamic-update-slice-start(%h, %r, %i, %i)\n"
+    )
+    sent = f"  %t = {HOST_SHARD} dynamic-update-slice-done(%s)\n"
+    start, done = FETCHES[V5P].splitlines(keepends=True)
+    result = simulate(X + ON_HOST + row + start + send + done + sent, machine=V5P)
+    assert (result.from_host, result.to_host) == (4 * ROWS, 4 * ROWS)
+    assert result.host == pytest.approx(2 * result.seconds)
+    assert result.seconds == pytest.approx(host_seconds(4 * ROWS, V5P))
+
+
+def test_a_kernel_that_reads_host_memory_itself_waits_for_what_it_does_not_hide():
+    read = f"  %g = {DEVICE_ROW} fusion(%h, %i), kind=kLoop, calls=%slice\n"
+    result = simulate(X + ON_HOST + read, ROW_SLICE)
+    assert result.traffic == 4 * ROWS + 4, "the slice that it writes, and the index"
+    assert result.seconds == pytest.approx(host_seconds(4 * ROWS, H100))
+    assert result.host_exposed == pytest.approx(result.seconds - result.memory)
+
+
+def test_a_copy_within_host_memory_crosses_no_link():
+    result = simulate(f"{X}{ON_HOST}  %k = {HOST_SHARD} copy(%h)\n")
+    assert result.host == result.from_host == result.traffic == 0
 
 
 def test_an_empty_gather_costs_nothing():

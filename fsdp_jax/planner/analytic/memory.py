@@ -117,7 +117,11 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
     # read the step into operations on the memory of one device
     shapes, outer = _StateShapes(layout), jaxpr.jaxpr
     reader = _JaxprReader(shapes.sharded_bytes, shapes.kind)
-    inputs = [_outer_value(shapes.sharded_bytes(var.aval)) for var in outer.invars]
+    state = sum(1 for _ in layout)  # comes before the batch
+    inputs = [
+        _outer_value(shapes.sharded_bytes(var.aval), donated=number < state)
+        for number, var in enumerate(outer.invars)
+    ]
     results = reader.run(outer, inputs)  # the new state, which reuses the memory of the old one
     operations = _OperationList(results, [], [], reader.operations)
     operations.resolve()
@@ -127,7 +131,7 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
     for leaf in (leaf for leaf in layout if not leaf.on_host):
         is_copy = leaf.path.startswith(COPIES + SEPARATOR)
         peak["params" if is_copy else leaf.part] += leaf.bytes_per_device
-    batch = outer.invars[sum(1 for _ in layout) :]  # the state comes first
+    batch = outer.invars[state:]
     peak["other"] += sum(_global_bytes(var.aval) for var in batch) // layout.axes.batch_shards
     times: Counter[Matmul] = Counter()
     for matmul in operations.matmuls():
@@ -202,6 +206,7 @@ class _Value:
         bytes: its size.
         kind: what it is for.
         is_outer: its memory is counted elsewhere: in the state, or around the loop that reads it.
+        donated: it is state, whose memory what updates it in place reuses.
         live: something needs it.
         stored: see the note.
         constant: equal for equal constants, of which XLA keeps one; None for what depends on an
@@ -214,6 +219,7 @@ class _Value:
     bytes: int
     kind: Kind = "activations"
     is_outer: bool = False
+    donated: bool = False
     live: bool = False
     stored: bool = False
     constant: Any = None
@@ -221,8 +227,10 @@ class _Value:
     reads: "dict[_Value, int]" = field(default_factory=dict)
 
 
-def _outer_value(size: int, kind: Kind = "activations", constant: Any = None) -> _Value:
-    value = _Value(size, kind, is_outer=True, stored=True, constant=constant)
+def _outer_value(
+    size: int, kind: Kind = "activations", constant: Any = None, *, donated: bool = False
+) -> _Value:
+    value = _Value(size, kind, is_outer=True, donated=donated, stored=True, constant=constant)
     value.reads = {value: size}
     return value
 
@@ -444,6 +452,7 @@ class _JaxprReader:
         self.operations.append(_Operation(effect, name, inputs, outputs, in_place))
         for index, output in enumerate(outputs):
             output.maker = inputs[index].maker if effect == "alias" else name
+            output.donated = effect == "alias" and inputs[index].donated
         return outputs
 
     def _read_bodies(self, eqn: jex.JaxprEqn, loop: _Operation) -> None:
@@ -457,8 +466,10 @@ class _JaxprReader:
         arguments = list(zip(body.invars, loop.inputs, strict=True))
         consts, carry, xs = scan_arguments(eqn.params, arguments)
         carry_in = [
-            _Value(self.size(var.aval), output.kind)
-            for (var, _), output in zip(carry, loop.outputs, strict=False)
+            _outer_value(0, output.kind, donated=True)
+            if value.donated
+            else _Value(self.size(var.aval), output.kind)
+            for (var, value), output in zip(carry, loop.outputs, strict=False)
         ]
         inputs = [_outer_value(self.size(var.aval), value.kind) for var, value in consts]
         slices = [(self.size(var.aval), value.kind) for var, value in xs]
@@ -500,7 +511,8 @@ class _Lifetimes:
         self.constants: dict[Any, _Value] = {}
         self.bodies: dict[int, list[_Lifetimes]] = {}
         for value in program.carry_in:
-            self._allocate(value, -1)
+            if not value.donated:
+                self._allocate(value, -1)
         for time, operation in enumerate(program.operations):
             if operation.live:
                 self._step(time, operation)
@@ -550,7 +562,9 @@ class _Lifetimes:
         targets = {output: value for value, output in operation.in_place if value not in new}
         for output in operation.outputs:
             memory = list(targets[output].reads) if output in targets else []
-            if len(memory) == 1 and memory[0] in self.first:
+            if len(memory) == 1 and memory[0].donated:
+                output.reads = {memory[0]: output.bytes}
+            elif len(memory) == 1 and memory[0] in self.first:
                 output.reads = {memory[0]: output.bytes}
                 self.last[memory[0]] = time
             else:

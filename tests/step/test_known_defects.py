@@ -1,0 +1,82 @@
+"""The table of compiler defects: its form, and which steps it names."""
+
+import re
+
+import optax
+import pytest
+from flax import nnx
+
+import fsdp_jax as fsdp
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.step import known_defects as module
+from fsdp_jax.step.known_defects import KNOWN_DEFECTS, KnownDefect, known_defects
+
+DEFECT = KnownDefect("a/b#1", "gpu", "0.9.1", "0.10.2", "wrong", "wait", frozenset({"hybrid"}))
+
+
+@pytest.mark.parametrize("defect", KNOWN_DEFECTS, ids=lambda defect: defect.source)
+def test_an_entry_names_its_thread_its_releases_and_what_helps(defect):
+    assert re.fullmatch(r"(jax-ml/jax|openxla/xla)#\d+", defect.source)
+    assert module._ordered(defect.first) <= module._ordered(defect.last)
+    assert defect.platform in ("gpu", "tpu", "cpu")
+    assert defect.symptom
+    assert defect.fix
+    assert defect.source in str(defect)
+    assert "\n" not in str(defect)
+    assert len(KNOWN_DEFECTS) == len({each.source for each in KNOWN_DEFECTS})
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "hit"),
+    [
+        ("0.9.0", False),
+        ("0.9.1", True),
+        ("0.10.0.dev20260512", True),
+        ("0.10.2", True),
+        ("0.10.10", False),
+        ("0.11.0", False),
+        ("0.9.1.dev20260101", False),
+    ],
+)
+def test_releases_are_ordered_by_number(jaxlib, hit):
+    assert DEFECT.hits(jaxlib, "gpu", "any", {"hybrid"}) == hit
+
+
+def test_a_defect_needs_its_platform_and_what_it_depends_on():
+    assert not DEFECT.hits("0.10.2", "tpu", "any", {"hybrid"})
+    assert not DEFECT.hits("0.10.2", "gpu", "any", {"prefetch"})
+
+
+def step_plan(**arguments):
+    mesh = fsdp.make_mesh(data=8)
+    sharded = fsdp.fully_shard(
+        lambda rngs: nnx.Linear(8, 8, rngs=rngs), optax.sgd(0.1), mesh, min_size=1
+    )
+
+    def loss(model, batch):
+        return (model(batch["x"]) ** 2).sum(), batch["x"].size
+
+    return sharded.make_train_step(loss, **arguments).plan
+
+
+def test_the_features_of_a_step_are_read_from_its_plan():
+    plain = module.features(step_plan(), NO_OFFLOAD)
+    assert plain == {"annotations", "unrolled"}
+    other = module.features(step_plan(accumulation=2, local_batch=True), NO_OFFLOAD, processes=2)
+    assert other == {"accumulation", "processes", "unrolled"}
+    assert "offload.activations" in module.features(step_plan(), Offload(activations=True))
+
+
+def test_only_what_hits_the_installed_release_is_returned(monkeypatch):
+    plan = step_plan()
+    here = KnownDefect("jax-ml/jax#1", "cpu", "0.1.0", "99.0.0", "slow", "wait")
+    monkeypatch.setattr(module, "KNOWN_DEFECTS", (DEFECT, here))
+    assert known_defects(plan, NO_OFFLOAD) == [here]
+    monkeypatch.setattr(module, "version", lambda name: "100.0.0")
+    assert known_defects(plan, NO_OFFLOAD) == []
+
+
+def test_offloaded_activations_on_a_gpu_are_known_to_be_read_back_in_the_wrong_order():
+    (entry,) = (each for each in KNOWN_DEFECTS if each.source == "openxla/xla#46231")
+    assert entry.hits("0.10.2", "gpu", "NVIDIA H100 80GB HBM3", {"offload.activations"})
+    assert not entry.hits("0.10.2", "tpu", "TPU v5", {"offload.activations"})
