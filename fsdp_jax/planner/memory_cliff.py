@@ -30,12 +30,12 @@ class MemoryCliff:
 
     Attributes:
         rematerialized: how many instructions XLA added that compute a result again.
-        rematerialized_bytes: of those results; in a loop, of one trip.
+        rematerialized_bytes: of those results, each once; in a loop, of one trip.
         exposed_share: of the bytes that loops with compute send, the part that no compute hides;
             0 where the peak is within XLA's limit.
         limit_bytes: memory that XLA's scheduler plans with; None where it is not known.
         free_bytes: an estimate of how much less memory would avoid it: the excess over the limit,
-            and the results that were dropped.
+            and the results that were dropped. It is too high where these are not needed at once.
         lever: the setting that frees as much for the shortest step; "" where none is known.
 
     """
@@ -61,7 +61,7 @@ class MemoryCliff:
                 f" {human_bytes(self.limit_bytes)} that XLA's scheduler plans with"
             )
         lever = f", soonest by {self.lever}" if self.lever else ""
-        return f"memory cliff: {'; '.join(parts)}; free about {human_bytes(self.free_bytes)}{lever}"
+        return f"memory cliff: {'; '.join(parts)}; free up to {human_bytes(self.free_bytes)}{lever}"
 
 
 def memory_cliff(
@@ -81,7 +81,9 @@ def memory_cliff(
     exposed = _exposed_share(module, collectives) if excess else 0.0
     if not again and not exposed:
         return None
-    dropped = sum(shape.bytes for one in again for shape in one.shapes)
+    # what is computed again several times is kept once where there is room
+    results = {one.name.partition(".remat")[0]: one.shapes for one in again}
+    dropped = sum(shape.bytes for shapes in results.values() for shape in shapes)
     return MemoryCliff(len(again), dropped, exposed, limit_bytes, excess + dropped)
 
 

@@ -339,8 +339,8 @@ def test_a_compiled_plan_is_that_of_its_step_and_is_cached(tmp_path, monkeypatch
 
 @pytest.mark.long
 @pytest.mark.needs_plugin
-def test_a_compiled_plan_reads_host_memory_from_the_program():
-    """Device memory falls by what is offloaded less the staging; all is sent once each way."""
+def test_a_compiled_plan_reads_host_memory_from_the_program(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = preset("tiny", layers=4, width=512, heads=4)
     arguments = {"config": config, "prefetch": "pre"}
     offloaded = sharded(offload=Offload(optimizer=True), **arguments)
@@ -354,5 +354,7 @@ def test_a_compiled_plan_reads_host_memory_from_the_program():
     assert result.from_host_bytes == pytest.approx(on_host, rel=0.02)
     assert result.to_host_bytes == pytest.approx(on_host, rel=0.02)
     assert result.breakdown["params"] == on_device.breakdown["params"]
-    assert result.peak_bytes < on_device.peak_bytes
+    # so small a state is on the device whole while it is updated
+    assert result.breakdown["optimizer"] > 0
+    assert on_device.valley_bytes - result.valley_bytes == on_host
     assert 0 < result.time.host_exposed_s <= result.time.host_s

@@ -162,3 +162,14 @@ def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
     # other flags may make another program
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_other")
     assert main(words) == 1
+
+
+def test_a_plan_that_does_not_fit_names_the_search_and_more_devices(tiny, capsys):
+    words = ["--model.width", "1024", "--model.layers", "64", "--train.global_batch_size", "2048"]
+    words += ["--topology", "v5e:4x4", "--analytic", "--remat", "none", "--json"]
+    assert main(["plan", tiny, *words]) == 3
+    plan = json.loads(capsys.readouterr().out)
+    assert any("--search --topology v5e:4x4" in note for note in plan["notes"])
+    changes = [fix["change"] for fix in plan["fixes"]]
+    assert "more devices: --topology v5e:4x8" in changes
+    assert plan["cliff"] is None

@@ -1,0 +1,67 @@
+"""What a run says of memory and of its release, before and after it compiles."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fsdp_jax.planner import HARDWARE
+from fsdp_jax.step import known_defects
+from fsdp_jax.step.known_defects import KnownDefect
+from fsdp_jax.train import memory
+from fsdp_jax.train.build import build
+from fsdp_jax.train.config_file import load
+
+WORDS = "--model.layers 4 --model.width 64 --model.heads 2 --units.classes Block"
+WORDS += " --data.sequence_length 64 --train.global_batch_size 64 --train.local_batch True"
+WORDS += " --train.devices 8"
+PROGRAM = """HloModule m, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: f32[64]) -> f32[64] {
+  %x = f32[64]{0} parameter(0)
+  ROOT %sine.remat = f32[64]{0} sine(%x)
+}
+"""
+
+
+class Compiled:
+    def as_text(self):
+        return PROGRAM
+
+    def memory_analysis(self):
+        return SimpleNamespace(
+            argument_size_in_bytes=256,
+            temp_size_in_bytes=0,
+            output_size_in_bytes=256,
+            alias_size_in_bytes=256,
+        )
+
+
+@pytest.fixture
+def run_like(tmp_path):
+    file = tmp_path / "empty.yaml"
+    file.write_text("train: {}")
+    run = build(load(file, WORDS.split()))
+    run.step._compiled = Compiled()
+    return run
+
+
+def test_a_run_on_virtual_devices_has_no_cliff(run_like):
+    assert memory.cliff_of(run_like) is None
+
+
+def test_a_run_names_the_lever_of_its_cliff(run_like, monkeypatch):
+    """As if the virtual devices were eight H100s."""
+    monkeypatch.setattr(memory, "hardware_of", lambda kind: HARDWARE["h100"])
+    cliff = memory.cliff_of(run_like)
+    assert (cliff.rematerialized, cliff.free_bytes) == (1, 256)
+    assert "which frees" in cliff.lever
+    run_like.step._compiled = None
+    assert memory.cliff_of(run_like) is None
+
+
+def test_a_run_prints_a_line_for_a_known_defect(run, capsys, monkeypatch):
+    defect = KnownDefect("jax-ml/jax#1", "cpu", "0.1.0", "99.0.0", "too slow", "wait")
+    monkeypatch.setattr(known_defects, "KNOWN_DEFECTS", (defect,))
+    assert run("named", "--train.steps", "1") == 0
+    line = "known defect of this jaxlib: too slow (jax-ml/jax#1); wait"
+    assert capsys.readouterr().out.count(line) == 1
