@@ -58,9 +58,12 @@ class StepSettings:
         }
         if self.loss_chunk is not None:
             keys["train.loss_chunk"] = str(self.loss_chunk)
-        for part in ("params", "optimizer", "activations"):
-            if getattr(self.offload, part):
-                keys[f"offload.{part}"] = str(getattr(self.offload, part))
+        if self.offload.params:
+            keys["offload.params"] = "True"
+        if self.offload.fraction:
+            keys["offload.optimizer"] = f"{self.offload.fraction:g}"
+        if self.offload.activations:
+            keys["offload.activations"] = "True"
         return keys
 
     def flags(self, since: "StepSettings | None" = None) -> list[str]:
@@ -184,7 +187,7 @@ def _host_memory_by_arithmetic(plan: Plan) -> Iterator[Fix]:
         peak = plan.peak_bytes - saves
         if saves > 0:
             costs = "transfers to the host and back every step"
-            change = f"--offload.{part} True"
+            change = "--offload.optimizer 1" if part == "optimizer" else "--offload.params True"
             yield Fix(change, saves, peak, peak <= plan.usable_bytes, costs)
 
 

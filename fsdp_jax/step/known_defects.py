@@ -4,6 +4,7 @@ A version stands here only where the thread names it, or where a compiled progra
 a release that is not listed is not known to be free of it.
 """
 
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class KnownDefect:
         affected = _ordered(self.first) <= _ordered(jaxlib) <= _ordered(self.last)
         here = self.platform == platform and self.device_kind in ("", device_kind)
         return affected and here and self.needs <= set(step)
+
+    def avoided(self, flags: str) -> bool:
+        """Returns whether these flags of XLA disable the pass that has the defect."""
+        disabled = re.search(r"--xla_disable_hlo_passes=(\S+)", self.fix)
+        return disabled is not None and disabled[1] in flags
 
     def __str__(self) -> str:
         return f"known defect of this jaxlib: {self.symptom} ({self.source}); {self.fix}"
@@ -146,7 +152,7 @@ KNOWN_DEFECTS = (
 
 
 def known_defects(plan: StepPlan, offload: Offload, processes: int = 1) -> list[KnownDefect]:
-    """Returns the defects of the installed jaxlib that a step is hit by.
+    """Returns the defects of the installed jaxlib that a step is hit by, and no flag avoids.
 
     Args:
         plan: of the step.
@@ -155,10 +161,15 @@ def known_defects(plan: StepPlan, offload: Offload, processes: int = 1) -> list[
 
     """
     device = plan.layout.mesh.devices.flat[0]
+    flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     platform = GPU if device.platform in (GPU, "cuda") else device.platform
     step = features(plan, offload, processes)
     jaxlib = version("jaxlib")
-    return [each for each in KNOWN_DEFECTS if each.hits(jaxlib, platform, device.device_kind, step)]
+    return [
+        each
+        for each in KNOWN_DEFECTS
+        if each.hits(jaxlib, platform, device.device_kind, step) and not each.avoided(flags)
+    ]
 
 
 def features(plan: StepPlan, offload: Offload, processes: int = 1) -> set[str]:

@@ -136,10 +136,11 @@ def settings_of(config: Config) -> StepSettings:
 
 
 def _offload_of(config: Config) -> Offload:
-    keys = getattr(config, "offload", None)
+    keys: Any = getattr(config, "offload", None)
     if keys is None:
         return NO_OFFLOAD
-    return Offload(params=keys.params, optimizer=keys.optimizer, activations=keys.activations)
+    names = getattr(keys, "activation_names", ())
+    return Offload(keys.params, keys.optimizer, names or keys.activations)
 
 
 def _with_offload(config: Config, offload: Offload) -> Config:
@@ -149,7 +150,14 @@ def _with_offload(config: Config, offload: Offload) -> Config:
         if offload != NO_OFFLOAD:
             raise ConfigError(message("there is no such key", where="offload", got=offload))
         return config
-    parts = {part: getattr(offload, part) for part in ("params", "optimizer", "activations")}
+    names = offload.activations if isinstance(offload.activations, tuple) else ()
+    parts: dict[str, Any] = {
+        "params": offload.params,
+        "optimizer": offload.fraction,
+        "activations": offload.activations is True,
+    }
+    if hasattr(keys, "activation_names"):
+        parts["activation_names"] = names
     return replace(config, **{"offload": replace(keys, **parts)})
 
 

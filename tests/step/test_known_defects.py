@@ -76,6 +76,16 @@ def test_only_what_hits_the_installed_release_is_returned(monkeypatch):
     assert known_defects(plan, NO_OFFLOAD) == []
 
 
+def test_a_defect_whose_pass_is_disabled_is_not_named(monkeypatch):
+    fix = "XLA_FLAGS=--xla_disable_hlo_passes=some-pass"
+    here = KnownDefect("jax-ml/jax#1", "cpu", "0.1.0", "99.0.0", "wrong", fix)
+    monkeypatch.setattr(module, "KNOWN_DEFECTS", (here,))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=other")
+    assert known_defects(step_plan(), NO_OFFLOAD) == [here]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=other,some-pass")
+    assert known_defects(step_plan(), NO_OFFLOAD) == []
+
+
 def test_offloaded_activations_on_a_gpu_are_known_to_be_read_back_in_the_wrong_order():
     (entry,) = (each for each in KNOWN_DEFECTS if each.source == "openxla/xla#46231")
     assert entry.hits("0.10.2", "gpu", "NVIDIA H100 80GB HBM3", {"offload.activations"})

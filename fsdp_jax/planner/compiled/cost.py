@@ -250,9 +250,11 @@ def _synchronous(start: Instruction) -> Instruction:
     """
     elements = _tuple_elements(start.type)
     opcode = start.opcode.removesuffix("-start")
-    result = elements[0 if opcode == "copy" else 1] if len(elements) > 1 else start.type
-    # newer releases print what an `async-start` runs, older ones the computation that it calls
-    return replace(start, opcode="fusion" if opcode == "async" else opcode, type=result)
+    position = 0 if opcode == "copy" else 1
+    result = elements[position] if len(elements) > 1 else start.type
+    # `async-start` calls the computation that it runs, as a fusion does
+    opcode = opcode.replace("async", "fusion")
+    return replace(start, opcode=opcode, type=result)
 
 
 def _tuple_elements(type_text: str) -> list[str]:
