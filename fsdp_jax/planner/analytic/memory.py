@@ -381,6 +381,7 @@ class _JaxprReader:
         self.size = size
         self.kind = kind
         self.operations: list[_Operation] = []
+        self.in_model = False  # in the forward or backward pass
         self.stacked_on_host = 0
 
     def run(self, jaxpr: jex.Jaxpr, args: Sequence[_Value]) -> list[_Value]:
@@ -403,11 +404,12 @@ class _JaxprReader:
         name, params = eqn.primitive.name, eqn.params
         if name in _CALLS:
             (inner, *_) = jex.jaxprs_in_params(params)
-            outer_size = self.size
+            outer_size, outer_in_model = self.size, self.in_model
+            self.in_model |= _is_in_model(eqn)
             if name == "shard_map":  # shapes inside are those of one device
                 self.size = _global_bytes
             outputs = self.run(inner, inputs)
-            self.size = outer_size
+            self.size, self.in_model = outer_size, outer_in_model
             return outputs
         if name == "scan" and params["length"] == 1:
             consts, carry, xs = scan_arguments(params, inputs)
@@ -435,8 +437,7 @@ class _JaxprReader:
         operation = self.operations[-1]
         operation.matmuls = tuple(matmuls_of(eqn))
         if name == "device_put" and effect == "kernel":
-            scope = str(eqn.source_info.name_stack)
-            operation.in_update = "jvp(" not in scope
+            operation.in_update = not (self.in_model or _is_in_model(eqn))
             # one side of each pair is in host memory, and takes no bytes here
             for value, output in zip(inputs, outputs, strict=True):
                 operation.from_host += max(0, output.bytes - value.bytes)
@@ -460,7 +461,7 @@ class _JaxprReader:
         if loop.name != "scan":
             for body in jex.jaxprs_in_params(eqn.params):
                 inputs = [_outer_value(_global_bytes(var.aval)) for var in body.invars]
-                loop.bodies = [*loop.bodies, self._read_body(body, inputs)]
+                loop.bodies = [*loop.bodies, self._read_body(eqn, body, inputs)]
             return
         body = eqn.params["jaxpr"].jaxpr
         arguments = list(zip(body.invars, loop.inputs, strict=True))
@@ -473,7 +474,7 @@ class _JaxprReader:
         ]
         inputs = [_outer_value(self.size(var.aval), value.kind) for var, value in consts]
         slices = [(self.size(var.aval), value.kind) for var, value in xs]
-        loop.bodies = [self._read_body(body, [*inputs, *carry_in], carry_in, slices)]
+        loop.bodies = [self._read_body(eqn, body, [*inputs, *carry_in], carry_in, slices)]
         loop.in_place = list(zip((value for _, value in carry), loop.outputs, strict=False))
         stacked = [var.aval for var in eqn.outvars[len(carry) :] if _is_on_host(var.aval)]
         self.stacked_on_host += sum(_array_bytes(aval) for aval in stacked)
@@ -481,12 +482,14 @@ class _JaxprReader:
 
     def _read_body(
         self,
+        loop: jex.JaxprEqn,
         body: jex.Jaxpr,
         inputs: list[_Value],
         carry: Sequence[_Value] = (),
         slices: Sequence[tuple[int, Kind]] = (),
     ) -> _OperationList:
         reader = _JaxprReader(self.size, self.kind)
+        reader.in_model = self.in_model or _is_in_model(loop)
         for size, kind in slices:  # of a value outside, fused like any other
             source = [_outer_value(size)]
             inputs = inputs + reader._append("fused", "slice", source, [_Value(size, kind)])
@@ -494,6 +497,11 @@ class _JaxprReader:
         self.stacked_on_host += reader.stacked_on_host
         count = len(carry)
         return _OperationList(results[count:], carry, results[:count], reader.operations)
+
+
+def _is_in_model(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether differentiation made an operation: of the forward or backward pass."""
+    return "jvp(" in str(eqn.source_info.name_stack)
 
 
 class _Lifetimes:
