@@ -232,6 +232,13 @@ def test_the_lever_frees_enough_for_the_shortest_step():
     assert lever([], 5) == ""
 
 
+@pytest.mark.parametrize("topology", ["h100:8", "v5e:4x2"])
+def test_what_is_in_host_memory_is_estimated_without_a_compiler(topology):
+    model = sharded(offload=Offload(params=True, optimizer=True), min_size=2)
+    result = model.plan(topology, LOSS, batch(8), analytic=True)
+    assert result.host_bytes == model.layout.per_device(host=True) > 0
+
+
 def test_host_memory_is_apart_from_the_devices(plan):
     offloaded = sharded(offload=Offload(optimizer=True), min_size=2)
     result = offloaded.plan("h100:8", LOSS, batch(8), analytic=True)
