@@ -61,6 +61,7 @@ from fsdp_jax.units.model import LossFn, Model
 from fsdp_jax.units.param_comms import (
     boundaries,
     copies_of,
+    float8_kernels,
     float32_paths,
     param_comms,
     unit_activations,
@@ -166,9 +167,14 @@ def fully_shard(
     mesh_and_axes = mesh_axes(mesh, data, replica)
     check_host_memory(offload, mesh_and_axes.mesh)
     resolved = get_strategy(strategy)
+    dtypes = precision or AS_MADE
+    if dtypes.matmul is not None:
+        # imported here: those who train without float8 never load the planner
+        from fsdp_jax.planner import check_float8_matmuls
+
+        check_float8_matmuls(mesh_and_axes.mesh.devices.flat[0])
     with mesh_and_axes.ambient():
         adapter = adapt(model, inputs)
-    dtypes = precision or AS_MADE
 
     # Parameters: which are stacked, which are frozen, and what the rules make of them.
     made = flatten(adapter.params)
@@ -194,7 +200,8 @@ def fully_shard(
     automatic = units == "auto"
     policy, offloaded = as_policy(remat), offload or NO_OFFLOAD
     recomputes = policy.policy != "none" or bool(offloaded.activations)
-    searched = units if by_units or recomputes or not automatic else "model"
+    by_name = recomputes or dtypes.float8 or not automatic
+    searched = units if by_units or by_name else "model"
     owners = choose_units(adapter.modules, searched, shapes, layer_dims)
     candidates = recomputed_units(adapter.modules, searched, owners, layer_dims)
     activations = unit_activations(adapter.modules, candidates, policy, offloaded)
@@ -216,7 +223,11 @@ def fully_shard(
     check_patterns(dtypes, adapter)
     float32 = float32_paths(adapter, dtypes)
     offloaded = offload or NO_OFFLOAD
-    copies = copies_of(resolved, placements, trained, dtypes, float32, offloaded, min_size)
+    dims = {path: len(shape) - layer_dims.get(path, 0) for path, shape in shapes.items()}
+    kernels = float8_kernels(adapter, dtypes, owners, dims)
+    copies = copies_of(
+        resolved, placements, trained, dtypes, float32, kernels, offloaded, min_size
+    )
     layout = make_layout(
         unflatten(stored),
         placements,

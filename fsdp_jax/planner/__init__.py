@@ -1,7 +1,12 @@
 """Plans training steps for hardware that may be absent: memory, communication and time."""
 
 from fsdp_jax.planner.compiled.program import cache_folder
-from fsdp_jax.planner.machines.chips import HARDWARE, hardware_of, peak_flops
+from fsdp_jax.planner.machines.chips import (
+    HARDWARE,
+    check_float8_matmuls,
+    hardware_of,
+    peak_flops,
+)
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
@@ -26,6 +31,7 @@ __all__ = [
     "compare_html",
     "compiled_plan",
     "fake_devices",
+    "check_float8_matmuls",
     "hardware_of",
     "parse_topology",
     "peak_flops",

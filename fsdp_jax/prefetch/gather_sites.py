@@ -1,6 +1,10 @@
-"""Finds where a traced program gathers parameters, by the name that `gather` leaves in it."""
+"""Finds where a traced program gathers parameters, by the name that `gather` leaves in it.
 
-from collections.abc import Sequence
+And evaluates parts of it.
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -31,6 +35,30 @@ def ends_of(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]]:
     defined = {v: None for eqn in eqns for v in eqn.outvars if not isinstance(v, jex.DropVar)}
     read = {v: None for eqn in eqns for v in reads(eqn)}
     return [v for v in read if v not in defined], list(defined)
+
+
+def values_of(env: Mapping[Any, Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns the values of variables and literals."""
+    return [v.val if isinstance(v, jex.Literal) else env[v] for v in variables]
+
+
+def evaluate_unchanged(
+    jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: MutableMapping[Any, Any]
+) -> None:
+    """Evaluates equations with the names and source lines that they were traced with."""
+    invars, outvars = ends_of(eqns)
+    debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    part = jaxpr.replace(
+        constvars=[], invars=invars, outvars=outvars, eqns=list(eqns), debug_info=debug
+    )
+    values = jex.jaxpr_as_fun(jex.ClosedJaxpr(part, ()))(*values_of(env, invars))
+    env.update(zip(outvars, values, strict=True))
+
+
+def scope_of(eqn: jex.JaxprEqn) -> Any:
+    """Returns a context with the scopes of the user's model around `eqn`, which profiles show."""
+    names = str(eqn.source_info.name_stack)
+    return jax.named_scope(names) if names else nullcontext()
 
 
 def without_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any]:

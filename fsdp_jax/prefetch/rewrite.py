@@ -22,7 +22,6 @@ PyTorch's BackwardPrefetch.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -34,6 +33,7 @@ from jax import lax
 from fsdp_jax.compat import scan_arguments
 from fsdp_jax.prefetch.gather_sites import (
     ends_of,
+    evaluate_unchanged,
     inner_jaxprs,
     inputs_of,
     is_checkpoint,
@@ -41,7 +41,9 @@ from fsdp_jax.prefetch.gather_sites import (
     movable_gathers,
     paths_in,
     reads,
+    scope_of,
     sites_of,
+    values_of,
     without_cotangent,
 )
 from fsdp_jax.prefetch.layer_scan import LayerScan
@@ -130,7 +132,7 @@ class _Rewriter:
             env.without_cotangent = without_cotangent(jaxpr, differentiated)
         if gathered is not None:
             self.run(jaxpr, jaxpr.eqns, env, gathered)
-            return _read(env, jaxpr.outvars)
+            return values_of(env, jaxpr.outvars)
         remaining = list(jaxpr.eqns)
         chains = {id(chain.units[0]): chain for chain in _chains(jaxpr)}
         while True:
@@ -158,7 +160,7 @@ class _Rewriter:
                 chain.run(self, env)
             self._run_late_gathers(late, layers, env)
         self.run(jaxpr, remaining, env, None)
-        return _read(env, jaxpr.outvars)
+        return values_of(env, jaxpr.outvars)
 
     def run(
         self, jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: _Env, gathered: Arrays | None
@@ -166,18 +168,18 @@ class _Rewriter:
         """Evaluates some equations of a jaxpr: those that gather one by one, the others in runs."""
         for gathers, group in groupby(eqns, key=lambda eqn: bool(paths_in(eqn))):
             if not gathers:
-                _evaluate_unchanged(jaxpr, list(group), env)
+                evaluate_unchanged(jaxpr, list(group), env)
                 continue
             for eqn in group:
                 if site_of(eqn) or is_transparent(eqn) or eqn.primitive.name == "scan":
                     differentiated = [v not in env.without_cotangent for v in eqn.outvars]
-                    args = _read(env, eqn.invars)
+                    args = values_of(env, eqn.invars)
                     values = self._gathering_eqn(eqn, args, gathered, differentiated)
                     env.update(zip(eqn.outvars, values, strict=True))
                 else:
                     reason = f"it is gathered inside a `{eqn.primitive.name}`"
                     self.report.not_prefetched |= dict.fromkeys(paths_in(eqn), reason)
-                    _evaluate_unchanged(jaxpr, [eqn], env)
+                    evaluate_unchanged(jaxpr, [eqn], env)
 
     def _gathering_eqn(
         self,
@@ -205,7 +207,7 @@ class _Rewriter:
         def call(args: list[Any], gathered: Arrays | None) -> list[Any]:
             return self.evaluate(inner, [*consts, *args], gathered, differentiated)
 
-        with _scope(eqn):
+        with scope_of(eqn):
             if not is_checkpoint(eqn):
                 return call(args, gathered)
             settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
@@ -247,10 +249,10 @@ class _Rewriter:
         outputs = [v for eqn in layers for v in eqn.outvars if v in env and is_float(env[v])]
         if not outputs:
             for eqn in gathers:
-                args = _read(env, eqn.invars)
+                args = values_of(env, eqn.invars)
                 env[eqn.outvars[0]] = gather(self.comms[str(site_of(eqn))], *args)
             return
-        inputs = _gather_inputs({str(site_of(eqn)): _read(env, eqn.invars) for eqn in gathers})
+        inputs = _gather_inputs({str(site_of(eqn)): values_of(env, eqn.invars) for eqn in gathers})
         values = [env[v] for v in outputs]
         values, gathered = gather_after_layers(self.comms, inputs, values)
         env.update(zip(outputs, values, strict=True))
@@ -267,31 +269,10 @@ def _position(eqns: Sequence[jex.JaxprEqn], eqn: jex.JaxprEqn) -> int:
     return next(number for number, each in enumerate(eqns) if each is eqn)
 
 
-def _read(env: _Env, variables: Sequence[Any]) -> list[Any]:
-    return [v.val if isinstance(v, jex.Literal) else env[v] for v in variables]
-
-
 def _differentiated(outputs: Sequence[Any], differentiated: Sequence[bool]) -> list[Any]:
     """Returns the outputs of a layer; those that have no cotangent are not differentiated."""
     pairs = zip(outputs, differentiated, strict=True)
     return [x if has_cotangent else lax.stop_gradient(x) for x, has_cotangent in pairs]
-
-
-def _evaluate_unchanged(jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: _Env) -> None:
-    """Evaluates equations with the names and source lines that they were traced with."""
-    invars, outvars = ends_of(eqns)
-    debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    part = jaxpr.replace(
-        constvars=[], invars=invars, outvars=outvars, eqns=list(eqns), debug_info=debug
-    )
-    values = jex.jaxpr_as_fun(jex.ClosedJaxpr(part, ()))(*_read(env, invars))
-    env.update(zip(outvars, values, strict=True))
-
-
-def _scope(eqn: jex.JaxprEqn) -> Any:
-    """Returns a context with the scopes of the user's model around `eqn`, which profiles show."""
-    names = str(eqn.source_info.name_stack)
-    return jax.named_scope(names) if names else nullcontext()
 
 
 def _late_gathers(
@@ -441,7 +422,7 @@ class _Chain:
         def layer(gathered: Arrays, inputs: list[Any]) -> list[Any]:
             env = _WithoutShards(zip(ins, inputs, strict=True))
             rewriter.run(self.jaxpr, eqns, env, gathered)
-            return _differentiated(_read(env, outs), [v not in without_cotangent for v in outs])
+            return _differentiated(values_of(env, outs), [v not in without_cotangent for v in outs])
 
         return layer
 

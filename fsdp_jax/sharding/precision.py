@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from fsdp_jax.errors import check_regexes, did_you_mean, message
 
 _FLOATS = ("float32", "bfloat16")  # float16 needs loss scaling
+_FLOAT8 = {"gather": "float8_e4m3fn", "matmul": "float8"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Precision:
             `param` by default.
         cast_inputs: float inputs of the model and of its units are cast to the compute dtype. Turn
             it off where they carry what bfloat16 cannot, such as positions or time steps.
+        gather: `float8_e4m3fn` sends the units' kernels in float8 with one scale each, for half of
+            the bytes; they are rounded to it. None gathers in the compute dtype.
+        matmul: `float8` runs the matmuls that take the units' kernels in float8: e4m3 forward, e5m2
+            for gradients, with a scale for each array as it is cast ("tensorwise", dynamic).
 
     """
 
@@ -42,6 +47,8 @@ class Precision:
     keep_float32: tuple[str, ...] = ("[Nn]orm",)
     cast_inputs: bool = True
     frozen: str | None = None
+    gather: str | None = None
+    matmul: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("param", "compute", "reduce", "output", "frozen"):
@@ -54,6 +61,13 @@ class Precision:
                 where = f"precision.{field}"
                 fix = did_you_mean(name, _FLOATS)
                 raise ValueError(message(what, where=where, expected=_FLOATS, fix=fix))
+        for field, known in _FLOAT8.items():
+            name = getattr(self, field)
+            if name not in (None, known):
+                what = f"unknown dtype '{name}'"
+                where = f"precision.{field}"
+                fix = f"{field}='{known}', or leave it out"
+                raise ValueError(message(what, where=where, expected=(known,), fix=fix))
         check_regexes(self.keep_float32, where="precision.keep_float32")
 
     @property
@@ -63,6 +77,11 @@ class Precision:
         if self.compute is None or dtypes == {"float32"}:
             return None
         return jnp.dtype(self.compute)
+
+    @property
+    def float8(self) -> bool:
+        """Whether kernels are gathered, or multiplied with, in float8."""
+        return self.gather is not None or self.matmul is not None
 
     @property
     def output_dtype(self) -> np.dtype | None:

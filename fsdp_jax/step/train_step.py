@@ -37,6 +37,7 @@ from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.step.streaming import Arrays, StreamReport, streamed
@@ -415,9 +416,12 @@ def _run_model(
             raise _computes_with_a_key(plan, error) from error
 
     args = (model_state, batch, key)
-    if not any(comm.unit == ROOT for comm in plan.comms.values()):
-        return call(params, args)
-    return run_unit(call, params, args, unit=ROOT, activations=plan.activations)
+    fn: Callable[..., Any] = call
+    if any(comm.unit == ROOT for comm in plan.comms.values()):
+        fn = functools.partial(run_unit, call, unit=ROOT, activations=plan.activations)
+    if any(comm.float8_matmuls for comm in plan.comms.values()):
+        fn = with_float8_matmuls(fn)
+    return fn(params, args)
 
 
 def _computes_with_a_key(plan: StepPlan, error: Exception) -> ValueError:

@@ -39,6 +39,7 @@ Mode = Literal["annotate", "manual"]
 # Scopes in the program, with the parameter's path: the contract reads them in the compiled text.
 SITE = "fsdp.gather[{}]"
 REDUCED = "fsdp.reduce[{}]"
+FLOAT8 = "fsdp.float8["  # and the path: names a gathered parameter whose matmuls run in float8
 _SITE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*)"))
 TILE = (8, 128)  # a TPU stores the last two dims of an array in tiles of this shape
 
@@ -60,6 +61,7 @@ class ParamComm:
         on_host: what is gathered is in host memory: it is brought to the device first.
         deferred: its gradient is not reduced here, but once, after the last microbatch.
         already_gathered: gathered once for the whole step; the unit uses it as it is.
+        float8_matmuls: the matmuls that take it run in float8.
 
     """
 
@@ -77,6 +79,7 @@ class ParamComm:
     on_host: bool = False
     deferred: bool = False
     already_gathered: bool = False
+    float8_matmuls: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -201,9 +204,11 @@ def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
     with jax.named_scope(SITE.format(comm.path)):
         if comm.on_host:
             value = jax.device_put(value, jax.memory.Space.Device)
-        value, extra = comm.transform.before_gather(value)
-        if comm.axes.batch_spec_axes(spec):
-            run = _gather_manual if comm.mode == "manual" else _gather_annotated
+        manual = comm.mode == "manual"
+        along = comm.axes.batch_spec_axes(spec)
+        value, extra = comm.transform.before_gather(value, along if manual else ())
+        if along:
+            run = _gather_manual if manual else _gather_annotated
             value = run(comm, value, spec)
         return comm.transform.after_gather(value, extra)
 

@@ -1,5 +1,6 @@
 """What is done to a parameter around its all-gather: the casts of mixed precision."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,14 +8,15 @@ import jax
 import numpy as np
 from jax import lax
 
+from fsdp_jax.units import float8
+
 
 @dataclass(frozen=True)
 class GatherTransform:
     """What is done to a parameter around its gather, and to its gradient around its reduction.
 
-    Here these are casts. A gather in another format, such as fp8 with a scale, is a subclass, as
-    with FSDP2's `fsdp_pre_all_gather` and `fsdp_post_all_gather`. `Sharded` makes one for each
-    parameter.
+    Here these are casts. A gather in another format is a subclass, as with FSDP2's
+    `fsdp_pre_all_gather` and `fsdp_post_all_gather`. `Sharded` makes one for each parameter.
 
     Attributes:
         param: dtype of the stored parameter, and of the gradient that the optimizer gets.
@@ -32,12 +34,17 @@ class GatherTransform:
         """The dtype that the gather sends."""
         return self.compute
 
-    def before_gather(self, shard: jax.Array) -> tuple[jax.Array, Any]:
+    def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
         """Returns (the array to gather, what `after_gather` needs beside it, such as a scale).
 
-        Only the array is gathered. With local batches the rest is this device's own: a scale per
-        shard must be part of the array.
+        Only the array is gathered: the rest must be the same on every device.
+
+        Args:
+            shard: a device's own part with local batches, otherwise the global array.
+            axes: mesh axes along which each device has a part of its own.
+
         """
+        del axes
         return shard.astype(self.compute), None
 
     def fence(self, shard: jax.Array) -> jax.Array:
@@ -56,3 +63,24 @@ class GatherTransform:
     def after_reduce(self, gradient: jax.Array) -> jax.Array:
         """Returns the reduced gradient in the parameter's dtype."""
         return gradient.astype(self.param)
+
+
+@dataclass(frozen=True)
+class Float8Gather(GatherTransform):
+    """Sends float8, and one scale for the whole parameter, which all its shards agree on.
+
+    What is gathered is cast back to the compute dtype: the parameter, rounded to float8.
+    """
+
+    @property
+    def wire(self) -> np.dtype:
+        """The dtype that the gather sends."""
+        return float8.WEIGHT
+
+    def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
+        """Returns (the shard in float8, the scale)."""
+        return float8.quantize(shard, float8.WEIGHT, axes)
+
+    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
+        """Returns the parameter in the compute dtype."""
+        return float8.dequantize(gathered, extra, self.compute)

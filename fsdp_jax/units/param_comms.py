@@ -1,5 +1,6 @@
 """How each parameter of a model is gathered and reduced, and what is cast between its modules."""
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
@@ -18,10 +19,12 @@ from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.collectives import Mode, ParamComm
-from fsdp_jax.units.gather_transform import GatherTransform
+from fsdp_jax.units.gather_transform import Float8Gather, GatherTransform
 from fsdp_jax.units.model import Boundary, Model
 from fsdp_jax.units.remat import INPUT, SAVED, Activations, RematPolicy, activations_of
 from fsdp_jax.units.unit import ROOT
+
+_BIAS = re.compile(r"bias[^/]*$")
 
 
 def float32_paths(model: Model, precision: Precision) -> set[str]:
@@ -36,12 +39,48 @@ def float32_paths(model: Model, precision: Precision) -> set[str]:
     return by_class | {path for path in paths if precision.keeps((path,))}
 
 
+def float8_kernels(
+    model: Model, precision: Precision, units: Mapping[str, str | None], dims: Mapping[str, int]
+) -> set[str]:
+    """Returns the paths of the units' kernels, which are gathered or multiplied with in float8.
+
+    A kernel has two dims or more; it is no bias, no table of an embedding and not kept in float32.
+    Parameters outside of the units, such as the head, stay as they are.
+
+    Args:
+        model: the adapter.
+        precision: that asks for float8, or not.
+        units: parameter path -> path of the unit that gathers it.
+        dims: parameter path -> dims of the array in its unit.
+
+    Raises:
+        ValueError: float8 is asked for, and no unit has a kernel.
+
+    """
+    if not precision.float8:
+        return set()
+    tables = {path for each in model.modules if "Embed" in each.class_names for path in each.direct}
+    others = tables | float32_paths(model, precision)
+    kernels = {
+        path
+        for path, unit in units.items()
+        if unit and dims[path] >= 2 and path not in others and not _BIAS.search(path)
+    }
+    if not kernels:
+        what = "float8 is for the kernels of units, and no unit has one"
+        got = sorted({str(unit) for unit in units.values() if unit}) or "the whole model as one"
+        fix = "units=[Block], the class of the model's layers; or leave gather and matmul out"
+        raise ValueError(message(what, where="precision", got=got, fix=fix))
+    return kernels
+
+
 def copies_of(
     strategy: Strategy,
     placements: Mapping[str, Placement],
     trained: Mapping[str, Any],
     precision: Precision,
     float32: Collection[str],
+    kernels: Collection[str],
     offload: Offload,
     min_size: int,
 ) -> dict[str, jax.ShapeDtypeStruct]:
@@ -50,13 +89,16 @@ def copies_of(
     A strategy that replicates parameters and shards their optimizer state can, in mixed precision,
     shard the master weights too: only the copy is replicated. Where the master weights are in host
     memory, the copy is what the units fetch.
+
+    `kernels`: see `float8_kernels`.
     """
     copies = {}
     for path, leaf in trained.items():
         compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
         replicated = strategy.gathers_updates and placements[path].spec
         fetched = offload.params and prod(leaf.shape) >= min_size
-        if compute != leaf.dtype and (replicated or fetched):
+        in_float8 = replicated and precision.gather is not None and path in kernels
+        if in_float8 or (compute != leaf.dtype and (replicated or fetched)):
             copies[path] = jax.ShapeDtypeStruct(leaf.shape, compute)
     return copies
 
@@ -81,12 +123,16 @@ def param_comms(
 
     """
     float32 = float32_paths(model, precision)
+    dims = {path: len(leaf.shape) - leaf.stacked for path, leaf in layout.by_path.items()}
+    kernels = float8_kernels(model, precision, units, dims)
     copies = flatten(layout.other[COPIES])
     per_axis = mode == "manual" and _gathers_per_axis(layout.axes)
     comms = {}
     for path, leaf in layout.by_path.items():
         compute, reduce = precision.comm_dtypes(path in float32, leaf.dtype)
         computed_with = copies.get(path, leaf)
+        is_kernel = path in kernels and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+        transform = Float8Gather if is_kernel and precision.gather else GatherTransform
         comms[path] = ParamComm(
             path,
             units[path],
@@ -94,13 +140,14 @@ def param_comms(
             leaf.axes,
             computed_with.spec,
             leaf.grad_spec,
-            GatherTransform(leaf.dtype, compute, reduce),
+            transform(leaf.dtype, compute, reduce),
             mode,
             leaf.stacked,
             per_axis=per_axis,
             on_host=computed_with.on_host,
             deferred=deferred,
             trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
+            float8_matmuls=is_kernel and precision.matmul is not None,
         )
     return comms
 

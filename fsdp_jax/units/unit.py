@@ -20,12 +20,12 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_policies
+from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.collectives import ParamComm, gather, gather_annotated
+from fsdp_jax.units.collectives import FLOAT8, ParamComm, gather, gather_annotated
 from fsdp_jax.units.remat import INPUT, SAVED, Activations, Policy
 
 ROOT = ""  # path of the unit that is the whole model
@@ -125,11 +125,17 @@ def gathered(tree: PyTree, unit: str) -> PyTree:
         arrays = iter(gather_annotated(comms, values, slots))
     else:
         arrays = iter([shard.gather() for shard in shards])
+    arrays = iter([_named(shard.comm, x) for shard, x in zip(shards, arrays, strict=True)])
     return jax.tree.map(
         lambda leaf: next(arrays) if is_shard(leaf) and leaf.comm.unit == unit else leaf,
         tree,
         is_leaf=is_shard,
     )
+
+
+def _named(comm: ParamComm, array: jax.Array) -> jax.Array:
+    """Returns a gathered parameter, named in the trace where its matmuls run in float8."""
+    return checkpoint_name(array, f"{FLOAT8}{comm.path}]") if comm.float8_matmuls else array
 
 
 def run_unit(
@@ -191,6 +197,8 @@ def _save_all_but(shards: Iterable[Shard], chosen: Policy) -> Policy:
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name in _GATHERING or primitive.name in _REARRANGING:
+            return False
+        if avals and str(avals[0].dtype).startswith("float8"):  # cast back, after the gather
             return False
         if primitive.name == "convert_element_type" and avals[0].size in sizes:
             return False

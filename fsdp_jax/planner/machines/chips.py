@@ -7,16 +7,20 @@ entry says so; two constants are fitted: the matmul rates of H100 and A100.
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from fsdp_jax.errors import message
 from fsdp_jax.planner.machines.hardware import CudaTarget, Efficiency, Hardware, Protocol
 
 GIB = 2**30
 TERA = 1e12
 GIGA = 1e9
 MICRO = 1e-6
+_ADA = 8.9  # the first compute capability with float8, NVIDIA Ada GPU Architecture white paper
+_IRONWOOD = "TPU7"  # 4614 TFLOP/s in float8, 2307 in bfloat16, Cloud TPU documentation, TPU7x
 
 # NCCL's own tuning table (src/graph/tuning.cc): LL128 and Simple rings, NVLink and network.
 _NCCL = (
@@ -356,3 +360,36 @@ def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
         return None
     name = jnp.dtype(dtype).name
     return chip.peak_flops.get("float8" if name.startswith("float8") else name)
+
+
+def check_float8_matmuls(device: Any) -> None:
+    """Refuses a chip without matrix units for float8, by the name of what it has in their place.
+
+    Args:
+        device: live, or of a topology. Virtual CPU devices pass: they compute the same numbers.
+
+    Raises:
+        ValueError: it multiplies float8 no faster than bfloat16.
+
+    """
+    kind = device.device_kind
+    chip = hardware_of(kind)
+    if chip is None:
+        capability = float(getattr(device, "compute_capability", 0) or 0)
+        has_units = capability >= _ADA or kind.startswith(_IRONWOOD)
+        got = "a chip that is not in the table, of no known kind"
+    else:
+        has_units = chip.platform == "cpu" or chip.has_float8_units
+        rates = {name: chip.peak_flops.get(name, 0) for name in ("float8", "bfloat16")}
+        got = ", ".join(f"{rate / TERA:.0f} TFLOP/s in {name}" for name, rate in rates.items())
+    if not has_units:
+        known = [each.name for each in HARDWARE.values() if each.has_float8_units]
+        raise ValueError(
+            message(
+                f"{kind} has no matrix units for float8",
+                where="precision.matmul",
+                expected=f"{', '.join(known)}, an Ada GPU, or TPU7x",
+                got=got,
+                fix="leave matmul out; gather='float8_e4m3fn' alone sends half of the bytes",
+            )
+        )

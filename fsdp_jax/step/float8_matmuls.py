@@ -1,0 +1,181 @@
+"""Runs the matmuls of an unmodified model in float8, where they take a kernel of a unit.
+
+[Note: which matmuls] The model is traced, and evaluated again with other matmuls. In the trace the
+gathered kernels are named (`units.unit`); a `dot_general` that takes one, as it is or rearranged or
+cast, with anything that is no kernel, becomes `units.float8.dot`. So `nn.Dense`, `nnx.Linear`,
+`einsum` and `@` are alike, and attention, which multiplies activations, stays. Of the program only
+what has kernels inside is taken apart: calls, checkpoints and scans.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+
+from fsdp_jax.compat import scan_arguments
+from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.prefetch.gather_sites import (
+    evaluate_unchanged,
+    inner_jaxprs,
+    inputs_of,
+    is_checkpoint,
+    is_transparent,
+    scope_of,
+    values_of,
+)
+from fsdp_jax.units import float8
+from fsdp_jax.units.collectives import FLOAT8
+
+# What makes of a kernel the same kernel: its first operand is the array.
+_REARRANGING = {
+    *("reshape", "transpose", "squeeze", "expand_dims", "rev", "copy", "copy_p"),
+    *("slice", "dynamic_slice", "convert_element_type", "reduce_precision"),
+    *("sharding_constraint", "layout_constraint", "name"),
+}
+
+Paths = dict[Any, str]
+"""Variable -> path of the kernel that it holds."""
+
+
+def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` with the same arguments and results, its kernels multiplied with in float8.
+
+    Args:
+        fn: a pure function of pytrees of arrays.
+
+    Warns:
+        SlowerWarning: kernels that no matmul takes that could be replaced, when it is traced.
+
+    """
+
+    def run(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        rewriter = _Rewriter()
+        inputs = [*closed.consts, *jax.tree.leaves(args)]
+        outputs = rewriter.evaluate(closed.jaxpr, inputs, [None] * len(inputs))
+        if left := sorted(rewriter.kernels - rewriter.replaced):
+            warnings.warn(
+                f"{len(left)} kernels are not multiplied with in float8: {', '.join(left)}; no "
+                "matmul takes them outside of `cond`, `while` and custom derivatives (a "
+                "convolution and a lookup are none)",
+                SlowerWarning,
+                stacklevel=2,
+            )
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return run
+
+
+@dataclass
+class _Rewriter:
+    """Evaluates a jaxpr with its matmuls replaced.
+
+    Attributes:
+        kernels: paths that are named in the trace.
+        replaced: of these, paths that some matmul in float8 takes.
+
+    """
+
+    kernels: set[str] = field(default_factory=set)
+    replaced: set[str] = field(default_factory=set)
+
+    def evaluate(
+        self, jaxpr: jex.Jaxpr, args: Sequence[Any], held: Sequence[str | None]
+    ) -> list[Any]:
+        """Returns the outputs of a jaxpr, given its constants and arguments.
+
+        `held`: of each of these, the path of the kernel that it holds.
+        """
+        env = dict(zip(inputs_of(jaxpr), args, strict=True))
+        paths = {v: path for v, path in zip(inputs_of(jaxpr), held, strict=True) if path}
+        unchanged: list[jex.JaxprEqn] = []
+        for eqn in jaxpr.eqns:
+            if not self._changes(eqn, paths):
+                unchanged.append(eqn)
+                continue
+            evaluate_unchanged(jaxpr, unchanged, env)
+            unchanged = []
+            with scope_of(eqn):
+                values = self._changed(eqn, values_of(env, eqn.invars), _held(eqn, paths))
+            env.update(zip(eqn.outvars, values, strict=True))
+        evaluate_unchanged(jaxpr, unchanged, env)
+        return values_of(env, jaxpr.outvars)
+
+    def _changes(self, eqn: jex.JaxprEqn, paths: Paths) -> bool:
+        """Returns whether an equation must not run as it is; notes the kernels that it makes."""
+        path = _named(eqn)
+        held = _held(eqn, paths)
+        if path is None and eqn.primitive.name in _REARRANGING:
+            path = held[0]
+        if path is not None:
+            paths[eqn.outvars[0]] = path
+            self.kernels.add(path)
+            return _named(eqn) is not None
+        if eqn.primitive.name == "dot_general":
+            floats = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)
+            one = sum(path is not None for path in held) == 1
+            return one and floats and eqn.params.get("out_sharding") is None
+        inside = _names_in(eqn)
+        if not any(held) and not inside:
+            return False
+        if is_transparent(eqn) or eqn.primitive.name == "scan":
+            return True
+        self.kernels.update(inside)
+        return False
+
+    def _changed(self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]) -> Sequence[Any]:
+        if _named(eqn) is not None:
+            return args
+        if eqn.primitive.name == "dot_general":
+            self.replaced.update(path for path in held if path)
+            dims = eqn.params["dimension_numbers"]
+            return [float8.dot(*args, dims, eqn.outvars[0].aval.dtype)]
+        if eqn.primitive.name == "scan":
+            return self._scan(eqn, args, held)
+        (inner,) = inner_jaxprs(eqn)
+        consts = list(getattr(eqn.params.get("jaxpr"), "consts", ()))
+
+        def call(args: list[Any]) -> list[Any]:
+            return self.evaluate(inner, [*consts, *args], [*[None] * len(consts), *held])
+
+        if not is_checkpoint(eqn):
+            return call(args)
+        settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+        return jax.checkpoint(call, **settings)(args)  # type: ignore[no-any-return]
+
+    def _scan(self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]) -> Sequence[Any]:
+        """Evaluates a scan; a kernel among what it carries is none of a unit's."""
+        consts, carry, xs = scan_arguments(eqn.params, args)
+        held_consts, _, held_xs = scan_arguments(eqn.params, held)
+        closed = eqn.params["jaxpr"]
+        own = [*[None] * len(closed.consts), *held_consts, *[None] * len(carry), *held_xs]
+
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            outputs = self.evaluate(closed.jaxpr, [*closed.consts, *consts, *carry, *x], own)
+            return outputs[: len(carry)], outputs[len(carry) :]
+
+        settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(body, carry, xs, **settings)
+        return [*carry, *ys]
+
+
+def _named(eqn: jex.JaxprEqn) -> str | None:
+    """Returns the path of the kernel that an equation names; None for any other equation."""
+    name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
+    return name.removeprefix(FLOAT8).removesuffix("]") if name.startswith(FLOAT8) else None
+
+
+def _names_in(eqn: jex.JaxprEqn) -> set[str]:
+    """Returns the paths of the kernels that are named inside an equation."""
+    inside = [each for jaxpr in inner_jaxprs(eqn) for each in jaxpr.eqns]
+    own = {path for path in map(_named, inside) if path is not None}
+    return own.union(*map(_names_in, inside))
+
+
+def _held(eqn: jex.JaxprEqn, paths: Paths) -> list[str | None]:
+    return [None if isinstance(v, jex.Literal) else paths.get(v) for v in eqn.invars]
