@@ -3,7 +3,7 @@
     python scripts/bench_contract.py [--models llama2_7b gpt2_xl] [--topologies h100:8 ...]
                                      [--strategies full_shard ...] [--prefetch none] [--local-batch]
                                      [--attention blockwise flash] [--layers N] [--rows 1]
-                                     [--json FILE]
+                                     [--gather float8_e4m3fn] [--json FILE]
 
 Steps are compiled for machines that need not exist here, from configs/llama2_7b.yaml and so on:
 scanned layers, full recomputation, bfloat16 compute, float32 AdamW, one sequence per device
@@ -18,6 +18,7 @@ Conventions
 - The limit is the strategy's arithmetic in the declared dtypes (fsdp_jax/contract/expected.py):
   6 bytes per parameter for full_shard, less 2 for what is gathered once for forward and backward
   (embedding and head); 4 for the others.
+- --gather float8_e4m3fn sends the blocks' kernels in float8, one byte per parameter and gather.
 - Hidden bytes: a GEMM, a convolution or an attention kernel runs between start and done. `loop`
   counts the layer loop.
 - Peak is XLA's own figure for one device, state included.
@@ -68,6 +69,7 @@ class RowProgram(NamedTuple):
     prefetch: str = "none"
     rows: int = 1
     layers: str = ""
+    gather: str = ""
 
 
 def compile_one(program: RowProgram) -> dict[str, Any]:
@@ -90,6 +92,7 @@ def compile_one(program: RowProgram) -> dict[str, Any]:
         "--train.local_batch": program.local_batch,
     }
     overrides |= {"--model.layers": program.layers} if program.layers else {}
+    overrides |= {"--precision.gather": program.gather} if program.gather else {}
     arguments = [str(each) for pair in overrides.items() for each in pair]
     run = build(load(CONFIGS / f"{program.model}.yaml", arguments), machine.devices())
     started = time.perf_counter()
@@ -142,6 +145,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         size = f", {row['layers']} layers" if row["layers"] else ""
+        size += f", gathered in {row['gather']}" if row.get("gather") else ""
         by = "explicit collectives" if row["local_batch"] else "annotations"
         names = [row[name] for name in ("attention", "topology", "strategy")]
         where = f"| {' | '.join([row['model'] + size, *names, by])} "
@@ -181,6 +185,9 @@ def main() -> int:
     )
     parser.add_argument("--layers", default="", help="in place of the configuration's")
     parser.add_argument("--rows", type=int, default=1, help="sequences or images per device")
+    parser.add_argument(
+        "--gather", default="", choices=("", "float8_e4m3fn"), help="dtype that kernels are sent in"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -201,6 +208,7 @@ def main() -> int:
             prefetch=options.prefetch,
             rows=options.rows,
             layers=options.layers,
+            gather=options.gather,
         )
         for model in options.models
         for attention in options.attention

@@ -117,7 +117,8 @@ class _Rewriter:
             self.kernels.add(path)
             return _named(eqn) is not None
         if eqn.primitive.name == "dot_general":
-            floats = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)
+            avals: list[Any] = [v.aval for v in eqn.invars]
+            floats = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
             one = sum(path is not None for path in held) == 1
             return one and floats and eqn.params.get("out_sharding") is None
         inside = _names_in(eqn)
@@ -134,7 +135,8 @@ class _Rewriter:
         if eqn.primitive.name == "dot_general":
             self.replaced.update(path for path in held if path)
             dims = eqn.params["dimension_numbers"]
-            return [float8.dot(*args, dims, eqn.outvars[0].aval.dtype)]
+            out: Any = eqn.outvars[0].aval
+            return [float8.dot(*args, dims, out.dtype)]
         if eqn.primitive.name == "scan":
             return self._scan(eqn, args, held)
         (inner,) = inner_jaxprs(eqn)

@@ -77,13 +77,18 @@ class UnitsConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes, each float32 or bfloat16."""
+    """Dtypes: float32 or bfloat16, but for the last two."""
 
     param: str = "float32"  # Sharded parameters (the master weights) and optimizer state.
     compute: str = "float32"  # Gathered parameters and activations.
     reduce: str | None = None  # Gradient reduction; default: the compute dtype.
     output: str | None = None  # Output of the model; default: float32 if `compute` is narrower.
     frozen: str | None = None  # Sharded parameters that are not trained; default: as `param`.
+    # The units' kernels as they are gathered: float8_e4m3fn, for half of the bytes; default: as
+    # `compute`.
+    gather: Literal["float8_e4m3fn"] | None = None
+    # Matmuls that take the units' kernels: float8 (H100, Ada and newer); default: as `compute`.
+    matmul: Literal["float8"] | None = None
 
 
 @dataclass(frozen=True)

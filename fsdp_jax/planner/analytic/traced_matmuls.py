@@ -6,7 +6,6 @@ from math import prod
 from typing import Any
 
 import jax.extend.core as jex
-import jax.numpy as jnp
 
 from fsdp_jax.hlo.parser import Shape
 from fsdp_jax.planner.compiled.attention_kernels import kernel_matmuls
@@ -23,7 +22,8 @@ def matmuls_of(eqn: jex.JaxprEqn, fused: bool = False) -> Iterable[Matmul]:
         k = prod(left.shape[dim] for dim in contracting)
         m = prod(left.shape) // max(1, batch * k)
         n = prod(right.shape) // max(1, batch * k)
-        dtype = jnp.promote_types(left.dtype, right.dtype).name
+        wider = max(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+        dtype = wider.name  # the two of float8 have no common dtype
         yield Matmul(batch, m, n, k, dtype, fused=fused)
         return
     is_kernel = eqn.primitive.name == "pallas_call"

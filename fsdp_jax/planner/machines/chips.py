@@ -386,7 +386,7 @@ def check_float8_matmuls(device: Any) -> None:
         known = [each.name for each in HARDWARE.values() if each.has_float8_units]
         raise ValueError(
             message(
-                f"{kind} has no matrix units for float8",
+                f"{chip.name if chip else kind} has no matrix units for float8",
                 where="precision.matmul",
                 expected=f"{', '.join(known)}, an Ada GPU, or TPU7x",
                 got=got,
