@@ -25,7 +25,7 @@ violation.
 AVOIDED = 0.05
 """Below this fraction of a parameter's declared bytes, activations are sent in its place."""
 SCALARS = 16
-"""Elements of an array that may be sent unattributed: the loss, the count, the norms."""
+"""Elements of an array that may be sent unattributed: the loss, the norms, scales of float8."""
 IMMATERIAL_BYTES = 4096
 """Bytes that never matter, however small the step."""
 

@@ -187,7 +187,8 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
         )
     if axes.mesh.devices.flat[0].platform == "cpu":
         notes.append(
-            "XLA:CPU sends bfloat16 as float32, and reduces annotated gradients unsharded; "
+            "XLA:CPU sends bfloat16 as float32 and float8 as float16, and reduces annotated "
+            "gradients unsharded; "
             "compile for a topology to see what an accelerator sends"
         )
     violations.sort(key=lambda violation: -violation.bytes)

@@ -7,6 +7,9 @@ belongs to no unit once, as the model is entered. `shard_grad_op` and `zero1` ga
 optimizer step. Gradients are reduced by each microbatch, or once where that is deferred: scattered
 along the axes that they are sharded along, and what is left of them reduced along the others.
 
+A kernel that is gathered in float8 has a scale, which all its shards agree on by the reduction of a
+scalar; like the loss and the norms, these bytes are not declared.
+
 The contract allows 2% more than this sum. With sharding annotations XLA need not send it parameter
 by parameter: it may send activations in place of one. A gradient is then reduced in the dtype that
 its matmul yields, which is the compute dtype; no other is declared.
@@ -121,5 +124,10 @@ class _Traffic:
 
 
 def on_wire(dtype: np.dtype, platform: str) -> np.dtype:
-    """Returns the dtype that is sent: XLA:CPU widens bfloat16 first, no accelerator does."""
-    return jnp.dtype("float32") if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)
+    """Returns the dtype that is sent: XLA:CPU widens narrow floats first, no accelerator does."""
+    name = jnp.dtype(dtype).name
+    if platform == "cpu" and name == "bfloat16":
+        name = "float32"
+    elif platform == "cpu" and name.startswith("float8"):
+        name = "float16"
+    return jnp.dtype(name)

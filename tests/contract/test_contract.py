@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import LinenTransformer, gpt, linen_loss
 
 import fsdp_jax as fsdp
-from fsdp_jax.contract.contract import check_contract
+from fsdp_jax.contract.contract import check_contract, judge
 from fsdp_jax.contract.expected import Expected
 from fsdp_jax.contract.violations import other_axes, traffic_violations
 from fsdp_jax.hlo.collectives import Collective
@@ -54,12 +54,13 @@ def checked(
     local_batch=True,
     loss=None,
     width=64,
+    float8=None,
     **kw,
 ):
     """The contract of one of the models."""
     model, units, inputs, its_loss, columns = model_of(name, width)
     mesh = mesh_of(topology, replica=replica)
-    precision = fsdp.Precision(compute="bfloat16", reduce=reduce)
+    precision = fsdp.Precision(compute="bfloat16", reduce=reduce, **float8 or {})
     settings = {"min_size": 64, "precision": precision} | inputs | kw
     sharded = fsdp.fully_shard(model, optax.adamw(1e-3), mesh, units=units, **settings)
     step = sharded.train_step(
@@ -85,8 +86,10 @@ HOLD = [
     ("gpt", {"strategy": "hybrid_shard_zero2", "replica": 2}),
     ("llama", {"prefetch": "post", "remat": "full", "frozen": ["embed/"]}),
     ("gpt", {"prefetch": "pre", "remat": "full", "accumulation": 2, "deferred": True}),
+    ("llama", {"prefetch": "pre", "float8": {"gather": "float8_e4m3fn"}}),
 ]
 IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD]
+FLOAT8 = {"gather": "float8_e4m3fn", "matmul": "float8"}
 
 
 @pytest.mark.releases
@@ -113,6 +116,33 @@ def test_the_contract_holds_on_gpus_by_annotations(name, strategy):
     )
     assert contract.holds, contract
     assert contract.wire_bytes <= 1.02 * contract.wire_bytes_limit
+
+
+@pytest.mark.needs_plugin
+def test_kernels_travel_in_float8_at_half_of_the_bytes():
+    contract = checked("gpt", "h100:8", float8=FLOAT8, local_batch=False, width=128)
+    assert contract.holds, contract
+    elements = SIZES["layers"] * 128**2 * (3 + 1 + 4 + 4)  # qkv, out, up, down
+    found = contract.to_json()["contract"]["found"]
+    sent = [row["bytes"] for row in found if row["dtype"] == "float8_e4m3fn"]
+    assert sent == [2 * elements * 7 // 8], "one byte each, in forward and backward"
+
+
+def test_a_program_that_gathers_wider_than_float8_is_a_violation():
+    def step(**float8):
+        settings = {"precision": fsdp.Precision(**float8), "units": [Block], "min_size": 64}
+        model = gpt(True, **SIZES, width=64)
+        mesh = fsdp.make_mesh(data=8)
+        sharded = fsdp.fully_shard(model, optax.sgd(0.1), mesh, **settings)
+        return sharded.make_train_step(next_token_loss)
+
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 65), jnp.int32)}
+    text = step().compile(batch).as_text()
+    contract = judge(step(gather="float8_e4m3fn").plan, text)
+    what = "gathered in float32, declared float16"  # as XLA:CPU sends float8
+    assert {v.path for v in contract.violations if v.what == what} == {
+        f"blocks/{path}/kernel" for path in ("attn/qkv", "attn/out", "mlp/up", "mlp/down")
+    }
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ To add a chip, add an entry here. Efficiencies are measurements of others, or by
 entry says so; two constants are fitted: the matmul rates of H100 and A100.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -375,8 +376,9 @@ def check_float8_matmuls(device: Any) -> None:
     kind = device.device_kind
     chip = hardware_of(kind)
     if chip is None:
-        capability = float(getattr(device, "compute_capability", 0) or 0)
-        has_units = capability >= _ADA or kind.startswith(_IRONWOOD)
+        capability = str(getattr(device, "compute_capability", ""))
+        is_cuda = re.fullmatch(r"\d+\.\d+", capability) is not None  # AMD's is a name
+        has_units = (is_cuda and float(capability) >= _ADA) or kind.startswith(_IRONWOOD)
         got = "a chip that is not in the table, of no known kind"
     else:
         has_units = chip.platform == "cpu" or chip.has_float8_units
