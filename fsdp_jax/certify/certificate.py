@@ -40,7 +40,7 @@ class Tolerance:
 
 
 def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Tolerance:
-    """Returns what rounding amounts to with this precision; bfloat16 keeps 8 bits.
+    """Returns what rounding amounts to: bfloat16 keeps 8 bits, the formats of float8 4 and 3.
 
     The control computes in float32 on parameters rounded to the compute dtype, so that bfloat16 is
     compared loosely.
@@ -54,8 +54,11 @@ def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Toleranc
     narrow = "bfloat16" in stored
     if precision.compute == "bfloat16" or (precision.compute is None and narrow):
         tolerance = replace(tolerance, loss=2e-2, grad_norm=5e-2, gradient=2e-1)
+    if precision.float8:
+        tolerance = replace(tolerance, loss=2e-2, grad_norm=5e-2, gradient=3e-1)
     if precision.param == "bfloat16" or narrow:
-        tolerance = replace(tolerance, gradient=2e-1, parameter=0.5)
+        gradient = max(tolerance.gradient, 2e-1)
+        tolerance = replace(tolerance, gradient=gradient, parameter=0.5)
     return tolerance
 
 
