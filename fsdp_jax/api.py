@@ -225,9 +225,7 @@ def fully_shard(
     offloaded = offload or NO_OFFLOAD
     dims = {path: len(shape) - layer_dims.get(path, 0) for path, shape in shapes.items()}
     kernels = float8_kernels(adapter, dtypes, owners, dims)
-    copies = copies_of(
-        resolved, placements, trained, dtypes, float32, kernels, offloaded, min_size
-    )
+    copies = copies_of(resolved, placements, trained, dtypes, float32, kernels, offloaded, min_size)
     layout = make_layout(
         unflatten(stored),
         placements,
