@@ -55,7 +55,7 @@ def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        rewriter = _Rewriter()
+        rewriter = _Replacer()
         inputs = [*closed.consts, *jax.tree.leaves(args)]
         outputs = rewriter.evaluate(closed.jaxpr, inputs, [None] * len(inputs))
         if left := sorted(rewriter.kernels - rewriter.replaced):
@@ -72,7 +72,7 @@ def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass
-class _Rewriter:
+class _Replacer:
     """Evaluates a jaxpr with its matmuls replaced.
 
     Attributes:

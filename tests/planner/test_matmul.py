@@ -1,16 +1,22 @@
 """Matmuls of handwritten instructions, against convolutions of ones, and of a compiled Llama."""
 
+import functools
 import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from fsdp_jax.hlo.parser import parse
+from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
 from fsdp_jax.planner.compiled.cost import CostModel, InstructionCost
+from fsdp_jax.planner.machines.chips import HARDWARE
+from fsdp_jax.planner.machines.roofline import Roofline
 
 pytestmark = pytest.mark.releases
 
@@ -254,3 +260,16 @@ def test_an_unknown_kernel_is_named_and_a_marker_is_free():
     assert (result.unknown, result.bytes, result.matmuls) == ("jit(f)/mine/pallas_call", 512, ())
     assert cost(lines.format("AllocateBuffer", "")) == InstructionCost()
     assert cost(lines.format("TopK", "")) == InstructionCost((), 512, "")
+
+
+def test_a_traced_matmul_of_both_formats_of_float8_runs_as_float8():
+    left, right = jnp.ones((4, 8), "float8_e5m2"), jnp.ones((8, 2), "float8_e4m3fn")
+    dims = (((1,), (0,)), ((), ()))
+    fn = functools.partial(
+        lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.bfloat16
+    )
+    (eqn,) = jax.make_jaxpr(fn)(left, right).jaxpr.eqns
+    (matmul,) = matmuls_of(eqn)
+    assert (matmul.m, matmul.n, matmul.k, matmul.flops) == (4, 2, 8, 128)
+    assert Roofline(HARDWARE["h100"]).rate(matmul) > Roofline(HARDWARE["a100-80gb"]).rate(matmul)
+    assert matmul.dtype.startswith("float8")
