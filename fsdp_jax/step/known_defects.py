@@ -174,6 +174,7 @@ def known_defects(plan: StepPlan, offload: Offload, processes: int = 1) -> list[
 
 def features(plan: StepPlan, offload: Offload, processes: int = 1) -> set[str]:
     """Returns the features of a step that defects depend on."""
+    policies = [each.activations.policy for each in (plan, *plan.boundaries.values())]
     stacked = any(leaf.stacked for leaf in plan.layout.by_path.values())
     present = {
         "accumulation": plan.accumulation > 1,
@@ -182,7 +183,7 @@ def features(plan: StepPlan, offload: Offload, processes: int = 1) -> set[str]:
         "offload.activations": bool(offload.activations),
         "prefetch": plan.prefetch != "none",
         "processes": processes > 1,
-        "remat policy": plan.remat not in ("none", "full"),
+        "remat policy": any(policy not in ("none", "full") for policy in policies),
         "unrolled": not stacked,
     }
     return {name for name, there in present.items() if there}
