@@ -10,7 +10,7 @@ from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.optimizer_state import optimizer_specs
-from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.sharding.precision import LossScale, Precision
 from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
 from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.compiled_step import CompiledStep, NonFiniteError
@@ -24,6 +24,7 @@ __all__ = [
     "CompiledStep",
     "ConfigError",
     "Layout",
+    "LossScale",
     "NonFiniteError",
     "Offload",
     "Precision",

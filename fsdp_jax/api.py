@@ -33,6 +33,7 @@ from fsdp_jax.sharding.rules import (
     stacked_dims,
 )
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
+from fsdp_jax.step import loss_scaling
 from fsdp_jax.step.automatic_units import call_by_units, warn_whole_model
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
@@ -229,7 +230,7 @@ def fully_shard(
     layout = make_layout(
         unflatten(stored),
         placements,
-        abstract_rest(adapter, unflatten(copies)),
+        abstract_rest(adapter, unflatten(copies), dtypes.scaling),
         tx,
         mesh_and_axes,
         resolved,
@@ -387,7 +388,9 @@ class Sharded:
         given = check_given(params or {}, self.layout)
         seed_or_data = as_seed(seed)
         with self.layout.axes.ambient():
-            return init_state(self._model, self._tx, self.layout, seed_or_data, given)
+            return init_state(
+                self._model, self._tx, self.layout, seed_or_data, given, self.precision.scaling
+            )
 
     def abstract_state(self) -> TrainState:
         """Returns shapes, dtypes and shardings of the state: the target of a restore."""
@@ -406,11 +409,21 @@ class Sharded:
         return replace(self.abstract_state(), copies={})
 
     def from_checkpoint(self, saved: TrainState) -> TrainState:
-        """Returns the full state for what was restored into `checkpoint_target`."""
-        shardings = state_shardings(self.layout).copies
-        make = jax.jit(lambda params: make_copies(self.layout, params), out_shardings=shardings)
+        """Returns the full state for what was restored into `checkpoint_target`.
+
+        A loss scale that this run has not is left out, and one that the checkpoint has not starts
+        anew.
+        """
+        scaling, shardings = self.precision.scaling, self.state_shardings()
+        make = jax.jit(
+            lambda params: (make_copies(self.layout, params), loss_scaling.start(scaling)),
+            out_shardings=(shardings.copies, shardings.loss_scale),
+        )
         with self.layout.axes.ambient():
-            return replace(saved, copies=make(saved.params))
+            copies, scale = make(saved.params)
+        if bool(saved.loss_scale) == bool(scale):
+            scale = saved.loss_scale
+        return replace(saved, copies=copies, loss_scale=scale)
 
     def make_train_step(
         self,
@@ -536,6 +549,7 @@ class Sharded:
             accumulation=accumulation,
             deferred=deferred,
             clip=clip,
+            scaling=self.precision.scaling,
             prefetch=self.prefetch if local_batch else "none",
             local_batch=local_batch,
         )

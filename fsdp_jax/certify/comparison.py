@@ -34,7 +34,7 @@ from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import OWN
-from fsdp_jax.step.state import TrainState
+from fsdp_jax.step.state import LOSS_SCALE, TrainState
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units.linen import LinenModel
 
@@ -200,6 +200,7 @@ class Comparison:
             recorded = flatten(state.opt_state[0].gradients)
             gradients = {path: as_float64(value) for path, value in recorded.items()}
             numbers = {name: float(metrics.pop(name)) for name in OWN}
+            metrics.pop(LOSS_SCALE, None)
             own = {name: as_float64(value) for name, value in metrics.items()}
             evidence.add(expected, numbers, gradients)
             _keep_largest(differences, self._compare(expected, numbers, gradients, state))

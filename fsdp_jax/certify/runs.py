@@ -1,6 +1,7 @@
 """`certify`: which settings are run and compared."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units.auto_wrap import Units
+
+SCALE = 256.0  # of the loss, where it is scaled: gradients of a small model stay in float16
 
 
 def certify(
@@ -48,8 +51,9 @@ def certify(
         inputs: example inputs of a Linen model.
         mesh: of at least two devices. If None, all of this process's: `data` alone, and for hybrid
             strategies a `replica` of 2.
-        precision: dtypes; those that the model makes its parameters in if None. bfloat16 is
-            compared loosely, see `tolerance_of`.
+        precision: dtypes; those that the model makes its parameters in if None. bfloat16 and
+            float16 are compared loosely, see `tolerance_of`. A loss scale is one that stays, so
+            that no step is skipped, and parameters are rounded to nearest.
         strategies: names of the strategies to run.
         accumulation: numbers of microbatches to run.
         local_batch: also run each with `local_batch=True`, once more with `deferred_reduction`, and
@@ -74,7 +78,7 @@ def certify(
 
     """
     arguments: dict[str, Any] = {"units": units, "inputs": inputs, "min_size": min_size}
-    arguments["precision"] = precision or AS_MADE
+    arguments["precision"] = _comparable(precision or AS_MADE)
     devices = list(jax.devices() if mesh is None else mesh.devices.flat)
     rows = _check(batch, len(devices), accumulation)
     names = [get_strategy(name).name for name in strategies]
@@ -99,6 +103,13 @@ def certify(
     if not certificate.holds:
         raise CertifyError(certificate)
     return certificate
+
+
+def _comparable(precision: Precision) -> Precision:
+    """Returns the precision without what one device in plain JAX does not do."""
+    if precision.scaling is not None:
+        precision = replace(precision, loss_scale=SCALE)
+    return replace(precision, stochastic_rounding=False)
 
 
 def _check(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:

@@ -92,11 +92,34 @@ def dense_attention(
     """`jax.nn.dot_product_attention` with segments; see `Attention`."""
     mask = None if segments is None else (segments[0][:, :, None] == segments[1][:, None])[:, None]
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
-    out = jax.nn.dot_product_attention(
-        query, key, value, bias, mask, is_causal=is_causal, **options
-    )
+    out = _attend(query, key, value, bias, mask, is_causal=is_causal, **options)
     # a kernel's output is saved by its own backward pass: under a name it would be saved twice
     return out if implementation == "cudnn" else checkpoint_name(out, "attention")
+
+
+def _attend(*arrays: jax.Array | None, **options: Any) -> jax.Array:
+    """`jax.nn.dot_product_attention`; of float16, which it has on GPUs alone, elsewhere in float32.
+
+    `arrays`: query, key, value, bias, mask.
+    """
+
+    def attend(*arrays: Any) -> jax.Array:
+        return jax.nn.dot_product_attention(*arrays, **options)
+
+    def attend_in_float32(*arrays: Any) -> jax.Array:
+        wide = [None if x is None else _widened(x) for x in arrays]
+        return attend(*wide).astype(jnp.float16)
+
+    if arrays[0] is None or arrays[0].dtype != jnp.float16:
+        return attend(*arrays)
+    out: jax.Array = jax.lax.platform_dependent(
+        *arrays, cuda=attend, rocm=attend, default=attend_in_float32
+    )
+    return out
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def blockwise_attention(
@@ -132,7 +155,7 @@ def blockwise_attention(
         mask = mask[None, None]
         if key_segments is not None:
             mask &= (query_segments[:, :, None] == key_segments[:, None])[:, None]
-        return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale)
+        return _attend(query, key, value, bias, mask, scale=scale)
 
     def split(x: jax.Array | None, dim: int) -> jax.Array | None:
         if x is None:

@@ -1,5 +1,6 @@
 """Mixed precision: the dtype of parameters, compute, gradient reduction and the model's output."""
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,8 +11,49 @@ from jax.typing import DTypeLike
 
 from fsdp_jax.errors import check_regexes, did_you_mean, message
 
-_FLOATS = ("float32", "bfloat16")  # float16 needs loss scaling
+_FLOATS = ("float32", "bfloat16", "float16")
 _FLOAT8 = {"gather": "float8_e4m3fn", "matmul": "float8"}
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the loss is scaled, so that gradients in float16 neither vanish nor overflow.
+
+    A step whose loss or gradients are not finite is skipped, and the scale multiplied by `backoff`;
+    after `growth_interval` good steps in a row it is multiplied by `growth`.
+
+    Attributes:
+        initial: the scale of the first step; that of the mean over the rows of the batch.
+        growth_interval: good steps in a row after which the scale grows.
+        growth: 1 or more; 1 never grows.
+        backoff: above 0 and at most 1; 1 keeps the scale.
+        minimum: below which the scale does not fall. Only steps that are skipped there count
+            towards `abort_after`.
+
+    Raises:
+        ValueError: a number out of these limits.
+
+    """
+
+    initial: float = 2.0**16
+    growth_interval: int = 2000
+    growth: float = 2.0
+    backoff: float = 0.5
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "growth_interval": ("1 or more", self.growth_interval >= 1),
+            "growth": ("1 or more", 1 <= self.growth < math.inf),
+            "backoff": ("above 0 and at most 1", 0 < self.backoff <= 1),
+            "minimum": ("above 0", self.minimum > 0),
+            "initial": ("finite, and at least `minimum`", self.minimum <= self.initial < math.inf),
+        }
+        for name, (expected, holds) in limits.items():
+            if not holds:
+                what, where = "a loss scale out of its limits", f"precision.loss_scale.{name}"
+                got = getattr(self, name)
+                raise ValueError(message(what, where=where, expected=expected, got=got))
 
 
 @dataclass(frozen=True)
@@ -37,6 +79,11 @@ class Precision:
             the bytes; they are rounded to it. None gathers in the compute dtype.
         matmul: `float8` runs the matmuls that take the units' kernels in float8: e4m3 forward, e5m2
             for gradients, with a scale for each array as it is cast ("tensorwise", dynamic).
+        loss_scale: a LossScale; a number for one that stays. By default the dynamic one where
+            `compute` or `reduce` is float16, and none elsewhere.
+        stochastic_rounding: parameters in bfloat16 are updated in float32 and rounded up or down at
+            random, so that updates below half a unit in the last place are not lost. The optimizer
+            gets parameters and gradients, and makes its state, in float32.
 
     """
 
@@ -49,6 +96,8 @@ class Precision:
     frozen: str | None = None
     gather: str | None = None
     matmul: str | None = None
+    loss_scale: LossScale | float | None = None
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         for field in ("param", "compute", "reduce", "output", "frozen"):
@@ -69,6 +118,29 @@ class Precision:
                 fix = f"{field}='{known}', or leave it out"
                 raise ValueError(message(what, where=where, expected=(known,), fix=fix))
         check_regexes(self.keep_float32, where="precision.keep_float32")
+        if self.param == "float16":
+            what = "the optimizer would compute in float16, where squares of gradients vanish"
+            fix = 'param="float32"; frozen="float16" stores what is not trained'
+            raise ValueError(message(what, where="precision.param", got="float16", fix=fix))
+        if self.stochastic_rounding and self.param != "bfloat16":
+            what = "only parameters in bfloat16 are rounded stochastically"
+            where, fix = "precision.stochastic_rounding", 'param="bfloat16"'
+            raise ValueError(message(what, where=where, got=f"param={self.param!r}", fix=fix))
+        scale = self.loss_scale
+        if isinstance(scale, int | float) and not isinstance(scale, bool):
+            constant = LossScale(float(scale), growth=1.0, backoff=1.0, minimum=float(scale))
+            object.__setattr__(self, "loss_scale", constant)
+        elif scale is not None and not isinstance(scale, LossScale):
+            what, fix = "not a loss scale", "LossScale(initial=2.0**12), or a number that stays"
+            raise ValueError(message(what, where="precision.loss_scale", got=scale, fix=fix))
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """How the loss is scaled; None where it is not."""
+        if self.loss_scale is None and "float16" in (self.compute, self.reduce):
+            return LossScale()
+        assert not isinstance(self.loss_scale, float), "numbers became a LossScale"
+        return self.loss_scale
 
     @property
     def cast_dtype(self) -> np.dtype | None:
@@ -88,7 +160,7 @@ class Precision:
         """The dtype that float outputs of the model are cast to; None leaves them."""
         if self.output is not None:
             return jnp.dtype(self.output)
-        return jnp.dtype("float32") if self.compute == "bfloat16" else None
+        return jnp.dtype("float32") if self.compute in ("bfloat16", "float16") else None
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Returns whether any of these names (a path, or class names) matches `keep_float32`."""

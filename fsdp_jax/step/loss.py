@@ -32,6 +32,9 @@ Metrics = dict[str, tuple[jax.Array, jax.Array | None]]
 OWN = ("loss", "grad_norm", "count", "skipped", "skipped_in_a_row")
 """The step's own metrics."""
 
+RESERVED = (*OWN, "loss_scale")
+"""These, and the metric that a step has where its loss is scaled."""
+
 EXPECTED = "(sum, count) or (sum, count, metrics)"
 
 
@@ -128,9 +131,10 @@ def _metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
         raise ValueError(message(what, where="loss_fn", expected="a dict", got=got, fix=fix))
     metrics: Metrics = {}
     for name, value in _by_path(tree):
-        if name in OWN or name in metrics:
+        if name in RESERVED or name in metrics:
             what = f"two metrics are called '{name}'"
-            other = "one of the step's own metrics" if name in OWN else "another one of the loss"
+            of_step = name in RESERVED
+            other = "one of the step's own metrics" if of_step else "another one of the loss"
             fix = f"another name, such as 'my_{name}'"
             raise ValueError(message(what, where="loss_fn", got=other, fix=fix))
         total, own = value if isinstance(value, tuple) and len(value) == 2 else (value, count)

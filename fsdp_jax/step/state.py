@@ -1,7 +1,7 @@
 """The state that a step carries from one call to the next, abstract and created sharded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,10 +11,13 @@ import optax
 
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
+from fsdp_jax.sharding.precision import LossScale
+from fsdp_jax.step import loss_scaling
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.model import Model
 
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
+LOSS_SCALE = "loss_scale"  # the field of `TrainState`, and the metric
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +35,9 @@ class TrainState:
         model_state: the model's other state: batch statistics, random streams.
         rng: the key from which the keys of all steps are derived.
         skipped: int32, steps whose loss or gradients were not finite.
-        skipped_in_a_row: int32, how many of the last steps were skipped without a good one between.
+        skipped_in_a_row: int32, how many of the last steps were skipped without a good one between;
+            with loss scaling, of those at its smallest scale.
+        loss_scale: `scale`, float32, and `good_steps`, int32, where the loss is scaled; else empty.
 
     """
 
@@ -44,16 +49,23 @@ class TrainState:
     rng: Any
     skipped: Any
     skipped_in_a_row: Any
+    loss_scale: PyTree = field(default_factory=dict)
 
 
-def abstract_rest(model: Model, copies: PyTree) -> PyTree:
+def abstract_rest(model: Model, copies: PyTree, scaling: LossScale | None = None) -> PyTree:
     """Returns shapes of all that is neither parameter nor optimizer state.
 
-    `copies`: of the parameters that have a copy.
+    Args:
+        model: the adapter.
+        copies: of the parameters that have a copy.
+        scaling: of the loss, if it is scaled.
+
     """
     counters = {name: jax.ShapeDtypeStruct((), jnp.int32) for name in COUNTERS}
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return {**counters, "rng": key, "model_state": model.rest, COPIES: copies}
+    scale = jax.eval_shape(lambda: loss_scaling.start(scaling))
+    rest = {"rng": key, "model_state": model.rest, COPIES: copies, LOSS_SCALE: scale}
+    return {**counters, **rest}
 
 
 def state_like(layout: Layout, leaf_to: Any) -> TrainState:
@@ -120,6 +132,7 @@ def init_state(
     layout: Layout,
     seed: Any,
     given: Mapping[str, jax.Array],
+    scaling: LossScale | None = None,
 ) -> TrainState:
     """Returns a state whose every array is created on the devices that hold it, never unsharded.
 
@@ -132,6 +145,7 @@ def init_state(
         layout: of the state.
         seed: of the random numbers: an integer, or the data of a key, uint32.
         given: path -> parameter to use as it is; the others are drawn.
+        scaling: of the loss, if it is scaled.
 
     """
     shardings = state_shardings(layout)
@@ -156,10 +170,12 @@ def init_state(
     opt_state = init_optimizer(layout.trainable(params))
 
     # Inside jit each counter has a buffer of its own, as donation needs.
-    def key_and_counters(key: jax.Array) -> dict[str, jax.Array]:
-        return {"rng": key} | {name: jnp.zeros((), jnp.int32) for name in COUNTERS}
+    def key_and_counters(key: jax.Array) -> dict[str, Any]:
+        counters = {name: jnp.zeros((), jnp.int32) for name in COUNTERS}
+        return {"rng": key, LOSS_SCALE: loss_scaling.start(scaling), **counters}
 
-    counter_shardings = {name: getattr(shardings, name) for name in ("rng", *COUNTERS)}
+    names = ("rng", LOSS_SCALE, *COUNTERS)
+    counter_shardings = {name: getattr(shardings, name) for name in names}
     counters = jax.jit(key_and_counters, out_shardings=counter_shardings)(run_key)
     return TrainState(
         params=params, copies=copies, opt_state=opt_state, model_state=model_state, **counters

@@ -37,9 +37,11 @@ from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.sharding.precision import LossScale
+from fsdp_jax.step import loss_scaling
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import OWN, averaged
-from fsdp_jax.step.state import TrainState
+from fsdp_jax.step.state import LOSS_SCALE, TrainState
 from fsdp_jax.step.streaming import Arrays, StreamReport, streamed
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
@@ -68,6 +70,7 @@ class StepPlan:
         accumulation: microbatches per step.
         deferred: whether gradients are reduced once, after the last microbatch.
         clip: largest global norm of the gradient; None does not clip.
+        scaling: how the loss is scaled; None does not scale.
         prefetch: when the next unit is gathered.
         offload: what is kept in host memory.
         stream_report: how state in host memory is updated, once the step is traced.
@@ -90,6 +93,7 @@ class StepPlan:
     accumulation: int = 1
     deferred: bool = False
     clip: float | None = None
+    scaling: LossScale | None = None
     prefetch: Prefetch = "none"
     offload: Offload = NO_OFFLOAD
     stream_report: StreamReport = field(default_factory=StreamReport, repr=False)
@@ -109,8 +113,9 @@ def train_step(
     """Returns (state after one optimizer step, metrics).
 
     Metrics, all float32 or int32 scalars: loss (sum / count), grad_norm (before clipping), count,
-    skipped, skipped_in_a_row; and those of the loss, float32, see `step.loss`. Where the loss or
-    gradients are not finite, only the counters of the state change.
+    skipped, skipped_in_a_row; loss_scale (that of this step) where there is one; and those of the
+    loss, float32, see `step.loss`. Where the loss or gradients are not finite, only the counters
+    and the scale of the state change.
 
     Args:
         plan: of the step.
@@ -118,26 +123,34 @@ def train_step(
         batch: leaves [accumulation, microbatch, ...], the second dim over all mesh axes.
 
     """
-    with _batch_split(plan, jax.tree.leaves(batch)[0].shape[1]):
-        gradients, (loss_sum, count, metrics), model_state = _gradients(plan, state, batch)
+    microbatches, rows = jax.tree.leaves(batch)[0].shape[:2]
+    factor = loss_scaling.loss_factor(state.loss_scale, microbatches * rows)
+    with _batch_split(plan, rows):
+        gradients, (loss_sum, count, metrics), model_state = _gradients(plan, state, batch, factor)
     loss = loss_sum / count
-    # The gradients are of the sum: their norm, and the clipped ones, are of the mean.
+    # The gradients are of the scaled sum: their norm, and the clipped ones, are of the mean.
+    divisor = count if factor is None else count * factor
     magnitudes = jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), gradients)
-    norm = optax.tree.norm(magnitudes) / count
+    norm = optax.tree.norm(magnitudes) / divisor
     clip = 1.0 if plan.clip is None else jnp.minimum(1.0, plan.clip / jnp.maximum(norm, 1e-12))
     gradients = jax.tree.map(  # scaled in float32
-        lambda g: (g * (clip / count)).astype(g.dtype), gradients
+        lambda g: (g * (clip / divisor)).astype(g.dtype), gradients
     )
     # Skip the step where its loss or gradients are not finite.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     params, copies, opt_state = _update(plan, state, gradients, loss, finite)
     model_state = _if(finite, model_state, state.model_state)
     skipped = state.skipped + jnp.where(finite, 0, 1)
-    in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
-    new = TrainState(
-        state.step + 1, params, copies, opt_state, model_state, state.rng, skipped, in_a_row
-    )
+    counts = loss_scaling.counts_as_skipped(plan.scaling, state.loss_scale)
+    in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + counts)
     own = dict(zip(OWN, (loss, norm, count, skipped, in_a_row), strict=True))
+    scale = state.loss_scale
+    if plan.scaling is not None:
+        own[LOSS_SCALE] = scale["scale"]
+        scale = loss_scaling.after_step(plan.scaling, scale, finite)
+    new = TrainState(
+        state.step + 1, params, copies, opt_state, model_state, state.rng, skipped, in_a_row, scale
+    )
     return new, own | averaged(metrics)
 
 
@@ -218,20 +231,23 @@ def _model_params(
 # Gradients
 
 
-def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree, Any, PyTree]:
-    """Returns (gradients of the summed loss, (sum, count, metrics), model state), reduced."""
+def _gradients(
+    plan: StepPlan, state: TrainState, batch: PyTree, factor: jax.Array | None
+) -> tuple[PyTree, Any, PyTree]:
+    """Returns (gradients of the summed loss, (sum, count, metrics), model state), reduced.
+
+    `factor`: what the loss is multiplied by before it is differentiated.
+    """
     params = _compute_params(state)
+    inputs = params, state.model_state, state.rng, state.step, factor, batch
     if not plan.local_batch:
-        return _accumulate(plan, params, state.model_state, state.rng, state.step, batch, None)
+        return _accumulate(plan, *inputs, device=None)
     mesh, by_path = plan.layout.mesh, plan.layout.by_path
     axes = plan.layout.axes.batch
 
-    def local(
-        params: PyTree, model_state: PyTree, rng: jax.Array, step: jax.Array, batch: PyTree
-    ) -> Any:
-        gradients, sums, model_state = _accumulate(
-            plan, params, model_state, rng, step, batch, lax.axis_index(axes)
-        )
+    def local(*inputs: Any) -> Any:
+        device = lax.axis_index(axes)
+        gradients, sums, model_state = _accumulate(plan, *inputs, device=device)
         return gradients, lax.psum(sums, axes), model_state
 
     replicated = PartitionSpec()
@@ -242,9 +258,9 @@ def _gradients(plan: StepPlan, state: TrainState, batch: PyTree) -> tuple[PyTree
         local,
         mesh=mesh,
         check_vma=False,
-        in_specs=(param_specs, replicated, replicated, replicated, PartitionSpec(None, axes)),
+        in_specs=(param_specs, *[replicated] * 4, PartitionSpec(None, axes)),
         out_specs=(grad_specs, replicated, replicated),
-    )(params, state.model_state, state.rng, state.step, batch)
+    )(*inputs)
 
 
 def _accumulate(
@@ -253,7 +269,9 @@ def _accumulate(
     model_state: PyTree,
     rng: jax.Array,
     step: jax.Array,
+    factor: jax.Array | None,
     batch: PyTree,
+    *,
     device: Any,
 ) -> tuple[PyTree, Any, PyTree]:
     """Returns the sums over microbatches, as `_gradients` does; see the note.
@@ -279,7 +297,7 @@ def _accumulate(
         sums, new_state = _run_model(
             plan, model_params, model_state, batch, key, training=True, device=device
         )
-        return sums[0], (sums, new_state)
+        return sums[0] if factor is None else sums[0] * factor, (sums, new_state)
 
     def microbatch(
         model_state: PyTree, batch: PyTree, index: Any

@@ -77,10 +77,10 @@ class UnitsConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes: float32 or bfloat16, but for the last two."""
+    """Dtypes: float32, bfloat16 or, but for `param`, float16; `gather` and `matmul` in float8."""
 
     param: str = "float32"  # Sharded parameters (the master weights) and optimizer state.
-    compute: str = "float32"  # Gathered parameters and activations.
+    compute: str = "float32"  # Gathered parameters and activations. float16 scales the loss.
     reduce: str | None = None  # Gradient reduction; default: the compute dtype.
     output: str | None = None  # Output of the model; default: float32 if `compute` is narrower.
     frozen: str | None = None  # Sharded parameters that are not trained; default: as `param`.
@@ -89,6 +89,10 @@ class PrecisionConfig:
     gather: Literal["float8_e4m3fn"] | None = None
     # Matmuls that take the units' kernels: float8 (H100, Ada and newer); default: as `compute`.
     matmul: Literal["float8"] | None = None
+    # Loss scale, a number that stays; default: dynamic with float16, and none otherwise.
+    loss_scale: float | None = None
+    # Update bfloat16 parameters in float32 and round them at random, so that small updates count.
+    stochastic_rounding: bool = False
 
 
 @dataclass(frozen=True)

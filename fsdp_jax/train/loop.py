@@ -20,7 +20,7 @@ from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
-from fsdp_jax.step.state import TrainState
+from fsdp_jax.step.state import LOSS_SCALE, TrainState
 from fsdp_jax.train.build import Run, lora_scale
 from fsdp_jax.train.config_file import digest
 from fsdp_jax.train.console import Screen, banner, summary
@@ -230,8 +230,11 @@ class Training:
             time=now(),
         )
         self.blocked_seconds = None
+        # In the log beside the metrics of the loss, in the file beside the step's own.
+        scale = {name: float(x) for name, x in values.items() if name == LOSS_SCALE}
         if self.metrics is not None:
-            self.metrics.write(vars(record) | of_the_loss(values))
+            of_loss = {name: x for name, x in values.items() if name not in scale}
+            self.metrics.write(vars(record) | scale | of_the_loss(of_loss))
         log = pending.step % self.config.log_every == 0 or pending.step == self.config.steps
         self.screen.show_step(record, log=log, more=values)
 

@@ -1,14 +1,20 @@
 """Chooses the checkpoint that a run resumes from: the newest undamaged one, or a stated one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import jax
 
 from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore, DamageError
 from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.launch import barrier, is_lead
-from fsdp_jax.step.state import TrainState
+from fsdp_jax.sharding.mesh import replicated
+from fsdp_jax.sharding.precision import LossScale
+from fsdp_jax.step import loss_scaling
+from fsdp_jax.step.state import LOSS_SCALE, TrainState
 from fsdp_jax.train.config import CheckpointConfig
 
 # Metadata that a checkpoint must share with the run: name -> (error, fix).
@@ -121,7 +127,7 @@ class Resuming:
             ConfigError: the state does not fit; lists every path that differs, before any is read.
 
         """
-        target = sharded.checkpoint_target()
+        target = self._with_loss_scale_of(step, sharded)
         allow_cast = self.settings.allow_cast
         plan = self.store.preflight(step, target, allow_cast=allow_cast)
         try:
@@ -131,6 +137,27 @@ class Resuming:
         self.say(str(plan))
         saved, *_ = self.store.restore(step, target, allow_cast=allow_cast, verify=False)
         return sharded.from_checkpoint(saved)
+
+    def _with_loss_scale_of(self, step: int, sharded: Sharded) -> TrainState:
+        """Returns the target of a restore, with a loss scale if the checkpoint has one.
+
+        A run that turns loss scaling on or off goes on from the checkpoint; a line says so.
+        """
+        target, scaling = sharded.checkpoint_target(), sharded.precision.scaling
+        saved = any(path.startswith(LOSS_SCALE) for path in self.store.record(step)["leaves"])
+        if saved and scaling is None:
+            self.say("note: the loss is not scaled any more; its scale is left out")
+            shape = jax.eval_shape(partial(loss_scaling.start, LossScale()))
+            on_all = replicated(sharded.layout.mesh)
+            scale = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_all), shape
+            )
+            return replace(target, loss_scale=scale)
+        if scaling is not None and not saved:
+            start = f"{scaling.initial:g}"
+            self.say(f"note: the checkpoint has no loss scale; it starts at {start}")
+            return replace(target, loss_scale={})
+        return target
 
     def set_aside(self, point: ResumePoint) -> None:
         """Renames the steps that are not resumed from; deletes nothing."""

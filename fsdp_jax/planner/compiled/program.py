@@ -100,10 +100,9 @@ def check_dtypes(plan: StepPlan, topology: Topology) -> None:
             message(
                 f"{chip.name} has no bfloat16",
                 where="precision.compute",
-                expected="float32",
+                expected="float16 or float32",
                 got="bfloat16",
-                fix="--precision.compute float32; float16 needs loss scaling, which is not in this"
-                " release",
+                fix="--precision.compute float16, which scales the loss",
             )
         )
 

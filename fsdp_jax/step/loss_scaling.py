@@ -1,0 +1,54 @@
+"""Dynamic loss scaling: the state of the scale, and what a step makes of it.
+
+[Note: the mean over rows] A step differentiates the sum of the loss, and the reduction adds up the
+devices. In float16, whose largest number is 65504, a sum over a large batch would overflow at any
+scale. So the loss is multiplied by the scale over the number of rows of the global batch, rounded
+up to a power of two, which no rounding notices.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fsdp_jax.sharding.precision import LossScale
+
+Scale = dict[str, Any]
+"""`scale`, float32 [], and `good_steps` since it changed, int32 []; empty without scaling."""
+
+
+def start(scaling: LossScale | None) -> Scale:
+    """Returns the state before the first step."""
+    if scaling is None:
+        return {}
+    return {"scale": jnp.float32(scaling.initial), "good_steps": jnp.int32(0)}
+
+
+def loss_factor(scale: Scale, rows: int) -> jax.Array | None:
+    """Returns what the summed loss is multiplied by; None without scaling.
+
+    `rows`: of the global batch, of all microbatches.
+    """
+    if not scale:
+        return None
+    return scale["scale"] * 2.0 ** -(rows - 1).bit_length()
+
+
+def after_step(scaling: LossScale, scale: Scale, finite: jax.Array) -> Scale:
+    """Returns the state after a step whose loss and gradients were `finite` or not."""
+    good_steps = jnp.where(finite, scale["good_steps"] + 1, 0)
+    grows = good_steps >= scaling.growth_interval
+    largest = jnp.finfo(jnp.float32).max
+    grown = jnp.minimum(scale["scale"] * jnp.where(grows, scaling.growth, 1.0), largest)
+    fallen = jnp.maximum(scale["scale"] * scaling.backoff, scaling.minimum)
+    return {
+        "scale": jnp.where(finite, grown, fallen),
+        "good_steps": jnp.where(grows, 0, good_steps),
+    }
+
+
+def counts_as_skipped(scaling: LossScale | None, scale: Scale) -> jax.Array | int:
+    """Returns 1 where a skipped step counts towards an abort, 0 where the scale still falls."""
+    if scaling is None:
+        return 1
+    return (scale["scale"] <= scaling.minimum).astype(jnp.int32)
