@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.prefetch.rewrite import Prefetch
+from fsdp_jax.rounding import in_float32
 from fsdp_jax.sharding.layout import Layout, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
 from fsdp_jax.sharding.mesh import (
@@ -227,11 +228,12 @@ def fully_shard(
     dims = {path: len(shape) - layer_dims.get(path, 0) for path, shape in shapes.items()}
     kernels = float8_kernels(adapter, dtypes, owners, dims)
     copies = copies_of(resolved, placements, trained, dtypes, float32, kernels, offloaded, min_size)
+    optimizer = in_float32(tx) if dtypes.stochastic_rounding else tx
     layout = make_layout(
         unflatten(stored),
         placements,
         abstract_rest(adapter, unflatten(copies), dtypes.scaling),
-        tx,
+        optimizer,
         mesh_and_axes,
         resolved,
         by_rules,
@@ -264,7 +266,7 @@ def fully_shard(
     )
     sharded = Sharded(
         adapter,
-        tx,
+        optimizer,
         layout,
         dtypes,
         remat,
@@ -550,6 +552,7 @@ class Sharded:
             deferred=deferred,
             clip=clip,
             scaling=self.precision.scaling,
+            stochastic_rounding=self.precision.stochastic_rounding,
             prefetch=self.prefetch if local_batch else "none",
             local_batch=local_batch,
         )

@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec
 from fsdp_jax.errors import message
 from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
+from fsdp_jax.rounding import Seed, apply_updates, step_seed
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.precision import LossScale
@@ -71,6 +72,7 @@ class StepPlan:
         deferred: whether gradients are reduced once, after the last microbatch.
         clip: largest global norm of the gradient; None does not clip.
         scaling: how the loss is scaled; None does not scale.
+        stochastic_rounding: updated parameters are rounded at random; `tx` computes in float32.
         prefetch: when the next unit is gathered.
         offload: what is kept in host memory.
         stream_report: how state in host memory is updated, once the step is traced.
@@ -94,6 +96,7 @@ class StepPlan:
     deferred: bool = False
     clip: float | None = None
     scaling: LossScale | None = None
+    stochastic_rounding: bool = False
     prefetch: Prefetch = "none"
     offload: Offload = NO_OFFLOAD
     stream_report: StreamReport = field(default_factory=StreamReport, repr=False)
@@ -344,8 +347,14 @@ def _accumulate(
     # Reduce at the end, where that is deferred.
     if plan.deferred:
         gradients = {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
-    cast = {path: g.astype(plan.comms[path].transform.param) for path, g in gradients.items()}
+    cast = {path: g.astype(_gradient_dtype(plan, path)) for path, g in gradients.items()}
     return unflatten(cast), sums, model_state
+
+
+def _gradient_dtype(plan: StepPlan, path: str) -> np.dtype:
+    """Returns the dtype that the optimizer gets a gradient in."""
+    stored = plan.comms[path].transform.param
+    return jnp.promote_types(stored, jnp.float32) if plan.stochastic_rounding else stored
 
 
 def _check_model_state(before: PyTree, after: PyTree) -> None:
@@ -478,9 +487,10 @@ def _update(
     memory is updated in groups; see `streaming`.
     """
     trained = plan.layout.trainable(state.params)
+    seed = step_seed(state.rng, state.step) if plan.stochastic_rounding else None
     if not plan.offload.state:
         params, copies, opt_state = _updated(
-            plan, trained, state.opt_state, gradients, loss, finite
+            plan, trained, state.opt_state, gradients, loss, finite, seed
         )
     else:
         # All arrays by name, in the order of the trees.
@@ -502,7 +512,7 @@ def _update(
             update,
             dict(zip(names, jax.tree.leaves(trees), strict=True)),
             {param_names[path]: g for path, g in flatten(gradients).items()},
-            (loss, finite),
+            (loss, finite, seed),
             dict(zip(names, jax.tree.leaves(leaf_trees), strict=True)),
             plan.offload,
             plan.stream_report,
@@ -528,10 +538,12 @@ def _updated(
     gradients: PyTree,
     loss: jax.Array,
     finite: jax.Array,
+    seed: Seed | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Returns (trained parameters, copies, optimizer state), as they were if not `finite`.
 
-    Arrays are in device memory: all of the tree, or some layers of the stacked ones.
+    Arrays are in device memory: all of the tree, or some layers of the stacked ones. With a seed
+    parameters are rounded stochastically.
 
     Raises:
         ValueError: an optimizer that evaluates the loss again, for a line search.
@@ -552,7 +564,7 @@ def _updated(
         what = "the optimizer wants to evaluate the loss again"
         fix = "turn its line search off, as in optax.lbfgs(learning_rate, linesearch=None)"
         raise ValueError(message(what, where="optimizer", fix=fix)) from error
-    updated = map_with_path(pinned, optax.apply_updates(params, updates))
+    updated = map_with_path(pinned, apply_updates(params, updates, seed))
     updated, new_state = _if(finite, (updated, new_state), (params, opt_state))
     return updated, _copies(plan, updated), new_state
 

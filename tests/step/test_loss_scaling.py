@@ -60,11 +60,12 @@ def test_steps_skipped_at_the_smallest_scale_abort():
     sharded = make_sharded(Precision(compute="float16", loss_scale=scaling))
     step = sharded.make_train_step(CASE.loss, local_batch=True, abort_after=2)
     state, counted = sharded.init(seed=0), []
+    for number in range(3):
+        state, metrics = step(state, CASE.batch(number))
+        counted.append(int(metrics["skipped_in_a_row"]))
+    assert counted == [0, 1, 2]
     with pytest.raises(fsdp.NonFiniteError, match="2 steps in a row"):
-        for number in range(6):
-            state, metrics = step(state, CASE.batch(number))
-            counted.append(int(metrics["skipped_in_a_row"]))
-    assert counted[:3] == [0, 1, 2]
+        step.finish()
 
 
 @pytest.mark.parametrize(
@@ -85,10 +86,11 @@ def test_float16_trains_as_one_device_in_float32(strategy, settings):
     found, step = train(CASE, mesh, strategy, precision=HALF, **settings)
     wanted = control("nnx-gpt-scanned", settings.get("accumulation", 1), settings.get("clip"))
     assert step.plan.scaling == LossScale()
-    np.testing.assert_allclose(found[0], wanted[0], rtol=2e-3)
-    # Adam moves a parameter by the learning rate at most, whatever the size of its gradient.
-    for path, value in wanted[1].items():
-        np.testing.assert_allclose(found[1][path], value, atol=0.2 * STEPS * 1e-3, err_msg=path)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=3e-5)
+    # Adam moves a parameter by the learning rate at most: a skipped step would show in the mean.
+    differences = [np.abs(found[1][path] - value).ravel() for path, value in wanted[1].items()]
+    assert np.concatenate(differences).mean() < 2e-5
+    assert np.concatenate(differences).max() < STEPS * 1e-3 / 4
 
 
 def test_a_scale_is_saved_and_restored_exactly(tmp_path):

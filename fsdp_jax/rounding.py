@@ -1,0 +1,110 @@
+"""Stochastic rounding to bfloat16: up or down at random, so that the mean is exact.
+
+A bfloat16 number has 8 bits, so that an update below 1/512 of it is lost when rounded to nearest:
+a parameter near 1 never moves by a learning rate of 1e-3. Rounded up with the probability of the
+remainder, it moves as far in the mean.
+
+[Note: the same bits everywhere] The noise of an element is a hash of the step's seed, the path and
+the element's place in the whole array. So it depends on no sharding, and a slice of a stack of
+layers draws what it draws within the whole. `jax.random.bits` would do, with a program of twenty
+rounds of threefry for every parameter, which took half a second each to compile.
+"""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from fsdp_jax.tree import PyTree, map_with_path
+
+Seed = tuple[jax.Array, jax.Array]
+"""Two uint32 numbers."""
+_ROUNDING = 2**32 - 2  # folded into the key of a step; microbatches count from 0
+
+
+def step_seed(rng: jax.Array, step: jax.Array) -> Seed:
+    """Returns the seed of a step's rounding, from the key of the run."""
+    key = jax.random.fold_in(jax.random.fold_in(rng, step), _ROUNDING)
+    one, other = jax.random.bits(key, (2,), jnp.uint32)
+    return one, other
+
+
+def path_seed(seed: Seed, path: str) -> Seed:
+    """Returns the seed of one parameter."""
+    return seed[0] ^ jnp.uint32(zlib.crc32(path.encode())), seed[1]
+
+
+def round_stochastically(value: jax.Array, seed: Seed, first: jax.Array | int = 0) -> jax.Array:
+    """Returns float32 values in bfloat16, each rounded up or down so that the mean is exact.
+
+    What bfloat16 holds exactly, infinities and NaN stay as they are.
+
+    Args:
+        value: float32, of any shape.
+        seed: of this array.
+        first: of a slice along dim 0, its first place in the whole.
+
+    """
+    assert value.dtype == jnp.float32, value.dtype
+    # A float32 is a bfloat16 and 16 bits more; noise carries into it as often as they are large.
+    bits = lax.bitcast_convert_type(value, jnp.uint32) + (_noise(value.shape, seed, first) >> 16)
+    rounded = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(value), rounded, value.astype(jnp.bfloat16))
+
+
+def _noise(shape: tuple[int, ...], seed: Seed, first: jax.Array | int) -> jax.Array:
+    """Returns uint32 noise: a hash of each element's place in the whole array, modulo 2^32."""
+    place = jnp.zeros(shape, jnp.uint32)
+    for dim, size in enumerate(shape):
+        index = lax.broadcasted_iota(jnp.uint32, shape, dim)
+        if dim == 0:
+            index += jnp.asarray(first, jnp.uint32)
+        place = place * jnp.uint32(size) + index
+    return _mixed(_mixed(place ^ seed[0]) + seed[1])
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Returns a hash of uint32, of each bit of which half of the bits depend ("lowbias32")."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def apply_updates(params: PyTree, updates: PyTree, seed: Seed | None) -> PyTree:
+    """Returns `optax.apply_updates`; with a seed added in float32 and rounded stochastically.
+
+    Args:
+        params: bfloat16 with a seed; nested dicts.
+        updates: of the same structure.
+        seed: of the step, from `step_seed`; None rounds to nearest.
+
+    """
+    if seed is None:
+        return optax.apply_updates(params, updates)
+
+    def add(path: str, param: jax.Array, update: jax.Array) -> jax.Array:
+        total = param.astype(jnp.float32) + update.astype(jnp.float32)
+        return round_stochastically(total, path_seed(seed, path))
+
+    return map_with_path(add, params, updates)
+
+
+def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that makes its state and computes in float32, whatever the parameters.
+
+    Its updates are float32.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def wide(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def init(params: PyTree) -> PyTree:
+        return inner.init(wide(params))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> PyTree:
+        return inner.update(wide(updates), state, wide(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,152 @@
+"""Stochastic rounding: unbiased, and the same bits on any number of devices and of any slice."""
+
+import hypothesis.extra.numpy as arrays
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsdp_jax as fsdp
+from fsdp_jax.rounding import apply_updates, path_seed, round_stochastically, step_seed
+from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.precision import Precision
+from tests.reference import CASES, by_path, make_model
+
+CASE = CASES["nnx-gpt-scanned"]
+ROUNDED = Precision(param="bfloat16", compute="bfloat16", stochastic_rounding=True)
+SEED = step_seed(jax.random.key(0), jnp.int32(3))
+
+
+def neighbours(values):
+    """The bfloat16 numbers below and above each float32, in magnitude."""
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    below = bits & 0xFFFF0000
+    above = np.where(bits == below, below, below + 0x10000)
+    return below.view(np.float32), above.astype(np.uint32).view(np.float32)
+
+
+@given(arrays.arrays(np.float32, 64, elements=st.floats(width=32)))
+def test_every_number_becomes_one_of_its_neighbours(values):
+    rounded = np.asarray(round_stochastically(jnp.asarray(values), SEED), np.float32)
+    below, above = neighbours(values)
+    with np.errstate(invalid="ignore"):
+        is_neighbour = (rounded == below) | (rounded == above)
+    nearest = np.asarray(jnp.asarray(values).astype(jnp.bfloat16), np.float32)
+    same = np.array_equal(rounded, nearest, equal_nan=True)
+    finite = np.isfinite(values)
+    assert is_neighbour[finite].all()
+    assert same or finite.any()
+    np.testing.assert_array_equal(rounded[~finite], nearest[~finite])
+
+
+@pytest.mark.parametrize("value", [1.0 + 1 / 1024, -3.0 - 1 / 300, 1e-3, 7e-39])
+def test_the_mean_is_exact(value):
+    count = 200_000
+    rounded = np.asarray(
+        round_stochastically(jnp.full(count, value, jnp.float32), SEED), np.float64
+    )
+    below, above = (float(x) for x in neighbours(np.float32(value)))
+    share = (np.float64(np.float32(value)) - below) / (above - below)
+    limit = 5 * abs(above - below) * np.sqrt(share * (1 - share) / count)
+    assert abs(rounded.mean() - np.float32(value)) < limit
+
+
+def test_updates_that_rounding_to_nearest_loses_are_kept():
+    params = {"x": jnp.ones(4096, jnp.bfloat16)}
+    updates = {"x": jnp.full(4096, 1e-3, jnp.float32)}
+    lost = apply_updates(params, updates, None)["x"]
+    kept = params
+    for step in range(50):
+        seed = step_seed(jax.random.key(0), jnp.int32(step))
+        kept = apply_updates(kept, updates, seed)
+    assert (lost == 1).all()
+    assert np.mean(np.asarray(kept["x"], np.float32)) == pytest.approx(1.05, abs=1e-3)
+
+
+def test_a_slice_of_a_stack_is_rounded_as_within_the_whole():
+    value = jax.random.normal(jax.random.key(1), (6, 8, 4))
+    seed = path_seed(SEED, "blocks/kernel")
+    whole = round_stochastically(value, seed)
+    np.testing.assert_array_equal(whole[2:5], round_stochastically(value[2:5], seed, 2))
+    assert (whole[0] != round_stochastically(value[1], seed)).any()
+
+
+def test_noise_differs_between_steps_paths_and_neighbours():
+    count = 2**16
+    value = jnp.full((256, 256), 1 + 2**-8, jnp.float32)  # half way: up or down alike
+    seeds = [SEED, path_seed(SEED, "a"), step_seed(jax.random.key(0), jnp.int32(4))]
+    up = [np.asarray(round_stochastically(value, seed) > 1).ravel() - 0.5 for seed in seeds]
+    pairs = [(up[0], up[1]), (up[0], up[2]), (up[0][:-1], up[0][1:]), (up[0][:-256], up[0][256:])]
+    for one, other in pairs:
+        assert abs(4 * np.mean(one * other)) < 5 / np.sqrt(count)
+
+
+def run(data, strategy="full_shard", steps=3, batches=None, **settings):
+    mesh = make_mesh(data, devices=jax.devices()[:data])
+    sharded = fsdp.fully_shard(
+        make_model(CASE),
+        optax.adamw(1e-3),
+        mesh,
+        strategy,
+        CASE.units,
+        min_size=8,
+        precision=ROUNDED,
+    )
+    return sharded, sharded.make_train_step(CASE.loss, **settings)
+
+
+def test_the_same_updates_give_the_same_bits_on_one_and_on_eight_devices():
+    results = []
+    for data in (1, 8):
+        sharded, _ = run(data)
+        params = sharded.init(seed=0).params
+        updates = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), params)
+        shardings = sharded.state_shardings().params
+        updates = jax.device_put(updates, shardings)
+        apply = jax.jit(
+            lambda params, updates: apply_updates(params, updates, SEED), out_shardings=shardings
+        )
+        results.append(by_path(apply(params, updates)))
+        assert "all-" not in apply.lower(params, updates).compile().as_text(), "no communication"
+    for path, value in results[0].items():
+        np.testing.assert_array_equal(results[1][path], value, err_msg=path)
+
+
+def test_a_run_in_bfloat16_follows_one_in_float32_and_rounding_to_nearest_does_not():
+    losses = {}
+    for name, precision in {
+        "float32": None,
+        "stochastic": ROUNDED,
+        "nearest": Precision(param="bfloat16", compute="bfloat16"),
+    }.items():
+        sharded = fsdp.fully_shard(
+            make_model(CASE), optax.adamw(1e-3), make_mesh(8), units=CASE.units, precision=precision
+        )
+        step, state = sharded.make_train_step(CASE.loss, local_batch=True), sharded.init(seed=0)
+        for _ in range(40):
+            state, metrics = step(state, CASE.batch(0))
+        losses[name] = float(metrics["loss"])
+        moments = {leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim}
+        assert moments == {"bfloat16" if name == "nearest" else "float32"}
+        if name != "float32":
+            assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
+    error = {name: abs(loss - losses["float32"]) for name, loss in losses.items()}
+    assert error["stochastic"] < 0.02
+    assert error["stochastic"] < error["nearest"]
+
+
+def test_a_resumed_step_rounds_as_the_first_time():
+    sharded, step = run(8, "zero1", local_batch=True)
+    state, _ = step(sharded.init(seed=0), CASE.batch(0))
+    saved = jax.tree.map(np.asarray, sharded.to_checkpoint(state).params)
+    again, _ = step(sharded.init(seed=0), CASE.batch(0))
+    jax.tree.map(np.testing.assert_array_equal, saved, again.params)
+
+
+@pytest.mark.parametrize("param", ["float32", None])
+def test_only_bfloat16_is_rounded(param):
+    with pytest.raises(ValueError, match=r"only parameters in bfloat16(?s:.*)param=\"bfloat16\""):
+        Precision(param=param, stochastic_rounding=True)
