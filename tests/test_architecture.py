@@ -17,7 +17,7 @@ PACKAGE = ROOT.name
 ORDER = [
     {"errors", "tree", "tables", "compat", "processes"},
     {"hlo", "io", "sharding", "local_rows", "lora", "rounding"},
-    {"models", "units"},
+    {"models", "units", "optim"},
     {"prefetch"},
     {"step", "validation"},
     {"checkpoint", "contract"},

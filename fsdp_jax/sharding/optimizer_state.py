@@ -8,6 +8,7 @@ shape, and failing that the size heuristic.
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax.sharding import (
 )
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.mesh import axes_of, spec_of
+from fsdp_jax.sharding.mesh import axes_of, shards_of, spec_of
 from fsdp_jax.sharding.rules import MIN_SIZE, Placement, Rules, is_box, rules_for, unboxed
 from fsdp_jax.tree import PyTree, flatten, map_with_path, prefixes, suffixes
 
@@ -117,6 +118,10 @@ def optimizer_placements(
             return Placement(traced[path], "optimizer", "follows its parameter through tx.init")
         array = unboxed(leaf)
         owner, extra = _owner(path, tuple(array.shape), shapes)
+        blocked = None if owner else _blocked(path, tuple(array.shape), shapes)
+        if blocked is not None:
+            least = rules.min_size
+            return _of_blocks(blocked, array.shape, placements[blocked], mesh, least)
         if owner is None:
             return _heuristic(rules, _shape(array), mesh)
         of_owner = placements[owner]
@@ -170,6 +175,35 @@ def _traced_specs(
     for path, leaf in flatten(state).items():
         specs[path] = spec_of(getattr(leaf.sharding, "spec", None) or ())
     return specs
+
+
+def _blocked(
+    path: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> str | None:
+    """Returns the parameter of whose blocks a leaf holds the scales: one dim is a part of its."""
+    owner = next((name for name in suffixes(path) if name in shapes), None)
+    if owner is None or len(shapes[owner]) != len(shape):
+        return None
+    pairs = zip(shapes[owner], shape, strict=True)
+    others = [(size, count) for size, count in pairs if size != count]
+    is_blocked = len(others) == 1 and others[0][1] > 1 and others[0][0] % others[0][1] == 0
+    return owner if is_blocked else None
+
+
+def _of_blocks(
+    owner: str, shape: tuple[int, ...], of_owner: Placement, mesh: Mesh, least: int
+) -> Placement:
+    """Returns the owner's placement, without axes that cut a block; `least`: elements to shard."""
+    entries = list(of_owner.spec)
+    missed, reason = 1, f"a scale for each block of parameter {owner}"
+    for dim, entry in enumerate(entries):
+        shards = shards_of(mesh, entry)
+        if shape[dim] % shards:
+            entries[dim] = None
+            missed *= shards
+            reason += f"; {shape[dim]} blocks of dim {dim} are not divisible by {shards}"
+    missed = missed if prod(shape) >= least else 1
+    return Placement(PartitionSpec(*entries), "optimizer", reason, missed)
 
 
 def _owner(

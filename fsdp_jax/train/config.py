@@ -121,6 +121,8 @@ class OptimizerConfig:
     # Learning rate after the warm-up: constant, or decayed to a tenth of the peak.
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     warmup_steps: NonNegative = 0  # Steps of linear warm-up from zero.
+    # Stored moments of adam and adamw; default: as the parameters. int8: in blocks with a scale.
+    moments: Literal["float32", "bfloat16", "int8"] | None = None
     weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay; adamw, lion and adafactor.
     clip: float | None = 1.0  # Largest global gradient norm; None: no clipping.
 

@@ -2,6 +2,7 @@
 
 import optax
 
+from fsdp_jax import optim
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.config import OptimizerConfig
 
@@ -25,12 +26,16 @@ def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(
     settings: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Returns the optax optimizer. Raises ConfigError for weight decay that it does not apply."""
+    """Returns the optimizer. Raises ConfigError for a key that it does not apply."""
     name, decay = settings.name, settings.weight_decay
     if decay and name in ("adam", "sgd"):
         what, got = "weight decay would be ignored", f"{decay} with {name}, which has none"
         fix = "set it to 0, or use adamw" if name == "adam" else "set it to 0, or use lion"
         raise ConfigError(message(what, where="optimizer.weight_decay", got=got, fix=fix))
+    if settings.moments is not None and name not in ("adam", "adamw"):
+        what, got = "moments would be ignored", f"{settings.moments} with {name}"
+        fix = "leave it out, or use adam or adamw"
+        raise ConfigError(message(what, where="optimizer.moments", got=got, fix=fix))
     if name == "adafactor":
         return optax.adafactor(schedule, weight_decay_rate=decay or None)
     if name == "sgd":
@@ -38,6 +43,9 @@ def make_optimizer(
     if name == "lion":
         return optax.lion(schedule, weight_decay=decay)
     # Language models train more steadily with b2 = 0.95 than with optax's 0.999.
+    if settings.moments is not None:
+        # Without decay these are Adam's updates.
+        return optim.adamw(schedule, b2=0.95, weight_decay=decay, moments=settings.moments)
     if name == "adam":
         return optax.adam(schedule, b2=0.95)
     return optax.adamw(schedule, b2=0.95, weight_decay=decay)

@@ -1,0 +1,254 @@
+"""Adam whose moments are stored in 8 bits, in bfloat16 or in float32.
+
+[Note: 8 bits] A moment is stored as codes of the parameter's own shape, and a float32 scale for
+each block of them, the largest magnitude in it (arXiv:2110.02861). Codes are dense near zero, since
+a parameter with a small gradient moves as far as others: the first moment is `scale * (c / 127)^3`,
+the second `scale * (c / 255)^4`, and never zero where it was not, since the update divides by it.
+Against Adam in float32 the updates then differ by 2.6% (first) and 1.7% (second moment) where the
+gradients of a block spread by a factor of 2, by 11% each where by 7. Linear codes differ by 6% and
+by a factor of 268.
+
+[Note: blocks and shards] Codes are sharded as their parameter. Blocks lie along a dim that is not
+likely sharded, one of the last two, so that a block is on one device whatever the number of them.
+Where there is no such dim they lie along the largest, and are short. It depends on the shape alone,
+so that a checkpoint is restored on any number of devices.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.rounding import in_float32
+from fsdp_jax.tree import PyTree
+
+Moments = Literal["float32", "bfloat16", "int8"]
+SMALL = 4096  # elements below which moments stay float32
+SHORTEST = 8  # elements of a block, at least
+
+
+class StoredAdamState(NamedTuple):
+    """The state of `scale_by_adam` with moments that are not float32.
+
+    Attributes:
+        count: int32, updates so far.
+        mu: the first moment or its codes, int8, of each parameter's shape.
+        nu: the second, or its codes, uint8.
+        mu_scale: float32, of the first moment's blocks; None for parameters without blocks.
+        nu_scale: of the second's.
+
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # tuple.count
+    mu: PyTree
+    nu: PyTree
+    mu_scale: PyTree
+    nu_scale: PyTree
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    moments: Moments = "int8",
+    block: int = 64,
+) -> optax.GradientTransformation:
+    """Returns `optax.adamw` with moments stored as `scale_by_adam` takes them."""
+    return optax.chain(
+        scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov, moments=moments, block=block),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    *,
+    nesterov: bool = False,
+    moments: Moments = "int8",
+    block: int = 64,
+) -> optax.GradientTransformation:
+    """Returns `optax.adam` with moments stored as `scale_by_adam` takes them."""
+    return optax.chain(
+        scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov, moments=moments, block=block),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_adam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    *,
+    nesterov: bool = False,
+    moments: Moments = "int8",
+    block: int = 64,
+) -> optax.GradientTransformation:
+    """Returns `optax.scale_by_adam`, computed in float32, with its moments stored otherwise.
+
+    Bytes for each parameter: float32 8, bfloat16 4, int8 2.125 with blocks of 64. In int8 mode,
+    parameters with less than 4096 elements, and those with no dim to divide into blocks, have
+    float32 moments.
+
+    Args:
+        b1: decay of the first moment.
+        b2: decay of the second. Rounding to nearest loses changes below 0.4%, so that in bfloat16
+            updates differ by 0.3% with 0.95, by 1.1% with 0.999.
+        eps: added to the root of the second moment.
+        eps_root: added to the second moment.
+        nesterov: as optax has it.
+        moments: `float32`, `bfloat16` or `int8`.
+        block: elements of a block at most, a power of two.
+
+    Raises:
+        ValueError: another name, or a block that is no power of two of 8 or more.
+
+    """
+    if moments not in get_args(Moments):
+        fix = did_you_mean(str(moments), get_args(Moments))
+        raise ValueError(message(f"unknown dtype '{moments}'", where="moments", fix=fix))
+    if block < SHORTEST or block & (block - 1):
+        expected = f"a power of two, {SHORTEST} or more"
+        raise ValueError(message("not a block", where="block", expected=expected, got=block))
+    inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
+    if moments == "float32":
+        return in_float32(inner)
+
+    def init(params: PyTree) -> StoredAdamState:
+        zero = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+        return stored(optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zero, zero))
+
+    def stored(state: optax.ScaleByAdamState) -> StoredAdamState:
+        if moments == "bfloat16":
+            mu, nu = optax.tree.cast((state.mu, state.nu), jnp.bfloat16)
+            none = jax.tree.map(lambda _: None, mu)
+            return StoredAdamState(state.count, mu, nu, none, none)
+        mu, mu_scale = _encoded(state.mu, encode_first, block)
+        nu, nu_scale = _encoded(state.nu, encode_second, block)
+        return StoredAdamState(state.count, mu, nu, mu_scale, nu_scale)
+
+    def update(
+        updates: PyTree, state: StoredAdamState, params: PyTree = None
+    ) -> tuple[PyTree, StoredAdamState]:
+        mu = _decoded(state.mu, state.mu_scale, decode_first)
+        nu = _decoded(state.nu, state.nu_scale, decode_second)
+        wide = optax.tree.cast(updates, jnp.float32)
+        wide, new = inner.update(wide, optax.ScaleByAdamState(state.count, mu, nu), params)
+        return wide, stored(new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _encoded(tree: PyTree, encode: Callable[..., Any], block: int) -> tuple[PyTree, PyTree]:
+    """Returns (codes, scales) of a moment; small parameters stay float32, with None for a scale."""
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = []
+    for leaf in leaves:
+        blocks = block_of(leaf.shape, block)
+        pairs.append((leaf, None) if blocks is None else encode(leaf, *blocks))
+    codes, scales = zip(*pairs, strict=True) if pairs else ((), ())
+    return jax.tree.unflatten(structure, codes), jax.tree.unflatten(structure, scales)
+
+
+def _decoded(codes: PyTree, scales: PyTree, decode: Callable[..., jax.Array]) -> PyTree:
+    """Returns a moment in float32."""
+    return jax.tree.map(
+        lambda leaf, scale: leaf.astype(jnp.float32) if scale is None else decode(leaf, scale),
+        codes,
+        scales,
+    )
+
+
+def block_of(shape: tuple[int, ...], block: int) -> tuple[int, int] | None:
+    """Returns (the dim that a parameter's blocks lie along, their size); None for no blocks.
+
+    See the note. `block`: the largest size, a power of two.
+    """
+    if prod(shape) < SMALL:
+        return None
+    divisible = [dim for dim, size in enumerate(shape) if size % SHORTEST == 0]
+    if not divisible:
+        return None
+    sharded = max(divisible, key=lambda dim: (shape[dim], -dim))
+    others = []
+    for dim in range(max(0, len(shape) - 2), len(shape)):
+        # Dim 0 may stack layers, which are updated one by one.
+        if dim != sharded and (dim or shape[0] >= 256):
+            others.append((_size(shape[dim], block), -dim))
+    size, dim = max(others, default=(0, 0))
+    if size >= 2 * SHORTEST:
+        return -dim, size
+    # Short enough for a whole number of them in each of 16, or 8, shards.
+    for shards in (16, 8, 1):
+        size = _size(shape[sharded] // shards, block) if shape[sharded] % shards == 0 else 0
+        if size >= SHORTEST:
+            return sharded, size
+    return None
+
+
+def _size(dim: int, block: int) -> int:
+    """Returns the largest power of two that divides a dim, at most `block`."""
+    return min(dim & -dim, block)
+
+
+def encode_first(moment: jax.Array, dim: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (codes int8 of the same shape, scales float32) of a moment with a sign."""
+    blocks, scale = _scaled(moment, dim, size)
+    codes = jnp.round(jnp.cbrt(blocks) * 127).astype(jnp.int8)
+    return codes.reshape(moment.shape), scale
+
+
+def decode_first(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns the moment, float32."""
+    root = codes.astype(jnp.float32) / 127
+    return _unscaled(root * root * root, scale)
+
+
+def encode_second(moment: jax.Array, dim: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (codes uint8 of the same shape, scales float32) of a moment without a sign.
+
+    What is not zero has a code that is not.
+    """
+    blocks, scale = _scaled(moment, dim, size)
+    codes = jnp.round(jnp.sqrt(jnp.sqrt(blocks)) * 255)
+    codes = jnp.where(blocks > 0, jnp.maximum(codes, 1), 0).astype(jnp.uint8)
+    return codes.reshape(moment.shape), scale
+
+
+def decode_second(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns the moment, float32."""
+    square = jnp.square(codes.astype(jnp.float32) / 255)
+    return _unscaled(square * square, scale)
+
+
+def _scaled(moment: jax.Array, dim: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (the moment over its block's scale, with a dim of blocks more, and the scales)."""
+    shape = moment.shape
+    blocks = moment.reshape(*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
+    scale = jnp.abs(blocks).max(dim + 1)
+    divisor = jnp.where(scale > 0, scale, 1)
+    return blocks / jnp.expand_dims(divisor, dim + 1), scale
+
+
+def _unscaled(values: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns values of the shape of a parameter times the scales of their blocks."""
+    pairs = zip(values.shape, scale.shape, strict=True)
+    dim = next((dim for dim, (size, count) in enumerate(pairs) if size != count), 0)
+    shape, count = values.shape, scale.shape[dim]
+    blocks = values.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
+    return (blocks * jnp.expand_dims(scale, dim + 1)).reshape(shape)

@@ -1,0 +1,179 @@
+"""Adam with moments in 8 bits and in bfloat16: errors, blocks, shards, checkpoints, training."""
+
+import hypothesis.extra.numpy as arrays
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsdp_jax as fsdp
+from fsdp_jax import optim
+from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.tree import flatten
+from tests.reference import Case, gpt, make_model
+
+# Blocks of 64 along the dim that is not sharded, and, for the embeddings, along one that is.
+CASE = Case(gpt(True, width=64, vocab_size=100), next_token_loss, (Block,))
+MAGNITUDES = st.floats(2.0**-60, 2.0**60, width=32)
+
+
+def half_a_code(share, power, codes):
+    """The largest error of a value, over its block's largest: half of the distance of two codes."""
+    root = share ** (1 / power)
+    return (root + 0.5 / codes) ** power - root**power
+
+
+@given(arrays.arrays(np.float32, (16, 64), elements=MAGNITUDES), st.integers(0, 2**32 - 1))
+def test_errors_are_at_most_half_a_code(magnitudes, seed):
+    signs = np.random.default_rng(seed).choice([-1, 0, 1], magnitudes.shape)
+    first, second = (magnitudes * signs).astype(np.float32), magnitudes * np.abs(signs)
+    largest = np.abs(first).reshape(16, 2, 32).max(2, keepdims=True)
+    share = np.abs(first).reshape(16, 2, 32) / np.where(largest > 0, largest, 1)
+    decoded = optim.decode_first(*optim.encode_first(jnp.asarray(first), 1, 32))
+    error = np.abs(np.asarray(decoded) - first).reshape(16, 2, 32)
+    assert (error <= 1.001 * largest * half_a_code(share, 3, 127)).all()
+
+    decoded = np.asarray(optim.decode_second(*optim.encode_second(jnp.asarray(second), 1, 32)))
+    error = np.abs(decoded - second).reshape(16, 2, 32)
+    smallest = 255.0**-4
+    bound = np.maximum(half_a_code(share, 4, 255), np.where(share > 0, smallest, 0))
+    assert (error <= 1.001 * largest * bound).all()
+    normal = (second == 0) | (largest * smallest > 2.0**-120).repeat(32, 2).reshape(16, 64)
+    assert ((decoded > 0) == (second > 0))[normal].all(), "no division by zero"
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [
+        ((4096, 11008), (0, 64)),
+        ((11008, 4096), (1, 64)),
+        ((4096, 4096), (1, 64)),
+        ((32, 4096, 11008), (1, 64)),  # layers stacked along dim 0
+        ((4096, 32, 128), (2, 64)),
+        ((3, 3, 256, 512), (2, 64)),
+        ((32, 4096), (1, 64)),  # biases of 32 layers
+        ((50257, 768), (1, 16)),
+        ((50257, 1600), (1, 8)),
+        ((11008,), (0, 16)),
+        ((64, 63), None),  # small
+        ((4099, 5), None),
+    ],
+)
+def test_blocks_lie_along_a_dim_that_is_not_sharded(shape, blocks):
+    assert optim.block_of(shape, 64) == blocks
+    if blocks is not None:
+        dim, size = blocks
+        for devices in (2, 4, 8):
+            sharded = shape[dim] % devices == 0 and max(shape) == shape[dim]
+            assert not sharded or shape[dim] // devices % size == 0
+
+
+def make_sharded(tx, data=8, strategy="full_shard", precision=None):
+    mesh = make_mesh(data, devices=jax.devices()[:data])
+    return fsdp.fully_shard(
+        make_model(CASE), tx, mesh, strategy, CASE.units, min_size=8, precision=precision
+    )
+
+
+def train(sharded, steps):
+    step, state = sharded.make_train_step(CASE.loss, local_batch=True), sharded.init(seed=0)
+    losses = []
+    for number in range(steps):
+        state, metrics = step(state, CASE.batch(number % 4))
+        losses.append(float(metrics["loss"]))
+    return losses, state, step
+
+
+@pytest.mark.parametrize(("moments", "difference"), [("bfloat16", 0.01), ("int8", 0.02)])
+def test_training_differs_little_from_float32(moments, difference):
+    steps = 30
+    wanted, _, _ = train(make_sharded(optax.adamw(3e-3)), steps)
+    found, state, _ = train(make_sharded(optim.adamw(3e-3, moments=moments)), steps)
+    assert wanted[-1] < wanted[0] - 0.5, "it learns"
+    np.testing.assert_allclose(found, wanted, atol=difference)
+    dtypes = {leaf.dtype.name for path, leaf in flatten(state.opt_state).items() if "/mu/" in path}
+    assert dtypes == ({"bfloat16"} if moments == "bfloat16" else {"int8", "float32"})
+
+
+def test_eight_bits_are_a_quarter_of_the_bytes_and_sharded_as_the_parameter():
+    layout = make_sharded(optim.adamw(1e-3)).layout
+    leaves = {leaf.path: leaf for leaf in jax.tree.leaves(layout.optimizer)}
+    blocks = 0
+    for path, param in layout.by_path.items():
+        codes = leaves[f"0/mu/{path}"]
+        assert codes.spec == param.spec
+        scale = leaves.get(f"0/mu_scale/{path}")
+        if scale is not None:
+            blocks += 1
+            assert codes.dtype == np.int8
+            assert scale.spec == param.spec, scale.reason
+            assert not scale.wasted_bytes
+    assert blocks == 5, "the embedding and four kernels"
+    large = [leaf for leaf in leaves.values() if leaf.dtype != np.int32 and leaf.bytes > 4000]
+    parameters = sum(np.prod(p.shape) for p in layout.by_path.values() if np.prod(p.shape) >= 4096)
+    assert sum(leaf.bytes for leaf in large) <= 2.6 * parameters  # short blocks of the embeddings
+
+
+def test_scales_that_cannot_be_sharded_say_why():
+    shapes = {"embed": {"kernel": jax.ShapeDtypeStruct((101, 1600), jnp.float32)}}
+    mesh = jax.sharding.AbstractMesh((32,), ("data",))
+    specs = fsdp.partition_specs(shapes, [], mesh)
+    assert specs["embed"]["kernel"] == jax.sharding.PartitionSpec(None, "data")
+    state = fsdp.optimizer_specs(optim.adamw(1e-3), shapes, specs, mesh)[0]
+    assert state.mu["embed"]["kernel"] == specs["embed"]["kernel"]
+    assert state.mu_scale["embed"]["kernel"] == jax.sharding.PartitionSpec(None, None)
+
+
+def test_the_update_communicates_nothing():
+    sharded = make_sharded(optim.adamw(1e-3))
+    tx, shardings = optim.adamw(1e-3), sharded.state_shardings()
+    params, state = sharded.abstract_state().params, sharded.abstract_state().opt_state
+    run = jax.jit(tx.update, out_shardings=(shardings.params, shardings.opt_state))
+    text = run.lower(params, state, params).compile().as_text()
+    assert not any(name in text for name in ("all-gather", "all-reduce", "all-to-all", "permute"))
+
+
+def test_a_checkpoint_of_eight_devices_is_restored_on_four_bit_for_bit(tmp_path):
+    sharded, fewer = (make_sharded(optim.adamw(1e-3), data) for data in (8, 4))
+    _, state, _ = train(sharded, 2)
+    with CheckpointStore(tmp_path) as store:
+        store.save(2, sharded.to_checkpoint(state), data={}, metadata={})
+        restored, *_ = store.restore(2, fewer.checkpoint_target())
+    expected, found = flatten(state.opt_state), flatten(restored.opt_state)
+    assert expected.keys() == found.keys()
+    for path, leaf in expected.items():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(found[path]), err_msg=path)
+
+
+def test_float32_moments_are_optax_adamw():
+    params = {"x": jnp.linspace(-1, 1, 5000).reshape(50, 100)}
+    grads = jax.tree.map(jnp.sin, params)
+    ours, theirs = optim.adamw(1e-2, moments="float32"), optax.adamw(1e-2)
+    one, other = ours.init(params), theirs.init(params)
+    for _ in range(3):
+        (a, one), (b, other) = ours.update(grads, one, params), theirs.update(grads, other, params)
+        np.testing.assert_array_equal(a["x"], b["x"])
+
+
+def test_moments_stay_float32_or_eight_bits_with_bfloat16_parameters():
+    precision = Precision(param="bfloat16", compute="bfloat16", stochastic_rounding=True)
+    layout = make_sharded(optim.adamw(1e-3), precision=precision).layout
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(layout.optimizer)}
+    assert dtypes == {"int32", "int8", "uint8", "float32"}
+    assert layout.total("params") + layout.total("optimizer") < 5 * layout.total("params") / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [({"moments": "int4"}, "unknown dtype 'int4'"), ({"block": 48}, "not a block")],
+)
+def test_other_moments_are_refused(arguments, what):
+    with pytest.raises(ValueError, match=what):
+        optim.adamw(1e-3, **arguments)
