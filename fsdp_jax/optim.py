@@ -242,7 +242,7 @@ def _scaled(moment: jax.Array, dim: int, size: int) -> tuple[jax.Array, jax.Arra
     blocks = moment.reshape(*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
     scale = jnp.abs(blocks).max(dim + 1)
     divisor = jnp.where(scale > 0, scale, 1)
-    return blocks / jnp.expand_dims(divisor, dim + 1), scale
+    return blocks / _repeated(divisor, dim, blocks.shape), scale
 
 
 def _unscaled(values: jax.Array, scale: jax.Array) -> jax.Array:
@@ -251,4 +251,9 @@ def _unscaled(values: jax.Array, scale: jax.Array) -> jax.Array:
     dim = next((dim for dim, (size, count) in enumerate(pairs) if size != count), 0)
     shape, count = values.shape, scale.shape[dim]
     blocks = values.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
-    return (blocks * jnp.expand_dims(scale, dim + 1)).reshape(shape)
+    return (blocks * _repeated(scale, dim, blocks.shape)).reshape(shape)
+
+
+def _repeated(scale: jax.Array, dim: int, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the scales for each element of their blocks, of this shape."""
+    return jnp.broadcast_to(jnp.expand_dims(scale, dim + 1), shape)

@@ -4,10 +4,10 @@ A bfloat16 number has 8 bits, so that an update below 1/512 of it is lost when r
 a parameter near 1 never moves by a learning rate of 1e-3. Rounded up with the probability of the
 remainder, it moves as far in the mean.
 
-[Note: the same bits everywhere] The noise of an element is a hash of the step's seed, the path and
-the element's place in the whole array. So it depends on no sharding, and a slice of a stack of
-layers draws what it draws within the whole. `jax.random.bits` would do, with a program of twenty
-rounds of threefry for every parameter, which took half a second each to compile.
+[Note: the same bits everywhere] The noise of an element is a hash of the step's seed, the path, the
+element's place in its row (in a vector: in it) and the number that is rounded. So it depends on no
+sharding, and a layer of a stack draws what it draws within the whole. `jax.random.bits` would do,
+with twenty rounds of threefry for every parameter, which took half a second each to compile.
 """
 
 import zlib
@@ -36,7 +36,7 @@ def path_seed(seed: Seed, path: str) -> Seed:
     return seed[0] ^ jnp.uint32(zlib.crc32(path.encode())), seed[1]
 
 
-def round_stochastically(value: jax.Array, seed: Seed, first: jax.Array | int = 0) -> jax.Array:
+def round_stochastically(value: jax.Array, seed: Seed) -> jax.Array:
     """Returns float32 values in bfloat16, each rounded up or down so that the mean is exact.
 
     What bfloat16 holds exactly, infinities and NaN stay as they are.
@@ -44,25 +44,27 @@ def round_stochastically(value: jax.Array, seed: Seed, first: jax.Array | int = 
     Args:
         value: float32, of any shape.
         seed: of this array.
-        first: of a slice along dim 0, its first place in the whole.
 
     """
     assert value.dtype == jnp.float32, value.dtype
+    bits = lax.bitcast_convert_type(value, jnp.uint32)
+    noise = _mixed(_mixed(_mixed(bits) ^ _place(value.shape) ^ seed[0]) + seed[1])
     # A float32 is a bfloat16 and 16 bits more; noise carries into it as often as they are large.
-    bits = lax.bitcast_convert_type(value, jnp.uint32) + (_noise(value.shape, seed, first) >> 16)
-    rounded = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(value), rounded, value.astype(jnp.bfloat16))
+    rounded = ((bits + (noise >> 16)) >> 16).astype(jnp.uint16)
+    return jnp.where(
+        jnp.isfinite(value),
+        lax.bitcast_convert_type(rounded, jnp.bfloat16),
+        value.astype(jnp.bfloat16),
+    )
 
 
-def _noise(shape: tuple[int, ...], seed: Seed, first: jax.Array | int) -> jax.Array:
-    """Returns uint32 noise: a hash of each element's place in the whole array, modulo 2^32."""
+def _place(shape: tuple[int, ...]) -> jax.Array:
+    """Returns each element's place in its row, of several dims, uint32 and modulo 2^32."""
     place = jnp.zeros(shape, jnp.uint32)
     for dim, size in enumerate(shape):
-        index = lax.broadcasted_iota(jnp.uint32, shape, dim)
-        if dim == 0:
-            index += jnp.asarray(first, jnp.uint32)
-        place = place * jnp.uint32(size) + index
-    return _mixed(_mixed(place ^ seed[0]) + seed[1])
+        if dim or len(shape) == 1:
+            place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, dim)
+    return place
 
 
 def _mixed(x: jax.Array) -> jax.Array:

@@ -70,41 +70,37 @@ def test_a_slice_of_a_stack_is_rounded_as_within_the_whole():
     value = jax.random.normal(jax.random.key(1), (6, 8, 4))
     seed = path_seed(SEED, "blocks/kernel")
     whole = round_stochastically(value, seed)
-    np.testing.assert_array_equal(whole[2:5], round_stochastically(value[2:5], seed, 2))
-    assert (whole[0] != round_stochastically(value[1], seed)).any()
+    np.testing.assert_array_equal(whole[2:5], round_stochastically(value[2:5], seed))
+    assert (whole[0] != round_stochastically(value[0], path_seed(SEED, "other"))).any()
 
 
 def test_noise_differs_between_steps_paths_and_neighbours():
     count = 2**16
-    value = jnp.full((256, 256), 1 + 2**-8, jnp.float32)  # half way: up or down alike
+    # Half way, so that up is as likely as down.
+    value = (1 + jnp.arange(128)[:, None] / 128 + jnp.full((1, 512), 2**-8)).astype(jnp.float32)
     seeds = [SEED, path_seed(SEED, "a"), step_seed(jax.random.key(0), jnp.int32(4))]
-    up = [np.asarray(round_stochastically(value, seed) > 1).ravel() - 0.5 for seed in seeds]
-    pairs = [(up[0], up[1]), (up[0], up[2]), (up[0][:-1], up[0][1:]), (up[0][:-256], up[0][256:])]
+    rounded = [np.asarray(round_stochastically(value, seed), np.float32) for seed in seeds]
+    up = [(each > np.asarray(value)).ravel() - 0.5 for each in rounded]
+    pairs = [(up[0], up[1]), (up[0], up[2]), (up[0][:-1], up[0][1:]), (up[0][:-512], up[0][512:])]
     for one, other in pairs:
         assert abs(4 * np.mean(one * other)) < 5 / np.sqrt(count)
 
 
-def run(data, strategy="full_shard", steps=3, batches=None, **settings):
+def make_sharded(data=8, precision=ROUNDED):
     mesh = make_mesh(data, devices=jax.devices()[:data])
-    sharded = fsdp.fully_shard(
-        make_model(CASE),
-        optax.adamw(1e-3),
-        mesh,
-        strategy,
-        CASE.units,
-        min_size=8,
-        precision=ROUNDED,
+    tx = optax.adamw(1e-3)
+    return fsdp.fully_shard(
+        make_model(CASE), tx, mesh, units=CASE.units, min_size=8, precision=precision
     )
-    return sharded, sharded.make_train_step(CASE.loss, **settings)
 
 
 def test_the_same_updates_give_the_same_bits_on_one_and_on_eight_devices():
     results = []
     for data in (1, 8):
-        sharded, _ = run(data)
+        sharded = make_sharded(data)
         params = sharded.init(seed=0).params
-        updates = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), params)
         shardings = sharded.state_shardings().params
+        updates = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), params)
         updates = jax.device_put(updates, shardings)
         apply = jax.jit(
             lambda params, updates: apply_updates(params, updates, SEED), out_shardings=shardings
@@ -115,35 +111,21 @@ def test_the_same_updates_give_the_same_bits_on_one_and_on_eight_devices():
         np.testing.assert_array_equal(results[1][path], value, err_msg=path)
 
 
-def test_a_run_in_bfloat16_follows_one_in_float32_and_rounding_to_nearest_does_not():
+def test_a_run_in_bfloat16_follows_one_in_float32_and_repeats_its_bits():
     losses = {}
-    for name, precision in {
-        "float32": None,
-        "stochastic": ROUNDED,
-        "nearest": Precision(param="bfloat16", compute="bfloat16"),
-    }.items():
-        sharded = fsdp.fully_shard(
-            make_model(CASE), optax.adamw(1e-3), make_mesh(8), units=CASE.units, precision=precision
-        )
+    for name, precision in {"float32": None, "rounded": ROUNDED}.items():
+        sharded = make_sharded(precision=precision)
         step, state = sharded.make_train_step(CASE.loss, local_batch=True), sharded.init(seed=0)
-        for _ in range(40):
+        for _ in range(25):
             state, metrics = step(state, CASE.batch(0))
         losses[name] = float(metrics["loss"])
-        moments = {leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim}
-        assert moments == {"bfloat16" if name == "nearest" else "float32"}
-        if name != "float32":
-            assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
-    error = {name: abs(loss - losses["float32"]) for name, loss in losses.items()}
-    assert error["stochastic"] < 0.02
-    assert error["stochastic"] < error["nearest"]
-
-
-def test_a_resumed_step_rounds_as_the_first_time():
-    sharded, step = run(8, "zero1", local_batch=True)
-    state, _ = step(sharded.init(seed=0), CASE.batch(0))
-    saved = jax.tree.map(np.asarray, sharded.to_checkpoint(state).params)
-    again, _ = step(sharded.init(seed=0), CASE.batch(0))
-    jax.tree.map(np.testing.assert_array_equal, saved, again.params)
+    assert losses["rounded"] == pytest.approx(losses["float32"], abs=0.01)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim} == {
+        "float32"
+    }
+    one, other = (step(sharded.init(seed=0), CASE.batch(0))[0].params for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.parametrize("param", ["float32", None])

@@ -70,7 +70,8 @@ Update = Callable[[Arrays, Arrays, Any], Arrays]
 # Elements up to which a value that depends on nothing in host memory is computed once, before.
 _SCALAR = 1
 _ELEMENTWISE = {
-    *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type"),
+    *("abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "cbrt", "ceil", "clamp"),
+    *("convert_element_type", "shift_right_logical"),
     *("copy", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt"),
     *("integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul"),
     *("ne", "neg", "nextafter", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign"),
@@ -405,7 +406,8 @@ def _by_rows(eqns: Sequence[jex.JaxprEqn], rows: set[Any], outputs: Sequence[Any
             return False
         if not by_row:
             if any(prod(shape) > _SCALAR for shape in shapes):
-                if name not in ("broadcast_in_dim", *_ELEMENTWISE):
+                counts_rows = name == "iota" and params["dimension"] == 0
+                if counts_rows or name not in ("broadcast_in_dim", "iota", *_ELEMENTWISE):
                     return False
                 uniform |= set(eqn.outvars)
             continue
