@@ -53,7 +53,7 @@ def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Toleranc
     tolerance = Tolerance()
     narrow = "bfloat16" in stored
     if precision.compute == "float16":
-        tolerance = replace(tolerance, loss=5e-3, grad_norm=1e-2, gradient=5e-2)
+        tolerance = replace(tolerance, loss=1e-3, grad_norm=5e-3, gradient=2e-2)
     if precision.compute == "bfloat16" or (precision.compute is None and narrow):
         tolerance = replace(tolerance, loss=2e-2, grad_norm=5e-2, gradient=2e-1)
     if precision.float8:

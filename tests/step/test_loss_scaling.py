@@ -10,6 +10,9 @@ from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import LossScale, Precision
 from fsdp_jax.step.loss_scaling import after_step, loss_factor, start
+from fsdp_jax.train.config import CheckpointConfig
+from fsdp_jax.train.resume import Resuming
+from fsdp_jax.tree import flatten
 from tests.reference import CASES, STEPS, by_path, control, make_model, optimizer, train
 
 CASE = CASES["nnx-gpt-scanned"]
@@ -112,13 +115,18 @@ def test_a_scale_is_saved_and_restored_exactly(tmp_path):
     assert by_path(restored.params).keys() == by_path(state.params).keys()
 
 
-def test_a_run_may_turn_scaling_on_or_off():
-    scaled, plain = make_sharded(HALF), make_sharded(None)
-    with_scale = scaled.from_checkpoint(plain.to_checkpoint(plain.init(0)))
-    assert float(with_scale.loss_scale["scale"]) == LossScale().initial
-    without = plain.from_checkpoint(scaled.to_checkpoint(scaled.init(0)))
-    assert without.loss_scale == {}
-    assert jax.tree.structure(without) == jax.tree.structure(plain.abstract_state())
+@pytest.mark.parametrize(("saved", "resumed"), [(HALF, None), (None, HALF), (HALF, HALF)])
+def test_a_resumed_run_may_turn_scaling_on_or_off_and_a_line_says_so(tmp_path, saved, resumed):
+    before, after = make_sharded(saved), make_sharded(resumed)
+    said = []
+    with CheckpointStore(tmp_path) as store:
+        store.save(0, before.to_checkpoint(before.init(0)), data={}, metadata={})
+        state = Resuming(store, CheckpointConfig(), said.append).restore(0, after)
+    assert jax.tree.structure(state) == jax.tree.structure(after.abstract_state())
+    assert ("loss_scale" in str(flatten(state))) == (resumed is HALF)
+    assert any("scale" in line for line in said) == (saved is not resumed)
+    if resumed is HALF:
+        assert float(state.loss_scale["scale"]) == LossScale().initial
 
 
 def test_without_scaling_the_state_has_no_scale():
