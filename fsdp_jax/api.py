@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.optim import in_float32
 from fsdp_jax.prefetch.rewrite import Prefetch
-from fsdp_jax.rounding import in_float32
 from fsdp_jax.sharding.layout import Layout, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
 from fsdp_jax.sharding.mesh import (

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import optax
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.rounding import in_float32
 from fsdp_jax.tree import PyTree
 
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -152,6 +151,25 @@ def scale_by_adam(
         return wide, stored(new)
 
     return optax.GradientTransformation(init, update)
+
+
+def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that makes its state and computes in float32, whatever the parameters.
+
+    Its updates are float32.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def wide(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def init(params: PyTree) -> PyTree:
+        return inner.init(wide(params))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> PyTree:
+        return inner.update(wide(updates), state, wide(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _encoded(tree: PyTree, encode: Callable[..., Any], block: int) -> tuple[PyTree, PyTree]:

@@ -91,22 +91,3 @@ def apply_updates(params: PyTree, updates: PyTree, seed: Seed | None) -> PyTree:
         return round_stochastically(total, path_seed(seed, path))
 
     return map_with_path(add, params, updates)
-
-
-def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that makes its state and computes in float32, whatever the parameters.
-
-    Its updates are float32.
-    """
-    inner = optax.with_extra_args_support(tx)
-
-    def wide(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def init(params: PyTree) -> PyTree:
-        return inner.init(wide(params))
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> PyTree:
-        return inner.update(wide(updates), state, wide(params), **extra)
-
-    return optax.GradientTransformationExtraArgs(init, update)
