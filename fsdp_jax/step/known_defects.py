@@ -174,7 +174,8 @@ def known_defects(plan: StepPlan, offload: Offload, processes: int = 1) -> list[
 
 def features(plan: StepPlan, offload: Offload, processes: int = 1) -> set[str]:
     """Returns the features of a step that defects depend on."""
-    policies = [each.activations.policy for each in (plan, *plan.boundaries.values())]
+    of_units = [boundary.activations for boundary in plan.boundaries.values()]
+    policies = [each.policy for each in (plan.activations, *of_units)]
     stacked = any(leaf.stacked for leaf in plan.layout.by_path.values())
     present = {
         "accumulation": plan.accumulation > 1,

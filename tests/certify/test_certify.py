@@ -215,9 +215,9 @@ def averaged_twice(plan, gradients):
     return jax.tree.map(lambda g: g / plan.layout.mesh.size, gradients)
 
 
-def updated_twice(plan, state, gradients, loss):
-    params, opt_state = RIGHT_UPDATE(plan, state, gradients, loss)
-    return jax.tree.map(lambda new, old: new + 0.01 * (new - old), params, state.params), opt_state
+def updated_twice(plan, state, *arguments):
+    params, *others = RIGHT_UPDATE(plan, state, *arguments)
+    return jax.tree.map(lambda new, old: new + 0.01 * (new - old), params, state.params), *others
 
 
 RIGHT_UPDATE = steps._update
