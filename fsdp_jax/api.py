@@ -49,7 +49,7 @@ from fsdp_jax.step.state import (
     state_shardings,
 )
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
-from fsdp_jax.step.xla_options import check_options_of_caller
+from fsdp_jax.step.xla_options import check_options_of_caller, offload_options
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import (
     UNFOUND,
@@ -589,7 +589,9 @@ class Sharded:
         plan = self._step_plan(lambda model, args: fn(model, *args))
         outputs = replicated(self.layout.mesh)
         run = jax.jit(
-            lambda state, *args: call_by_units(plan, forward, state, args), out_shardings=outputs
+            lambda state, *args: call_by_units(plan, forward, state, args),
+            out_shardings=outputs,
+            compiler_options=offload_options(plan),
         )
 
         def apply(state: TrainState, *args: Any) -> Any:

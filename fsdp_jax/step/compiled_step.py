@@ -152,7 +152,7 @@ class CompiledStep:
             raise ValueError(message(what, where="state", fix=fix))
         if self._compiled is None:
             self._check_processes()
-            if self.plan.activations.offload:
+            if self.plan.offloads:
                 platform = self.plan.layout.mesh.devices.flat[0].platform
                 check_offload(platform, tuple(offload_options(self.plan).items()))
             self._compiled = self.compile(placed)

@@ -62,10 +62,10 @@ KNOWN_DEFECTS = (
         GPU,
         "0.10.2",  # read in the compiled program; the thread reproduces it on 0.11.0
         "0.11.0",
-        "activations of scanned layers in host memory are read back in the wrong order, so that"
-        " gradients are wrong without an error",
+        "activations and parameters of scanned layers in host memory are read in the wrong order in"
+        " the backward pass, so that gradients are wrong without an error",
         "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator",
-        needs=frozenset({"offload.activations"}),
+        needs=frozenset({"offload"}),
     ),
     KnownDefect(
         "openxla/xla#49143",
@@ -181,7 +181,7 @@ def features(plan: StepPlan, offload: Offload, processes: int = 1) -> set[str]:
         "accumulation": plan.accumulation > 1,
         "annotations": not plan.local_batch,
         "hybrid": plan.layout.strategy.hybrid,
-        "offload.activations": bool(offload.activations),
+        "offload": offload.state or bool(offload.activations),
         "prefetch": plan.prefetch != "none",
         "processes": processes > 1,
         "remat policy": any(policy not in ("none", "full") for policy in policies),

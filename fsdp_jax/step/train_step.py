@@ -105,6 +105,11 @@ class StepPlan:
     whole_model: Callable[[str], "StepPlan"] | None = field(default=None, repr=False)
 
     @property
+    def offloads(self) -> bool:
+        """Whether anything of the state or the activations is kept in host memory."""
+        return self.offload.state or bool(self.activations.offload)
+
+    @property
     def per_unit(self) -> bool:
         """Whether parameters are gathered unit by unit, and not once for the step."""
         return self.layout.strategy.gathers_per_unit

@@ -79,18 +79,21 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
 
 
 def offload_options(plan: StepPlan) -> dict[str, Any]:
-    """Returns XLA options without which offloaded activations give wrong gradients."""
+    """Returns XLA options without which what is offloaded gives wrong gradients.
+
+    On GPUs the backward pass of a scan would read slices of arrays in host memory in the order of
+    the forward pass: activations that were saved there, and parameters.
+    """
     on_gpu = plan.layout.mesh.devices.flat[0].platform in GPU
-    offloads = on_gpu and bool(plan.activations.offload)
-    return {"xla_disable_hlo_passes": ANNOTATOR} if offloads else {}
+    return {"xla_disable_hlo_passes": ANNOTATOR} if on_gpu and plan.offloads else {}
 
 
 def check_options_of_caller(plan: StepPlan) -> None:
     """Raises ValueError for a step that the caller compiles, without options that it needs."""
     if offload_options(plan) and ANNOTATOR not in os.environ.get("XLA_FLAGS", ""):
-        what = "offloaded activations need an option of XLA on GPUs, or gradients are wrong"
+        what = "a step that offloads needs an option of XLA on GPUs, or its gradients are wrong"
         fix = f"XLA_FLAGS=--xla_disable_hlo_passes={ANNOTATOR}, or make_train_step"
-        raise ValueError(message(what, where="offload.activations", fix=fix))
+        raise ValueError(message(what, where="offload", fix=fix))
 
 
 def _unit_bytes(plan: StepPlan) -> dict[str, int]:

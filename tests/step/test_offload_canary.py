@@ -20,12 +20,12 @@ def asked_again():
 
 
 def test_the_gradients_of_a_scan_are_the_same_with_its_inputs_on_the_host():
-    inputs = offload_canary._inputs()
+    inputs = jax.device_put(offload_canary._inputs())
     saved, sent = (offload_canary._run(each, {}, inputs) for each in (False, True))
     np.testing.assert_array_equal(saved, sent)
     assert np.abs(saved).min(axis=(1, 2)).all()
     text = offload_canary._gradients.trace(True, *inputs).jaxpr
-    assert f"f32<host>{list(inputs[1].shape)}".replace(" ", "") in str(text)
+    assert f"f32<host>{list(inputs[2].shape)}".replace(" ", "") in str(text)
     offload_canary.check_offload("cpu", ())
 
 
@@ -38,17 +38,19 @@ def test_other_gradients_are_an_error_that_names_the_release(monkeypatch):
         offload_canary.check_offload("cpu", ())
 
 
-@pytest.mark.parametrize("activations", [True, False])
-def test_only_a_step_that_runs_and_offloads_asks(monkeypatch, activations):
+@pytest.mark.parametrize(
+    "offload", [{"activations": True}, {"params": True}, {"optimizer": 0.5}, {}], ids=str
+)
+def test_only_a_step_that_runs_and_offloads_asks(monkeypatch, offload):
     asked = []
     monkeypatch.setattr(compiled_step, "check_offload", lambda *x: asked.append(x))
     sharded = fsdp.fully_shard(
         gpt(True), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Block], min_size=8, remat="full",
-        offload=fsdp.Offload(activations=activations),
+        offload=fsdp.Offload(**offload),
     )  # fmt: skip
     step = sharded.make_train_step(next_token_loss)
     batch = CASES["nnx-gpt-scanned"].batch(0)
     step.compile(batch)
     assert asked == []
     step(sharded.init(0), batch)
-    assert asked == [("cpu", ())] * activations
+    assert asked == [("cpu", ())] * bool(offload)

@@ -92,8 +92,9 @@ def test_without_prefetch_no_options_are_set():
     assert compiler_options(on_gpu(lowered(prefetch="none"))) == {}
 
 
-def test_offloaded_activations_are_read_back_in_order_on_a_gpu(monkeypatch):
-    offload = fsdp.Offload(activations=True)
+@pytest.mark.parametrize("what", ["activations", "params", "optimizer"])
+def test_what_is_offloaded_is_read_in_order_on_a_gpu(monkeypatch, what):
+    offload = fsdp.Offload(**{what: True})
     plan = on_gpu(lowered(prefetch="none", remat="full", offload=offload))
     assert compiler_options(plan) == {"xla_disable_hlo_passes": "dynamic-slice-annotator"}
     assert (

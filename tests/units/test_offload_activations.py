@@ -45,6 +45,17 @@ def test_the_inputs_of_the_blocks_are_in_host_memory(topology, scan, prefetch, o
 
 
 @pytest.mark.needs_plugin
+@pytest.mark.needs_plugin
+def test_parameters_in_host_memory_are_read_in_the_order_of_the_backward_pass():
+    step = make_step("h100:8", True, offload=fsdp.Offload(params=True, optimizer=True))
+    program = step.compile(TOKENS)
+    layout = step.plan.layout
+    stats = program.memory_analysis()
+    assert stats.host_argument_size_in_bytes == layout.per_device(host=True)
+    assert stats.host_temp_size_in_bytes == 0
+    assert "byte_stride" not in program.as_text(), "read in the wrong order"
+
+
 def test_unrolled_blocks_on_gpus_warn():
     step = make_step("h100:8", False, offload=fsdp.Offload(activations=("mlp",)))
     with pytest.warns(fsdp.SlowerWarning, match=r"unrolled.*blocks/0.*scan_layers"):
