@@ -96,9 +96,11 @@ def copies_of(
     for path, leaf in trained.items():
         compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
         replicated = strategy.gathers_updates and placements[path].spec
-        fetched = offload.params and prod(leaf.shape) >= min_size
-        in_float8 = replicated and precision.gather is not None and path in kernels
-        if in_float8 or (compute != leaf.dtype and (replicated or fetched)):
+        in_float8 = precision.gather is not None and path in kernels
+        # float8 is made from the master weights: from a copy it would be rounded twice.
+        fetched = offload.params and prod(leaf.shape) >= min_size and not in_float8
+        has_other_dtype = compute != leaf.dtype and (replicated or fetched)
+        if has_other_dtype or (replicated and in_float8):
             copies[path] = jax.ShapeDtypeStruct(leaf.shape, compute)
     return copies
 

@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning"),
 ]
 BF16 = fsdp.Precision(compute="bfloat16")
+FLOAT8 = fsdp.Precision(compute="bfloat16", gather="float8_e4m3fn")
 ALL = fsdp.Offload(params=True, optimizer=True, group_bytes=256)
 OFFLOADS = {
     "all": ALL,
@@ -74,7 +75,7 @@ AXES = [
     list(CASES),
     list(WAYS),
     list(OFFLOADS),
-    [None, BF16],
+    [None, BF16, FLOAT8],
     ["none", "pre", "post"],
 ]
 
