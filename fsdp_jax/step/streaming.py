@@ -29,7 +29,17 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fsdp_jax.errors import human_bytes, message
-from fsdp_jax.prefetch.gather_sites import CALLS, ends_of, inner_jaxprs, inputs_of, reads
+from fsdp_jax.prefetch.gather_sites import (
+    ends_of,
+    evaluate_unchanged,
+    inner_jaxprs,
+    inputs_of,
+    is_checkpoint,
+    is_transparent,
+    reads,
+    scope_of,
+    values_of,
+)
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.offload import Offload
 
@@ -166,7 +176,8 @@ class _Traced:
             return jax.ShapeDtypeStruct(shape, array.dtype)
 
         shapes = [{name: abstract(name, x) for name, x in part.items()} for part in self._given[:2]]
-        self.closed, out = jax.make_jaxpr(update, return_shape=True)(*shapes, scalars)
+        traced = jax.make_jaxpr(_without_calls(update), return_shape=True)
+        self.closed, out = traced(*shapes, scalars)
         self.jaxpr = self.closed.jaxpr
         self.outputs = dict(zip(sorted(out), self.jaxpr.outvars, strict=True))
         names = [*self.state_names, *self.gradient_names]
@@ -292,6 +303,40 @@ class _Traced:
         return {b: env[a] for a, b in zip(mine, theirs, strict=True) if a in env}
 
 
+def _without_calls(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` with the equations of its inner `jit`s among its own.
+
+    As one equation, such as optax's bias correction of the whole tree, each result of a call would
+    count as depending on all that the call reads.
+    """
+
+    def run(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        outputs = _run_without_calls(closed.jaxpr, [*closed.consts, *jax.tree.leaves(args)])
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return run
+
+
+def _run_without_calls(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a jaxpr, given its constants and arguments."""
+    env = dict(zip(inputs_of(jaxpr), args, strict=True))
+    others: list[jex.JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        if is_checkpoint(eqn) or not is_transparent(eqn):
+            others.append(eqn)
+            continue
+        evaluate_unchanged(jaxpr, others, env)
+        others = []
+        (inner,) = inner_jaxprs(eqn)
+        consts = getattr(eqn.params.get("jaxpr"), "consts", ())
+        with scope_of(eqn):
+            outputs = _run_without_calls(inner, [*consts, *values_of(env, eqn.invars)])
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    evaluate_unchanged(jaxpr, others, env)
+    return values_of(env, jaxpr.outvars)
+
+
 @dataclass(frozen=True)
 class _Part:
     """Arrays of the state whose updates depend on one another alone.
@@ -411,15 +456,7 @@ def _by_rows(eqns: Sequence[jex.JaxprEqn], rows: set[Any], outputs: Sequence[Any
                     return False
                 uniform |= set(eqn.outvars)
             continue
-        if name in CALLS:
-            (inner,) = inner_jaxprs(eqn)
-            pairs = list(zip(inner.invars, eqn.invars, strict=True))
-            inside = {a for a, v in pairs if is_fine(v, rows)}
-            if any(is_fine(v, uniform) for v in eqn.invars) or inner.constvars:
-                return False
-            if not _by_rows(inner.eqns, inside, inner.outvars, n):
-                return False
-        elif name in _ELEMENTWISE or name == "sharding_constraint":
+        if name in _ELEMENTWISE or name == "sharding_constraint":
             if any({_shape(v)} != shapes for v in by_row):
                 return False
         elif name in _REDUCTIONS:

@@ -139,6 +139,20 @@ def test_other_optimizers_are_streamed_to_the_same_bits(name):
     check_equal(arrays(found.params), arrays(expected.params))
 
 
+def test_a_jit_inside_the_optimizer_joins_no_parameters():
+    adam = optax.adamw(1e-3)
+    jitted = optax.GradientTransformation(adam.init, jax.jit(adam.update))
+    _, expected, _ = train(shard(tx=adam))
+    _, found, _ = train(shard(tx=jitted, offload=ALL))
+    check_equal(arrays(found.params), arrays(expected.params))
+    reports = [
+        train(shard(tx=tx, offload=ALL), steps=1)[2].plan.stream_report for tx in (adam, jitted)
+    ]
+    assert reports[0] == reports[1]
+    assert reports[0].groups > 1
+    assert not reports[0].moved_whole
+
+
 def test_rows_that_depend_on_one_another_are_moved_whole():
     """LAMB scales an array by its norm over all layers."""
     _, _, adam = train(shard(offload=ALL), steps=1)
