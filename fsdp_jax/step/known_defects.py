@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.step.xla_options import offload_options
 
 GPU, TPU, CPU = "gpu", "tpu", "cpu"
 
@@ -148,22 +148,22 @@ KNOWN_DEFECTS = (
         "use jaxlib 0.11.0",
     ),
 )
-"""Newest first; `KnownDefect.source` is a thread on GitHub."""
+"""`KnownDefect.source` is a thread on GitHub."""
 
 
-def known_defects(plan: StepPlan, offload: Offload, processes: int = 1) -> list[KnownDefect]:
-    """Returns the defects of the installed jaxlib that a step is hit by, and no flag avoids.
+def known_defects(plan: StepPlan, processes: int = 1) -> list[KnownDefect]:
+    """Returns the defects of the installed jaxlib that hit a step, and that no flag avoids.
 
     Args:
         plan: of the step.
-        offload: what is kept in host memory.
         processes: of the run.
 
     """
     device = plan.layout.mesh.devices.flat[0]
     flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    flags += f" {offload_options(plan)}"  # by which the step is compiled
     platform = GPU if device.platform in (GPU, "cuda") else device.platform
-    step = features(plan, offload, processes)
+    step = features(plan, processes)
     jaxlib = version("jaxlib")
     return [
         each
@@ -172,7 +172,7 @@ def known_defects(plan: StepPlan, offload: Offload, processes: int = 1) -> list[
     ]
 
 
-def features(plan: StepPlan, offload: Offload, processes: int = 1) -> set[str]:
+def features(plan: StepPlan, processes: int = 1) -> set[str]:
     """Returns the features of a step that defects depend on."""
     of_units = [boundary.activations for boundary in plan.boundaries.values()]
     policies = [each.policy for each in (plan.activations, *of_units)]
@@ -181,7 +181,7 @@ def features(plan: StepPlan, offload: Offload, processes: int = 1) -> set[str]:
         "accumulation": plan.accumulation > 1,
         "annotations": not plan.local_batch,
         "hybrid": plan.layout.strategy.hybrid,
-        "offload": offload.state or bool(offload.activations),
+        "offload": plan.offloads,
         "prefetch": plan.prefetch != "none",
         "processes": processes > 1,
         "remat policy": any(policy not in ("none", "full") for policy in policies),

@@ -1,14 +1,16 @@
 """The table of compiler defects: its form, and which steps it names."""
 
 import re
+from dataclasses import replace
 
 import optax
 import pytest
 from flax import nnx
 
 import fsdp_jax as fsdp
-from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.step import known_defects as module
+from fsdp_jax.step import xla_options
 from fsdp_jax.step.known_defects import KNOWN_DEFECTS, KnownDefect, known_defects
 
 DEFECT = KnownDefect("a/b#1", "gpu", "0.9.1", "0.10.2", "wrong", "wait", frozenset({"hybrid"}))
@@ -47,10 +49,14 @@ def test_a_defect_needs_its_platform_and_what_it_depends_on():
     assert not DEFECT.hits("0.10.2", "gpu", "any", {"prefetch"})
 
 
-def step_plan(**arguments):
+def step_plan(offload=None, **arguments):
     mesh = fsdp.make_mesh(data=8)
     sharded = fsdp.fully_shard(
-        lambda rngs: nnx.Linear(8, 8, rngs=rngs), optax.sgd(0.1), mesh, min_size=1
+        lambda rngs: nnx.Linear(8, 8, rngs=rngs),
+        optax.sgd(0.1),
+        mesh,
+        min_size=1,
+        offload=offload,
     )
 
     def loss(model, batch):
@@ -60,20 +66,20 @@ def step_plan(**arguments):
 
 
 def test_the_features_of_a_step_are_read_from_its_plan():
-    plain = module.features(step_plan(), NO_OFFLOAD)
+    plain = module.features(step_plan())
     assert plain == {"annotations", "unrolled"}
-    other = module.features(step_plan(accumulation=2, local_batch=True), NO_OFFLOAD, processes=2)
+    other = module.features(step_plan(accumulation=2, local_batch=True), processes=2)
     assert other == {"accumulation", "processes", "unrolled"}
-    assert "offload" in module.features(step_plan(), Offload(activations=True))
+    assert "offload" in module.features(step_plan(Offload(params=True)))
 
 
 def test_only_what_hits_the_installed_release_is_returned(monkeypatch):
     plan = step_plan()
     here = KnownDefect("jax-ml/jax#1", "cpu", "0.1.0", "99.0.0", "slow", "wait")
     monkeypatch.setattr(module, "KNOWN_DEFECTS", (DEFECT, here))
-    assert known_defects(plan, NO_OFFLOAD) == [here]
+    assert known_defects(plan) == [here]
     monkeypatch.setattr(module, "version", lambda name: "100.0.0")
-    assert known_defects(plan, NO_OFFLOAD) == []
+    assert known_defects(plan) == []
 
 
 def test_a_defect_whose_pass_is_disabled_is_not_named(monkeypatch):
@@ -81,9 +87,19 @@ def test_a_defect_whose_pass_is_disabled_is_not_named(monkeypatch):
     here = KnownDefect("jax-ml/jax#1", "cpu", "0.1.0", "99.0.0", "wrong", fix)
     monkeypatch.setattr(module, "KNOWN_DEFECTS", (here,))
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=other")
-    assert known_defects(step_plan(), NO_OFFLOAD) == [here]
+    assert known_defects(step_plan()) == [here]
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=other,some-pass")
-    assert known_defects(step_plan(), NO_OFFLOAD) == []
+    assert known_defects(step_plan()) == []
+
+
+def test_a_defect_is_not_named_whose_pass_the_step_is_compiled_without(monkeypatch):
+    (entry,) = (each for each in KNOWN_DEFECTS if each.source == "openxla/xla#46231")
+    here = replace(entry, platform="cpu", first="0.1.0", last="99.0.0")
+    monkeypatch.setattr(module, "KNOWN_DEFECTS", (here,))
+    plan = step_plan(Offload(params=True))
+    assert known_defects(plan) == [here]
+    monkeypatch.setattr(xla_options, "GPU", ("cpu",))  # where steps are compiled without it
+    assert known_defects(plan) == []
 
 
 def test_offloaded_activations_on_a_gpu_are_known_to_be_read_back_in_the_wrong_order():
