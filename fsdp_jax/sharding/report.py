@@ -23,8 +23,8 @@ def layout_json(layout: Layout) -> dict[str, Any]:
         "strategy": layout.strategy.name,
         "leaves": [_leaf_json(leaf) for leaf in layout],
         "totals": {
-            part: {"bytes": replicated, "bytes_per_device": sharded}
-            for part, replicated, sharded in totals(layout)
+            part: {"bytes": replicated, "bytes_per_device": sharded, "host_bytes_per_device": host}
+            for part, replicated, sharded, host in totals(layout)
         },
     }
 
@@ -38,6 +38,7 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
         "spec": [list(axes_of(entry)) or None for entry in _entries(leaf)],
         "rule": leaf.rule,
         "reason": leaf.reason,
+        "memory": "host" if leaf.on_host else "device",
         "bytes": leaf.bytes,
         "bytes_per_device": leaf.bytes_per_device,
     }
@@ -49,19 +50,35 @@ def _entries(leaf: Leaf) -> list[Entry]:
     return [*spec, *[None] * (len(leaf.shape) - len(spec))]
 
 
-def totals(layout: Layout) -> list[tuple[str, int, int]]:
-    """Returns (part, bytes replicated, bytes per device) of each part, and of all of it."""
-    rows = [(str(part), layout.total(part), layout.per_device(part)) for part in PARTS]
-    return [*rows, ("total", layout.total(), layout.per_device())]
+def totals(layout: Layout) -> list[tuple[str, int, int, int]]:
+    """Returns (part, bytes replicated, on each device, in host memory for it) of each, and of all.
+
+    The last of them are `total`.
+    """
+    parts: list[Part | None] = [*PARTS, None]
+    return [
+        (
+            part or "total",
+            layout.total(part),
+            layout.per_device(part),
+            layout.per_device(part, host=True),
+        )
+        for part in parts
+    ]
 
 
 def totals_table(layout: Layout) -> str:
     """Returns a table of the bytes per device of each part, against a replicated run."""
-    columns = ("state", "per device", "replicated", "ratio")
+    columns = ["state", "per device", "replicated", "ratio"]
     rows = []
-    for part, replicated, sharded in totals(layout):
-        ratio = f"{replicated / sharded:.2f}" if sharded else "-"
-        rows.append((part, human_bytes(sharded), human_bytes(replicated), ratio))
+    for part, replicated, sharded, host in totals(layout):
+        stored = sharded + host
+        ratio = f"{replicated / stored:.2f}" if stored else "-"
+        rows.append([part, human_bytes(sharded), human_bytes(replicated), ratio])
+    if layout.per_device(host=True):
+        columns.insert(2, "on the host")
+        for row, (*_, host) in zip(rows, totals(layout), strict=True):
+            row.insert(2, human_bytes(host))
     return text_table(columns, rows, right=columns[1:])
 
 
@@ -113,7 +130,7 @@ def _cells(leaf: Leaf) -> tuple[str, ...]:
         _spec_text(leaf.axes.user_spec(leaf.spec)),
         human_bytes(leaf.bytes_per_device),
         leaf.rule,
-        leaf.reason,
+        "in host memory; " * leaf.on_host + leaf.reason,
     )
 
 

@@ -5,11 +5,12 @@ import json
 import optax
 import pytest
 
-from fsdp_jax import fully_shard, make_mesh
+from fsdp_jax import Offload, fully_shard, make_mesh
 from fsdp_jax.models import GPT, preset
-from fsdp_jax.sharding.report import layout_html, layout_json, layout_report
+from fsdp_jax.sharding.report import layout_html, layout_json, layout_report, totals_table
 
-FIELDS = ["path", "part", "shape", "dtype", "spec", "rule", "reason", "bytes", "bytes_per_device"]
+FIELDS = ["path", "part", "shape", "dtype", "spec", "rule", "reason", "memory"]
+FIELDS += ["bytes", "bytes_per_device"]
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +72,26 @@ def test_page(layout):
     page = layout_html(layout)
     assert page.startswith("<!doctype html>")
     assert "blocks/mlp/up/kernel" in page
+
+
+def test_what_is_in_host_memory_is_told_apart():
+    layout = fully_shard(
+        lambda rngs: GPT(preset("tiny", layers=2), rngs=rngs),
+        optax.adamw(1e-3),
+        make_mesh(),
+        offload=Offload(optimizer=True),
+    ).layout
+    totals = layout_json(layout)["totals"]
+    assert totals["params"]["host_bytes_per_device"] == 0
+    assert totals["optimizer"]["host_bytes_per_device"] == layout.per_device("optimizer", host=True)
+    moments = [leaf for leaf in layout_json(layout)["leaves"] if leaf["memory"] == "host"]
+    assert {leaf["part"] for leaf in moments} == {"optimizer"}
+    report = layout_report(layout)
+    assert "on the host" in report
+    assert "in host memory; follows its parameter" in report
+    # What is sharded counts, wherever it is.
+    without = fully_shard(
+        lambda rngs: GPT(preset("tiny", layers=2), rngs=rngs), optax.adamw(1e-3), make_mesh()
+    ).layout
+    ratios = [totals_table(each).splitlines()[-1].split()[-1] for each in (layout, without)]
+    assert ratios[0] == ratios[1]
