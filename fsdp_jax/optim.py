@@ -55,9 +55,9 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     eps_root: float = 0.0,
+    *,
     weight_decay: float = 1e-4,
     mask: Any = None,
-    *,
     nesterov: bool = False,
     moments: Moments = "int8",
     block: int = 64,
@@ -121,8 +121,12 @@ def scale_by_adam(
     if moments not in get_args(Moments):
         fix = did_you_mean(str(moments), get_args(Moments))
         raise ValueError(message(f"unknown dtype '{moments}'", where="moments", fix=fix))
+    expected = f"a power of two, {SHORTEST} or more"
+    if not isinstance(block, int):
+        fix = 'optax.inject_hyperparams(..., static_args="block"): the state has its shape'
+        got = f"a {type(block).__name__}"
+        raise ValueError(message("not a block", where="block", expected=expected, got=got, fix=fix))
     if block < SHORTEST or block & (block - 1):
-        expected = f"a power of two, {SHORTEST} or more"
         raise ValueError(message("not a block", where="block", expected=expected, got=block))
     inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
     if moments == "float32":

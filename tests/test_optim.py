@@ -177,3 +177,13 @@ def test_moments_stay_float32_or_eight_bits_with_bfloat16_parameters():
 def test_other_moments_are_refused(arguments, what):
     with pytest.raises(ValueError, match=what):
         optim.adamw(1e-3, **arguments)
+
+
+def test_hyperparameters_are_injected_with_a_block_that_stays():
+    params = {"w": jnp.ones((64, 128))}
+    with pytest.raises(ValueError, match='static_args="block"'):
+        optax.inject_hyperparams(optim.adamw)(1e-3).init(params)
+    tx = optax.inject_hyperparams(optim.adamw, static_args="block")(1e-3)
+    updates, state = tx.update(params, tx.init(params), params)
+    assert state.hyperparams["learning_rate"] == np.float32(1e-3)
+    assert np.isfinite(updates["w"]).all()
