@@ -1,6 +1,8 @@
 """What is kept in host memory while it is not used: the policy, as data."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -9,12 +11,19 @@ from fsdp_jax.errors import message
 HOST = "pinned_host"  # JAX's name of the memory of a host that its devices can read and write
 
 
+def is_names(names: Any) -> bool:
+    """Returns whether a user gave names, not one name, or something else."""
+    is_sequence = isinstance(names, Collection) and not isinstance(names, str)
+    return is_sequence and all(isinstance(name, str) and name for name in names)
+
+
 @dataclass(frozen=True)
 class Offload:
     """What is kept in host memory; PyTorch's `CPUOffloadPolicy`, DeepSpeed's ZeRO-Offload.
 
     Nothing is computed on the host. What is there is brought to the device in parts, used or
-    updated there, and sent back.
+    updated there, and sent back. Arrays of the state with fewer elements than `min_size` stay on
+    the device.
 
     Attributes:
         params: parameters are kept on the host: the master weights, and a copy in the compute dtype
@@ -45,13 +54,13 @@ class Offload:
         if not (is_number and 0 <= float(self.optimizer) <= 1):
             what = "not a fraction"
             where = "offload.optimizer"
-            expected, fix = "True, or a number from 0 to 1", "Offload(optimizer=0.5) for half of it"
+            expected, fix = "True, or a number from 0 to 1", "0.5 keeps half of it on the host"
             raise ValueError(
                 message(what, where=where, expected=expected, got=self.optimizer, fix=fix)
             )
         if not isinstance(self.activations, bool):
             names = self.activations
-            if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+            if not is_names(names):
                 what = "neither True nor names of activations"
                 where = "offload.activations"
                 fix = 'Offload(activations=("attention",)), for checkpoint_name(x, "attention")'

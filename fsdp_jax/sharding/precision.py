@@ -128,6 +128,9 @@ class Precision:
             raise ValueError(message(what, where=where, got=f"param={self.param!r}", fix=fix))
         scale = self.loss_scale
         if isinstance(scale, int | float) and not isinstance(scale, bool):
+            if not 0 < scale < math.inf:
+                what, where = "a loss scale out of its limits", "precision.loss_scale"
+                raise ValueError(message(what, where=where, expected="above 0, finite", got=scale))
             constant = LossScale(float(scale), growth=1.0, backoff=1.0, minimum=float(scale))
             object.__setattr__(self, "loss_scale", constant)
         elif scale is not None and not isinstance(scale, LossScale):

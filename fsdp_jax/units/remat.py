@@ -33,7 +33,7 @@ from flax import nnx
 from jax.ad_checkpoint import Offloadable, checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.offload import HOST, Offload
+from fsdp_jax.sharding.offload import HOST, Offload, is_names
 from fsdp_jax.tree import PyTree
 
 Policy = Callable[..., Any]  # as in jax.checkpoint_policies
@@ -67,7 +67,7 @@ class RematPolicy:
 
     def __post_init__(self) -> None:
         where, names = "remat.save", self.save
-        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        if not is_names(names):
             what, fix = "no names of activations", 'RematPolicy(save=("attention",))'
             raise ValueError(message(what, where=where, got=names, fix=fix))
         object.__setattr__(self, "save", tuple(names))
@@ -78,7 +78,7 @@ class RematPolicy:
         _check_policy(self.policy, "remat.policy")
         if self.policy == "none" and (self.save or self.every > 1):
             what = "remat='none' recomputes no unit, and saves what has no name too"
-            fix = "RematPolicy(policy='full', ...), or leave save and every out"
+            fix = "policy 'full', or leave save and every out"
             raise ValueError(message(what, where="remat.policy", got="none", fix=fix))
 
 
@@ -99,7 +99,12 @@ def _check_policy(policy: Any, where: str) -> None:
     if takes_a_policy or (not callable(policy) and policy not in choices):
         fix = did_you_mean(str(policy), choices)
         fix += "; or a policy, such as jax.checkpoint_policies.dots_saveable"
-        raise ValueError(message(f"unknown remat '{policy}'", where=where, fix=fix))
+        if isinstance(policy, str):
+            raise ValueError(message(f"unknown remat '{policy}'", where=where, fix=fix))
+        if is_names(policy):
+            fix = f"RematPolicy(save={tuple(policy)}) saves activations by name"
+        what = "not a policy of rematerialization"
+        raise ValueError(message(what, where=where, got=policy, fix=fix))
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def test_a_jit_inside_the_optimizer_joins_no_parameters():
     ]
     assert reports[0] == reports[1]
     assert reports[0].groups > 1
-    assert not reports[0].moved_whole
+    assert "blocks/mlp/up/kernel" not in reports[0].moved_whole
 
 
 def test_rows_that_depend_on_one_another_are_moved_whole():
@@ -257,6 +257,8 @@ def test_evaluation_and_the_model_itself_read_parameters_from_host_memory():
         ({"optimizer": float("nan")}, "not a fraction"),
         ({"params": 0.5}, "all or none"),
         ({"activations": "attention"}, "neither True nor names"),
+        ({"activations": 0.5}, "neither True nor names"),
+        ({"activations": None}, "neither True nor names"),
         ({"in_flight": 0}, "at least 1"),
         ({"group_bytes": True}, "at least 1"),
     ],

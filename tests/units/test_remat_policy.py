@@ -284,7 +284,9 @@ def test_a_policy_that_cannot_be_is_refused(remat, scan, text):
         ({"save": "attention"}, r'RematPolicy\(save=\("attention",\)\)'),
         ({"policy": "none", "every": 2}, "recomputes no unit"),
         ({"policy": "fulll"}, r"remat.policy\n.*did you mean 'full'"),
-        ({"policy": jax.checkpoint}, "unknown remat"),
+        ({"policy": jax.checkpoint}, "not a policy of rematerialization"),
+        ({"policy": ["mlp"]}, r"RematPolicy\(save=\('mlp',\)\)"),
+        ({"save": 3}, "no names of activations"),
     ],
 )
 def test_a_policy_that_means_nothing_is_refused(settings, text):
