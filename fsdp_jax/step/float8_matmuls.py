@@ -33,7 +33,7 @@ from fsdp_jax.units.collectives import FLOAT8
 
 # What makes of a kernel the same kernel: its first operand is the array.
 _REARRANGING = {
-    *("reshape", "transpose", "squeeze", "expand_dims", "rev", "copy", "copy_p"),
+    *("reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy", "copy_p"),
     *("slice", "dynamic_slice", "convert_element_type", "reduce_precision"),
     *("sharding_constraint", "layout_constraint", "name"),
 }

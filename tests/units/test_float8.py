@@ -218,6 +218,7 @@ TAKEN = {
     "at": lambda w, x: x @ named(w),
     "einsum": lambda w, x: jnp.einsum("ij,bj->bi", named(w), x),
     "transposed": lambda w, x: x @ named(w).T.reshape(8, 4, 2)[:, :2].reshape(8, 4),
+    "another dim": lambda w, x: jnp.tensordot(x, named(w)[None], ((1,), (1,)))[:, 0],
     "cast": lambda w, x: x.astype(BFLOAT16) @ named(w).astype(BFLOAT16),
     "jit": lambda w, x: jax.jit(jnp.dot)(x, named(w)),
     "checkpoint": lambda w, x: jax.checkpoint(lambda w, x: x @ named(w))(w, x),
