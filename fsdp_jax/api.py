@@ -224,7 +224,6 @@ def fully_shard(
     check_trained(trained)
     check_patterns(dtypes, adapter)
     float32 = float32_paths(adapter, dtypes)
-    offloaded = offload or NO_OFFLOAD
     dims = {path: len(shape) - layer_dims.get(path, 0) for path, shape in shapes.items()}
     kernels = float8_kernels(adapter, dtypes, owners, dims)
     copies = copies_of(resolved, placements, trained, dtypes, float32, kernels, offloaded, min_size)

@@ -161,7 +161,7 @@ def _leaner_settings(
         if remat == "full":
             cost = "the forward pass of each unit runs twice: about a third more FLOPs"
         yield replace(settings, remat=remat), cost
-    if settings.offload == NO_OFFLOAD:
+    if not (settings.offload.state or settings.offload.activations):
         for offload in OFFLOADS[1:]:
             yield replace(settings, offload=offload), "transfers to the host and back every step"
     for accumulation in accumulations:

@@ -212,7 +212,17 @@ def make_precision(precision: PrecisionConfig) -> Precision:
 
 
 def make_remat(config: Config) -> Remat:
-    """Returns the keys as `fully_shard` takes them."""
+    """Returns the keys as `fully_shard` takes them.
+
+    Raises:
+        ConfigError: keys that change nothing, since nothing is recomputed.
+
+    """
+    unused = {"remat_save": config.remat_save, "remat_every": config.remat_every > 1}
+    for key, is_set in unused.items():
+        if is_set and config.remat == "none":
+            what, fix = "with remat none nothing is recomputed", "remat: full, or leave it out"
+            raise ConfigError(message(what, where=key, got=getattr(config, key), fix=fix))
     policy = RematPolicy(config.remat, config.remat_save, config.remat_every)
     return config.remat if policy == RematPolicy(config.remat) else policy
 

@@ -121,8 +121,7 @@ class Training:
                 resumed=self.resumed,
             )
         )
-        offload, processes = self.run.sharded.offload, jax.process_count()
-        for defect in known_defects(self.run.step.plan, offload, processes):
+        for defect in known_defects(self.run.step.plan, jax.process_count()):
             self.screen.say(str(defect))
         steps = self.config.steps
         if self.steps_done >= steps:
@@ -158,6 +157,8 @@ class Training:
                 self.previous_finish = time.perf_counter()
                 seconds = self.previous_finish - started - data_wait
                 self.screen.say(f"compiled in {seconds:.1f} s")
+                if self.run.sharded.offload.state:
+                    self.screen.say(str(self.run.step.plan.stream_report))
                 if is_lead() and (cliff := cliff_of(self.run)):
                     self.screen.say(str(cliff))
             self.steps_done += 1

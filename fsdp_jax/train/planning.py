@@ -18,9 +18,9 @@ from fsdp_jax.planner import (
 )
 from fsdp_jax.planner.search import Progress, Search, SearchResult
 from fsdp_jax.planner.settings import MakeStep, StepSettings, fixes, lever
-from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.train.build import build, start_devices
+from fsdp_jax.train.build import build, make_offload, start_devices
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import dump
 from fsdp_jax.tree import PyTree
@@ -131,34 +131,21 @@ def settings_of(config: Config) -> StepSettings:
         config.remat,
         config.prefetch,
         config.train.accumulation,
-        offload=_offload_of(config),
+        offload=make_offload(config.offload),
     )
-
-
-def _offload_of(config: Config) -> Offload:
-    keys: Any = getattr(config, "offload", None)
-    if keys is None:
-        return NO_OFFLOAD
-    names = getattr(keys, "activation_names", ())
-    return Offload(keys.params, keys.optimizer, names or keys.activations)
 
 
 def _with_offload(config: Config, offload: Offload) -> Config:
     """Returns the configuration with another choice of what is kept in host memory."""
-    keys: Any = getattr(config, "offload", None)
-    if keys is None:
-        if offload != NO_OFFLOAD:
-            raise ConfigError(message("there is no such key", where="offload", got=offload))
-        return config
     names = offload.activations if isinstance(offload.activations, tuple) else ()
-    parts: dict[str, Any] = {
-        "params": offload.params,
-        "optimizer": offload.fraction,
-        "activations": offload.activations is True,
-    }
-    if hasattr(keys, "activation_names"):
-        parts["activation_names"] = names
-    return replace(config, **{"offload": replace(keys, **parts)})
+    keys = replace(
+        config.offload,
+        params=offload.params,
+        optimizer=offload.fraction,
+        activations=offload.activations is True,
+        activation_names=names,
+    )
+    return replace(config, offload=keys)
 
 
 def with_settings(config: Config, settings: StepSettings) -> Config:

@@ -70,6 +70,10 @@ def test_the_keys_of_recomputation_and_offload(written):
     assert make_remat(load(written("remat: full"))) == "full"
     config = load(written("remat: dots\nremat_save: attention\nremat_every: 2"))
     assert make_remat(config) == RematPolicy("dots", ("attention",), every=2)
+    with pytest.raises(
+        ConfigError, match="remat none nothing is recomputed\n  where:    remat_every"
+    ):
+        make_remat(load(written("remat_every: 2")))
     assert make_offload(Config().offload) == Offload()
     config = load(written("offload: {params: true, optimizer: 0.5, activations: true}"))
     assert make_offload(config.offload) == Offload(True, 0.5, activations=True)
