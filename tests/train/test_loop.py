@@ -83,6 +83,16 @@ def test_a_sample_in_mixed_precision(run, capsys):
     assert "a sample" in capsys.readouterr().out
 
 
+@pytest.mark.long
+def test_a_run_tells_how_its_state_is_streamed_and_goes_on_with_another_fraction(run, capsys):
+    assert run("run", "--train.steps", "1", "--offload.optimizer", "1") == 0
+    assert "\nstate streamed from host memory in " in capsys.readouterr().out
+    assert run("run", "--train.steps", "2", "--offload.optimizer", "0.5") == 0
+    shown = capsys.readouterr().out
+    assert "offload.optimizer 1.0 -> 0.5" in shown
+    assert "resumes at step 1" in shown
+
+
 def test_metrics(finished):
     measured = records(finished)
     assert [tuple(record) for record in measured] == [FIELDS] * 6
