@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax.errors import human_bytes
+from fsdp_jax.errors import SlowerWarning, human_bytes
 from fsdp_jax.sharding.mesh import MeshAxes, shards_of
 from fsdp_jax.sharding.offload import HOST, NO_OFFLOAD, Offload
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
@@ -339,6 +339,13 @@ def in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
             break
         chosen.add((leaf.part, leaf.path))
         remaining -= leaf.bytes
+
+    if not chosen:
+        warnings.warn(
+            f"offload keeps nothing in host memory: no array has {min_size} elements (min_size)",
+            SlowerWarning,
+            stacklevel=4,  # the caller of fully_shard
+        )
 
     def with_kind(leaf: Leaf) -> Leaf:
         return replace(leaf, memory_kind=HOST) if (leaf.part, leaf.path) in chosen else leaf

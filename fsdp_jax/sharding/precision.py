@@ -122,6 +122,9 @@ class Precision:
             what = "the optimizer would compute in float16, where squares of gradients vanish"
             fix = 'param="float32"; frozen="float16" stores what is not trained'
             raise ValueError(message(what, where="precision.param", got="float16", fix=fix))
+        if not isinstance(self.stochastic_rounding, bool):
+            where, got = "precision.stochastic_rounding", self.stochastic_rounding
+            raise ValueError(message("not a bool", where=where, got=got, fix="True or False"))
         if self.stochastic_rounding and self.param != "bfloat16":
             what = "only parameters in bfloat16 are rounded stochastically"
             where, fix = "precision.stochastic_rounding", 'param="bfloat16"'

@@ -52,8 +52,8 @@ class StreamReport:
 
     Attributes:
         groups: fetches in a step.
-        staging_bytes: on each device, of the groups in flight before and after their update, and
-            of one more update that is sent back.
+        staging_bytes: most bytes on each device, of the groups in flight and of one update that is
+            sent back.
         moved_whole: path -> bytes on each device, of parameters that cannot be updated layer by
             layer and that with their state are larger than `Offload.group_bytes`.
 
@@ -67,7 +67,7 @@ class StreamReport:
         if not self.groups:
             return "no state is streamed from host memory"
         text = f"state streamed from host memory in {self.groups} groups, "
-        text += f"{human_bytes(self.staging_bytes)} of them on each device at once"
+        text += f"at most {human_bytes(self.staging_bytes)} of them on each device at once"
         if self.moved_whole:
             largest = max(self.moved_whole, key=lambda path: self.moved_whole[path])
             text += f"; the largest that is moved whole is '{largest}', "
@@ -137,8 +137,8 @@ def streamed(
 def _fill(report: StreamReport, stacks: Sequence["_Stack"], offload: Offload) -> None:
     sizes = [size for stack in stacks for size in stack.group_sizes]
     report.groups = sum(len(stack.groups) * stack.length for stack in stacks)
-    report.staging_bytes = sum(sorted(sizes, reverse=True)[: offload.in_flight])
-    report.staging_bytes += max(sizes, default=0)
+    in_flight = sum(sorted(sizes, reverse=True)[: offload.in_flight])
+    report.staging_bytes = in_flight + max(sizes, default=0)
     report.moved_whole = {
         stack.traced.leaves[part.names[0]].path: part.bytes_per_layer
         for stack in stacks

@@ -240,7 +240,9 @@ def make_offload(offload: OffloadConfig) -> Offload:
         got = ", ".join(offload.activation_names)
         raise ConfigError(message(what, where="offload.activation_names", got=got, fix=fix))
     activations = offload.activation_names or offload.activations
-    return Offload(offload.params, offload.optimizer, activations, offload.in_flight)
+    return Offload(
+        offload.params, offload.optimizer, activations, offload.in_flight, offload.group_bytes
+    )
 
 
 def make_units(units: UnitsConfig) -> Units:

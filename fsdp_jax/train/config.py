@@ -107,8 +107,9 @@ class OffloadConfig:
     activations: bool = False
     # In place of the units' inputs, activations of these names: qkv, attention, attention_out, mlp.
     activation_names: tuple[str, ...] = ()
-    # Groups of optimizer state that are on the device at once: one is updated while others travel.
+    # Groups of state that are on the device at once: one is updated while others travel.
     in_flight: Positive = 2
+    group_bytes: Positive = 64 * 2**20  # Bytes of a group on each device.
 
 
 @dataclass(frozen=True)
