@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import SlowerWarning, human_bytes
 from fsdp_jax.sharding.mesh import MeshAxes, shards_of
-from fsdp_jax.sharding.offload import HOST, NO_OFFLOAD, Offload
+from fsdp_jax.sharding.offload import HOST, NO_OFFLOAD, Offload, is_worth_sending
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
 from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
@@ -317,12 +317,11 @@ def make_layout(
 def in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
     """Returns the layout with the memory kind of what is kept on the host.
 
-    Arrays with fewer elements than `min_size` stay on the device: to send them would take longer
-    than it saves.
+    Small arrays stay on the device, see `is_worth_sending`.
     """
     if not offload.state:
         return layout
-    large = [leaf for leaf in layout if prod(leaf.shape) >= min_size]
+    large = [leaf for leaf in layout if is_worth_sending(leaf.shape, min_size)]
     chosen: set[tuple[str, str]] = set()
     if offload.params:
         copies = COPIES + SEPARATOR

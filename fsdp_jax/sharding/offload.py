@@ -1,7 +1,8 @@
 """What is kept in host memory while it is not used: the policy, as data."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,11 @@ class Offload:
 
 
 NO_OFFLOAD = Offload()
+
+
+def is_worth_sending(shape: Sequence[int], min_size: int) -> bool:
+    """Returns whether an array has at least `min_size` elements, and more than one.
+
+    To send smaller ones would take longer than it saves.
+    """
+    return prod(shape) >= max(min_size, 2)

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
+from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling
-from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.model import Model
 
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
@@ -115,15 +115,19 @@ def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
 
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
     """Returns the copies that the layout has, cast from the parameters."""
-    flat, copies = flatten(params), flatten(layout.other[COPIES])
+    flat, copies = flatten(_on_device(layout, params)), flatten(layout.other[COPIES])
+    return unflatten({path: flat[path].astype(leaf.dtype) for path, leaf in copies.items()})
 
-    def copy(path: str, leaf: Leaf) -> jax.Array:
-        value = flat[path]
-        if layout.by_path[path].on_host:  # the devices cast, not the host
-            value = jax.device_put(value, jax.memory.Space.Device)
-        return value.astype(leaf.dtype)
 
-    return unflatten({path: copy(path, leaf) for path, leaf in copies.items()})
+def _on_device(layout: Layout, params: PyTree) -> PyTree:
+    """Returns parameters in device memory, within a jit: the devices compute, not the host."""
+
+    def fetched(path: str, value: jax.Array) -> jax.Array:
+        if not layout.by_path[path].on_host:
+            return value
+        return jax.device_put(value, jax.memory.Space.Device)
+
+    return map_with_path(fetched, params)
 
 
 def init_state(
@@ -166,7 +170,9 @@ def init_state(
     params = unflatten({path: given.get(path, drawn.get(path)) for path in param_shardings})
     copy = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)
     copies = copy(params)
-    init_optimizer = jax.jit(tx.init, out_shardings=shardings.opt_state)
+    init_optimizer = jax.jit(
+        lambda params: tx.init(_on_device(layout, params)), out_shardings=shardings.opt_state
+    )
     opt_state = init_optimizer(layout.trainable(params))
 
     # Inside jit each counter has a buffer of its own, as donation needs.

@@ -42,6 +42,7 @@ from fsdp_jax.prefetch.gather_sites import (
 )
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.offload import Offload
+from fsdp_jax.tree import suffixes
 
 Arrays = dict[str, jax.Array]
 
@@ -79,6 +80,8 @@ Update = Callable[[Arrays, Arrays, Any], Arrays]
 """(state by name, gradients by name of the parameter, scalars) -> new state by name."""
 # Elements up to which a value that depends on nothing in host memory is computed once, before.
 _SCALAR = 1
+# Elements up to which state in device memory that belongs to no parameter may be read by all.
+_SMALL = 256
 _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "cbrt", "ceil", "clamp"),
     *("convert_element_type", "shift_right_logical"),
@@ -87,6 +90,7 @@ _ELEMENTWISE = {
     *("ne", "neg", "nextafter", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign"),
     *("sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
 }
+_SIZES = {"shape", "new_sizes"}  # parameters of equations that tell the sizes of their results
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
 
@@ -140,10 +144,10 @@ def _fill(report: StreamReport, stacks: Sequence["_Stack"], offload: Offload) ->
     in_flight = sum(sorted(sizes, reverse=True)[: offload.in_flight])
     report.staging_bytes = in_flight + max(sizes, default=0)
     report.moved_whole = {
-        stack.traced.leaves[part.names[0]].path: part.bytes_per_layer
+        stack.traced.leaves[part.names[0]].path: part.bytes_per_layer * stack.rows
         for stack in stacks
         for part in stack.parts
-        if part.layers == 1 and part.bytes_per_layer > offload.group_bytes
+        if stack.length == 1 and part.bytes_per_layer * stack.rows > offload.group_bytes
     }
 
 
@@ -184,16 +188,23 @@ class _Traced:
         self.inputs = dict(zip(self.jaxpr.invars, names, strict=False))
         self.is_gradient = set(self.jaxpr.invars[len(state) : len(names)])
 
-    def resized(self, rows: Mapping[str, int]) -> "_Traced":
-        """Returns the update traced for arrays of so many rows, by name."""
-        return _Traced(self.update, *self._given, self.leaves, rows)
+    def resized(self, rows: Mapping[str, int]) -> "_Traced | None":
+        """Returns the update traced for arrays of so many rows, by name.
+
+        None if they differ in more than that: the update looks at sizes.
+        """
+        try:
+            other = _Traced(self.update, *self._given, self.leaves, rows)
+        except Exception:  # whatever an optimizer raises for a size that it does not expect
+            return None
+        return other if self.same_program(other, list(rows)) else None
 
     @cached_property
     def depends_on(self) -> dict[Any, frozenset[str]]:
-        """Variable -> names of the state that it depends on, leaving out scalars on the device."""
+        """Variable -> names of the state that it depends on, leaving out what is shared."""
         found: dict[Any, frozenset[str]] = {}
         for variable, name in self.inputs.items():
-            if variable not in self.is_gradient and not self._is_scalar(name):
+            if variable not in self.is_gradient and not self._is_shared(name):
                 found[variable] = frozenset([name])
         for eqn in self.jaxpr.eqns:
             sources = [found[v] for v in reads(eqn) if v in found]
@@ -201,9 +212,15 @@ class _Traced:
                 found |= dict.fromkeys(eqn.outvars, frozenset().union(*sources))
         return found
 
-    def _is_scalar(self, name: str) -> bool:
+    def _is_shared(self, name: str) -> bool:
+        """Whether all may read it as it was: counts, random keys, the coefficients of Muon."""
         leaf = self.leaves[name]
-        return prod(leaf.shape) <= _SCALAR and not leaf.on_host
+        of_none = leaf.part == "optimizer" and self._params.isdisjoint(suffixes(leaf.path))
+        return not leaf.on_host and prod(leaf.shape) <= (_SMALL if of_none else _SCALAR)
+
+    @cached_property
+    def _params(self) -> set[str]:
+        return {leaf.path for leaf in self.leaves.values() if leaf.part == "params"}
 
     @cached_property
     def before(self) -> list[Any]:
@@ -221,7 +238,11 @@ class _Traced:
         env = dict(zip(self.jaxpr.constvars, self.closed.consts, strict=True))
         env |= zip(self.jaxpr.invars[n_arrays:], jax.tree.leaves(scalars), strict=True)
         arrays = {v: self._array(v, state, gradients) for v in self.inputs}
-        env |= {v: x for v, x in arrays.items() if v not in self.depends_on and x.size <= _SCALAR}
+        env |= {
+            v: x
+            for v, x in arrays.items()
+            if v not in self.depends_on and (v not in self.is_gradient or x.size <= _SCALAR)
+        }
         read = {v for eqn in self.jaxpr.eqns for v in reads(eqn)} | set(self.jaxpr.outvars)
         wanted = [v for v in self.before if v in read]
         on_device = {
@@ -255,7 +276,7 @@ class _Traced:
             if name in (gradients if v in self.is_gradient else state)
         }
         variables = [self.outputs[name] for name in names]
-        values = self._evaluate(variables, {**arrays, **env})
+        values = self._evaluate(variables, {**env, **arrays})
         return {
             name: v.val if isinstance(v, jex.Literal) else values[v]
             for name, v in zip(names, variables, strict=True)
@@ -286,21 +307,80 @@ class _Traced:
             zip(computed, values, strict=True)
         )
 
-    def same_program(self, other: "_Traced") -> bool:
-        """Returns whether another trace has the same equations, apart from sizes."""
-        pairs = zip(self.jaxpr.eqns, other.jaxpr.eqns, strict=False)
-        return len(self.jaxpr.eqns) == len(other.jaxpr.eqns) and all(
-            a.primitive is b.primitive
-            and [(v.aval.ndim, v.aval.dtype) for v in a.outvars]
-            == [(v.aval.ndim, v.aval.dtype) for v in b.outvars]
-            for a, b in pairs
-        )
+    def same_program(self, other: "_Traced", names: Sequence[str]) -> bool:
+        """Returns whether another trace computes these outputs alike, apart from the rows."""
+        if [eqn.primitive for eqn in self.jaxpr.eqns] != [e.primitive for e in other.jaxpr.eqns]:
+            return False
+        known = {*inputs_of(self.jaxpr), *self.before}
+        outputs = [self.outputs[name] for name in names]
+        others = [other.outputs[name] for name in names]
+        needed = {id(eqn) for eqn in self.needed(outputs, known)}
+        return _same_equations(self.jaxpr, other.jaxpr, outputs, others, needed)
 
     def translated(self, env: Mapping[Any, Any], other: "_Traced") -> dict[Any, Any]:
         """Returns `env` for the variables of another trace with the same equations."""
-        mine = [*inputs_of(self.jaxpr), *(v for eqn in self.jaxpr.eqns for v in eqn.outvars)]
-        theirs = [*inputs_of(other.jaxpr), *(v for eqn in other.jaxpr.eqns for v in eqn.outvars)]
-        return {b: env[a] for a, b in zip(mine, theirs, strict=True) if a in env}
+        pairs = zip(_variables(self.jaxpr), _variables(other.jaxpr), strict=True)
+        return {b: env[a] for a, b in pairs if a in env}
+
+
+def _variables(jaxpr: jex.Jaxpr) -> list[Any]:
+    """Returns all variables of a jaxpr, in the order of the program."""
+    return [*inputs_of(jaxpr), *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+
+
+def _same_equations(
+    a: jex.Jaxpr,
+    b: jex.Jaxpr,
+    outputs_of_a: Sequence[Any],
+    outputs_of_b: Sequence[Any],
+    compared: set[int] | None = None,
+) -> bool:
+    """Returns whether two jaxprs of the same primitives differ in the first dim's size alone.
+
+    A size may stand in a literal, in a parameter of an equation or in a branch of the traced
+    function: what is computed for fewer rows is then something else.
+
+    Args:
+        a: one of them.
+        b: the other.
+        outputs_of_a: variables of it that are compared.
+        outputs_of_b: those of the other.
+        compared: ids of the equations of `a` that are compared; all of them if None.
+
+    """
+    places = {v: place for each in (a, b) for place, v in enumerate(_variables(each))}
+
+    def same_operand(v: Any, w: Any) -> bool:
+        if isinstance(v, jex.Literal) or isinstance(w, jex.Literal):
+            both = isinstance(v, jex.Literal) and isinstance(w, jex.Literal)
+            return both and v.aval.dtype == w.aval.dtype and bool(v.val == w.val)
+        return places[v] == places[w] and _shape(v)[1:] == _shape(w)[1:]
+
+    def form(eqn: jex.JaxprEqn) -> tuple[Any, ...]:
+        """Returns what must be equal, apart from operands and inner jaxprs."""
+        jaxprs = jex.Jaxpr, jex.ClosedJaxpr
+        fixed = {
+            key: value
+            for key, value in eqn.params.items()
+            if key not in _SIZES and not isinstance(value, jaxprs)
+        }
+        avals: list[Any] = [v.aval for v in eqn.outvars]
+        return eqn.primitive, fixed, [(aval.shape[1:], aval.dtype) for aval in avals]
+
+    def same(eqn: jex.JaxprEqn, other: jex.JaxprEqn) -> bool:
+        inner = list(zip(inner_jaxprs(eqn), inner_jaxprs(other), strict=True))
+        return (
+            form(eqn) == form(other)
+            and all(map(same_operand, eqn.invars, other.invars))
+            and all(_same_equations(x, y, x.outvars, y.outvars) for x, y in inner)
+        )
+
+    if len(a.eqns) != len(b.eqns):
+        return False
+    pairs = zip(a.eqns, b.eqns, strict=True)
+    return all(map(same_operand, outputs_of_a, outputs_of_b)) and all(
+        same(eqn, other) for eqn, other in pairs if compared is None or id(eqn) in compared
+    )
 
 
 def _without_calls(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -540,9 +620,24 @@ class _Stack:
         """Names of each group's arrays."""
         return [[name for part in parts for name in part.names] for parts in self.groups]
 
-    @cached_property
+    @property
     def rows(self) -> int:
-        """Layers that are updated at a time: as many as leave the largest part within a group."""
+        """Layers that are updated at a time: as many as leave the largest part within a group.
+
+        All of them if the update looks at their number.
+        """
+        return self._fitting_rows if self.sliced else self.layers
+
+    @cached_property
+    def sliced(self) -> _Traced | None:
+        """The update traced for the rows of an iteration; None if that would be another update."""
+        rows = self._fitting_rows
+        if rows == self.layers:
+            return self.traced
+        return self.traced.resized({name: rows for part in self.parts for name in part.names})
+
+    @cached_property
+    def _fitting_rows(self) -> int:
         largest = max(part.bytes_per_layer for part in self.parts)
         fit = max(1, self.offload.group_bytes // max(largest, 1))
         return max(k for k in range(1, self.layers + 1) if self.layers % k == 0 and k <= fit)
@@ -562,17 +657,15 @@ class _Stack:
                 waits_for = updated[number - self.offload.in_flight]
                 inputs, _ = lax.optimization_barrier((inputs, waits_for))
             on_device = {name: self._to_device(name, x) for name, x in inputs.items()}
-            values = self.traced.run(names, self.env, on_device, _of(gradients, names))
+            values = self.traced.run(names, self.env, on_device, gradients)
             updated.append(values)
             new |= {name: self._to_host(name, x) for name, x in values.items()}
         return new
 
     def run(self, buffers: Arrays, gradients: Arrays) -> Arrays:
         """Returns the new arrays, updated `rows` layers at a time."""
-        rows = {name: self.rows for part in self.parts for name in part.names}
-        sliced = self.traced.resized(rows)
-        if not self.traced.same_program(sliced):  # it looks at sizes
-            return self.run_whole(buffers, gradients)
+        sliced = self.sliced
+        assert sliced is not None, "the loop has more than one iteration"
         env = self.traced.translated(self.env, sliced)
         groups = self.names
         ahead = min(self.offload.in_flight, len(groups)) - 1

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import MeshAxes
-from fsdp_jax.sharding.offload import Offload
+from fsdp_jax.sharding.offload import Offload, is_worth_sending
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import Strategy
@@ -88,7 +87,7 @@ def copies_of(
 
     A strategy that replicates parameters and shards their optimizer state can, in mixed precision,
     shard the master weights too: only the copy is replicated. Where the master weights are in host
-    memory, the copy is what the units fetch.
+    memory, the copy is what the units fetch; what is gathered in float8 they fetch itself.
 
     `kernels`: see `float8_kernels`.
     """
@@ -98,7 +97,7 @@ def copies_of(
         replicated = strategy.gathers_updates and placements[path].spec
         in_float8 = precision.gather is not None and path in kernels
         # float8 is made from the master weights: from a copy it would be rounded twice.
-        fetched = offload.params and prod(leaf.shape) >= min_size and not in_float8
+        fetched = offload.params and is_worth_sending(leaf.shape, min_size) and not in_float8
         has_other_dtype = compute != leaf.dtype and (replicated or fetched)
         if has_other_dtype or (replicated and in_float8):
             copies[path] = jax.ShapeDtypeStruct(leaf.shape, compute)

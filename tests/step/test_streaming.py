@@ -129,6 +129,7 @@ OPTIMIZERS = {
     "mask": optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 2, tree)),
     "schedule": optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
     "averages": optax.chain(optax.adam(1e-3), optax.ema(0.9)),
+    "shared coefficients": optax.contrib.muon(1e-3),
 }
 
 
@@ -161,6 +162,66 @@ def test_rows_that_depend_on_one_another_are_moved_whole():
     assert kernel in lamb.plan.stream_report.moved_whole
     assert kernel not in adam.plan.stream_report.moved_whole
     assert adam.plan.stream_report.groups > lamb.plan.stream_report.groups
+
+
+def after_momentum(change, init=lambda params: optax.EmptyState()):
+    """SGD with momentum, whose updates `change` then changes as a tree."""
+    changed = optax.GradientTransformation(init, lambda u, s, params=None: (change(u), s))
+    return optax.chain(optax.trace(0.9), changed, optax.scale(-1e-2))
+
+
+def for_one_layer(u):
+    assert u.ndim < 3 or u.shape[0] == 2, "the model has two layers"
+    return u
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda u: u / u.shape[0],
+        jax.jit(lambda u: u * 2 if u.shape[0] > 1 else u * 3),
+        for_one_layer,
+    ],
+    ids=["literal", "branch", "error"],
+)
+def test_an_update_that_looks_at_the_number_of_layers_is_not_made_of_fewer(change):
+    tx = after_momentum(lambda tree: jax.tree.map(change, tree))
+    _, expected, _ = train(shard(tx=tx, data=2), steps=1)
+    _, found, step = train(shard(tx=tx, data=2, offload=ALL), steps=1)
+    check_equal(arrays(found.params), arrays(expected.params))
+    assert "blocks/mlp/up/kernel" in step.plan.stream_report.moved_whole
+
+
+def test_an_update_may_read_the_gradient_of_another_parameter():
+    def mixed(updates):
+        mlp = updates["blocks"]["mlp"]
+        bias = mlp["up"]["bias"][:, None]
+        mlp["up"]["kernel"] = mlp["up"]["kernel"] + bias
+        return updates
+
+    gradients = optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda u, s, params=None: (mixed(jax.tree.map(lambda x: x, u)), s),
+    )
+    tx = optax.chain(gradients, optax.adam(1e-3))
+    _, expected, _ = train(shard(tx=tx, data=2))
+    _, found, _ = train(shard(tx=tx, data=2, offload=ALL))
+    check_equal(arrays(found.params), arrays(expected.params))
+
+
+def test_an_optimizer_may_begin_with_values_of_the_parameters():
+    tx = after_momentum(lambda u: u, lambda params: jax.tree.map(lambda p: 2 * p, params))
+    _, expected, _ = train(shard(tx=tx, data=2), steps=1)
+    _, found, _ = train(shard(tx=tx, data=2, offload=ALL), steps=1)
+    check_equal(arrays(found.opt_state), arrays(expected.opt_state))
+
+
+def test_single_numbers_stay_on_the_devices():
+    _, expected, _ = train(shard(data=2, min_size=1), steps=1)
+    sharded = shard(data=2, min_size=1, offload=ALL)
+    assert not sharded.layout.optimizer[0].count.on_host
+    _, found, _ = train(sharded, steps=1)
+    check_equal(arrays(found.params), arrays(expected.params))
 
 
 @pytest.mark.parametrize(
