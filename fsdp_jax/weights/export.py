@@ -21,6 +21,7 @@ from fsdp_jax.io.sharded_read import uses_host_memory
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.models.huggingface.config_json import TokenIds
 from fsdp_jax.models.huggingface.table import Table
+from fsdp_jax.sharding.offload import HOST
 from fsdp_jax.tree import PyTree
 from fsdp_jax.weights.model_config import config_files, table_of
 
@@ -181,7 +182,7 @@ def _on_host(array: Any, box: Box) -> np.ndarray:
 
 
 def _copy_from_device(data: jax.Array, box: Box) -> np.ndarray:
-    if all(map(uses_host_memory, data.devices())):
+    if data.sharding.memory_kind == HOST or all(map(uses_host_memory, data.devices())):
         return box_view(np.asarray(data), box)  # a view of its own memory
     sizes = tuple(stop - start for start, stop in box)
     return np.asarray(_sliced(data, [start for start, _ in box], sizes))
