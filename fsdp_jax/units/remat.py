@@ -136,7 +136,7 @@ class Activations:
     def chosen(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         """Returns whether a result is saved, or that it is offloaded: a policy."""
         name = params["name"] if primitive.name == "name" else ""
-        name = ATTENTION if primitive.name in _KERNELS else name
+        name = ATTENTION if _is_kernel(primitive, params) else name
         if name and name in self.offload:
             return _TO_HOST
         if name and name in self.save:
@@ -190,10 +190,20 @@ def _names_in(program: jex.Jaxpr) -> set[str]:
     return found
 
 
+def _is_kernel(primitive: Any, params: dict[str, Any]) -> bool:
+    """Returns whether this is a fused kernel, or a function with its own derivative around one.
+
+    Of such a function JAX asks as a whole, about its result and what its derivative reads.
+    """
+    if primitive.name == "custom_vjp_call":
+        return any(ATTENTION in _names_in(inner) for inner in jex.jaxprs_in_params(params))
+    return primitive.name in _KERNELS
+
+
 def _is_costly(primitive: Any, avals: Sequence[Any], params: dict[str, Any]) -> bool:
     """Returns whether `selective` saves a result: of matmuls, convolutions and fused kernels."""
     if primitive.name != "dot_general":
-        return primitive.name in _MATMULS or primitive.name in _KERNELS
+        return primitive.name in _MATMULS or _is_kernel(primitive, params)
     left, right = avals[:2]
     (contracted, _), (batch, _) = params["dimension_numbers"]
     if not batch:

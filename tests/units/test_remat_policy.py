@@ -1,7 +1,7 @@
 """Policies of recomputation choose among activations, never among gathered weights."""
 
 import re
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.extend.core as jex
@@ -15,8 +15,10 @@ from reference import CASES, by_path, check, covering, gpt, traffic, train, trai
 
 import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.attention import make_attention
 from fsdp_jax.models.gpt import Block, preset
 from fsdp_jax.models.gpt_linen import LinenBlock, LinenGPT
+from fsdp_jax.units.remat import Activations
 
 POLICIES = jax.checkpoint_policies
 TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}
@@ -141,6 +143,29 @@ def test_a_policy_computes_again_what_it_does_not_save(remat, again):
     saved = forward_matmuls("none")
     assert forward_matmuls(remat) == saved + 2 * len(again)
     assert forward_matmuls(remat, scan=True) == forward_matmuls("none", scan=True) + len(again)
+
+
+@pytest.mark.parametrize(
+    ("activations", "kernels"),
+    [
+        (Activations("full"), 4),
+        (Activations("dots"), 4),
+        (Activations("selective"), 3),
+        (Activations("full", save=("attention",)), 3),
+    ],
+    ids=str,
+)
+def test_a_fused_kernel_with_its_own_derivative_runs_once_where_it_is_saved(activations, kernels):
+    """Forward, and two kernels backward; one more where the first runs again."""
+    attention = make_attention("flash", "cuda")
+    policy = activations.chosen
+
+    def loss(x):
+        return jax.checkpoint(partial(attention, is_causal=True), policy=policy)(x, x, x).sum()
+
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.float32)
+    program = jax.make_jaxpr(jax.grad(loss))(x)
+    assert count(program.jaxpr, "pallas_call") == kernels
 
 
 def test_every_second_block_is_recomputed():
