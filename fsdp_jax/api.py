@@ -226,7 +226,17 @@ def fully_shard(
     float32 = float32_paths(adapter, dtypes)
     dims = {path: len(shape) - layer_dims.get(path, 0) for path, shape in shapes.items()}
     kernels = float8_kernels(adapter, dtypes, owners, dims)
-    copies = copies_of(resolved, placements, trained, dtypes, float32, kernels, offloaded, min_size)
+    copies = copies_of(
+        resolved,
+        placements,
+        trained,
+        dtypes,
+        float32,
+        kernels,
+        layer_dims,
+        offloaded,
+        min_size,
+    )
     optimizer = in_float32(tx) if dtypes.stochastic_rounding else tx
     layout = make_layout(
         unflatten(stored),

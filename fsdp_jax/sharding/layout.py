@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import SlowerWarning, human_bytes
 from fsdp_jax.sharding.mesh import MeshAxes, shards_of
-from fsdp_jax.sharding.offload import HOST, NO_OFFLOAD, Offload, is_worth_sending
+from fsdp_jax.sharding.offload import HOST, NO_OFFLOAD, Offload, worth_sending
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
 from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
@@ -317,11 +317,15 @@ def make_layout(
 def in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
     """Returns the layout with the memory kind of what is kept on the host.
 
-    Small arrays stay on the device, see `is_worth_sending`.
+    Arrays that are not `worth_sending` stay on the device.
     """
     if not offload.state:
         return layout
-    large = [leaf for leaf in layout if is_worth_sending(leaf.shape, min_size)]
+    # Moments have the shapes of their parameters.
+    stacked = {leaf.shape: leaf.stacked for leaf in layout.by_path.values()}
+    large = [
+        leaf for leaf in layout if worth_sending(leaf.shape, stacked.get(leaf.shape, 0), min_size)
+    ]
     chosen: set[tuple[str, str]] = set()
     if offload.params:
         copies = COPIES + SEPARATOR
@@ -341,7 +345,7 @@ def in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
 
     if not chosen:
         warnings.warn(
-            f"offload keeps nothing in host memory: no array has {min_size} elements (min_size)",
+            f"offload keeps nothing in host memory: no array has {min_size} elements in a layer (min_size)",
             SlowerWarning,
             stacklevel=4,  # the caller of fully_shard
         )

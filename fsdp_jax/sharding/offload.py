@@ -23,8 +23,8 @@ class Offload:
     """What is kept in host memory; PyTorch's `CPUOffloadPolicy`, DeepSpeed's ZeRO-Offload.
 
     Nothing is computed on the host. What is there is brought to the device in parts, used or
-    updated there, and sent back. Arrays of the state with fewer elements than `min_size` stay on
-    the device.
+    updated there, and sent back. Arrays of the state with fewer elements in a layer than
+    `min_size`, and stacks of vectors, stay on the device.
 
     Attributes:
         params: parameters are kept on the host: the master weights, and a copy in the compute dtype
@@ -88,9 +88,17 @@ class Offload:
 NO_OFFLOAD = Offload()
 
 
-def is_worth_sending(shape: Sequence[int], min_size: int) -> bool:
-    """Returns whether an array has at least `min_size` elements, and more than one.
+def worth_sending(shape: Sequence[int], stacked: int, min_size: int) -> bool:
+    """Returns whether an array may be kept in host memory.
 
-    To send smaller ones would take longer than it saves.
+    Not one with fewer elements in a layer than `min_size`: to send it would take longer than it
+    saves. Nor a stack of vectors: XLA:TPU cannot fetch one row of such a stack in 16 bits.
+
+    Args:
+        shape: of the array.
+        stacked: leading dims that stack layers.
+        min_size: elements.
+
     """
-    return prod(shape) >= max(min_size, 2)
+    layer = shape[stacked:]
+    return prod(layer) >= max(min_size, 2) and not (stacked and len(layer) < 2)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import MeshAxes
-from fsdp_jax.sharding.offload import Offload, is_worth_sending
+from fsdp_jax.sharding.offload import Offload, worth_sending
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import Strategy
@@ -80,6 +80,7 @@ def copies_of(
     precision: Precision,
     float32: Collection[str],
     kernels: Collection[str],
+    stacked: Mapping[str, int],
     offload: Offload,
     min_size: int,
 ) -> dict[str, jax.ShapeDtypeStruct]:
@@ -89,15 +90,16 @@ def copies_of(
     shard the master weights too: only the copy is replicated. Where the master weights are in host
     memory, the copy is what the units fetch; what is gathered in float8 they fetch itself.
 
-    `kernels`: see `float8_kernels`.
+    `kernels`: see `float8_kernels`; `stacked`: path -> leading dims that stack layers.
     """
     copies = {}
     for path, leaf in trained.items():
         compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
         replicated = strategy.gathers_updates and placements[path].spec
+        large = worth_sending(leaf.shape, stacked.get(path, 0), min_size)
         in_float8 = precision.gather is not None and path in kernels
         # float8 is made from the master weights: from a copy it would be rounded twice.
-        fetched = offload.params and is_worth_sending(leaf.shape, min_size) and not in_float8
+        fetched = offload.params and large and not in_float8
         has_other_dtype = compute != leaf.dtype and (replicated or fetched)
         if has_other_dtype or (replicated and in_float8):
             copies[path] = jax.ShapeDtypeStruct(leaf.shape, compute)

@@ -310,6 +310,18 @@ def test_evaluation_and_the_model_itself_read_parameters_from_host_memory():
     np.testing.assert_array_equal(*sums)
 
 
+def test_stacks_of_vectors_stay_on_the_device():
+    """In 16 bits XLA:TPU cannot fetch one row of them."""
+    for precision in (None, BF16):
+        sharded = shard(offload=ALL, precision=precision)
+        stacks = {path: leaf for path, leaf in sharded.layout.by_path.items() if leaf.stacked}
+        on_host = {path: len(leaf.shape) > 2 for path, leaf in stacks.items()}
+        assert set(on_host.values()) == {True, False}
+        for leaf in sharded.layout:  # parameters, copies and moments
+            path = next((path for path in stacks if leaf.path.endswith(path)), None)
+            assert path is None or leaf.on_host == on_host[path], leaf.path
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
