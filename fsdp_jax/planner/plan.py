@@ -83,6 +83,7 @@ class Plan:
         host_capacity_bytes: memory of a host in the vendor's reference system; None if unknown.
         from_host_bytes: that a device reads from host memory in a step.
         to_host_bytes: that a device writes to host memory in a step.
+        staging_bytes: of the state in host memory, what is on a device at once while it is updated.
         capacity_bytes: memory of a device.
         usable_bytes: the capacity less what the driver and the network library reserve.
         breakdown: bytes at the peak by kind; their sum is `peak_bytes`.
@@ -118,6 +119,7 @@ class Plan:
     host_capacity_bytes: int | None = None
     from_host_bytes: int = 0
     to_host_bytes: int = 0
+    staging_bytes: int = 0
     capacity_bytes: int
     usable_bytes: int
     breakdown: Mapping[str, int]
@@ -173,7 +175,8 @@ class Plan:
         parameters = f"of state\n{self.parameters:,} parameters"
         yield "between steps", human_bytes(self.valley_bytes), parameters
         if self.host_bytes:
-            yield "host memory", human_bytes(self.host_bytes), f"a device\n{self._host_share()}"
+            share = f"a device\n{self._host_share()}{self._staged()}"
+            yield "host memory", human_bytes(self.host_bytes), share
         if transfers := self.host_transfers():
             total = human_bytes(self.from_host_bytes + self.to_host_bytes)
             yield "host transfers", total, transfers.partition(", ")[2]
@@ -269,7 +272,12 @@ class Plan:
         """Returns one line on host memory; "" where none is used."""
         if not self.host_bytes:
             return ""
-        return f"host: {human_bytes(self.host_bytes)} a device, {self._host_share()}"
+        share = f"{self._host_share()}{self._staged()}"
+        return f"host: {human_bytes(self.host_bytes)} a device, {share}"
+
+    def _staged(self) -> str:
+        staged = human_bytes(self.staging_bytes)
+        return f"; {staged} at once on the device for the update" if self.staging_bytes else ""
 
     def _host_share(self) -> str:
         used = human_bytes(self.host_bytes * self.host_devices)
@@ -368,6 +376,7 @@ def plans_table(names: Sequence[str], plans: Sequence[Plan]) -> str:
         row("peak", lambda plan: human_bytes(plan.peak_bytes)),
         *((f"  {kind}", *(human_bytes(plan.breakdown[kind]) for plan in plans)) for kind in KINDS),
         row("host memory", lambda plan: human_bytes(plan.host_bytes)),
+        row("  staging", lambda plan: human_bytes(plan.staging_bytes)),
         row("sent", lambda plan: human_bytes(plan.wire_bytes)),
         row("exposed", lambda plan: human_bytes(plan.exposed_bytes)),
         row("step", seconds(lambda time: time.step_s)),

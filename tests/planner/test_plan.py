@@ -33,6 +33,7 @@ FIELDS = {  # of CLI.md
     "valley_bytes",
     "peak_bytes",
     "host_bytes",
+    "staging_bytes",
     "capacity_bytes",
     "fits",
     "breakdown",
@@ -237,6 +238,11 @@ def test_what_is_in_host_memory_is_estimated_without_a_compiler(topology):
     model = sharded(offload=Offload(params=True, optimizer=True), min_size=2)
     result = model.plan(topology, LOSS, batch(8), analytic=True)
     assert result.host_bytes == model.layout.per_device(host=True) > 0
+    # of so small a state all is one group, and one more is sent back
+    assert 0 < result.staging_bytes == result.to_json()["staging_bytes"]
+    staged = f"{human_bytes(result.staging_bytes)} at once on the device for the update"
+    assert staged in str(result)
+    assert staged in plan_html(result)
 
 
 def test_host_memory_is_apart_from_the_devices(plan):
