@@ -4,7 +4,7 @@
 
 Every row is a step that our library compiles for the hardware named, which may be absent, beside
 what others claim of the nearest to it. A row states its basis: `compiled` (memory and schedule are
-XLA's, times are the planner's roofline over them), `analytic` (the traced step) or `arithmetic`.
+XLA's, times are the planner's roofline over them) or `analytic` (the traced step).
 
 Conventions
 - Bytes are per device; GB is 1e9 as in the claims. Steady state: memory between steps. Peak: the
@@ -13,7 +13,10 @@ Conventions
   tokens a sequence: the defaults of the guide that the numbers are from; its logits are float32.
 - GPT rows: float32 parameters and AdamW, bfloat16 compute, every block recomputed, 2048 tokens a
   sequence, unless stated.
-- Offload is not in this release: its rows are arithmetic on a step without it and are marked.
+- Offload: parameters and optimizer state are in host memory between steps, read from the program.
+  Staged: the most of them that is on the device at once while they are updated, beside the steady
+  state. "falls by": the peak of the same step without offload less that with it, and how much less
+  than the bytes in host memory that is.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from fsdp_jax.train.planning import plan_of
 CONFIG = Path(__file__).parent.parent / "configs" / "llama2_7b.yaml"
 GPT = "--model.family gpt --model.preset gpt2 --units.classes Block --data.sequence_length 2048"
 FLASH = "--model.attention flash"
-OFFLOAD = "arithmetic, no offload yet"
+OFFLOAD = "--offload.params True --offload.optimizer 1.0"
 GB = 1e9
 
 
@@ -65,25 +68,35 @@ def _time(result: Plan) -> Time:
 
 
 def llama() -> list[Row]:
-    """Compares steady state and peak of Llama 2 on eight A100s."""
+    """Compares steady state and peak of Llama 2 on eight A100s, with and without offload."""
+    return _with_and_without_offload("a100-80gb:8")
+
+
+def llama_tpu() -> list[Row]:
+    """Gives the same on eight v5p chips."""
+    return _with_and_without_offload("v5p:2x2x2")
+
+
+def _with_and_without_offload(where: str) -> list[Row]:
     words = f"--precision.param bfloat16 --remat none --data.sequence_length 1024 {FLASH}"
-    where = "a100-80gb:8"
-    small = plan(where, 10, f"--model.preset llama2-7b {words}")
-    large = plan(where, 2, f"--model.preset llama2-70b {words}")
-    small_basis, large_basis = small.basis["peak_bytes"], large.basis["peak_bytes"]
-    return [
-        Row("Llama 2 7B, batch 10", where, "8 / 74 GB", _memory(small), small_basis),
-        Row("... with CPU offload", where, "1.4 / 68.7 GB", _offloaded(small), OFFLOAD),
-        Row("Llama 2 70B, batch 2", where, "does not fit", _memory(large), large_basis),
-        Row("... with CPU offload", where, "0.3 / 72.3 GB", _offloaded(large), OFFLOAD),
-    ]
-
-
-def _offloaded(result: Plan) -> str:
-    """Subtracts parameters and optimizer state; shards in transfer are not counted."""
-    offloaded = result.breakdown["params"] + result.breakdown["optimizer"]
-    steady_state = max(0, result.valley_bytes - offloaded)
-    return f"{steady_state / GB:.1f} / {(result.peak_bytes - offloaded) / GB:.3g} GB"
+    rows = []
+    for name, batch, theirs, theirs_offloaded in (
+        ("7B", 10, "8 / 74 GB", "1.4 / 68.7 GB"),
+        ("70B", 2, "does not fit", "0.3 / 72.3 GB"),
+    ):
+        model = f"--model.preset llama2-{name.lower()} {words}"
+        without, offloaded = plan(where, batch, model), plan(where, batch, f"{model} {OFFLOAD}")
+        what, basis = f"Llama 2 {name}, batch {batch}", without.basis["peak_bytes"]
+        rows.append(Row(what, where, theirs, _memory(without), basis))
+        ours = f"{_memory(offloaded)}; {offloaded.host_bytes / GB:.3g} GB on the host"
+        ours += f", {offloaded.staging_bytes / GB:.2g} GB staged"
+        if without.basis["host_bytes"] == "compiled":
+            fall = without.peak_bytes - offloaded.peak_bytes
+            kept = offloaded.host_bytes - fall
+            ours += f"; the peak falls by {fall / GB:.4g} GB, {kept / GB:.2g} GB less"
+        basis = offloaded.basis["peak_bytes"]
+        rows.append(Row("... with CPU offload", where, theirs_offloaded, ours, basis))
+    return rows
 
 
 def largest() -> list[Row]:
@@ -209,7 +222,7 @@ def giants() -> list[Row]:
 
 TABLES = {
     table.__name__: table
-    for table in (llama, largest, stages, checkpointing, prefetch, scaling, giants)
+    for table in (llama, llama_tpu, largest, stages, checkpointing, prefetch, scaling, giants)
 }
 
 
