@@ -345,7 +345,8 @@ def in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
 
     if not chosen:
         warnings.warn(
-            f"offload keeps nothing in host memory: no array has {min_size} elements in a layer (min_size)",
+            "offload keeps nothing in host memory: no array has "
+            f"{min_size} elements in a layer (min_size)",
             SlowerWarning,
             stacklevel=4,  # the caller of fully_shard
         )
