@@ -195,8 +195,8 @@ def norm_scaled_by_replicas(plan, state, batch):
 def planted_gradients(change):
     right = steps._gradients
 
-    def wrong(plan, state, batch):
-        gradients, sums, rest = right(plan, state, batch)
+    def wrong(plan, *arguments):
+        gradients, sums, rest = right(plan, *arguments)
         return change(plan, gradients), sums, rest
 
     return wrong
