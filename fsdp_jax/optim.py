@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.rounding import Seed, noise, path_seed, round_stochastically
 from fsdp_jax.tree import PyTree
 
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -137,12 +138,14 @@ def scale_by_adam(
         return stored(optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zero, zero))
 
     def stored(state: optax.ScaleByAdamState) -> StoredAdamState:
+        step = state.count.astype(jnp.uint32)
+        of_mu, of_nu = (step, jnp.uint32(1)), (step, jnp.uint32(2))
         if moments == "bfloat16":
-            mu, nu = optax.tree.cast((state.mu, state.nu), jnp.bfloat16)
+            mu, nu = _rounded(state.mu, of_mu), _rounded(state.nu, of_nu)
             none = jax.tree.map(lambda _: None, mu)
             return StoredAdamState(state.count, mu, nu, none, none)
-        mu, mu_scale = _encoded(state.mu, encode_first, block)
-        nu, nu_scale = _encoded(state.nu, encode_second, block)
+        mu, mu_scale = _encoded(state.mu, encode_first, block, of_mu)
+        nu, nu_scale = _encoded(state.nu, encode_second, block, of_nu)
         return StoredAdamState(state.count, mu, nu, mu_scale, nu_scale)
 
     def update(
@@ -176,13 +179,23 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _encoded(tree: PyTree, encode: Callable[..., Any], block: int) -> tuple[PyTree, PyTree]:
+def _rounded(tree: PyTree, seed: Seed) -> PyTree:
+    """Returns a moment in bfloat16, rounded stochastically."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: round_stochastically(x, path_seed(seed, jax.tree_util.keystr(path))), tree
+    )
+
+
+def _encoded(
+    tree: PyTree, encode: Callable[..., Any], block: int, seed: Seed
+) -> tuple[PyTree, PyTree]:
     """Returns (codes, scales) of a moment; small parameters stay float32, with None for a scale."""
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     pairs = []
-    for leaf in leaves:
+    for path, leaf in leaves:
         blocks = block_of(leaf.shape, block)
-        pairs.append((leaf, None) if blocks is None else encode(leaf, *blocks))
+        own = path_seed(seed, jax.tree_util.keystr(path))
+        pairs.append((leaf, None) if blocks is None else encode(leaf, *blocks, own))
     codes, scales = zip(*pairs, strict=True) if pairs else ((), ())
     return jax.tree.unflatten(structure, codes), jax.tree.unflatten(structure, scales)
 
@@ -228,34 +241,68 @@ def _size(dim: int, block: int) -> int:
     return min(dim & -dim, block)
 
 
-def encode_first(moment: jax.Array, dim: int, size: int) -> tuple[jax.Array, jax.Array]:
+def encode_first(moment: jax.Array, dim: int, size: int, seed: Seed) -> tuple[jax.Array, jax.Array]:
     """Returns (codes int8 of the same shape, scales float32) of a moment with a sign."""
     blocks, scale = _scaled(moment, dim, size)
-    codes = jnp.round(jnp.cbrt(blocks) * 127).astype(jnp.int8)
-    return codes.reshape(moment.shape), scale
+    codes = _code(blocks, jnp.cbrt(blocks) * 127, _third, 127, moment, seed)
+    return codes.astype(jnp.int8).reshape(moment.shape), scale
 
 
 def decode_first(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns the moment, float32."""
-    root = codes.astype(jnp.float32) / 127
-    return _unscaled(root * root * root, scale)
+    return _unscaled(_third(codes.astype(jnp.float32) / 127), scale)
 
 
-def encode_second(moment: jax.Array, dim: int, size: int) -> tuple[jax.Array, jax.Array]:
+def encode_second(
+    moment: jax.Array, dim: int, size: int, seed: Seed
+) -> tuple[jax.Array, jax.Array]:
     """Returns (codes uint8 of the same shape, scales float32) of a moment without a sign.
 
     What is not zero has a code that is not.
     """
     blocks, scale = _scaled(moment, dim, size)
-    codes = jnp.round(jnp.sqrt(jnp.sqrt(blocks)) * 255)
+    codes = _code(blocks, jnp.sqrt(jnp.sqrt(blocks)) * 255, _fourth, 255, moment, seed)
     codes = jnp.where(blocks > 0, jnp.maximum(codes, 1), 0).astype(jnp.uint8)
     return codes.reshape(moment.shape), scale
 
 
 def decode_second(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns the moment, float32."""
-    square = jnp.square(codes.astype(jnp.float32) / 255)
-    return _unscaled(square * square, scale)
+    return _unscaled(_fourth(codes.astype(jnp.float32) / 255), scale)
+
+
+def _third(root: jax.Array) -> jax.Array:
+    return root * root * root
+
+
+def _fourth(root: jax.Array) -> jax.Array:
+    return jnp.square(jnp.square(root))
+
+
+def _code(
+    blocks: jax.Array,
+    root: jax.Array,
+    power: Callable[[jax.Array], jax.Array],
+    largest: int,
+    moment: jax.Array,
+    seed: Seed,
+) -> jax.Array:
+    """Returns the code below or above at random, so that the mean of what is decoded is exact.
+
+    Args:
+        blocks: -1 to 1, the moment over its block's scale.
+        root: of these, times the largest code.
+        power: the inverse of the root.
+        largest: code.
+        moment: what is encoded, whose elements have the noise.
+        seed: of it.
+
+    """
+    below = jnp.floor(root)
+    low, high = power(below / largest), power((below + 1) / largest)
+    share = (blocks - low) / (high - low)
+    uniform = (noise(moment, seed) >> 8).astype(jnp.float32).reshape(blocks.shape) * 2.0**-24
+    return jnp.clip(below + jnp.where(uniform < share, 1, 0), -largest, largest)
 
 
 def _scaled(moment: jax.Array, dim: int, size: int) -> tuple[jax.Array, jax.Array]:

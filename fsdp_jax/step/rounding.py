@@ -1,26 +1,16 @@
-"""Stochastic rounding to bfloat16: up or down at random, so that the mean is exact.
+"""Adds updates to parameters in bfloat16, with stochastic rounding.
 
 A bfloat16 number has 8 bits, so that an update below 1/512 of it is lost when rounded to nearest:
-a parameter near 1 never moves by a learning rate of 1e-3. Rounded up with the probability of the
-remainder, it moves as far in the mean.
-
-[Note: the same bits everywhere] The noise of an element is a hash of the step's seed, the path, the
-element's place in its row (in a vector: in it) and the number that is rounded. So it depends on no
-sharding, and a layer of a stack draws what it draws within the whole. `jax.random.bits` would do,
-with twenty rounds of threefry for every parameter, which took half a second each to compile.
+a parameter near 1 never moves by a learning rate of 1e-3.
 """
-
-import zlib
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
+from fsdp_jax.rounding import Seed, path_seed, round_stochastically
 from fsdp_jax.tree import PyTree, map_with_path
 
-Seed = tuple[jax.Array, jax.Array]
-"""Two uint32 numbers."""
 _ROUNDING = 2**32 - 2  # folded into the key of a step; microbatches count from 0
 
 
@@ -29,49 +19,6 @@ def step_seed(rng: jax.Array, step: jax.Array) -> Seed:
     key = jax.random.fold_in(jax.random.fold_in(rng, step), _ROUNDING)
     one, other = jax.random.bits(key, (2,), jnp.uint32)
     return one, other
-
-
-def path_seed(seed: Seed, path: str) -> Seed:
-    """Returns the seed of one parameter."""
-    return seed[0] ^ jnp.uint32(zlib.crc32(path.encode())), seed[1]
-
-
-def round_stochastically(value: jax.Array, seed: Seed) -> jax.Array:
-    """Returns float32 values in bfloat16, each rounded up or down so that the mean is exact.
-
-    What bfloat16 holds exactly, infinities and NaN stay as they are.
-
-    Args:
-        value: float32, of any shape.
-        seed: of this array.
-
-    """
-    assert value.dtype == jnp.float32, value.dtype
-    bits = lax.bitcast_convert_type(value, jnp.uint32)
-    noise = _mixed(_mixed(_mixed(bits) ^ _place(value.shape) ^ seed[0]) + seed[1])
-    # A float32 is a bfloat16 and 16 bits more; noise carries into it as often as they are large.
-    rounded = ((bits + (noise >> 16)) >> 16).astype(jnp.uint16)
-    return jnp.where(
-        jnp.isfinite(value),
-        lax.bitcast_convert_type(rounded, jnp.bfloat16),
-        value.astype(jnp.bfloat16),
-    )
-
-
-def _place(shape: tuple[int, ...]) -> jax.Array:
-    """Returns each element's place in its row, of several dims, uint32 and modulo 2^32."""
-    place = jnp.zeros(shape, jnp.uint32)
-    for dim, size in enumerate(shape):
-        if dim or len(shape) == 1:
-            place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, dim)
-    return place
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """Returns a hash of uint32, of each bit of which half of the bits depend ("lowbias32")."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
 
 
 def apply_updates(params: PyTree, updates: PyTree, seed: Seed | None) -> PyTree:
