@@ -130,9 +130,9 @@ def train(sharded, steps):
     return losses, state, step
 
 
-@pytest.mark.parametrize(("moments", "difference"), [("bfloat16", 0.01), ("int8", 0.02)])
+@pytest.mark.parametrize(("moments", "difference"), [("bfloat16", 5e-4), ("int8", 2e-3)])
 def test_training_differs_little_from_float32(moments, difference):
-    steps = 30
+    steps = 16  # later a learning rate of 0.1% more differs by 1% as well
     wanted, _, _ = train(make_sharded(optax.adamw(3e-3)), steps)
     found, state, _ = train(make_sharded(optim.adamw(3e-3, moments=moments)), steps)
     assert wanted[-1] < wanted[0] - 0.5, "it learns"

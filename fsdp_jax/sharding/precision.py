@@ -28,7 +28,7 @@ class LossScale:
         growth: 1 or more; 1 never grows.
         backoff: above 0 and at most 1; 1 keeps the scale.
         minimum: below which the scale does not fall. Only steps that are skipped there count
-            towards `abort_after`.
+            towards `abort_after`, and all of them where `backoff` is 1.
 
     Raises:
         ValueError: a number out of these limits.

@@ -34,7 +34,7 @@ from fsdp_jax.units.collectives import FLOAT8
 # What makes of a kernel the same kernel: its first operand is the array.
 _REARRANGING = {
     *("reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy", "copy_p"),
-    *("slice", "dynamic_slice", "convert_element_type", "reduce_precision"),
+    *("slice", "dynamic_slice", "split", "convert_element_type", "reduce_precision"),
     *("sharding_constraint", "layout_constraint", "name"),
 }
 
@@ -57,7 +57,7 @@ def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         rewriter = _Replacer()
         inputs = [*closed.consts, *jax.tree.leaves(args)]
-        outputs = rewriter.evaluate(closed.jaxpr, inputs, [None] * len(inputs))
+        outputs, _ = rewriter.evaluate(closed.jaxpr, inputs, [None] * len(inputs))
         if left := sorted(rewriter.kernels - rewriter.replaced):
             warnings.warn(
                 f"{len(left)} kernels are not multiplied with in float8: {', '.join(left)}; no "
@@ -86,10 +86,14 @@ class _Replacer:
 
     def evaluate(
         self, jaxpr: jex.Jaxpr, args: Sequence[Any], held: Sequence[str | None]
-    ) -> list[Any]:
-        """Returns the outputs of a jaxpr, given its constants and arguments.
+    ) -> tuple[list[Any], list[str | None]]:
+        """Returns a jaxpr's outputs, and the paths of the kernels that they hold.
 
-        `held`: of each of these, the path of the kernel that it holds.
+        Args:
+            jaxpr: to evaluate.
+            args: its constants and arguments.
+            held: of each of these, the path of the kernel that it holds.
+
         """
         env = dict(zip(inputs_of(jaxpr), args, strict=True))
         paths = {v: path for v, path in zip(inputs_of(jaxpr), held, strict=True) if path}
@@ -101,10 +105,11 @@ class _Replacer:
             evaluate_unchanged(jaxpr, unchanged, env)
             unchanged = []
             with scope_of(eqn):
-                values = self._changed(eqn, values_of(env, eqn.invars), _held(eqn, paths))
+                values, made = self._changed(eqn, values_of(env, eqn.invars), _held(eqn, paths))
             env.update(zip(eqn.outvars, values, strict=True))
+            paths.update({v: path for v, path in zip(eqn.outvars, made, strict=False) if path})
         evaluate_unchanged(jaxpr, unchanged, env)
-        return values_of(env, jaxpr.outvars)
+        return values_of(env, jaxpr.outvars), _paths_of(jaxpr.outvars, paths)
 
     def _changes(self, eqn: jex.JaxprEqn, paths: Paths) -> bool:
         """Returns whether an equation must not run as it is; notes the kernels that it makes."""
@@ -113,7 +118,7 @@ class _Replacer:
         if path is None and eqn.primitive.name in _REARRANGING:
             path = held[0]
         if path is not None:
-            paths[eqn.outvars[0]] = path
+            paths.update(dict.fromkeys(eqn.outvars, path))
             self.kernels.add(path)
             return _named(eqn) is not None
         if eqn.primitive.name == "dot_general":
@@ -129,26 +134,32 @@ class _Replacer:
         self.kernels.update(inside)
         return False
 
-    def _changed(self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]) -> Sequence[Any]:
-        if _named(eqn) is not None:
-            return args
+    def _changed(
+        self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]
+    ) -> tuple[Sequence[Any], Sequence[str | None]]:
+        """Returns an equation's results, and the paths of kernels that it passes on."""
+        if (name := _named(eqn)) is not None:
+            return args, [name]
         if eqn.primitive.name == "dot_general":
             self.replaced.update(path for path in held if path)
             dims = eqn.params["dimension_numbers"]
             out: Any = eqn.outvars[0].aval
-            return [float8.dot(*args, dims, out.dtype)]
+            return [float8.dot(*args, dims, out.dtype)], []
         if eqn.primitive.name == "scan":
-            return self._scan(eqn, args, held)
+            return self._scan(eqn, args, held), []
         (inner,) = inner_jaxprs(eqn)
         consts = list(getattr(eqn.params.get("jaxpr"), "consts", ()))
+        made: list[str | None] = []
 
         def call(args: list[Any]) -> list[Any]:
-            return self.evaluate(inner, [*consts, *args], [*[None] * len(consts), *held])
+            own = [*[None] * len(consts), *held]
+            outputs, made[:] = self.evaluate(inner, [*consts, *args], own)
+            return outputs
 
         if not is_checkpoint(eqn):
-            return call(args)
+            return call(args), made
         settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-        return jax.checkpoint(call, **settings)(args)  # type: ignore[no-any-return]
+        return jax.checkpoint(call, **settings)(args), made
 
     def _scan(self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]) -> Sequence[Any]:
         """Evaluates a scan; a kernel among what it carries is none of a unit's."""
@@ -158,7 +169,7 @@ class _Replacer:
         own = [*[None] * len(closed.consts), *held_consts, *[None] * len(carry), *held_xs]
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = self.evaluate(closed.jaxpr, [*closed.consts, *consts, *carry, *x], own)
+            outputs, _ = self.evaluate(closed.jaxpr, [*closed.consts, *consts, *carry, *x], own)
             return outputs[: len(carry)], outputs[len(carry) :]
 
         settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
@@ -180,4 +191,8 @@ def _names_in(eqn: jex.JaxprEqn) -> set[str]:
 
 
 def _held(eqn: jex.JaxprEqn, paths: Paths) -> list[str | None]:
-    return [None if isinstance(v, jex.Literal) else paths.get(v) for v in eqn.invars]
+    return _paths_of(eqn.invars, paths)
+
+
+def _paths_of(variables: Sequence[Any], paths: Paths) -> list[str | None]:
+    return [None if isinstance(v, jex.Literal) else paths.get(v) for v in variables]

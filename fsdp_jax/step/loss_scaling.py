@@ -40,15 +40,18 @@ def after_step(scaling: LossScale, scale: Scale, finite: jax.Array) -> Scale:
     grows = good_steps >= scaling.growth_interval
     largest = jnp.finfo(jnp.float32).max
     grown = jnp.minimum(scale["scale"] * jnp.where(grows, scaling.growth, 1.0), largest)
-    fallen = jnp.maximum(scale["scale"] * scaling.backoff, scaling.minimum)
     return {
-        "scale": jnp.where(finite, grown, fallen),
+        "scale": jnp.where(finite, grown, _fallen(scaling, scale)),
         "good_steps": jnp.where(grows, 0, good_steps),
     }
+
+
+def _fallen(scaling: LossScale, scale: Scale) -> jax.Array:
+    return jnp.maximum(scale["scale"] * scaling.backoff, scaling.minimum)
 
 
 def counts_as_skipped(scaling: LossScale | None, scale: Scale) -> jax.Array | int:
     """Returns 1 where a skipped step counts towards an abort, 0 where the scale still falls."""
     if scaling is None:
         return 1
-    return (scale["scale"] <= scaling.minimum).astype(jnp.int32)
+    return (_fallen(scaling, scale) >= scale["scale"]).astype(jnp.int32)

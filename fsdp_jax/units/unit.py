@@ -20,6 +20,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import message
@@ -176,6 +177,16 @@ def checkpoint_settings(shards: Sequence[Shard], activations: Activations) -> di
     return {"policy": policy, "prevent_cse": not in_scan}
 
 
+def _float8_dot(primitive: Any, params: dict[str, Any]) -> jex.JaxprEqn | None:
+    """Returns the matmul inside a call of `float8.dot`, which policies know; None for all else."""
+    if not primitive.name.startswith("custom_vjp_call"):
+        return None
+    eqns = [eqn for jaxpr in jex.jaxprs_in_params(params) for eqn in jaxpr.eqns]
+    dots = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    in_float8 = [eqn for eqn in dots if str(eqn.invars[0].aval.dtype).startswith("float8")]
+    return in_float8[0] if in_float8 else None
+
+
 _GATHERING = {"device_put", "sharding_constraint", "optimization_barrier", "all_gather"}
 _REARRANGING = {
     *("reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate"),
@@ -205,7 +216,10 @@ def _save_all_but(shards: Iterable[Shard], chosen: Policy) -> Policy:
         is_named = primitive.name == "name" and params["name"] != INPUT
         if is_named and avals[0].shape in shapes:  # `checkpoint_name` of a weight
             return False
-        answer = chosen(primitive, *avals, **params)
+        if (dot := _float8_dot(primitive, params)) is None:
+            answer = chosen(primitive, *avals, **params)
+        else:
+            answer = chosen(dot.primitive, *[v.aval for v in dot.invars], **dot.params)
         if callable(answer):
             what = "the function makes a policy, and is none"
             fix = "call it: jax.checkpoint_policies.save_only_these_names('attention', ...)"

@@ -9,7 +9,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import LossScale, Precision
-from fsdp_jax.step.loss_scaling import after_step, loss_factor, start
+from fsdp_jax.step.loss_scaling import after_step, counts_as_skipped, loss_factor, start
 from fsdp_jax.train.config import CheckpointConfig
 from fsdp_jax.train.resume import Resuming
 from fsdp_jax.tree import flatten
@@ -151,6 +151,14 @@ def test_a_number_is_a_scale_that_stays():
     scale = start(scaling)
     for finite in (True, False):
         assert float(after_step(scaling, scale, np.bool_(finite))["scale"]) == 512
+
+
+@pytest.mark.parametrize(
+    ("scaling", "counts"),
+    [(LossScale(), 0), (LossScale(initial=1.0), 1), (LossScale(backoff=1.0), 1)],
+)
+def test_skipped_steps_count_where_the_scale_does_not_fall(scaling, counts):
+    assert int(counts_as_skipped(scaling, start(scaling))) == counts
 
 
 @pytest.mark.parametrize("precision", [Precision(), Precision(compute="bfloat16")])

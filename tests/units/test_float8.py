@@ -1,6 +1,7 @@
 """Float8: scales, casts and matmuls; what is gathered in it; which matmuls of a model run in it."""
 
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -22,6 +23,7 @@ from fsdp_jax.models.gpt import Block
 from fsdp_jax.planner import check_float8_matmuls, fake_devices, parse_topology
 from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
+from fsdp_jax.step.train_step import train_step
 from fsdp_jax.units import float8
 from fsdp_jax.units.collectives import FLOAT8, fetch
 
@@ -133,6 +135,18 @@ def test_kernels_are_gathered_again_in_the_backward_pass(remat, local_batch):
     assert {found[one, path] for path in kernels} == {4}
 
 
+@pytest.mark.parametrize("scan", [True, False])
+def test_policies_save_the_matmuls_in_float8_that_they_save_otherwise(scan):
+    counts = {}
+    for remat in ("none", "selective", "dots", "full"):
+        sharded = sharded_gpt(fsdp.Precision(**MATMUL), scan, remat=remat)
+        plan = sharded.make_train_step(next_token_loss).plan
+        tokens = {"tokens": jax.ShapeDtypeStruct((1, 8, 9), jnp.int32)}
+        step = jax.make_jaxpr(partial(train_step, plan))(sharded.abstract_state(), tokens)
+        counts[remat] = dots_in(step.jaxpr)[0]
+    assert counts["none"] == counts["selective"] == counts["dots"] < counts["full"]
+
+
 # Training
 
 CASES_OF_PAIRS = covering(
@@ -221,6 +235,9 @@ TAKEN = {
     "another dim": lambda w, x: jnp.tensordot(x, named(w)[None], ((1,), (1,)))[:, 0],
     "cast": lambda w, x: x.astype(BFLOAT16) @ named(w).astype(BFLOAT16),
     "jit": lambda w, x: jax.jit(jnp.dot)(x, named(w)),
+    "rearranged inside jit": lambda w, x: x @ jax.jit(jnp.transpose)(named(w)),
+    "named inside a checkpoint": lambda w, x: x @ jax.checkpoint(lambda w: named(w).T)(w),
+    "split": lambda w, x: x @ jnp.split(named(w), 2, 1)[0],
     "checkpoint": lambda w, x: jax.checkpoint(lambda w, x: x @ named(w))(w, x),
     "scan": lambda w, x: lax.scan(lambda c, w: (c @ named(w), None), x, w[None])[0],
     "scan over the rows": lambda w, x: scan_rows(named(w), x),
