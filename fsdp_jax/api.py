@@ -221,7 +221,7 @@ def fully_shard(
         for path, leaf in made.items()
     }
     trained = {path: leaf for path, leaf in stored.items() if path not in frozen_paths}
-    check_trained(trained)
+    check_trained(trained, dtypes)
     check_patterns(dtypes, adapter)
     float32 = float32_paths(adapter, dtypes)
     dims = {path: len(shape) - layer_dims.get(path, 0) for path, shape in shapes.items()}

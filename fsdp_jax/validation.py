@@ -161,8 +161,11 @@ def _check_global_batch(precision: Precision, prefetch: Prefetch, deferred: bool
             raise ValueError(message(what, where="make_train_step", fix=fix))
 
 
-def check_trained(params: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Checks that there are trained parameters, by path, and that their dtypes have gradients."""
+def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precision) -> None:
+    """Checks that there are trained parameters, by path, and that their dtypes have gradients.
+
+    With a scaled loss none may be in float16, in which gradients that are scaled back vanish.
+    """
     if not params:
         what = "nothing is trained: every parameter is frozen"
         fix = "patterns that match fewer: an empty one matches every path"
@@ -173,6 +176,10 @@ def check_trained(params: Mapping[str, jax.ShapeDtypeStruct]) -> None:
             fix = f"frozen=['{path}'] in fully_shard; or make it an nnx.Variable, not an nnx.Param"
             expected = "a float dtype"
             raise ValueError(message(what, where=path, expected=expected, got=leaf.dtype, fix=fix))
+        if precision.scaling is not None and leaf.dtype == jnp.float16:
+            what = "the optimizer would compute in float16, where gradients that are small vanish"
+            fix = 'param="float32"; the model made it in float16'
+            raise ValueError(message(what, where=path, got="param=None", fix=fix))
 
 
 def check_patterns(precision: Precision, model: Model) -> None:

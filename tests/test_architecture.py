@@ -16,7 +16,7 @@ PACKAGE = ROOT.name
 # A package or a top-level module imports only from the lines above its own.
 ORDER = [
     {"errors", "tree", "tables", "compat", "processes"},
-    {"hlo", "io", "sharding", "local_rows", "lora", "rounding"},
+    {"hlo", "io", "sharding", "local_rows", "lora"},
     {"models", "units", "optim"},
     {"prefetch"},
     {"step", "validation"},

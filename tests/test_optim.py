@@ -211,7 +211,11 @@ def test_moments_stay_float32_or_eight_bits_with_bfloat16_parameters():
 
 @pytest.mark.parametrize(
     ("arguments", "what"),
-    [({"moments": "int4"}, "unknown dtype 'int4'"), ({"block": 48}, "not a block")],
+    [
+        ({"moments": "int4"}, "unknown dtype 'int4'"),
+        ({"block": 48}, "not a block"),
+        ({"block": "64"}, "not a block"),
+    ],
 )
 def test_other_moments_are_refused(arguments, what):
     with pytest.raises(ValueError, match=what):

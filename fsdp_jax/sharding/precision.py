@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,12 +42,18 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            got = getattr(self, field.name)
+            if isinstance(got, bool) or not isinstance(got, int | float):
+                what, where = "not a number", f"precision.loss_scale.{field.name}"
+                raise ValueError(message(what, where=where, got=got))
+        largest = float(np.finfo(np.float32).max)
         limits = {
             "growth_interval": ("1 or more", self.growth_interval >= 1),
             "growth": ("1 or more", 1 <= self.growth < math.inf),
             "backoff": ("above 0 and at most 1", 0 < self.backoff <= 1),
             "minimum": ("above 0", self.minimum > 0),
-            "initial": ("finite, and at least `minimum`", self.minimum <= self.initial < math.inf),
+            "initial": ("at least `minimum`, a float32", self.minimum <= self.initial <= largest),
         }
         for name, (expected, holds) in limits.items():
             if not holds:

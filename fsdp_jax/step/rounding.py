@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fsdp_jax.rounding import Seed, path_seed, round_stochastically
+from fsdp_jax.sharding.rounding import Seed, path_seed, round_stochastically
 from fsdp_jax.tree import PyTree, map_with_path
 
 _ROUNDING = 2**32 - 2  # folded into the key of a step; microbatches count from 0

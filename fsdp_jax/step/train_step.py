@@ -35,10 +35,10 @@ from jax.sharding import PartitionSpec
 from fsdp_jax.errors import message
 from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
-from fsdp_jax.rounding import Seed
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.precision import LossScale
+from fsdp_jax.sharding.rounding import Seed
 from fsdp_jax.step import loss_scaling
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import OWN, averaged

@@ -183,8 +183,11 @@ def _float8_dot(primitive: Any, params: dict[str, Any]) -> jex.JaxprEqn | None:
         return None
     eqns = [eqn for jaxpr in jex.jaxprs_in_params(params) for eqn in jaxpr.eqns]
     dots = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
-    in_float8 = [eqn for eqn in dots if str(eqn.invars[0].aval.dtype).startswith("float8")]
-    return in_float8[0] if in_float8 else None
+    for eqn in dots:
+        left: Any = eqn.invars[0].aval
+        if str(left.dtype).startswith("float8"):
+            return eqn
+    return None
 
 
 _GATHERING = {"device_put", "sharding_constraint", "optimization_barrier", "all_gather"}

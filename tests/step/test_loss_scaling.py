@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore
@@ -175,6 +176,7 @@ def test_other_dtypes_are_not_scaled(precision):
         (lambda: LossScale(initial=0.5), r"loss_scale\.initial"),
         (lambda: LossScale(growth_interval=0), r"loss_scale\.growth_interval"),
         (lambda: Precision(loss_scale=-1.0), r"loss_scale\n  expected: above 0"),
+        (lambda: LossScale(initial=1e300), r"loss_scale\.initial"),
         (lambda: LossScale(minimum=0.0), r"loss_scale\.minimum"),
         (lambda: Precision(loss_scale="dynamic"), r"not a loss scale"),
         (lambda: Precision(param="float16"), r"precision\.param"),
@@ -204,3 +206,17 @@ def test_optimizers_see_gradients_that_are_not_scaled():
     state, metrics = sharded.make_train_step(CASE.loss)(state, CASE.batch(0))
     moved = [np.sum((before[path] - x) ** 2) for path, x in by_path(state.params).items()]
     np.testing.assert_allclose(np.sqrt(sum(moved)), float(metrics["grad_norm"]), rtol=1e-3)
+
+
+def test_parameters_that_the_model_makes_in_float16_are_refused():
+    def make_model(rngs):
+        return nnx.Linear(8, 8, param_dtype="float16", rngs=rngs)
+
+    with pytest.raises(ValueError, match=r"float16(?s:.*)kernel|bias(?s:.*)param="):
+        fsdp.fully_shard(
+            make_model,
+            optax.adam(1e-3),
+            make_mesh(8),
+            units="model",
+            precision=Precision(param=None, compute="float16"),
+        )

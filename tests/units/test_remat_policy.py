@@ -307,6 +307,7 @@ def test_a_policy_that_cannot_be_is_refused(remat, scan, text):
     [
         ({"every": 0}, "k a whole number"),
         ({"save": "attention"}, r'RematPolicy\(save=\("attention",\)\)'),
+        ({"save": None}, "no names of activations"),
         ({"policy": "none", "every": 2}, "recomputes no unit"),
         ({"policy": "fulll"}, r"remat.policy\n.*did you mean 'full'"),
         ({"policy": jax.checkpoint}, "not a policy of rematerialization"),
