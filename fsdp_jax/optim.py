@@ -6,10 +6,11 @@ a parameter with a small gradient moves as far as others: the first moment is `s
 the second `scale * (c / 255)^4`, and never zero where it was not, since the update divides by it.
 Linear codes of the second moment, those near zero rounded to it, make updates 268 times too large.
 
-[Note: rounding] Moments are rounded stochastically, see `sharding.rounding`; the seed is the count. Rounded
-to nearest, they stay where a step changes them by less than half of the distance of two numbers:
-with b2 = 0.999 the second moment never falls, and updates become too small by as much as gradients
-become smaller; the first moment of a parameter that gets no more gradients never vanishes.
+[Note: rounding] Moments are rounded stochastically (`sharding.rounding`); the seed is the count.
+Rounded to nearest, they stay where a step changes them by less than half of the distance of two
+numbers: with b2 = 0.999 the second moment never falls, and updates become too small by as much as
+gradients become smaller; the first moment of a parameter that gets no more gradients never
+vanishes.
 
 [Note: blocks and shards] Codes are sharded as their parameter. Blocks lie along a dim that is not
 likely sharded, one of the last two, so that a block is on one device whatever the number of them.
