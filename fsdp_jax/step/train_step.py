@@ -44,7 +44,8 @@ from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.rounding import apply_updates, step_seed
 from fsdp_jax.step.state import LOSS_SCALE, TrainState
-from fsdp_jax.step.streaming import Arrays, StreamReport, streamed
+from fsdp_jax.step.streaming import StreamReport, streamed
+from fsdp_jax.step.traced_update import Arrays
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model, along_one
