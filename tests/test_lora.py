@@ -291,6 +291,10 @@ def test_lora_trains_as_one_device_does(scan, prefetch):
         ),
         ("shard_grad_op", {"step": {"accumulation": 4}}),
         ("zero1", {"units": ("Linear",)}),
+        (
+            "hybrid_shard",
+            {"offload": fsdp.Offload(params=True, optimizer=True, group_bytes=256)},
+        ),
     ],
 )
 def test_lora_trains_as_one_device_does_with_other_strategies(strategy, settings):

@@ -5,6 +5,7 @@ the format.
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,6 +65,15 @@ def test_imported_and_exported_weights_are_bitwise_equal(tmp_path, name, scan_la
         flatten(import_weights(tmp_path / "out", target_of(name, scan_layers=scan_layers), again)),
         {path: np.asarray(leaf) for path, leaf in flatten(params).items()},
     )
+
+
+def test_weights_in_host_memory_are_exported(tmp_path):
+    config, params, tensors = imported(next(iter(FAMILIES)), tmp_path / "in")
+    on_host = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), params
+    )
+    export_weights(from_arrays(on_host), config, tmp_path / "out")
+    assert_bits(read(tmp_path / "out"), tensors)
 
 
 @pytest.mark.parametrize("uses_host_memory", [True, False])
