@@ -1,5 +1,7 @@
 """State in host memory: updated in groups, to the bits that it has without offload."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,10 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import CASES, covering, make_model, optimizer
+from reference import CASES, covering, gpt, make_model, optimizer
 
 import fsdp_jax as fsdp
+from fsdp_jax import optim
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.sharding.offload import HOST
 from fsdp_jax.tree import flatten
@@ -152,6 +155,24 @@ def test_a_jit_inside_the_optimizer_joins_no_parameters():
     assert reports[0] == reports[1]
     assert reports[0].groups > 1
     assert "blocks/mlp/up/kernel" not in reports[0].moved_whole
+
+
+def test_moments_in_8_bits_are_streamed_to_the_same_bits():
+    """Parameters of fewer than 4096 elements keep float32 moments: these are larger."""
+    case = dataclasses.replace(CASES["nnx-gpt-scanned"], model=gpt(True, width=64))
+    runs = []
+    for offload in (None, fsdp.Offload(params=True, optimizer=True, group_bytes=2048)):
+        sharded = fsdp.fully_shard(
+            make_model(case), optim.adamw(1e-3, moments="int8"), fsdp.make_mesh(data=8),
+            units=case.units, min_size=16, offload=offload,
+            precision=fsdp.Precision("bfloat16", "bfloat16", stochastic_rounding=True),
+        )  # fmt: skip
+        step, state = sharded.make_train_step(case.loss), sharded.init(0)
+        for number in range(2):
+            state, _ = step(state, case.batch(number))
+        runs.append(arrays((state.params, state.opt_state)))
+    assert {x.dtype.name for x in jax.tree.leaves(state.opt_state)} >= {"int8", "uint8"}
+    check_equal(runs[1], runs[0])
 
 
 def test_rows_that_depend_on_one_another_are_moved_whole():
