@@ -157,6 +157,7 @@ def test_a_jit_inside_the_optimizer_joins_no_parameters():
     assert "blocks/mlp/up/kernel" not in reports[0].moved_whole
 
 
+@pytest.mark.long
 def test_moments_in_8_bits_are_streamed_to_the_same_bits():
     """Parameters of fewer than 4096 elements keep float32 moments: these are larger."""
     case = dataclasses.replace(CASES["nnx-gpt-scanned"], model=gpt(True, width=64))
