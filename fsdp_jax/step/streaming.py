@@ -54,7 +54,7 @@ class StreamReport:
         if not self.groups:
             return "no state is streamed from host memory"
         text = f"state streamed from host memory in {self.groups} groups, "
-        text += f"at most {human_bytes(self.staging_bytes)} of them on each device at once"
+        text += f"which take at most {human_bytes(self.staging_bytes)} of each device's memory"
         if self.moved_whole:
             largest = max(self.moved_whole, key=lambda path: self.moved_whole[path])
             text += f"; the largest that is moved whole is '{largest}', "
