@@ -317,6 +317,11 @@ def _is_hopeless(settings: StepSettings, known: Candidate) -> bool:
     # accumulated gradients take memory of their own
     if (settings.accumulation == 1) != (other.accumulation == 1):
         return False
+    # with offload the other may fit, and a step that recomputes less would be faster
+    saved = max(_most_saved(known.plan, offload) for offload in OFFLOADS)
+    least = known.plan.peak_bytes - saved
+    if settings.remat != other.remat and least <= MARGIN * known.plan.usable_bytes:
+        return False
     return (
         settings.accumulation <= other.accumulation
         and REMATS.index(settings.remat) >= REMATS.index(other.remat)
