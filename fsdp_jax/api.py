@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.io.array_specs import describe
 from fsdp_jax.optim import in_float32
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import Layout, make_layout
@@ -34,18 +35,20 @@ from fsdp_jax.sharding.rules import (
     stacked_dims,
 )
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
-from fsdp_jax.step import loss_scaling
 from fsdp_jax.step.automatic_units import call_by_units, warn_whole_model
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
+from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.state import (
+    OPTIONAL,
     TrainState,
     abstract_rest,
     abstract_state,
     check_given,
     init_state,
     make_copies,
+    start_optional,
     state_shardings,
 )
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
@@ -101,6 +104,7 @@ def fully_shard(
     remat: Remat = "none",
     prefetch: Prefetch = "none",
     offload: Offload | None = None,
+    loss_spikes: LossSpikes | None = None,
     rules: Sequence[Rule] = (),
     logical_axes: LogicalAxes | None = None,
     min_size: int = MIN_SIZE,
@@ -155,6 +159,8 @@ def fully_shard(
             for one more unit in memory; `post` gathers in the backward pass, after one has
             computed; `none` leaves it to XLA.
         offload: what is kept in host memory while it is not used; nothing by default.
+        loss_spikes: how spikes of the loss are detected, for which the state keeps recent losses;
+            None does not.
 
     Raises:
         ValueError: arguments that do not fit, with the path, what was expected, what was found, and
@@ -241,7 +247,7 @@ def fully_shard(
     layout = make_layout(
         unflatten(stored),
         placements,
-        abstract_rest(adapter, unflatten(copies), dtypes.scaling),
+        abstract_rest(adapter, unflatten(copies), dtypes.scaling, loss_spikes),
         optimizer,
         mesh_and_axes,
         resolved,
@@ -266,6 +272,7 @@ def fully_shard(
         remat=remat,
         prefetch=prefetch,
         offload=offload,
+        loss_spikes=loss_spikes,
         rules=rules,
         logical_axes=logical_axes,
         min_size=min_size,
@@ -281,6 +288,7 @@ def fully_shard(
         remat,
         prefetch,
         offloaded,
+        loss_spikes,
         owners,
         activations,
         automatic and found,
@@ -316,6 +324,7 @@ class Sharded:
     remat: Remat
     prefetch: Prefetch
     offload: Offload
+    loss_spikes: LossSpikes | None
     units: dict[str, str | None] = field(repr=False)
     _activations: dict[str, Activations] = field(repr=False)
     _automatic: bool = field(repr=False)
@@ -400,7 +409,13 @@ class Sharded:
         seed_or_data = as_seed(seed)
         with self.layout.axes.ambient():
             return init_state(
-                self._model, self._tx, self.layout, seed_or_data, given, self.precision.scaling
+                self._model,
+                self._tx,
+                self.layout,
+                seed_or_data,
+                given,
+                self.precision.scaling,
+                self.loss_spikes,
             )
 
     def abstract_state(self) -> TrainState:
@@ -422,19 +437,24 @@ class Sharded:
     def from_checkpoint(self, saved: TrainState) -> TrainState:
         """Returns the full state for what was restored into `checkpoint_target`.
 
-        A loss scale that this run has not is left out, and one that the checkpoint has not starts
-        anew.
+        A loss scale and recent losses that this run has not are left out; those that the checkpoint
+        has not, or for a window of another size, start anew.
         """
         scaling, shardings = self.precision.scaling, self.state_shardings()
         make = jax.jit(
-            lambda params: (make_copies(self.layout, params), loss_scaling.start(scaling)),
-            out_shardings=(shardings.copies, shardings.loss_scale),
+            lambda params: (
+                make_copies(self.layout, params),
+                start_optional(scaling, self.loss_spikes),
+            ),
+            out_shardings=(shardings.copies, {name: getattr(shardings, name) for name in OPTIONAL}),
         )
         with self.layout.axes.ambient():
-            copies, scale = make(saved.params)
-        if bool(saved.loss_scale) == bool(scale):
-            scale = saved.loss_scale
-        return replace(saved, copies=copies, loss_scale=scale)
+            copies, optional = make(saved.params)
+        for name, started in optional.items():
+            kept = getattr(saved, name)
+            if jax.tree.map(describe, started) == jax.tree.map(describe, kept):
+                optional[name] = kept
+        return replace(saved, copies=copies, **optional)
 
     def make_train_step(
         self,
@@ -462,8 +482,8 @@ class Sharded:
                 `fsdp_jax.testing.certify` checks a loss. Without the promise the loss sees the
                 global batch, as on one device, and XLA inserts the collectives.
             clip: largest global norm of the gradient.
-            abort_after: raise after so many steps in a row whose loss or gradients were not finite;
-                None never does.
+            abort_after: raise after so many skipped steps in a row, whose loss, gradients or new
+                state were not finite; None never does.
 
         Metrics of your own, a dict of name -> value, nested or not, are returned in `metrics`
         beside the step's, in float32. They follow the convention of the loss: a value is a sum
@@ -561,6 +581,7 @@ class Sharded:
             deferred=deferred,
             clip=clip,
             scaling=self.precision.scaling,
+            spikes=self.loss_spikes,
             stochastic_rounding=self.precision.stochastic_rounding,
             prefetch=self.prefetch if local_batch else "none",
             local_batch=local_batch,

@@ -1,8 +1,10 @@
 """A training state as named arrays, and back: a checkpoint stores a flat `path -> array`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import message
@@ -62,6 +64,26 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         },
     }
     return arrays, record
+
+
+def not_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
+    """Returns the names of arrays with a value that is infinite or NaN; waits for them.
+
+    Every process of an array's devices must call this.
+    """
+    floating = {
+        name: array
+        for name, array in arrays.items()
+        if jnp.issubdtype(array.dtype, jnp.inexact) and array.size
+    }
+    finite = {name: _is_finite(array) for name, array in floating.items()}
+    return [name for name, each in finite.items() if not each]
+
+
+@jax.jit
+def _is_finite(array: jax.Array) -> jax.Array:
+    # Computed on the device, of arrays in host memory too.
+    return jnp.all(jnp.isfinite(jax.device_put(array, jax.memory.Space.Device)))
 
 
 def stored_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -20,7 +20,7 @@ from typing import Any, Self
 import jax
 from orbax.checkpoint import v1 as orbax
 
-from fsdp_jax.checkpoint.arrays import from_stored, leaves_of, stored_spec, to_arrays
+from fsdp_jax.checkpoint.arrays import from_stored, leaves_of, not_finite, stored_spec, to_arrays
 from fsdp_jax.checkpoint.manifest import (
     Checked,
     Json,
@@ -107,7 +107,16 @@ class CheckpointStore:
 
     # Saving
 
-    def save(self, step: int, state: PyTree, *, data: Json, metadata: Json) -> float:
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        *,
+        data: Json,
+        metadata: Json,
+        finite: bool | None = None,
+        delete_older: bool = True,
+    ) -> float:
         """Saves state, data position and metadata as `directory/STEP/`; returns blocked seconds.
 
         Args:
@@ -115,6 +124,9 @@ class CheckpointStore:
             state: any pytree of sharded jax.Arrays, typed PRNG keys among them.
             data: position of the global batch; equal in every process, process 0's is saved.
             metadata: as `data`, comes back as JSON gives it (tuples as lists).
+            finite: whether the state is finite, for the record; None looks at every value. The
+                newest step that was finite is never deleted.
+            delete_older: whether steps that need not be kept are deleted; by a later save if not.
 
         Waits for the save before this one.
 
@@ -149,13 +161,14 @@ class CheckpointStore:
             raise error or CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))
 
         # Copy to the host; write in the background.
+        record["finite"] = not not_finite(arrays) if finite is None else finite
         log.info("saving %d", step)
         try:
             with self._context:
                 response = orbax.save_async(_beside(path, UNSEALED), arrays)
         except Exception as error:
             raise _failure(NOT_WRITTEN, path, error) from error
-        self._pending = self._worker.submit(self._finish, step, record, response)
+        self._pending = self._worker.submit(self._finish, step, record, response, delete_older)
         if not self.asynchronous:
             self.wait()
         return time.perf_counter() - started
@@ -326,7 +339,7 @@ class CheckpointStore:
 
     # The background thread
 
-    def _finish(self, step: int, record: Json, response: Any) -> None:
+    def _finish(self, step: int, record: Json, response: Any, delete_older: bool) -> None:
         """Waits for orbax to write, renames the step into place, and deletes old steps."""
         path = self.path(step)
         try:
@@ -339,8 +352,8 @@ class CheckpointStore:
                 self._exchange(path).joinpath(f"failed-{jax.process_index()}").touch()
             raise _failure(NOT_WRITTEN, path, error) from error
         log.info("saved %d", step)
-        if jax.process_index() == 0:
-            for old in self._expired(step):
+        if jax.process_index() == 0 and delete_older:
+            for old in self._expired(step, finite=record["finite"]):
                 self._delete(old)
 
     def _seal(self, path: Path, record: Json) -> None:
@@ -391,13 +404,25 @@ class CheckpointStore:
                 raise TimeoutError(f"waited for {what}; {', '.join(failures) or 'in vain'}")
             time.sleep(0.05)
 
-    def _expired(self, step: int) -> list[int]:
+    def _expired(self, step: int, *, finite: bool) -> list[int]:
         """Returns the steps that `keep` and `keep_every` do not keep, after a save of `step`.
 
-        Later steps do not count: a run that went further was resumed from before its end.
+        Later steps do not count: a run that went further was resumed from before its end. Where the
+        saved state was not `finite`, the newest step that was is kept too.
         """
-        older = [other for other in self.steps() if other <= step][: -self.keep]
+        steps = [other for other in self.steps() if other <= step]
+        older = steps[: -self.keep]
+        if not finite:
+            good = [other for other in steps if self._was_finite(other)]
+            older = [old for old in older if old not in good[-1:]]
         return [old for old in older if self.keep_every is None or old % self.keep_every]
+
+    def _was_finite(self, step: int) -> bool:
+        """Returns whether a step is known to be finite; those of earlier releases do not say."""
+        try:
+            return read_manifest(self.path(step)).get("finite") is not False
+        except DamageError:
+            return False
 
     def _delete(self, step: int) -> None:
         log.info("deleting %d", step)

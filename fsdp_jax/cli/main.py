@@ -85,8 +85,10 @@ def _exit_code(error: Exception) -> int:
 
 def _block(error: Exception) -> str:
     from fsdp_jax.step.compiled_step import NonFiniteError
+    from fsdp_jax.step.loss_spikes import LossSpikeError
 
-    if isinstance(error, ConfigError | FitError | CheckpointError | NonFiniteError):
+    told = ConfigError | FitError | CheckpointError | NonFiniteError | LossSpikeError
+    if isinstance(error, told):
         return f"error: {error}"
     first = str(error).strip() or "no message"
     what = f"error: {type(error).__name__}: {first}"

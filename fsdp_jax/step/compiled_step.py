@@ -20,7 +20,7 @@ from fsdp_jax.step.automatic_units import check_traced, trace_by_units
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
 from fsdp_jax.step.state import TrainState
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.step.train_step import STATE_FINITE, StepPlan
 from fsdp_jax.step.xla_options import (
     compile_overlapped,
     offload_options,
@@ -33,7 +33,7 @@ _LAG = 2
 
 
 class NonFiniteError(FloatingPointError):
-    """Too many steps in a row whose loss or gradients were not finite; none was applied."""
+    """Too many steps in a row were skipped, or the state itself is not finite any more."""
 
 
 class CompiledStep:
@@ -141,7 +141,7 @@ class CompiledStep:
             ValueError: a batch or state of another signature than the first call's; the leaf that
                 changed is named.
             NonFiniteError: `abort_after` steps in a row were skipped; the state that was passed is
-                still valid.
+                still valid. Or state in host memory is not finite after an update.
 
         """
         placed = self.put(batch)
@@ -158,25 +158,32 @@ class CompiledStep:
             self._compiled = self.compile(placed)
         # Before the state is donated: whoever catches the error still has it.
         while len(self._in_flight) >= _LAG:
-            self._abort_if(int(self._in_flight.popleft()))
+            self._abort_if(*self._in_flight.popleft())
         out = self._compiled(state, placed)
         if not isinstance(out[0], TrainState):  # of an evaluation
             return as_ambient(out)
         new, metrics = out
-        if self._abort_after is not None:
-            self._in_flight.append(metrics["skipped_in_a_row"])
+        self._in_flight.append((metrics["skipped_in_a_row"], metrics.get(STATE_FINITE)))
         return new, as_ambient(metrics)
 
     def finish(self) -> None:
         """Reads the counters still in flight; call it after the last step."""
         while self._in_flight:
-            self._abort_if(int(self._in_flight.popleft()))
+            self._abort_if(*self._in_flight.popleft())
 
-    def _abort_if(self, in_a_row: int) -> None:
-        if self._abort_after is None or in_a_row < self._abort_after:
+    def _abort_if(self, in_a_row: jax.Array, state_finite: jax.Array | None) -> None:
+        if state_finite is not None and not int(state_finite):
+            self._in_flight.clear()
+            what = "an update made the state that is kept in host memory infinite or NaN"
+            fix = "resume from the last checkpoint, with a lower learning rate"
+            raise NonFiniteError(message(what, where="step", fix=fix))
+        if self._abort_after is None or int(in_a_row) < self._abort_after:
             return
         self._in_flight.clear()
-        what = f"{in_a_row} steps in a row were not finite and not applied"
+        what = f"{int(in_a_row)} steps in a row were skipped: their loss, gradients or new state "
+        what += "were not finite"
+        if self.plan.spikes is not None and self.plan.spikes.skip:
+            what += ", or the loss was a spike"
         fix = "lower the learning rate, look at the data, or clip; a count of 0 (metrics['count']) "
         fix += "is not finite either; the parameters are those before the first of them"
         raise NonFiniteError(message(what, where="step", fix=fix))

@@ -12,12 +12,15 @@ import optax
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.precision import LossScale
-from fsdp_jax.step import loss_scaling
+from fsdp_jax.step import loss_scaling, loss_spikes
+from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.model import Model
 
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
 LOSS_SCALE = "loss_scale"  # the field of `TrainState`, and the metric
+RECENT_LOSSES = "recent_losses"
+OPTIONAL = (LOSS_SCALE, RECENT_LOSSES)  # fields that are empty unless they are asked for
 
 
 @jax.tree_util.register_dataclass
@@ -34,10 +37,13 @@ class TrainState:
         opt_state: of the optax transformation, for the trained parameters.
         model_state: the model's other state: batch statistics, random streams.
         rng: the key from which the keys of all steps are derived.
-        skipped: int32, steps whose loss or gradients were not finite.
+        skipped: int32, steps that were skipped: their loss, gradients or the state that they would
+            have made were not finite, or the loss was a spike and these are skipped.
         skipped_in_a_row: int32, how many of the last steps were skipped without a good one between;
             with loss scaling, of those at its smallest scale.
         loss_scale: `scale`, float32, and `good_steps`, int32, where the loss is scaled; else empty.
+        recent_losses: `losses`, float32 [window], and `count`, int32, where spikes of the loss are
+            detected; else empty.
 
     """
 
@@ -50,22 +56,34 @@ class TrainState:
     skipped: Any
     skipped_in_a_row: Any
     loss_scale: PyTree = field(default_factory=dict)
+    recent_losses: PyTree = field(default_factory=dict)
 
 
-def abstract_rest(model: Model, copies: PyTree, scaling: LossScale | None = None) -> PyTree:
+def start_optional(scaling: LossScale | None, spikes: LossSpikes | None) -> dict[str, PyTree]:
+    """Returns the optional fields of a new state: of the loss scale, and of spikes of the loss."""
+    return {LOSS_SCALE: loss_scaling.start(scaling), RECENT_LOSSES: loss_spikes.start(spikes)}
+
+
+def abstract_rest(
+    model: Model,
+    copies: PyTree,
+    scaling: LossScale | None = None,
+    spikes: LossSpikes | None = None,
+) -> PyTree:
     """Returns shapes of all that is neither parameter nor optimizer state.
 
     Args:
         model: the adapter.
         copies: of the parameters that have a copy.
         scaling: of the loss, if it is scaled.
+        spikes: of the loss, if they are detected.
 
     """
     counters = {name: jax.ShapeDtypeStruct((), jnp.int32) for name in COUNTERS}
     key = jax.eval_shape(lambda: jax.random.key(0))
-    scale = jax.eval_shape(lambda: loss_scaling.start(scaling))
-    rest = {"rng": key, "model_state": model.rest, COPIES: copies, LOSS_SCALE: scale}
-    return {**counters, **rest}
+    optional = jax.eval_shape(lambda: start_optional(scaling, spikes))
+    rest = {"rng": key, "model_state": model.rest, COPIES: copies}
+    return {**counters, **rest, **optional}
 
 
 def state_like(layout: Layout, leaf_to: Any) -> TrainState:
@@ -137,6 +155,7 @@ def init_state(
     seed: Any,
     given: Mapping[str, jax.Array],
     scaling: LossScale | None = None,
+    spikes: LossSpikes | None = None,
 ) -> TrainState:
     """Returns a state whose every array is created on the devices that hold it, never unsharded.
 
@@ -150,6 +169,7 @@ def init_state(
         seed: of the random numbers: an integer, or the data of a key, uint32.
         given: path -> parameter to use as it is; the others are drawn.
         scaling: of the loss, if it is scaled.
+        spikes: of the loss, if they are detected.
 
     """
     shardings = state_shardings(layout)
@@ -178,9 +198,9 @@ def init_state(
     # Inside jit each counter has a buffer of its own, as donation needs.
     def key_and_counters(key: jax.Array) -> dict[str, Any]:
         counters = {name: jnp.zeros((), jnp.int32) for name in COUNTERS}
-        return {"rng": key, LOSS_SCALE: loss_scaling.start(scaling), **counters}
+        return {"rng": key, **start_optional(scaling, spikes), **counters}
 
-    names = ("rng", LOSS_SCALE, *COUNTERS)
+    names = ("rng", *OPTIONAL, *COUNTERS)
     counter_shardings = {name: getattr(shardings, name) for name in names}
     counters = jax.jit(key_and_counters, out_shardings=counter_shardings)(run_key)
     return TrainState(

@@ -31,6 +31,7 @@ from fsdp_jax.errors import human_bytes, message
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.step.traced_update import Arrays, TracedUpdate, Update, is_by_rows
+from fsdp_jax.tree import PyTree
 
 
 @dataclass
@@ -62,6 +63,19 @@ class StreamReport:
         return text
 
 
+def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
+    """Returns whether every number that was finite still is, bool [].
+
+    What was not finite before may stay so: a mask of -inf, a best loss that starts at infinity.
+    """
+    spoiled = [
+        jnp.any(jnp.isfinite(before) & ~jnp.isfinite(after))
+        for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+        if jnp.issubdtype(after.dtype, jnp.inexact)
+    ]
+    return ~jnp.any(jnp.stack(spoiled)) if spoiled else jnp.bool_(True)
+
+
 def streamed(
     update: Update,
     state: Arrays,
@@ -70,8 +84,10 @@ def streamed(
     leaves: Mapping[str, Leaf],
     offload: Offload,
     report: StreamReport,
-) -> Arrays:
-    """Returns `update(state, gradients, scalars)`; arrays in host memory are updated in groups.
+) -> tuple[Arrays, jax.Array]:
+    """Returns `update(state, gradients, scalars)`, and whether what was finite still is.
+
+    Arrays in host memory are updated in groups.
 
     Args:
         update: a pure function, which sees all arrays in device memory.
@@ -93,6 +109,7 @@ def streamed(
     in_groups = {name for part in parts for name in part.names}
     beside = [name for name in traced.outputs if name not in in_groups]
     new = traced.run(beside, env, state, gradients)
+    finite = stays_finite(_of(state, beside), new)
     # The others in loops over layers, or whole.
     by_layers: dict[int, list[_Part]] = {}
     for part in parts:
@@ -101,9 +118,11 @@ def streamed(
     for stack in stacks[::-1]:
         buffers = {name: state[name] for part in stack.parts for name in part.names}
         run = stack.run if stack.length > 1 else stack.run_whole
-        new |= run(buffers, gradients)
+        updated, stack_finite = run(buffers, gradients)
+        new |= updated
+        finite &= stack_finite
     _fill(report, stacks, offload)
-    return new
+    return new, finite
 
 
 def _fill(report: StreamReport, stacks: Sequence["_Stack"], offload: Offload) -> None:
@@ -292,9 +311,10 @@ class _Stack:
         """Iterations of the loop."""
         return self.layers // self.rows
 
-    def run_whole(self, buffers: Arrays, gradients: Arrays) -> Arrays:
-        """Returns the new arrays, each updated whole."""
+    def run_whole(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
+        """Returns the new arrays, each updated whole, and whether they stay finite."""
         new: Arrays = {}
+        finite = jnp.bool_(True)
         updated: list[Arrays] = []
         for number, names in enumerate(self.names):
             inputs = {name: buffers[name] for name in names}
@@ -303,12 +323,13 @@ class _Stack:
                 inputs, _ = lax.optimization_barrier((inputs, waits_for))
             on_device = {name: self._to_device(name, x) for name, x in inputs.items()}
             values = self.traced.run(names, self.env, on_device, gradients)
+            finite &= self._stay_finite(on_device, values)
             updated.append(values)
             new |= {name: self._to_host(name, x) for name, x in values.items()}
-        return new
+        return new, finite
 
-    def run(self, buffers: Arrays, gradients: Arrays) -> Arrays:
-        """Returns the new arrays, updated `rows` layers at a time."""
+    def run(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
+        """Returns the new arrays, updated `rows` layers at a time; whether they stay finite."""
         sliced = self.sliced
         assert sliced is not None, "the loop has more than one iteration"
         env = self.traced.translated(self.env, sliced)
@@ -321,8 +342,8 @@ class _Stack:
                 for name in groups[group]
             }
 
-        def iteration(carry: tuple[Arrays, list[Arrays]], index: Any) -> Any:
-            buffers, fetched = carry
+        def iteration(carry: tuple[Arrays, list[Arrays], jax.Array], index: Any) -> Any:
+            buffers, fetched, finite = carry
             for number, names in enumerate(groups):
                 next_group, next_layer = (number + ahead) % len(groups), index
                 if number + ahead >= len(groups):
@@ -332,6 +353,7 @@ class _Stack:
                     name: self._rows_of(g, index) for name, g in _of(gradients, names).items()
                 }
                 values = sliced.run(names, env, fetched[0], slices)
+                finite &= self._stay_finite(fetched[0], values)
                 # The next fetch waits for this update.
                 index, values = lax.optimization_barrier((index, values))
                 buffers = buffers | {
@@ -339,11 +361,17 @@ class _Stack:
                     for name, x in values.items()
                 }
                 fetched = fetched[1:]
-            return (buffers, fetched), None
+            return (buffers, fetched, finite), None
 
-        start = buffers, [fetch(buffers, group, 0) for group in range(ahead)]
-        (buffers, _), _ = lax.scan(iteration, start, jnp.arange(self.length))
-        return buffers
+        ahead_of_all = [fetch(buffers, group, 0) for group in range(ahead)]
+        start = buffers, ahead_of_all, jnp.bool_(True)
+        (buffers, _, finite), _ = lax.scan(iteration, start, jnp.arange(self.length))
+        return buffers, finite
+
+    def _stay_finite(self, old: Arrays, new: Arrays) -> jax.Array:
+        """Returns whether what was finite still is; copies follow their parameters."""
+        names = [name for name in new if self.traced.leaves[name].part != "other"]
+        return stays_finite(_of(old, names), _of(new, names))
 
     def _rows_of(self, array: jax.Array, index: Any) -> jax.Array:
         return lax.dynamic_slice_in_dim(array, index * self.rows, self.rows, 0)
@@ -363,5 +391,5 @@ class _Stack:
         return jax.device_put(array, jax.memory.Space.Host) if on_host else array
 
 
-def _of(gradients: Arrays, names: Sequence[str]) -> Arrays:
-    return {name: gradients[name] for name in names if name in gradients}
+def _of(arrays: Arrays, names: Sequence[str]) -> Arrays:
+    return {name: arrays[name] for name in names if name in arrays}

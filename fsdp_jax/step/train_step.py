@@ -39,12 +39,13 @@ from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.sharding.rounding import Seed
-from fsdp_jax.step import loss_scaling
+from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import OWN, averaged
+from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.rounding import apply_updates, step_seed
 from fsdp_jax.step.state import LOSS_SCALE, TrainState
-from fsdp_jax.step.streaming import StreamReport, streamed
+from fsdp_jax.step.streaming import StreamReport, stays_finite, streamed
 from fsdp_jax.step.traced_update import Arrays
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
@@ -53,6 +54,7 @@ from fsdp_jax.units.remat import SAVED, Activations
 from fsdp_jax.units.unit import ROOT, Shard, UnitError, run_unit
 
 _EVALUATION = 2**32 - 1  # folded into the key of the run; steps count from 0
+LOSS_Z_SCORE, STATE_FINITE = "loss_z_score", "state_finite"  # metrics that only some steps have
 _LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
 
 
@@ -74,6 +76,7 @@ class StepPlan:
         deferred: whether gradients are reduced once, after the last microbatch.
         clip: largest global norm of the gradient; None does not clip.
         scaling: how the loss is scaled; None does not scale.
+        spikes: how spikes of the loss are detected; None does not.
         stochastic_rounding: updated parameters are rounded at random; `tx` computes in float32.
         prefetch: when the next unit is gathered.
         offload: what is kept in host memory.
@@ -98,6 +101,7 @@ class StepPlan:
     deferred: bool = False
     clip: float | None = None
     scaling: LossScale | None = None
+    spikes: LossSpikes | None = None
     stochastic_rounding: bool = False
     prefetch: Prefetch = "none"
     offload: Offload = NO_OFFLOAD
@@ -123,9 +127,10 @@ def train_step(
     """Returns (state after one optimizer step, metrics).
 
     Metrics, all float32 or int32 scalars: loss (sum / count), grad_norm (before clipping), count,
-    skipped, skipped_in_a_row; loss_scale (that of this step) where there is one; and those of the
-    loss, float32, see `step.loss`. Where the loss or gradients are not finite, only the counters
-    and the scale of the state change.
+    skipped, skipped_in_a_row; loss_scale (that of this step) where there is one; loss_z_score where
+    spikes are detected; state_finite where the state is in host memory; and those of the loss,
+    float32, see `step.loss`. Where the loss, the gradients or the new state are not finite, the
+    step is skipped: only the counters, the scale and the recent losses of the state change.
 
     Args:
         plan: of the step.
@@ -146,20 +151,42 @@ def train_step(
     gradients = jax.tree.map(  # scaled in float32
         lambda g: (g * (clip / divisor)).astype(g.dtype), gradients
     )
-    # Skip the step where its loss or gradients are not finite.
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    params, copies, opt_state = _update(plan, state, gradients, loss, finite)
-    model_state = _if(finite, model_state, state.model_state)
-    skipped = state.skipped + jnp.where(finite, 0, 1)
+    # Skip the step where its loss, its gradients or the new state are not finite, or on a spike.
+    own: dict[str, jax.Array] = {}
+    recent = state.recent_losses
+    applied = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    if plan.spikes is not None:
+        own[LOSS_Z_SCORE] = loss_spikes.z_score(recent, loss)
+        recent = loss_spikes.after_step(recent, loss)
+        if plan.spikes.skip:
+            applied = finite & (own[LOSS_Z_SCORE] <= plan.spikes.threshold)
+    applied &= stays_finite(state.model_state, model_state)
+    params, copies, opt_state, applied, sound = _update(plan, state, gradients, loss, applied)
+    if plan.offload.state:
+        own[STATE_FINITE] = sound.astype(jnp.int32)
+    model_state = _if(applied, model_state, state.model_state)
+    # Count.
+    skipped = state.skipped + jnp.where(applied, 0, 1)
     counts = loss_scaling.counts_as_skipped(plan.scaling, state.loss_scale)
-    in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + counts)
-    own = dict(zip(OWN, (loss, norm, count, skipped, in_a_row), strict=True))
+    # The scale falls only where the gradients were not finite; other skips count at any scale.
+    counts = jnp.where(finite, 1, counts)
+    in_a_row = jnp.where(applied, 0, state.skipped_in_a_row + counts)
+    own |= dict(zip(OWN, (loss, norm, count, skipped, in_a_row), strict=True))
     scale = state.loss_scale
     if plan.scaling is not None:
         own[LOSS_SCALE] = scale["scale"]
         scale = loss_scaling.after_step(plan.scaling, scale, finite)
     new = TrainState(
-        state.step + 1, params, copies, opt_state, model_state, state.rng, skipped, in_a_row, scale
+        step=state.step + 1,
+        params=params,
+        copies=copies,
+        opt_state=opt_state,
+        model_state=model_state,
+        rng=state.rng,
+        skipped=skipped,
+        skipped_in_a_row=in_a_row,
+        loss_scale=scale,
+        recent_losses=recent,
     )
     return new, own | averaged(metrics)
 
@@ -486,19 +513,25 @@ def _if(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _update(
-    plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array, finite: jax.Array
-) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns (parameters, copies, optimizer state), as they were where `finite` is false.
+    plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array, apply: jax.Array
+) -> tuple[PyTree, PyTree, PyTree, jax.Array, jax.Array]:
+    """Returns (parameters, copies, optimizer state, whether applied, whether finite afterwards).
 
-    Each device updates its own shards: under zero1 slices of replicated parameters. State in host
-    memory is updated in groups; see `streaming`.
+    The arrays are as they were where `apply` is false, or where they would not stay finite. Each
+    device updates its own shards: under zero1 slices of replicated parameters. State in host memory
+    is updated in groups, see `streaming`; when the last is checked, others have been sent back, so
+    there the caller is told.
     """
     trained = plan.layout.trainable(state.params)
     seed = step_seed(state.rng, state.step) if plan.stochastic_rounding else None
     if not plan.offload.state:
-        params, copies, opt_state = _updated(
-            plan, trained, state.opt_state, gradients, loss, finite, seed
-        )
+        old = trained, state.opt_state
+        updated = _updated(plan, *old, gradients, loss, seed)
+        # XLA computes the update twice, in the check and as it is written, and keeps no second copy
+        # of the state (seen in compiled programs for H100 and TPU v5p).
+        apply &= stays_finite(old, updated)
+        params, opt_state = _if(apply, updated, old)
+        copies, sound = _copies(plan, params), jnp.bool_(True)
     else:
         # All arrays by name, in the order of the trees.
         trees = trained, state.copies, state.opt_state
@@ -512,14 +545,18 @@ def _update(
                 jax.tree.structure(trees), list(arrays.values())
             )
             by_path = {path: gradients[name] for path, name in param_names.items()}
-            new = _updated(plan, params, opt_state, unflatten(by_path), *scalars)
+            loss, apply, seed = scalars
+            old = params, opt_state
+            updated = _updated(plan, *old, unflatten(by_path), loss, seed)
+            params, opt_state = _if(apply, updated, old)
+            new = params, _copies(plan, params), opt_state
             return dict(zip(names, jax.tree.leaves(new), strict=True))
 
-        new = streamed(
+        new, sound = streamed(
             update,
             dict(zip(names, jax.tree.leaves(trees), strict=True)),
             {param_names[path]: g for path, g in flatten(gradients).items()},
-            (loss, finite, seed),
+            (loss, apply, seed),
             dict(zip(names, jax.tree.leaves(leaf_trees), strict=True)),
             plan.offload,
             plan.stream_report,
@@ -527,10 +564,10 @@ def _update(
         params, copies, opt_state = jax.tree.unflatten(
             jax.tree.structure(trees), [new[name] for name in names]
         )
-    updated = flatten(params)
+    applied = flatten(params)
     before = flatten(state.params)
-    params = unflatten({path: updated.get(path, old) for path, old in before.items()})
-    return params, copies, opt_state
+    params = unflatten({path: applied.get(path, old) for path, old in before.items()})
+    return params, copies, opt_state, apply, sound
 
 
 def _numbered(tree: PyTree) -> list[str]:
@@ -544,10 +581,9 @@ def _updated(
     opt_state: PyTree,
     gradients: PyTree,
     loss: jax.Array,
-    finite: jax.Array,
     seed: Seed | None,
-) -> tuple[PyTree, PyTree, PyTree]:
-    """Returns (trained parameters, copies, optimizer state), as they were if not `finite`.
+) -> tuple[PyTree, PyTree]:
+    """Returns (trained parameters, optimizer state) after the update.
 
     Arrays are in device memory: all of the tree, or some layers of the stacked ones. With a seed
     parameters are rounded stochastically.
@@ -571,9 +607,7 @@ def _updated(
         what = "the optimizer wants to evaluate the loss again"
         fix = "turn its line search off, as in optax.lbfgs(learning_rate, linesearch=None)"
         raise ValueError(message(what, where="optimizer", fix=fix)) from error
-    updated = map_with_path(pinned, apply_updates(params, updates, seed))
-    updated, new_state = _if(finite, (updated, new_state), (params, opt_state))
-    return updated, _copies(plan, updated), new_state
+    return map_with_path(pinned, apply_updates(params, updates, seed)), new_state
 
 
 def _copies(plan: StepPlan, params: PyTree) -> PyTree:

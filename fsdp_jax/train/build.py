@@ -20,12 +20,14 @@ from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.train.config import (
     Config,
     LoraConfig,
     ModelConfig,
     OffloadConfig,
     PrecisionConfig,
+    TrainConfig,
     UnitsConfig,
 )
 from fsdp_jax.train.initial_weights import weights_shape
@@ -135,6 +137,7 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         remat=make_remat(config),
         prefetch=config.prefetch,
         offload=make_offload(config.offload),
+        loss_spikes=make_loss_spikes(train),
         frozen=frozen,
     )
     if not any(leaf.trainable for leaf in sharded.layout.by_path.values()):
@@ -243,6 +246,21 @@ def make_offload(offload: OffloadConfig) -> Offload:
     return Offload(
         offload.params, offload.optimizer, activations, offload.in_flight, offload.group_bytes
     )
+
+
+def make_loss_spikes(train: TrainConfig) -> LossSpikes | None:
+    """Returns the keys as `fully_shard` takes them.
+
+    Raises:
+        ConfigError: a window or a threshold out of range.
+
+    """
+    if train.spike == "ignore":
+        return None
+    try:
+        return LossSpikes(train.spike_window, train.spike_threshold, train.spike == "skip")
+    except ValueError as error:
+        raise ConfigError(str(error).replace("LossSpikes.", "train.spike_")) from error
 
 
 def make_units(units: UnitsConfig) -> Units:

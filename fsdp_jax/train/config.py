@@ -182,8 +182,15 @@ class TrainConfig:
     eval_batches: Positive | None = 10  # Held-out batches per evaluation; None: all of them.
     # Tokens of the sample printed at the end (for images: predictions); 0: none.
     sample: NonNegative = 400
-    # Abort after this many consecutive steps with a non-finite loss or gradients; None: never.
+    # Abort after this many consecutive skipped steps, whose loss, gradients or new state were not
+    # finite; None: never.
     abort_after: Positive | None = 10
+    # If the loss is far above those of the steps before: ignore it, warn, skip the update, or go
+    # back to the last checkpoint and on with the data that follows.
+    spike: Literal["ignore", "warn", "skip", "back"] = "warn"
+    # Robust z-score (Iglewicz and Hoaglin, 1993) above which a loss is a spike.
+    spike_threshold: NonNegativeFloat = 8.0
+    spike_window: Positive = 64  # Number of losses that one is compared with.
 
 
 @dataclass(frozen=True)

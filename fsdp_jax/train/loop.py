@@ -15,12 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
+from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
+from fsdp_jax.errors import message
 from fsdp_jax.launch import is_lead
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
+from fsdp_jax.step.loss_spikes import LossSpikeError
 from fsdp_jax.step.state import LOSS_SCALE, TrainState
+from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE
 from fsdp_jax.train.build import Run, lora_scale
 from fsdp_jax.train.config_file import digest
 from fsdp_jax.train.console import Screen, banner, summary
@@ -33,6 +37,7 @@ from fsdp_jax.train.signals import Agreement, StopSignal
 from fsdp_jax.tree import PyTree
 
 DONE, STOPPED = 0, 75  # exit codes
+RETURNS = 3  # times that spikes may take a run back to one and the same step
 
 
 @dataclass
@@ -76,13 +81,18 @@ class Training:
 
         self.state: TrainState
         self.steps_done = 0
-        self.skipped = 0  # steps whose loss or gradients were not finite
+        self.skipped = 0  # steps whose update was not applied
+        self.skipped_in_a_row = 0
+        self.spike: str | None = None  # of the last recorded step, if it is to be gone back from
+        self.returns: dict[int, int] = {}  # step -> times that the run went back to it
         self.resumed: int | None = None  # the step that the run resumed from
         self.held_out_loss: float | None = None
         # Saving.
         self.saved: int | None = None  # the last saved step
         self.saved_at = time.monotonic()
         self.save_failed = False  # the last save, in the background
+        self.save_postponed = False  # because steps were being skipped
+        self.not_finite_at_start: set[str] = set()  # paths
         self.blocked_seconds: float | None = None
         # Measuring.
         self.previous_finish = 0.0
@@ -99,9 +109,11 @@ class Training:
             DamageError: the checkpoint is damaged.
 
         """
+        self.resuming = resuming
         point = resuming.choose()
         if point is None:
             self.state = self.run.sharded.init(self.config.seed, initial())
+            self._check_initial()
             return
         self.data.loader.set_state(resuming.check(point.step, self.metadata))
         self.state = resuming.restore(point.step, self.run.sharded)
@@ -110,6 +122,14 @@ class Training:
         self.metadata["stated"] = point.stated
         self.steps_done = self.resumed = self.saved = point.step
         self.skipped = int(self.state.skipped)
+        self._check_initial()
+
+    def _check_initial(self) -> None:
+        """Reports what is not finite before the first step; it may stay so, as a mask of -inf."""
+        self.not_finite_at_start = set(not_finite(self._to_save()))
+        if self.not_finite_at_start:
+            paths = ", ".join(sorted(self.not_finite_at_start))
+            self.screen.say(f"warning: the state is infinite or NaN before the first step: {paths}")
 
     def train(self) -> int:
         """Trains to the last step, or until asked to stop; returns the exit code."""
@@ -127,18 +147,25 @@ class Training:
         if self.steps_done >= steps:
             self.screen.say(f"this run is complete: {self.steps_done} of {steps} steps are done")
             return self._finish(save=False)
-        if is_lead():
-            output = Path(self.run.config.output)
-            self.metrics = JsonLines(output / "metrics.jsonl", after=self.steps_done)
-            self.evals = JsonLines(output / "evals.jsonl", after=self.steps_done)
+        self._open_metrics()
         try:
             stopped = self.resumed is None and self._evaluate()  # the initial loss
             stopped = stopped or self._run_steps()
             return self._stop() if stopped else self._finish(save=True)
         finally:
-            for file in (self.metrics, self.evals):
-                if file is not None:
-                    file.close()
+            self._close_metrics()
+
+    def _open_metrics(self) -> None:
+        """Opens the files of metrics in process 0, without the lines after the current step."""
+        if is_lead():
+            output = Path(self.run.config.output)
+            self.metrics = JsonLines(output / "metrics.jsonl", after=self.steps_done)
+            self.evals = JsonLines(output / "evals.jsonl", after=self.steps_done)
+
+    def _close_metrics(self) -> None:
+        for file in (self.metrics, self.evals):
+            if file is not None:
+                file.close()
 
     def _run_steps(self) -> bool:
         """Trains to the last step; returns True if asked to stop before it."""
@@ -164,6 +191,9 @@ class Training:
             self.steps_done += 1
             if pending is not None:
                 self._record(pending)
+                if self.spike is not None and self._go_back():
+                    pending = None
+                    continue
             pending = Pending(self.steps_done, metrics, data_wait)
 
             # Decide what interrupts the loop; every process decides the same.
@@ -171,12 +201,15 @@ class Training:
                 self.stop.asked, self._save_is_due(), self.store.failed()
             )
             save = late or failed or self._is_due(self.checkpoint.every)
+            save = save or (self.save_postponed and not self.skipped_in_a_row)
             evaluate = self._is_due(self.config.eval_every)
             last = self.steps_done == self.config.steps
             if stopped or save or evaluate or last:
                 # Wait for all steps, so that no other work counts as theirs.
                 self._record(pending)
                 pending = None
+                if self.spike is not None and not stopped and self._go_back():
+                    continue
                 self.run.step.finish()
                 self.steady_bytes = device_memory()[0]
                 if evaluate and not stopped and not last:
@@ -188,6 +221,38 @@ class Training:
             if stopped and not last:
                 return True
         return False
+
+    def _go_back(self) -> bool:
+        """Restores the newest checkpoint after a spike, if there is one; the data goes on.
+
+        Raises:
+            LossSpikeError: the run went back to that step as often as it may.
+
+        """
+        what, self.spike = self.spike, None
+        self.run.step.finish()
+        self.store.wait()
+        step = self.store.latest()
+        if step is None:
+            self.screen.say(f"warning: {what}; there is no checkpoint to go back to")
+            return False
+        self.returns[step] = self.returns.get(step, 0) + 1
+        if self.returns[step] > RETURNS:
+            fix = "lower the learning rate, or look at the data"
+            got = f"{what}; the run went back to step {step} {RETURNS} times"
+            raise LossSpikeError(message("the loss has spikes", where="loss", got=got, fix=fix))
+        # Free the state before its successor is read.
+        for array in jax.tree.leaves(self.state):
+            array.delete()
+        self.state = self.resuming.restore(step, self.run.sharded)
+        self.steps_done = self.saved = step
+        self.skipped = int(self.state.skipped)
+        self.skipped_in_a_row = int(self.state.skipped_in_a_row)
+        self._close_metrics()
+        self._open_metrics()
+        self.screen.say(f"warning: {what}; back to step {step}, and on with the data that follows")
+        self.previous_finish = time.perf_counter()
+        return True
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.steps_done % every == 0
@@ -213,6 +278,8 @@ class Training:
         # The optimizer and its schedule count the updates that were applied.
         update = pending.step - 1 - self.skipped
         self.skipped = int(metrics["skipped"])
+        self.skipped_in_a_row = int(metrics["skipped_in_a_row"])
+        self._look_for_a_spike(pending.step, metrics["loss"], values)
         record = StepRecord(
             step=pending.step,
             loss=metrics["loss"],
@@ -232,12 +299,29 @@ class Training:
         )
         self.blocked_seconds = None
         # In the log beside the metrics of the loss, in the file beside the step's own.
-        scale = {name: float(x) for name, x in values.items() if name == LOSS_SCALE}
+        values.pop(STATE_FINITE, None)  # the step raises where it is not
+        scale = {name: float(x) for name, x in values.items() if name in (LOSS_SCALE, LOSS_Z_SCORE)}
+        values.pop(LOSS_Z_SCORE, None)
         if self.metrics is not None:
             of_loss = {name: x for name, x in values.items() if name not in scale}
             self.metrics.write(vars(record) | scale | of_the_loss(of_loss))
         log = pending.step % self.config.log_every == 0 or pending.step == self.config.steps
         self.screen.show_step(record, log=log, more=values)
+
+    def _look_for_a_spike(self, step: int, loss: float, values: dict[str, np.ndarray]) -> None:
+        """Warns of a spike of the loss, or asks to go back."""
+        spikes = self.run.sharded.loss_spikes
+        if spikes is None or not float(values[LOSS_Z_SCORE]) > spikes.threshold:
+            return
+        what = (
+            f"the loss of step {step}, {loss:.4f}, is {float(values[LOSS_Z_SCORE]):.1f} standard "
+        )
+        what += f"deviations (robust) above the median of the {spikes.window} before it"
+        if self.config.spike == "back":
+            self.spike = what
+        else:
+            skipped = ", and its update was skipped" if spikes.skip else ""
+            self.screen.say(f"warning: {what}{skipped}")
 
     def _evaluate(self) -> bool:
         """Measures the held-out loss in nats per token; returns True if asked to stop meanwhile."""
@@ -261,18 +345,41 @@ class Training:
             self.evals.write({**fields, "time": now()} | of_the_loss(arrays))
         return False
 
-    def _save(self) -> None:
-        """Saves the state, unless this step is saved already."""
+    def _save(self, *, ends: bool = False) -> None:
+        """Saves the state, unless this step is saved already, or a bad state might replace a good.
+
+        While steps are skipped nothing is saved; where the run `ends` the state before them is, but
+        no older step is deleted. A state that is not finite is never saved.
+        """
         self._check_previous_save()
-        if self.steps_done != self.saved:
-            self.blocked_seconds = self.store.save(
-                self.steps_done,
-                self.run.sharded.to_checkpoint(self.state),
-                data=self.data.loader.get_state(),
-                metadata=self.metadata,
-            )
-            self.saved = self.steps_done
-            self.saved_at = time.monotonic()
+        if self.steps_done == self.saved:
+            return
+        skipping = self.skipped_in_a_row
+        if skipping and not ends:
+            if not self.save_postponed:
+                why = f"the last {skipping} steps were skipped"
+                self.screen.say(f"step {self.steps_done} is not saved until one is applied: {why}")
+            self.save_postponed = True
+            return
+        self.save_postponed = False
+        spoiled = sorted({*not_finite(self._to_save())} - self.not_finite_at_start)
+        if spoiled:
+            what = f"warning: step {self.steps_done} is not saved, and older steps are kept"
+            self.screen.say(f"{what}: its state is infinite or NaN: {', '.join(spoiled)}")
+            return
+        self.blocked_seconds = self.store.save(
+            self.steps_done,
+            self.run.sharded.to_checkpoint(self.state),
+            data=self.data.loader.get_state(),
+            metadata=self.metadata,
+            finite=True,
+            delete_older=not skipping,
+        )
+        self.saved = self.steps_done
+        self.saved_at = time.monotonic()
+
+    def _to_save(self) -> dict[str, jax.Array]:
+        return leaves_of(self.run.sharded.to_checkpoint(self.state))
 
     def _check_previous_save(self) -> None:
         """Lets this step replace one whose save failed; raises CheckpointError the second time."""
@@ -295,7 +402,7 @@ class Training:
 
     def _stop(self) -> int:
         self.screen.end_bar()
-        self._save()
+        self._save(ends=True)
         self.store.wait()
         saved = f"stopped by a signal; saved at step {self.steps_done}"
         self.screen.say(f"{saved}. Run the same command again to resume.")
@@ -305,7 +412,7 @@ class Training:
         """Saves the last step if asked to, evaluates and prints the summary."""
         self.screen.end_bar()
         if save:
-            self._save()
+            self._save(ends=True)
         stopped = self._evaluate()
         self.store.wait()
         if stopped:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,13 +9,14 @@ import jax
 from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore, DamageError
 from fsdp_jax.errors import ConfigError, human_bytes, message
+from fsdp_jax.io.array_specs import describe, parse_description
 from fsdp_jax.launch import barrier, is_lead
 from fsdp_jax.sharding.mesh import replicated
-from fsdp_jax.sharding.precision import LossScale
-from fsdp_jax.step import loss_scaling
-from fsdp_jax.step.state import LOSS_SCALE, TrainState
+from fsdp_jax.step.state import LOSS_SCALE, RECENT_LOSSES, TrainState
 from fsdp_jax.train.config import CheckpointConfig
 
+# Fields of the state that not every run has: name -> what it is.
+OPTIONAL_FIELDS = {LOSS_SCALE: "loss scale", RECENT_LOSSES: "window of recent losses"}
 # Metadata that a checkpoint must share with the run: name -> (error, fix).
 MUST_MATCH = {
     "corpus": ("the corpus has changed since the checkpoint", "restore the text it was trained on"),
@@ -127,7 +127,7 @@ class Resuming:
             ConfigError: the state does not fit; lists every path that differs, before any is read.
 
         """
-        target = self._with_loss_scale_of(step, sharded)
+        target = self._with_optional_fields_of(step, sharded)
         allow_cast = self.settings.allow_cast
         plan = self.store.preflight(step, target, allow_cast=allow_cast)
         try:
@@ -138,25 +138,26 @@ class Resuming:
         saved, *_ = self.store.restore(step, target, allow_cast=allow_cast, verify=False)
         return sharded.from_checkpoint(saved)
 
-    def _with_loss_scale_of(self, step: int, sharded: Sharded) -> TrainState:
-        """Returns the target of a restore, with a loss scale if the checkpoint has one.
+    def _with_optional_fields_of(self, step: int, sharded: Sharded) -> TrainState:
+        """Returns the target of a restore, with the optional fields that the checkpoint has.
 
-        A run that turns loss scaling on or off goes on from the checkpoint; a line says so.
+        A run that turns one of them on or off goes on from the checkpoint; a line says so.
         """
-        target, scaling = sharded.checkpoint_target(), sharded.precision.scaling
-        saved = any(path.startswith(LOSS_SCALE) for path in self.store.record(step)["leaves"])
-        if saved and scaling is None:
-            self.say("note: the loss is not scaled any more; its scale is left out")
-            shape = jax.eval_shape(partial(loss_scaling.start, LossScale()))
-            on_all = replicated(sharded.layout.mesh)
-            scale = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_all), shape
-            )
-            return replace(target, loss_scale=scale)
-        if scaling is not None and not saved:
-            start = f"{scaling.initial:g}"
-            self.say(f"note: the checkpoint has no loss scale; it starts at {start}")
-            return replace(target, loss_scale={})
+        target, leaves = sharded.checkpoint_target(), self.store.record(step)["leaves"]
+        on_all = replicated(sharded.layout.mesh)
+        for name, what in OPTIONAL_FIELDS.items():
+            saved = {}
+            for path, description in leaves.items():
+                field, _, leaf = path.partition("/")
+                if field == name:
+                    dtype, shape = parse_description(description)
+                    saved[leaf] = jax.ShapeDtypeStruct(shape, dtype, sharding=on_all)
+            wanted = jax.tree.map(describe, getattr(target, name))
+            if saved and not wanted:
+                self.say(f"note: the checkpoint has {what}, which this run leaves out")
+            elif wanted and jax.tree.map(describe, saved) != wanted:
+                self.say(f"note: the checkpoint has no {what} of this run's; it starts anew")
+            target = replace(target, **{name: saved})
         return target
 
     def set_aside(self, point: ResumePoint) -> None:
@@ -184,6 +185,8 @@ class Resuming:
         if not verify:
             self.say(f"step {step} is not verified (checkpoint.verify)")
         checked = self.store.check(step) if verify else self.store.check_manifest(step)
+        if checked.good and self.store.record(step).get("finite") is False:
+            checked = replace(checked, problems=("its state is infinite or NaN somewhere",))
         if checked.good:
             if verify:
                 size, seconds = human_bytes(checked.size), checked.seconds

@@ -100,9 +100,7 @@ def test_too_many_skipped_steps_in_a_row_abort(images):
             states.append(state)
 
     states = []
-    with pytest.raises(
-        fsdp.NonFiniteError, match="3 steps in a row were not finite and not applied"
-    ):
+    with pytest.raises(fsdp.NonFiniteError, match="3 steps in a row were skipped"):
         run(state)
     assert len(states) < 6
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(states[-1].params))

@@ -1,0 +1,88 @@
+"""Detection of a loss that is far above those of the steps before: its state, and the decision.
+
+A loss is a spike if it exceeds the median of the window by `threshold` times the estimate of a
+standard deviation from the median absolute deviation, MAD / 0.6745 (the robust z-score of Iglewicz
+and Hoaglin, "How to Detect and Handle Outliers", 1993). A spike in the window hardly moves either.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fsdp_jax.errors import message
+
+
+class LossSpikeError(ArithmeticError):
+    """The loss has spikes again and again, although the run went back each time."""
+
+
+RecentLosses = dict[str, Any]
+"""`losses`, float32 [window], a ring; `count`, int32 [], of all added; empty without detection."""
+
+NORMAL = 0.6745  # MAD over the standard deviation, of normally distributed numbers
+SMALLEST = 1e-3  # smallest deviation, relative to the median: equal losses have none
+
+
+@dataclass(frozen=True)
+class LossSpikes:
+    """Detects spikes of the loss, which the step reports as `loss_z_score`.
+
+    Attributes:
+        window: number of latest finite losses that one is compared with; none is a spike before
+            there are so many.
+        threshold: robust z-score above which a loss is a spike.
+        skip: whether the update of such a step is skipped, and counted in `skipped`.
+
+    Raises:
+        ValueError: a window of less than 8 losses, or a threshold that is not positive.
+
+    """
+
+    window: int = 64
+    threshold: float = 8.0
+    skip: bool = False
+
+    def __post_init__(self) -> None:
+        if not 8 <= self.window <= 1 << 16:
+            what, expected = "a window of so many losses is not supported", "8 to 65,536"
+            raise ValueError(
+                message(what, where="LossSpikes.window", expected=expected, got=self.window)
+            )
+        if not 0 < self.threshold < float("inf"):
+            what, expected = "nothing, or everything, would be a spike", "a positive number"
+            raise ValueError(
+                message(what, where="LossSpikes.threshold", expected=expected, got=self.threshold)
+            )
+
+
+def start(spikes: LossSpikes | None) -> RecentLosses:
+    """Returns the state before the first step."""
+    if spikes is None:
+        return {}
+    return {"losses": jnp.zeros(spikes.window, jnp.float32), "count": jnp.int32(0)}
+
+
+def z_score(recent: RecentLosses, loss: jax.Array) -> jax.Array:
+    """Returns the robust z-score of a loss, float32 []; 0 until the window is full."""
+    losses = recent["losses"]
+    median = jnp.median(losses)
+    deviation = jnp.median(jnp.abs(losses - median)) / NORMAL
+    deviation = jnp.maximum(deviation, SMALLEST * jnp.abs(median))
+    deviation = jnp.maximum(deviation, jnp.finfo(jnp.float32).tiny)
+    return jnp.where(recent["count"] >= losses.size, (loss - median) / deviation, 0.0)
+
+
+def after_step(recent: RecentLosses, loss: jax.Array) -> RecentLosses:
+    """Returns the state after a step; a loss that is not finite is left out.
+
+    Spikes are added: where the loss stays at a higher level, half a window later it is none.
+    """
+    losses, count = recent["losses"], recent["count"]
+    finite = jnp.isfinite(loss)
+    added = losses.at[count % losses.size].set(jnp.where(finite, loss, 0.0))
+    return {
+        "losses": jnp.where(finite, added, losses),
+        "count": jnp.where(finite, count + 1, count),
+    }
