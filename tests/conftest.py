@@ -13,6 +13,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=8",
         # how LLVM optimizes programs is not what is tested here, and takes half of the time
         "--xla_backend_optimization_level=0",
+        # without fused multiply-add a number does not depend on what is fused with what
+        "--xla_cpu_max_isa=AVX",
         # a busy machine may keep one of the eight threads waiting for long; the default aborts the
         # process after 40 s
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",

@@ -9,6 +9,7 @@ import numpy as np
 
 from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import describe, is_prng_key
+from fsdp_jax.sharding.offload import HOST
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of
 
@@ -76,14 +77,23 @@ def not_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
         for name, array in arrays.items()
         if jnp.issubdtype(array.dtype, jnp.inexact) and array.size
     }
-    finite = {name: _is_finite(array) for name, array in floating.items()}
-    return [name for name, each in finite.items() if not each]
+    # One program for all arrays in device memory; those in host memory pass through it one by one.
+    groups: dict[Any, list[str]] = {}
+    for name, array in floating.items():
+        on_host = array.sharding.memory_kind == HOST
+        devices = frozenset(array.sharding.device_set)
+        groups.setdefault((devices, name if on_host else None), []).append(name)
+    found: list[str] = []
+    for names in groups.values():
+        finite = np.asarray(_are_finite([floating[name] for name in names]))
+        found += [name for name, each in zip(names, finite, strict=True) if not each]
+    return sorted(found)
 
 
 @jax.jit
-def _is_finite(array: jax.Array) -> jax.Array:
-    # Computed on the device, of arrays in host memory too.
-    return jnp.all(jnp.isfinite(jax.device_put(array, jax.memory.Space.Device)))
+def _are_finite(arrays: list[jax.Array]) -> jax.Array:
+    on_device = (jax.device_put(array, jax.memory.Space.Device) for array in arrays)
+    return jnp.stack([jnp.all(jnp.isfinite(array)) for array in on_device])
 
 
 def stored_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -89,6 +89,51 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(images):
     assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"]), int(state.step)) == (1, 0, 3)
 
 
+def spoils_the_state_at(step, rate=1e-2):
+    """An optimizer whose learning rate is infinite at a step."""
+    return optax.adam(lambda count: jnp.where(count == step, jnp.inf, rate))
+
+
+@pytest.mark.parametrize("way", [{}, {"local_batch": True}])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+def test_an_update_that_would_spoil_the_state_is_skipped(strategy, way):
+    precision = fsdp.Precision(compute="bfloat16")
+    sharded = fsdp.fully_shard(
+        GPT_CASE.model,
+        spoils_the_state_at(1),
+        fsdp.make_mesh(data=8),
+        strategy,
+        GPT_CASE.units,
+        precision=precision,
+        min_size=16,
+    )
+    step, state = sharded.make_train_step(GPT_CASE.loss, abort_after=2, **way), sharded.init(0)
+    state, _ = step(state, GPT_CASE.batch(0))
+    before = jax.device_get((state.params, state.copies, state.opt_state))
+    state, metrics = step(state, GPT_CASE.batch(1))
+    assert np.isfinite([float(metrics["loss"]), float(metrics["grad_norm"])]).all()
+    assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (1, 1)
+    after = jax.device_get((state.params, state.copies, state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    step(state, GPT_CASE.batch(2))
+    with pytest.raises(fsdp.NonFiniteError, match="their loss, gradients or new state were not"):
+        step.finish()
+
+
+def test_what_was_infinite_before_an_update_may_stay_so():
+    def init(params):
+        return {"best": jnp.float32(jnp.inf), "mask": jnp.array([0.0, -jnp.inf])}
+
+    def update(updates, state, params=None):
+        return updates, state
+
+    tx = optax.chain(optax.sgd(1e-2), optax.GradientTransformation(init, update))
+    sharded = fsdp.fully_shard(GPT_CASE.model, tx, fsdp.make_mesh(data=8), min_size=16)
+    step, state = sharded.make_train_step(GPT_CASE.loss), sharded.init(0)
+    _, metrics = step(state, GPT_CASE.batch(0))
+    assert int(metrics["skipped"]) == 0
+
+
 def test_too_many_skipped_steps_in_a_row_abort(images):
     case = CASES["nnx-cnn-batchnorm"]
     step, state = images.train_step(case.loss, abort_after=3), images.init(0)

@@ -1,0 +1,123 @@
+"""A bad state never replaces good ones: steps that are skipped, and spikes of the loss."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.train import build
+
+SPOILED = 3  # updates that are applied before the learning rate is infinite
+EACH_STEP = ("--checkpoint.every", "1", "--checkpoint.keep", "2", "--train.eval_every", "None")
+
+
+@pytest.fixture
+def infinite_rate(monkeypatch):
+    """Makes the learning rate infinite after some updates, for `last` updates."""
+    make = build.make_schedule
+
+    def schedule(*args):
+        rate = make(*args)
+        return lambda count: jnp.where(count >= SPOILED, jnp.inf, rate(count))
+
+    monkeypatch.setattr(build, "make_schedule", schedule)
+
+
+def steps_of(run, name):
+    return CheckpointStore(run.directory / name / "checkpoints").steps()
+
+
+def records(run, name):
+    lines = (run.directory / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_updates_that_would_spoil_the_state_are_skipped_and_nothing_is_saved(
+    run, infinite_rate, capsys
+):
+    assert run("spoiled", *EACH_STEP, "--train.abort_after", "2") == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("error: 2 steps in a row were skipped")
+    assert "step 4 is not saved until one is applied: the last 1 steps were skipped" in said.out
+    # The last good steps are there, and the newest is restored.
+    assert steps_of(run, "spoiled") == [2, 3]
+    store = CheckpointStore(run.directory / "spoiled" / "checkpoints")
+    assert store.record(3)["finite"] is True
+
+
+def test_a_run_that_ends_while_steps_are_skipped_keeps_older_steps(run, infinite_rate, capsys):
+    assert run("spoiled", *EACH_STEP, "--train.abort_after", "None") == 0
+    assert [each["skipped_steps"] for each in records(run, "spoiled")] == [0, 0, 0, 1, 2, 3]
+    # The state is that of step 3, and the data goes on.
+    assert steps_of(run, "spoiled") == [2, 3, 6]
+
+
+FLAT = ("--optimizer.learning_rate", "0", "--train.spike_window", "8", "--train.steps", "30")
+
+
+def spiking(run, name, policy, threshold, *more):
+    words = (*FLAT, "--train.eval_every", "None", "--train.spike", policy)
+    return run(name, *words, "--train.spike_threshold", str(threshold), *more)
+
+
+def test_a_spike_is_told_skipped_or_gone_back_from(run, capsys):
+    # The largest of the flat run's scores is the only spike.
+    assert spiking(run, "flat", "warn", 1e6) == 0
+    capsys.readouterr()
+    scores = {each["step"]: each["loss_z_score"] for each in records(run, "flat")}
+    assert set(itertools.islice(scores.values(), 8)) == {0.0}
+    highest, second = sorted(scores.values(), reverse=True)[:2]
+    (step,) = (step for step, score in scores.items() if score == highest)
+    threshold = (highest + second) / 2
+    loss = next(each["loss"] for each in records(run, "flat") if each["step"] == step)
+    told = f"the loss of step {step}, {loss:.4f}, is {highest:.1f} standard deviations (robust) "
+    told += "above the median of the 8 before it"
+
+    assert spiking(run, "warned", "warn", threshold) == 0
+    assert capsys.readouterr().out.count(f"warning: {told}") == 1
+    assert records(run, "warned")[-1]["skipped_steps"] == 0
+
+    assert spiking(run, "skipped", "skip", threshold) == 0
+    assert f"warning: {told}, and its update was skipped" in capsys.readouterr().out
+    assert records(run, "skipped")[-1]["skipped_steps"] == 1
+
+    every = ("--checkpoint.every", "4", "--train.steps", str(step))
+    assert spiking(run, "back", "back", threshold, *every) == 0
+    before = (step - 1) // 4 * 4
+    assert f"warning: {told}; back to step {before}, and on" in capsys.readouterr().out
+    # Each step has one line, and the data that caused the spike is not read again.
+    lines = records(run, "back")
+    assert [each["step"] for each in lines] == list(range(1, step + 1))
+    losses = [each["loss"] for each in records(run, "flat")]
+    assert lines[before]["loss"] in losses[step:]
+
+
+def test_a_run_does_not_go_back_for_ever(run, capsys):
+    every = ("--checkpoint.every", "8", "--train.steps", "40")
+    assert spiking(run, "again", "back", 1e-6, *every) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: the loss has spikes")
+    assert "the run went back to step 8 3 times" in error
+    assert steps_of(run, "again") == [8]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("spike_window", "7"), ("spike_threshold", "0"), ("spike", "stop")]
+)
+def test_a_policy_out_of_range_is_refused(run, capsys, key, value):
+    assert run("refused", f"--train.{key}", value) == 2
+    assert f"train.{key}" in capsys.readouterr().err
+
+
+def test_the_window_of_losses_may_be_turned_on_off_and_resized(copied, run, capsys):
+    directory = copied("windows")
+    for words, note in [
+        (("--train.spike", "ignore"), "which this run leaves out"),
+        (("--train.spike", "warn"), "the checkpoint has no window of recent losses"),
+        (("--train.spike_window", "16"), "the checkpoint has no window of recent losses"),
+    ]:
+        steps = str(int(CheckpointStore(directory / "checkpoints").latest()) + 1)
+        assert run("windows", "--train.steps", steps, *words) == 0
+        assert note in capsys.readouterr().out
