@@ -159,6 +159,19 @@ def test_newest_steps_are_kept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["10", "5", "9"], "nothing else is left"
 
 
+def test_the_newest_finite_step_is_never_deleted(tmp_path):
+    with CheckpointStore(tmp_path, keep=2) as store:
+        values = {1: 1.0, 2: 2.0, 3: np.nan, 4: np.inf, 5: np.nan}
+        for step, value in values.items():
+            save(store, step, small(value))
+            store.wait()
+            assert store.record(step)["finite"] is bool(np.isfinite(value))
+        assert store.steps() == [2, 4, 5]
+        save(store, 6, small(6.0))
+        store.wait()
+        assert store.steps() == [5, 6]
+
+
 def test_only_complete_steps_count(tmp_path):
     with CheckpointStore(tmp_path) as store:
         save(store, 3, small())

@@ -275,6 +275,21 @@ def test_a_step_that_is_not_finite_leaves_state_in_host_memory_as_it_was():
     check_equal(arrays((state.params, state.opt_state, state.copies)), before)
 
 
+@pytest.mark.parametrize("offload", ["all", "params"])
+def test_an_update_that_spoils_state_in_host_memory_ends_the_run(offload):
+    # Groups are sent back before the last is looked at: here the step cannot be skipped.
+    case = CASES["nnx-gpt-scanned"]
+    tx = optax.adam(lambda count: jnp.where(count == 1, jnp.inf, 1e-2))
+    sharded = shard(offload=OFFLOADS[offload], tx=tx)
+    step, state = sharded.make_train_step(case.loss, abort_after=None), sharded.init(0)
+    state, metrics = step(state, case.batch(0))
+    assert metrics["state_finite"] == 1
+    state, metrics = step(state, case.batch(1))
+    assert metrics["state_finite"] == 0
+    with pytest.raises(fsdp.NonFiniteError, match="state that is kept in host memory infinite"):
+        step.finish()
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.floats(0, 1))
 def test_a_fraction_takes_the_largest_arrays_first(fraction):

@@ -121,3 +121,20 @@ def test_the_window_of_losses_may_be_turned_on_off_and_resized(copied, run, caps
         steps = str(int(CheckpointStore(directory / "checkpoints").latest()) + 1)
         assert run("windows", "--train.steps", steps, *words) == 0
         assert note in capsys.readouterr().out
+
+
+def test_a_run_does_not_resume_from_a_state_that_is_not_finite(run, monkeypatch, capsys):
+    save = CheckpointStore.save
+
+    def recorded(store, step, *args, **keys):
+        return save(store, step, *args, **keys | {"finite": step < 6})
+
+    monkeypatch.setattr(CheckpointStore, "save", recorded)
+    assert run("spoiled") == 0
+    monkeypatch.undo()
+    more = ("--train.steps", "7")
+    assert run("spoiled", *more) == 3
+    assert "its state is infinite or NaN" in capsys.readouterr().err
+    assert run("spoiled", *more, "--checkpoint.damaged", "previous") == 0
+    assert "step 6 is damaged, trying the one before" in capsys.readouterr().out
+    assert steps_of(run, "spoiled") == [4, 7]
