@@ -1,8 +1,20 @@
 """Errors and their messages: what went wrong, where, what was expected, and what to do about it."""
 
 import difflib
-import re
+import errno
+import traceback
+from asyncio import CancelledError
 from collections.abc import Iterable, Sequence
+
+FAILED, UNUSABLE, BROKEN = 1, 2, 3  # exit codes of the command line, beside 0 and 75
+
+PACKAGE = __name__.partition(".")[0]
+LONGEST_FIELD = 4000  # characters of a field of a message
+# What Python raises where code is wrong; the rest comes from the machine or from a library.
+_OF_BUGS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError),
+    *(NotImplementedError, TypeError, ValueError),
+)
 
 
 class ConfigError(ValueError):
@@ -14,43 +26,111 @@ class FitError(ValueError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read: a full disk, a damaged file; not a user error."""
+    """A file of a run cannot be written or read: a full disk, a failing one; not a user error."""
 
 
 class DamageError(CheckpointError):
-    """A checkpoint differs from what was written; the command line exits with 3."""
+    """A file of any kind is not what was written or breaks its format; exit code 3."""
 
 
 class SlowerWarning(UserWarning):
     """A requested optimization was not applied; the message states its cost."""
 
 
+class Message(str):
+    """The text of an error for the user, as `message` returns it."""
+
+    __slots__ = ()
+
+
 def message(
     what: str, *, where: str = "", expected: object = "", got: object = "", fix: str = ""
-) -> str:
+) -> Message:
     """Returns one readable block. Empty fields are left out; the order never changes."""
     fields = {"where": where, "expected": expected, "got": got, "fix": fix}
-    lines = [f"  {name + ':':<9} {value}" for name, value in fields.items() if value != ""]
-    return "\n".join([what, *lines])
+    shown = {name: _shorten(value) for name, value in fields.items()}
+    lines = [f"  {name + ':':<9} {text}" for name, text in shown.items() if text]
+    return Message("\n".join([_shorten(what), *lines]))
+
+
+def _shorten(value: object) -> str:
+    """Returns a value as text, of a length that can be read."""
+    try:
+        text = str(value)
+    except ValueError:  # Python prints no number of more than 4300 digits
+        text = "a number of thousands of digits"
+    if len(text) <= LONGEST_FIELD:
+        return text
+    return f"{text[:LONGEST_FIELD]}… ({len(text):,} characters)"
+
+
+def is_failure(error: BaseException) -> bool:
+    """Returns whether an error is a failure, and no interrupt or request to exit.
+
+    A panic of a library in Rust derives from BaseException, so that `except Exception` misses it.
+    """
+    return not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | CancelledError)
+
+
+def exit_code(error: BaseException) -> int:
+    """Returns the exit code of the command for an error that ends it."""
+    if isinstance(error, DamageError | FitError):
+        return BROKEN
+    is_refusal = isinstance(error, ValueError) and _is_readable(error)
+    is_long_path = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
+    return UNUSABLE if is_refusal or is_long_path else FAILED
+
+
+def error_block(error: BaseException) -> str:
+    """Returns an error as the block that the command prints, without control characters."""
+    lines = [printable(line) for line in _block(error).split("\n")]
+    return "\n".join(lines)
+
+
+def _block(error: BaseException) -> str:
+    text = _shorten(error).strip() or "no message"
+    if _is_readable(error):
+        return f"error: {error}"
+    if isinstance(error, OSError):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if full else "the system refuses it"
+        return message(f"error: {what}", where=str(error.filename or ""), got=text)
+    if isinstance(error, MemoryError):
+        fix = "a smaller model, batch or sequence"
+        return message("error: this machine has too little memory", got=text, fix=fix)
+    fix = "run again with --debug for the traceback"
+    name = type(error).__name__
+    if type(error).__module__ == "builtins" and isinstance(error, _OF_BUGS):
+        what = f"error: a bug of {PACKAGE}, or of a library that it uses: {name}: {text}"
+        return message(what, where=_last_frame(error), fix=f"{fix}, and report it")
+    return message(f"error: {name}: {text}", where=_last_frame(error), fix=fix)
+
+
+def _is_readable(error: BaseException) -> bool:
+    """Returns whether an error is of a type of ours, or has a message for the user."""
+    is_ours = type(error).__module__.partition(".")[0] == PACKAGE
+    return is_ours or bool(error.args and isinstance(error.args[0], Message))
+
+
+def _last_frame(error: BaseException) -> str:
+    """Returns the file, line and function where an error was raised; of this package, if any is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"/{PACKAGE}/" in frame.filename]
+    if not frames:
+        return ""
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+
+
+def printable(text: str) -> str:
+    """Returns a line with escapes for control characters, which would reach the terminal."""
+    return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in text)
 
 
 def first_lines(lines: Sequence[str], limit: int) -> str:
     """Returns the first `limit` lines and the count of the others, as one field of a message."""
     more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
     return "\n            ".join([*lines[:limit], *more])
-
-
-def check_regexes(patterns: Sequence[str], where: str) -> None:
-    """Raises ConfigError unless these are a sequence of regular expressions."""
-    if isinstance(patterns, str):  # its letters would each be a pattern
-        fix = f"({patterns!r},)"
-        raise ConfigError(message("not a sequence of patterns", where=where, got=patterns, fix=fix))
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            what = f"not a regular expression: {error}"
-            raise ConfigError(message(what, where=where, got=pattern)) from None
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

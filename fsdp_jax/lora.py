@@ -36,8 +36,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fsdp_jax.errors import ConfigError, check_regexes, did_you_mean, message
-from fsdp_jax.tree import SEPARATOR, PyTree, flatten, suffixes, unflatten
+from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.tree import (
+    SEPARATOR,
+    PyTree,
+    check_regexes,
+    flatten,
+    search,
+    search_any,
+    suffixes,
+    unflatten,
+)
 
 A, B, KERNEL = "lora_a", "lora_b", "kernel"
 _LORA_PATH = r"(?:^|/)lora_[ab]$"
@@ -200,7 +209,7 @@ def _targets(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, A
     kinds = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
     linears = {path: module for path, module in modules.items() if isinstance(module, kinds)}
     for pattern in patterns:
-        if not any(re.search(pattern, path) for path in linears):
+        if not any(search(pattern, path) for path in linears):
             what = f"pattern '{pattern}' matches no Linear"
             # List the elements of a list once, and propose the ends of paths too.
             names = {re.sub(r"(^|/)\d+(?=/|$)", r"\1\\d+", path) for path in linears}
@@ -209,13 +218,13 @@ def _targets(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, A
             expected = f"a part of {listed}" if names else "a model with Linears"
             fix = did_you_mean(pattern, ends)
             raise ConfigError(message(what, where="targets", expected=expected, fix=fix))
-    return {p: m for p, m in linears.items() if any(re.search(each, p) for each in patterns)}
+    return {p: m for p, m in linears.items() if search_any(patterns, p)}
 
 
 def _check_trainable(model: nnx.Module, trainable: Sequence[str]) -> None:
     paths = [_join(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     for pattern in trainable:
-        if not any(re.search(pattern, path) for path in paths):
+        if not any(search(pattern, path) for path in paths):
             what = f"pattern '{pattern}' matches no parameter"
             raise ConfigError(message(what, where="trainable", fix=did_you_mean(pattern, paths)))
 

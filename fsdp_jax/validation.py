@@ -1,7 +1,6 @@
 """Argument validation, with fixes for the common mistakes. Every check raises ValueError."""
 
 import inspect
-import re
 import warnings
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -20,7 +19,7 @@ from fsdp_jax.sharding.mesh import MeshAxes, axes_of
 from fsdp_jax.sharding.offload import HOST, Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
-from fsdp_jax.tree import flatten
+from fsdp_jax.tree import flatten, search
 from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
@@ -188,7 +187,7 @@ def check_patterns(precision: Precision, model: Model) -> None:
     paths = flatten(model.params)
     for pattern in precision.keep_float32:
         by_default = pattern in Precision().keep_float32
-        if not by_default and not any(re.search(pattern, name) for name in (*classes, *paths)):
+        if not by_default and not any(search(pattern, name) for name in (*classes, *paths)):
             what = f"pattern '{pattern}' matches no parameter and no class of a module"
             fix = did_you_mean(pattern, paths)
             raise ValueError(message(what, where="precision.keep_float32", fix=fix))

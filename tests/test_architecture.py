@@ -15,7 +15,8 @@ ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
 # A package or a top-level module imports only from the lines above its own.
 ORDER = [
-    {"errors", "tree", "tables", "compat", "processes"},
+    {"errors", "tables", "compat", "processes"},
+    {"tree"},
     {"hlo", "io", "sharding", "local_rows", "lora"},
     {"models", "units", "optim"},
     {"prefetch"},

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Suppress, arg
 
 from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile, Meaning
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import BROKEN, ConfigError, message
 from fsdp_jax.train.config import NonNegative, NonNegativeFloat, Positive
 
-OK, BROKEN = 0, 3  # exit codes
+OK = 0  # exit code
 
 DIR = arg(metavar="DIR")
 FILE = arg(metavar="FILE")

@@ -1,24 +1,29 @@
 """`fsdp-jax COMMAND CONFIG [--dotted.key VALUE ...]`: every error is one block on stderr."""
 
+import contextlib
+import io
 import logging
+import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_jax.cli.commands import BROKEN, COMMANDS, OK
+from fsdp_jax.cli.commands import COMMANDS, OK
 from fsdp_jax.cli.options import SYNTAX, parse_command, print_help
 from fsdp_jax.errors import (
-    CheckpointError,
+    UNUSABLE,
     ConfigError,
-    DamageError,
-    FitError,
     did_you_mean,
+    error_block,
+    exit_code,
+    is_failure,
     message,
+    printable,
 )
 
-FAILED, UNUSABLE = 1, 2
 INTERRUPTED = 130  # as shells report SIGINT
 USAGE = f"""usage: fsdp-jax COMMAND CONFIG [--dotted.key VALUE ...] [--debug]
 
@@ -30,9 +35,9 @@ CONFIG is {SYNTAX};
 verify and export take the output directory of a run, import a Hugging Face folder, tokenize a
 corpus.
 `fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks.
-Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract,
-a fit or a checkpoint that does not hold; 75 stopped by a signal after saving (run the same command
-again to resume)."""
+Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract
+or a fit that does not hold, or a damaged file; 75 stopped by a signal after saving (run the same
+command again to resume)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    if argv is None:
+        _prepare_process(debug)
     if not debug:
         # orbax and asyncio log tracebacks of hundreds of lines beside the one block
         for name in ("absl", "asyncio"):
@@ -47,16 +54,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            return _run(arguments)
+            code = _run(arguments)
+            sys.stdout.flush()  # a full disk or a closed pipe shows here, not after the end
+            return code
     except KeyboardInterrupt:  # before the run handles signals
         print("interrupted; nothing was written", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         if debug:
             traceback.print_exc()
-        sys.stdout.flush()  # so that a log of both streams keeps their order
-        print(_block(error), file=sys.stderr)
-        return _exit_code(error)
+        _flush_stdout()  # so that a log of both streams keeps their order
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(error_block(error), file=sys.stderr)
+        return exit_code(error)
+
+
+def _prepare_process(debug: bool) -> None:
+    """Makes this process print nothing but its own lines, also from threads and at its exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    if debug:
+        return
+    logging.raiseExceptions = False  # a log that cannot be written prints a traceback
+
+    def tell(kind: str, error: BaseException | None, where: object) -> None:
+        if error is not None and is_failure(error) and not sys.is_finalizing():
+            what = f"{kind} failed: {type(error).__name__}: {error}"
+            fix = "run again with --debug for the traceback"
+            _show_warning(message(what, where=str(where), fix=fix))
+
+    def of_thread(failure: threading.ExceptHookArgs) -> None:
+        name = "" if failure.thread is None else failure.thread.name
+        tell("a thread in the background", failure.exc_value, name)
+
+    threading.excepthook = of_thread
+    sys.unraisablehook = lambda failure: tell("cleaning up", failure.exc_value, failure.object)
+
+
+def _flush_stdout() -> None:
+    """Flushes stdout; where nobody reads it, what it holds is dropped, now and at the exit."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
 
 
 def _run(arguments: list[str]) -> int:
@@ -77,23 +123,7 @@ def _run(arguments: list[str]) -> int:
     return parse_command(COMMANDS[name], name, rest).run()
 
 
-def _exit_code(error: Exception) -> int:
-    if isinstance(error, ConfigError):
-        return UNUSABLE
-    return BROKEN if isinstance(error, DamageError | FitError) else FAILED
-
-
-def _block(error: Exception) -> str:
-    from fsdp_jax.step.compiled_step import NonFiniteError
-    from fsdp_jax.step.loss_spikes import LossSpikeError
-
-    told = ConfigError | FitError | CheckpointError | NonFiniteError | LossSpikeError
-    if isinstance(error, told):
-        return f"error: {error}"
-    first = str(error).strip() or "no message"
-    what = f"error: {type(error).__name__}: {first}"
-    return message(what, fix="run again with --debug for the traceback")
-
-
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    text = "\n".join(printable(line) for line in str(message).split("\n"))
+    with contextlib.suppress(OSError):
+        print(f"warning: {text}", file=sys.stderr)

@@ -1,15 +1,14 @@
 """Rules about paths: a pattern, and the spec of what it matches."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from fsdp_jax.errors import check_regexes, message
+from fsdp_jax.errors import message
 from fsdp_jax.sharding.logical_axes import is_entry
 from fsdp_jax.sharding.mesh import Entry
-from fsdp_jax.tree import SEPARATOR
+from fsdp_jax.tree import SEPARATOR, check_regexes, search
 
 Pattern = str | tuple[str, ...]
 Spec = PartitionSpec | Sequence[Entry] | None
@@ -65,10 +64,13 @@ def pattern_name(pattern: Pattern) -> str:
 def matches(pattern: Pattern, path: str) -> bool:
     """Whether a regular expression is found in a path, or a tuple in adjoining parts of it."""
     if isinstance(pattern, str):
-        return re.search(pattern, path) is not None
+        return search(pattern, path)
     parts = path.split(SEPARATOR)
     starts = range(len(parts) - len(pattern) + 1)
     return any(
-        all(re.match(f"{one}$", part) for one, part in zip(pattern, parts[start:], strict=False))
+        all(
+            search(f"{one}$", part, at_start=True)
+            for one, part in zip(pattern, parts[start:], strict=False)
+        )
         for start in starts
     )

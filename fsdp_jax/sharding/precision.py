@@ -1,7 +1,6 @@
 """Mixed precision: the dtype of parameters, compute, gradient reduction and the model's output."""
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -9,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from fsdp_jax.errors import check_regexes, did_you_mean, message
+from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.tree import check_regexes, search_any
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _FLOAT8 = {"gather": "float8_e4m3fn", "matmul": "float8"}
@@ -176,7 +176,7 @@ class Precision:
 
     def keeps(self, names: Iterable[str]) -> bool:
         """Returns whether any of these names (a path, or class names) matches `keep_float32`."""
-        return any(re.search(pattern, name) for pattern in self.keep_float32 for name in names)
+        return any(search_any(self.keep_float32, name) for name in names)
 
     def comm_dtypes(self, keep: bool, stored: DTypeLike) -> tuple[np.dtype, np.dtype]:
         """Returns the (compute, reduce) dtypes of a parameter.
