@@ -58,7 +58,7 @@ def _corrected(spec: Any) -> str:
 
 def pattern_name(pattern: Pattern) -> str:
     """Returns a pattern as one text."""
-    return pattern if isinstance(pattern, str) else SEPARATOR.join(pattern)
+    return pattern if isinstance(pattern, str) else SEPARATOR.join(map(str, pattern))
 
 
 def matches(pattern: Pattern, path: str) -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -190,6 +192,41 @@ def test_failures_and_interruptions(monkeypatch, capsys):
         assert main(["train", "CONFIG"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_nothing_but_the_block_is_printed_of_a_panic_a_thread_or_a_closed_pipe(tmp_path):
+    """A library in Rust panics in a thread and in the command; nobody reads what it prints."""
+    code = """
+import sys, threading
+from fsdp_jax.cli import main
+from fsdp_jax.cli.commands import VerifyCommand
+class PanicException(BaseException):
+    pass
+class Broken:
+    def __del__(self):
+        raise IndexError("of a destructor")
+def fail(command):
+    print("before")
+    Broken()
+    thread = threading.Thread(target=lambda: 1 / 0, name="writer")
+    thread.start()
+    thread.join()
+    raise PanicException("index out of bounds")
+VerifyCommand.run = fail
+sys.argv = ["fsdp-jax", "verify", "run"]
+sys.exit(main.main())
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        error = process.stderr.read().decode()
+        assert process.wait() == 1
+    assert "warning: cleaning up failed: IndexError: of a destructor" in error
+    assert "warning: a thread in the background failed: ZeroDivisionError: division" in error
+    assert "  where:    writer\n" in error
+    assert "error: PanicException: index out of bounds\n  where: " in error
+    assert "Traceback" not in error
+    assert "ignored" not in error
 
 
 def test_inspect_holds_a_step_to_its_contract(tiny, capsys, monkeypatch):

@@ -1,0 +1,96 @@
+"""Regular expressions of paths: any that Python reads, but none that would search for ever."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from fsdp_jax import tree
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.sharding.path_rules import matches, read_rules
+from fsdp_jax.tree import check_regexes, search, search_any
+
+PATH = "a" * 60 + "/kernel"
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(tree, "SECONDS", 0.05)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+)+$",
+        "(a|a)*$",
+        "(?:a?){60}a{60}$",
+        "(.*)*(.*)*(.*)*x",
+        ".*" * 9 + "x",
+        "(a|a)" * 60 + "x",
+    ],
+)
+def test_a_search_that_would_take_years_is_refused(impatient, pattern):
+    with pytest.raises(ConfigError, match=r"takes longer than 0.05 s\n  where: +pattern '"):
+        search(pattern, PATH)
+    with pytest.raises(ConfigError, match="takes longer than"):  # at once, the second time
+        search(pattern, f"{PATH}/0")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_slow_searches_of_one_pattern_are_counted_together(impatient, monkeypatch):
+    monkeypatch.setattr(tree, "SLOW", 1e-6)
+    with pytest.raises(ConfigError, match="takes longer than"):
+        any(search("[b]+|c", f"{PATH}/{number}") for number in range(10**6))
+
+
+def test_patterns_of_pythons_syntax_are_searched():
+    assert search(r"(?<!q)kernel(?=$)", "mlp/kernel")
+    assert search(r"(a)\1/", "aa/b")
+    assert search_any(["b$", "c"], "a/b")
+    assert not search_any([], "a/b")
+    assert matches(("a|b", "kernel"), "a/kernel")
+    assert not matches(("a", "kern"), "a/kernel")
+
+
+def test_a_timer_of_the_callers_own_goes_on(monkeypatch):
+    monkeypatch.setattr(tree, "SECONDS", 0.2)
+    rings = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rings.append(True))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(ConfigError, match="takes longer than"):
+            search("(a*)*$", PATH)
+        deadline = time.monotonic() + 60
+        while not rings and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rings == [True]
+
+
+def test_a_search_in_another_thread_sets_no_timer():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(search("b+$", "a/bbb")))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what"),
+    [
+        ("(", "not a regular expression: missing \\), unterminated subpattern"),
+        ("a{1,99999999999}", "not a regular expression: the repetition number is too large"),
+        ("(" * 900 + ")" * 900, "not a regular expression: "),
+        ("(?L)a", "not a regular expression: bad inline flags"),
+        ("a" * 3000, "too long\n.*\n  expected: 2000 characters at most"),
+        (3, "not a regular expression\n.*\n  expected: text\n  got: +3"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(pattern, what):
+    with pytest.raises(ConfigError, match=what):
+        check_regexes([pattern], "here")
+    with pytest.raises(ConfigError, match="where:    rule"):
+        read_rules([((pattern,), ("data",))])
