@@ -194,8 +194,7 @@ def test_failures_and_interruptions(monkeypatch, capsys):
         signal.signal(signal.SIGINT, before)
 
 
-def test_nothing_but_the_block_is_printed_of_a_panic_a_thread_or_a_closed_pipe(tmp_path):
-    """A library in Rust panics in a thread and in the command; nobody reads what it prints."""
+def test_nothing_but_blocks_is_printed_of_a_panic_a_thread_and_a_destructor():
     code = """
 import sys, threading
 from fsdp_jax.cli import main
@@ -206,7 +205,6 @@ class Broken:
     def __del__(self):
         raise IndexError("of a destructor")
 def fail(command):
-    print("before")
     Broken()
     thread = threading.Thread(target=lambda: 1 / 0, name="writer")
     thread.start()
@@ -217,16 +215,24 @@ sys.argv = ["fsdp-jax", "verify", "run"]
 sys.exit(main.main())
 """
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        error = process.stderr.read().decode()
-        assert process.wait() == 1
+    result = subprocess.run(command, capture_output=True, text=True)
+    error = result.stderr
+    assert (result.returncode, result.stdout) == (1, "")
     assert "warning: cleaning up failed: IndexError: of a destructor" in error
     assert "warning: a thread in the background failed: ZeroDivisionError: division" in error
     assert "  where:    writer\n" in error
     assert "error: PanicException: index out of bounds\n  where: " in error
     assert "Traceback" not in error
     assert "ignored" not in error
+
+
+def test_a_pipe_that_nobody_reads_is_a_block():
+    command = [sys.executable, "-m", "fsdp_jax", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        error = process.stderr.read().decode()
+        assert process.wait() == 1
+    assert error == "error: the system refuses it\n  got:      [Errno 32] Broken pipe\n"
 
 
 def test_inspect_holds_a_step_to_its_contract(tiny, capsys, monkeypatch):
