@@ -14,7 +14,14 @@ from tyro.conf import Suppress, arg
 
 from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile, Meaning
 from fsdp_jax.errors import BROKEN, ConfigError, message
-from fsdp_jax.train.config import NonNegative, NonNegativeFloat, Positive
+from fsdp_jax.train.config import (
+    AtLeast,
+    AtMost,
+    Devices,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+)
 
 OK = 0  # exit code
 
@@ -22,6 +29,7 @@ DIR = arg(metavar="DIR")
 FILE = arg(metavar="FILE")
 NUMBER = arg(metavar="N")
 TOPOLOGY = arg(metavar="T")
+VocabSize = Annotated[int, AtLeast(1), AtMost(2**22)]  # what trains a tokenizer allocates it
 CREATED = Meaning("a directory to create")
 
 HF_FOLDER = Argument(
@@ -212,7 +220,7 @@ class TokenizeCommand:
     to: Annotated[str, DIR, CREATED]  # Folder of the shards, which is created.
     tokenizer: str | None = None  # bytes, or a tokenizer.json or its folder.
     # Train a byte-level BPE tokenizer of this many tokens on the corpus.
-    vocab_size: Annotated[Positive | None, NUMBER] = None
+    vocab_size: Annotated[VocabSize | None, NUMBER] = None
     field: str = "text"  # Field of a record that holds the text.
     # Share held out for evaluation; default: 0.05.
     held_out: NonNegativeFloat | None = None
@@ -243,7 +251,7 @@ class ImportCommand:
     to: Annotated[str, arg(metavar="RUN"), CREATED]  # Directory of the run, which is created.
     dtype: str = "float32"  # float32 or bfloat16.
     # Virtual CPU devices where there is no accelerator.
-    devices: Annotated[Positive | None, NUMBER] = None
+    devices: Annotated[Devices | None, NUMBER] = None
 
     def run(self) -> int:
         """Writes the checkpoint and returns 0."""

@@ -18,7 +18,7 @@ from tyro.conf import FlagConversionOff, FlagCreatePairsOff, arg
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import KEY_TYPES, load
-from fsdp_jax.train.typed_keys import metavar, option_name, read_option, split_arguments
+from fsdp_jax.train.typed_keys import convert, metavar, option_name, read_option, split_arguments
 
 SYNTAX = "a YAML file, then dotted overrides such as `--train.steps 20`"
 
@@ -98,7 +98,7 @@ def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Command:
             what = f"{option} is missing"
             raise ConfigError(message(what, where="command line", expected=expected))
 
-    path = positional[0] if positional else None
+    path = convert(str, positional[0], argument.name) if positional else None
     if argument is not CONFIG:
         return kind(path, **values)
 

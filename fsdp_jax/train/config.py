@@ -11,8 +11,19 @@ class AtLeast:
     value: float
 
 
-Positive = Annotated[int, AtLeast(1)]
-NonNegative = Annotated[int, AtLeast(0)]
+@dataclass(frozen=True)
+class AtMost:
+    """Largest value of a number, as `AtLeast`."""
+
+    value: float
+
+
+# Steps, rows and tokens are counted in int32; bytes and parameters in int64.
+INT32, INT64 = AtMost(2**31 - 1), AtMost(2**63 - 1)
+Positive = Annotated[int, AtLeast(1), INT32]
+NonNegative = Annotated[int, AtLeast(0), INT32]
+Devices = Annotated[int, AtLeast(1), AtMost(4096)]  # virtual ones; each has a thread of its own
+MeshSize = Annotated[int, AtLeast(-1), INT32]
 NonNegativeFloat = Annotated[float, AtLeast(0)]
 
 
@@ -28,13 +39,15 @@ class ModelConfig:
     # Initial weights: the directory of a run, the output of `fsdp-jax import`, or a Hugging Face
     # folder (config.json and safetensors); default: random.
     weights: str | None = None
-    layers: int | None = None  # Number of blocks; default: the preset's.
-    width: int | None = None  # Width of the residual stream; default: the preset's.
-    heads: int | None = None  # Attention heads; default: the preset's.
-    vocab_size: int | None = None  # Vocabulary size of a text model; default: the preset's.
+    # Number of blocks; default: the preset's.
+    layers: Annotated[int, AtLeast(1), AtMost(4096)] | None = None
+    # Width of the residual stream; default: the preset's.
+    width: Annotated[int, AtLeast(1), AtMost(2**20)] | None = None
+    heads: Positive | None = None  # Attention heads; default: the preset's.
+    vocab_size: Positive | None = None  # Vocabulary size of a text model; default: the preset's.
     # Classes of an image model; default: the preset's or the weights'. A number other than the
     # weights' starts with a new random head.
-    classes: int | None = None
+    classes: Positive | None = None
     dropout: float = 0.0  # Dropout probability in training; gpt, t5 and vit.
     # Stack the blocks and compile one of them (jax.lax.scan); False compiles each block.
     scan_layers: bool = True
@@ -62,8 +75,10 @@ class MeshConfig:
     """The device mesh, replica x data."""
 
     # Replicas of the state in hybrid strategies; -1: all devices that `data` leaves.
-    replica: int = 1
-    data: int = -1  # Devices that the state is sharded over; -1: all devices that `replica` leaves.
+    replica: MeshSize = 1
+    data: MeshSize = (
+        -1
+    )  # Devices that the state is sharded over; -1: all devices that `replica` leaves.
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,8 @@ class UnitsConfig:
     """How parameters are grouped for all-gather. Set at most one; default: the whole model."""
 
     classes: tuple[str, ...] = ()  # Module classes; each instance is a unit, such as Block.
-    min_params: int | None = None  # Modules with at least this many parameters are units.
+    # Modules with at least this many parameters are units.
+    min_params: Annotated[int, AtLeast(0), INT64] | None = None
     scan: bool = False  # The body of the layer scan is the unit.
 
 
@@ -109,7 +125,8 @@ class OffloadConfig:
     activation_names: tuple[str, ...] = ()
     # Groups of state that are on the device at once: one is updated while others travel.
     in_flight: Positive = 2
-    group_bytes: Positive = 64 * 2**20  # Bytes of a group on each device.
+    # Bytes of a group on each device.
+    group_bytes: Annotated[int, AtLeast(1), INT64] = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -139,7 +156,7 @@ class DataConfig:
     # File, folder or name of the dataset. Not needed by embedded, instructions (a small English
     # set is included) and images (drawn).
     path: str | None = None
-    sequence_length: int = 128  # Tokens per sequence; for t5 of its input.
+    sequence_length: Positive = 128  # Tokens per sequence; for t5 of its input.
     # Tokens of a t5 target at most; default: a quarter of sequence_length.
     target_length: Positive | None = None
     # bytes, or a tokenizer.json or its folder; default: that of the tokens at `path` or of the
@@ -173,15 +190,17 @@ class TrainConfig:
     local_batch: bool = True
     # Vocabulary chunk size for the loss; logits are recomputed in the backward pass.
     loss_chunk: Positive | None = None
-    seed: NonNegative = 0  # Seed of initialization, data order and dropout.
+    # Seed of initialization, data order and dropout.
+    seed: Annotated[int, AtLeast(0), AtMost(2**32 - 1)] = 0
     # Virtual CPU devices per process where there is no accelerator; default: JAX's number.
-    devices: Positive | None = None
+    devices: Devices | None = None
     log_every: Positive = 10  # Steps between log lines.
     # Steps between evaluations; default: before the first step and after the last only.
     eval_every: Positive | None = None
     eval_batches: Positive | None = 10  # Held-out batches per evaluation; None: all of them.
-    # Tokens of the sample printed at the end (for images: predictions); 0: none.
-    sample: NonNegative = 400
+    # Tokens of the sample printed at the end (for images: predictions); 0: none. Each costs a
+    # forward pass.
+    sample: Annotated[int, AtLeast(0), AtMost(2**16)] = 400
     # Abort after this many consecutive skipped steps, whose loss, gradients or new state were not
     # finite; None: never.
     abort_after: Positive | None = 10
@@ -198,8 +217,8 @@ class ClusterConfig:
     """A run of several processes. Set all three keys or none."""
 
     coordinator: str | None = None  # HOST:PORT where process 0 listens.
-    processes: int | None = None  # Number of processes.
-    process: int | None = None  # Index of this process, from 0.
+    processes: Positive | None = None  # Number of processes.
+    process: NonNegative | None = None  # Index of this process, from 0.
 
 
 @dataclass(frozen=True)

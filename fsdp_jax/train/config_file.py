@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.io.regular_files import open_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
 from fsdp_jax.train.typed_keys import (
     convert,
@@ -19,6 +20,8 @@ from fsdp_jax.train.typed_keys import (
 )
 
 KEY_TYPES = dict(key_types(Config))
+# A configuration of all keys has 3 kB, 150 nodes and a depth of 4.
+LONGEST_FILE, MOST_NODES, DEEPEST = 2**18, 10_000, 8
 SECTIONS = {key.partition(".")[0] for key in KEY_TYPES if "." in key}
 
 
@@ -67,15 +70,13 @@ def digest(config: Config) -> str:
 def _file_values(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) of a YAML file."""
     try:
-        content = yaml.safe_load(path.read_text())
+        with open_regular(path) as file:
+            content = file.read(LONGEST_FILE + 1)
     except OSError as error:
         fix = "give the path of a YAML file, such as configs/quickstart.yaml"
         what = "the configuration cannot be read"
         raise ConfigError(message(what, where=str(path), got=error, fix=fix)) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        what = "the configuration is not YAML"
-        raise ConfigError(message(what, where=str(path), got=error)) from error
-    for name, value in _mapping(content, str(path)).items():
+    for name, value in _mapping(_parse(content, str(path)), str(path)).items():
         where = f"{path}: {name}"
         # a section is itself a mapping of keys
         section = {name: value}
@@ -88,8 +89,77 @@ def _file_values(path: Path) -> Iterator[tuple[str, Any]]:
             yield key, convert(KEY_TYPES[key], item, f"{path}: {key}")
 
 
+def _parse(content: bytes, where: str) -> Any:
+    """Returns the values of a YAML file, of plain types."""
+    if len(content) > LONGEST_FILE:
+        what, expected = "the configuration is too large", f"{LONGEST_FILE:,} bytes at most"
+        raise ConfigError(message(what, where=where, expected=expected))
+    try:
+        loader = yaml.SafeLoader(content.decode())
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return None
+            _check_extent(root, where)
+            _check_repeated(root, where, "", {})
+            return loader.construct_document(root)
+        finally:
+            loader.dispose()
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise _too_nested(where) from None
+    except Exception as error:  # PyYAML has no type of its own for most of what it cannot read
+        what = "the configuration is not YAML"
+        raise ConfigError(message(what, where=where, got=error)) from error
+
+
+def _check_extent(root: yaml.Node, where: str) -> None:
+    """Raises ConfigError for nodes that are many, or nested; an alias counts as what it names."""
+    count, pending = 0, [(root, 1)]
+    while pending:
+        node, depth = pending.pop()
+        count += 1
+        if depth > DEEPEST or count > MOST_NODES:
+            raise _too_nested(where)
+        if isinstance(node, yaml.SequenceNode):
+            pending += [(item, depth + 1) for item in node.value]
+        elif isinstance(node, yaml.MappingNode):
+            pending += [(item, depth + 1) for pair in node.value for item in pair]
+
+
+def _too_nested(where: str) -> ConfigError:
+    what, expected = "the configuration is nested too deeply, or too large", "sections of keys"
+    return ConfigError(message(what, where=where, expected=expected))
+
+
+def _check_repeated(node: yaml.Node, where: str, prefix: str, lines: dict[str, int]) -> None:
+    """Raises ConfigError for a key that is set twice, of which YAML takes the last.
+
+    Args:
+        node: a mapping; nothing else has keys.
+        where: the file.
+        prefix: of its keys, with a dot.
+        lines: of the keys before, which are added to.
+
+    """
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+            continue
+        name, line = prefix + key.value, key.start_mark.line + 1
+        if name in lines:
+            what, got = f"the key '{name}' is set twice", f"lines {lines[name]} and {line}"
+            raise ConfigError(message(what, where=where, got=got, fix="leave one of them out"))
+        lines[name] = line
+        _check_repeated(value, where, f"{name}.", lines)
+
+
 def _mapping(content: Any, where: str) -> Mapping[str, Any]:
-    if isinstance(content or {}, dict):
-        return content or {}
+    if content is None:
+        return {}
+    if isinstance(content, dict):
+        return content
     what, expected = "keys were expected", "`key: value` lines"
     raise ConfigError(message(what, where=where, expected=expected, got=repr(content)))

@@ -5,16 +5,20 @@ where `--train.steps 20` and `--train.steps=20` set it.
 """
 
 import dataclasses
+import math
 import types
+import unicodedata
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
-from fsdp_jax.train.config import AtLeast
+from fsdp_jax.train.config import AtLeast, AtMost
 
 T = TypeVar("T")
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+LARGEST_FLOAT = 3.4e38  # above it float32, which computes with it, has infinity
+LONGEST_TEXT = 4096  # characters, as of a path
 
 
 def key_types(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -59,6 +63,9 @@ def convert(kind: Any, value: Any, where: str) -> Any:
             if isinstance(limit, AtLeast) and not converted >= limit.value:
                 what, expected = "a value is too small", f"{limit.value} or more"
                 raise ConfigError(message(what, where=where, expected=expected, got=value))
+            if isinstance(limit, AtMost) and not converted <= limit.value:
+                what, expected = "a value is too large", f"{limit.value:,} or less"
+                raise ConfigError(message(what, where=where, expected=expected, got=value))
         return converted
     if get_origin(kind) in (Union, types.UnionType):
         inner = next(part for part in get_args(kind) if part is not type(None))
@@ -68,16 +75,35 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if get_origin(kind) is tuple:
         items = [value] if isinstance(value, str) else value
         if isinstance(items, list) and all(isinstance(item, str) for item in items):
-            return tuple(items)
+            return tuple(_checked_text(item, where) for item in items)
         raise _wrong_type("a list of names", value, where)
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:
-            return float(value)  # YAML 1.1 reads 1e-3 as text
+            value = float(value)  # YAML 1.1 reads 1e-3 as text
         except ValueError:
             raise _wrong_type(TYPE_NAMES[float], value, where) from None
+        except OverflowError:  # an int of more than 308 digits
+            value = math.inf
     if type(value) is not kind:
         raise _wrong_type(TYPE_NAMES[kind], value, where)
-    return value
+    if kind is float and not abs(value) <= LARGEST_FLOAT:
+        what, expected = "a number that is not finite", f"{LARGEST_FLOAT} at most"
+        raise ConfigError(message(what, where=where, expected=expected, got=value))
+    return _checked_text(value, where) if kind is str else value
+
+
+def _checked_text(text: str, where: str) -> str:
+    """Returns a text; raises ConfigError for one that can be no path, name or pattern."""
+    what = ""
+    if not text.strip():
+        what = "an empty text"
+    elif len(text) > LONGEST_TEXT:
+        what = f"a text of more than {LONGEST_TEXT} characters"
+    elif any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+        what = "a text with control characters, or one that is not UTF-8"
+    if what:
+        raise ConfigError(message(what, where=where, got=ascii(text[:80])))
+    return text
 
 
 def _convert_choice(choices: Sequence[Any], value: Any, where: str) -> Any:
@@ -92,7 +118,7 @@ def _wrong_type(expected: str, value: Any, where: str) -> ConfigError:
     return ConfigError(message(what, where=where, expected=expected, got=repr(value)))
 
 
-def _inner_type(kind: Any) -> tuple[Any, bool]:
+def inner_type(kind: Any) -> tuple[Any, bool]:
     """Returns (T, whether None is allowed) of `T`, `T | None` and `Annotated` forms of them."""
     optional = False
     while get_origin(kind) in (Annotated, Union, types.UnionType):
@@ -140,7 +166,7 @@ def split_arguments(
 
 
 def _most_values(key: str, kind: Any) -> float:
-    inner, _ = _inner_type(kind)
+    inner, _ = inner_type(kind)
     if get_origin(inner) is tuple:
         return float("inf")
     return 0 if is_flag(key, inner) else 1
@@ -185,7 +211,7 @@ def read_option(key: str, kind: Any, texts: Sequence[str]) -> Any:
 
     """
     value: Any = list(texts)
-    inner, optional = _inner_type(kind)
+    inner, optional = inner_type(kind)
     if is_flag(key, inner) and not texts:
         value = True
     elif get_origin(inner) is not tuple:

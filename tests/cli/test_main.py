@@ -255,7 +255,9 @@ def test_inspect_holds_a_step_to_its_contract(tiny, capsys, monkeypatch):
     [
         ("h100", "topology"),
         ("h1000:8", "did you mean 'h100'"),
-        ("cpu:8000000", "the number of virtual devices is fixed"),
+        ("cpu:80", "the number of virtual devices is fixed"),
+        ("cpu:8000000", "expected: 131,072 devices at most"),
+        ("h100:" + "9" * 99, "not a topology"),
     ],
 )
 def test_inspect_on_a_topology_that_does_not_exist(tiny, capsys, name, reason):

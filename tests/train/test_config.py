@@ -1,5 +1,6 @@
 """Keys from YAML and from the command line: the same names, one readable error for each mistake."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.train.build import build, make_model, make_offload, make_remat
 from fsdp_jax.train.config import Config, LoraConfig, ModelConfig
 from fsdp_jax.train.config_file import KEY_TYPES, digest, dump, load
+from fsdp_jax.train.typed_keys import inner_type, option_name
 from fsdp_jax.units.remat import RematPolicy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -133,6 +135,98 @@ def test_yaml_that_wants_to_run_code(written, tmp_path):
         ):
             load(written(f"output: {tag} ['{mark}']"))
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("train:\n  steps: 5\n  seed: 1\n  steps: 6", "'train.steps' is set twice(.*\n)+.*2 and 4"),
+        (
+            "train: {seed: 1}\nremat: full\ntrain: {steps: 6}",
+            "'train' is set twice(.*\n)+.*1 and 3",
+        ),
+        ("train.steps: 6\ntrain: {steps: 7}", "'train.steps' is set twice(.*\n)+.*1 and 2"),
+        ("output: {a: {b: 1, 'b': 2}}", "'output.a.b' is set twice"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]", "unknown key 'a'"),
+        (
+            "a0: &a0 [x, x, x, x, x, x]\n"
+            + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 6)}]\n" for n in range(1, 6)),
+            "nested too deeply, or too large",
+        ),
+        ("a: &a [*a]", "nested too deeply"),
+        ("<<: &a {<<: *a}", "nested too deeply"),
+        ("[" * 50_000, "nested too deeply"),
+        ("{a: " * 50_000, "nested too deeply"),
+        ("#" * 300_000, "too large\n.*\n  expected: 262,144 bytes at most"),
+        ("a: 2001-99-99", "not YAML"),
+        ("a: !!int x", "not YAML"),
+        ("a: !!bool x", "not YAML"),
+        ("a: !!timestamp x", "not YAML"),
+        ("a: " + "9" * 5000, "not YAML"),
+        ("a: 1\n---\na: 2", "not YAML(.*\n)+.*another document"),
+        ("? [a]\n: b", "not YAML"),
+        ("a: \0", "not YAML"),
+        ("0", "keys were expected"),
+        ("train: false", "keys were expected"),
+        ("train: {steps: 0x" + "f" * 4999 + "}", "too large\n.*\n.*\n.*thousands of digits"),
+        ("train: {steps: 2147483648}", "train.steps\n  expected: 2,147,483,647 or less"),
+        ("train: {sample: 100000}", "train.sample\n  expected: 65,536 or less"),
+        ("train: {devices: 100000}", "train.devices\n  expected: 4,096 or less"),
+        ("optimizer: {learning_rate: true}", "expected: a number\n  got: +True"),
+        ("optimizer: {learning_rate: .inf}", "not finite\n  where: .*optimizer.learning_rate"),
+        ("optimizer: {learning_rate: 1e39}", "not finite"),
+        ("lora: {alpha: -.inf}", "not finite\n  where: .*lora.alpha"),
+        ("output: ''", "an empty text\n  where: .*output"),
+        ('output: "a\\0b"', "control characters, .*\n  where: .*output\n  got: +'a.x00b'"),
+        ('model: {frozen: ["a\\nb"]}', "control characters, .*\n  where: .*model.frozen"),
+        ("data: {path: " + "a" * 5000 + "}", "more than 4096 characters"),
+    ],
+)
+def test_nonsense_in_the_file_is_refused(written, text, what):
+    with pytest.raises(ConfigError, match=what):
+        load(written(text))
+
+
+def test_anchors_and_merges_that_are_small_are_read(written):
+    config = load(written("train: &t {steps: 5}\ndata: {split: &s a, field: *s}"))
+    assert (config.train.steps, config.data.split, config.data.field) == (5, "a", "a")
+    config = load(written("train:\n  <<: {steps: 5, seed: 3}\n  steps: 6"))
+    assert (config.train.steps, config.train.seed) == (6, 3)
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "latin.yaml").write_bytes(b"output: caf\xe9")
+    for path, what in {
+        tmp_path / "pipe": "a pipe, not a file",
+        tmp_path: "a folder, not a file",
+        Path("/dev/zero"): "a device, not a file",
+        tmp_path / "latin.yaml": "not YAML",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{path}\n  got: .*{what}|{what}\n  where: +{path}"):
+            load(path)
+
+
+def number_keys(wanted):
+    return [key for key, kind in KEY_TYPES.items() if inner_type(kind)[0] is wanted]
+
+
+@pytest.mark.parametrize("key", number_keys(float))
+def test_no_number_is_infinite(written, key):
+    section, name = key.split(".")
+    for value in (".inf", "-.inf", ".nan", "'inf'", "'nan'", "1e400", "1" + "0" * 400):
+        with pytest.raises(ConfigError, match=key):
+            load(written(f"{section}: {{{name}: {value}}}"))
+        text = value.strip("'").replace(".", "")
+        with pytest.raises(ConfigError, match=rf"where: +--{key}"):
+            load(written(""), [f"--{key}={text}"])
+
+
+@pytest.mark.parametrize("key", number_keys(int))
+def test_no_whole_number_is_without_limits(written, key):
+    for value in (-2, 10**30, "True", "1.5"):
+        with pytest.raises(ConfigError, match=rf"where: +{option_name(key)}"):
+            load(written(""), [f"--{key}={value}"])
 
 
 def test_no_such_file(tmp_path):

@@ -21,8 +21,11 @@ from fsdp_jax.planner.machines.pjrt_plugins import (
 
 EXAMPLES = "cpu:8, h100:8, h100:64x8 (hosts x GPUs), v5p:2x2x2, v5e:16x16, v5e:16x16*2 (two slices)"
 
-_FORM = re.compile(r"(?P<chip>[^:]+):(?P<shape>[0-9]+(x[0-9]+)*)(\*(?P<slices>[0-9]+))?")
+_FORM = re.compile(
+    r"(?P<chip>[^:]+):(?P<shape>[0-9]{1,9}(x[0-9]{1,9}){0,4})(\*(?P<slices>[0-9]{1,9}))?"
+)
 _WHERE = "topology"
+LARGEST = 2**17  # devices; each is an object, also where it is not present
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +181,8 @@ def _shape_problem(
     """Returns (expected, fix) for a shape that the chip does not come in; None if it does."""
     if 0 in (*shape, slices):
         return "1 or more of everything", ""
+    if prod(shape) * slices > LARGEST:
+        return f"{LARGEST:,} devices at most", ""
     if has_slices and chip.platform != "tpu":
         fix = f"hosts come first, as {chip.name}:2x8" if chip.cuda else ""
         return "no slices: only TPUs have them", fix
