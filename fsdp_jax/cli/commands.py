@@ -73,6 +73,7 @@ class InspectCommand:
     def run(self) -> int:
         """Returns 0, or 3 if the contract does not hold."""
         config = self.config.load()
+        _check_page(self.html)
         from fsdp_jax.contract.contract import check_contract
         from fsdp_jax.sharding.report import layout_html, layout_json, layout_report
         from fsdp_jax.train.build import build, topology_devices
@@ -159,9 +160,7 @@ class PlanCommand:
         if len(self.compare) != 2 and (self.compare or self.config.path is None):
             what, got = "--compare takes two files", " ".join(["--compare", *self.compare])
             raise ConfigError(message(what, where=where, expected="--compare A B", got=got))
-        if self.html is not None and not Path(self.html).absolute().parent.is_dir():
-            fix = "create it, or write elsewhere"
-            raise ConfigError(message("no such folder", where="--html", got=self.html, fix=fix))
+        _check_page(self.html)
         if self.topology is None:
             what, expected = "--topology is missing", "--topology T"
             fix = "--topology h100:8, h100:64x8, v5e:16x16, ...; with --search a chip alone, h100"
@@ -310,6 +309,19 @@ class VerifyCommand:
 
 def _print(text: object, fields: Any, as_json: bool) -> None:
     print(json_format.dumps(fields, indent=1) if as_json else text)
+
+
+def _check_page(path: str | None) -> None:
+    """Raises ConfigError, before any work, for a page that cannot be written there."""
+    if path is None:
+        return
+    what = ""
+    if not Path(path).absolute().parent.is_dir():
+        what, fix = "no such folder", "create it, or write elsewhere"
+    elif Path(path).exists() and not Path(path).is_file():
+        what, fix = "not a file", "write elsewhere"
+    if what:
+        raise ConfigError(message(what, where="--html", got=path, fix=fix))
 
 
 def print_progress(line: str) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from fsdp_jax.errors import did_you_mean
+from fsdp_jax.errors import did_you_mean, message
 
 C = TypeVar("C")
 
@@ -26,7 +26,8 @@ def check_multiple(config: Any, name: str, divisor: str) -> None:
     size, unit = getattr(config, name), getattr(config, divisor)
     if size % unit:
         what = f"{type(config).__name__}.{name} must be a multiple of {divisor}"
-        raise ValueError(f"{what}, got {name} {size}, {divisor} {unit}")
+        what += f", got {name} {size}, {divisor} {unit}"
+        raise ValueError(message(what, where="model"))
 
 
 def check_dropout(config: Any) -> None:
@@ -37,7 +38,8 @@ def check_dropout(config: Any) -> None:
 def _require(config: Any, name: str, holds: bool, expected: str) -> None:
     if not holds:
         got = getattr(config, name)
-        raise ValueError(f"{type(config).__name__}.{name} must be {expected}, got {got}")
+        what = f"{type(config).__name__}.{name} must be {expected}, got {got}"
+        raise ValueError(message(what, where="model"))
 
 
 def from_preset(presets: Mapping[str, C], name: str, **overrides: Any) -> C:
@@ -54,4 +56,5 @@ def from_preset(presets: Mapping[str, C], name: str, **overrides: Any) -> C:
 
 def _check_known(kind: str, name: str, known: Mapping[str, Any]) -> None:
     if name not in known:
-        raise ValueError(f"unknown {kind} '{name}'; {did_you_mean(name, known)}")
+        what = f"unknown {kind} '{name}'; {did_you_mean(name, known)}"
+        raise ValueError(message(what, where="model"))

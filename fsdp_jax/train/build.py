@@ -1,6 +1,7 @@
 """Builds the objects of a run from its configuration."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -34,7 +35,7 @@ from fsdp_jax.train.initial_weights import weights_shape
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
 from fsdp_jax.train.shapes import Batch, batch_shapes, make_shape, work_of
 from fsdp_jax.units.auto_wrap import Units
-from fsdp_jax.units.remat import Remat, RematPolicy
+from fsdp_jax.units.remat import Remat, RematPolicy, check_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +82,42 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         start_devices(config.train.devices)
     try:
         return _build(config, devices)
-    except ConfigError:
-        raise
     except ValueError as error:  # of the library, about arguments that are keys here
-        raise ConfigError(str(error)) from error
+        raise _about_keys(error) from error
+
+
+# Where the library's errors are, in the words of a configuration.
+_KEY_OF = {
+    "accumulation": "train.accumulation",
+    "clip": "optimizer.clip",
+    "frozen": "model.frozen",
+    "offload.activations": "offload.activation_names",
+    "remat.save": "remat_save",
+    "remat.every": "remat_every",
+    "targets": "lora.targets",
+    "trainable": "lora.trained",
+}
+
+
+def _about_keys(error: ValueError) -> ConfigError:
+    """Returns an error of the library with the key in place of the argument that it names."""
+    text = str(error)
+    for argument, key in _KEY_OF.items():
+        text = re.sub(rf"^(  where: +){re.escape(argument)}$", rf"\g<1>{key}", text, flags=re.M)
+    return ConfigError(text)
+
+
+def check_activation_names(run: Run) -> None:
+    """Raises ConfigError for a name of an activation that the model does not have.
+
+    Traces the step if names are set; the step that trains is traced no more.
+    """
+    if not (run.config.remat_save or run.config.offload.activation_names):
+        return
+    try:
+        check_names(run.step.plan.activations, run.step.trace(run.batch).jaxpr)
+    except ValueError as error:
+        raise _about_keys(error) from error
 
 
 def start_devices(virtual: int | None) -> None:

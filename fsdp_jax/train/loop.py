@@ -31,6 +31,7 @@ from fsdp_jax.train.console import Screen, banner, summary
 from fsdp_jax.train.dataset import Data
 from fsdp_jax.train.memory import cliff_of
 from fsdp_jax.train.metrics import JsonLines, StepRecord, device_memory, now, of_the_loss
+from fsdp_jax.train.optimizers import LearningRates
 from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
@@ -76,8 +77,7 @@ class Training:
             self.layout.mesh.devices.flat[0].device_kind,
             run.sharded.precision.compute or jnp.float32,
         )
-        # Computed ahead: evaluating the schedule in the loop would queue behind the step.
-        self.learning_rates = np.asarray(jax.vmap(run.schedule)(jnp.arange(self.config.steps)))
+        self.learning_rates = LearningRates(run.schedule)
 
         self.state: TrainState
         self.steps_done = 0
@@ -284,7 +284,7 @@ class Training:
             step=pending.step,
             loss=metrics["loss"],
             grad_norm=metrics["grad_norm"],
-            learning_rate=float(self.learning_rates[update]),
+            learning_rate=self.learning_rates[update],
             tokens=pending.step * self.run.work.tokens,
             step_time_s=seconds,
             data_wait_s=pending.data_wait,

@@ -12,7 +12,7 @@ from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import is_lead, join_cluster, leave_cluster
 from fsdp_jax.processes import anywhere
 from fsdp_jax.sharding.report import layout_json
-from fsdp_jax.train.build import build, start_devices
+from fsdp_jax.train.build import build, check_activation_names, start_devices
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import dump, load
 from fsdp_jax.train.console import Screen
@@ -20,6 +20,7 @@ from fsdp_jax.train.dataset import open_data
 from fsdp_jax.train.huggingface import write_model
 from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.train.loop import Training
+from fsdp_jax.train.memory import check_fits
 from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.signals import StopSignal
 from fsdp_jax.train.typed_keys import key_values
@@ -44,6 +45,8 @@ def _train(config: Config, stack: ExitStack) -> int:
     # Build the objects of the run and lock its directory; nothing is allocated yet.
     stop = stack.enter_context(StopSignal())
     run = build(config)
+    check_fits(run)
+    check_activation_names(run)
     open_all = partial(open_data, config.data, run, config.model.weights)
     data = _on_every_process(
         "the data", lambda: open_all(seed=settings.seed, eval_limit=settings.eval_batches)

@@ -1,7 +1,12 @@
-"""Tells a run what XLA gave up for want of memory, and which setting frees some."""
+"""The memory of a run: what cannot fit, and what XLA gave up for want of it."""
 
+import os
 from dataclasses import replace
+from math import prod
 
+import jax
+
+from fsdp_jax.errors import FitError, human_bytes, message
 from fsdp_jax.hlo.collectives import read_program
 from fsdp_jax.hlo.parser import parse
 from fsdp_jax.planner import analytic_plan, fake_devices, hardware_of, parse_topology
@@ -10,6 +15,45 @@ from fsdp_jax.planner.memory_cliff import MemoryCliff, compiler_limit, memory_cl
 from fsdp_jax.planner.settings import fixes, lever
 from fsdp_jax.train.build import Run, build
 from fsdp_jax.train.planning import make_step_of, settings_of
+
+
+def check_fits(run: Run) -> None:
+    """Checks that the state and a batch, without activations, fit this machine, before they exist.
+
+    What the machine does not tell is not checked.
+
+    Raises:
+        FitError: they do not fit.
+
+    """
+    layout = run.sharded.layout
+    devices = layout.mesh.local_devices
+    rows = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in run.batch.values())
+    needs = {
+        "state on a device": layout.per_device(),
+        "state in host memory": layout.per_device(host=True) * len(devices),
+        "a batch": rows // jax.process_count(),
+    }
+    on_host = sum(needs.values()) - layout.per_device()
+    limits = [(needs["state on a device"], (devices[0].memory_stats() or {}).get("bytes_limit"))]
+    if devices[0].platform == "cpu":  # whose memory is the host's
+        on_host += layout.per_device() * len(devices)
+    limits.append((on_host, _host_bytes()))
+    for needed, limit in limits:
+        if limit is not None and needed > limit:
+            got = ", ".join(f"{name} {human_bytes(count)}" for name, count in needs.items())
+            what, expected = "the run does not fit this machine's memory", human_bytes(limit)
+            fix = "a smaller model (model.*) or batch (train.global_batch_size), or more devices; "
+            fix += "`fsdp-jax plan` shows what a step takes"
+            raise FitError(message(what, expected=f"{expected} at most", got=got, fix=fix))
+
+
+def _host_bytes() -> int | None:
+    """Returns the memory of this host, or None if the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def cliff_of(run: Run) -> MemoryCliff | None:

@@ -1,5 +1,8 @@
 """Optimizers and schedules by name."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fsdp_jax import optim
@@ -21,6 +24,29 @@ def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
     # The first update is not wasted on a rate of zero.
     rise = optax.linear_schedule(peak / warmup, peak, warmup - 1 or 1)
     return optax.join_schedules([rise, after_warmup], [warmup])
+
+
+class LearningRates:
+    """The learning rate of each update, evaluated for many updates at once.
+
+    In the loop, every evaluation of the schedule would queue behind the step.
+    """
+
+    BLOCK = 4096  # updates
+
+    def __init__(self, schedule: optax.Schedule) -> None:
+        self._schedule = schedule
+        self._first = -1
+        self._block: np.ndarray
+
+    def __getitem__(self, update: int) -> float:
+        """Returns the rate of an update, counted from 0."""
+        first = update - update % self.BLOCK
+        if first != self._first:
+            updates = jnp.arange(first, first + self.BLOCK)
+            self._block = np.asarray(jax.vmap(self._schedule)(updates))
+            self._first = first
+        return float(self._block[update - first])
 
 
 def make_optimizer(
