@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.io.regular_files import NotRegularError, regular_opener
 
 
 class Lease:
@@ -18,7 +19,8 @@ class Lease:
     lock on it, which goes with its owner: the file of a killed run keeps nobody out. Readers never
     look at the lease.
 
-    Raises ConfigError on entry, at once, if another run holds it.
+    Raises ConfigError on entry, at once, if another run holds it, or if a link or a pipe has its
+    name: what a link leads to is never written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, process: int = 0):
@@ -51,7 +53,7 @@ class Lease:
 
     def _lock(self) -> IO[str]:
         while True:
-            file = self.path.open("a+")
+            file = self._open()
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -64,6 +66,21 @@ class Lease:
                 return file
             # Its owner removed it between our open and our lock: nobody else sees this file.
             file.close()
+
+    def _open(self) -> IO[str]:
+        """Opens the file, and no other under its name. Raises ConfigError for a link or a pipe."""
+        try:
+            handle = regular_opener(follow_link=False)(str(self.path), os.O_RDWR | os.O_CREAT)
+        except NotRegularError as error:
+            raise self._not_a_lease(error.strerror or "") from error
+        if os.fstat(handle).st_nlink > 1:
+            os.close(handle)
+            raise self._not_a_lease("a file that has another name too")
+        return os.fdopen(handle, "r+")
+
+    def _not_a_lease(self, got: str) -> ConfigError:
+        what, fix = "something else has the name of the lease", "remove it"
+        return ConfigError(message(what, where=str(self.path), got=got, fix=fix))
 
     def _held_by_another(self, file: IO[str]) -> ConfigError:
         file.seek(0)
@@ -81,6 +98,6 @@ class Lease:
 def _is_at(file: IO[str], path: Path) -> bool:
     """Returns whether `path` still names this open file."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:
         return False

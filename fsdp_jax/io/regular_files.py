@@ -3,7 +3,8 @@
 import errno
 import os
 import stat
-from typing import BinaryIO
+from collections.abc import Callable
+from io import FileIO
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -13,29 +14,17 @@ KINDS = {
 }
 
 
-def open_regular(path: str | os.PathLike[str], *, follow_link: bool = True) -> BinaryIO:
+class NotRegularError(OSError):
+    """A pipe, a device, a folder or an unwanted link is where a file should be."""
+
+
+def open_regular(path: str | os.PathLike[str], *, follow_link: bool = True) -> FileIO:
     """Opens a regular file for reading, without a buffer; never waits for a pipe's writer.
 
-    Raises OSError as `open` does, also for a pipe, a device or a folder; without `follow_link` for
-    a link, too.
+    Raises NotRegularError for anything else, without `follow_link` for a link too; other OSErrors
+    as `open` does.
     """
-
-    def opener(name: str, flags: int) -> int:
-        handle = os.open(name, flags | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW))
-        try:
-            require_regular(handle, name)
-        except OSError:
-            os.close(handle)
-            raise
-        return handle
-
-    try:
-        return open(path, "rb", buffering=0, opener=opener)
-    except OSError as error:
-        if error.errno == errno.ELOOP and not follow_link:
-            what = "a link, which could lead anywhere"
-            raise OSError(errno.ELOOP, what, os.fspath(path)) from error
-        raise
+    return open(path, "rb", buffering=0, opener=regular_opener(follow_link=follow_link))
 
 
 def read_regular(path: str | os.PathLike[str], *, follow_link: bool = True) -> bytes:
@@ -44,9 +33,25 @@ def read_regular(path: str | os.PathLike[str], *, follow_link: bool = True) -> b
         return file.read()
 
 
-def require_regular(handle: int, path: str | os.PathLike[str]) -> None:
-    """Raises OSError, naming `path`, if an open handle is not of a regular file."""
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        kind = KINDS.get(stat.S_IFMT(mode), "something else")
-        raise OSError(errno.EINVAL, f"{kind}, not a file", os.fspath(path))
+def regular_opener(*, follow_link: bool) -> Callable[[str, int], int]:
+    """Returns what `open` takes as its `opener`, in any mode, to open regular files alone."""
+
+    def opener(name: str, flags: int) -> int:
+        flags |= os.O_NONBLOCK if follow_link else os.O_NONBLOCK | os.O_NOFOLLOW
+        try:
+            handle = os.open(name, flags, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP and not follow_link:
+                kind = "a link, which could lead anywhere"
+                raise NotRegularError(error.errno, kind, name) from error
+            if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder or pipe, to be written
+                raise NotRegularError(error.errno, "not a file", name) from error
+            raise
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(handle)
+            kind = KINDS.get(stat.S_IFMT(mode), "something else")
+            raise NotRegularError(errno.EINVAL, f"{kind}, not a file", name)
+        return handle
+
+    return opener

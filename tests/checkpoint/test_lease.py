@@ -103,3 +103,21 @@ def test_release_does_not_remove_a_file_of_another_owner(tmp_path):
         lease.path.unlink()
         lease.path.write_text("{}")
     assert lease.path.read_text() == "{}"
+
+
+@pytest.mark.parametrize("kind", ["link", "second name", "pipe", "folder"])
+def test_what_merely_has_the_name_of_the_lease_is_refused_and_left_alone(tmp_path, kind):
+    """A link's target would be overwritten; a pipe would be awaited."""
+    precious, lease = tmp_path / "precious", tmp_path / "lease.json"
+    precious.write_text("precious")
+    make = {
+        "link": lambda: lease.symlink_to(precious),
+        "second name": lambda: lease.hardlink_to(precious),
+        "pipe": lambda: os.mkfifo(lease),
+        "folder": lease.mkdir,
+    }
+    make[kind]()
+    with pytest.raises(ConfigError, match=r"the name of the lease[^$]*fix: +remove it"):
+        Lease(tmp_path).__enter__()
+    assert lease.exists()
+    assert precious.read_text() == "precious"

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fsdp_jax.io.regular_files import open_regular, read_regular
+from fsdp_jax.io.regular_files import NotRegularError, open_regular, read_regular, regular_opener
 
 
 def test_a_file_is_read_also_through_a_link(tmp_path):
@@ -28,3 +28,6 @@ def test_pipes_devices_and_folders_are_refused_without_waiting(tmp_path, follow_
     }.items():
         with pytest.raises(OSError, match=f"a {kind}, not a file: '{path}'"):
             read_regular(path, follow_link=follow_link)
+        opener = regular_opener(follow_link=follow_link)
+        with pytest.raises(NotRegularError), open(path, "a+", opener=opener):
+            pass
