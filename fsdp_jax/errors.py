@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 FAILED, UNUSABLE, BROKEN = 1, 2, 3  # exit codes of the command line, beside 0 and 75
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without space answers
 PACKAGE = __name__.partition(".")[0]
 LONGEST_FIELD = 4000  # characters of a field of a message
 # What Python raises where code is wrong; the rest comes from the machine or from a library.
@@ -92,7 +93,7 @@ def _block(error: BaseException) -> str:
     if _is_readable(error):
         return f"error: {error}"
     if isinstance(error, OSError):
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = error.errno in FULL
         what = "the disk is full" if full else "the system refuses it"
         return message(f"error: {what}", where=str(error.filename or ""), got=text)
     if isinstance(error, MemoryError):

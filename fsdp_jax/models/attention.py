@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from fsdp_jax.errors import message
 from fsdp_jax.local_rows import on_local_rows
 from fsdp_jax.models.layers import Attention, Segments, blockwise_attention, dense_attention
 
@@ -36,14 +37,14 @@ def make_attention(kind: AttentionKind, platform: str) -> Attention:
     """
     if kind not in get_args(AttentionKind):
         choices = ", ".join(get_args(AttentionKind))
-        raise ValueError(f"unknown attention '{kind}'; one of: {choices}")
+        raise _refusal(f"unknown attention '{kind}'; one of: {choices}")
     if kind == "blockwise":
         return blockwise_attention
     if kind == "cudnn" and platform in GPU:
         return partial(dense_attention, implementation="cudnn")
     if kind == "flash" and platform in (*GPU, "tpu"):
         return partial(_kernel_on_local_rows, _splash if platform == "tpu" else _triton)
-    raise ValueError(f"attention '{kind}' has no kernel for {platform}; use blockwise")
+    raise _refusal(f"attention '{kind}' has no kernel for {platform}; use blockwise")
 
 
 def _kernel_on_local_rows(
@@ -60,7 +61,7 @@ def _kernel_on_local_rows(
     """A kernel that XLA cannot partition, as an `Attention`."""
     if bias is not None:
         what = "flash attention adds no bias to the scores, as T5 needs"
-        raise ValueError(f"{what}; use blockwise attention, or cudnn")
+        raise _refusal(f"{what}; use blockwise attention, or cudnn")
     segment_arrays: tuple[jax.Array, ...] = () if segments is None else segments
     if segments is not None and segments[0] is segments[1]:
         segment_arrays = segments[:1]  # both sides of a self-attention: passed once
@@ -87,7 +88,7 @@ def _triton(
     """Flash self-attention on GPUs (Dao, arXiv:2307.08691); see `Attention`."""
     if segments is not None and segments[0] is not segments[1]:
         what = "flash attention on GPUs knows segments of one sequence only"
-        raise ValueError(f"{what}; use blockwise attention")
+        raise _refusal(f"{what}; use blockwise attention")
     # newer releases of jax deprecate the module in favour of a package of its own
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -146,4 +147,8 @@ def _block_size(length: int) -> int:
             return size
     near = max(TILE, length // TILE * TILE)
     what = f"flash attention needs a sequence of a multiple of {TILE} tokens, got {length}"
-    raise ValueError(f"{what}; use {near} or {near + TILE}, or blockwise attention")
+    raise _refusal(f"{what}; use {near} or {near + TILE}, or blockwise attention")
+
+
+def _refusal(what: str) -> ValueError:
+    return ValueError(message(what, where="model.attention"))

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from fsdp_jax.errors import message
 from fsdp_jax.models import layers
 from fsdp_jax.models.config import check_multiple, check_positive, check_sizes, from_preset
 
@@ -78,7 +79,8 @@ class LlamaConfig:
         check_positive(self, "rope_theta", "norm_epsilon")
         if self.width % (2 * self.heads):
             expected = "LlamaConfig.width must be a multiple of 2 x heads (rotary pairs)"
-            raise ValueError(f"{expected}, got width {self.width}, heads {self.heads}")
+            got = f"got width {self.width}, heads {self.heads}"
+            raise ValueError(message(f"{expected}, {got}", where="model.heads"))
         check_multiple(self, "heads", "kv_heads")
 
     @property

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdp_jax.checkpoint.manifest import package_versions
-from fsdp_jax.errors import human_bytes
+from fsdp_jax.errors import FULL, human_bytes
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.train.build import Run
@@ -38,9 +38,14 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Prints text on lines of its own."""
-        if not self._quiet:
+        if self._quiet:
+            return
+        try:
             self._console.print(text)
             sys.stdout.flush()  # for a log that is followed through a pipe
+        except OSError as error:
+            if error.errno not in FULL:  # on a full disk the run goes on: checkpoints matter more
+                raise
 
     def start_bar(self, step: int) -> None:
         """Shows a progress bar from now on, if stdout is a terminal."""

@@ -159,8 +159,10 @@ class Training:
         """Opens the files of metrics in process 0, without the lines after the current step."""
         if is_lead():
             output = Path(self.run.config.output)
-            self.metrics = JsonLines(output / "metrics.jsonl", after=self.steps_done)
-            self.evals = JsonLines(output / "evals.jsonl", after=self.steps_done)
+            self.metrics, self.evals = (
+                JsonLines(output / name, after=self.steps_done, say=self.screen.say)
+                for name in ("metrics.jsonl", "evals.jsonl")
+            )
 
     def _close_metrics(self) -> None:
         for file in (self.metrics, self.evals):

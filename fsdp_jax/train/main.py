@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import CheckpointError, ConfigError, message
+from fsdp_jax.io.atomic import write_durably
 from fsdp_jax.launch import is_lead, join_cluster, leave_cluster
 from fsdp_jax.processes import anywhere
 from fsdp_jax.sharding.report import layout_json
-from fsdp_jax.train.build import build, check_activation_names, start_devices
+from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import dump, load
 from fsdp_jax.train.console import Screen
-from fsdp_jax.train.dataset import open_data
+from fsdp_jax.train.dataset import Data, open_data
 from fsdp_jax.train.huggingface import write_model
 from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.train.loop import Training
@@ -75,11 +76,26 @@ def _train(config: Config, stack: ExitStack) -> int:
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
     _say_changes(output / "config.yaml", config, screen.say)
     if is_lead():
-        (output / "config.yaml").write_text(dump(config))
-        write_model(output, run.shape, data.loaded.tokenizer)
-        layout = json.dumps(layout_json(run.sharded.layout), indent=1)
-        (output / "layout.json").write_text(layout + "\n")
+        _describe(output, config, run, data)
     return training.train()
+
+
+def _describe(output: Path, config: Config, run: Run, data: Data) -> None:
+    """Writes the files that describe a run; of each, all of it or nothing.
+
+    Raises:
+        CheckpointError: the disk does not take them; nor would it take a checkpoint.
+
+    """
+    layout = json.dumps(layout_json(run.sharded.layout), indent=1)
+    try:
+        write_durably(output / "config.yaml", dump(config).encode())
+        write_model(output, run.shape, data.loaded.tokenizer)
+        write_durably(output / "layout.json", f"{layout}\n".encode())
+    except OSError as error:
+        what, where = "the files of the run cannot be written", str(error.filename or output)
+        fix = "free some space, or choose another `output`, and run the same command again"
+        raise CheckpointError(message(what, where=where, got=error, fix=fix)) from error
 
 
 def _say_changes(file: Path, config: Config, say: Callable[[str], None]) -> None:

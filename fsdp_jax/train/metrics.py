@@ -1,17 +1,21 @@
 """What a run measures, written as one JSON object per line."""
 
+import errno
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fsdp_jax.io.atomic import write_durably
+from fsdp_jax.errors import first_lines, message
+from fsdp_jax.io.regular_files import open_regular, regular_opener
 
 
 @dataclass(frozen=True)
@@ -35,27 +39,113 @@ class StepRecord:
     time: str
 
 
+Say = Callable[[str], None]
+
+
 class JsonLines:
     """A file of one JSON object per line with ascending `step`, continued after step `after`.
 
-    Lines beyond that step or cut short, from an earlier run, are dropped: each step occurs once.
+    Lines beyond that step, from an earlier run, are dropped, so that each step occurs once; a line
+    that a kill cut short is dropped and told. A record is written as a whole or not at all: what
+    the disk does not take is told, and training goes on.
     """
 
-    def __init__(self, path: Path, *, after: int):
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        complete = [line for line in lines if line.endswith("}\n")]
-        continued = "".join(line for line in complete if json.loads(line)["step"] <= after)
-        write_durably(path, continued.encode())
-        self._file = path.open("a", buffering=1)
+    def __init__(self, path: Path, *, after: int, say: Say):
+        self._path, self._after, self._say = path, after, say
+        self._lost: list[int] = []  # steps
+        self._told = False
+        self._file: FileIO | None = None
+        try:
+            self._file = self._continued()
+        except OSError as error:
+            self._tell(error)
+
+    def _continued(self) -> FileIO:
+        """Returns the open file, which ends with the last record up to the step `after`."""
+        content = b""
+        if self._path.exists():
+            with open_regular(self._path) as file:
+                content = file.read()
+        records, damage = parse_lines(content)
+        end = max((record.end for record in records if record.step <= self._after), default=0)
+        if damage:
+            what = f"warning: {len(damage)} lines of metrics cannot be read"
+            got = first_lines([line.text for line in damage], 5)
+            dropped = sum(line.end > end for line in damage)
+            fix = f"none: {dropped} at the end are dropped, others left as they are"
+            self._say(message(what, where=str(self._path), got=got, fix=fix))
+        file = FileIO(self._path, "ab", opener=regular_opener(follow_link=True))
+        file.truncate(end)
+        return file
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one object; it is on disk when this returns, short of a crash of the machine."""
         plain = {name: _finite_or_none(value) for name, value in record.items()}
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+        line = json.dumps(plain, allow_nan=False).encode() + b"\n"
+        try:
+            if self._file is None:
+                self._file = self._continued()
+            before = self._file.seek(0, os.SEEK_END)
+            if self._file.write(line) != len(line):
+                self._file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        except OSError as error:
+            self._tell(error)
+            self._lost.append(record["step"])
+
+    def _tell(self, error: OSError) -> None:
+        """Says once that the disk does not take the metrics."""
+        if self._told:
+            return
+        self._told = True
+        what = "warning: metrics are not written, but training goes on"
+        fix = "free some space: later steps are written again"
+        self._say(message(what, where=str(self._path), got=error, fix=fix))
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file, and tells how many records are not in it."""
+        if self._file is not None:
+            self._file.close()
+        if self._lost:
+            got = f"{len(self._lost)} records, of steps {self._lost[0]} to {self._lost[-1]}"
+            what = "warning: metrics are missing, which were not written"
+            self._say(message(what, where=str(self._path), got=got))
+
+
+class JsonRecord(NamedTuple):
+    """A record of a file of metrics, its step, and where its line ends in the file."""
+
+    fields: dict[str, Any]
+    step: int
+    end: int
+
+
+class DamagedLine(NamedTuple):
+    """A line that is no record: its number and start, and where it ends in the file."""
+
+    text: str
+    end: int
+
+
+def parse_lines(content: bytes) -> tuple[list[JsonRecord], list[DamagedLine]]:
+    """Returns the records of a file of metrics, and the lines that are none.
+
+    A line is a record if it is whole and a JSON object with a `step`.
+    """
+    records, damage, end = [], [], 0
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        end += len(line)
+        try:
+            fields = json.loads(line)
+            step = fields["step"]
+            whole = line.endswith(b"\n") and type(step) is int
+        except (ValueError, LookupError, TypeError, RecursionError):
+            whole = False
+        if whole:
+            records.append(JsonRecord(fields, step, end))
+        else:
+            damage.append(DamagedLine(f"line {number}: {ascii(line[:60])[2:-1]}", end))
+    return records, damage
 
 
 def of_the_loss(values: Mapping[str, np.ndarray]) -> dict[str, Any]:

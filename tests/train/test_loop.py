@@ -1,5 +1,6 @@
 """Runs from the configuration to the summary: what they write, how they stop, resume and fail."""
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 from runs import losses, records
 
 from fsdp_jax.models import next_token_loss
-from fsdp_jax.train import build, metrics
+from fsdp_jax.train import build, main, metrics
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.metrics import JsonLines, StepRecord
 
@@ -294,3 +295,23 @@ def test_a_second_interrupt_leaves_at_once(run):
             continue
     assert process.returncode == 130
     process.stdout.close()
+
+
+def test_metrics_that_cannot_be_written_do_not_stop_a_run(run, capsys):
+    (run.directory / "run" / "metrics.jsonl").mkdir(parents=True)
+    assert run("run", "--train.steps", "2") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("warning: metrics are not written, but training goes on") == 1
+    assert "a folder, not a file" in shown
+    assert "2 records, of steps 1 to 2" in shown
+
+
+def test_a_disk_that_is_full_at_the_start_is_told_with_the_file(run, capsys, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(main, "write_durably", full)
+    assert run("run") == 1
+    error = capsys.readouterr().err
+    assert "error: the files of the run cannot be written\n" in error
+    assert "run/config.yaml\n  got:      [Errno 28] No space left on device" in error
