@@ -105,6 +105,18 @@ def test_help_of_other_commands_lists_their_options(command, options, capsys):
             ["shorter than one sequence", "data.sequence_length"],
         ),
         ("train --cluster.processes 2", ["an incomplete cluster"]),
+        ("train --remat full --remat_save atention", ["where:    remat_save", "'attention'?"]),
+        (
+            "train --offload.activation_names mlpp",
+            ["where:    offload.activation_names", "did you mean 'mlp'?"],
+        ),
+        ("train --model.frozen (", ["not a regular expression", "where:    model.frozen"]),
+        ("train --lora.rank 2 --lora.targets (", ["where:    lora.targets"]),
+        ("train --optimizer.clip 0", ["where:    optimizer.clip"]),
+        (
+            "train --model.attention flash --data.sequence_length 128",
+            ["where:    model.attention"],
+        ),
         ("inspect --html", ["--html FILE"]),
         ("inspect --jsno", ["unknown key 'jsno'", "did you mean '--json'?"]),
         ("inspect --json=maybe", ["--json", "true or false"]),
@@ -140,6 +152,29 @@ def test_a_number_that_is_too_small(tmp_path, monkeypatch, capsys, command_line,
     assert f"expected: {least} or more" in shown.err
     assert "Traceback" not in shown.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "--train.global_batch_size=2147483640",
+        "--data.sequence_length=2147483647",
+        "--model.vocab_size=2147483647",
+        "--model.width=1048576",
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_is_allocated(tiny, tmp_path, capsys, override):
+    assert main(["train", tiny, override]) == 3
+    error = capsys.readouterr().err
+    assert "the run does not fit this machine's memory\n  expected: " in error
+    assert "GiB at most" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_any_work(tiny, tmp_path, capsys):
+    for page in (tmp_path, tmp_path / "none" / "page.html"):
+        assert main(["inspect", tiny, "--html", str(page)]) == 2
+        assert f"where:    --html\n  got:      {page}\n" in capsys.readouterr().err
 
 
 def test_no_configuration(capsys):
