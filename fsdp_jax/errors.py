@@ -6,7 +6,8 @@ import traceback
 from asyncio import CancelledError
 from collections.abc import Iterable, Sequence
 
-FAILED, UNUSABLE, BROKEN = 1, 2, 3  # exit codes of the command line, beside 0 and 75
+# Exit codes of the command line, beside 0 and 75; a shell reports SIGINT as the last.
+FAILED, UNUSABLE, BROKEN, INTERRUPTED = 1, 2, 3, 130
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without space answers
 PACKAGE = __name__.partition(".")[0]

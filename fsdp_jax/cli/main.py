@@ -14,6 +14,7 @@ from typing import Any
 from fsdp_jax.cli.commands import COMMANDS, OK
 from fsdp_jax.cli.options import SYNTAX, parse_command, print_help
 from fsdp_jax.errors import (
+    INTERRUPTED,
     UNUSABLE,
     ConfigError,
     did_you_mean,
@@ -24,7 +25,6 @@ from fsdp_jax.errors import (
     printable,
 )
 
-INTERRUPTED = 130  # as shells report SIGINT
 USAGE = f"""usage: fsdp-jax COMMAND CONFIG [--dotted.key VALUE ...] [--debug]
 
 Fully Sharded Data Parallel for JAX.
@@ -78,7 +78,9 @@ def _prepare_process(debug: bool) -> None:
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     if debug:
         return
-    logging.raiseExceptions = False  # a log that cannot be written prints a traceback
+    # Libraries log tracebacks, and a log that cannot be written prints one.
+    logging.raiseExceptions = False
+    logging.Formatter.formatException = _last_line  # type: ignore[assignment]
 
     def tell(kind: str, error: BaseException | None, where: object) -> None:
         if error is not None and is_failure(error) and not sys.is_finalizing():
@@ -92,6 +94,11 @@ def _prepare_process(debug: bool) -> None:
 
     threading.excepthook = of_thread
     sys.unraisablehook = lambda failure: tell("cleaning up", failure.exc_value, failure.object)
+
+
+def _last_line(formatter: logging.Formatter, info: Any) -> str:
+    """Returns the exception of a log record, without its traceback."""
+    return "".join(traceback.format_exception_only(info[1])).rstrip()
 
 
 def _flush_stdout() -> None:

@@ -231,7 +231,7 @@ def test_failures_and_interruptions(monkeypatch, capsys):
 
 def test_nothing_but_blocks_is_printed_of_a_panic_a_thread_and_a_destructor():
     code = """
-import sys, threading
+import logging, sys, threading
 from fsdp_jax.cli import main
 from fsdp_jax.cli.commands import VerifyCommand
 class PanicException(BaseException):
@@ -244,6 +244,10 @@ def fail(command):
     thread = threading.Thread(target=lambda: 1 / 0, name="writer")
     thread.start()
     thread.join()
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        logging.getLogger("a library").exception("a plugin cannot start")
     raise PanicException("index out of bounds")
 VerifyCommand.run = fail
 sys.argv = ["fsdp-jax", "verify", "run"]
@@ -255,6 +259,7 @@ sys.exit(main.main())
     assert (result.returncode, result.stdout) == (1, "")
     assert "warning: cleaning up failed: IndexError: of a destructor" in error
     assert "warning: a thread in the background failed: ZeroDivisionError: division" in error
+    assert "a plugin cannot start\nZeroDivisionError: division by zero\n" in error
     assert "  where:    writer\n" in error
     assert "error: PanicException: index out of bounds\n  where: " in error
     assert "Traceback" not in error
