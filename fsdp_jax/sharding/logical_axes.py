@@ -83,7 +83,7 @@ def read_logical_axes(logical_axes: LogicalAxes | None) -> Table:
     if isinstance(logical_axes, str) or not isinstance(logical_axes, Iterable | None):
         raise ValueError(message(what, where=where, got=repr(logical_axes), fix=fix))
     table = []
-    for pair in logical_axes or ():
+    for pair in () if logical_axes is None else logical_axes:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise ValueError(message(what, where=where, got=repr(pair), fix=fix))
         name, entry = pair

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product, zip_longest
 from math import prod
+from numbers import Real
 from typing import Any, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -109,6 +110,9 @@ class Rules:
 
     def __post_init__(self) -> None:
         _ = self.pairs, self.table  # reads them, and raises where they are malformed
+        if not isinstance(self.min_size, Real) or isinstance(self.min_size, bool):
+            what, got = "not a number of elements", repr(self.min_size)
+            raise ValueError(message(what, where="min_size", expected="a number", got=got))
 
     @cached_property
     def pairs(self) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
@@ -403,7 +407,7 @@ def rules_for(
     expected = mesh.axis_names
     named = [axis for axis in (FSDP, DATA) if axis in expected] or expected
     fix = f'axes=("{named[0]}",)'
-    if not along or not is_entry(along):
+    if not is_entry(along) or not along:
         what = "not mesh axes to shard along"
         raise ValueError(message(what, where="axes", expected=expected, got=repr(axes), fix=fix))
     for axis in axes_of(along):
@@ -411,7 +415,8 @@ def rules_for(
             what = f"the mesh has no axis '{axis}'"
             fix = either(did_you_mean(axis, expected), f"for instance {fix}")
             raise ValueError(message(what, where="axes", expected=expected, got=axes, fix=fix))
-    return Rules(rules, logical_axes or (), min_size, strict, axes_of(along)), cast(Mesh, mesh)
+    table = () if logical_axes is None else logical_axes
+    return Rules(rules, table, min_size, strict, axes_of(along)), cast(Mesh, mesh)
 
 
 def found(drop: Dropped, where: str, known: Iterable[str]) -> Finding:

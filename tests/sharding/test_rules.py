@@ -654,3 +654,20 @@ def test_every_axis_is_used_once_and_every_dim_divides(shape, sizes):
     dealt = [axis for entry in spec for axis in axes_of(entry)]
     assert sorted(dealt) == (sorted(mesh.axis_names[1:]) if dealt else [])
     assert all(size % shards_of(mesh, entry) == 0 for size, entry in zip(shape, spec, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"min_size": "16"}, "not a number of elements\n  where:    min_size"),
+        ({"axes": jnp.arange(2)}, "not mesh axes to shard along"),
+        ({"logical_axes": jnp.arange(2)}, "where:    logical_axes"),
+        ({"rules": [((3,), ("data",))]}, "where:    rule '3'\n  expected: text"),
+        ({"rules": [("a{1,99999999999}", None)]}, "the repetition number is too large"),
+        ({"rules": [("(", None)]}, "not a regular expression"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(mesh, arguments, what):
+    arguments = {"rules": ()} | arguments
+    with pytest.raises(ValueError, match=what):
+        partition_specs({"a": shaped(16, 64)}, mesh=mesh, **arguments)
