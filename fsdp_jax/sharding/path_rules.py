@@ -27,7 +27,7 @@ def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
     if isinstance(rules, str) or not isinstance(rules, Iterable | None):
         rules = (rules,)
     pairs = []
-    for rule in rules or ():
+    for rule in () if rules is None else rules:
         is_pair = isinstance(rule, tuple | list) and len(rule) == 2
         if not is_pair or not isinstance(rule[0], str | tuple | list):
             what = "rules are (pattern, spec) pairs"
