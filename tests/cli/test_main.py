@@ -266,6 +266,12 @@ sys.exit(main.main())
     assert "ignored" not in error
 
 
+def test_a_closed_stdout_is_no_failure():
+    command = f"{sys.executable} -m fsdp_jax --help >&-"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_a_pipe_that_nobody_reads_is_a_block():
     command = [sys.executable, "-m", "fsdp_jax", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
