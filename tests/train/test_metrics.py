@@ -2,11 +2,13 @@
 
 import errno
 import json
+import sys
 from io import FileIO
 
 import pytest
 
 from fsdp_jax.train import metrics
+from fsdp_jax.train.console import Screen
 from fsdp_jax.train.metrics import JsonLines, parse_lines
 from fsdp_jax.train.optimizers import LearningRates
 
@@ -117,3 +119,14 @@ def test_learning_rates_are_evaluated_in_blocks():
     updates = (0, 1, 4095, 4096, 2**31 - 128)
     assert [rates[update] for update in updates] == [update * 0.5 for update in updates]
     assert len(seen) == 3
+
+
+def test_a_log_on_a_full_disk_is_lost_and_a_closed_one_ends_the_run(monkeypatch):
+    full = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+    screen = Screen(3, quiet=False)
+    screen.say("step 1")
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+    with pytest.raises(ValueError, match="closed file"):
+        screen.say("step 2")
