@@ -18,7 +18,9 @@ from typing import Any
 import xxhash
 
 from fsdp_jax.errors import DamageError, first_lines, message
+from fsdp_jax.io.array_specs import parse_description
 from fsdp_jax.io.atomic import fsync_directory, fsync_file
+from fsdp_jax.io.regular_files import open_regular, read_regular
 
 Json = dict[str, Any]
 
@@ -108,7 +110,7 @@ def digest_files(root: Path, names: Iterable[str], *, flush: bool = False) -> di
 def _digest(path: Path, flush: bool) -> Json:
     state = xxhash.xxh3_128()
     size = 0
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path, follow_link=False) as file:
         if flush:
             fsync_file(file)
         block = memoryview(bytearray(BLOCK))
@@ -150,9 +152,7 @@ def read_manifest(root: Path) -> Json:
     """
     path = root / MANIFEST
     try:
-        if path.is_symlink():
-            raise ValueError("a link, which could lead anywhere")
-        text = path.read_text()
+        text = read_regular(path, follow_link=False).decode()
         body = json.loads(text)
         # The text is compared too: a flipped bit in white space is a flipped bit.
         intact = (
@@ -164,16 +164,47 @@ def read_manifest(root: Path) -> Json:
             raise ValueError("its own digest does not fit it")
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']}, which this version does not read")
-    except (OSError, ValueError) as error:
-        got = "missing" if isinstance(error, FileNotFoundError) else error
+        _require_sane(body, root.name)
+    except (OSError, ValueError, RecursionError) as error:
+        got = "missing" if isinstance(error, FileNotFoundError) else _reason(error)
         raise DamageError(message("a checkpoint is damaged", where=str(path), got=got)) from error
     return body
 
 
-def check_files(root: Path, *, part: int = 0, parts: int = 1) -> Checked:
+def _require_sane(body: Json, name: str) -> None:
+    """Raises ValueError for a manifest of another step, or with numbers that no save writes."""
+
+    def is_size(value: object, least: int = 0) -> bool:
+        return type(value) is int and least <= value < 1 << 63
+
+    def is_shape(value: object) -> bool:
+        return isinstance(value, list | tuple) and all(is_size(size) for size in value)
+
+    tables = [body.get(key) for key in ("files", "leaves", "keys", "shards", "data", "metadata")]
+    sane = (
+        is_size(body.get("step"))
+        and all(isinstance(table, dict) for table in tables)
+        and all(is_size(file.get("bytes")) for file in body["files"].values())
+        and all(is_shape(parse_description(text)[1]) for text in body["leaves"].values())
+        and all(is_shape(shard) and 0 not in shard for shard in body["shards"].values())
+        and body["shards"].keys() <= body["leaves"].keys()
+    )
+    if not sane:
+        raise ValueError("entries or numbers that no save writes")
+    if name.isdecimal() and body["step"] != int(name):
+        raise ValueError(f"of step {body['step']}: the folder was renamed")
+
+
+def _reason(error: Exception) -> str:
+    """Returns what is wrong with a file, without its path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def check_files(root: Path, *, part: int = 0, parts: int = 1, contents: bool = True) -> Checked:
     """Compares files to the digests of the manifest; of `parts` readers, each takes every n-th.
 
-    With 0 parts only the manifest is read. Files that the manifest does not list are ignored.
+    With 0 parts only the manifest is read; without `contents`, kinds and sizes are compared alone.
+    Files that the manifest does not list are ignored.
     """
     started = time.perf_counter()
     try:
@@ -185,7 +216,7 @@ def check_files(root: Path, *, part: int = 0, parts: int = 1) -> Checked:
     existing = set(list_files(root))  # a listed name such as ../x is never opened
 
     def check(name: str) -> str:
-        return _problem(root, name, expected[name]) if name in existing else "missing"
+        return _problem(root, name, expected[name], contents) if name in existing else "missing"
 
     with ThreadPoolExecutor(READERS) as pool:
         results = dict(zip(own_names, pool.map(check, own_names), strict=True))
@@ -194,18 +225,17 @@ def check_files(root: Path, *, part: int = 0, parts: int = 1) -> Checked:
     return Checked(len(intact), sum(intact), time.perf_counter() - started, problems)
 
 
-def _problem(root: Path, name: str, expected: Json) -> str:
+def _problem(root: Path, name: str, expected: Json, contents: bool) -> str:
     """Returns what is wrong with one file; "" if it is intact."""
-    path = root / name
     try:
-        if path.is_symlink():
-            return "a link, which could lead anywhere"
-        size = path.stat().st_size
+        with open_regular(root / name, follow_link=False) as file:
+            size = os.fstat(file.fileno()).st_size
         if size != expected["bytes"]:
             return f"{size:,} bytes, {expected['bytes']:,} were written"
-        return "" if _digest(path, flush=False) == expected else "its contents have changed"
+        same = not contents or _digest(root / name, flush=False) == expected
+        return "" if same else "its contents have changed"
     except OSError as error:
-        return error.strerror or str(error)
+        return _reason(error)
 
 
 def _text(body: Json) -> str:
