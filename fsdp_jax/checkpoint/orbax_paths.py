@@ -1,0 +1,47 @@
+"""Directories as orbax takes them: any name that it can write and read again, no other."""
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from orbax.checkpoint import v1 as orbax
+
+from fsdp_jax.errors import ConfigError, message
+
+_PathOfOrbax: Any = type(orbax.Context().file.path_class("/"))
+# What orbax or tensorstore takes for something else: a separator, an address in a cloud.
+UNUSABLE = re.compile(r"\\|gs:/|^/(gs|s3|az|hf)(/|$)")
+
+
+class LiteralPath(_PathOfOrbax):
+    """A path whose own `[`, `*` and `?` mean themselves, where orbax looks for files by pattern."""
+
+    def glob(self, pattern: str) -> Iterator[Self]:
+        """Yields the paths below this one that match."""
+        for name in glob.iglob(pattern, root_dir=os.fspath(self)):
+            yield self / name
+
+
+def require_usable(directory: Path) -> None:
+    """Raises ConfigError for a directory that orbax would take for another, or cannot name."""
+    found = UNUSABLE.search(f"{directory}/")
+    if found:
+        got = repr(found[0])
+    elif not _is_unicode(str(directory)):
+        got = "bytes that are not UTF-8"
+    else:
+        return
+    what = "checkpoints cannot be written under this name"
+    fix = "use another directory, or a link with a plain name"
+    raise ConfigError(message(what, where=ascii(str(directory)), got=got, fix=fix))
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
