@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,8 @@ def read_manifest(root: Path) -> Json:
         )
         if not intact:
             raise ValueError("its own digest does not fit it")
-        if body["format"] != FORMAT:
-            raise ValueError(f"format {body['format']}, which this version does not read")
+        if body.get("format") != FORMAT:
+            raise ValueError(f"format {body.get('format')}, which this version does not read")
         _require_sane(body, root.name)
     except (OSError, ValueError, RecursionError) as error:
         got = "missing" if isinstance(error, FileNotFoundError) else _reason(error)
@@ -174,21 +175,19 @@ def read_manifest(root: Path) -> Json:
 def _require_sane(body: Json, name: str) -> None:
     """Raises ValueError for a manifest of another step, or with numbers that no save writes."""
 
-    def is_size(value: object, least: int = 0) -> bool:
-        return type(value) is int and least <= value < 1 << 63
+    def is_size(value: object) -> bool:
+        return type(value) is int and 0 <= value < 1 << 63
 
-    def is_shape(value: object) -> bool:
-        return isinstance(value, list | tuple) and all(is_size(size) for size in value)
-
-    tables = [body.get(key) for key in ("files", "leaves", "keys", "shards", "data", "metadata")]
-    sane = (
-        is_size(body.get("step"))
-        and all(isinstance(table, dict) for table in tables)
-        and all(is_size(file.get("bytes")) for file in body["files"].values())
-        and all(is_shape(parse_description(text)[1]) for text in body["leaves"].values())
-        and all(is_shape(shard) and 0 not in shard for shard in body["shards"].values())
-        and body["shards"].keys() <= body["leaves"].keys()
-    )
+    try:
+        sizes = [body["step"], *(file["bytes"] for file in body["files"].values())]
+        shapes = {path: parse_description(text)[1] for path, text in body["leaves"].items()}
+        parts = [list(part) for path, part in body["shards"].items() if shapes[path] is not None]
+        sizes += chain(*shapes.values(), *parts)
+        tables = (body["keys"], body["data"], body["metadata"])
+        sane = all(map(is_size, sizes)) and all(isinstance(table, dict) for table in tables)
+        sane = sane and not any(0 in part for part in parts)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        sane = False
     if not sane:
         raise ValueError("entries or numbers that no save writes")
     if name.isdecimal() and body["step"] != int(name):

@@ -1,6 +1,7 @@
 """Directories as orbax takes them: any name that it can write and read again, no other."""
 
 import glob
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -11,13 +12,26 @@ from orbax.checkpoint import v1 as orbax
 
 from fsdp_jax.errors import ConfigError, message
 
+log = logging.getLogger("fsdp_jax.checkpoint")
+
 _PathOfOrbax: Any = type(orbax.Context().file.path_class("/"))
 # What orbax or tensorstore takes for something else: a separator, an address in a cloud.
 UNUSABLE = re.compile(r"\\|gs:/|^/(gs|s3|az|hf)(/|$)")
 
 
 class LiteralPath(_PathOfOrbax):
-    """A path whose own `[`, `*` and `?` mean themselves, where orbax looks for files by pattern."""
+    """A path for orbax: its own `[`, `*` and `?` mean themselves, and `mkdir` does not fail."""
+
+    def mkdir(self, *args: Any, **options: Any) -> None:
+        """Creates the directory; if it cannot, leaves the error to whoever writes there.
+
+        Orbax creates it in the background, and if that fails, the threads that were to write wait
+        for 300 s, exit included. Without it they fail at once.
+        """
+        try:
+            super().mkdir(*args, **options)
+        except OSError as error:
+            log.warning("%s could not be created: %s", self, error)
 
     def glob(self, pattern: str) -> Iterator[Self]:
         """Yields the paths below this one that match."""

@@ -366,11 +366,11 @@ class CheckpointStore:
             response.result()
             self._seal(path, record, written)
         except Exception as error:
-            # What this one left may fill the disk. Other processes may still write to it: the next
-            # save removes that.
-            self._swept = False
+            # What this one left may fill the disk. Other processes, and other threads of orbax, may
+            # still write to it: the next save removes that.
             if jax.process_count() == 1:
-                self._sweep()
+                self._remove_unsealed()
+            self._swept = False
             # Tell the processes that wait for this one's part, if the disk allows it.
             with contextlib.suppress(OSError):
                 self._exchange(path).joinpath(f"failed-{jax.process_index()}").touch()
@@ -472,11 +472,14 @@ class CheckpointStore:
     def _sweep(self) -> None:
         """Removes what a killed writer or a failed save left; only the one writer may do so."""
         if not self._swept and jax.process_index() == 0:
-            # Orbax appends a suffix of its own while it writes.
-            for pattern in (f"*{UNSEALED}", f"*{UNSEALED}.*", f"*{DELETING}", f"*{DIGESTS}"):
-                for path in self.directory.glob(pattern):
-                    _remove(path)
+            self._remove_unsealed()
         self._swept = True
+
+    def _remove_unsealed(self) -> None:
+        # Orbax appends a suffix of its own while it writes.
+        for pattern in (f"*{UNSEALED}", f"*{UNSEALED}.*", f"*{DELETING}", f"*{DIGESTS}"):
+            for path in self.directory.glob(pattern):
+                _remove(path)
 
 
 def _saving_context() -> orbax.Context:
@@ -519,7 +522,7 @@ def _require_readable(path: Path, written: dict[str, jax.ShapeDtypeStruct]) -> N
     context = orbax.Context()
     context.file.path_class = LiteralPath
     with context:
-        found = orbax.metadata(path).metadata
+        found = orbax.metadata(path).metadata or {}  # None, and a warning, if it cannot be read
     saved = {name: describe(spec) for name, spec in written.items()}
     readable = {name: describe(array) for name, array in found.items()}
     wrong = [

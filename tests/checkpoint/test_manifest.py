@@ -70,7 +70,7 @@ def test_every_flipped_bit_is_found(step):
     assert not problems(step)
 
 
-@pytest.mark.parametrize("harm", ["shortened", "longer", "missing", "link", "folder"])
+@pytest.mark.parametrize("harm", ["shortened", "longer", "missing", "link", "folder", "pipe"])
 def test_every_damaged_file_is_found(step, tmp_path, harm):
     for name in every_file(step):
         file, original = step / name, tmp_path / "original"
@@ -83,6 +83,8 @@ def test_every_damaged_file_is_found(step, tmp_path, harm):
             file.symlink_to(original)
         elif harm == "folder":
             file.mkdir()
+        elif harm == "pipe":  # nobody writes to it: who opened it would wait forever
+            os.mkfifo(file)
         found = problems(step)
         if original.stat().st_size or harm != "shortened":  # an empty file has nothing to lose
             assert [line.partition(":")[0] for line in found] == [name], (harm, found)
@@ -121,6 +123,52 @@ def test_another_format_is_refused(step):
     rewrite(step, lambda body: body.update(format=2))
     with pytest.raises(DamageError, match="format 2, which this version does not read"):
         manifest.read_manifest(step)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -7},
+        {"step": 1 << 70},
+        {"step": "7"},
+        {"files": []},
+        {"files": {"state/d": {"bytes": -1}}},
+        {"files": {"state/d": "7"}},
+        {"leaves": {"w": "float32[-16,4]", "b": "float32[8]", "counter": "float32[]"}},
+        {"leaves": {"w": "float32[sixteen]", "b": "float32[8]", "counter": "float32[]"}},
+        {"leaves": {"w": 7}},
+        {"shards": {"w": [0, 4]}},
+        {"shards": {"w": [2.5, 4]}},
+        {"shards": {"w": None}},
+        {"keys": None},
+        {"format": None},
+    ],
+    ids=str,
+)
+def test_entries_that_no_save_writes_are_damage(step, change):
+    """Though the digest fits them: nothing is computed with them."""
+    rewrite(step, lambda body: body.update(change))
+    assert [line.partition(":")[0] for line in problems(step)] == ["manifest.json"]
+    rewrite(step, lambda body: body.pop(*change))
+    assert problems(step)
+
+
+def test_a_manifest_of_a_million_brackets_is_damaged(step):
+    (step / manifest.MANIFEST).write_text("[" * 1_000_000)
+    assert problems(step)[0].startswith("manifest.json: ")
+
+
+def test_a_step_in_a_folder_of_another_number_is_damaged_until_it_is_renamed_back(step):
+    """A run would train on from the wrong step, data position and learning rate."""
+    renamed = step.rename(step.with_name("9"))
+    assert problems(renamed) == ("manifest.json: of step 7: the folder was renamed",)
+    with CheckpointStore(step.parent) as store:
+        with pytest.raises(DamageError, match="of step 7: the folder was renamed"):
+            store.restore(9, {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=jax.P())})
+        aside = renamed.rename(step.with_name("7.damaged"))
+        assert store.steps() == []
+        aside.rename(step)
+        assert store.check(7).good
 
 
 def test_a_step_without_a_manifest_is_damaged(step):

@@ -1,5 +1,6 @@
 """Saving and restoring on any mesh, and the errors of what cannot be saved or read."""
 
+import contextlib
 import gc
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,8 +130,8 @@ def test_resharding_is_bitwise(tmp_path):
 def test_state_may_be_donated_right_after_save(tmp_path):
     """The next step overwrites the buffers while they are being written."""
     state = {
-        str(i): jax.device_put(jnp.full((512, 512), float(i)), sharding(8, "data"))
-        for i in range(8)
+        str(i): jax.device_put(jnp.full((512, 512), float(i)), sharding(8, *axes))
+        for i, axes in enumerate([["data"], []] * 4)  # sharded, replicated
     }
     target = target_of(state)
     overwrite = jax.jit(
@@ -313,7 +315,7 @@ with CheckpointStore(full) as store:
     error_of(save, 3, large)  # the earlier save's error; this one is not begun
     save(3, large)
     error_of(store.wait)
-    print("latest", store.latest())
+    print("latest", store.latest(), sorted(os.listdir(full)))
     setrlimit(RLIMIT_FSIZE, (RLIM_INFINITY, RLIM_INFINITY))
     save(3, large)  # again, in spite of what the failed save left
     store.wait()
@@ -361,7 +363,7 @@ def test_a_full_disk_is_the_error_of_the_next_call(faults):
     lines = [
         failed.format(directory, 2),
         failed.format(directory, 3),
-        r"latest 1\nlatest 3 \['1', '3'\]\n",
+        r"latest 1 \['1'\]\nlatest 3 \['1', '3'\]\n",
         failed.format(directory, 4),
     ]
     assert re.fullmatch("".join(lines), out), out
@@ -374,6 +376,33 @@ def test_a_writer_that_is_killed_leaves_no_step(faults):
         assert store.steps() == [1], sorted(os.listdir(directory))
         save(store, 2, small())
     assert sorted(os.listdir(directory)) == ["1", "2"]
+
+
+def test_the_first_save_compiles_nothing(tmp_path):
+    """Orbax would compile a slice of a replicated array for each replica that writes a part."""
+    state = {
+        str(rows): jax.device_put(jnp.zeros((8 * rows, 3)), sharding(8)) for rows in range(1, 9)
+    }
+    with CheckpointStore(tmp_path) as store, jax.log_compiles(), capture_compiles() as compiled:
+        save(store, 1, state)
+        store.wait()
+    assert not compiled
+
+
+@contextlib.contextmanager
+def capture_compiles():
+    """Gives a list that names what jax compiles inside the block."""
+    names = []
+
+    def listener(event, *_, **__):
+        if "compile" in event:
+            names.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def test_an_old_step_that_cannot_be_deleted_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
@@ -418,6 +447,46 @@ def test_a_step_is_renamed_once_it_is_on_disk(tmp_path, monkeypatch):
     with CheckpointStore(tmp_path / "checkpoints", asynchronous=False) as store:
         save(store, 1, small())
     assert flushed == [str(tmp_path / "checkpoints"), str(tmp_path)]
+
+
+def test_a_pipe_is_damage_though_restore_did_not_verify(tmp_path):
+    """Orbax would wait for somebody to write to it."""
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, small())
+        store.wait()
+        (tmp_path / "1" / "state" / "_METADATA").unlink()
+        os.mkfifo(tmp_path / "1" / "state" / "_METADATA")
+        with pytest.raises(DamageError, match="state/_METADATA: a pipe, not a file"):
+            store.restore(1, target_of(small()), verify=False)
+
+
+def test_directories_that_cannot_be_created_in_the_background_fail_the_save_at_once(
+    tmp_path, monkeypatch, caplog
+):
+    """The disk filled after the save began; orbax's threads would wait for 300 s."""
+    mkdir, before = os.mkdir, threading.enumerate()
+
+    def full(path, *args, **options):
+        if "orbax-checkpoint-tmp" in str(path):
+            raise OSError(28, "No space left on device")
+        mkdir(path, *args, **options)
+
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, small())
+        store.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "mkdir", full)
+            save(store, 2, small())
+            with pytest.raises(CheckpointError, match="could not be written"):
+                store.wait()
+        assert "could not be created: [Errno 28] No space left on device" in caplog.text
+        for thread in set(threading.enumerate()) - {*before}:
+            if not thread.name.startswith("checkpoint"):  # the store's own
+                thread.join(60)
+                assert not thread.is_alive(), thread
+        assert store.steps() == [1]
+        save(store, 2, small())
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
 # Orbax gives up at the first missing file, and never awaits the coroutines of the other arrays.
