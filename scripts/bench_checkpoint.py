@@ -1,8 +1,11 @@
-"""Measures checkpoints: throughput, host memory and blocking time, against plain files and copies.
+"""Measures checkpoints: throughput, host memory and blocking time, against other ways to save.
 
-    python scripts/bench_checkpoint.py [--gib 2] [--rounds 3] [--directory DIR] [--json FILE]
+    python scripts/bench_checkpoint.py [--gib 2] [--rounds 3] [--torch PYTHON] [--only saves]
+                                       [--directory DIR] [--json FILE]
 
-The state is a GPT with AdamW, float32, sharded over 8 virtual CPU devices by `full_shard`.
+The state is a GPT with AdamW, float32, sharded over 8 virtual CPU devices by `full_shard`. Others
+are plain files, copies, bare orbax, and torch's distributed checkpoint (DCP), which runs under the
+interpreter that `--torch` names; without it that column is empty, and its targets are not judged.
 
 Conventions
 - Each measurement runs in a child process of its own; rounds alternate between ours and plain,
@@ -14,6 +17,15 @@ Conventions
   of 8 MiB, which is not a restore, for information. Before each, the files are dropped from the
   page cache (`posix_fadvise`).
 - blocked: how long an asynchronous `save` blocks its caller. Copy: every shard to a numpy array.
+- saves: of a state of `--gib`, and of a toy of 10 MiB. A round is a child process each of ours,
+  bare orbax and DCP, in turn, of 1 first and 4 later saves; each is removed, and what is pending
+  written (`sync`), before the next. First: medians over rounds; later: over all saves of all
+  rounds. The page cache is warm: what is written was just computed.
+  - blocked: until an asynchronous save returns to its caller; total: until the step is complete.
+    All three wait until their data is on disk (DCP: `sync_files`, its default).
+  - ours digests every file and reads the metadata back besides. orbax: `save_async` and `save`
+    with its defaults. DCP: `async_save` and `save` of a dict of CPU tensors of the same shapes, in
+    one process with gloo; it copies the state while it blocks, where jax's CPU arrays need none.
 - Peak memory is the child's largest resident set less that before the call. It includes the
   restored state: the devices' memory is the host's.
 - Exit code 1 if a target is missed.
@@ -29,6 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +53,11 @@ BLOCK = 8 << 20
 THROUGHPUT = 0.6  # of plain files, at least
 RESTORE_PEAK = 1.3  # of the state's bytes, at most
 EXPORT_PEAK = 0.5 * GIB  # above the largest tensor, at most
-BLOCKED = 1.0  # of a plain copy's time, at most
+BLOCKED = 1.0  # of a plain copy's time and of bare orbax's, at most
+FIRST = 1.5  # of a later save's blocking, at most
+TOTAL = 1.2  # of DCP's time, at most
+LATER = 4  # saves of a round after its first
+TOY = 0.01  # GiB
 Measured = dict[str, float]
 
 
@@ -57,6 +74,8 @@ def sharded_model(gib: float) -> Any:
     # 12 bytes a parameter; 12.6M parameters a block, 33M in the embedding.
     layers = max(1, round((gib * GIB / 12 - 33e6) / 12.6e6))
     config = GPTConfig(vocab_size=32_000, sequence_length=1024, layers=layers, width=1024, heads=16)
+    if gib == TOY:
+        config = GPTConfig(vocab_size=256, sequence_length=128, layers=4, width=128, heads=4)
     mesh = fsdp_jax.make_mesh(devices=jax.devices("cpu"))
     jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(8))())
     return fsdp_jax.fully_shard(
@@ -130,6 +149,164 @@ def child_blocked(directory: Path, gib: float, rounds: int) -> Measured:
     return {"bytes": size, "ours_s": statistics.median(ours), "plain_s": statistics.median(plain)}
 
 
+def timed_saves(
+    start: Callable[[Path], Any], finish: Callable[[Any], object], directory: Path
+) -> tuple[list[float], list[float]]:
+    """Returns blocked and total seconds of `1 + LATER` saves; each path is removed again."""
+    blocked, total = [], []
+    for step in range(1 + LATER):
+        path = directory / str(step)
+        os.sync()
+        started = time.perf_counter()
+        pending = start(path)
+        blocked.append(time.perf_counter() - started)
+        finish(pending)
+        total.append(time.perf_counter() - started)
+        assert path.is_dir(), f"{path} is complete"
+        shutil.rmtree(path)
+    return blocked, total
+
+
+def summary(
+    asynchronous: tuple[list[float], list[float]], synchronous: tuple[list[float], list[float]]
+) -> dict[str, list[float]]:
+    """Returns seconds by name: of the first save, and of each later one."""
+    blocked, total = asynchronous
+    return {
+        "first_s": blocked[:1],
+        "blocked_s": blocked[1:],
+        "total_s": total[1:],
+        "synchronous_s": synchronous[1][1:],
+    }
+
+
+def child_ours(directory: Path, gib: float, _: int) -> dict[str, Any]:
+    """Measures our saves, asynchronous and synchronous, and notes the shapes for DCP."""
+    import jax
+
+    from fsdp_jax.checkpoint import CheckpointStore
+
+    sharded, state, size = random_state(gib)
+    state = sharded.to_checkpoint(state)
+    shapes = [list(leaf.shape) for leaf in jax.tree.leaves(state)]
+    (directory / "shapes.json").write_text(json.dumps(shapes))
+    results = []
+    for asynchronous in (True, False):
+        with CheckpointStore(directory / "ours", asynchronous=asynchronous) as store:
+
+            def start(path: Path, store: CheckpointStore = store) -> CheckpointStore:
+                store.save(int(path.name), state, data={}, metadata={})
+                return store
+
+            results.append(timed_saves(start, CheckpointStore.wait, store.directory))
+    return {"bytes": size, **summary(*results)}
+
+
+def child_orbax(directory: Path, gib: float, _: int) -> dict[str, Any]:
+    """Measures bare orbax's saves, with its defaults."""
+    from orbax.checkpoint import v1 as orbax
+
+    from fsdp_jax.checkpoint.arrays import to_arrays
+
+    sharded, state, size = random_state(gib)
+    arrays, _record = to_arrays(sharded.to_checkpoint(state))
+    asynchronous = timed_saves(
+        lambda path: orbax.save_async(path, arrays),
+        lambda response: response.result(),
+        directory / "orbax",
+    )
+    synchronous = timed_saves(
+        lambda path: orbax.save(path, arrays), lambda _: None, directory / "orbax"
+    )
+    return {"bytes": size, **summary(asynchronous, synchronous)}
+
+
+def child_dcp(directory: Path, _: float, __: int) -> dict[str, Any]:
+    """Measures the saves of torch's distributed checkpoint; runs where torch is."""
+    import logging
+
+    import torch
+    import torch.distributed
+    import torch.distributed.checkpoint as dcp
+
+    logging.disable(logging.WARNING)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory}/gloo", rank=0, world_size=1
+    )
+    shapes = json.loads((directory / "shapes.json").read_text())
+    state = {str(i): torch.randn(shape) for i, shape in enumerate(shapes)}
+    asynchronous = timed_saves(
+        lambda path: dcp.async_save(state, checkpoint_id=str(path)),
+        lambda future: future.result(),
+        directory / "dcp",
+    )
+    synchronous = timed_saves(
+        lambda path: dcp.save(state, checkpoint_id=str(path)), lambda _: None, directory / "dcp"
+    )
+    torch.distributed.destroy_process_group()
+    (directory / "gloo").unlink(missing_ok=True)
+    size = sum(tensor.nbytes for tensor in state.values())
+    return {"bytes": size, **summary(asynchronous, synchronous)}
+
+
+def measure_saves(
+    directory: Path, gib: float, rounds: int, torch: str
+) -> dict[str, dict[str, float]]:
+    """Returns medians by library and name."""
+    libraries = {"ours": sys.executable, "orbax": sys.executable}
+    if torch:
+        libraries["dcp"] = torch
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in libraries}
+    sizes = {}
+    for _ in range(rounds):
+        for name, interpreter in libraries.items():
+            measured: Any = run(name, directory, gib, 1, interpreter)
+            sizes[name] = measured.pop("bytes")
+            for key, values in measured.items():
+                seconds[name].setdefault(key, []).extend(values)
+    return {
+        name: {"bytes": sizes[name]} | {key: statistics.median(all_) for key, all_ in own.items()}
+        for name, own in seconds.items()
+    }
+
+
+def saves_table(
+    measured: dict[str, dict[str, float]], *, toy: bool
+) -> list[tuple[str, str, str, str, bool]]:
+    """Returns rows (what, ours, others', target, whether it is met)."""
+    ours, bare, dcp = measured["ours"], measured["orbax"], measured.get("dcp")
+    size = "toy" if toy else f"{ours['bytes'] / GIB:.2f} GiB"
+
+    def others(key: str) -> str:
+        torch = f"{dcp[key]:.3f} s" if dcp else "no torch"
+        return f"orbax {bare[key]:.3f} s, DCP {torch}"
+
+    first, blocked = ours["first_s"], ours["blocked_s"]
+    rows = [
+        (
+            f"{size}: blocked, first save",
+            f"{first:.3f} s",
+            others("first_s"),
+            f"<= {FIRST}x later",
+            first <= FIRST * blocked,
+        ),
+        (
+            f"{size}: blocked, later",
+            f"{blocked:.3f} s",
+            others("blocked_s"),
+            f"<= {BLOCKED}x orbax",
+            blocked <= BLOCKED * bare["blocked_s"],
+        ),
+    ]
+    for key, label in (("total_s", "asynchronous"), ("synchronous_s", "synchronous")):
+        # A toy's time is the fixed cost of orbax's threads and files: for information.
+        target, met = "", True
+        if dcp and not toy:
+            target, met = f"<= {TOTAL}x DCP", ours[key] <= TOTAL * dcp[key]
+        rows.append((f"{size}: total, {label}", f"{ours[key]:.3f} s", others(key), target, met))
+    return rows
+
+
 def child_read(directory: Path, _: float, __: int) -> Measured:
     """Measures plain reads of the checkpoint's files, once kept and once streamed."""
     import numpy as np
@@ -199,7 +376,10 @@ def drop_from_page_cache(directory: Path) -> list[Path]:
     return files
 
 
-CHILDREN = {
+CHILDREN: dict[str, Callable[[Path, float, int], dict[str, Any]]] = {
+    "ours": child_ours,
+    "orbax": child_orbax,
+    "dcp": child_dcp,
     "save": child_save,
     "read": child_read,
     "blocked": child_blocked,
@@ -209,9 +389,11 @@ CHILDREN = {
 }
 
 
-def run(name: str, directory: Path, gib: float, rounds: int) -> Measured:
+def run(
+    name: str, directory: Path, gib: float, rounds: int, interpreter: str = sys.executable
+) -> Measured:
     """Runs one measurement in a child process."""
-    command = [sys.executable, __file__, "--child", name, "--directory", str(directory)]
+    command = [interpreter, __file__, "--child", name, "--directory", str(directory)]
     command += ["--gib", str(gib), "--rounds", str(rounds)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -279,6 +461,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--torch", default="", metavar="PYTHON", help="an interpreter with torch")
+    parser.add_argument("--only", choices=["saves"], help="the comparison of saves alone")
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", choices=CHILDREN)
@@ -288,12 +472,19 @@ def main() -> int:
         return 0
     from fsdp_jax.tables import text_table
 
+    rows, results = [], {}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        measured = measure(Path(directory), options.gib, options.rounds)
-    rows = table(measured)
+        for gib in (TOY, options.gib):
+            saves = measure_saves(Path(directory), gib, options.rounds, options.torch)
+            rows += saves_table(saves, toy=gib == TOY)
+            results[f"saves of {gib} GiB"] = saves
+        if options.only is None:
+            measured = measure(Path(directory), options.gib, options.rounds)
+            rows += table(measured)
+            results |= measured
     verdicts = [(*row[:4], "" if row[4] else "MISSED") for row in rows]
     print(text_table(["what", "ours", "against", "target", ""], verdicts))
-    text = json.dumps(measured)
+    text = json.dumps(results)
     print(text)
     if options.json:
         options.json.write_text(text + "\n")

@@ -383,7 +383,7 @@ def test_the_first_save_compiles_nothing(tmp_path):
     state = {
         str(rows): jax.device_put(jnp.zeros((8 * rows, 3)), sharding(8)) for rows in range(1, 9)
     }
-    with CheckpointStore(tmp_path) as store, jax.log_compiles(), capture_compiles() as compiled:
+    with CheckpointStore(tmp_path) as store, capture_compiles() as compiled:
         save(store, 1, state)
         store.wait()
     assert not compiled
@@ -460,6 +460,8 @@ def test_a_pipe_is_damage_though_restore_did_not_verify(tmp_path):
             store.restore(1, target_of(small()), verify=False)
 
 
+# Tensorstore tells orbax's event loops of more failures after the first has closed them.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_directories_that_cannot_be_created_in_the_background_fail_the_save_at_once(
     tmp_path, monkeypatch, caplog
 ):
