@@ -476,9 +476,11 @@ class CheckpointStore:
         self._swept = True
 
     def _remove_unsealed(self) -> None:
-        # Orbax appends a suffix of its own while it writes.
-        for pattern in (f"*{UNSEALED}", f"*{UNSEALED}.*", f"*{DELETING}", f"*{DIGESTS}"):
-            for path in self.directory.glob(pattern):
+        suffixes = (UNSEALED, DELETING, DIGESTS)
+        entries = sorted(self.directory.iterdir()) if self.directory.is_dir() else []
+        for path in entries:
+            # Orbax appends a suffix of its own while it writes.
+            if path.name.endswith(suffixes) or f"{UNSEALED}." in path.name:
                 _remove(path)
 
 
