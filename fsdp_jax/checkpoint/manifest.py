@@ -5,7 +5,6 @@ renamed into place only once its manifest is written and all of it is on disk, s
 is complete, or was damaged since.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -14,21 +13,16 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
-from typing import Any
-
-import xxhash
 
 from fsdp_jax.errors import DamageError, first_lines, message
 from fsdp_jax.io.array_specs import parse_description
 from fsdp_jax.io.atomic import fsync_directory, fsync_file
+from fsdp_jax.io.digests import Json, digest_file, read_sealed, sealed_text
 from fsdp_jax.io.regular_files import open_regular, read_regular
-
-Json = dict[str, Any]
 
 MANIFEST = "manifest.json"
 ORBAX_MARK = "_CHECKPOINT_METADATA"  # a directory with it and without a manifest has lost it
 FORMAT = 1
-BLOCK = 4 << 20  # bytes read at a time
 READERS = 4  # files digested at a time
 SHOWN = 10  # damaged files listed before the rest is only counted
 PACKAGES = (
@@ -104,21 +98,10 @@ def digest_files(root: Path, names: Iterable[str], *, flush: bool = False) -> di
     """Returns {name: {bytes, xxh3_128}}. `flush` also waits until the files are on disk."""
     names = list(names)
     with ThreadPoolExecutor(READERS) as pool:  # digests are computed without the GIL
-        digests = pool.map(lambda name: _digest(root / name, flush), names)
+        digests = pool.map(
+            lambda name: digest_file(root / name, flush=flush, follow_link=False), names
+        )
         return dict(zip(names, digests, strict=True))
-
-
-def _digest(path: Path, flush: bool) -> Json:
-    state = xxhash.xxh3_128()
-    size = 0
-    with open_regular(path, follow_link=False) as file:
-        if flush:
-            fsync_file(file)
-        block = memoryview(bytearray(BLOCK))
-        while count := file.readinto(block):
-            state.update(block[:count])
-            size += count
-    return {"bytes": size, "xxh3_128": state.hexdigest()}
 
 
 def write_manifest(root: Path, contents: Json, files: dict[str, Json]) -> None:
@@ -127,9 +110,8 @@ def write_manifest(root: Path, contents: Json, files: dict[str, Json]) -> None:
     `contents` is what is recorded beside the arrays; `files` are the digests.
     """
     body: Json = {"format": FORMAT, "packages": package_versions(), **contents, "files": files}
-    body["digest"] = _digest_of(body)
     with (root / MANIFEST).open("w") as file:
-        file.write(_text(body))
+        file.write(sealed_text(body))
         fsync_file(file)
     for folder, _, _ in os.walk(root, topdown=False):
         fsync_directory(Path(folder))
@@ -153,20 +135,11 @@ def read_manifest(root: Path) -> Json:
     """
     path = root / MANIFEST
     try:
-        text = read_regular(path, follow_link=False).decode()
-        body = json.loads(text)
-        # The text is compared too: a flipped bit in white space is a flipped bit.
-        intact = (
-            isinstance(body, dict)
-            and _text(body) == text
-            and body.get("digest") == _digest_of(body)
-        )
-        if not intact:
-            raise ValueError("its own digest does not fit it")
+        body = read_sealed(read_regular(path, follow_link=False).decode())
         if body.get("format") != FORMAT:
             raise ValueError(f"format {body.get('format')}, which this version does not read")
         _require_sane(body, root.name)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         got = "missing" if isinstance(error, FileNotFoundError) else _reason(error)
         raise DamageError(message("a checkpoint is damaged", where=str(path), got=got)) from error
     return body
@@ -231,16 +204,7 @@ def _problem(root: Path, name: str, expected: Json, contents: bool) -> str:
             size = os.fstat(file.fileno()).st_size
         if size != expected["bytes"]:
             return f"{size:,} bytes, {expected['bytes']:,} were written"
-        same = not contents or _digest(root / name, flush=False) == expected
+        same = not contents or digest_file(root / name, follow_link=False) == expected
         return "" if same else "its contents have changed"
     except OSError as error:
         return _reason(error)
-
-
-def _text(body: Json) -> str:
-    return json.dumps(body, indent=1, sort_keys=True) + "\n"
-
-
-def _digest_of(body: Json) -> str:
-    without_digest = {key: value for key, value in body.items() if key != "digest"}
-    return xxhash.xxh3_128_hexdigest(_text(without_digest).encode())

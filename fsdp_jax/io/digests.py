@@ -1,0 +1,65 @@
+"""Digests of files, and JSON that carries a digest of itself: any flipped bit is found.
+
+The digest is xxh3 of 128 bits, which is computed about as fast as memory is read. It is for
+accidents: who can write a file can write its digest too.
+"""
+
+import json
+import os
+from typing import Any
+
+import xxhash
+
+from fsdp_jax.io.atomic import fsync_file
+from fsdp_jax.io.json_text import parse_json
+from fsdp_jax.io.regular_files import open_regular
+
+Json = dict[str, Any]
+
+BLOCK = 4 << 20  # bytes read at a time
+DIGEST = "digest"  # key of a JSON object's own digest
+
+
+def digest_file(
+    path: str | os.PathLike[str], *, flush: bool = False, follow_link: bool = True
+) -> Json:
+    """Returns {bytes, xxh3_128} of a regular file. `flush` also waits until it is on disk.
+
+    Raises OSError, as `open_regular` does. Other threads run meanwhile.
+    """
+    state = xxhash.xxh3_128()
+    size = 0
+    with open_regular(path, follow_link=follow_link) as file:
+        if flush:
+            fsync_file(file)
+        block = memoryview(bytearray(BLOCK))
+        while count := file.readinto(block):
+            state.update(block[:count])
+            size += count
+    return {"bytes": size, "xxh3_128": state.hexdigest()}
+
+
+def sealed_text(body: Json) -> str:
+    """Returns `body` as JSON text with a digest of itself."""
+    return _text(body | {DIGEST: _digest_of(body)})
+
+
+def read_sealed(text: str) -> Json:
+    """Returns the object that `sealed_text` wrote.
+
+    Raises ValueError unless the text is what it wrote, byte for byte.
+    """
+    body = parse_json(text, constants=True)
+    # The text is compared too: a flipped bit in white space is a flipped bit.
+    if not isinstance(body, dict) or _text(body) != text or body.get(DIGEST) != _digest_of(body):
+        raise ValueError("its own digest does not fit it")
+    return body
+
+
+def _text(body: Json) -> str:
+    return json.dumps(body, indent=1, sort_keys=True) + "\n"
+
+
+def _digest_of(body: Json) -> str:
+    without_digest = {key: value for key, value in body.items() if key != DIGEST}
+    return xxhash.xxh3_128_hexdigest(_text(without_digest).encode())
