@@ -24,7 +24,6 @@ from orbax.checkpoint import v1 as orbax
 from fsdp_jax.checkpoint.arrays import from_stored, leaves_of, not_finite, stored_spec, to_arrays
 from fsdp_jax.checkpoint.manifest import (
     Checked,
-    Json,
     check_files,
     digest_files,
     list_files,
@@ -37,6 +36,7 @@ from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahe
 from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, first_lines, message
 from fsdp_jax.io.array_specs import describe
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
+from fsdp_jax.io.digests import Json
 from fsdp_jax.processes import anywhere
 from fsdp_jax.tree import PyTree
 

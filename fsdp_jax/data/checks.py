@@ -1,8 +1,12 @@
 """Errors and checks of arguments that the modules of this package share."""
 
-from typing import Any, get_args
+import types
+from dataclasses import MISSING, fields
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError, DamagedFileError, message
+
+T = TypeVar("T")
 
 
 def config_error(
@@ -10,6 +14,42 @@ def config_error(
 ) -> ConfigError:
     """Returns a ConfigError whose text is one `message`."""
     return ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
+
+
+def damaged_file_error(
+    what: str, *, where: str, expected: object = "", got: object = "", fix: str = ""
+) -> DamagedFileError:
+    """Returns a DamagedFileError whose text is one `message`."""
+    return DamagedFileError(message(what, where=where, expected=expected, got=got, fix=fix))
+
+
+def from_fields(kind: type[T], body: object) -> T:
+    """Returns a dataclass of values from JSON.
+
+    Raises ValueError unless `body` is an object with just its fields, of their types.
+    """
+    if not isinstance(body, dict):
+        raise ValueError(f"no {kind.__name__}")
+    hints = get_type_hints(kind)
+    required = {each.name for each in fields(kind) if each.default is MISSING}  # type: ignore[arg-type]
+    wrong = {*(required - body.keys()), *(body.keys() - hints.keys())}
+    wrong |= {name for name in body.keys() & hints.keys() if not _is_a(body[name], hints[name])}
+    if wrong:
+        raise ValueError(f"{kind.__name__}: missing, unknown or of another type: {sorted(wrong)}")
+    return kind(**body)
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    """Returns whether a value of JSON is of an annotated type."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is types.UnionType:
+        return any(_is_a(value, each) for each in get_args(hint))
+    if get_origin(hint) is dict:
+        return type(value) is dict and all(
+            _is_a(each, get_args(hint)[1]) for each in value.values()
+        )
+    return type(value) is hint or (hint is float and type(value) is int)
 
 
 def check_positive(where: str, value: int) -> None:

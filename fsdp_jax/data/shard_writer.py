@@ -1,19 +1,20 @@
 """Writes documents as token shards (`fsdp-jax tokenize`); a stopped run resumes after a shard.
 
-A shard is written under another name and renamed once it is on disk, so every shard under its own
-name is complete. The plan, which must be the same when a run resumes, is written first
-(`progress.json`) and compared.
+A shard is written under another name and renamed once it is on disk. `progress.json` is the
+manifest of the shards that are complete, rewritten after each; it is renamed to `manifest.json`
+after the last. A run that resumes must have its plan, keeps the shards that have their digests, and
+writes all after them again.
 """
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
-from fsdp_jax.data.checks import check_positive, config_error
+from fsdp_jax.data.checks import check_positive, config_error, damaged_file_error, from_fields
 from fsdp_jax.data.documents import Part, Split
 from fsdp_jax.data.shards import (
     DOCUMENTS,
@@ -24,10 +25,18 @@ from fsdp_jax.data.shards import (
     Manifest,
     TokenizePlan,
     TokenShard,
+    check_digest,
+    check_sizes,
     read_manifest,
+    shard_files,
+    shard_name,
 )
-from fsdp_jax.data.tokenizer import Tokenizer, encode_documents, token_dtype
+from fsdp_jax.data.tokenizer import FILE, SETTINGS, Tokenizer, encode_documents, token_dtype
+from fsdp_jax.errors import DamagedFileError
 from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
+from fsdp_jax.io.digests import digest_bytes
+from fsdp_jax.io.json_text import parse_json
+from fsdp_jax.io.regular_files import read_regular
 
 PROGRESS = "progress.json"
 SHARD_TOKENS = 1 << 26
@@ -48,7 +57,8 @@ def tokenize(
     """Writes `documents`, each with its end-of-text token, to the folder `to` as token shards.
 
     After a stop, the same call resumes after the last complete shard and ends with the same bytes
-    as an uninterrupted one; after completion it changes nothing.
+    as an uninterrupted one; after completion it compares all files with their digests, writes
+    damaged ones again, and changes nothing else.
 
     Args:
         documents: what to encode, split.
@@ -57,7 +67,7 @@ def tokenize(
         shard_tokens: a shard ends with the document that reaches so many tokens; one document at a
             time is in memory.
         asked: the requested vocabulary size, if `tokenizer` was trained for this; it is recorded.
-        say: called with a line for every shard.
+        say: called with a line for every shard, and for what is kept.
 
     Raises:
         ConfigError: the folder holds other files, or shards of another corpus, tokenizer or
@@ -72,38 +82,54 @@ def tokenize(
     folder = Path(to).expanduser()
     plan = make_plan(documents, tokenizer, shard_tokens, asked)
     _check_folder(folder)
+    say = say or (lambda line: None)
     with Lease(folder):
-        if (folder / MANIFEST).exists():
-            manifest = read_manifest(folder)
-            _check_same(folder / MANIFEST, manifest.plan, plan)
-            (folder / PROGRESS).unlink(missing_ok=True)  # the run was killed just before its end
-            return manifest
-        _begin(folder, plan, tokenizer)
-        writer = _Writer(folder, plan, documents, tokenizer, say or (lambda line: None))
-        shards = tuple(shard for part in PARTS for shard in writer.write_part(part))
-        largest = max((_largest_id(folder, shard, plan) for shard in shards), default=-1)
-        manifest = Manifest(plan, shards, largest)
-        _write_json(folder / MANIFEST, manifest.to_json())
-        (folder / PROGRESS).unlink()
-        return manifest
+        done = Manifest(plan, (), -1)
+        before = _read_before(folder)
+        if before is not None:
+            _check_same(folder, before.plan, plan)
+            done = _intact_part(folder, before, say)
+            finished = (folder / MANIFEST).exists() and _tokenizer_is_intact(folder, before)
+            if finished and done == before:
+                (folder / PROGRESS).unlink(
+                    missing_ok=True
+                )  # an older release was killed at its end
+                return done
+        done = _begin(folder, done, tokenizer)
+        done = _Writer(folder, documents, tokenizer, say).write(done)
+        rename_durably(folder / PROGRESS, folder / MANIFEST)
+        return done
 
 
 def read_plan(folder: Path) -> TokenizePlan | None:
     """Returns the plan of a folder's shards, complete or not; None if it has none.
 
-    Raises ConfigError if it cannot be read.
+    Raises DamagedFileError if it cannot be read.
+    """
+    before = _read_before(folder)
+    return None if before is None else before.plan
+
+
+def _read_before(folder: Path) -> Manifest | None:
+    """Returns the manifest of the shards that are complete; None if there are none.
+
+    Raises DamagedFileError.
     """
     if (folder / MANIFEST).exists():
-        return read_manifest(folder).plan
+        return read_manifest(folder)
     progress = folder / PROGRESS
     if not progress.exists():
         return None
     try:
-        return TokenizePlan(**json.loads(progress.read_text()))
-    except (TypeError, ValueError) as error:
+        text = read_regular(progress).decode()
+        body = parse_json(text)
+        if isinstance(body, dict) and "plan" not in body:  # an older release wrote it alone
+            return Manifest(from_fields(TokenizePlan, body), (), -1)
+        return Manifest.from_text(text)
+    except (OSError, ValueError) as error:
         what = "The progress of a stopped run cannot be read."
         fix = "remove the folder"
-        raise config_error(what, where=str(progress), got=error, fix=fix) from error
+        raise damaged_file_error(what, where=str(progress), got=error, fix=fix) from error
 
 
 def make_plan(
@@ -144,20 +170,51 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _begin(folder: Path, plan: TokenizePlan, tokenizer: Tokenizer) -> None:
-    """Writes the plan, or compares it to the stopped run's, whose unfinished files it removes."""
-    previous = read_plan(folder)
-    if previous is not None:
-        _check_same(folder / PROGRESS, previous, plan)
-    else:
-        _write_json(folder / PROGRESS, asdict(plan))
+def _intact_part(folder: Path, before: Manifest, say: Say) -> Manifest:
+    """Returns the manifest without the first damaged shard and those after it."""
+    for number, shard in enumerate(before.shards):
+        try:
+            check_sizes(folder, shard, before.plan)
+            for name in shard_files((shard,)) if before.files else ():
+                check_digest(folder / name, before.files[name])
+        except DamagedFileError as error:
+            say(f"{shard.name} and all after it are written again, as it is damaged:\n{error}")
+            kept = before.shards[:number] if before.files else ()
+            largest = max((_largest_id(folder, each, before.plan) for each in kept), default=-1)
+            files = {name: before.files[name] for name in shard_files(kept)}
+            return Manifest(before.plan, kept, largest, files)
+    return before
+
+
+def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
+    try:
+        for name in (FILE, SETTINGS):
+            if name in manifest.files:
+                check_digest(folder / name, manifest.files[name])
+    except DamagedFileError:
+        return False
+    return True
+
+
+def _begin(folder: Path, done: Manifest, tokenizer: Tokenizer) -> Manifest:
+    """Writes what is done, and the tokenizer; removes what a stopped run left unfinished.
+
+    Returns what is done, with the tokenizer's digests.
+    """
+    files = {name: done.files[name] for name in shard_files(done.shards)}
+    files |= {name: digest_bytes(content) for name, content in tokenizer.files.items()}
+    done = replace(done, files=files)
+    write_durably(folder / PROGRESS, done.to_text().encode())
+    (folder / MANIFEST).unlink(missing_ok=True)
     for file in folder.glob(f"*{UNFINISHED}"):
         file.unlink()
     for name, content in tokenizer.files.items():
         write_durably(folder / name, content)
+    return done
 
 
-def _check_same(file: Path, previous: TokenizePlan, plan: TokenizePlan) -> None:
+def _check_same(folder: Path, previous: TokenizePlan, plan: TokenizePlan) -> None:
+    """Raises ConfigError unless the shards that are there are those of the same plan."""
     old, new = asdict(previous), asdict(plan)
     # Names are for people: the corpus may have moved, and the digest identifies the tokenizer.
     compared = [name for name in old if name not in ("name", "tokenizer", "asked")]
@@ -166,8 +223,8 @@ def _check_same(file: Path, previous: TokenizePlan, plan: TokenizePlan) -> None:
         expected = ", ".join(f"{name} {old[name]}" for name in differing)
         raise config_error(
             "The folder holds shards of another corpus, tokenizer or setting.",
-            where=f"{file.parent}: {', '.join(differing)}",
-            expected=f"{expected} ({file.name})",
+            where=f"{folder}: {', '.join(differing)}",
+            expected=f"{expected} (there already)",
             got=", ".join(f"{name} {new[name]}" for name in differing),
             fix="choose another folder, or remove this one",
         )
@@ -178,73 +235,71 @@ class _Writer:
     """Writes the shards of one folder."""
 
     folder: Path
-    plan: TokenizePlan
     documents: Split
     tokenizer: Tokenizer
     say: Say
 
-    def write_part(self, part: Part) -> Iterator[TokenShard]:
-        """Yields the shards of one part: those that exist already, then those it writes."""
-        number = 0
-        done = 0
-        while (self.folder / f"{_shard_name(part, number)}{TOKENS}").exists():
-            shard = self._existing_shard(part, number)
-            done += shard.documents
-            number += 1
-            yield shard
-        if done:
-            self.say(f"{part}: {done:,} documents in {number} shards exist already")
-        pieces = encode_documents(islice(self.documents.read(part), done, None), self.tokenizer)
-        for first in pieces:
-            shard = self._write_shard(part, number, first, pieces)
-            self.say(f"{shard.name}: {shard.tokens:,} tokens of {shard.documents:,} documents")
-            number += 1
-            yield shard
-
-    def _existing_shard(self, part: Part, number: int) -> TokenShard:
-        name = _shard_name(part, number)
-        tokens_bytes = (self.folder / f"{name}{TOKENS}").stat().st_size
-        offsets_bytes = (self.folder / f"{name}{DOCUMENTS}").stat().st_size
-        tokens = tokens_bytes // np.dtype(self.plan.dtype).itemsize
-        return TokenShard(name, part, tokens, offsets_bytes // OFFSET.itemsize)
+    def write(self, done: Manifest) -> Manifest:
+        """Writes the shards that are not done yet; returns the manifest of all."""
+        for part in PARTS:
+            number = sum(shard.part == part for shard in done.shards)
+            documents = done.documents(part)
+            if number:
+                self.say(f"{part}: {documents:,} documents in {number} shards exist already")
+            texts = islice(self.documents.read(part), documents, None)
+            pieces = encode_documents(texts, self.tokenizer)
+            for first in pieces:
+                done = self._write_shard(done, part, number, first, pieces)
+                write_durably(self.folder / PROGRESS, done.to_text().encode())
+                shard = done.shards[-1]
+                self.say(f"{shard.name}: {shard.tokens:,} tokens of {shard.documents:,} documents")
+                number += 1
+        return done
 
     def _write_shard(
-        self, part: Part, number: int, first: np.ndarray, rest: Iterator[np.ndarray]
-    ) -> TokenShard:
+        self, done: Manifest, part: Part, number: int, first: np.ndarray, rest: Iterator[np.ndarray]
+    ) -> Manifest:
         """Writes documents, `first` and then of `rest`, until the shard is full."""
-        name = _shard_name(part, number)
+        name = shard_name(part, number)
+        plan = done.plan
         starts: list[int] = []
-        tokens = 0
+        tokens, largest = 0, done.largest
+        digest = xxhash.xxh3_128()
         piece: np.ndarray | None = first
         unfinished = self.folder / f"{name}{TOKENS}{UNFINISHED}"
         with unfinished.open("wb") as file:
             while piece is not None:
-                self._check_ids(piece, f"document {len(starts)} of {name}")
-                file.write(piece.astype(self.plan.dtype).tobytes())
+                where = f"document {len(starts)} of {name}"
+                largest = max(largest, _checked_largest(piece, plan, where))
+                content = piece.astype(plan.dtype).tobytes()
+                digest.update(content)
+                file.write(content)
                 starts.append(tokens)
                 tokens += len(piece)
-                piece = next(rest, None) if tokens < self.plan.shard_tokens else None
+                piece = next(rest, None) if tokens < plan.shard_tokens else None
             fsync_file(file)
-        write_durably(self.folder / f"{name}{DOCUMENTS}", np.array(starts, OFFSET).tobytes())
-        # The tokens get their name last: it marks the shard as complete.
+            size = file.tell()
+        positions = np.array(starts, OFFSET).tobytes()
+        write_durably(self.folder / f"{name}{DOCUMENTS}", positions)
         rename_durably(unfinished, self.folder / f"{name}{TOKENS}")
-        return TokenShard(name, part, tokens, len(starts))
+        files = {
+            f"{name}{TOKENS}": {"bytes": size, "xxh3_128": digest.hexdigest()},
+            f"{name}{DOCUMENTS}": digest_bytes(positions),
+        }
+        shard = TokenShard(name, part, tokens, len(starts))
+        return Manifest(plan, (*done.shards, shard), largest, {**done.files, **files})
 
-    def _check_ids(self, piece: np.ndarray, where: str) -> None:
-        if piece.size and piece.max() >= self.plan.vocab_size:
-            what = "A token id is not in the vocabulary."
-            expected = f"less than {self.plan.vocab_size}"
-            raise config_error(what, where=where, expected=expected, got=f"id {piece.max()}")
 
-
-def _shard_name(part: Part, number: int) -> str:
-    return f"{part}-{number:05}"
+def _checked_largest(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:
+    """Returns the largest id, -1 without any. Raises ConfigError beyond the vocabulary."""
+    largest = int(piece.max()) if piece.size else -1
+    if largest >= plan.vocab_size:
+        what = "A token id is not in the vocabulary."
+        expected = f"less than {plan.vocab_size}"
+        raise config_error(what, where=where, expected=expected, got=f"id {largest}")
+    return largest
 
 
 def _largest_id(folder: Path, shard: TokenShard, plan: TokenizePlan) -> int:
     file = folder / f"{shard.name}{TOKENS}"
     return int(np.memmap(file, np.dtype(plan.dtype), "r").max()) if shard.tokens else -1
-
-
-def _write_json(file: Path, body: dict) -> None:
-    write_durably(file, (json.dumps(body, indent=1) + "\n").encode())

@@ -9,24 +9,30 @@
 A shard holds whole documents.
 """
 
-import json
-from dataclasses import asdict, dataclass
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fsdp_jax.data.checks import config_error
+from fsdp_jax.data.checks import config_error, damaged_file_error, from_fields
 from fsdp_jax.data.documents import Part
-from fsdp_jax.data.tokenizer import Bytes, Tokenizer, load_tokenizer
-from fsdp_jax.errors import human_bytes
+from fsdp_jax.data.tokenizer import FILE, SETTINGS, Bytes, Tokenizer, load_tokenizer, token_dtype
+from fsdp_jax.errors import DamagedFileError, human_bytes, message
+from fsdp_jax.io.digests import DIGEST, Json, digest_file, digest_json, read_sealed, sealed_text
+from fsdp_jax.io.json_text import parse_json
+from fsdp_jax.io.regular_files import open_regular, read_regular
 
 MANIFEST = "manifest.json"
 TOKENS, DOCUMENTS = ".tokens", ".documents"
 FORMAT = 1
 OFFSET = np.dtype("<i8")
 PARTS: tuple[Part, ...] = ("train", "held_out")
+RESTORE = "restore the file, or run the same `fsdp-jax tokenize` again, which writes it again"
+AT_ONCE = 64 << 20  # bytes that are compared with their digests before the first is read
 
 
 @dataclass(frozen=True)
@@ -75,11 +81,19 @@ class TokenShard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a folder of shards; `largest` is the largest id, -1 without tokens."""
+    """The contents of a folder of shards.
+
+    Attributes:
+        plan, shards: what they are made of.
+        largest: the largest id, -1 without tokens.
+        files: {name: {bytes, xxh3_128}} of every file; empty where an older release wrote them.
+
+    """
 
     plan: TokenizePlan
     shards: tuple[TokenShard, ...]
     largest: int
+    files: Mapping[str, Json] = field(default_factory=dict)
 
     def tokens(self, part: Part) -> int:
         """Returns the number of tokens in a part."""
@@ -89,33 +103,152 @@ class Manifest:
         """Returns the number of documents in a part; one that was cut counts in both."""
         return sum(shard.documents for shard in self.shards if shard.part == part)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the contents of the file, with sums for the reader."""
-        sums = {
-            part: {"tokens": self.tokens(part), "documents": self.documents(part)} for part in PARTS
-        }
-        return asdict(self) | {"sums": sums}
+    @property
+    def digest(self) -> str | None:
+        """The digest of all shards, which identifies the tokens; None if they have none."""
+        shards = {name: each for name, each in self.files.items() if name not in (FILE, SETTINGS)}
+        return digest_json(shards) if self.files else None
+
+    def to_text(self) -> str:
+        """Returns the contents of the file, with sums for the reader and a digest of itself."""
+        return sealed_text(asdict(self) | {"sums": self._sums()})
 
     @classmethod
-    def from_json(cls, body: dict[str, Any]) -> "Manifest":
-        """Raises KeyError, TypeError or ValueError if `body` is not a manifest."""
-        if body["plan"]["format"] != FORMAT:
-            raise ValueError(f"format {body['plan']['format']}, which this version does not read")
-        plan = TokenizePlan(**body["plan"])
-        shards = tuple(TokenShard(**shard) for shard in body["shards"])
-        return cls(plan, shards, int(body["largest"]))
+    def from_text(cls, text: str) -> "Manifest":
+        """Raises ValueError if the text is not that of a manifest, byte for byte."""
+        body = parse_json(text)
+        if not isinstance(body, dict):
+            raise ValueError("not an object")
+        if DIGEST in body or "files" in body:  # older releases wrote neither
+            body = read_sealed(text)
+        plan, shards = body.get("plan"), body.get("shards")
+        if isinstance(plan, dict) and plan.get("format") != FORMAT:
+            raise ValueError(f"format {plan.get('format')}, which this version does not read")
+        if not isinstance(shards, list):
+            raise ValueError("no list of shards")
+        manifest = cls(
+            from_fields(TokenizePlan, plan),
+            tuple(from_fields(TokenShard, each) for each in shards),
+            body.get("largest"),  # type: ignore[arg-type]  # checked below
+            body.get("files", {}),
+        )
+        manifest._check()
+        if "sums" in body and body["sums"] != manifest._sums():
+            raise ValueError("the sums are not those of the shards")
+        if DIGEST in body:
+            _check_files(manifest.files, manifest.shards)
+        return manifest
+
+    def _sums(self) -> Json:
+        return {
+            part: {"tokens": self.tokens(part), "documents": self.documents(part)} for part in PARTS
+        }
+
+    def _check(self) -> None:
+        """Raises ValueError unless the numbers are possible, and the names those of the shards."""
+        plan, largest = self.plan, self.largest
+        possible = {
+            "vocab_size": 0 < plan.vocab_size <= 1 << 31,
+            "dtype": plan.dtype == token_dtype(plan.vocab_size).str,
+            "end": plan.end is None or 0 <= plan.end < plan.vocab_size,
+            "held_out": 0 <= plan.held_out <= 0.5,
+            "shard_tokens": plan.shard_tokens > 0,
+            "documents": plan.documents >= 0,
+            "largest": type(largest) is int and -1 <= largest < plan.vocab_size,
+            "tokens and documents": all(min(s.tokens, s.documents) >= 0 for s in self.shards),
+        }
+        wrong = [name for name, right in possible.items() if not right]
+        if wrong:
+            raise ValueError(f"impossible: {', '.join(wrong)}")
+        for part in PARTS:
+            names = [shard.name for shard in self.shards if shard.part == part]
+            if names != [shard_name(part, number) for number in range(len(names))]:
+                raise ValueError("the shards are not named in their order")
+
+
+def shard_name(part: Part, number: int) -> str:
+    """Returns the name of a shard without suffix."""
+    return f"{part}-{number:05}"
+
+
+def shard_files(shards: tuple[TokenShard, ...]) -> list[str]:
+    """Returns the names of all files of the shards."""
+    return [shard.name + suffix for shard in shards for suffix in (TOKENS, DOCUMENTS)]
+
+
+def _check_files(files: object, shards: tuple[TokenShard, ...]) -> None:
+    """Raises ValueError unless these are digests of the shards' files."""
+    if not isinstance(files, dict) or set(files) - {FILE, SETTINGS} != set(shard_files(shards)):
+        raise ValueError("the digests are not those of the shards")
+    kinds = {"bytes": int, "xxh3_128": str}
+    for name, each in files.items():
+        if not isinstance(each, dict) or {key: type(each[key]) for key in each} != kinds:
+            raise ValueError(f"the digest of {name} is not one")
+
+
+class DigestCheck:
+    """Compares the files of a folder with their digests, large ones in a thread of its own.
+
+    Raises DamagedFileError if a file is found damaged at once.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, Json]) -> None:
+        self._folder = folder
+        self._problem: DamagedFileError | None = None
+        self._done = threading.Event()
+        at_once, later = dict(files), {}
+        if sum(each["bytes"] for each in files.values()) > AT_ONCE:
+            at_once = {name: each for name, each in files.items() if name in (FILE, SETTINGS)}
+            later = {name: each for name, each in files.items() if name not in at_once}
+        self._compare(at_once)
+        self.raise_if_damaged()
+        if later:
+            self._done.clear()
+            # A daemon: nothing waits for it at the end of the process.
+            threading.Thread(
+                target=self._compare, args=(later,), name="token digests", daemon=True
+            ).start()
+
+    def raise_if_damaged(self) -> None:
+        """Raises DamagedFileError, with the file's name, if one has been found damaged."""
+        if self._problem is not None:
+            raise self._problem
+
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long; returns whether all files have been compared."""
+        return self._done.wait(seconds)
+
+    def _compare(self, files: Mapping[str, Json]) -> None:
+        try:
+            for name, expected in files.items():
+                check_digest(self._folder / name, expected)
+        except DamagedFileError as error:
+            self._problem = error
+        finally:
+            self._done.set()
+
+
+def check_digest(file: Path, expected: Json) -> None:
+    """Raises DamagedFileError unless a file has its digest."""
+    try:
+        found = digest_file(file)
+    except OSError as error:
+        raise damaged_shard_error(file, f"{expected['bytes']:,} bytes", error) from error
+    if found != expected:
+        sizes = [f"{each['bytes']:,} bytes, xxh3 {each['xxh3_128']}" for each in (expected, found)]
+        raise damaged_shard_error(file, *sizes)
 
 
 class ShardedTokens:
     """The tokens of one part, across its shards, as one stream that is read from memory maps.
 
-    Reading an id that the tokenizer does not have raises ConfigError with its shard and index.
+    Reading an id that the tokenizer does not have raises DamagedFileError with its shard and index.
     """
 
     def __init__(self, folder: Path, shards: tuple[TokenShard, ...], plan: TokenizePlan):
         self.shards = shards
         self._files = [folder / (shard.name + TOKENS) for shard in shards]
-        self._maps = [np.memmap(file, np.dtype(plan.dtype), "r") for file in self._files]
+        self._maps = [_mapped(file, plan.dtype) for file in self._files]
         self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
         self._vocab_size = plan.vocab_size
 
@@ -141,43 +274,57 @@ class ShardedTokens:
     def _check_ids(self, piece: np.ndarray, file: Path, first: int) -> None:
         invalid = np.flatnonzero(piece >= self._vocab_size)
         if len(invalid):
-            raise config_error(
+            raise damaged_file_error(
                 "A token id is not in the vocabulary.",
                 where=f"{file}, token {first + invalid[0]}",
                 expected=f"less than {self._vocab_size}, the tokenizer's vocabulary",
                 got=f"id {piece[invalid[0]]}",
-                fix="the file is damaged: tokenize again",
+                fix=RESTORE,
             )
 
 
 @dataclass(frozen=True)
 class TokenShards:
-    """An opened folder of shards; no tokens are read yet."""
+    """An opened folder of shards; `check` compares it with its digests, if it has any."""
 
     folder: Path
     manifest: Manifest
+    check: DigestCheck | None
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenShards":
-        """Checks the manifest against the files' sizes; raises ConfigError where they differ."""
+        """Checks the manifest against the files.
+
+        Their sizes are compared at once, and their digests too where they are small; others in the
+        background, for `check.raise_if_damaged`. Without digests, of an older release, a warning
+        says so. Raises ConfigError if there are no shards, DamagedFileError for damaged ones.
+        """
         path = Path(folder).expanduser()
         manifest = read_manifest(path)
-        itemsize = np.dtype(manifest.plan.dtype).itemsize
         for shard in manifest.shards:
-            _check_size(path / (shard.name + TOKENS), shard.tokens * itemsize)
-            _check_size(path / (shard.name + DOCUMENTS), shard.documents * OFFSET.itemsize)
-        return cls(path, manifest)
+            check_sizes(path, shard, manifest.plan)
+        if not manifest.files:
+            what = "token shards without digests, so damage goes unseen"
+            got = "a manifest of an older release"
+            fix = "tokenize again, into another folder"
+            warnings.warn(message(what, where=str(path), got=got, fix=fix), stacklevel=2)
+            return cls(path, manifest, None)
+        return cls(path, manifest, DigestCheck(path, manifest.files))
 
     def tokens(self, part: Part) -> ShardedTokens:
         """Returns one part as one stream, which stays on disk."""
         return ShardedTokens(self.folder, self._shards(part), self.manifest.plan)
 
     def starts(self, part: Part) -> np.ndarray:
-        """Reads int64 [documents]: the index in `tokens(part)` of each document's first token."""
+        """Reads int64 [documents]: the index in `tokens(part)` of each document's first token.
+
+        Raises DamagedFileError if documents are not in order, or not within their shard.
+        """
         starts = [np.zeros(0, np.int64)]
         begin = 0
         for shard in self._shards(part):
-            starts.append(np.fromfile(self.folder / (shard.name + DOCUMENTS), OFFSET) + begin)
+            file = self.folder / (shard.name + DOCUMENTS)
+            starts.append(_read_starts(file, shard) + begin)
             begin += shard.tokens
         return np.concatenate(starts)
 
@@ -186,39 +333,76 @@ class TokenShards:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that encoded the text; ConfigError if it is no longer beside the shards."""
+        """The tokenizer that encoded the text; DamagedFileError if it is not beside the shards."""
         digest = self.manifest.plan.tokenizer_digest
         tokenizer = load_tokenizer(Bytes.name if digest == Bytes.digest else self.folder)
         if tokenizer.digest != digest:
             what = "The tokenizer is not the one that encoded the text."
-            where = str(self.folder)
-            raise config_error(what, where=where, expected=f"digest {digest}", got=tokenizer.digest)
+            raise damaged_file_error(
+                what,
+                where=str(self.folder),
+                expected=f"digest {digest}",
+                got=tokenizer.digest,
+                fix=RESTORE,
+            )
         return tokenizer
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a folder; raises ConfigError if it is missing or damaged."""
+def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
+    """Reads the manifest of a folder.
+
+    Raises ConfigError if it is missing, and DamagedFileError if it is damaged.
+    """
     what = "There are no finished token shards."
-    file = folder / MANIFEST
+    file = folder / name
     fix = "make it with `fsdp-jax tokenize`; run it again if it was stopped"
-    if not file.is_file():
+    if not file.exists():
         raise config_error(what, where="data.path", expected=MANIFEST, got=folder, fix=fix)
     try:
-        return Manifest.from_json(json.loads(file.read_text()))
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise config_error(
-            what, where=str(file), expected="a manifest", got=got, fix=fix
+        return Manifest.from_text(read_regular(file).decode())
+    except (OSError, ValueError) as error:
+        fix = "restore the file, or remove the folder and tokenize again"
+        raise damaged_file_error(
+            "The manifest of token shards is damaged.",
+            where=str(file),
+            expected="a manifest",
+            got=error,
+            fix=fix,
         ) from error
+
+
+def damaged_shard_error(file: Path, expected: str, got: object) -> DamagedFileError:
+    """Returns the error for a file of shards that differs from what was written."""
+    what = "A file of token shards is not as it was written."
+    return damaged_file_error(what, where=str(file), expected=expected, got=got, fix=RESTORE)
+
+
+def _mapped(file: Path, dtype: str) -> np.ndarray:
+    with open_regular(file) as opened:
+        return np.memmap(opened, np.dtype(dtype), "r")
+
+
+def _read_starts(file: Path, shard: TokenShard) -> np.ndarray:
+    """Returns int64 [documents]: the first token of each document in its shard."""
+    starts = np.frombuffer(read_regular(file), OFFSET).astype(np.int64)
+    bounds = np.concatenate([[0], starts, [shard.tokens]])
+    wrong = np.flatnonzero(np.diff(bounds) < 0)
+    if len(wrong) or (len(starts) and starts[0]):
+        number = int(wrong[0]) if len(wrong) else 0
+        expected = f"documents in order, from token 0 to {shard.tokens}"
+        got = f"document {min(number, len(starts) - 1)} out of order"
+        raise damaged_shard_error(file, expected, got)
+    return starts
+
+
+def check_sizes(folder: Path, shard: TokenShard, plan: TokenizePlan) -> None:
+    """Raises DamagedFileError unless a shard's files have the sizes of its tokens and documents."""
+    _check_size(folder / (shard.name + TOKENS), shard.tokens * np.dtype(plan.dtype).itemsize)
+    _check_size(folder / (shard.name + DOCUMENTS), shard.documents * OFFSET.itemsize)
 
 
 def _check_size(file: Path, expected: int) -> None:
     size = file.stat().st_size if file.is_file() else None
     if size != expected:
-        raise config_error(
-            "A token shard is not as it was written.",
-            where=str(file),
-            expected=f"{expected:,} bytes",
-            got="no file" if size is None else f"{size:,} bytes ({human_bytes(size)})",
-            fix="restore the file, or tokenize again",
-        )
+        got = "no file" if size is None else f"{size:,} bytes ({human_bytes(size)})"
+        raise damaged_shard_error(file, f"{expected:,} bytes", got)

@@ -39,9 +39,19 @@ def digest_file(
     return {"bytes": size, "xxh3_128": state.hexdigest()}
 
 
+def digest_bytes(content: bytes) -> Json:
+    """Returns the {bytes, xxh3_128} of a file with this content."""
+    return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
+
+
+def digest_json(value: Json) -> str:
+    """Returns the xxh3_128, in hexadecimal, of an object's JSON with sorted keys."""
+    return xxhash.xxh3_128_hexdigest(_text(value).encode())
+
+
 def sealed_text(body: Json) -> str:
     """Returns `body` as JSON text with a digest of itself."""
-    return _text(body | {DIGEST: _digest_of(body)})
+    return _text(body | {DIGEST: _own_digest(body)})
 
 
 def read_sealed(text: str) -> Json:
@@ -51,7 +61,7 @@ def read_sealed(text: str) -> Json:
     """
     body = parse_json(text, constants=True)
     # The text is compared too: a flipped bit in white space is a flipped bit.
-    if not isinstance(body, dict) or _text(body) != text or body.get(DIGEST) != _digest_of(body):
+    if not isinstance(body, dict) or _text(body) != text or body.get(DIGEST) != _own_digest(body):
         raise ValueError("its own digest does not fit it")
     return body
 
@@ -60,6 +70,5 @@ def _text(body: Json) -> str:
     return json.dumps(body, indent=1, sort_keys=True) + "\n"
 
 
-def _digest_of(body: Json) -> str:
-    without_digest = {key: value for key, value in body.items() if key != DIGEST}
-    return xxhash.xxh3_128_hexdigest(_text(without_digest).encode())
+def _own_digest(body: Json) -> str:
+    return digest_json({key: value for key, value in body.items() if key != DIGEST})

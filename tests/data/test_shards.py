@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -19,9 +20,10 @@ from hypothesis import strategies as st
 from fsdp_jax.data.documents import split_documents
 from fsdp_jax.data.shard_writer import read_plan, tokenize
 from fsdp_jax.data.shards import PARTS, TokenShards
-from fsdp_jax.data.tokenizer import Bytes, HuggingFace
+from fsdp_jax.data.tokenizer import Bytes, HuggingFace, load_tokenizer
 from fsdp_jax.data.windows import Windows, stream_of
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, DamagedFileError
+from fsdp_jax.io.digests import sealed_text
 
 SHARD = 100  # tokens: several documents
 MIB = 1 << (20 if sys.platform == "darwin" else 10)  # in the units of ru_maxrss
@@ -171,8 +173,8 @@ def test_a_run_resumed_after_a_failed_rename_writes_the_same_bytes(
         if left == 0:
             raise OSError("no power")
 
-    # progress, tokenizer, manifest and two files a shard
-    renames = 3 + 2 * len(list(expected.glob("*.tokens")))
+    # the first progress, tokenizer, manifest; two files and the progress after each shard
+    renames = 3 + 3 * len(list(expected.glob("*.tokens")))
     assert renames > 5
     for number in range(1, renames + 1):
         folder = tmp_path / f"stopped{number}"
@@ -315,21 +317,43 @@ def test_a_truncated_or_missing_shard_is_named(copied, suffix):
     size = file.stat().st_size
     os.truncate(file, size - 1)
     says = rf"train-00001{suffix}\n +expected: +{size} bytes\n +got: +{size - 1} bytes"
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(DamagedFileError, match=says):
         TokenShards.open(copied)
     file.unlink()
-    with pytest.raises(ConfigError, match=r"got: +no file"):
+    with pytest.raises(DamagedFileError, match=r"got: +no file"):
         TokenShards.open(copied)
+
+
+def as_of_an_older_release(folder):
+    """Takes the digests out of a manifest."""
+    body = json.loads((folder / "manifest.json").read_text())
+    del body["files"], body["digest"]
+    (folder / "manifest.json").write_text(json.dumps(body, indent=1) + "\n")
+
+
+def test_shards_of_an_older_release_load_with_a_warning(copied):
+    expected = TokenShards.open(copied).tokens("train")[:]
+    as_of_an_older_release(copied)
+    before = contents(copied)
+    with pytest.warns(UserWarning, match=r"without digests, so damage goes unseen\n +where: .*\n"):
+        shards = TokenShards.open(copied)
+    assert shards.manifest.digest is None
+    np.testing.assert_array_equal(shards.tokens("train")[:], expected)
+    assert contents(copied) == before
 
 
 def test_a_damaged_token_is_named_when_it_is_read(copied):
+    as_of_an_older_release(copied)
     with (copied / "train-00001.tokens").open("r+b") as file:
         file.seek(2 * 5)
         file.write(b"\xff\xff")
-    tokens = TokenShards.open(copied).tokens("train")
+    with pytest.warns(UserWarning, match="without digests"):
+        tokens = TokenShards.open(copied).tokens("train")
     first = tokens.shards[0].tokens
     tokens[: first + 5]
-    with pytest.raises(ConfigError, match=r"train-00001\.tokens, token 5\n(?s:.*)got: +id 65535"):
+    with pytest.raises(
+        DamagedFileError, match=r"train-00001\.tokens, token 5\n(?s:.*)got: +id 65535"
+    ):
         tokens[first - 3 : first + 9]
 
 
@@ -338,13 +362,181 @@ def test_a_damaged_token_is_named_when_it_is_read(copied):
 )
 def test_a_damaged_manifest_is_refused(tmp_path, body):
     (tmp_path / "manifest.json").write_text(body)
-    with pytest.raises(ConfigError, match=r"manifest\.json\n +expected: +a manifest"):
+    with pytest.raises(DamagedFileError, match=r"manifest\.json\n +expected: +a manifest"):
         TokenShards.open(tmp_path)
+
+
+def test_every_flipped_bit_is_found_and_its_file_named(copied):
+    numbers = random.Random(0)
+    for path in sorted(copied.iterdir()):
+        content = path.read_bytes()
+        for _ in range(5):
+            damaged = bytearray(content)
+            damaged[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
+            path.write_bytes(damaged)
+            with pytest.raises(DamagedFileError, match=rf"where: .*/{path.name}\n"):
+                TokenShards.open(copied)
+        path.write_bytes(content)
+    TokenShards.open(copied)
+
+
+def test_another_text_of_the_same_size_is_refused(tmp_path):
+    for name, text in (("one", "abc"), ("other", "abd")):
+        split = split_documents(documents_of([text] * 3), held_out=0)
+        tokenize(split, Bytes(), tmp_path / name)
+    (tmp_path / "other" / "train-00000.tokens").replace(tmp_path / "one" / "train-00000.tokens")
+    with pytest.raises(DamagedFileError, match=r"train-00000\.tokens\n +expected: +24 bytes, xxh3"):
+        TokenShards.open(tmp_path / "one")
+
+
+def test_large_shards_are_compared_in_the_background(copied, monkeypatch):
+    monkeypatch.setattr("fsdp_jax.data.shards.AT_ONCE", 0)
+    intact = TokenShards.open(copied)
+    assert intact.check.wait(60)
+    intact.check.raise_if_damaged()
+    damage(copied / "train-00002.tokens")
+    shards = TokenShards.open(copied)
+    shards.tokens("train")[:]  # training starts
+    assert shards.check.wait(60)
+    with pytest.raises(DamagedFileError, match=r"where: .*train-00002\.tokens\n"):
+        shards.check.raise_if_damaged()
+    damage(copied / "tokenizer.json")  # read at once, so compared at once
+    with pytest.raises(DamagedFileError, match=r"where: .*/tokenizer\.json\n"):
+        TokenShards.open(copied)
+
+
+def damage(file):
+    with file.open("r+b") as opened:
+        first = opened.read(1)
+        opened.seek(0)
+        opened.write(bytes([first[0] ^ 1]))
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("name", ["train-00001.tokens", "held_out-00000.documents"])
+def test_damaged_shards_are_written_again(split, bpe, by_bpe, copied, finished, name):
+    if not finished:
+        (copied / "manifest.json").rename(copied / "progress.json")
+    damage(copied / name)
+    lines = []
+    tokenize(split, bpe, copied, shard_tokens=SHARD, say=lines.append)
+    assert contents(copied) == contents(by_bpe)
+    shard = name.partition(".")[0]
+    assert f"{shard} and all after it are written again, as it is damaged" in lines[0]
+    assert name in lines[0]
+    assert any(line.startswith("train: ") and "exist already" in line for line in lines)
+    assert any(line.startswith(f"{shard}: ") for line in lines)
+    assert not any(line.startswith("train-00000: ") for line in lines)
+
+
+def test_a_damaged_tokenizer_beside_finished_shards_is_written_again(split, bpe, by_bpe, copied):
+    damage(copied / "tokenizer.json")
+    before = times(copied, "*.tokens")
+    tokenize(split, bpe, copied, shard_tokens=SHARD)
+    assert contents(copied) == contents(by_bpe)
+    assert times(copied, "*.tokens") == before
+
+
+def test_a_resumed_run_writes_the_manifest_of_one_that_was_never_stopped(
+    split, bpe, by_bpe, copied
+):
+    """Its tokenizer is found under another name: in the folder itself."""
+    (copied / "manifest.json").rename(copied / "progress.json")
+    tokenize(split, load_tokenizer(copied), copied, shard_tokens=SHARD)
+    assert contents(copied) == contents(by_bpe)
+
+
+def test_a_stopped_run_of_an_older_release_starts_over(split, bpe, by_bpe, copied):
+    plan = json.loads((copied / "manifest.json").read_text())["plan"]
+    (copied / "progress.json").write_text(json.dumps(plan))
+    (copied / "manifest.json").unlink()
+    damage(copied / "train-00000.tokens")
+    tokenize(split, bpe, copied, shard_tokens=SHARD)
+    assert contents(copied) == contents(by_bpe)
+
+
+def changed(**values):
+    def change(body, values=values):
+        for key, value in values.items():
+            *path, last = key.split("__")
+            inner = body
+            for name in path:
+                inner = inner[int(name)] if isinstance(inner, list) else inner[name]
+            inner[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (changed(plan__vocab_size=-1), "impossible: .*vocab_size"),
+        (changed(plan__vocab_size=1 << 60), "impossible: .*vocab_size"),
+        (changed(plan__dtype="O"), "impossible: dtype"),
+        (changed(plan__end=300_000), "impossible: end"),
+        (changed(plan__held_out=7), "impossible: held_out"),
+        (changed(plan__shard_tokens=True), r"TokenizePlan: .*another type: \['shard_tokens'\]"),
+        (changed(plan__surprise=1), r"TokenizePlan: .*unknown.*\['surprise'\]"),
+        (changed(plan=None), "no TokenizePlan"),
+        (changed(shards=3), "no list of shards"),
+        (changed(shards__0__tokens=-5), "impossible: tokens and documents"),
+        (changed(shards__0__tokens=1.5), r"TokenShard: .*\['tokens'\]"),
+        (changed(shards__0__documents=10**30), "the sums are not those"),
+        (changed(shards__0__part="test"), r"TokenShard: .*\['part'\]"),
+        (changed(shards__0__name="../../secret"), "not named in their order"),
+        (changed(shards__0__name="train-00001"), "not named in their order"),
+        (changed(largest="many"), "impossible: largest"),
+        (changed(files={}), "the digests are not those of the shards"),
+        (changed(files={"../../secret": {}}), "the digests are not those of the shards"),
+        (changed(files=[1]), "the digests are not those of the shards"),
+        (
+            changed(**{"files__train-00000.tokens": 7}),
+            "the digest of train-00000.tokens is not one",
+        ),
+    ],
+)
+@pytest.mark.parametrize("sealed", [True, False])
+def test_impossible_manifests_are_refused(copied, change, says, sealed):
+    file = copied / "manifest.json"
+    body = json.loads(file.read_text())
+    change(body)
+    file.write_text(sealed_text(body) if sealed else json.dumps(body))
+    says = says if sealed else "its own digest does not fit it"
+    with pytest.raises(DamagedFileError, match=rf"manifest\.json\n(?s:.*)got: +.*(?:{says})"):
+        TokenShards.open(copied)
+
+
+@pytest.mark.parametrize("starts", [[1, 5], [0, -3], [0, 9, 4], [0, 10**15]])
+def test_documents_out_of_order_are_refused(tmp_path, starts):
+    texts = ["abcd"] * len(starts)
+    tokenize(split_documents(documents_of(texts), held_out=0), Bytes(), tmp_path)
+    as_of_an_older_release(tmp_path)
+    (tmp_path / "train-00000.documents").write_bytes(np.array(starts, "<i8").tobytes())
+    with pytest.warns(UserWarning, match="without digests"):
+        shards = TokenShards.open(tmp_path)
+    says = r"train-00000\.documents\n +expected: +documents in order, from token 0 to \d+"
+    with pytest.raises(DamagedFileError, match=says):
+        shards.starts("train")
+
+
+def test_pipes_in_place_of_shards_are_refused(copied):
+    for name in ("train-00000.tokens", "train-00000.documents", "manifest.json"):
+        kept = (copied / name).rename(copied / "kept")
+        os.mkfifo(copied / name)
+        with pytest.raises(DamagedFileError, match=name):
+            TokenShards.open(copied)
+        kept.replace(copied / name)
 
 
 def test_a_changed_tokenizer_is_refused(split, bpe, copied, tmp_path):
     (copied / "tokenizer.json").write_bytes(bpe.files["tokenizer.json"] + b"\n")
-    with pytest.raises(ConfigError, match="not the one that encoded"):
+    with pytest.raises(DamagedFileError, match=r"not as it was written(?s:.*)/tokenizer\.json\n"):
+        TokenShards.open(copied)
+    as_of_an_older_release(copied)
+    with (
+        pytest.warns(UserWarning, match="without digests"),
+        pytest.raises(DamagedFileError, match="not the one that encoded"),
+    ):
         _ = TokenShards.open(copied).tokenizer
     # another end-of-text token, stated beside the shards
     model = tokenizers.Tokenizer.from_str(bpe.files["tokenizer.json"].decode())
@@ -370,10 +562,13 @@ def test_reading_some_rows_does_not_read_the_whole_file(split, tmp_path):
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     tokens = 1 << 30  # 2 GiB, a sparse file
     manifest["shards"][0]["tokens"] = tokens
+    manifest["sums"]["train"]["tokens"] = tokens
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    as_of_an_older_release(tmp_path)
     os.truncate(tmp_path / "train-00000.tokens", 2 * tokens)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    windows = Windows(TokenShards.open(tmp_path).tokens("train"), sequence_length=128)
+    with pytest.warns(UserWarning, match="without digests"):
+        windows = Windows(TokenShards.open(tmp_path).tokens("train"), sequence_length=128)
     rows = [windows[index]["tokens"] for index in range(0, len(windows), len(windows) // 50)]
     assert len(rows) > 50
     assert rows[0].any()
