@@ -4,7 +4,7 @@ import types
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from fsdp_jax.errors import ConfigError, DamagedFileError, message
+from fsdp_jax.errors import ConfigError, DamageError, message
 
 T = TypeVar("T")
 
@@ -16,11 +16,11 @@ def config_error(
     return ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
 
 
-def damaged_file_error(
+def damage_error(
     what: str, *, where: str, expected: object = "", got: object = "", fix: str = ""
-) -> DamagedFileError:
-    """Returns a DamagedFileError whose text is one `message`."""
-    return DamagedFileError(message(what, where=where, expected=expected, got=got, fix=fix))
+) -> DamageError:
+    """Returns a DamageError whose text is one `message`."""
+    return DamageError(message(what, where=where, expected=expected, got=got, fix=fix))
 
 
 def from_fields(kind: type[T], body: object) -> T:

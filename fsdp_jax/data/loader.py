@@ -9,7 +9,7 @@ Shapes: G global batch, n processes, T sequence.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import grain
@@ -27,14 +27,23 @@ class Loader:
     """An iterator over this process's rows of each batch, whose position can be saved and restored.
 
     From the first `next` on, a thread reads at most `ahead` batches in advance; with 0 there is no
-    thread. `settings` determines the stream: a state saved under other settings is refused. Close
-    the loader or use it in a `with` block; garbage collection also ends its thread.
+    thread. `settings` determines the stream, and `identity` are digests of the data: a state saved
+    under others is refused. Close the loader or use it in a `with` block; garbage collection also
+    ends its thread.
     """
 
-    def __init__(self, batches: grain.MapDataset, settings: dict[str, Any], *, ahead: int = AHEAD):
+    def __init__(
+        self,
+        batches: grain.MapDataset,
+        settings: dict[str, Any],
+        *,
+        identity: Mapping[str, str] | None = None,
+        ahead: int = AHEAD,
+    ):
         self._options = grain.ReadOptions(num_threads=min(ahead, 1), prefetch_buffer_size=ahead)
         self._batches = batches
         self._settings = settings
+        self._identity = dict(identity or {})
         self._position = 0  # batches delivered, however many were read
         self._source = _ClosableBatches(batches)
         self._iterator: grain.DatasetIterator | None = None
@@ -81,11 +90,18 @@ class Loader:
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last delivered batch, as JSON; equal on every process."""
-        return {"position": {"next_index": self._position}, "settings": dict(self._settings)}
+        state = {"position": {"next_index": self._position}, "settings": dict(self._settings)}
+        return state | ({"data": dict(self._identity)} if self._identity else {})
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues from a saved position; raises ConfigError if it belongs to another stream."""
+        """Continues from a saved position.
+
+        Raises ConfigError if it belongs to another stream, or to other data: digests that both have
+        are compared, since older releases saved none.
+        """
         saved = state.get("settings", {}) if "position" in state else {}
+        if not isinstance(saved, dict):
+            saved = {}
         names = dict.fromkeys([*self._settings, *saved])
         values = {
             name: (saved.get(name, "missing"), self._settings.get(name, "missing"))
@@ -101,8 +117,22 @@ class Loader:
                 got=", ".join(f"{name} {new}" for name, (_, new) in differing.items()),
                 fix="restore the saved settings, or start anew with another `output`",
             )
+        position, identity = state["position"], state.get("data", {})
+        position = position.get("next_index") if isinstance(position, dict) else None
+        if type(position) is not int or position < 0:
+            what = "The saved position is none."
+            raise config_error(what, where="position", expected="0 or more batches", got=position)
+        for name in self._identity.keys() & identity.keys():
+            if self._identity[name] != identity[name]:
+                raise config_error(
+                    "The saved position belongs to other data.",
+                    where=name,
+                    expected=f"digest {identity[name]} (saved)",
+                    got=f"digest {self._identity[name]}",
+                    fix="restore the data, or start anew with another `output`",
+                )
         self.close()
-        self._position = int(state["position"]["next_index"])
+        self._position = position
 
 
 class _ClosableBatches:
@@ -138,12 +168,14 @@ def make_loader(
     process_count: int = 1,
     shuffle: bool = True,
     repeat: bool = True,
+    identity: Mapping[str, str] | None = None,
     ahead: int = AHEAD,
 ) -> Loader:
     """Returns the batches of process `process_index`.
 
     With `repeat` they never end; without, they are one epoch, less the rows that do not fill a last
-    global batch. `ahead` is how many batches are read in advance. Raises ConfigError if the sizes
+    global batch. `identity`, such as `LoadedData.identity`, is saved with the position. `ahead` is
+    how many batches are read in advance. Raises ConfigError if the sizes
     are inconsistent.
     """
     rows = _rows_per_process(global_batch_size, process_index, process_count)
@@ -164,7 +196,7 @@ def make_loader(
         "shuffle": shuffle,
         "repeat": repeat,
     }
-    return Loader(dataset, settings, ahead=ahead)
+    return Loader(dataset, settings, identity=identity, ahead=ahead)
 
 
 def eval_batches(

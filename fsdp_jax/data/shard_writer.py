@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from fsdp_jax.data.checks import check_positive, config_error, damaged_file_error, from_fields
+from fsdp_jax.data.checks import check_positive, config_error, damage_error, from_fields
 from fsdp_jax.data.documents import Part, Split
 from fsdp_jax.data.shards import (
     DOCUMENTS,
@@ -32,7 +32,7 @@ from fsdp_jax.data.shards import (
     shard_name,
 )
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, Tokenizer, encode_documents, token_dtype
-from fsdp_jax.errors import DamagedFileError
+from fsdp_jax.errors import DamageError
 from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
 from fsdp_jax.io.digests import digest_bytes
 from fsdp_jax.io.json_text import parse_json
@@ -104,7 +104,7 @@ def tokenize(
 def read_plan(folder: Path) -> TokenizePlan | None:
     """Returns the plan of a folder's shards, complete or not; None if it has none.
 
-    Raises DamagedFileError if it cannot be read.
+    Raises DamageError if it cannot be read.
     """
     before = _read_before(folder)
     return None if before is None else before.plan
@@ -113,7 +113,7 @@ def read_plan(folder: Path) -> TokenizePlan | None:
 def _read_before(folder: Path) -> Manifest | None:
     """Returns the manifest of the shards that are complete; None if there are none.
 
-    Raises DamagedFileError.
+    Raises DamageError.
     """
     if (folder / MANIFEST).exists():
         return read_manifest(folder)
@@ -129,7 +129,7 @@ def _read_before(folder: Path) -> Manifest | None:
     except (OSError, ValueError) as error:
         what = "The progress of a stopped run cannot be read."
         fix = "remove the folder"
-        raise damaged_file_error(what, where=str(progress), got=error, fix=fix) from error
+        raise damage_error(what, where=str(progress), got=error, fix=fix) from error
 
 
 def make_plan(
@@ -177,7 +177,7 @@ def _intact_part(folder: Path, before: Manifest, say: Say) -> Manifest:
             check_sizes(folder, shard, before.plan)
             for name in shard_files((shard,)) if before.files else ():
                 check_digest(folder / name, before.files[name])
-        except DamagedFileError as error:
+        except DamageError as error:
             say(f"{shard.name} and all after it are written again, as it is damaged:\n{error}")
             kept = before.shards[:number] if before.files else ()
             largest = max((_largest_id(folder, each, before.plan) for each in kept), default=-1)
@@ -191,7 +191,7 @@ def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
         for name in (FILE, SETTINGS):
             if name in manifest.files:
                 check_digest(folder / name, manifest.files[name])
-    except DamagedFileError:
+    except DamageError:
         return False
     return True
 

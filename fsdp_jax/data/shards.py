@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_jax.data.checks import config_error, damaged_file_error, from_fields
+from fsdp_jax.data.checks import config_error, damage_error, from_fields
 from fsdp_jax.data.documents import Part
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, Bytes, Tokenizer, load_tokenizer, token_dtype
-from fsdp_jax.errors import DamagedFileError, human_bytes, message
+from fsdp_jax.errors import DamageError, human_bytes, message
 from fsdp_jax.io.digests import DIGEST, Json, digest_file, digest_json, read_sealed, sealed_text
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import open_regular, read_regular
@@ -189,12 +189,12 @@ def _check_files(files: object, shards: tuple[TokenShard, ...]) -> None:
 class DigestCheck:
     """Compares the files of a folder with their digests, large ones in a thread of its own.
 
-    Raises DamagedFileError if a file is found damaged at once.
+    Raises DamageError if a file is found damaged at once.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, Json]) -> None:
         self._folder = folder
-        self._problem: DamagedFileError | None = None
+        self._problem: DamageError | None = None
         self._done = threading.Event()
         at_once, later = dict(files), {}
         if sum(each["bytes"] for each in files.values()) > AT_ONCE:
@@ -210,7 +210,7 @@ class DigestCheck:
             ).start()
 
     def raise_if_damaged(self) -> None:
-        """Raises DamagedFileError, with the file's name, if one has been found damaged."""
+        """Raises DamageError, with the file's name, if one has been found damaged."""
         if self._problem is not None:
             raise self._problem
 
@@ -222,14 +222,14 @@ class DigestCheck:
         try:
             for name, expected in files.items():
                 check_digest(self._folder / name, expected)
-        except DamagedFileError as error:
+        except DamageError as error:
             self._problem = error
         finally:
             self._done.set()
 
 
 def check_digest(file: Path, expected: Json) -> None:
-    """Raises DamagedFileError unless a file has its digest."""
+    """Raises DamageError unless a file has its digest."""
     try:
         found = digest_file(file)
     except OSError as error:
@@ -242,7 +242,7 @@ def check_digest(file: Path, expected: Json) -> None:
 class ShardedTokens:
     """The tokens of one part, across its shards, as one stream that is read from memory maps.
 
-    Reading an id that the tokenizer does not have raises DamagedFileError with its shard and index.
+    Reading an id that the tokenizer does not have raises DamageError with its shard and index.
     """
 
     def __init__(self, folder: Path, shards: tuple[TokenShard, ...], plan: TokenizePlan):
@@ -274,7 +274,7 @@ class ShardedTokens:
     def _check_ids(self, piece: np.ndarray, file: Path, first: int) -> None:
         invalid = np.flatnonzero(piece >= self._vocab_size)
         if len(invalid):
-            raise damaged_file_error(
+            raise damage_error(
                 "A token id is not in the vocabulary.",
                 where=f"{file}, token {first + invalid[0]}",
                 expected=f"less than {self._vocab_size}, the tokenizer's vocabulary",
@@ -297,7 +297,7 @@ class TokenShards:
 
         Their sizes are compared at once, and their digests too where they are small; others in the
         background, for `check.raise_if_damaged`. Without digests, of an older release, a warning
-        says so. Raises ConfigError if there are no shards, DamagedFileError for damaged ones.
+        says so. Raises ConfigError if there are no shards, DamageError for damaged ones.
         """
         path = Path(folder).expanduser()
         manifest = read_manifest(path)
@@ -318,7 +318,7 @@ class TokenShards:
     def starts(self, part: Part) -> np.ndarray:
         """Reads int64 [documents]: the index in `tokens(part)` of each document's first token.
 
-        Raises DamagedFileError if documents are not in order, or not within their shard.
+        Raises DamageError if documents are not in order, or not within their shard.
         """
         starts = [np.zeros(0, np.int64)]
         begin = 0
@@ -333,12 +333,12 @@ class TokenShards:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that encoded the text; DamagedFileError if it is not beside the shards."""
+        """The tokenizer that encoded the text; DamageError if it is not beside the shards."""
         digest = self.manifest.plan.tokenizer_digest
         tokenizer = load_tokenizer(Bytes.name if digest == Bytes.digest else self.folder)
         if tokenizer.digest != digest:
             what = "The tokenizer is not the one that encoded the text."
-            raise damaged_file_error(
+            raise damage_error(
                 what,
                 where=str(self.folder),
                 expected=f"digest {digest}",
@@ -351,7 +351,7 @@ class TokenShards:
 def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
     """Reads the manifest of a folder.
 
-    Raises ConfigError if it is missing, and DamagedFileError if it is damaged.
+    Raises ConfigError if it is missing, and DamageError if it is damaged.
     """
     what = "There are no finished token shards."
     file = folder / name
@@ -362,7 +362,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
         return Manifest.from_text(read_regular(file).decode())
     except (OSError, ValueError) as error:
         fix = "restore the file, or remove the folder and tokenize again"
-        raise damaged_file_error(
+        raise damage_error(
             "The manifest of token shards is damaged.",
             where=str(file),
             expected="a manifest",
@@ -371,10 +371,10 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
         ) from error
 
 
-def damaged_shard_error(file: Path, expected: str, got: object) -> DamagedFileError:
+def damaged_shard_error(file: Path, expected: str, got: object) -> DamageError:
     """Returns the error for a file of shards that differs from what was written."""
     what = "A file of token shards is not as it was written."
-    return damaged_file_error(what, where=str(file), expected=expected, got=got, fix=RESTORE)
+    return damage_error(what, where=str(file), expected=expected, got=got, fix=RESTORE)
 
 
 def _mapped(file: Path, dtype: str) -> np.ndarray:
@@ -396,7 +396,7 @@ def _read_starts(file: Path, shard: TokenShard) -> np.ndarray:
 
 
 def check_sizes(folder: Path, shard: TokenShard, plan: TokenizePlan) -> None:
-    """Raises DamagedFileError unless a shard's files have the sizes of its tokens and documents."""
+    """Raises DamageError unless a shard's files have the sizes of its tokens and documents."""
     _check_size(folder / (shard.name + TOKENS), shard.tokens * np.dtype(plan.dtype).itemsize)
     _check_size(folder / (shard.name + DOCUMENTS), shard.documents * OFFSET.itemsize)
 

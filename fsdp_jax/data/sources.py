@@ -6,7 +6,7 @@ Shapes: T sequence; S inputs and T targets of models with an encoder.
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -60,6 +60,7 @@ class LoadedData:
         description: one line for people.
         digest: SHA-256, in hexadecimal, of all documents, records or images in order.
         tokenizer: encoded the text; None for images.
+        shards: where the tokens are on disk, whose `check` may still be reading; else None.
 
     """
 
@@ -68,6 +69,17 @@ class LoadedData:
     description: str
     digest: str
     tokenizer: Tokenizer | None
+    shards: TokenShards | None = None
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Digests of what is read, by name; a saved position is of data with the same."""
+        digests = {
+            "corpus": self.digest,
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.digest,
+            "shards": None if self.shards is None else self.shards.manifest.digest,
+        }
+        return {name: digest for name, digest in digests.items() if digest is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +249,8 @@ def _open_shards(options: DataOptions) -> LoadedData:
         Stream(shards.tokens(part), shards.starts(part) if options.packing else None)
         for part in PARTS
     )
-    return _loaded_text(train, held_out, plan, tokenizer, options)
+    loaded = _loaded_text(train, held_out, plan, tokenizer, options)
+    return replace(loaded, shards=shards)
 
 
 def _loaded_text(

@@ -103,7 +103,9 @@ def open_data(
     # Batches of this process.
     rows = jax.tree.leaves(run.batch)[0].shape[0]
     process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    loader = make_loader(loaded.train, global_batch_size=rows, seed=seed, **process)
+    loader = make_loader(
+        loaded.train, global_batch_size=rows, seed=seed, identity=loaded.identity, **process
+    )
     evaluation = None
     if loaded.held_out is not None:
         evaluation = partial(

@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
 from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
-from fsdp_jax.errors import message
+from fsdp_jax.errors import DamageError, message
 from fsdp_jax.launch import is_lead
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
@@ -352,8 +352,13 @@ class Training:
 
         While steps are skipped nothing is saved; where the run `ends` the state before them is, but
         no older step is deleted. A state that is not finite is never saved.
+
+        Raises:
+            DamageError: the data turned out damaged.
+
         """
         self._check_previous_save()
+        self._check_data()
         if self.steps_done == self.saved:
             return
         skipping = self.skipped_in_a_row
@@ -402,6 +407,29 @@ class Training:
             self.saved = None
         self.save_failed = failed
 
+    def _check_data(self, *, wait: bool = False) -> None:
+        """Raises DamageError in every process if one has found that its data are damaged.
+
+        With `wait` all of the data are compared with their digests first, unless a signal asks to
+        stop.
+        """
+        shards = self.data.loaded.shards
+        if shards is None:
+            return
+        error = None
+        try:
+            if shards.check is not None:
+                if wait and not shards.check.wait(0):
+                    self.screen.say("comparing the rest of the token shards with their digests")
+                while wait and not (shards.check.wait(0.2) or self.stop.asked):
+                    pass
+                shards.check.raise_if_damaged()
+        except DamageError as damage:
+            error = damage
+        if anywhere(error is not None):
+            what = "the data are damaged, in another process"
+            raise error or DamageError(message(what, where=str(shards.folder)))
+
     def _stop(self) -> int:
         self.screen.end_bar()
         self._save(ends=True)
@@ -414,6 +442,7 @@ class Training:
         """Saves the last step if asked to, evaluates and prints the summary."""
         self.screen.end_bar()
         if save:
+            self._check_data(wait=True)
             self._save(ends=True)
         stopped = self._evaluate()
         self.store.wait()

@@ -158,6 +158,25 @@ def test_saved_states_are_validated_and_their_format_is_stable():
     assert firsts(next(loader)) == firsts(list(itertools.islice(load(), 4))[3])
 
 
+@pytest.mark.parametrize("position", [-1, "3", None, 2.0])
+def test_a_position_that_is_none_is_refused(position):
+    saved = load().get_state() | {"position": {"next_index": position}}
+    with pytest.raises(
+        ConfigError, match=r"position is none\.\n(?s:.*)expected: 0 or more batches"
+    ):
+        load().set_state(saved)
+
+
+def test_a_position_in_other_data_is_refused():
+    saved = load(identity={"corpus": "a", "shards": "b"}).get_state()
+    assert saved["data"] == {"corpus": "a", "shards": "b"}
+    for same in ({"corpus": "a", "shards": "b"}, {"corpus": "a"}, {}):  # older releases saved none
+        load(identity=same).set_state(saved)
+    says = r"of other data|belongs to other data(?s:.*)where: +shards(?s:.*)digest b \(saved\)"
+    with pytest.raises(ConfigError, match=says):
+        load(identity={"corpus": "a", "shards": "c"}).set_state(saved)
+
+
 @few
 @given(
     processes=st.sampled_from([1, 2, 3]),

@@ -22,7 +22,7 @@ from fsdp_jax.data.shard_writer import read_plan, tokenize
 from fsdp_jax.data.shards import PARTS, TokenShards
 from fsdp_jax.data.tokenizer import Bytes, HuggingFace, load_tokenizer
 from fsdp_jax.data.windows import Windows, stream_of
-from fsdp_jax.errors import ConfigError, DamagedFileError
+from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.digests import sealed_text
 
 SHARD = 100  # tokens: several documents
@@ -278,7 +278,7 @@ def test_a_second_writer_is_refused(split, tmp_path):
 def test_damaged_progress_is_refused(split, tmp_path):
     (tmp_path / "progress.json").write_text("{")
     says = r"cannot be read(?s:.*)progress\.json(?s:.*)remove the folder"
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(DamageError, match=says):
         tokenize(split, Bytes(), tmp_path)
 
 
@@ -317,10 +317,10 @@ def test_a_truncated_or_missing_shard_is_named(copied, suffix):
     size = file.stat().st_size
     os.truncate(file, size - 1)
     says = rf"train-00001{suffix}\n +expected: +{size} bytes\n +got: +{size - 1} bytes"
-    with pytest.raises(DamagedFileError, match=says):
+    with pytest.raises(DamageError, match=says):
         TokenShards.open(copied)
     file.unlink()
-    with pytest.raises(DamagedFileError, match=r"got: +no file"):
+    with pytest.raises(DamageError, match=r"got: +no file"):
         TokenShards.open(copied)
 
 
@@ -351,9 +351,7 @@ def test_a_damaged_token_is_named_when_it_is_read(copied):
         tokens = TokenShards.open(copied).tokens("train")
     first = tokens.shards[0].tokens
     tokens[: first + 5]
-    with pytest.raises(
-        DamagedFileError, match=r"train-00001\.tokens, token 5\n(?s:.*)got: +id 65535"
-    ):
+    with pytest.raises(DamageError, match=r"train-00001\.tokens, token 5\n(?s:.*)got: +id 65535"):
         tokens[first - 3 : first + 9]
 
 
@@ -362,7 +360,7 @@ def test_a_damaged_token_is_named_when_it_is_read(copied):
 )
 def test_a_damaged_manifest_is_refused(tmp_path, body):
     (tmp_path / "manifest.json").write_text(body)
-    with pytest.raises(DamagedFileError, match=r"manifest\.json\n +expected: +a manifest"):
+    with pytest.raises(DamageError, match=r"manifest\.json\n +expected: +a manifest"):
         TokenShards.open(tmp_path)
 
 
@@ -374,7 +372,7 @@ def test_every_flipped_bit_is_found_and_its_file_named(copied):
             damaged = bytearray(content)
             damaged[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
             path.write_bytes(damaged)
-            with pytest.raises(DamagedFileError, match=rf"where: .*/{path.name}\n"):
+            with pytest.raises(DamageError, match=rf"where: .*/{path.name}\n"):
                 TokenShards.open(copied)
         path.write_bytes(content)
     TokenShards.open(copied)
@@ -385,7 +383,7 @@ def test_another_text_of_the_same_size_is_refused(tmp_path):
         split = split_documents(documents_of([text] * 3), held_out=0)
         tokenize(split, Bytes(), tmp_path / name)
     (tmp_path / "other" / "train-00000.tokens").replace(tmp_path / "one" / "train-00000.tokens")
-    with pytest.raises(DamagedFileError, match=r"train-00000\.tokens\n +expected: +24 bytes, xxh3"):
+    with pytest.raises(DamageError, match=r"train-00000\.tokens\n +expected: +24 bytes, xxh3"):
         TokenShards.open(tmp_path / "one")
 
 
@@ -398,10 +396,10 @@ def test_large_shards_are_compared_in_the_background(copied, monkeypatch):
     shards = TokenShards.open(copied)
     shards.tokens("train")[:]  # training starts
     assert shards.check.wait(60)
-    with pytest.raises(DamagedFileError, match=r"where: .*train-00002\.tokens\n"):
+    with pytest.raises(DamageError, match=r"where: .*train-00002\.tokens\n"):
         shards.check.raise_if_damaged()
     damage(copied / "tokenizer.json")  # read at once, so compared at once
-    with pytest.raises(DamagedFileError, match=r"where: .*/tokenizer\.json\n"):
+    with pytest.raises(DamageError, match=r"where: .*/tokenizer\.json\n"):
         TokenShards.open(copied)
 
 
@@ -502,7 +500,7 @@ def test_impossible_manifests_are_refused(copied, change, says, sealed):
     change(body)
     file.write_text(sealed_text(body) if sealed else json.dumps(body))
     says = says if sealed else "its own digest does not fit it"
-    with pytest.raises(DamagedFileError, match=rf"manifest\.json\n(?s:.*)got: +.*(?:{says})"):
+    with pytest.raises(DamageError, match=rf"manifest\.json\n(?s:.*)got: +.*(?:{says})"):
         TokenShards.open(copied)
 
 
@@ -515,7 +513,7 @@ def test_documents_out_of_order_are_refused(tmp_path, starts):
     with pytest.warns(UserWarning, match="without digests"):
         shards = TokenShards.open(tmp_path)
     says = r"train-00000\.documents\n +expected: +documents in order, from token 0 to \d+"
-    with pytest.raises(DamagedFileError, match=says):
+    with pytest.raises(DamageError, match=says):
         shards.starts("train")
 
 
@@ -523,19 +521,19 @@ def test_pipes_in_place_of_shards_are_refused(copied):
     for name in ("train-00000.tokens", "train-00000.documents", "manifest.json"):
         kept = (copied / name).rename(copied / "kept")
         os.mkfifo(copied / name)
-        with pytest.raises(DamagedFileError, match=name):
+        with pytest.raises(DamageError, match=name):
             TokenShards.open(copied)
         kept.replace(copied / name)
 
 
 def test_a_changed_tokenizer_is_refused(split, bpe, copied, tmp_path):
     (copied / "tokenizer.json").write_bytes(bpe.files["tokenizer.json"] + b"\n")
-    with pytest.raises(DamagedFileError, match=r"not as it was written(?s:.*)/tokenizer\.json\n"):
+    with pytest.raises(DamageError, match=r"not as it was written(?s:.*)/tokenizer\.json\n"):
         TokenShards.open(copied)
     as_of_an_older_release(copied)
     with (
         pytest.warns(UserWarning, match="without digests"),
-        pytest.raises(DamagedFileError, match="not the one that encoded"),
+        pytest.raises(DamageError, match="not the one that encoded"),
     ):
         _ = TokenShards.open(copied).tokenizer
     # another end-of-text token, stated beside the shards
@@ -545,7 +543,7 @@ def test_a_changed_tokenizer_is_refused(split, bpe, copied, tmp_path):
     tokenize(split, HuggingFace(model.to_str().encode(), name="with stop"), folder)
     assert TokenShards.open(folder).tokenizer.end == 0
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    with pytest.raises(ConfigError, match="not the one that encoded"):
+    with pytest.raises(DamageError, match="not the one that encoded"):
         _ = TokenShards.open(folder).tokenizer
 
 

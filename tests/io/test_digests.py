@@ -31,7 +31,7 @@ def test_every_flipped_bit_of_sealed_json_is_found():
     content = bytearray(sealed.encode())
     for bit in range(8 * len(content)):
         content[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"."):  # of several readers
             digests.read_sealed(content.decode())
         content[bit // 8] ^= 1 << bit % 8
 

@@ -9,6 +9,7 @@ import pytest
 from runs import losses, records
 
 from fsdp_jax.checkpoint import CheckpointStore, store
+from fsdp_jax.cli.main import main
 from fsdp_jax.data import train_bpe
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.loop import Training
@@ -135,6 +136,43 @@ def test_another_tokenizer_is_refused(run, trained_on_text, tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_bytes(bpe.files["tokenizer.json"])
     assert run("text", *overrides, "--data.tokenizer", str(tmp_path / "tokenizer.json")) == 2
     assert "the tokenizer has changed since the checkpoint" in capsys.readouterr().err
+
+
+def test_token_shards_that_are_damaged_or_of_another_text_are_refused(
+    run, tmp_path, capsys, monkeypatch
+):
+    def tokenize(text):
+        (tmp_path / "text.txt").write_text(text * 100)
+        words = ["tokenize", str(tmp_path / "text.txt"), "--to", str(shards)]
+        assert main([*words, "--tokenizer", "bytes"]) == 0
+
+    shards = tmp_path / "shards"
+    overrides = ["--data.kind", "tokens", "--data.path", str(shards)]
+    overrides += ["--checkpoint.every", "1", "--checkpoint.asynchronous", "False"]
+    tokenize("to be, or not to be ")
+    assert run("run", *overrides, "--train.steps", "1") == 0
+
+    # One bit flips, to another letter: found at once, or in the background before the next save.
+    flip(shards / "train-00000.tokens")
+    assert run("run", *overrides, "--train.steps", "2") == 3
+    assert re.search(r"not as it was written\.\n.*train-00000\.tokens", capsys.readouterr().err)
+    monkeypatch.setattr("fsdp_jax.data.shards.AT_ONCE", 0)
+    assert run("run", *overrides, "--train.steps", "2") == 3
+    assert re.search(r"not as it was written\.\n.*train-00000\.tokens", capsys.readouterr().err)
+    assert names(tmp_path / "run") == ["1"]
+    # The same shards again, compared in the background; and then others of the same size.
+    tokenize("to be, or not to be ")
+    assert run("run", *overrides, "--train.steps", "2") == 0
+    shutil.rmtree(shards)
+    tokenize("to be, or not to see")
+    assert run("run", *overrides, "--train.steps", "3") == 2
+    assert "the corpus has changed since the checkpoint" in capsys.readouterr().err
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
 
 
 @pytest.fixture
