@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fsdp_jax.data.checks import config_error
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.io.regular_files import read_regular
 
 EMBEDDED_LIMIT = 8 * 2**20
 """Bytes of the embedded corpus: whole files, in order, up to this many."""
@@ -71,7 +72,9 @@ def text_files(path: Path, skipped: Skipped) -> list[Path]:
         return [path]
     fix = "set data.path to a text file or a folder, or leave it out for the embedded corpus"
     if not path.is_dir():
-        what = "The corpus does not exist."
+        what = "The corpus is neither a file nor a folder."
+        if not path.exists():
+            what = "The corpus does not exist."
         raise config_error(
             what, where="data.path", expected="a file or a folder", got=path, fix=fix
         )
@@ -121,12 +124,12 @@ def walk(
 def read_bytes(file: Path) -> bytes:
     """Returns the contents of a file; raises ConfigError if it cannot be read."""
     try:
-        return file.read_bytes()
+        return read_regular(file)
     except OSError as error:
         raise unreadable_file_error(file, error) from error
 
 
 def unreadable_file_error(file: Path, error: OSError) -> ConfigError:
-    """Returns the error for a file that the system does not let us read."""
+    """Returns the error for a file that the system does not let us read, or that is none."""
     fix = "make the file readable, or point data.path elsewhere"
     return config_error("A corpus file cannot be read.", where=str(file), got=error, fix=fix)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_jax.data.checks import check_positive, config_error
+from fsdp_jax.data.checks import check_positive, config_error, damage_error
 from fsdp_jax.data.examples import Examples, Row, Settings, random_bytes, uniforms
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.io.regular_files import open_regular
 
 CLASSES = (
     "disc",
@@ -139,13 +140,13 @@ class ArrayImages:
 def load_images(path: str | Path) -> ArrayImages:
     """Reads an `.npz` with `images`, uint8 [N, H, W, 3], and `labels`, integers [N].
 
-    Raises ConfigError if it holds anything else.
+    Raises ConfigError if it is missing or holds anything else, DamageError if it is no archive.
     """
     file = Path(path).expanduser()
     where = str(file)
     fix = "numpy.savez(path, images=..., labels=...)"
     try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+        with open_regular(file) as opened, np.load(opened, allow_pickle=False) as arrays:
             missing = [name for name in ("images", "labels") if name not in arrays]
             if not missing:
                 return ArrayImages(arrays["images"], arrays["labels"], where=where)
@@ -158,7 +159,8 @@ def load_images(path: str | Path) -> ArrayImages:
     except Exception as error:  # damaged archives raise OSError, ValueError, BadZipFile, zlib.error
         what = "The images cannot be read."
         expected = "an .npz with images and labels"
-        raise config_error(what, where=where, expected=expected, got=error, fix=fix) from error
+        kind = config_error if isinstance(error, FileNotFoundError) else damage_error
+        raise kind(what, where=where, expected=expected, got=error, fix=fix) from error
 
 
 class ImageSplit:

@@ -21,7 +21,7 @@ import numpy as np
 
 from fsdp_jax.data.checks import check_choice, check_positive, config_error, ignored_key_error
 from fsdp_jax.data.examples import Row, Settings, length_mask, pad
-from fsdp_jax.data.files import Skipped, unreadable_file_error
+from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.records import Invalid, Record, TextDecoder, is_json, read_dataset, read_json
 from fsdp_jax.data.tokenizer import Tokenizer
 from fsdp_jax.errors import ConfigError
@@ -91,8 +91,6 @@ def load_instructions(
             records = list(read_json(file, decoder))
     elif is_json(path):
         file = Path(path).expanduser()
-        if not file.is_file():
-            raise unreadable_file_error(file, FileNotFoundError("no such file"))
         records = list(read_json(file, decoder))
     else:
         records = list(read_dataset(path, split))

@@ -7,12 +7,15 @@ import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
 
-from fsdp_jax.data.checks import config_error
+from fsdp_jax.data.checks import config_error, damage_error
 from fsdp_jax.data.files import JSON_SUFFIXES, Skipped, read_bytes, unreadable_file_error
-from fsdp_jax.errors import did_you_mean
+from fsdp_jax.errors import ConfigError, DamageError, did_you_mean, is_failure
+from fsdp_jax.io.json_text import parse_json
+from fsdp_jax.io.regular_files import open_regular
 
 Record = dict[str, Any]
 Invalid = Literal["error", "replace", "skip"]
@@ -35,7 +38,7 @@ class TextDecoder:
     def decode(self, content: bytes, where: str, *, offset: int = 0) -> str | None:
         """Returns UTF-8 as text; None if it is skipped.
 
-        Raises ConfigError with `where` and the byte's offset in the file, in which `content` starts
+        Raises DamageError with `where` and the byte's offset in the file, in which `content` starts
         at `offset`.
         """
         try:
@@ -50,7 +53,7 @@ class TextDecoder:
         """Returns the text of a field; None if it is skipped.
 
         A string of JSON can hold half a surrogate pair, and a dataset bytes: neither need be UTF-8.
-        Raises ConfigError if the field is missing or not text.
+        Raises ConfigError if the field is missing or not text, DamageError if it is not UTF-8.
         """
         if name not in record:
             raise config_error(
@@ -83,7 +86,7 @@ class TextDecoder:
         if self.invalid == "error":
             what = "Text is not UTF-8."
             fix = f"{fix}; or set data.invalid to replace or skip"
-            raise config_error(what, where=where, expected=expected, got=got, fix=fix) from error
+            raise damage_error(what, where=where, expected=expected, got=got, fix=fix) from error
         skip = self.invalid == "skip"
         self.skipped[INVALID if skip else REPLACED] += 1
         return skip
@@ -97,7 +100,7 @@ def is_json(path: str | Path) -> bool:
 def read_json(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
     """Yields (where, record) of each line of a `.jsonl`, or of each object in a `.json` list.
 
-    Raises ConfigError, with file and line, for what is not JSON, not an object, or not UTF-8.
+    Raises DamageError, with file and line, for what is not JSON, not an object, or not UTF-8.
     """
     if file.suffix == ".jsonl":
         yield from _read_lines(file, decoder)
@@ -118,7 +121,7 @@ def read_json(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
 def _read_lines(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
     offset = 0
     try:
-        with file.open("rb") as lines:
+        with BufferedReader(open_regular(file)) as lines:  # type: ignore[type-var]
             for number, line in enumerate(lines, 1):
                 where = f"{file}, line {number}"
                 text = decoder.decode(line, where, offset=offset)
@@ -136,16 +139,14 @@ def _read_lines(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]
 def _parse(text: str, file: Path, first_line: int) -> Any:
     """Parses JSON that starts at line `first_line` of `file`, perhaps with a byte order mark."""
     try:
-        return json.loads(text.removeprefix("\ufeff"))
-    except (json.JSONDecodeError, RecursionError) as error:
+        return parse_json(text.removeprefix("\ufeff"), constants=True)
+    except ValueError as error:
+        line, got = first_line, str(error)
         if isinstance(error, json.JSONDecodeError):
             line = first_line + error.lineno - 1
             got = f"{error.msg}, at column {error.colno}"
-        else:
-            line = first_line
-            got = "too many nested lists or objects"
         where = f"{file}, line {line}"
-        raise config_error(
+        raise damage_error(
             "This is not JSON.", where=where, expected="an object", got=got
         ) from error
 
@@ -154,7 +155,7 @@ def _check_record(record: Any, where: str) -> tuple[str, Record]:
     if not isinstance(record, dict):
         what = "A record is not an object."
         expected = 'an object such as {"text": "..."}'
-        raise config_error(what, where=where, expected=expected, got=json_type(record))
+        raise damage_error(what, where=where, expected=expected, got=json_type(record))
     return where, record
 
 
@@ -187,12 +188,18 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
         fix = "pip install 'fsdp_jax[hf]'"
         raise config_error(what, where="data.kind", fix=fix) from error
     path = Path(name).expanduser()
-    if path.is_file() and path.suffix not in DATASET_FORMATS:
+    if path.exists() and not path.is_dir() and not is_dataset_file(path):
         expected = f"a folder, a name, or a file named *{', *'.join(DATASET_FORMATS)}"
         raise config_error("Not a dataset.", where="data.path", expected=expected, got=name)
     try:
         rows = _open_dataset(datasets, name, path, split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        for number, row in enumerate(rows.with_format("arrow"), 1):
+            yield _check_record(_arrow_record(row), f"{name}, split {split}, row {number}")
+    except (ConfigError, DamageError):
+        raise
+    except BaseException as error:  # of any kind: damaged files raise what the package stumbles on
+        if not is_failure(error):
+            raise
         what = "The dataset cannot be read."
         expected = "a local file or folder, or a name on the hub"
         cause = error.__cause__ or error  # the package wraps the fault of a file
@@ -200,8 +207,11 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
         raise config_error(
             what, where=f"{name}, split {split}", expected=expected, got=got
         ) from error
-    for number, row in enumerate(rows.with_format("arrow"), 1):
-        yield _check_record(_arrow_record(row), f"{name}, split {split}, row {number}")
+
+
+def is_dataset_file(path: Path) -> bool:
+    """Returns whether a path is a file of a format of the datasets package."""
+    return path.is_file() and path.suffix in DATASET_FORMATS
 
 
 def _open_dataset(datasets: Any, name: str, path: Path, split: str) -> Any:

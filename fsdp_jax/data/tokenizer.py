@@ -15,7 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fsdp_jax.data.checks import config_error
+from fsdp_jax.data.checks import config_error, damage_error
+from fsdp_jax.errors import is_failure
+from fsdp_jax.io.json_text import parse_json
+from fsdp_jax.io.regular_files import read_regular
 
 END = "<|endoftext|>"
 ENDS = (END, "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "[SEP]")
@@ -95,24 +98,28 @@ class HuggingFace:
     """A tokenizer of Hugging Face's `tokenizers`, from the bytes of its `tokenizer.json`.
 
     `settings` are the bytes of the `tokenizer_config.json` beside it, of which only `eos_token` is
-    used. Raises ConfigError if the package is missing or cannot read the file.
+    used. Raises ConfigError if the package is missing, DamageError if it cannot read the file.
     """
 
     def __init__(self, content: bytes, *, name: str, settings: bytes | None = None):
         tokenizers = _import_tokenizers()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the package raises nothing more specific
-            raise config_error("Not a tokenizer.", where=name, expected=FILE, got=error) from error
-        self._tokenizer.encode_special_tokens = True  # their spelling in a text is text
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._known = np.zeros(max(ids.values(), default=-1) + 1, bool)
-        self._known[list(ids.values())] = True
+            self._tokenizer.encode_special_tokens = True  # their spelling in a text is text
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            ids = self._tokenizer.get_vocab(with_added_tokens=True)
+            self.begin = self._template_prefix("a")
+        except BaseException as error:  # the package raises nothing more specific, and may panic
+            if not is_failure(error):
+                raise
+            raise damage_error("Not a tokenizer.", where=name, expected=FILE, got=error) from error
+        self._known = frozenset(ids.values())
         self.name = name
-        self.vocab_size = len(self._known)
-        self.begin = self._template_prefix("a")
+        self.vocab_size = max(self._known, default=-1) + 1
+        if self.vocab_size > 1 << 31:
+            what, expected = "An id of the tokenizer is too large.", "less than 2**31"
+            raise damage_error(what, where=name, expected=expected, got=self.vocab_size - 1)
         self.end = _end_id(ids, settings, name)
         # `begin` and `end` may come from the settings, which `content` does not hold.
         special = json.dumps({"begin": self.begin, "end": self.end})
@@ -152,28 +159,29 @@ class HuggingFace:
         return "".join(pieces)
 
     def _is_known(self, token: int) -> bool:
-        return 0 <= token < self.vocab_size and bool(self._known[token])
+        return token in self._known
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
     """Returns the tokenizer named `bytes`, of a `tokenizer.json`, or of the folder that holds one.
 
-    Such a folder may be one that `tokenize` wrote. Raises ConfigError if there is none.
+    Such a folder may be one that `tokenize` wrote. Raises ConfigError if there is none, DamageError
+    if it cannot be read.
     """
     if source == Bytes.name:
         return Bytes()
     path = Path(source).expanduser()
     file = path / FILE if path.is_dir() else path
-    if not file.is_file():
+    if not file.exists():
         what = "There is no such tokenizer."
         fix = f"set data.tokenizer to bytes, a {FILE}, or a folder that holds one"
         raise config_error(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
     settings_file = file.with_name(SETTINGS)
     try:
-        settings = settings_file.read_bytes() if settings_file.is_file() else None
-        return HuggingFace(file.read_bytes(), name=str(source), settings=settings)
+        settings = read_regular(settings_file) if settings_file.exists() else None
+        return HuggingFace(read_regular(file), name=str(source), settings=settings)
     except OSError as error:
-        raise config_error("A tokenizer cannot be read.", where=str(file), got=error) from error
+        raise damage_error("A tokenizer cannot be read.", where=str(file), got=error) from error
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, *, name: str = "bpe") -> HuggingFace:
@@ -259,14 +267,14 @@ def _end_id(ids: Mapping[str, int], settings: bytes | None, name: str) -> int | 
     """Returns the id of the end-of-text token: the settings' `eos_token`, or else from `ENDS`."""
     where = f"{name}: {SETTINGS}"
     try:
-        stated = None if settings is None else json.loads(settings).get("eos_token")
+        stated = None if settings is None else parse_json(settings.decode()).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise config_error("Not a tokenizer's settings.", where=where, got=error) from error
+        raise damage_error("Not a tokenizer's settings.", where=where, got=error) from error
     if isinstance(stated, dict):
         stated = stated.get("content")
     if stated is None:
         return next((ids[end] for end in ENDS if end in ids), None)
-    if stated not in ids:
+    if not isinstance(stated, str) or stated not in ids:
         what = "The end-of-text token has no id."
         raise config_error(what, where=where, expected=f"a token of {FILE}", got=stated)
     return ids[stated]

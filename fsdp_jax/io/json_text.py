@@ -3,7 +3,11 @@
 import json
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
+
+from fsdp_jax.errors import DamageError, message
+from fsdp_jax.io.regular_files import read_regular
 
 
 def parse_json(text: str, *, constants: bool = False) -> Any:
@@ -21,6 +25,26 @@ def parse_json(text: str, *, constants: bool = False) -> Any:
         )
     except RecursionError:
         raise ValueError("too many nested lists or objects") from None
+
+
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """Returns the object of a JSON file.
+
+    Raises FileNotFoundError or NotADirectoryError if there is none, and DamageError, whose first
+    line is `what`, if it cannot be read or is none.
+    """
+    try:
+        content = parse_json(read_regular(path).decode())
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__}")
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError) as error:
+        expected, fix = "an object of JSON", "copy or download the file again"
+        raise DamageError(
+            message(what, where=str(path), expected=expected, got=error, fix=fix)
+        ) from error
+    return content
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,25 +5,28 @@ memory map: mapped pages count as memory of the process, and a file that is cut 
 mapped kills the process.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError, DamageError, first_lines, is_failure, message
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, box_sizes
+from fsdp_jax.io.json_text import read_json_object
+from fsdp_jax.io.regular_files import open_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SHOWN = 10  # missing tensors listed before the rest is only counted
+AGAIN = "copy or download the file again: it is cut short or damaged"
 # safetensors dtype -> numpy dtype
 DTYPE_OF_CODE = {
     "BOOL": "bool",
@@ -103,8 +106,9 @@ class SafetensorsFolder(Mapping[str, StoredTensor]):
     The files are those that `model.safetensors.index.json` names, or `model.safetensors`. No code
     in them is run.
 
-    Raises ConfigError if there are none, if one cannot be read, if two have a tensor of the same
-    name, and if the index names a file outside the folder.
+    Raises ConfigError if there are none, and DamageError if one cannot be read, if two have a
+    tensor of the same name, and if the index names a file outside the folder, or a tensor that is
+    not in its file.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -112,11 +116,17 @@ class SafetensorsFolder(Mapping[str, StoredTensor]):
         self._open_files = ExitStack()
         self._tensors: dict[str, StoredTensor] = {}
         with self._open_files as on_error:  # closes the files opened so far if one cannot be read
-            for file in weight_files(self.directory):
-                for tensor in _open_tensors(file, self._open_files):
+            for file, indexed in weight_files(self.directory).items():
+                tensors = _open_tensors(file, self._open_files)
+                missing = sorted(indexed - {tensor.name for tensor in tensors})
+                if missing:
+                    what = "a tensor that the index names is not in its file"
+                    got = first_lines(missing, SHOWN)
+                    raise DamageError(message(what, where=str(file), expected=got, fix=AGAIN))
+                for tensor in tensors:
                     if tensor.name in self._tensors:
                         what = "a tensor in two files"
-                        raise ConfigError(message(what, where=str(file), got=tensor.name))
+                        raise DamageError(message(what, where=str(file), got=tensor.name))
                     self._tensors[tensor.name] = tensor
             self._open_files = on_error.pop_all()
 
@@ -136,29 +146,35 @@ class SafetensorsFolder(Mapping[str, StoredTensor]):
         self._open_files.close()
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Returns the files that the index names, or the single one. Raises ConfigError."""
-    index = directory / INDEX
-    if not index.exists():
-        if not (directory / SINGLE).exists():
-            _refuse_pickles(directory)
-        return [directory / SINGLE]
+def weight_files(directory: Path) -> dict[Path, set[str]]:
+    """Returns {file: the tensors that the index has in it}; the single file where it has none.
+
+    Raises ConfigError if there are neither, and DamageError for an index that is none.
+    """
+    path = directory / INDEX
+    what = "not an index of weights"
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        what = "not an index of weights"
-        raise ConfigError(message(what, where=str(index), got=error)) from error
-    outside = sorted(
-        str(name) for name in names if not isinstance(name, str) or Path(name).name != name
-    )
+        places = read_json_object(path, what).get("weight_map")
+    except (FileNotFoundError, NotADirectoryError):
+        if not (directory / SINGLE).exists():
+            _refuse_other_weights(directory)
+        return {directory / SINGLE: set()}
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        expected = "weight_map, from tensors to files"
+        raise DamageError(message(what, where=str(path), expected=expected, fix=AGAIN))
+    outside = sorted({name for name in places.values() if Path(name).name != name})
     if outside:
         what = "a file outside the directory"
-        raise ConfigError(message(what, where=str(index), got=", ".join(outside)))
-    return [directory / name for name in sorted(names)]
+        got = first_lines(outside, SHOWN)
+        raise DamageError(message(what, where=str(path), got=got))
+    files: dict[Path, set[str]] = {directory / name: set() for name in sorted(places.values())}
+    for tensor, name in places.items():
+        files[directory / name].add(tensor)
+    return files
 
 
-def _refuse_pickles(directory: Path) -> None:
-    """Raises ConfigError if there are pickled weights: reading a pickle runs its code."""
+def _refuse_other_weights(directory: Path) -> NoReturn:
+    """Raises ConfigError: there are no safetensors, or pickles, whose reading runs their code."""
     pickles = sorted(
         path.name
         for suffix in ("bin", "pt", "pth", "ckpt")
@@ -175,16 +191,18 @@ def _refuse_pickles(directory: Path) -> None:
                 "AutoModel.from_pretrained(folder).save_pretrained(other folder)",
             )
         )
+    what, expected = "no weights there", f"{SINGLE}, or several files and {INDEX}"
+    raise ConfigError(message(what, where=str(directory), expected=expected))
 
 
 def _open_tensors(path: Path, open_files: ExitStack) -> list[StoredTensor]:
     """Returns the tensors of one file, which stays open until `open_files` is closed.
 
-    Raises ConfigError if the header is invalid, or its tensors do not fill the file exactly.
+    Raises DamageError if the header is invalid, or its tensors do not fill the file exactly.
     """
     tensors = []
     try:
-        file = open_files.enter_context(path.open("rb", buffering=0)).fileno()
+        file = open_files.enter_context(open_regular(path)).fileno()
         with safe_open(path, framework="numpy") as header:
             # The library has checked that the tensors follow the header without gaps.
             offset = 8 + int.from_bytes(os.pread(file, 8, 0), "little")
@@ -196,8 +214,9 @@ def _open_tensors(path: Path, open_files: ExitStack) -> list[StoredTensor]:
                 dtype = jnp.dtype(DTYPE_OF_CODE[spec.get_dtype()])
                 tensors.append(StoredTensor(name, file, offset, tuple(spec.get_shape()), dtype))
                 offset += array_bytes(spec.get_shape(), dtype)
-    except (OSError, ValueError, SafetensorError) as error:
+    except BaseException as error:  # the library is in Rust, and may panic
+        if not is_failure(error):
+            raise
         what = "weights cannot be read"
-        fix = "copy or download the file again if it is cut short or damaged"
-        raise ConfigError(message(what, where=str(path), got=error, fix=fix)) from error
+        raise DamageError(message(what, where=str(path), got=error, fix=AGAIN)) from error
     return tensors

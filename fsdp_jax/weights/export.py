@@ -16,6 +16,7 @@ from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.array_specs import describe
 from fsdp_jax.io.boxes import Box, box_of_index, box_view, intersect, relative_box
+from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.io.safetensors_writer import Exported, TensorSpec, exported_dtype, write_weights
 from fsdp_jax.io.sharded_read import uses_host_memory
 from fsdp_jax.io.tensor_mapping import TensorMapping
@@ -198,9 +199,9 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
     file = path / TOKENIZER if path.is_dir() else path
     settings = file.with_name(TOKENIZER_SETTINGS)
     try:
-        files = {TOKENIZER: file.read_bytes()}
-        if settings.is_file():
-            files[TOKENIZER_SETTINGS] = settings.read_bytes()
+        files = {TOKENIZER: read_regular(file)}
+        if settings.exists():
+            files[TOKENIZER_SETTINGS] = read_regular(settings)
     except OSError as error:
         raise ConfigError(message("no such tokenizer", where=str(file), got=error)) from error
     return files

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.models.families import FAMILIES, Family, family_name
@@ -14,9 +16,14 @@ from fsdp_jax.models.huggingface.config_json import (
     Json,
     TokenIds,
     read_json,
+    refuse,
     unknown_model,
 )
 from fsdp_jax.models.huggingface.table import Table
+
+LARGEST = (1 << 31) - 1
+"""The largest size of a dim."""
+MOST_LAYERS = 100_000
 
 
 def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
@@ -36,6 +43,7 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
     Raises:
         ConfigError: no such file, an unknown kind of model, or one that computes what we do not
             implement: every key by name.
+        DamageError: a file that is not JSON.
 
     """
     directory = Path(folder)
@@ -46,12 +54,16 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
     try:
         weight_format = _family_by_content(content, where).weight_format
         config = weight_format.read(content, where)
-        return dataclasses.replace(config, **weight_format.read_images(directory) | fields)
+        config = dataclasses.replace(config, **weight_format.read_images(directory) | fields)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:  # values that are not numbers, or do not fit together
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # values that are not numbers, or do not fit together
         what = "a model that is not supported"
-        raise ConfigError(message(what, where=str(where), got=error)) from error
+        got = f"{type(error).__name__}: {error}"
+        raise ConfigError(message(what, where=str(where), got=got)) from error
+    refuse(list(_impossible_values(config)), where)
+    return config
 
 
 def config_json(config: Any, *, dtype: str | None = None, tokens: TokenIds | None = None) -> Json:
@@ -109,6 +121,23 @@ def token_ids(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def table_of(config: Any) -> Table:
     """Returns the weight table for `config`. Raises ConfigError for one of no family."""
     return _family_of(config)[1].weight_format.table(config)
+
+
+def _impossible_values(config: Any) -> Iterator[str]:
+    """Yields a line for each field of a configuration that is not a number of its kind, or absurd.
+
+    A file may have anything there, and a table of weights is as long as there are layers.
+    """
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        limit = MOST_LAYERS if name.endswith("layers") else LARGEST
+        possible = {
+            int: type(value) is int and 0 < value <= limit,
+            float: type(value) in (int, float) and math.isfinite(value),
+            bool: type(value) is bool,
+        }
+        if not possible.get(hint, True):
+            yield f"{name}: {value!r} is no {hint.__name__}, or too large"
 
 
 def _family_of(config: Any) -> tuple[str, Family]:

@@ -19,7 +19,7 @@ from fsdp_jax.data.documents import (
     survey,
 )
 from fsdp_jax.data.files import EMBEDDED_LIMIT, Skipped
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, DamageError
 
 
 def read(documents):
@@ -109,7 +109,7 @@ FAULTS = [
 @pytest.mark.parametrize(("name", "content", "says"), FAULTS)
 def test_faults_are_reported_with_their_place(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises((ConfigError, DamageError), match=says):
         read(open_documents(tmp_path))
 
 
@@ -143,7 +143,7 @@ def test_missing_empty_and_unreadable_corpora_are_refused(tmp_path, monkeypatch)
     def refuse(path):
         raise PermissionError("no")
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    monkeypatch.setattr("fsdp_jax.data.files.read_regular", refuse)
     with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)blank\.txt(?s:.*)got: +no"):
         read(documents)
 
@@ -230,16 +230,16 @@ def test_bytes_in_a_dataset_are_repaired_or_skipped_and_counted(datasets, tmp_pa
     with warnings.catch_warnings(action="ignore"):
         datasets.Dataset(table).save_to_disk(name)
     says = r"not UTF-8(?s:.*)row 2, field 'text'\n(?s:.*)byte 0xff at offset 1"
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises((ConfigError, DamageError), match=says):
         read(dataset_documents(name))
     skipped = {"not UTF-8": 1}
     assert read(dataset_documents(name, invalid="skip")) == (["a"], skipped)
     assert read(dataset_documents(name, field="blob", invalid="skip")) == (["one"], skipped)
     repaired = {"with invalid UTF-8 replaced": 1}
     assert read(dataset_documents(name, invalid="replace")) == (["a", "b\ufffdc"], repaired)
-    with pytest.raises(ConfigError, match=r"not text(?s:.*)field 'lists'"):
+    with pytest.raises((ConfigError, DamageError), match=r"not text(?s:.*)field 'lists'"):
         read(dataset_documents(name, field="lists"))
-    with pytest.raises(ConfigError, match="error, replace, skip"):
+    with pytest.raises((ConfigError, DamageError), match="error, replace, skip"):
         dataset_documents(name, invalid="maybe")
 
 

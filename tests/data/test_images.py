@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fsdp_jax.data.images import CLASSES, NOISE, ArrayImages, DrawnImages, ImageSplit, load_images
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, DamageError
 
 IMAGES = np.arange(4 * 2 * 2 * 3, dtype=np.uint8).reshape(4, 2, 2, 3)
 LABELS = np.array([0, 2, 1, 0])
@@ -129,10 +129,10 @@ def test_missing_and_damaged_files_are_refused(tmp_path):
     content[200] ^= 0xFF
     for damaged in (content, content[:300], b"", b"text"):
         file.write_bytes(damaged)
-        with pytest.raises(ConfigError, match="cannot be read"):
+        with pytest.raises(DamageError, match="cannot be read"):
             load_images(file)
     np.savez(file, images=np.array([{}]), labels=LABELS)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(DamageError, match="cannot be read"):
         load_images(file)
     with pytest.raises(ConfigError, match="number of images"):
         DrawnImages(0, seed=1)

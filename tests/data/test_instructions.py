@@ -20,7 +20,7 @@ from fsdp_jax.data.instructions import (
 )
 from fsdp_jax.data.loader import eval_batches
 from fsdp_jax.data.tokenizer import Bytes
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, DamageError
 
 few = settings(max_examples=150, deadline=None)
 
@@ -254,7 +254,7 @@ def test_records_are_read_from_datasets(tmp_path, monkeypatch):
 )
 def test_malformed_records_are_refused(tmp_path, content, says):
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises((ConfigError, DamageError), match=says):
         load_instructions(str(tmp_path / "a.jsonl"), Skipped())
 
 

@@ -12,7 +12,7 @@ from fsdp_jax.data.documents import open_documents, split_documents
 from fsdp_jax.data.instructions import PROMPT
 from fsdp_jax.data.shard_writer import tokenize
 from fsdp_jax.data.sources import KINDS, held_out_indices
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.train.config import DataConfig
 
 
@@ -138,7 +138,7 @@ def test_instructions_that_are_not_utf8_are_skipped_or_repaired(tmp_path):
     )
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*[valid] * 4, invalid]))
     options = {"path": str(tmp_path / "a.jsonl"), "sequence_length": 200}
-    with pytest.raises(ConfigError, match=r"not UTF-8(?s:.*)line 5(?s:.*)set data\.invalid"):
+    with pytest.raises(DamageError, match=r"not UTF-8(?s:.*)line 5(?s:.*)set data\.invalid"):
         load("instructions", **options)
     skipped = load("instructions", invalid="skip", **options).description
     assert "4 instructions" in skipped

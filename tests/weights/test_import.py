@@ -4,6 +4,7 @@ way not to fit.
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from safetensors.numpy import save_file
 from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, spec, target_of, theirs
 
 from fsdp_jax.checkpoint import CheckpointError
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io import sharded_read
 from fsdp_jax.io.boxes import box_of_index, split_box
 from fsdp_jax.io.safetensors import INDEX, SafetensorsFolder
@@ -142,7 +143,18 @@ def test_several_files_and_an_index(tmp_path):
     save_file(
         parts["model-00001-of-00002.safetensors"], folder / "model-00002-of-00002.safetensors"
     )
-    with pytest.raises(ConfigError, match="a tensor in two files"):
+    missing = re.escape(min(parts["model-00002-of-00002.safetensors"]))
+    with pytest.raises(DamageError, match=rf"is not in its file[^$]*-00002-[^$]*: {missing}\n"):
+        import_weights(folder, target_of("gpt2"), config)
+    name = next(iter(parts["model-00001-of-00002.safetensors"]))
+    for file in parts:
+        save_file({name: tensors[name]}, folder / file)
+    weight_map = {name: "model-00001-of-00002.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map | {"x": list(parts)[1]}}))
+    with pytest.raises(DamageError, match=r"is not in its file[^$]*: x\n"):
+        import_weights(folder, target_of("gpt2"), config)
+    save_file({name: tensors[name], "x": tensors[name]}, folder / list(parts)[1])
+    with pytest.raises(DamageError, match="a tensor in two files"):
         import_weights(folder, target_of("gpt2"), config)
 
 
@@ -246,7 +258,7 @@ COMPLEX = {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, r"cannot be read[^$]*model\.safetensors"),
+        ({}, r"no weights there[^$]*model\.safetensors"),
         (
             {"pytorch_model.bin": b""},
             r"only pickled weights[^$]*pytorch_model\.bin[^$]*save_pretrained",
@@ -258,7 +270,7 @@ COMPLEX = {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}
         ({"consolidated.00.pth": b""}, "only pickled weights"),
         ({INDEX: b'{"weight_map": {"w": "../secret"}}'}, r"outside the directory[^$]*\.\./secret"),
         ({INDEX: b'{"weight_map": {"w": "/etc/passwd"}}'}, "outside the directory"),
-        ({INDEX: b'{"weight_map": {"w": 3}}'}, "outside the directory"),
+        ({INDEX: b'{"weight_map": {"w": 3}}'}, "not an index"),
         ({INDEX: b"["}, "not an index"),
         ({"model.safetensors": b"1234"}, "cannot be read"),
         ({"model.safetensors": header({"w": ONE}, length=10**9)}, "header too large"),
@@ -284,7 +296,8 @@ def test_files_that_are_not_weights_are_refused(tmp_path, files, said):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     config, _ = laid_out("gpt2")
-    with pytest.raises(ConfigError, match=said):
+    damaged = {INDEX, "model.safetensors"} & files.keys()
+    with pytest.raises(DamageError if damaged else ConfigError, match=said):
         import_weights(tmp_path, target_of("gpt2"), config)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.io.json_text import read_json_object
 
 Json = dict[str, Any]
 CONFIG = "config.json"
@@ -93,16 +94,16 @@ def refuse(lines: Sequence[str], where: object) -> None:
 
 
 def read_json(folder: Path, name: str = CONFIG) -> Json:
-    """Returns the content of the folder's `config.json`, or of another file. Raises ConfigError."""
+    """Returns the content of the folder's `config.json`, or of another file.
+
+    Raises ConfigError if it is missing, DamageError if it is not an object of JSON.
+    """
     path = folder / name
     what = "no model configuration"
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return read_json_object(path, what)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(message(what, where=str(path), got=error)) from error
-    if not isinstance(content, dict):
-        raise ConfigError(message(what, where=str(path), got=type(content).__name__))
-    return content
 
 
 def normalization(
