@@ -4,11 +4,14 @@ The layout is Hugging Face's for sharded models: `model-00001-of-00003.safetenso
 an index that maps tensors to files; a model that fits one file is `model.safetensors` alone.
 """
 
+import fcntl
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +26,11 @@ from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE
 from fsdp_jax.io.sharded_read import row_major
 
 T = TypeVar("T")
+# The files of an export, in any format.
+OWN_FILES = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"|(preprocessor_|tokenizer_)?config\.json|tokenizer\.json"
+)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -126,8 +134,11 @@ def write_weights(
 
     # Write under a name of this export's own, then rename.
     unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{UNFINISHED}")
+    lock = None
     try:
         unfinished.mkdir(parents=True)
+        lock = _locked(unfinished)
+        _remove_leftovers(target)
         for name, part in zip(names, parts, strict=True):
             _write_chunks(unfinished / name, _file_chunks(part, values, metadata))
         for name, content in extra_files.items():
@@ -139,7 +150,40 @@ def write_weights(
         raise CheckpointError(message(what, where=str(target), got=error)) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # renamed away unless something failed
+        if lock is not None:
+            os.close(lock)
     return Exported(target, tuple(names), len(tensors), total)
+
+
+def _locked(folder: Path) -> int | None:
+    """Returns a handle that locks a folder until it is closed or the process ends.
+
+    None where another process has it, or the file system has no locks.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Removes what killed exports to `target` left: folders with their names, files and no owner.
+
+    Whatever else is there is not ours, and stays.
+    """
+    leftover = re.compile(re.escape(target.name) + r"\.[0-9a-f]{8}" + re.escape(UNFINISHED))
+    for folder in target.parent.iterdir():
+        if leftover.fullmatch(folder.name) is None or folder.is_symlink():
+            continue
+        with suppress(OSError):  # another user's
+            names = [path.name if path.is_file() else "" for path in folder.iterdir()]
+            lock = _locked(folder) if all(map(OWN_FILES.fullmatch, names)) else None
+            if lock is not None:
+                shutil.rmtree(folder)
+                os.close(lock)
 
 
 def batches(items: Sequence[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -201,6 +203,49 @@ def test_weights_that_do_not_fit_are_named(tmp_path, store, params):
         "scale: unknown",
     ):
         assert line in str(refused.value)
+
+
+KILLED = """
+import os, sys
+import numpy as np
+from fsdp_jax.io.safetensors_writer import TensorSpec, write_weights
+
+def values():
+    yield np.zeros(4, np.float32)
+    print("writing", flush=True)
+    sys.stdin.readline()
+
+specs = [TensorSpec(name, (4,), np.dtype("float32")) for name in "ab"]
+write_weights(sys.argv[1], specs, values(), file_bytes=1 << 20, metadata={})
+"""
+
+
+def test_leftovers_of_a_killed_export_are_removed_and_nothing_else(tmp_path, store):
+    target = tmp_path / "weights[1]"
+
+    def leftovers():
+        return {path.name for path in tmp_path.iterdir() if path.name.startswith(target.name + ".")}
+
+    command = [sys.executable, "-c", KILLED, str(target)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as alive, subprocess.Popen(command, **pipes) as killed:
+        assert killed.stdout.readline() == alive.stdout.readline() == b"writing\n"
+        both = leftovers()
+        assert len(both) == 2
+        killed.kill()
+        killed.wait()
+        # What a user made is not an export's, whatever it is called.
+        users = [f"{target.name}.0123abcd.unfinished", f"{target.name}.1.unfinished"]
+        for name in users:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "notes.txt").write_text("mine")
+        (tmp_path / f"{target.name}.01234567.unfinished").write_text("a file")
+        export_params(store, 3, target)
+        mine = {*users, f"{target.name}.01234567.unfinished"}
+        assert leftovers() - mine < both
+        assert len(leftovers() - mine) == 1  # of the export that is alive
+        assert mine < leftovers()
+        alive.kill()
 
 
 @pytest.mark.parametrize(

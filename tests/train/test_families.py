@@ -226,20 +226,19 @@ def test_settings_that_a_family_cannot_use_are_refused(run, capsys, words, said)
 
 
 @pytest.mark.parametrize(
-    ("content", "words", "said"),
+    ("content", "code", "said"),
     [
-        (b'{"text": "a"}\n{"text": \n', (), ["corpus.jsonl", "line 2"]),
-        (b'{"text": "a"}\n{"txt": "b"}\n', (), ["line 2", "text"]),
-        (b'{"text": "a\xff"}\n', (), ["corpus.jsonl", "line 1", "UTF-8"]),
-        (b'{"text": "   "}\n', (), ["The corpus is empty", "1 empty"]),
+        (b'{"text": "a"}\n{"text": \n', 3, ["corpus.jsonl", "line 2"]),
+        (b'{"text": "a", "text": "b"}\n', 3, ["corpus.jsonl", "line 1", "'text' twice"]),
+        (b'{"text": "a"}\n{"txt": "b"}\n', 2, ["line 2", "text"]),
+        (b'{"text": "a\xff"}\n', 3, ["corpus.jsonl", "line 1", "UTF-8"]),
+        (b'{"text": "   "}\n', 2, ["The corpus is empty", "1 empty"]),
     ],
 )
-def test_an_unreadable_corpus_is_refused(run, tmp_path, capsys, content, words, said):
+def test_an_unreadable_corpus_is_refused(run, tmp_path, capsys, content, code, said):
     (tmp_path / "corpus.jsonl").write_bytes(content)
-    assert (
-        run("wrong", "--data.kind", "text", "--data.path", str(tmp_path / "corpus.jsonl"), *words)
-        == 2
-    )
+    words = ["--data.kind", "text", "--data.path", str(tmp_path / "corpus.jsonl")]
+    assert run("wrong", *words) == code
     error = capsys.readouterr().err
     assert [part for part in said if part not in error] == []
 
