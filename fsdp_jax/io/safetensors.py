@@ -6,6 +6,7 @@ mapped kills the process.
 """
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -211,9 +212,11 @@ def _open_tensors(path: Path, open_files: ExitStack) -> list[StoredTensor]:
                 if spec.get_dtype() not in DTYPE_OF_CODE:
                     known = ", ".join(DTYPE_OF_CODE)
                     raise ValueError(f"tensor '{name}' of dtype {spec.get_dtype()}; known: {known}")
-                dtype = jnp.dtype(DTYPE_OF_CODE[spec.get_dtype()])
-                tensors.append(StoredTensor(name, file, offset, tuple(spec.get_shape()), dtype))
-                offset += array_bytes(spec.get_shape(), dtype)
+                dtype, shape = jnp.dtype(DTYPE_OF_CODE[spec.get_dtype()]), tuple(spec.get_shape())
+                if array_bytes([max(size, 1) for size in shape], dtype) > sys.maxsize:
+                    raise ValueError(f"tensor '{name}' of shape {list(shape)}")  # has a 0 too
+                tensors.append(StoredTensor(name, file, offset, shape, dtype))
+                offset += array_bytes(shape, dtype)
     except BaseException as error:  # the library is in Rust, and may panic
         if not is_failure(error):
             raise
