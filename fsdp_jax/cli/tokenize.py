@@ -1,5 +1,6 @@
 """The work of `fsdp-jax tokenize`: encodes a corpus as token shards."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +19,7 @@ from fsdp_jax.data.records import Invalid
 from fsdp_jax.data.shard_writer import Say, read_plan
 from fsdp_jax.data.sources import HELD_OUT, skip_note
 from fsdp_jax.data.tokenizer import FILE, Tokenizer
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError, DamageError, message
 
 EMBEDDED = "embedded"
 
@@ -97,7 +98,10 @@ def _trained_tokenizer(split: Split, to: Path, vocab_size: int, say: Say) -> Tok
         raise ConfigError(
             message(what, where="--vocab-size", expected=expected, got=vocab_size, fix=fix)
         )
-    if (to / FILE).is_file():
-        return load_tokenizer(to)
+    if plan is not None and (to / FILE).exists():
+        with suppress(DamageError):  # then the same one is trained again
+            found = load_tokenizer(to)
+            if found.digest == plan.tokenizer_digest:
+                return found
     say(f"training a tokenizer of {vocab_size:,} tokens")
     return train_bpe(split.read("train"), vocab_size)

@@ -12,7 +12,6 @@ from fsdp_jax.data import (
     LoadedData,
     Loader,
     eval_batches,
-    load_tokenizer,
     make_loader,
     open_examples,
 )
@@ -21,7 +20,7 @@ from fsdp_jax.data.loader import Batch
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.config import DataConfig
-from fsdp_jax.train.initial_weights import tokenizer_beside
+from fsdp_jax.train.initial_weights import tokenizer_beside, tokenizer_of
 from fsdp_jax.train.shapes import target_length
 
 
@@ -118,7 +117,7 @@ def _check_tokenizer(loaded: LoadedData, beside: str | None) -> None:
     """Raises ConfigError if the text is encoded by another tokenizer than the weights know."""
     if beside is None or loaded.tokenizer is None:
         return
-    expected = load_tokenizer(Path(beside).expanduser())
+    expected = tokenizer_of(Path(beside).expanduser())
     if loaded.tokenizer.digest != expected.digest:
         raise ConfigError(
             message(

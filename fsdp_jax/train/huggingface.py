@@ -26,7 +26,7 @@ from fsdp_jax.models.huggingface.config_json import CONFIG
 from fsdp_jax.models.huggingface.vit import IMAGES
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.train.initial_weights import CHECKPOINTS
+from fsdp_jax.train.initial_weights import CHECKPOINTS, tokenizer_of
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import (
     Source,
@@ -87,6 +87,8 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
 
     # the run's directory
     metadata = {"config": "", "strategy": "full_shard", IS_IMPORT: source.resolve().name}
+    if tokenizer is not None:
+        metadata["tokenizer"] = tokenizer.digest
     with Lease(target):
         _require_free(target)  # another process may have written meanwhile
         if (target / CHECKPOINTS).exists():
@@ -195,6 +197,8 @@ def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str |
     family = _family_of(shape)
     tokens = _token_ids(run, family)
     tokenizer = run if _has_tokenizer(run, family) else None
+    if tokenizer is not None:
+        tokenizer_of(run)  # refuses another one than the run's
     with CheckpointStore(directory) as store:
         store.require_good(chosen)
         source, change = _merged_source(store, chosen)

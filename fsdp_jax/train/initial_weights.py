@@ -6,8 +6,9 @@ from typing import Any
 from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.checkpoint.export import PARAMS, refuse_misfits
+from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.data.tokenizer import FILE as TOKENIZER
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError, DamageError, message
 from fsdp_jax.io.array_specs import describe, parse_description
 from fsdp_jax.lora import split_lora
 from fsdp_jax.tree import PyTree, flatten, unflatten
@@ -26,6 +27,26 @@ def weights_shape(path: str | None) -> Any | None:
 def tokenizer_beside(path: str | None) -> str | None:
     """Returns the folder of the weights if it has a tokenizer too."""
     return path if path is not None and (Path(path).expanduser() / TOKENIZER).is_file() else None
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """Returns the tokenizer in a folder of weights.
+
+    Raises DamageError if it cannot be read, or is not the one that a run's newest step records.
+    """
+    tokenizer = load_tokenizer(folder)
+    saved = tokenizer.digest
+    if (folder / CHECKPOINTS).is_dir():
+        with CheckpointStore(folder / CHECKPOINTS) as store:
+            step = store.latest()
+            if step is not None:  # imports of older releases have no digest of it
+                saved = store.record(step)["metadata"].get("tokenizer", saved)
+    if tokenizer.digest != saved:
+        what, where = "the tokenizer beside the weights has changed", str(folder / TOKENIZER)
+        fix = "restore the file, or import the weights again with the tokenizer that is meant"
+        expected, got = f"digest {saved}", f"digest {tokenizer.digest}"
+        raise DamageError(message(what, where=where, expected=expected, got=got, fix=fix))
+    return tokenizer
 
 
 def initial_params(

@@ -7,6 +7,7 @@ import pytest
 from runs import losses, records
 
 from fsdp_jax.cli.main import main
+from fsdp_jax.data import load_tokenizer
 
 NONE = ("--model.layers", "2", "--model.width", "None", "--model.heads", "None")
 
@@ -148,6 +149,10 @@ def test_a_tokenizer_is_trained_once_and_of_one_size(tmp_path, capsys, asked, go
     shown, told = capsys.readouterr()
     assert shown.count(f"(tokenizer bpe, {got} tokens)") == 2
     assert told.count("training a tokenizer") == 1
+    (tmp_path / "shards" / "tokenizer.json").write_text("{")  # the same one is trained again
+    assert main([*words, str(asked)]) == 0
+    assert capsys.readouterr().err.count("training a tokenizer") == 1
+    assert load_tokenizer(tmp_path / "shards").vocab_size == got
     assert main([*words, str(asked - 1)]) == 2
     error = capsys.readouterr().err
     assert re.search(

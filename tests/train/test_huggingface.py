@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,19 @@ def test_imported_weights_are_exported_bitwise(theirs, imported, tmp_path):
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (
         theirs / "tokenizer.json"
     ).read_bytes()
+
+
+def test_a_changed_tokenizer_beside_a_run_is_refused(run, imported, tmp_path, capsys):
+    """One that reads well too: it would encode the text otherwise."""
+    changed = shutil.copytree(imported, tmp_path / "changed")
+    other = train_bpe(["Below is another text"] * 9, 300)
+    (changed / "tokenizer.json").write_bytes(other.files["tokenizer.json"])
+    words = ["export", str(changed), "--to", str(tmp_path / "back"), "--format", "huggingface"]
+    assert main(words) == 3
+    assert run("wrong", "--model.weights", str(changed), *SIZES) == 3
+    said = rf"beside the weights has changed\n +where: +{changed}/tokenizer.json\n"
+    assert len(re.findall(said, capsys.readouterr().err)) == 2
+    assert not (tmp_path / "back").exists()
 
 
 def test_the_recipe_for_instructions(imported, tmp_path, capsys):
