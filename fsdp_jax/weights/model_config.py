@@ -60,7 +60,7 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # values that are not numbers, or do not fit together
         what = "a model that is not supported"
-        got = f"{type(error).__name__}: {error}"
+        got = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ConfigError(message(what, where=str(where), got=got)) from error
     refuse(list(_impossible_values(config)), where)
     return config
@@ -124,7 +124,7 @@ def table_of(config: Any) -> Table:
 
 
 def _impossible_values(config: Any) -> Iterator[str]:
-    """Yields a line for each field of a configuration that is not a number of its kind, or absurd.
+    """Yields a line for each field of a configuration that has not the type, or an absurd number.
 
     A file may have anything there, and a table of weights is as long as there are layers.
     """
@@ -137,7 +137,7 @@ def _impossible_values(config: Any) -> Iterator[str]:
             bool: type(value) is bool,
         }
         if not possible.get(hint, True):
-            yield f"{name}: {value!r} is no {hint.__name__}, or too large"
+            yield f"{name}: {value!r} is not a possible {hint.__name__}"
 
 
 def _family_of(config: Any) -> tuple[str, Family]:

@@ -3,7 +3,9 @@
 import builtins
 import hashlib
 import json
+import os
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,10 @@ from fsdp_jax.data.documents import (
     survey,
 )
 from fsdp_jax.data.files import EMBEDDED_LIMIT, Skipped
+from fsdp_jax.data.images import load_images
+from fsdp_jax.data.instructions import load_instructions
+from fsdp_jax.data.records import read_dataset
+from fsdp_jax.data.tokenizer import load_tokenizer
 from fsdp_jax.errors import ConfigError, DamageError
 
 
@@ -272,3 +278,38 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(ConfigError, match=r"fsdp_jax\[hf\]"):
         read(dataset_documents("anything"))
+
+
+def test_pipes_and_devices_in_place_of_a_corpus_are_refused(tmp_path):
+    """A reader that waits for a writer would wait forever."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (tmp_path / "pipe.jsonl", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=rf"neither a file nor a folder(?s:.*)got: +{path}"):
+            open_documents(path)
+    (tmp_path / "text.txt").write_text("text")
+    skipped = Skipped()
+    assert list(open_documents(tmp_path).read(skipped)) == ["text"]
+    assert str(skipped) == "1 hidden or linked"
+    for read in (load_instructions, lambda path, skipped: load_images(path)):
+        with pytest.raises((ConfigError, DamageError), match="a pipe, not a file"):
+            read(str(tmp_path / "pipe.jsonl"), Skipped())
+    with pytest.raises(DamageError, match=r"tokenizer cannot be read(?s:.*)a pipe, not a file"):
+        load_tokenizer(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match="Not a dataset"):
+        list(read_dataset(str(tmp_path / "pipe.jsonl"), "train"))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"text": "a", "text": "b"}', "the key 'text' twice in one object"),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+        (b'{"text": "a", "n": ' + b"[" * 10**5, "too many nested lists or objects"),
+    ],
+)
+def test_records_that_readers_disagree_on_are_refused(tmp_path, line, says):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a", "n": NaN}\n' + line)
+    with pytest.raises(
+        DamageError, match=rf"not JSON\.\n +where: +\S*a\.jsonl, line 2(?s:.*){says}"
+    ):
+        read(open_documents(tmp_path / "a.jsonl"))

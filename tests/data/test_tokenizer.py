@@ -177,6 +177,40 @@ def test_invalid_tokenizers_are_refused(call, says, tmp_path):
         call(tmp_path)
 
 
+PANICS = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+}
+
+
+def test_a_panic_of_the_package_is_damage():
+    """It derives from BaseException."""
+    content = json.loads(word_level(WORDS))
+    content["post_processor"] = PANICS
+    load_words(json.dumps(content).encode())
+    content["post_processor"] = PANICS | {
+        "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}}]
+    }
+    with pytest.raises(DamageError, match=r"Not a tokenizer\.\n +where: +broken"):
+        load_words(json.dumps(content).encode())
+
+
+def test_ids_that_no_array_holds_are_refused():
+    with pytest.raises(DamageError, match=r"too large\.(?s:.*)less than 2\*\*31(?s:.*)4294967295"):
+        load_words(word_level({"a": 0, "b": 2**32 - 1}))
+
+
+@pytest.mark.parametrize("stated", ['["</s>"]', "3", '{"content": {}}', "true"])
+def test_an_end_of_text_that_is_no_token_is_refused(stated):
+    with pytest.raises(ConfigError, match=r"no id(?s:.*)expected: +a token of tokenizer\.json"):
+        load_words(word_level(WORDS), b'{"eos_token": %s}' % stated.encode())
+
+
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     real = builtins.__import__
 

@@ -333,11 +333,31 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path):
         ),
         (GPT2 | {"auto_map": {"AutoModel": "modeling.GPT"}}, r"never run[^$]*modeling\.GPT"),
         ([1], "no model configuration"),
+        (GPT2 | {"n_layer": 10**9}, "layers: 1000000000 is not a possible int"),
+        (GPT2 | {"vocab_size": 2**40}, "vocab_size: 1099511627776 is not a possible int"),
+        (GPT2 | {"n_embd": "768"}, "not supported"),
+        (GPT2 | {"n_head": 0}, "not supported"),
+        (GPT2 | {"n_embd": 768.0}, "width: 768.0 is not a possible int"),
+        (LLAMA | {"num_attention_heads": 0}, "ZeroDivisionError"),
+        (LLAMA | {"rope_scaling": [1]}, "AttributeError"),
+        (LLAMA | {"rms_norm_eps": "small"}, "not supported"),
+        (LLAMA | {"tie_word_embeddings": 1}, "tie_head: 1 is not a possible bool"),
+        (CAIT | {"model_args": [1]}, "AttributeError"),
     ],
 )
 def test_unsupported_configs_are_refused(tmp_path, found, said):
     with pytest.raises((ConfigError, DamageError), match=said):
         read(tmp_path, found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"model_type": "gpt2", "model_type": "llama"}', '{"n_layer": NaN}', "[" * 10**5, "\xff"],
+)
+def test_a_config_that_readers_disagree_on_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(DamageError, match=r"no model configuration\n +where: .*config\.json\n"):
+        read_config(tmp_path)
 
 
 def test_a_missing_or_broken_config_is_refused(tmp_path):
