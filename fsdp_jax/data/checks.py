@@ -31,7 +31,8 @@ def from_fields(kind: type[T], body: object) -> T:
     if not isinstance(body, dict):
         raise ValueError(f"no {kind.__name__}")
     hints = get_type_hints(kind)
-    required = {each.name for each in fields(kind) if each.default is MISSING}  # type: ignore[arg-type]
+    specs: Any = kind  # a dataclass, which mypy cannot say of T
+    required = {each.name for each in fields(specs) if each.default is MISSING}
     wrong = {*(required - body.keys()), *(body.keys() - hints.keys())}
     wrong |= {name for name in body.keys() & hints.keys() if not _is_a(body[name], hints[name])}
     if wrong:
