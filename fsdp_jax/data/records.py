@@ -121,7 +121,7 @@ def read_json(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
 def _read_lines(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
     offset = 0
     try:
-        with BufferedReader(open_regular(file)) as lines:  # type: ignore[type-var]
+        with BufferedReader(open_regular(file)) as lines:
             for number, line in enumerate(lines, 1):
                 where = f"{file}, line {number}"
                 text = decoder.decode(line, where, offset=offset)

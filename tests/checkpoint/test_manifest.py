@@ -1,6 +1,7 @@
 """Any damage to a file of a checkpoint is found, and the file is named."""
 
 import json
+import os
 import random
 
 import jax
@@ -192,10 +193,10 @@ def test_a_file_that_the_disk_cannot_read_is_named(step, monkeypatch):
     bad = manifest.list_files(step)[0]
     digest = manifest.digest_file
 
-    def failing(path, *, flush=False):
+    def failing(path, **options):
         if path == step / bad:
             raise OSError(5, "Input/output error")
-        return digest(path, flush=flush)
+        return digest(path, **options)
 
     monkeypatch.setattr(manifest, "digest_file", failing)
     assert problems(step) == (f"{bad}: Input/output error",)
