@@ -159,7 +159,7 @@ def _token_ids(folder: Path, family: Family) -> dict[str, Any]:
 
 
 def _has_tokenizer(folder: Path, family: Family) -> bool:
-    return family.task.is_text and (folder / FILE).is_file()
+    return family.task.is_text and (folder / FILE).exists()
 
 
 def _family_of(shape: Any) -> Family:

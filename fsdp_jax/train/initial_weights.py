@@ -26,7 +26,7 @@ def weights_shape(path: str | None) -> Any | None:
 
 def tokenizer_beside(path: str | None) -> str | None:
     """Returns the folder of the weights if it has a tokenizer too."""
-    return path if path is not None and (Path(path).expanduser() / TOKENIZER).is_file() else None
+    return path if path is not None and (Path(path).expanduser() / TOKENIZER).exists() else None
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
