@@ -472,7 +472,8 @@ def main() -> int:
         return 0
     from fsdp_jax.tables import text_table
 
-    rows, results = [], {}
+    rows: list[tuple[str, str, str, str, bool]] = []
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         for gib in (TOY, options.gib):
             saves = measure_saves(Path(directory), gib, options.rounds, options.torch)
