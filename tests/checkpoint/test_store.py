@@ -384,7 +384,7 @@ def test_the_first_save_compiles_nothing(tmp_path):
         str(rows): jax.device_put(jnp.zeros((8 * rows, 3)), sharding(8)) for rows in range(1, 9)
     }
     with CheckpointStore(tmp_path) as store, capture_compiles() as compiled:
-        save(store, 1, state)
+        store.save(1, state, data={}, metadata={}, finite=True)
         store.wait()
     assert not compiled
 
