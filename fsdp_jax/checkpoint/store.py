@@ -171,12 +171,9 @@ class CheckpointStore:
         except Exception as error:
             self._swept = False
             raise _failure(NOT_WRITTEN, path, error) from error
-        written = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()
-        }
-        self._pending = self._worker.submit(
-            self._finish, step, record, written, response, delete_older
-        )
+        written = {name: describe(array) for name, array in arrays.items()}
+        finish = (step, record, written, response, delete_older)
+        self._pending = self._worker.submit(self._finish, *finish)
         if not self.asynchronous:
             self.wait()
         return time.perf_counter() - started
@@ -353,12 +350,7 @@ class CheckpointStore:
     # The background thread
 
     def _finish(
-        self,
-        step: int,
-        record: Json,
-        written: dict[str, jax.ShapeDtypeStruct],
-        response: Any,
-        delete_older: bool,
+        self, step: int, record: Json, written: dict[str, str], response: Any, delete_older: bool
     ) -> None:
         """Waits for orbax to write, renames the step into place, and deletes old steps."""
         path = self.path(step)
@@ -380,7 +372,7 @@ class CheckpointStore:
             for old in self._expired(step, finite=record["finite"]):
                 self._delete(old)
 
-    def _seal(self, path: Path, record: Json, written: dict[str, jax.ShapeDtypeStruct]) -> None:
+    def _seal(self, path: Path, record: Json, written: dict[str, str]) -> None:
         """Digests what each process wrote, and renames the step into place (process 0)."""
         unsealed = _beside(path, UNSEALED)
         process = jax.process_index()
@@ -516,16 +508,16 @@ def _storage_of(_: Any, array: jax.Array) -> Any:
     return orbax.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=chunk)
 
 
-def _require_readable(path: Path, written: dict[str, jax.ShapeDtypeStruct]) -> None:
+def _require_readable(path: Path, saved: dict[str, str]) -> None:
     """Opens every array of a finished step as a restore does, and compares it to what was saved.
 
-    Reads metadata alone. Raises ValueError naming the arrays that are missing or different.
+    `saved` has dtype and shape of each, as text, by path. Reads metadata alone. Raises ValueError
+    naming the arrays that are missing or different.
     """
     context = orbax.Context()
     context.file.path_class = LiteralPath
     with context:
         found = orbax.metadata(path).metadata or {}  # None, and a warning, if it cannot be read
-    saved = {name: describe(spec) for name, spec in written.items()}
     readable = {name: describe(array) for name, array in found.items()}
     wrong = [
         f"{name}: saved {saved.get(name, 'nothing')}, found {readable.get(name, 'nothing')}"
