@@ -7,7 +7,7 @@ from asyncio import CancelledError
 from collections.abc import Iterable, Sequence
 
 # Exit codes of the command line, beside 0 and 75; a shell reports SIGINT as the last.
-FAILED, UNUSABLE, BROKEN, INTERRUPTED = 1, 2, 3, 130
+FAILED, UNUSABLE, BROKEN, LOST, INTERRUPTED = 1, 2, 3, 69, 130
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without space answers
 PACKAGE = __name__.partition(".")[0]
@@ -33,6 +33,10 @@ class CheckpointError(RuntimeError):
 
 class DamageError(CheckpointError):
     """A file of any kind is not what was written or breaks its format; exit code 3."""
+
+
+class ProcessLostError(RuntimeError):
+    """Another process of the run is gone or never came; the command line exits with 69."""
 
 
 class SlowerWarning(UserWarning):
@@ -76,6 +80,8 @@ def is_failure(error: BaseException) -> bool:
 
 def exit_code(error: BaseException) -> int:
     """Returns the exit code of the command for an error that ends it."""
+    if isinstance(error, ProcessLostError):
+        return LOST
     if isinstance(error, DamageError | FitError):
         return BROKEN
     is_refusal = isinstance(error, ValueError) and _is_readable(error)

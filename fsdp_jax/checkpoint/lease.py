@@ -4,31 +4,76 @@ import fcntl
 import json
 import os
 import socket
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Self
 
+import jax
+
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.regular_files import NotRegularError, regular_opener
+from fsdp_jax.processes import anywhere
+
+LAG = 10.0  # seconds that a network file system may take to show a new file
 
 
 class Lease:
-    """Holds `DIRECTORY/lease.json` inside a `with` block; only the lead process of a run takes it.
+    """Holds `DIRECTORY/lease.json` inside a `with` block, for all processes of a run.
+
+    Every process of a run enters the block: process 0 takes the lease, and the others wait until it
+    has. One that states its number as `process` takes the lease for itself, and waits for nobody.
 
     The file names the owner (`host`, `pid`, `process`, `started`), but what counts is the kernel's
     lock on it, which goes with its owner: the file of a killed run keeps nobody out. Readers never
     look at the lease.
 
-    Raises ConfigError on entry, at once, if another run holds it, or if a link or a pipe has its
-    name: what a link leads to is never written.
+    Raises ConfigError on entry, at once and in every process, if another run holds it, or if a link
+    or a pipe has its name: what a link leads to is never written.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, process: int = 0):
+    def __init__(self, directory: str | os.PathLike[str], *, process: int | None = None):
         self.path = Path(directory) / "lease.json"
-        self._process = process
+        self._process = process or 0
+        self._together = process is None
         self._file: IO[str] | None = None
 
     def __enter__(self) -> Self:
+        # A process that has not joined others does not start jax for a lease.
+        if not self._together or not jax.distributed.is_initialized():
+            self._take()
+            return self
+        error: Exception | None = None
+        if jax.process_index() == 0:
+            try:
+                self._take()
+            except Exception as refused:
+                error = refused
+        if anywhere(error is not None):
+            got = "an error in process 0, which takes the lease for all"
+            what = "the lease was not taken"
+            raise error or ConfigError(message(what, where=str(self.path), got=got))
+        if anywhere(not self._is_seen()):
+            self.__exit__()
+            raise ConfigError(
+                message(
+                    "not every process sees this directory",
+                    where=str(self.path.parent),
+                    expected="a directory on a file system that all processes share",
+                    got=f"{self.path.name} of process 0 is not seen by all",
+                    fix="choose another `output`",
+                )
+            )
+        return self
+
+    def _is_seen(self) -> bool:
+        """Returns whether this process sees the file; waits, as a network file system may lag."""
+        deadline = time.monotonic() + LAG
+        while not self.path.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self.path.exists()
+
+    def _take(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._lock()
         self._file.truncate(0)
@@ -40,7 +85,6 @@ class Lease:
         }
         json.dump(owner, self._file)
         self._file.flush()
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is None:

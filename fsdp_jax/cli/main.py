@@ -36,8 +36,8 @@ verify and export take the output directory of a run, import a Hugging Face fold
 corpus.
 `fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks.
 Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract
-or a fit that does not hold, or a damaged file; 75 stopped by a signal after saving (run the same
-command again to resume)."""
+or a fit that does not hold, or a damaged file; 69 another process is lost; 75 stopped by a signal
+after saving (run the same command again to resume)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _prepare_process(debug)
     if not debug:
         # orbax and asyncio log tracebacks of hundreds of lines beside the one block
-        for name in ("absl", "asyncio"):
+        for name in ("absl", "asyncio", "fsdp_jax.launch"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():

@@ -2,10 +2,20 @@
 
 from fsdp_jax.launch.cluster import (
     barrier,
+    fail_together,
     is_lead,
     join_cluster,
     leave_cluster,
+    require_same,
     use_virtual_devices,
 )
 
-__all__ = ["barrier", "is_lead", "join_cluster", "leave_cluster", "use_virtual_devices"]
+__all__ = [
+    "barrier",
+    "fail_together",
+    "is_lead",
+    "join_cluster",
+    "leave_cluster",
+    "require_same",
+    "use_virtual_devices",
+]

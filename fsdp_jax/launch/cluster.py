@@ -1,12 +1,31 @@
 """Sets up a process before jax starts its backends: virtual devices, and joining a cluster."""
 
+import atexit
+import contextlib
 import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from types import TracebackType
 
 import jax
 from jax.experimental import multihost_utils
 
+from fsdp_jax.checkpoint.manifest import package_versions
 from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.launch.watch import Watch
 from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
+
+# What decides, beside the configuration, on the program that a process compiles.
+ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+
+_watch: Watch | None = None  # of a process that has joined others
 
 
 def use_virtual_devices(count: int) -> None:
@@ -53,18 +72,32 @@ def _set_xla_flags(flags: dict[str, int]) -> None:
     os.environ["XLA_FLAGS"] = " ".join([*others, *added])
 
 
-def join_cluster(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Joins this process into a run of several, and waits until all have joined.
+def join_cluster(
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    *,
+    timeout: float = 300,
+    facts: Mapping[str, object] | None = None,
+) -> None:
+    """Joins this process into a run of several, and waits until all have joined and agree.
 
-    All arguments are None for a run of one process.
+    From then on an error that ends one process, or its death, ends all of them: see
+    `fail_together`. `coordinator`, `processes` and `process` are None for a run of one process.
 
     Args:
-        coordinator: HOST:PORT where process 0 listens.
+        coordinator: HOST:PORT where process 0 listens; jax's own service takes the next port.
         processes: number of processes.
         process: number of this process, from 0.
+        timeout: seconds to wait for the others.
+        facts: what must be equal in all processes, beside packages and settings of jax.
 
-    Raises ConfigError if the arguments do not make sense.
+    Raises:
+        ConfigError: the arguments do not make sense, or the processes disagree.
+        ProcessLostError: some have not joined in time.
+
     """
+    global _watch
     if coordinator is None and processes is None and process is None:
         return
     if coordinator is None or processes is None or process is None:
@@ -76,7 +109,7 @@ def join_cluster(coordinator: str | None, processes: int | None, process: int | 
                 got=f"coordinator={coordinator}, processes={processes}, process={process}",
             )
         )
-    _check_address(coordinator)
+    host, port = _address(coordinator)
     if processes < 1:
         where = "cluster.processes"
         raise ConfigError(
@@ -86,10 +119,70 @@ def join_cluster(coordinator: str | None, processes: int | None, process: int | 
         where = "cluster.process"
         expected = f"0 to {processes - 1} for {processes} processes"
         raise ConfigError(message("no such process", where=where, expected=expected, got=process))
-    jax.distributed.initialize(coordinator, processes, process)
+    assert _watch is None, "a process joins once"
+    watch = Watch(host, port, process, processes, timeout)
+    service = watch.join({"cluster.processes": processes, **_surroundings(), **(facts or {})})
+    _watch = watch
+    _end_all_on_uncaught_errors()
+    with fail_together():
+        jax.distributed.initialize(service, processes, process)
 
 
-def _check_address(coordinator: str) -> None:
+def _surroundings() -> dict[str, object]:
+    """Returns the packages and settings that must be equal in all processes."""
+    flags = {name: os.environ.get(name, "").split() for name in ENVIRONMENT}
+    return {
+        "python": platform.python_version(),
+        **package_versions(),
+        # Where a process dumps its programs is its own affair.
+        **{name: [flag for flag in of if "xla_dump" not in flag] for name, of in flags.items()},
+        **{name: getattr(jax.config, name) for name in SETTINGS},
+    }
+
+
+def _end_all_on_uncaught_errors() -> None:
+    """Makes an error that ends this process, or its ordinary end, known to the others."""
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        if _watch is not None:
+            _watch.fail(error)
+        previous(kind, error, at)
+
+    sys.excepthook = report
+    atexit.register(leave_cluster)
+
+
+@contextlib.contextmanager
+def fail_together() -> Iterator[None]:
+    """Ends every process of the run, at once, if the block raises in this one.
+
+    This one prints the error with its number, and exits with the code that the command line has for
+    it; the others print it too and exit with the same code. What is around the block is not cleaned
+    up, as that may wait for others. In a run of one process the error is raised as usual.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if _watch is None or (isinstance(error, SystemExit) and not error.code):
+            raise
+        _watch.fail(error)
+
+
+def require_same(what: str, facts: Mapping[str, object]) -> None:
+    """Waits until every process has called this; ends all, with exit code 2, if the facts differ.
+
+    Args:
+        what: what the facts are about, the same in every process.
+        facts: by name; values that JSON can hold.
+
+    """
+    if _watch is not None:
+        _watch.require_same(what, facts)
+
+
+def _address(coordinator: str) -> tuple[str, int]:
+    """Returns host and port. Raises ConfigError if there are none."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
@@ -101,12 +194,17 @@ def _check_address(coordinator: str) -> None:
                 fix="for example 10.0.0.1:1234: the host of process 0, and a free port there",
             )
         )
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def leave_cluster() -> None:
     """Leaves the cluster once all processes do; does nothing if this one never joined."""
+    global _watch
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
+    if _watch is not None:
+        _watch.leave()
+        _watch = None
 
 
 def is_lead() -> bool:

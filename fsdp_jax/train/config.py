@@ -214,11 +214,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A run of several processes. Set all three keys or none."""
+    """A run of several processes. Set the first three keys or none."""
 
     coordinator: str | None = None  # HOST:PORT where process 0 listens.
     processes: Positive | None = None  # Number of processes.
     process: NonNegative | None = None  # Index of this process, from 0.
+    timeout: Positive = 300  # Seconds to wait for the other processes to join.
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.errors import CheckpointError, ConfigError, message
 from fsdp_jax.io.atomic import write_durably
-from fsdp_jax.launch import is_lead, join_cluster, leave_cluster
-from fsdp_jax.processes import anywhere
+from fsdp_jax.launch import fail_together, is_lead, join_cluster, leave_cluster, require_same
 from fsdp_jax.sharding.report import layout_json
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.config import Config
@@ -26,18 +24,27 @@ from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.signals import StopSignal
 from fsdp_jax.train.typed_keys import key_values
 
-T = TypeVar("T")
+# Keys that need not be equal in all processes: addresses, and paths of what has a digest.
+MAY_DIFFER = ("cluster.", "data.path", "data.tokenizer")
 
 
 def train(config: Config) -> int:
     """Trains; returns 0 when all steps are done, 75 when a signal stopped the run after saving."""
     start_devices(config.train.devices)
-    join_cluster(config.cluster.coordinator, config.cluster.processes, config.cluster.process)
-    try:
-        with ExitStack() as stack:
-            return _train(config, stack)
-    finally:
-        leave_cluster()
+    cluster = config.cluster
+    facts = {key: value for key, value in key_values(config) if not key.startswith(MAY_DIFFER)}
+    join_cluster(
+        cluster.coordinator,
+        cluster.processes,
+        cluster.process,
+        timeout=cluster.timeout,
+        facts=facts,
+    )
+    # Errors are made known before the stack unwinds, which may wait for other processes.
+    with ExitStack() as stack, fail_together():
+        code = _train(config, stack)
+    leave_cluster()
+    return code
 
 
 def _train(config: Config, stack: ExitStack) -> int:
@@ -48,11 +55,16 @@ def _train(config: Config, stack: ExitStack) -> int:
     run = build(config)
     check_fits(run)
     check_activation_names(run)
-    open_all = partial(open_data, config.data, run, config.model.weights)
-    data = _on_every_process(
-        "the data", lambda: open_all(seed=settings.seed, eval_limit=settings.eval_batches)
+    data = open_data(
+        config.data,
+        run,
+        config.model.weights,
+        seed=settings.seed,
+        eval_limit=settings.eval_batches,
     )
     stack.callback(data.loader.close)
+    digests = {"data.path": data.loaded.digest, "data.tokenizer": data.tokenizer}
+    require_same("the data", digests | data.loader.get_state())
     _lock(output, stack)
     store = stack.enter_context(
         CheckpointStore(
@@ -69,9 +81,8 @@ def _train(config: Config, stack: ExitStack) -> int:
     weights = partial(
         initial_params, config.model.weights, run.sharded, run.shape, verify=checkpoint.verify
     )
-    training.resume(
-        Resuming(store, checkpoint, screen.say), lambda: _on_every_process("the weights", weights)
-    )
+    training.resume(Resuming(store, checkpoint, screen.say), weights)
+    require_same("the checkpoint", {"step": training.resumed, **data.loader.get_state()})
 
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
     _say_changes(output / "config.yaml", config, screen.say)
@@ -116,29 +127,10 @@ def _say_changes(file: Path, config: Config, say: Callable[[str], None]) -> None
         say(f"changed since the run last started: {', '.join(changed)}")
 
 
-def _on_every_process(what: str, action: Callable[[], T]) -> T:
-    """Returns the result of an action; if it raises in one process, it raises in all of them."""
-    results: list[T] = []
-    failure = None
-    try:
-        results.append(action())
-    except Exception as error:  # of any kind: the other processes would wait
-        failure = error
-    if anywhere(failure is not None):
-        other = message(f"{what} could not be read, in another process", where=what)
-        raise failure or ConfigError(other)
-    return results[0]
-
-
 def _lock(output: Path, stack: ExitStack) -> None:
-    """Takes the lease of the output directory in process 0; if that fails, all processes raise."""
-
-    def take() -> None:
-        if is_lead():
-            try:
-                stack.enter_context(Lease(output))
-            except OSError as error:
-                what = "the output directory cannot be used"
-                raise ConfigError(message(what, where="output", got=error)) from error
-
-    _on_every_process("the output directory", take)
+    """Takes the lease of the output directory. Raises ConfigError if that cannot be used."""
+    try:
+        stack.enter_context(Lease(output))
+    except OSError as error:
+        what = "the output directory cannot be used"
+        raise ConfigError(message(what, where="output", got=error)) from error

@@ -1,6 +1,7 @@
 """Two processes save and restore together; if one is slow or fails, both get to know, and soon."""
 
 import os
+from pathlib import Path
 
 import pytest
 from processes import run_cluster
@@ -84,3 +85,61 @@ def test_two_processes_save_and_restore_though_one_is_slow_or_fails(tmp_path):
         lines = out.splitlines()[-5:]  # Gloo prints lines of its own before
         assert lines == ["True", "True", refusal, "[1, 2] True", "True"], out
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+SNIPPET = """
+import os
+import jax, numpy as np, optax
+from flax import nnx
+import fsdp_jax as fsdp
+from fsdp_jax.checkpoint import Lease, lease
+from fsdp_jax.errors import ConfigError
+
+def make(strategy):
+    model = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
+    mesh = fsdp.make_mesh()
+    return fsdp.fully_shard(model, optax.adam(0.1), mesh, strategy=strategy, min_size=1)
+
+sharded, other = make("full_shard"), make("no_shard")
+state = sharded.init(seed=0)
+os.chdir(sys.argv[4])
+exec(sys.argv[5])
+print("steps", os.listdir("run/checkpoints"), int(state.step), data, metadata)
+
+# Another run holds the lease: every process is refused.
+barrier("restored")
+alone = Lease("held", process=0)
+if process == 0:
+    alone.__enter__()
+barrier("held")
+try:
+    Lease("held").__enter__()
+except ConfigError as error:
+    print("refused:", str(error).replace("\\n", " "))
+barrier("refused")
+
+# Not every process sees the directory: nobody writes there.
+lease.LAG = 0.1
+os.makedirs(str(process))
+os.chdir(str(process))
+try:
+    Lease("run").__enter__()
+except ConfigError as error:
+    print("refused:", str(error).replace("\\n", " "))
+print("left", os.listdir("run") if process == 0 else [])
+leave_cluster()
+"""
+
+
+def test_the_example_of_the_documentation_runs_in_every_process(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    (example,) = [block for block in page.split("```python\n") if 'Lease("run")' in block]
+    outputs = run_cluster(SNIPPET, tmp_path, example.partition("```")[0])
+    reasons = ["another run is writing to this directory", "the lease was not taken"]
+    for out, reason in zip(outputs, reasons, strict=True):
+        reported = ("steps", "refused:", "left")
+        steps, held, unseen, left = [li for li in out.splitlines() if li.startswith(reported)]
+        assert steps == "steps ['100'] 0 {'position': 3200} {}"
+        assert held.startswith(f"refused: {reason}")
+        assert unseen.startswith("refused: not every process sees this directory")
+        assert left == "left []"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from runs import losses, records
 
+from fsdp_jax.cli import main as cli
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.train import build, main, metrics
 from fsdp_jax.train.loop import Training
@@ -207,10 +208,14 @@ def test_other_strategies_have_the_same_losses(run, uninterrupted, tmp_path, wor
     assert measured == pytest.approx([loss for _, loss, _ in uninterrupted], rel=1e-5)
 
 
-def command(run, name, *overrides, **environment):
-    """Starts the run in a fresh process, without the devices that this suite has forced."""
+def command(run, name, *overrides, fault="", **environment):
+    """Starts the run in a fresh process, without the devices that this suite has forced.
+
+    `fault`: what runs before it.
+    """
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
-    train = [sys.executable, "-m", "fsdp_jax", "train", str(run.config)]
+    program = f"{fault}\nimport sys\nfrom fsdp_jax.cli.main import main\nsys.exit(main())"
+    train = [sys.executable, "-c", program, "train", str(run.config)]
     source = str(Path(__file__).parents[2])
     return subprocess.Popen(
         [*train, "--output", str(run.directory / name), *overrides],
@@ -231,14 +236,20 @@ def finish(*processes):
             process.kill()
 
 
-def cluster(run, name, *overrides, own=((), ())):
-    """Starts two processes of four devices each; `own` has further overrides of each."""
+def cluster(run, name, *overrides, own=((), ()), faults=("", "")):
+    """Starts two processes of four devices each.
+
+    `own` has further overrides of each, `faults` what runs before it.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = f"--train.devices 4 --cluster.coordinator 127.0.0.1:{port} --cluster.processes 2"
     return [
-        command(run, name, *overrides, *own[i], *shared.split(), f"--cluster.process={i}")
+        command(
+            *(run, name, *overrides, *own[i], *shared.split(), f"--cluster.process={i}"),
+            fault=faults[i],
+        )
         for i in range(2)
     ]
 
@@ -259,9 +270,77 @@ def test_what_one_process_cannot_read_ends_both(run, tmp_path):
     paths = [("--data.path", str(tmp_path / name)) for name in ("text.txt", "gone.txt")]
     (first, told), (second, reason) = finish(*cluster(run, "two", "--data.kind", "text", own=paths))
     assert (first, second) == (2, 2), told + reason
-    assert "the data could not be read, in another process" in told
-    assert "gone.txt" in reason
+    assert "process 1 of 2 failed, so 0 ends:\nerror: " in told
+    assert "error in process 1 of 2: " in reason
+    for shown in (told, reason):
+        assert "gone.txt" in shown
     assert not (tmp_path / "two" / "checkpoints").exists()
+
+
+def test_processes_of_another_configuration_are_refused_before_they_start(run, tmp_path):
+    own = ((), ("--optimizer.learning_rate", "0.1", "--train.log_every", "3", "--data.path", "x"))
+    for code, shown in finish(*cluster(run, "two", own=own)):
+        assert code == 2, shown
+        assert "error: the processes disagree about the configuration\n  where:    2 keys" in shown
+        assert "optimizer.learning_rate: 0.003 in process 0, 0.1 in process 1\n" in shown
+        assert "train.log_every: 2 in process 0, 3 in process 1\n" in shown
+    assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.long
+def test_processes_of_other_text_are_refused_before_they_compile(run, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"to be, or not to {name} " * 100)
+    own = [("--data.kind", "text", "--data.path", str(tmp_path / f"{name}.txt")) for name in "ab"]
+    for code, shown in finish(*cluster(run, "two", own=own)):
+        assert code == 2, shown
+        assert "error: the processes disagree about the data\n  where:    data.path" in shown
+        assert "compiled" not in shown
+    assert not (tmp_path / "two").exists()
+
+
+FAULTS = {
+    # In the loop, while a save of step 4 may be under way.
+    "exception": """
+from fsdp_jax.train.loop import Training
+record = Training._record
+def fail(self, pending):
+    record(self, pending)
+    if pending.step == 5:
+        raise KeyError("in the step")
+Training._record = fail
+""",
+    # After the first save; the run ends with the second that fails.
+    "full disk": """
+from fsdp_jax.checkpoint import store
+digest = store.digest_files
+def fail(root, *rest, **options):
+    if root.name.startswith("2."):
+        return digest(root, *rest, **options)
+    raise OSError(28, "No space left on device")
+store.digest_files = fail
+""",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("exception", "in the step"), ("full disk", "No space left on device")]
+)
+def test_an_error_in_one_process_ends_both(run, tmp_path, fault, reason):
+    words = ("--train.steps", "100000", "--checkpoint.every", "2")
+    first, second = cluster(run, "two", *words, faults=("", FAULTS[fault]))
+    (code, told), (same, own) = finish(first, second)
+    assert (code, same) == (1, 1), told + own
+    assert "error in process 1 of 2: " in own
+    assert "process 1 of 2 failed, so 0 ends:\nerror: " in told
+    assert reason in own
+    assert reason in told
+    for shown in (told, own):
+        assert "Traceback" not in shown
+    # What was saved before stays good.
+    assert (tmp_path / "two" / "checkpoints" / "2").is_dir()
+    assert cli.main(["verify", str(tmp_path / "two")]) == 0
 
 
 @pytest.mark.long

@@ -1,0 +1,193 @@
+"""Processes that join, disagree, fail or die: every one gets to know why, and ends."""
+
+import socket
+import threading
+import time
+
+import pytest
+from processes import JOIN, PATIENCE, free_port, start
+
+from fsdp_jax.errors import ConfigError, ProcessLostError
+from fsdp_jax.launch import watch
+from fsdp_jax.launch.watch import Watch
+
+pytestmark = pytest.mark.releases
+
+
+def join(*numbers, facts=(), patience=30.0, processes=None):
+    """Joins processes of these numbers, as threads; returns what each gets: a result or an error.
+
+    `facts` are those of each process.
+    """
+    port = free_port()
+    results = [None] * len(numbers)
+
+    def run(place, number):
+        process = Watch("127.0.0.1", port, number, processes or len(numbers), patience)
+        try:
+            results[place] = process.join(facts[place] if facts else {})
+            process.leave()
+        except (ConfigError, ProcessLostError) as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(numbers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def test_processes_that_agree_get_the_address_of_the_service():
+    addresses = join(0, 1, 2, facts=[{"seed": 1, "dtype": "float32"}] * 3)
+    assert len(set(addresses)) == 1
+    assert addresses[0].startswith("127.0.0.1:")
+
+
+def test_every_process_is_told_how_they_differ():
+    facts = [{"seed": 1, "optimizer.learning_rate": rate} for rate in (0.1, 0.1, 0.2)]
+    for error in join(0, 1, 2, facts=facts):
+        assert isinstance(error, ConfigError)
+        lines = str(error).splitlines()
+        assert lines[0] == "the processes disagree about the configuration"
+        assert lines[1].split() == ["where:", "optimizer.learning_rate"]
+        assert lines[2].endswith("optimizer.learning_rate: 0.1 in process 0, 0.2 in process 2")
+        assert lines[3].startswith("  fix:")
+
+
+@pytest.mark.parametrize("twice", [0, 1])
+def test_two_processes_of_one_number_are_named(twice):
+    for error in join(*sorted((0, 1, twice)), processes=3):
+        assert isinstance(error, ConfigError)
+        assert f"two processes have the number {twice}\n  where:    cluster.process" in str(error)
+        assert str(error).count("host ") == 2
+
+
+def test_a_process_that_never_comes_is_named_meanwhile_and_in_the_end(monkeypatch, capsys):
+    monkeypatch.setattr(watch, "SAY_SECONDS", 0.2)
+    for error in join(0, 2, processes=4, patience=1.5):
+        assert isinstance(error, ProcessLostError)
+        assert "processes 1, 3 did not join" in str(error)
+        assert "4 processes within 2 s" in str(error)
+        assert "process 2 (host" in str(error)
+    said = capsys.readouterr().err
+    for process in (0, 2):
+        assert f"process {process}: waiting for processes 1, 3 of 4 to join: 0 of at most" in said
+
+
+def test_process_0_that_does_not_answer_is_named_meanwhile_and_in_the_end(monkeypatch, capsys):
+    monkeypatch.setattr(watch, "SAY_SECONDS", 0.2)
+    (error,) = join(1, processes=2, patience=1.5)
+    assert isinstance(error, ProcessLostError)
+    assert "process 0 does not answer" in str(error)
+    assert "cluster.coordinator" in str(error)
+    assert "process 1: waiting for process 0 at 127.0.0.1:" in capsys.readouterr().err
+
+
+def test_a_port_that_something_else_listens_on(monkeypatch):
+    monkeypatch.setattr(watch, "SAY_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen\n[^$]*127\.0\.0\.1:{port}.*in use"):
+            Watch("127.0.0.1", port, 0, 2, 30.0).join({})
+
+
+def test_strangers_are_ignored():
+    port = free_port()
+    first = Watch("127.0.0.1", port, 0, 2, 30.0)
+    thread = threading.Thread(target=first.join, args=({},), daemon=True)
+    thread.start()
+    for line in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"process": 1}\n', b"x" * (2 << 20)):
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(line)
+                    stranger.shutdown(socket.SHUT_WR)
+                    stranger.recv(1)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+            except OSError:  # closed before all was sent
+                break
+    second = Watch("127.0.0.1", port, 1, 2, 30.0)
+    assert second.join({}).startswith("127.0.0.1:")
+    thread.join(30)
+    # A run under way goes on when a process comes that has no place in it.
+    with pytest.raises(ConfigError, match="a run is under way at this address"):
+        Watch("127.0.0.1", port, 1, 2, 30.0).join({})
+    second.leave()
+    first.leave()
+
+
+FAULT = (
+    JOIN
+    + """
+import ctypes, os, signal, time
+import jax
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.launch import fail_together, require_same
+broken, fault = int(sys.argv[4]), sys.argv[5]
+barrier("all there")
+ctypes.PyDLL(None).usleep(500_000)  # with the interpreter's lock: nobody takes it for dead
+require_same("the data", {"digest": str(process) if fault == "differ" else "equal"})
+if process == broken:
+    print("fault at", time.time(), flush=True)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "uncaught":
+        raise RuntimeError("in the user's step")
+    with fail_together():
+        if fault == "exit":
+            sys.exit(7)
+        raise ConfigError("token 99 is outside the vocabulary")
+with fail_together():
+    barrier("never")
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "broken", "codes", "own", "told"),
+    [
+        ("refusal", 0, (2, 2), "error in process 0 of 2: token 99 is", "error: token 99 is"),
+        pytest.param(
+            *("uncaught", 1, (1, 1), "error in process 1 of 2: RuntimeError", "in the user's step"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *("exit", 1, (7, 7), "error in process 1 of 2: exited with 7", "error: exited with 7"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *("kill", 0, (-9, 69), "", "error: process 0 is gone\n  where:    127.0.0.1:"),
+            marks=pytest.mark.long,
+        ),
+        ("kill", 1, (-9, 69), "", "error: process 1 is gone\n  where:    host"),
+    ],
+)
+def test_a_fault_of_one_process_ends_the_other_at_once(fault, broken, codes, own, told):
+    port = free_port()
+    processes = [
+        start(FAULT, port, number, 2, broken, fault, JAX_PLATFORMS="cpu") for number in range(2)
+    ]
+    outputs = [process.communicate(timeout=PATIENCE) for process in processes]
+    ended = time.time()
+    out, error = outputs[broken]
+    other = outputs[1 - broken][1]
+    assert (processes[broken].returncode, processes[1 - broken].returncode) == codes, other
+    assert own in error
+    assert f"process {broken} of 2 failed, so {1 - broken} ends:\n" in other
+    assert told in other
+    began = float(next(line for line in out.splitlines() if "fault at" in line).split()[-1])
+    assert ended - began < 30
+
+
+@pytest.mark.long
+def test_processes_that_disagree_after_they_joined_all_end():
+    port = free_port()
+    processes = [start(FAULT, port, k, 2, 9, "differ", JAX_PLATFORMS="cpu") for k in range(2)]
+    for process in processes:
+        _, error = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 2, error
+        assert "error: the processes disagree about the data\n  where:    digest" in error
+        assert "digest: 0 in process 0, 1 in process 1" in error
