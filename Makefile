@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help hooks quickstart test test-long test-releases test-parity third-party lint types format clean \
+.PHONY: help hooks quickstart test test-long test-releases test-parity third-party fuzz lint types format clean \
 	environment parity-environment
 .DEFAULT_GOAL := help
 
@@ -42,6 +42,12 @@ test: $(VENV)/.test ## the suite, but for the tests that take longest
 
 test-long: $(VENV)/.test ## the tests that take longest
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
+
+# Every failing input is printed with the command that repeats it: make fuzz TARGET=rules SEED=7 CASE=123
+N ?= 2000
+fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files and settings (SEED, TARGET, CASE)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET)) \
+		$(if $(CASE),--case $(CASE))
 
 test-releases: $(VENV)/.test ## the tests that meet what changes between releases of jax
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "releases and not long"

@@ -1,0 +1,523 @@
+"""What a user writes: the configuration, the command line, sharding rules."""
+
+import ast
+import dataclasses
+import json
+import math
+import re
+import types
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import yaml
+from jax.sharding import AbstractMesh
+
+from fsdp_jax import tree
+from fsdp_jax.cli.commands import COMMANDS
+from fsdp_jax.errors import ConfigError, FitError
+from fsdp_jax.sharding.rules import Rules
+from fsdp_jax.train import config_file
+from fsdp_jax.train.build import build
+from fsdp_jax.train.config import Config
+from fsdp_jax.train.typed_keys import key_values
+from fuzz import mutations
+from fuzz.harness import Case, RefusedError, Running, Target
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SETTINGS = {
+    "strategy": "zero2",
+    "output": "output/fuzz",
+    "remat_save": ["qkv", "mlp"],
+    "model": {"family": "gpt", "layers": 2, "dropout": 0.1},
+    "lora": {"rank": 4, "alpha": 8},
+    "mesh": {"replica": 1, "data": -1},
+    "units": {"min_params": 1000},
+    "precision": {"compute": "bfloat16", "loss_scale": None},
+    "offload": {"optimizer": 0.5},
+    "optimizer": {"name": "adamw", "learning_rate": "3e-4", "clip": 1.0},
+    "data": {"kind": "text", "path": "corpus", "packing": True, "held_out": 0.1},
+    "train": {"steps": 20, "global_batch_size": 8, "seed": 7, "abort_after": None},
+    "checkpoint": {"every": 5, "keep": 2, "every_minutes": 1.5},
+}
+
+
+EXTREMES = {
+    int: [0, 1, -1, 2, 3, 7, 8, 1 << 16, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 63) - 1, 10**30],
+    float: [0.0, -1.0, 1e-320, 1e-9, 0.1, 0.5, 1, 1.5, 1e9, 1e308, float("inf"), float("nan")],
+    bool: [False, True],
+    str: [
+        "", " ", "bytes", "gpt2", "llama-tiny", "t5-tiny", "vit-tiny", "float16", "bfloat16",
+        "float8_e4m3fn", "int8", "zero1", "ddp", "fsdp", "hybrid_shard", "output/a", "../sentinel",
+        "/dev/zero", "nothing", "a:1", "train[:10%]",
+    ],
+}  # fmt: skip
+"""Values of the right type."""
+
+
+def keys_of(kind: Any = Config, prefix: str = "") -> dict[str, Any]:
+    """Returns {dotted key: type}."""
+    keys = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        inner = dataclasses.is_dataclass(hint)
+        keys |= keys_of(hint, f"{prefix}{name}.") if inner else {prefix + name: hint}
+    return keys
+
+
+KEYS = keys_of()
+DEFAULTS = dict(key_values(Config()))
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """Returns a YAML value as a key of type `kind`. Raises RefusedError for one of another type."""
+    if get_origin(kind) is Annotated:
+        inner, limit, *_ = get_args(kind)
+        result = typed(inner, value)
+        if result is not None and result < limit.value:
+            raise RefusedError(f"{result} is below the limit")
+        return result
+    if get_origin(kind) in (Union, types.UnionType):
+        inner = next(part for part in get_args(kind) if part is not type(None))
+        return None if value is None else typed(inner, value)
+    if get_origin(kind) is Literal:
+        fits = type(value) is str and value in get_args(kind)
+    elif get_origin(kind) is tuple:
+        value = [value] if type(value) is str else value
+        fits = type(value) is list and all(type(item) is str for item in value)
+        value = tuple(value) if fits else value
+    elif kind is float:
+        fits = type(value) in (int, float, str)
+        try:
+            value = float(value) if fits else value
+        except (ValueError, OverflowError) as error:
+            raise RefusedError(str(error)) from error
+        fits = fits and math.isfinite(value)
+    else:
+        fits = type(value) is kind
+    if not fits:
+        raise RefusedError(f"{value!r:.80} is no {kind}")
+    return value
+
+
+class ConfigTarget(Target):
+    """A configuration in YAML."""
+
+    name = "config"
+
+    def make(self, case: Case) -> None:
+        rng, path = case.rng, case.folder / "config.yaml"
+        shipped = sorted(CONFIGS.glob("*.yaml"))
+        texts = [config_file.dump(Config()) if rng.random() < 0.2 else yaml.safe_dump(SETTINGS)]
+        content = rng.choice([rng.choice(shipped).read_text(), *texts])
+        path.write_text(content)
+        way = rng.random()
+        if way < 0.05:
+            return
+        if way < 0.45:
+            case.done.append(mutations.mutate_file(rng, path, mutations.IN_TEXT))
+        elif way < 0.9:
+            tree = yaml.safe_load(content)
+            for _ in range(rng.choice([1, 1, 2])):
+                if rng.random() < 0.6:
+                    name = self._set_a_key(rng, tree)
+                else:
+                    tree, name = mutations.mutate_tree(rng, tree)
+                case.done.append(name)
+                if not isinstance(tree, dict):
+                    break
+            path.write_text(mutations.dumps(tree), errors="surrogatepass")
+        elif way < 0.95:
+            bomb = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+            where = rng.choice(["", "strategy: *a11\n", "model: {layers: *a11}\n"])
+            path.write_text(f"a0: &a0 [x]\n{bomb}{where}" if where else "output: &a [*a]\n")
+            case.done.append(f"aliases {where}")
+        else:
+            case.done.append(mutations.replace_file(rng, path))
+
+    @staticmethod
+    def _set_a_key(rng: Random, tree: Any) -> str:
+        """Gives any key a hostile value, by its dotted path."""
+        key = rng.choice(list(KEYS))
+        section, _, name = key.rpartition(".")
+        holder = tree.setdefault(section, {}) if section else tree
+        if isinstance(holder, dict):
+            plain = _plain(KEYS[key])
+            hostile = mutations.value(rng)
+            typical = EXTREMES.get(plain) or list(get_args(plain)) or [hostile]
+            if get_origin(plain) is tuple:
+                typical = [[], ["kernel"], ["Block"], ["qkv", "mlp"], ["("], ["(a+)+$"], "mlp"]
+            holder[name] = rng.choice(typical) if rng.random() < 0.7 else hostile
+            return f"{key} {holder[name]!r:.60}"
+        return f"a key in {section}"
+
+    def read(self, case: Case) -> Any:
+        config = config_file.load(case.folder / "config.yaml")
+        if case.done:  # what it describes too, up to compilation
+            build(
+                dataclasses.replace(config, train=dataclasses.replace(config.train, devices=None))
+            )
+        return dict(key_values(config))
+
+    def reference(self, case: Case) -> Any:
+        try:
+            text = (case.folder / "config.yaml").read_text()
+            loader = yaml.SafeLoader(text)
+            node = loader.get_single_node()
+            _refuse_twice(node, set())
+            content = {} if node is None else loader.construct_document(node) or {}
+        except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+            raise RefusedError(str(error)) from error
+        values = {}
+        for name, value in content.items():
+            is_section = any(key.startswith(f"{name}.") for key in KEYS)
+            keys = {f"{name}.{k}": v for k, v in (value or {}).items()} if is_section else {}
+            for key, each in keys.items() if is_section else [(name, value)]:
+                if key not in KEYS:
+                    raise RefusedError(f"unknown key {key!r}")
+                values[key] = typed(KEYS[key], each)
+        if not values.get("output", "x").strip():
+            raise RefusedError("an empty output")
+        if (
+            sum(map(bool, (values.get(f"units.{k}") for k in ("classes", "min_params", "scan"))))
+            > 1
+        ):
+            raise RefusedError("units in two ways")
+        return DEFAULTS | values
+
+
+def _refuse_twice(node: Any, seen: set[int]) -> None:
+    """Raises RefusedError if a key stands twice in a mapping."""
+    if node is None or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        names = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(names)) < len(names):
+            raise RefusedError("a key stands twice")
+        for pair in node.value:
+            for each in pair:
+                _refuse_twice(each, seen)
+    elif isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            _refuse_twice(each, seen)
+
+
+TEXTS = [
+    "", " ", "0", "1", "-1", "+3", "007", "1_000", "\uff11\uff12", "1e3", "1.5", "nan", "-inf",
+    "1e999", "inf", "None", "null", "true", "False", "yes", "9" * 30, "9" * 5000, "0x10", "[1]",
+    "{}", "a,b", "(", "(a+)+$", "*", "[", "../sentinel/file", "/dev/zero", "/", ".", "~", "%s",
+    "{}", "é", "日本", "\udcff", "\x1b[2J", "\n", "error: x", "-", "--", "---", "=", "x" * 3000,
+    "gpt", "cosine", "cpu:8", "h100:8", "cpu:0", "h100:999999999x9", "v5e:0x0", "v5p:2x2x2*-1",
+    "bytes", "out/a", "train",
+]  # fmt: skip
+POSITIONAL = {"config": "config.yaml", "corpus": "corpus.txt", "folder": "run", "output": "run"}
+OPTIONS = {
+    "topology": "cpu:8",
+    "tokenizer": "bytes",
+    "devices": "8",
+    "vocab_size": "300",
+    "step": "1",
+}
+GOOD = {int: "7", float: "0.25", bool: "true", str: "text"}
+
+
+def _plain(kind: Any) -> Any:
+    while get_origin(kind) in (Annotated, Union, types.UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    return kind
+
+
+class CommandLineTarget(Target):
+    """Subcommands, their options, and dotted overrides; a command stops where its work begins."""
+
+    name = "command"
+    may_write = ("out",)
+
+    def prepare(self, seeds: Path) -> None:
+        (seeds / "config.yaml").write_text(yaml.safe_dump({"train": {"steps": 5}}))
+        (seeds / "corpus.txt").write_text("A river is long.\n" * 40)
+        (seeds / "run").mkdir()
+
+    def start(self) -> None:
+        from fsdp_jax.checkpoint import verify
+        from fsdp_jax.cli import certify
+        from fsdp_jax.train import build, huggingface, main, planning
+
+        def reached(*args: Any, **kwargs: Any) -> int:
+            Running.result = dict(key_values(args[0])) if isinstance(args[0], Config) else {}
+            raise FitError("the work begins here")
+
+        for module, name in (
+            (main, "train"), (build, "build"), (planning, "plan_of"), (planning, "choose"),
+            (certify, "certify_small"), (huggingface, "import_run"), (huggingface, "export_model"),
+            (verify, "export_run"),
+        ):  # fmt: skip
+            setattr(module, name, reached)
+
+    def make(self, case: Case) -> None:
+        rng = case.rng
+        (case.folder / "out").mkdir()
+        for name in ("config.yaml", "corpus.txt"):
+            (case.folder / name).write_bytes((case.seeds / name).read_bytes())
+        (case.folder / "run").mkdir()
+        valid = rng.random() < 0.1
+        if valid:
+            name = rng.choice(["train", "certify", "inspect", "plan"])
+            argv = [name, "config.yaml"] + ["--topology", "cpu:8"] * (name == "plan")
+            argv += self._overrides(rng, good=True)
+        else:
+            names = sorted(COMMANDS.keys() - {"probe"}) + ["train", "certify"] * 3
+            argv = [rng.choice(names)]
+            kinds = get_type_hints(COMMANDS[argv[0]], include_extras=True)
+            argv.append(POSITIONAL[next(iter(kinds))])
+            argv += self._options(rng, kinds) + self._overrides(rng, good=False)
+            if rng.random() < 0.1:
+                argv[rng.randrange(2)] = rng.choice(["-h", "--help", "trian", "nothing", *TEXTS])
+            if rng.random() < 0.1:
+                argv.insert(rng.randrange(len(argv) + 1), rng.choice(TEXTS))
+            if rng.random() < 0.005:
+                argv.append("--help")
+            case.done.append(repr(argv)[:400])
+        (case.folder / "argv.json").write_text(json.dumps(argv))
+
+    @staticmethod
+    def _overrides(rng: Random, *, good: bool) -> list[str]:
+        """Returns overrides of some keys; with `good`, each of the right type."""
+        argv = []
+        for _ in range(rng.choice([0, 1, 1, 2, 5])):
+            key = rng.choice(list(KEYS))
+            kind = _plain(KEYS[key])
+            text = GOOD.get(kind) or (get_args(kind)[0] if get_origin(kind) is Literal else "name")
+            if key.startswith("units."):
+                continue
+            if not good and rng.random() < 0.5:
+                text = rng.choice(TEXTS) if rng.random() < 0.6 else text
+                key += rng.choice(["s", ".", "\n", "="]) if rng.random() < 0.05 else ""
+                key = key.replace("_", "-") if rng.random() < 0.3 else key
+            argv += [f"--{key}={text}"] if rng.random() < 0.4 else [f"--{key}", text]
+        return argv
+
+    @staticmethod
+    def _options(rng: Random, kinds: dict[str, Any]) -> list[str]:
+        """Returns options of a command; what it writes is in `out`."""
+        argv = []
+        for option in list(kinds)[1:]:
+            needed = option in ("to", "topology", "tokenizer")
+            if rng.random() > (0.9 if needed else 0.1):
+                continue
+            argv.append(f"--{option.replace('_', '-')}")
+            if option in ("to", "html"):
+                argv.append(f"out/{rng.choice(['a', 'b/c', 'é', '[x]', ' '])}")
+            elif option in OPTIONS and rng.random() < 0.7:
+                argv.append(OPTIONS[option])
+            elif _plain(kinds[option]) is not bool or rng.random() < 0.05:
+                argv.append(rng.choice(TEXTS))
+        return argv
+
+    def argv(self, case: Case) -> list[str]:
+        return json.loads((case.folder / "argv.json").read_text())
+
+    def read(self, case: Case) -> Any:
+        raise AssertionError("the command itself reads")
+
+    def reference(self, case: Case) -> Any:
+        argv = self.argv(case)
+        if not isinstance(Running.result, dict) or not Running.result:
+            return Running.result  # help, or a command without a configuration
+        expected = DEFAULTS | {"train.steps": 5}
+        own = get_type_hints(COMMANDS[argv[0]], include_extras=True)
+        rest = argv[1:]
+        while rest:
+            name, equals, text = rest.pop(0).partition("=")
+            key = name[2:].replace("-", "_")
+            if not name.startswith("--") or key in own:
+                continue
+            texts = [text] if equals else []
+            is_list = get_origin(_plain(KEYS[key])) is tuple
+            while rest and not rest[0].startswith("--") and (is_list or not texts):
+                texts.append(rest.pop(0))
+            expected[key] = self._value(KEYS[key], texts)
+        return expected
+
+    @staticmethod
+    def _value(kind: Any, texts: list[str]) -> Any:
+        plain = _plain(kind)
+        if get_origin(plain) is tuple:
+            return tuple(texts)
+        text = texts[0]
+        if plain is not kind and type(None) in get_args(kind) and text in ("None", "null"):
+            return None
+        try:
+            value = int(text) if plain is int else text
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+        if plain is bool:
+            value = {"true": True, "false": False}.get(text.lower(), text)
+        return typed(kind, value)
+
+
+PARAMS = {
+    "embed/embedding": (64, 16),
+    "blocks/0/attn/qkv/kernel": (16, 48),
+    "blocks/0/attn/out/kernel": (16, 16),
+    "blocks/0/mlp/up/kernel": (16, 64),
+    "blocks/0/mlp/up/bias": (64,),
+    "blocks/1/attn/qkv/kernel": (16, 48),
+    "blocks/1/mlp/down/kernel": (65, 16),
+    "a_parameter_with_a_long_name_of_many_letters/and_another_part_of_its_path/kernel": (8, 4, 2),
+    "norm/scale": (16,),
+    "step": (),
+}
+MESH = {"replica": 2, "data": 4}
+PATTERNS = [
+    "kernel", "kernel$", "^embed", "blocks/.*/kernel", r"blocks/\d+/attn", "attn/(qkv|out)/kernel",
+    "bias", "mlp/up", "norm|step", ".*", "", "nothing", ("attn", "qkv"), ("mlp", ".*", "kernel"),
+    ("embed",), ("a.*", "kernel"),
+]  # fmt: skip
+HOSTILE_PATTERNS = [
+    "(", "[", "*", "(?P<a", "\\", "(?i)KERNEL", "(a+)+$", r"(\w+)+!$", r"(\w*/?)*\d$",
+    "([a-z_/]+)*0$", "(x|x)*y", "a{99999}", "(a{1,500}){1,500}", "(?=.*)", r"(.)\1",
+    "(" * 150 + ")" * 150, "\0", "é", "x" * 5000, "^(?!.*kernel)",
+    r"(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)!", (), ("",), ("(",), ("", "", ""), 7, None, b"kernel",
+    ["kernel"], (1, 2), {}, (r"(\w+)+!", "kernel"), ("(_?[a-z]+)+!",),
+]  # fmt: skip
+ENTRIES = ["data", "replica", "fsdp", None, None, ("replica", "data"), ("data",)]
+HOSTILE_ENTRIES = [
+    "tensor", "", "DATA", ("data", "data"), ("fsdp", "data"), (), 0, 1.5, True, b"data", [["data"]],
+    {}, "data,replica", ("data", None), "\0", "é", "x" * 3000,
+]  # fmt: skip
+
+
+class RulesTarget(Target):
+    """Patterns and specs on the abstract parameters of a small model."""
+
+    name = "rules"
+
+    def start(self) -> None:
+        tree.SECONDS = 0.1  # of a slow pattern; 5 in use
+
+    def make(self, case: Case) -> None:
+        rng = case.rng
+        valid = rng.random() < 0.05
+        rules: Any = [("qkv/kernel$", (None, "fsdp")), ("embed", ("data", "replica")), (".*", None)]
+        logical: Any = ()
+        if not valid:
+            rules = [self._rule(rng) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 6]))]
+            if rng.random() < 0.15:
+                rules = {pattern: spec for pattern, spec in rules if isinstance(pattern, str)}
+            if rng.random() < 0.1:
+                rules = rng.choice(
+                    [None, "kernel", 5, [()], [("a",)], [("a", None, None)], {1: 2}, [7]]
+                )
+            if rng.random() < 0.2:
+                logical = rng.choice(
+                    [
+                        [("embed", "data")],
+                        {"mlp": "fsdp"},
+                        [("a", "tensor")],
+                        [("embed",)],
+                        "x",
+                        7,
+                        {"data": None},
+                    ]
+                )
+            case.done.append(f"rules {rules!r:.300} logical {logical!r}")
+        (case.folder / "rules.py").write_text(repr((rules, logical)))
+
+    @staticmethod
+    def _rule(rng: Random) -> Any:
+        pattern: Any = rng.choice(HOSTILE_PATTERNS if rng.random() < 0.25 else PATTERNS)
+        if rng.random() < 0.1 and isinstance(pattern, str):
+            content = bytearray(pattern.encode())
+            mutations.insert(content, rng)
+            pattern = content.decode(errors="replace")
+        spec: Any = tuple(
+            rng.choice(HOSTILE_ENTRIES if rng.random() < 0.1 else ENTRIES)
+            for _ in range(rng.choice([0, 1, 1, 2, 2, 2, 3, 5]))
+        )
+        if rng.random() < 0.1:
+            spec = rng.choice(
+                [None, "data", 7, {}, b"data", {"data": 1}, [["data"]], 0.5, [None] * 3000]
+            )
+        return (pattern, spec)
+
+    def read(self, case: Case) -> Any:
+        rules, logical = ast.literal_eval((case.folder / "rules.py").read_text())
+        mesh = AbstractMesh(tuple(MESH.values()), tuple(MESH))
+        params = {path: _shaped(shape) for path, shape in PARAMS.items()}
+        try:
+            placed = Rules(rules, logical, min_size=256, axes=("data",)).place(
+                _nested(params), mesh
+            )
+        except ConfigError:
+            raise
+        except ValueError as error:  # as `train.build` turns it
+            raise ConfigError(str(error)) from error
+        return {path: _axes_by_dim(place.spec) for path, place in placed.items()}
+
+    def reference(self, case: Case) -> Any:
+        rules, logical = ast.literal_eval((case.folder / "rules.py").read_text())
+        got = Running.result
+        for path, shape in PARAMS.items():
+            _refuse_misfit(path, shape, got[path])
+        if logical:
+            return got  # whatever fits
+        expected = {}
+        pairs = list(rules.items() if isinstance(rules, dict) else rules or ())
+        if any(len(pair) != 2 for pair in pairs):
+            raise RefusedError("a rule is no pair")
+        for path in PARAMS:
+            specs = [spec for pattern, spec in pairs if _found(pattern, path)]
+            expected[path] = _axes_by_dim(specs[0] or ()) if specs else got[path]
+        for pattern, spec in pairs:
+            if any(len(set(e)) < len(e) for e in spec or () if isinstance(e, tuple | list)):
+                raise RefusedError(f"an axis stands twice in a dim: {spec}")
+            if not any(_found(pattern, path) for path in PARAMS):
+                raise RefusedError(f"a rule matches nothing: {pattern!r}")
+        return expected
+
+
+def _shaped(shape: tuple[int, ...]) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *folders, name = path.split("/")
+        inner = tree
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[name] = leaf
+    return tree
+
+
+def _axes_by_dim(spec: Any) -> list[list[str]]:
+    """Returns the mesh axes of each dim, without empty ones at the end."""
+    dims = [[entry] if isinstance(entry, str) else list(entry or ()) for entry in spec]
+    dims = [list(dict.fromkeys("data" if a == "fsdp" else a for a in dim)) for dim in dims]
+    while dims and not dims[-1]:
+        dims.pop()
+    return dims
+
+
+def _refuse_misfit(path: str, shape: tuple[int, ...], dims: list[list[str]]) -> None:
+    axes = [axis for dim in dims for axis in dim]
+    if len(set(axes)) < len(axes) or not set(axes) <= set(MESH) or len(dims) > len(shape):
+        raise RefusedError(f"{path}: {dims} does not fit {shape}")
+    for size, dim in zip(shape, dims, strict=False):
+        if size % math.prod(MESH[axis] for axis in dim):
+            raise RefusedError(f"{path}: {size} is not divisible by {dim}")
+
+
+def _found(pattern: Any, path: str) -> bool:
+    if isinstance(pattern, str):
+        return re.search(pattern, path) is not None
+    parts = path.split("/")
+    return any(
+        all(re.fullmatch(one, part) for one, part in zip(pattern, parts[start:], strict=False))
+        for start in range(len(parts) - len(pattern) + 1)
+    )
