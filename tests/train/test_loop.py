@@ -19,7 +19,7 @@ from fsdp_jax.train.loop import Training
 from fsdp_jax.train.metrics import JsonLines, StepRecord
 
 PATIENCE = 300  # seconds: a busy machine
-FIELDS = (*StepRecord.__dataclass_fields__, "loss_z_score")
+FIELDS = tuple(StepRecord.__dataclass_fields__)
 
 
 def stop_at(monkeypatch, step, number=signal.SIGINT):
