@@ -24,7 +24,8 @@ Conventions
   - blocked: until an asynchronous save returns to its caller; total: until the step is complete.
     All three wait until their data is on disk (DCP: `sync_files`, its default).
   - ours is told that the state is finite, as a run knows from its steps; it digests every file and
-    reads the metadata back besides. orbax: `save_async` and `save` with its defaults. DCP: `async_save` and `save` of a dict of CPU tensors of the same shapes, in
+    reads the metadata back besides. orbax: `save_async` and `save` with its defaults. DCP:
+    `async_save` and `save` of a dict of CPU tensors of the same shapes, in
     one process with gloo; it copies the state while it blocks, where jax's CPU arrays need none.
 - Peak memory is the child's largest resident set less that before the call. It includes the
   restored state: the devices' memory is the host's.
