@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from io import FileIO
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fsdp_jax.errors import first_lines, message
-from fsdp_jax.io.regular_files import open_regular, regular_opener
+from fsdp_jax.io.regular_files import NotRegularError, read_regular, regular_opener
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,8 @@ class JsonLines:
     def _continued(self) -> FileIO:
         """Returns the open file, which ends with the last record up to the step `after`."""
         content = b""
-        if self._path.exists():
-            with open_regular(self._path) as file:
-                content = file.read()
+        if os.path.lexists(self._path):
+            content = read_regular(self._path, follow_link=False)
         records, damage = parse_lines(content)
         end = max((record.end for record in records if record.step <= self._after), default=0)
         if damage:
@@ -74,7 +73,7 @@ class JsonLines:
             dropped = sum(line.end > end for line in damage)
             fix = f"none: {dropped} at the end are dropped, others left as they are"
             self._say(message(what, where=str(self._path), got=got, fix=fix))
-        file = FileIO(self._path, "ab", opener=regular_opener(follow_link=True))
+        file = FileIO(self._path, "ab", opener=regular_opener(follow_link=False))
         file.truncate(end)
         return file
 
@@ -100,6 +99,8 @@ class JsonLines:
         self._told = True
         what = "warning: metrics are not written, but training goes on"
         fix = "free some space: later steps are written again"
+        if isinstance(error, NotRegularError):
+            fix = "move it away: later steps are written again"
         self._say(message(what, where=str(self._path), got=error, fix=fix))
 
     def close(self) -> None:
@@ -133,7 +134,7 @@ def parse_lines(content: bytes) -> tuple[list[JsonRecord], list[DamagedLine]]:
     A line is a record if it is whole and a JSON object with a `step`.
     """
     records, damage, end = [], [], 0
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
+    for number, line in enumerate(BytesIO(content), 1):
         end += len(line)
         try:
             fields = json.loads(line)

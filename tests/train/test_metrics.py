@@ -108,6 +108,27 @@ def test_a_pipe_or_a_folder_in_place_of_the_file_is_told(path):
     file.close()
 
 
+def test_a_link_in_place_of_the_file_is_told_and_not_followed(path, tmp_path):
+    others = tmp_path / "others"
+    for content in (b"", b"kept\n"):
+        others.write_bytes(content)
+        path.symlink_to(others)
+        said = []
+        write(path, [1], said).close()
+        assert "a link, which could lead anywhere" in said[0]
+        assert "fix:      move it away: later steps are written again" in said[0]
+        assert others.read_bytes() == content
+        path.unlink()
+
+
+def test_a_line_ends_at_a_newline_alone(path):
+    whole = b'{"step": 1,\r "text": "\xe2\x80\xa8\xc2\x85"}\n'
+    path.write_bytes(whole)
+    write(path, [2], after=1).close()
+    assert path.read_bytes().startswith(whole)
+    assert [record.step for record in parse_lines(path.read_bytes())[0]] == [1, 2]
+
+
 def test_learning_rates_are_evaluated_in_blocks():
     seen = []
 
