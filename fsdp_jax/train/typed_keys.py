@@ -137,7 +137,8 @@ def split_arguments(
     any other key one. Hyphens and underscores of a key are the same.
 
     Raises:
-        ConfigError: an unknown key, or one without its value.
+        ConfigError: an unknown key, one without its value, or one that is given again after a value
+            of the wrong type.
 
     """
     positional: list[str] = []
@@ -161,6 +162,8 @@ def split_arguments(
             raise ConfigError(
                 message(f"--{name} needs a value", where="command line", expected=expected)
             )
+        if key in options:  # the last one counts, but each has to be one
+            read_option(key, kinds[key], options[key])
         options[key] = texts
     return positional, options
 

@@ -254,6 +254,7 @@ def test_no_such_file(tmp_path):
         ("--train.steps", "--train.steps needs a value"),
         ("--train.steps 3 4", "unexpected argument '4'"),
         ("--offload.param true", r"did you mean 'offload\.params'\?"),
+        ("--train.steps many --train.steps 3", r"where: +--train\.steps\n  expected: a whole"),
     ],
 )
 def test_mistakes_on_the_command_line(written, overrides, message):
