@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.logical_axes import is_entry
-from fsdp_jax.sharding.mesh import Entry
+from fsdp_jax.sharding.mesh import Entry, axes_of
 from fsdp_jax.tree import SEPARATOR, check_regexes, search
 
 Pattern = str | tuple[str, ...]
@@ -43,6 +43,10 @@ def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
             what = "a spec has one entry per dim"
             fix = "a PartitionSpec or a tuple of mesh axes, such as " + _corrected(spec)
             raise ValueError(message(what, where=where, got=repr(spec), fix=fix))
+        twice = [entry for entry in spec if len(set(axes_of(entry))) < len(axes_of(entry))]
+        if twice:
+            what = "a dim names an axis twice"
+            raise ValueError(message(what, where=where, got=repr(spec), fix="leave one out"))
         pairs.append((pattern, tuple(spec)))
     return tuple(pairs)
 

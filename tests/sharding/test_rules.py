@@ -258,6 +258,11 @@ def test_subtrees_that_only_look_like_a_stack(shapes):
 # Lint
 
 
+def test_a_dim_that_names_an_axis_twice_is_refused():
+    with pytest.raises(ValueError, match=r"names an axis twice\n  where: +rule 'up'"):
+        Rules([("up", (("data", "data"), None))])
+
+
 @pytest.mark.parametrize(
     ("rules", "kind", "text"),
     [
