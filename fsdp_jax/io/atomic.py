@@ -31,7 +31,8 @@ def rename_durably(source: Path, target: Path) -> None:
 def write_durably(path: Path, content: bytes) -> None:
     """Writes a file that appears under `path` complete and on disk, or not at all."""
     unfinished = path.with_name(path.name + UNFINISHED)
-    with unfinished.open("wb") as file:
+    unfinished.unlink(missing_ok=True)
+    with unfinished.open("xb") as file:  # never through a link, into a pipe or over another name
         file.write(content)
         fsync_file(file)
     rename_durably(unfinished, path)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from fsdp_jax.io.atomic import UNFINISHED, write_durably
 from fsdp_jax.io.regular_files import NotRegularError, open_regular, read_regular, regular_opener
 
 
@@ -31,3 +32,16 @@ def test_pipes_devices_and_folders_are_refused_without_waiting(tmp_path, follow_
         opener = regular_opener(follow_link=follow_link)
         with pytest.raises(NotRegularError), open(path, "a+", opener=opener):
             pass
+
+
+def test_a_file_is_written_beside_what_stands_in_the_way(tmp_path):
+    others = tmp_path / "others"
+    others.write_bytes(b"kept")
+    (tmp_path / f"file{UNFINISHED}").symlink_to(others)
+    write_durably(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
+    assert not (tmp_path / "file").is_symlink()
+    assert others.read_bytes() == b"kept"
+    os.mkfifo(tmp_path / f"file{UNFINISHED}")  # a writer would wait for a reader
+    write_durably(tmp_path / "file", b"again")
+    assert (tmp_path / "file").read_bytes() == b"again"
