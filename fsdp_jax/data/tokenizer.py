@@ -5,8 +5,12 @@ ids of its characters, and `encode` adds no tokens. `encode_documents` puts the 
 before each document and the end-of-text token after it.
 """
 
+import contextlib
 import hashlib
 import json
+import os
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, groupby, takewhile
 from pathlib import Path
@@ -98,22 +102,19 @@ class HuggingFace:
     """A tokenizer of Hugging Face's `tokenizers`, from the bytes of its `tokenizer.json`.
 
     `settings` are the bytes of the `tokenizer_config.json` beside it, of which only `eos_token` is
-    used. Raises ConfigError if the package is missing, DamageError if it cannot read the file.
+    used. Raises ConfigError if the package is missing, DamageError if it cannot read the file or
+    encode with it.
     """
 
     def __init__(self, content: bytes, *, name: str, settings: bytes | None = None):
         tokenizers = _import_tokenizers()
-        try:
+        with _damage_told(name), _panics_untold():
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             self._tokenizer.encode_special_tokens = True  # their spelling in a text is text
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             ids = self._tokenizer.get_vocab(with_added_tokens=True)
             self.begin = self._template_prefix("a")
-        except BaseException as error:  # the package raises nothing more specific, and may panic
-            if not is_failure(error):
-                raise
-            raise damage_error("Not a tokenizer.", where=name, expected=FILE, got=error) from error
         self._known = frozenset(ids.values())
         self.name = name
         self.vocab_size = max(self._known, default=-1) + 1
@@ -140,11 +141,14 @@ class HuggingFace:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 [tokens]."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        with _damage_told(self.name):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns `encode` of each text, computed on all cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _damage_told(self.name):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -153,13 +157,45 @@ class HuggingFace:
         for known, run in groupby(np.asarray(tokens).tolist(), self._is_known):
             ids = list(run)
             if known:
-                pieces.append(self._tokenizer.decode(ids, skip_special_tokens=False))
+                with _damage_told(self.name):
+                    pieces.append(self._tokenizer.decode(ids, skip_special_tokens=False))
             else:
                 pieces.append("\ufffd" * len(ids))
         return "".join(pieces)
 
     def _is_known(self, token: int) -> bool:
         return token in self._known
+
+
+@contextlib.contextmanager
+def _damage_told(name: str) -> Iterator[None]:
+    """Turns whatever the package raises into DamageError; it raises nothing more specific."""
+    try:
+        yield
+    except BaseException as error:  # its panics are no Exceptions
+        if not is_failure(error):
+            raise
+        raise damage_error("Not a tokenizer.", where=name, expected=FILE, got=error) from error
+
+
+@contextlib.contextmanager
+def _panics_untold() -> Iterator[None]:
+    """Keeps what is written to stderr back, and drops it if the work inside fails.
+
+    The package prints its panics, with a backtrace, before Python sees them.
+    """
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+            sys.stderr.flush()
+            kept.seek(0)
+            os.write(stderr, kept.read())
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
@@ -178,7 +214,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         raise config_error(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
     settings_file = file.with_name(SETTINGS)
     try:
-        settings = read_regular(settings_file) if settings_file.exists() else None
+        settings = read_regular(settings_file) if os.path.lexists(settings_file) else None
         return HuggingFace(read_regular(file), name=str(source), settings=settings)
     except OSError as error:
         raise damage_error("A tokenizer cannot be read.", where=str(file), got=error) from error

@@ -188,8 +188,8 @@ PANICS = {
 }
 
 
-def test_a_panic_of_the_package_is_damage():
-    """It derives from BaseException."""
+def test_a_panic_of_the_package_is_damage(capfd):
+    """It derives from BaseException, and the package prints it."""
     content = json.loads(word_level(WORDS))
     content["post_processor"] = PANICS
     load_words(json.dumps(content).encode())
@@ -198,6 +198,22 @@ def test_a_panic_of_the_package_is_damage():
     }
     with pytest.raises(DamageError, match=r"Not a tokenizer\.\n +where: +broken"):
         load_words(json.dumps(content).encode())
+    assert capfd.readouterr().err == ""
+
+
+def test_a_text_that_a_tokenizer_cannot_encode_is_damage():
+    tokenizer = load_words(word_level({"a": 0}))  # without the token for unknown words
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(DamageError, match=r"Not a tokenizer\.(?s:.*)Missing \[UNK\]"):
+            encode("b")
+
+
+@pytest.mark.parametrize("target", ["nothing", "tokenizer_config.json"])
+def test_settings_that_are_a_link_to_nothing_are_not_taken_as_absent(target, tmp_path):
+    (tmp_path / FILE).write_bytes(word_level(WORDS))
+    (tmp_path / SETTINGS).symlink_to(target)
+    with pytest.raises(DamageError, match=r"cannot be read(?s:.*)tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
 
 
 def test_ids_that_no_array_holds_are_refused():
