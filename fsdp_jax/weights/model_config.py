@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -133,7 +133,7 @@ def _impossible_values(config: Any) -> Iterator[str]:
         limit = MOST_LAYERS if name.endswith("layers") else LARGEST
         possible = {
             int: type(value) is int and 0 < value <= limit,
-            float: type(value) in (int, float) and math.isfinite(value),
+            float: type(value) in (int, float) and abs(value) <= sys.float_info.max,
             bool: type(value) is bool,
         }
         if not possible.get(hint, True):

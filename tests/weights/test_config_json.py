@@ -335,6 +335,7 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path):
         ([1], "no model configuration"),
         (GPT2 | {"n_layer": 10**9}, "layers: 1000000000 is not a possible int"),
         (GPT2 | {"vocab_size": 2**40}, "vocab_size: 1099511627776 is not a possible int"),
+        (GPT2 | {"vocab_size": 10**400}, "vocab_size: 1000+ is not a possible int"),
         (GPT2 | {"n_embd": "768"}, "not supported"),
         (GPT2 | {"n_head": 0}, "not supported"),
         (GPT2 | {"n_embd": 768.0}, "width: 768.0 is not a possible int"),
