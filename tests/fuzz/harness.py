@@ -277,8 +277,9 @@ def _work(
         target.prepare(root / "seeds")
     target.start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit = _mapped() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if sys.platform == "linux":  # elsewhere memory has no such limit
+        limit = _mapped() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     os.write(pipe, b'"ready"\n')
     for number in numbers:
         outcome = _run_case(target, seed, number, root, capture)
