@@ -19,7 +19,7 @@ from fsdp_jax.train.loop import Training
 from fsdp_jax.train.metrics import JsonLines, StepRecord
 
 PATIENCE = 300  # seconds: a busy machine
-FIELDS = tuple(StepRecord.__dataclass_fields__)
+FIELDS = (*StepRecord.__dataclass_fields__, "loss_z_score")
 
 
 def stop_at(monkeypatch, step, number=signal.SIGINT):
