@@ -1,266 +1,830 @@
-"""Kills a training run again and again, and compares it to one that was never killed.
+"""Kills, starves and spoils runs again and again, and compares them to undisturbed ones.
 
-    python scripts/torture_checkpoint.py [--trials 200] [--seed 0] [--directory DIR] [--json FILE]
+    python scripts/torture_checkpoint.py [--trials 200] [--only KIND] [--seed 0] [--jobs 2]
+        [--directory DIR] [--json FILE]
 
 Conventions
-- One run of a tiny GPT over 8 virtual devices, a checkpoint every second step, the newest two kept.
-  Each trial starts it, waits for a random phase and then a random moment more, and kills it
-  (SIGKILL). Phases are those that the run logs: `step` (the metrics of a step are written),
-  `saving`, `sealed` (digested, and about to be renamed into place), `saved`, `deleting` (the oldest
-  is renamed away and being removed), `restored` (just resumed).
-- After each kill, the newest step in place must be intact (every file against its digest), and not
-  older than the newest that the run had logged as saved. Otherwise the trial has lost something.
-- A run that reaches its last step starts anew in another directory, so that there is always
-  something to kill. After all trials the last one runs to its end.
-- Bit differences: losses and gradient norms of every step, as written, and the last state, leaf by
-  leaf, against those of the control run. All runs must agree on every bit.
-- Exit code 1 if anything was lost or differs.
+- One configuration: a tiny GPT over 4 virtual devices, trained on tokens that `tokenize` wrote; a
+  checkpoint every second step, the newest two kept, an evaluation every third step. The trials are
+  divided over the kinds below. A process of a trial is a fork of this one, which has imported
+  everything and started nothing of JAX; the compiled programs are shared. All randomness is drawn
+  from the seed, the kind and the number of the trial; where in the process a delay ends is not.
+- Kills (SIGKILL) of a run: a random number of times after it has passed a point, and a random
+  moment more: `step` (the metrics of a step are written), `saving`, `sealed` (digested, and about
+  to be renamed into place), `saved`, `deleting` (the oldest is renamed away and being removed),
+  `restoring` (about to read a checkpoint), `restored`, `evaluating`, `file` (any operation on a
+  file that Python can see). A run goes on from kill to kill; one that ends is compared to the
+  control run, and the next begins in another directory.
+- Kills of a command, at one of its file operations: `export`, which then succeeds when it is
+  repeated, with the same bytes, and without anything `*.unfinished`; `import`, which starts over
+  and ends with the same bits; `tokenize`, which resumes and ends with the same bytes.
+- `disk`: the disk fills, but for a random number of bytes, at a random point of a run. It is a
+  small tmpfs where user and mount namespaces are permitted (`unshare -rm`), and in a quarter of
+  the trials, or where they are not, a limit on the size of every file (RLIMIT_FSIZE). Either holds
+  for the writers in C++ too; a tmpfs ends at a page, the limit at a byte. The run says so and
+  ends with 1, or goes on to its end; what it had saved is there, and with space the same command
+  ends with the control's bits. Only lines of metrics may be missing, if the run said so.
+- `nan`: the learning rate is infinite or NaN from a random update on; the run aborts, ends, is
+  asked to stop or is killed. No checkpoint in place has a value that is not finite, and the newest
+  is no older than the last that was due before. With the schedule mended the same command ends:
+  with the control's bits where no step was skipped, else finite.
+- After each trial of a run, every step in place must be intact (every file against its digest), and
+  every step that the run logged as saved, and not as deleted, must be in place.
+- Bit differences: losses, gradient norms, learning rates and held-out losses, as written, and the
+  last state, leaf by leaf, against those of the control run. All runs must agree on every bit.
+- Exit code 1 if a step was lost, a bit differs, a good step was lost to a bad one, or a process
+  failed where it should not have.
 """
 
 import argparse
+import faulthandler
+import hashlib
 import json
+import logging
+import multiprocessing
 import os
 import random
-import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
+import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
 
 CONFIG = """
-model: {layers: 2, width: 64, heads: 2}
+model: {layers: 1, width: 32, heads: 2, vocab_size: 384}
 units: {classes: [Block]}
 optimizer: {learning_rate: 3.0e-3, warmup_steps: 2}
-data: {sequence_length: 16}
-train: {steps: STEPS, global_batch_size: 8, devices: 8, eval_batches: 1, log_every: 1}
-checkpoint: {every: 2, keep: 2}
+data: {kind: tokens, path: TOKENS, sequence_length: 16}
+train: {steps: STEPS, global_batch_size: 4, devices: 4, eval_every: 3, eval_batches: 1,
+        log_every: 1, sample: 0}
+checkpoint: {every: EVERY, keep: 2}
 """
-STEPS = 60
-PHASES = ("step", "saving", "sealed", "saved", "deleting", "restored")
-DELAY = 0.15  # seconds: the longest delay between a phase and the kill
-PATIENCE = 300.0
+STEPS, EVERY, DEVICES = 30, 2, 4
+VOCABULARY = 300
+SHARD_TOKENS = 3000
+PATIENCE = 300.0  # seconds until a process that hangs shows where, and ends with 1
 
-RUN = """
-import logging, sys
-import jax
-jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-log = logging.getLogger("fsdp_jax.checkpoint")
-log.addHandler(logging.StreamHandler(sys.stdout))
-log.setLevel(logging.INFO)
-log.propagate = False
-from fsdp_jax.cli.main import main
-sys.exit(main(sys.argv[2:]))
-"""
+RUN_KILLS = (
+    "step",
+    "saving",
+    "sealed",
+    "saved",
+    "deleting",
+    "restoring",
+    "restored",
+    "evaluating",
+    "file",
+)
+COMMANDS = ("export", "import", "tokenize")
+KINDS = (*RUN_KILLS, *COMMANDS, "disk", "nan")
+DELAY = 0.15  # seconds: the longest delay between a point and the kill
+DISK = 8 << 20  # bytes of the tmpfs
+IN_NAMESPACE = "TORTURE_IN_NAMESPACE"  # set where this process may mount
+FILE_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
+FULL = ("No space left on device", "File too large")
+
+
+# One process
+
+
+@dataclass
+class Fault:
+    """What happens to a process a moment after it has passed a point for the `count`-th time."""
+
+    point: str
+    count: int
+    delay: float  # seconds
+    action: Callable[[], object]
+    operations: int = 0  # on files, so far
+
+    def passed(self, point: str) -> None:
+        """Counts one point; acts when it is the one."""
+        self.operations += point == "file"
+        if point != self.point:
+            return
+        self.count -= 1
+        if self.count == 0 and self.delay:
+            timer = threading.Timer(self.delay, self.action)
+            timer.daemon = True
+            timer.start()
+        elif self.count == 0:
+            self.action()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and all that it printed."""
+
+    code: int  # negative: the signal that ended it
+    output: str
+
+    def logged(self, word: str) -> list[int]:
+        """Returns the numbers of the lines `word N`."""
+        lines = [line.split() for line in self.output.splitlines()]
+        return [int(line[1]) for line in lines if len(line) == 2 and line[0] == word]
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n" + "\n".join(self.output.splitlines()[-25:])
+
+
+def kill() -> None:
+    """Kills this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate() -> None:
+    """Asks this process to stop."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def nothing() -> Fault:
+    """Returns a fault that never happens."""
+    return Fault("", 0, 0, kill)
+
+
+def forked(work: Callable[[], int]) -> Ended:
+    """Does some work in a fork of this process, whose exit code it returns."""
+    read, write = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(read)
+        _work(work, write)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        output = pipe.read().decode(errors="replace")
+    return Ended(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), output)
+
+
+def _work(work: Callable[[], int], write: int) -> NoReturn:
+    code = 70
+    try:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.stderr)
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def command(words: list[str], fault: Fault, folder: Path, shards: bool = False) -> int:
+    """Runs a command, whose points `fault` sees; prints the number of its file operations."""
+    from fsdp_jax.cli.main import main
+    from fsdp_jax.data import tokenize
+
+    if shards:
+        several = partial(tokenize, shard_tokens=SHARD_TOKENS)
+        mock.patch("fsdp_jax.cli.tokenize.tokenize", several).start()
+    watch(fault, folder)
+    code = main(words)
+    print(f"operations {fault.operations}")
+    return code
+
+
+def watch(fault: Fault, folder: Path) -> None:
+    """Tells a fault each point that this process passes; `folder`: whose file operations count."""
+    from fsdp_jax.train.loop import Training
+
+    class Points(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            print(record.getMessage())
+            fault.passed(record.getMessage().split()[0])
+
+    log = logging.getLogger("fsdp_jax.checkpoint")
+    log.addHandler(Points())
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+    def wrap(name: str, before: str, after: str) -> None:
+        method = getattr(Training, name)
+
+        def wrapped(*args: Any, **keys: Any) -> Any:
+            fault.passed(before)
+            result = method(*args, **keys)
+            fault.passed(after)
+            return result
+
+        mock.patch.object(Training, name, wrapped).start()
+
+    wrap("resume", "restoring", "restored")
+    wrap("_record", "", "step")
+    wrap("_evaluate", "evaluating", "")
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event in FILE_EVENTS and isinstance(args[0], str | os.PathLike):
+            path = os.fspath(args[0])
+            if isinstance(path, str) and (path.startswith(str(folder)) or "/" not in path):
+                fault.passed("file")
+
+    sys.addaudithook(hook)
+
+
+# What all trials share
 
 
 @dataclass
 class Outcome:
-    """The results of all trials."""
+    """The results of the trials of one kind."""
 
-    kills: Counter[str] = field(default_factory=Counter)
+    trials: int = 0
     lost: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-    finished: int = 0
-    unsealed: int = 0
-    half_deleted: int = 0
+    good_lost: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Outcome") -> None:
+        """Adds the results of other trials."""
+        self.trials += other.trials
+        for name in ("lost", "differences", "good_lost", "failures"):
+            getattr(self, name).extend(getattr(other, name))
+        self.notes.update(other.notes)
 
 
-def start(directory: Path, output: Path) -> subprocess.Popen[str]:
-    """Starts the run as a user does; its log comes line by line."""
-    command = [sys.executable, "-u", "-c", RUN, str(directory / "compiled")]
-    command += ["train", str(directory / "run.yaml"), "--output", str(output)]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=(directory / "stderr").open("w"),  # a pipe that nobody reads would block it
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+@dataclass
+class Job:
+    """The trials of one worker, and what they compare with."""
+
+    folder: Path  # of this worker
+    shared: Path  # configuration, controls, compiled programs
+    operations: dict[str, int]  # file operations of the undisturbed commands
+    control: dict[str, Any]  # `bits` of the control run
+    namespace: bool
+    runs: int = 0
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def new_output(self) -> Path:
+        """Returns a directory that does not exist yet."""
+        self.runs += 1
+        return self.folder / f"run-{self.runs}"
+
+    def train(
+        self,
+        output: Path,
+        fault: Fault | None = None,
+        *words: str,
+        before: Callable[[], object] | None = None,
+    ) -> Ended:
+        """Trains, in a process of its own."""
+        fault = fault or nothing()
+
+        def work() -> int:
+            if before is not None:
+                before()
+            return command(training_words(self.shared, output, *words), fault, output)
+
+        return forked(work)
 
 
-def phase_of(line: str) -> str | None:
-    """Returns the phase that a line of output begins, if any."""
-    first = line.split(" ", 1)[0]
-    if first == "step":
-        return "step" if re.match(r"step \d+/", line) else None
-    if "resumes at step" in line:
-        return "restored"
-    return first if first in PHASES else None
+def training_words(shared: Path, output: Path, *words: str) -> list[str]:
+    """Returns the command line of a run."""
+    return ["train", str(shared / "run.yaml"), "--output", str(output), *words]
 
 
 def steps_in(output: Path) -> list[int]:
     """Returns the steps in place, by name."""
-    return sorted(
-        int(path.name) for path in (output / "checkpoints").glob("*") if path.name.isdecimal()
-    )
+    names = [path.name for path in (output / "checkpoints").glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
-def trial(directory: Path, output: Path, numbers: random.Random, outcome: Outcome) -> bool:
-    """Starts the run and kills it once; returns True if the run ended before."""
-    # The kill: after the n-th time that the run enters a phase, and a delay.
-    phase = numbers.choice(PHASES)
-    delay = numbers.random() * DELAY
-    count = numbers.randrange(1, 4)
-    if phase == "restored" and not steps_in(output):
-        phase = "step"
-    process = start(directory, output)
-    assert process.stdout is not None
-    watchdog = threading.Timer(PATIENCE, process.send_signal, [signal.SIGQUIT])  # if it hangs
-    watchdog.start()
-
-    killed = False
-    saved = 0
-    for line in process.stdout:
-        if line.startswith("saved "):
-            saved = int(line.split()[1])
-        if phase_of(line) == phase and not killed:
-            count -= 1
-            if count <= 0 or phase == "restored":
-                killed = True
-                time.sleep(delay)
-                process.send_signal(signal.SIGKILL)
-    code = process.wait()
-    watchdog.cancel()
-    if code == 0:
-        outcome.kills["(came to its end)"] += 1
-        return True
-    if code != -signal.SIGKILL:
-        raise SystemExit(f"the run failed with {code}:\n{(directory / 'stderr').read_text()}")
-    outcome.kills[phase] += 1
-    check(output, saved, outcome)
-    return False
-
-
-def check(output: Path, saved: int, outcome: Outcome) -> None:
-    """Checks that all steps in place are intact, and the newest as new as the run has logged."""
+def check(output: Path, before: list[int], ended: Ended, outcome: Outcome) -> None:
+    """Checks that the steps in place are intact, and that none is missing which was saved."""
     from fsdp_jax.checkpoint.manifest import check_files
 
-    names = [path.name for path in (output / "checkpoints").glob("*")]
-    outcome.unsealed += any(".unsealed" in name for name in names)
-    outcome.half_deleted += any(".deleting" in name for name in names)
     steps = steps_in(output)
-    newest = max(steps, default=0)
-    if newest < saved:
-        outcome.lost.append(f"step {saved} was saved, {newest} is the newest in place")
+    saved = {*before, *ended.logged("saved")}
+    missing = saved - {*ended.logged("deleting")} - {*steps}
+    if missing or max(steps, default=0) < max(saved, default=0):
+        outcome.lost.append(f"{sorted(saved)} were saved, {steps} are in place\n{ended}")
     for step in steps:
         checked = check_files(output / "checkpoints" / str(step))
         if not checked.good:
-            outcome.lost.append(f"step {step}: {checked.summary()}")
+            outcome.lost.append(f"step {step}: {checked.summary()}\n{ended}")
 
 
-def losses(output: Path) -> list[tuple[object, ...]]:
-    """Returns the metrics of each step that do not depend on time, exactly as written."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [
-        (record["step"], record["loss"], record["grad_norm"], record["learning_rate"])
-        for record in records
-    ]
+def metrics(output: Path) -> dict[str, list[Any]]:
+    """Returns what a run measured that does not depend on time, exactly as written."""
+    names = {
+        "metrics": ("step", "loss", "grad_norm", "learning_rate", "skipped_steps"),
+        "evals": ("step", "held_out_loss", "tokens"),
+    }
+    measured: dict[str, list[Any]] = {}
+    for file, fields in names.items():
+        lines = (output / f"{file}.jsonl").read_text().splitlines()
+        measured[file] = [[json.loads(line)[each] for each in fields] for line in lines]
+    return measured
 
 
-def last_state(output: Path) -> dict[str, bytes]:
-    """Returns the bytes of every array of the last checkpoint, and its data position."""
-    import jax
-    import jax.numpy as jnp
+def states(checkpoints: Path) -> dict[str, Any]:
+    """Returns {step: {path: digest, "data": position, "not finite": paths}} of a directory."""
 
-    from fsdp_jax.checkpoint import CheckpointStore
-    from fsdp_jax.io.array_specs import parse_description
+    def work() -> int:
+        import jax
+        import jax.numpy as jnp
 
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with CheckpointStore(output / "checkpoints") as store:
-        record = store.record(STEPS)
-        target = {}
-        for path, text in record["leaves"].items():
-            name, shape = parse_description(text)
-            dtype = jax.random.key(0).dtype if name.startswith("key<") else jnp.dtype(name)
-            target[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=device)
-        state, data, _ = store.restore(STEPS, target)
-    for path in record["keys"]:
-        state[path] = jax.random.key_data(state[path])
-    content = {path: jax.device_get(array).tobytes() for path, array in state.items()}
-    return content | {"data": repr(data).encode()}
+        from fsdp_jax.checkpoint import CheckpointStore
+        from fsdp_jax.io.array_specs import parse_description
+
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        found = {}
+        with CheckpointStore(checkpoints) as store:
+            for step in store.steps():
+                record = store.record(step)
+                target = {}
+                for path, text in record["leaves"].items():
+                    name, shape = parse_description(text)
+                    dtype = jax.random.key(0).dtype if name.startswith("key<") else jnp.dtype(name)
+                    target[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+                state, data, _ = store.restore(step, target)
+                bad = [
+                    path
+                    for path, leaf in state.items()
+                    if jnp.issubdtype(leaf.dtype, jnp.inexact) and not jnp.isfinite(leaf).all()
+                ]
+                for path in record["keys"]:
+                    state[path] = jax.random.key_data(state[path])
+                arrays = {path: jax.device_get(leaf).tobytes() for path, leaf in state.items()}
+                found[step] = {
+                    path: hashlib.sha256(content).hexdigest() for path, content in arrays.items()
+                } | {"data": repr(data), "not finite": bad}
+        print(json.dumps(found))
+        return 0
+
+    ended = forked(work)
+    if ended.code:
+        raise RuntimeError(f"{checkpoints} cannot be read: {ended}")
+    return json.loads(ended.output.splitlines()[-1])
 
 
-def compare(output: Path, control: Path, outcome: Outcome) -> None:
-    """Records every difference between a run that was killed and the control run."""
-    for one, other in zip(losses(output), losses(control), strict=True):
-        if one != other:
-            outcome.differences.append(f"{output.name}: {one}, not {other}")
-    state, expected = last_state(output), last_state(control)
+def bits(output: Path) -> dict[str, Any]:
+    """Returns the metrics and the last state of a run."""
+    return metrics(output) | {"state": states(output / "checkpoints").get(str(STEPS), {})}
+
+
+def compare(
+    output: Path, control: dict[str, Any], outcome: Outcome, *, some_lines: bool = False
+) -> None:
+    """Records every difference from the control run; `some_lines`: metrics may be missing."""
+    found = bits(output)
+    outcome.notes["runs compared to the control run"] += 1
+    for name in ("metrics", "evals"):
+        lines, expected = found[name], control[name]
+        if some_lines:
+            steps = {line[0] for line in lines}
+            expected = [line for line in expected if line[0] in steps]
+        if lines != expected:
+            differing = [line for line in lines if line not in expected]
+            differing += [["missing", *line] for line in expected if line not in lines]
+            outcome.differences.append(f"{output.name}: {name}: {differing or lines}")
+    state, expected = found["state"], control["state"]
     outcome.differences += [
         f"{output.name}: {path}"
         for path in state.keys() | expected.keys()
         if state.get(path) != expected.get(path)
     ]
-    outcome.finished += 1
 
 
-def run_to_end(directory: Path, output: Path) -> None:
-    """Runs to the end without a kill."""
-    process = start(directory, output)
-    process.communicate(timeout=PATIENCE)
-    if process.returncode:
-        raise SystemExit(
-            f"the run failed with {process.returncode}:\n{(directory / 'stderr').read_text()}"
-        )
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Returns {name: content} of a folder's files, but for the lease."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in paths
+        if path.name != "lease.json"
+    }
 
 
-def torture(directory: Path, trials: int, seed: int) -> Outcome:
-    """Runs all trials."""
-    (directory / "run.yaml").write_text(CONFIG.replace("STEPS", str(STEPS)))
-    control = directory / "control"
-    run_to_end(directory, control)
-    numbers = random.Random(seed)
-    outcome = Outcome()
-    runs = 0
-    output = directory / "run-0"
-    for number in range(1, trials + 1):
-        if trial(directory, output, numbers, outcome):
-            compare(output, control, outcome)
-            runs += 1
-            output = directory / f"run-{runs}"
-        if sys.stderr.isatty() or number % 20 == 0:
-            print(f"{number} of {trials}: {len(outcome.lost)} lost", file=sys.stderr)
-    run_to_end(directory, output)
-    compare(output, control, outcome)
-    return outcome
+# The trials, one function for each kind
+
+
+def killed_run(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> None:
+    """Kills the worker's run once, after a point; where it ends before, another begins."""
+    if not job.runs:
+        job.new_output()
+    while True:
+        output = job.folder / f"run-{job.runs}"
+        before = steps_in(output)
+        count = 1 if kind.startswith("restor") else numbers.randrange(1, 4)
+        count = numbers.randrange(1, 150) if kind == "file" else count
+        if kind.startswith("restor") and not before:
+            job.train(output, Fault("deleting", 1, 0, kill))
+            continue
+        ended = job.train(output, Fault(kind, count, numbers.random() * DELAY, kill))
+        check(output, before, ended, outcome)
+        if ended.code == -signal.SIGKILL:
+            break
+        if ended.code:
+            outcome.failures.append(f"{kind}: {ended}")
+            job.new_output()
+            break
+        compare(output, job.control, outcome)
+        shutil.rmtree(output)
+        job.new_output()
+    names = [path.name for path in (output / "checkpoints").glob("*")]
+    outcome.notes["kills that left a half-written step"] += any(".unsealed" in x for x in names)
+    outcome.notes["kills that left a half-deleted step"] += any(".deleting" in x for x in names)
+
+
+def command_words(shared: Path, kind: str, variant: str, to: Path) -> list[str]:
+    """Returns the command line of an export, an import or `tokenize`."""
+    if kind == "export":
+        return ["export", str(shared / "control"), "--to", str(to), "--format", variant]
+    if kind == "import":
+        source = str(shared / "export-huggingface")
+        return ["import", source, "--to", str(to), "--devices", str(DEVICES), "--dtype", variant]
+    tokenizer = {"bytes": ["--tokenizer", "bytes"], "bpe": ["--vocab-size", str(VOCABULARY)]}
+    return ["tokenize", str(shared / "corpus"), "--to", str(to), *tokenizer[variant]]
+
+
+VARIANTS = {
+    "export": ("safetensors", "huggingface"),
+    "import": ("float32", "bfloat16"),
+    "tokenize": ("bytes", "bpe"),
+}
+
+
+def killed_command(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> None:
+    """Kills a command at a file operation, perhaps a second time, and repeats it."""
+    variant = numbers.choice(VARIANTS[kind])
+    control = job.shared / f"{kind}-{variant}"
+    to = job.folder / "command" / "to"
+    words = command_words(job.shared, kind, variant, to)
+    kills = 0
+    wanted = numbers.randrange(1, 3)
+    while kills < wanted:
+        delay = numbers.choice((0, numbers.random() * 0.02))
+        fault = Fault("file", numbers.randrange(1, job.operations[control.name]), delay, kill)
+        ended = forked(partial(command, words, fault, to.parent, kind == "tokenize"))
+        if ended.code == -signal.SIGKILL:
+            kills += 1
+        elif ended.code or kills:  # the second came too late
+            break
+        else:
+            shutil.rmtree(to.parent)
+    complete = to.exists() and (kind == "export" or (to / "config.json").exists())
+    if not complete or kind == "tokenize":
+        ended = forked(partial(command, words, nothing(), to.parent, kind == "tokenize"))
+        if ended.code:
+            outcome.failures.append(f"{kind} {variant}: {ended}")
+    outcome.notes[f"{kind}s that were complete when they were killed"] += complete
+    leftovers = [path.name for path in to.parent.rglob("*.unfinished")]
+    leftovers += [path.name for path in to.parent.rglob("*.writing")]
+    leftovers += [path.name for path in to.parent.rglob("*.unsealed*")]
+    if leftovers and not complete:
+        outcome.failures.append(f"{kind} {variant} leaves {leftovers}")
+
+    found, expected = files_in(to), files_in(control)
+    if kind == "import":  # the checkpoint's files have other names each time
+        arrays, theirs = states(to / "checkpoints"), states(control / "checkpoints")
+        if arrays != theirs:
+            outcome.differences.append(f"{kind} {variant}: {arrays}, not {theirs}")
+        found = {name: found[name] for name in found if not name.startswith("checkpoints/")}
+        expected = {name: expected[name] for name in expected if "checkpoints/" not in name}
+    outcome.differences += [
+        f"{kind} {variant}: {name}"
+        for name in found.keys() | expected.keys()
+        if found.get(name) != expected.get(name)
+    ]
+    shutil.rmtree(to.parent, ignore_errors=True)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """Mounts a small tmpfs in this process's namespace."""
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(disk: Path, free: int) -> None:
+    """Leaves so many bytes free on a disk, to a page."""
+    with (disk / "ballast").open("ab") as file:
+        for _ in range(3):  # the run writes meanwhile
+            status = os.statvfs(disk)
+            available = status.f_bavail * status.f_frsize - free
+            if available > 0:
+                try:
+                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), available)
+                except OSError:
+                    continue
+
+
+def limit_files(size: int) -> None:
+    """Lets no file of this process grow beyond so many bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def full_disk(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> None:
+    """Fills the disk under a run, frees it again, and runs to the end."""
+    tmpfs = job.namespace and numbers.random() < 0.75
+    with (
+        small_disk(job.folder / "disk")
+        if tmpfs
+        else tempfile.TemporaryDirectory(dir=job.folder) as name
+    ):
+        disk = Path(name)
+        while True:
+            output = disk / "run"
+            left = int(2 ** (20 * numbers.random())) - 1
+            action = partial(fill, disk, left) if tmpfs else partial(limit_files, left)
+            points = ("step", "saving", "sealed", "saved", "deleting", "evaluating", "file")
+            point = numbers.choice(points)
+            count = numbers.randrange(1, 300 if point == "file" else 10)
+            ended = job.train(output, Fault(point, count, numbers.random() * DELAY, action))
+            (disk / "ballast").unlink(missing_ok=True)
+            met = any(sign in ended.output for sign in FULL)
+            if met or ended.code:
+                break
+            shutil.rmtree(output)  # it ended before the disk was full
+        outcome.notes["disks that filled: " + ("tmpfs" if tmpfs else "limit of a file's size")] += 1
+        outcome.notes["full disks that ended the run"] += ended.code != 0
+        if not met or ended.code not in (0, 1) or (ended.code and "error:" not in ended.output):
+            outcome.failures.append(f"{kind}, {left} bytes left: {ended}")
+        check(output, [], ended, outcome)
+
+        # The same command, with space.
+        before = steps_in(output)
+        again = job.train(output)
+        said = f"resumes at step {max(before)}" if before else "starting from step 0"
+        if again.code or (said not in again.output and "is complete" not in again.output):
+            outcome.failures.append(f"{kind}, {left} bytes left: {ended}\nthen: {again}")
+            return
+        check(output, before, again, outcome)
+        compare(output, job.control, outcome, some_lines="metrics are missing" in ended.output)
+
+
+def spoil(update: int, value: float) -> None:
+    """Makes the learning rate of this process `value` from an update on."""
+    import jax.numpy as jnp
+
+    from fsdp_jax.train.optimizers import make_schedule
+
+    def spoiled(*args: Any) -> Callable[[Any], Any]:
+        rate = make_schedule(*args)
+        return lambda count: jnp.where(count >= update, value, rate(count))
+
+    mock.patch("fsdp_jax.train.build.make_schedule", spoiled).start()
+
+
+def spoiled_run(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> None:
+    """Spoils the updates of a run from a random one on, and mends it."""
+    output = job.new_output()
+    update = numbers.randrange(1, STEPS)
+    value = numbers.choice((float("inf"), float("-inf"), float("nan")))
+    end = numbers.choice(("abort", "go on", "stop", "kill"))
+    moment = update + numbers.randrange(1, 5), numbers.random() * 0.05
+    faults = {"stop": Fault("step", *moment, terminate), "kill": Fault("step", *moment, kill)}
+    abort_after = str(numbers.randrange(1, 6)) if end == "abort" else "None"
+    what = f"a rate of {value} from update {update} on, {end}"
+    ended = job.train(
+        output,
+        faults.get(end),
+        "--train.abort_after",
+        abort_after,
+        before=partial(spoil, update, value),
+    )
+    outcome.notes[f"spoiled runs that ended with {ended.code}"] += 1
+    codes = {"abort": (0, 1), "go on": (0,), "stop": (0, 75), "kill": (0, -signal.SIGKILL)}
+    if ended.code not in codes[end]:
+        outcome.failures.append(f"{what}: {ended}")
+
+    # The good steps, and no others.
+    check(output, [], ended, outcome)
+    due = update // EVERY * EVERY
+    if end != "kill" and max(steps_in(output), default=0) < due:
+        outcome.good_lost.append(f"{what}: {due} is not among {steps_in(output)}\n{ended}")
+    check_finite(output, what, outcome)
+
+    # The same command, mended.
+    before = steps_in(output)
+    again = job.train(output)
+    if again.code:
+        outcome.failures.append(f"{what}: {ended}\nthen {again}")
+        return
+    check(output, before, again, outcome)
+    check_finite(output, what, outcome)
+    last = metrics(output)["metrics"][-1]
+    if last[0] != STEPS or STEPS not in steps_in(output):
+        outcome.failures.append(f"{what}: ends with {last}\n{again}")
+    if last[-1] == 0:
+        compare(output, job.control, outcome)
+    else:
+        outcome.notes["spoiled runs that went on after skipped steps"] += before[-1] < STEPS
+    shutil.rmtree(output)
+
+
+def check_finite(output: Path, what: str, outcome: Outcome) -> None:
+    """Checks that no step in place has a value that is not finite."""
+    if not steps_in(output):
+        return
+    for step, leaves in states(output / "checkpoints").items():
+        if leaves["not finite"]:
+            outcome.good_lost.append(f"{what}: step {step}: {leaves['not finite']} not finite")
+
+
+# All of them
+
+TRIALS: dict[str, Callable[[Job, str, random.Random, Outcome], None]] = {
+    **dict.fromkeys(RUN_KILLS, killed_run),
+    **dict.fromkeys(COMMANDS, killed_command),
+    "disk": full_disk,
+    "nan": spoiled_run,
+}
+
+
+def prepare(shared: Path, kinds: set[str], namespace: bool) -> Job:
+    """Writes the corpus and the configuration; runs what the trials are compared to."""
+    # A corpus of several shards, and its tokens for the runs.
+    (shared / "corpus").mkdir()
+    package = Path(__file__).parents[1] / "fsdp_jax"
+    for number, file in enumerate(sorted(package.glob("**/*.py"))[:40]):
+        (shared / "corpus" / f"{number:02}.txt").write_text(file.read_text()[:1000])
+    job = Job(shared, shared, {}, {}, namespace)
+    undisturbed(job, "tokenize", "bpe")
+    config = CONFIG.replace("STEPS", str(STEPS)).replace("EVERY", str(EVERY))
+    config = config.replace("TOKENS", str(shared / "tokenize-bpe"))
+    (shared / "run.yaml").write_text(config)
+
+    # The control run, and the control of each command.
+    ended = job.train(shared / "control")
+    if ended.code:
+        raise SystemExit(f"the control run failed: {ended}")
+    job.control = bits(shared / "control")
+    if kinds & {"export", "import"}:
+        undisturbed(job, "export", "huggingface")
+    for kind in sorted(kinds & {*COMMANDS}):
+        for variant in VARIANTS[kind]:
+            undisturbed(job, kind, variant)
+    return job
+
+
+def undisturbed(job: Job, kind: str, variant: str) -> None:
+    """Runs a command to its end, and counts its file operations."""
+    to = job.shared / f"{kind}-{variant}"
+    if to.exists():
+        return
+    # In a folder of its own, as in the trials: its operations are counted.
+    alone = job.shared / "alone" / "to"
+    words = command_words(job.shared, kind, variant, alone)
+    ended = forked(partial(command, words, nothing(), alone.parent, kind == "tokenize"))
+    if ended.code:
+        raise SystemExit(f"{kind} failed: {ended}")
+    job.operations[to.name] = ended.logged("operations")[0]
+    alone.rename(to)
+
+
+def share(job: Job, trials: list[tuple[str, int]], seed: int) -> dict[str, Outcome]:
+    """Does the trials of one worker."""
+    job.folder.mkdir()
+    for kind, number in trials:
+        outcome = job.outcomes.setdefault(kind, Outcome())
+        numbers = random.Random(f"{seed} {kind} {number}")
+        outcome.trials += 1
+        try:
+            TRIALS[kind](job, kind, numbers, outcome)
+        except Exception:
+            outcome.failures.append(f"{kind} {number}: {traceback.format_exc()}")
+            job.new_output()
+        print(f"{kind} {number}: {problems(outcome)} problems", file=sys.stderr, flush=True)
+
+    # The last run, to its end.
+    if job.runs and (output := job.folder / f"run-{job.runs}").exists():
+        outcome = job.outcomes.setdefault("step", Outcome())
+        ended = job.train(output)
+        if ended.code:
+            outcome.failures.append(str(ended))
+        else:
+            compare(output, job.control, outcome)
+    return job.outcomes
+
+
+def problems(outcome: Outcome) -> int:
+    """Returns how much went wrong in the trials of a kind."""
+    return sum(map(len, (outcome.lost, outcome.differences, outcome.good_lost, outcome.failures)))
+
+
+def torture(
+    shared: Path, trials: dict[str, int], seed: int, jobs: int, namespace: bool
+) -> dict[str, Outcome]:
+    """Does so many trials of each kind; returns the results of each kind."""
+    import jax
+
+    # All that a trial imports; nothing here starts a backend or a thread.
+    import fsdp_jax.checkpoint.verify
+    import fsdp_jax.cli.main
+    import fsdp_jax.cli.tokenize
+    import fsdp_jax.train.huggingface
+    import fsdp_jax.train.main  # noqa: F401
+
+    jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
+    started = time.monotonic()
+    control = prepare(shared, {kind for kind, count in trials.items() if count}, namespace)
+    print(f"the controls took {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+    # Kinds follow one another, so that runs are killed at all kinds of points.
+    every = [(kind, number) for kind, count in trials.items() for number in range(count)]
+    random.Random(seed).shuffle(every)
+    outcomes = {kind: Outcome() for kind in trials}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        parts = [
+            pool.submit(
+                share,
+                Job(shared / f"job-{n}", shared, control.operations, control.control, namespace),
+                every[n::jobs],
+                seed,
+            )
+            for n in range(jobs)
+        ]
+        for part in parts:
+            for kind, outcome in part.result().items():
+                outcomes.setdefault(kind, Outcome()).add(outcome)
+    return outcomes
+
+
+def may_mount(directory: Path) -> bool:
+    """Returns whether user and mount namespaces are permitted, and a tmpfs in them."""
+    words = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", str(directory)]
+    try:
+        return subprocess.run(words, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
 
 
 def main() -> int:
     """Prints a table and a line of JSON; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
+    kinds = (options.only,) if options.only else KINDS
+    trials = {
+        kind: options.trials // len(kinds) + (number < options.trials % len(kinds))
+        for number, kind in enumerate(kinds)
+    }
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        outcome = torture(Path(directory), options.trials, options.seed)
+        # Again in a namespace of its own, whose mounts end with it.
+        if trials.get("disk") and IN_NAMESPACE not in os.environ and may_mount(Path(directory)):
+            environment = os.environ | {IN_NAMESPACE: "1"}
+            words = ["unshare", "-rm", sys.executable, *sys.argv]
+            return subprocess.run(words, env=environment, check=False).returncode
+        print("trials:", ", ".join(f"{kind} {count}" for kind, count in trials.items()), flush=True)
+        outcomes = torture(
+            Path(directory), trials, options.seed, options.jobs, IN_NAMESPACE in os.environ
+        )
+    return report(outcomes, options, time.monotonic() - started)
+
+
+def report(outcomes: dict[str, Outcome], options: argparse.Namespace, seconds: float) -> int:
+    """Prints the results, and returns the exit code."""
     from fsdp_jax.tables import text_table
 
-    print(text_table(["killed at", "trials"], sorted(outcome.kills.items())))
-    print(f"kills that left a half-written step: {outcome.unsealed}")
-    print(f"kills that left a half-deleted step: {outcome.half_deleted}")
-    print(f"runs compared to the control run: {outcome.finished}")
-    print(f"lost beyond the last good step: {len(outcome.lost)}")
-    print(f"bit differences: {len(outcome.differences)}")
-    for line in [*outcome.lost, *outcome.differences][:40]:
-        print(f"  {line}")
-    fields = dict(vars(outcome))
-    fields["runs"] = fields.pop("finished")
-    fields |= {"trials": options.trials, "seed": options.seed}
-    text = json.dumps(fields | {"seconds": time.monotonic() - started})
+    names = ["kind", "trials", "steps lost", "bits differ", "good steps lost", "failures"]
+    rows = [
+        [kind, each.trials, *map(len, (each.lost, each.differences, each.good_lost, each.failures))]
+        for kind, each in outcomes.items()
+    ]
+    total = [sum(map(int, column)) for column in list(zip(*rows, strict=True))[1:]]
+    print(text_table(names, [*rows, ["total", *total]]))
+    notes: Counter[str] = sum((each.notes for each in outcomes.values()), Counter())
+    for note, count in sorted(notes.items()):
+        print(f"{note}: {count}")
+    for kind, each in outcomes.items():
+        for line in [*each.lost, *each.differences, *each.good_lost, *each.failures][:10]:
+            print(f"{kind}: {line}")
+    kinds = {kind: vars(each) for kind, each in outcomes.items()}
+    text = json.dumps({"kinds": kinds, "seed": options.seed, "seconds": seconds})
     print(text)
     if options.json:
         options.json.write_text(text + "\n")
-    return int(bool(outcome.lost or outcome.differences))
+    return int(any(map(problems, outcomes.values())))
 
 
 if __name__ == "__main__":

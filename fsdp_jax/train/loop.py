@@ -144,24 +144,33 @@ class Training:
         for defect in known_defects(self.run.step.plan, jax.process_count()):
             self.screen.say(str(defect))
         steps = self.config.steps
-        if self.steps_done >= steps:
-            self.screen.say(f"this run is complete: {self.steps_done} of {steps} steps are done")
-            return self._finish(save=False)
-        self._open_metrics()
+        complete = self.steps_done >= steps
+        # A killed run may have evaluated this step already, or have ended before it did.
+        self._open_metrics(evaluates=complete or self.resumed is None)
         try:
+            if complete:
+                done = f"{self.steps_done} of {steps} steps are done"
+                self.screen.say(f"this run is complete: {done}")
+                return self._finish(save=False)
             stopped = self.resumed is None and self._evaluate()  # the initial loss
             stopped = stopped or self._run_steps()
             return self._stop() if stopped else self._finish(save=True)
         finally:
             self._close_metrics()
 
-    def _open_metrics(self) -> None:
-        """Opens the files of metrics in process 0, without the lines after the current step."""
+    def _open_metrics(self, *, evaluates: bool = False) -> None:
+        """Opens the files of metrics in process 0, without the lines after the current step.
+
+        Where the current step `evaluates` next, its held-out loss is dropped too.
+        """
         if is_lead():
             output = Path(self.run.config.output)
             self.metrics, self.evals = (
-                JsonLines(output / name, after=self.steps_done, say=self.screen.say)
-                for name in ("metrics.jsonl", "evals.jsonl")
+                JsonLines(output / name, after=after, say=self.screen.say)
+                for name, after in (
+                    ("metrics.jsonl", self.steps_done),
+                    ("evals.jsonl", self.steps_done - evaluates),
+                )
             )
 
     def _close_metrics(self) -> None:
