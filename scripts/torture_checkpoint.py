@@ -22,8 +22,9 @@ Conventions
   small tmpfs where user and mount namespaces are permitted (`unshare -rm`), and in a quarter of
   the trials, or where they are not, a limit on the size of every file (RLIMIT_FSIZE). Either holds
   for the writers in C++ too; a tmpfs ends at a page, the limit at a byte. The run says so and
-  ends with 1, or goes on to its end; what it had saved is there, and with space the same command
-  ends with the control's bits. Only lines of metrics may be missing, if the run said so.
+  ends with 1, or goes on to its end, as it often does where there is space again after a moment, in
+  a third of the trials. What it had saved is there, and with space the same command ends with the
+  control's bits. Only lines of metrics may be missing, if the run said so.
 - `nan`: the learning rate is infinite or NaN from a random update on; the run aborts, ends, is
   asked to stop or is killed. No checkpoint in place has a value that is not finite, and the newest
   is no older than the last that was due before. With the schedule mended the same command ends:
@@ -117,12 +118,8 @@ class Fault:
         if point != self.point:
             return
         self.count -= 1
-        if self.count == 0 and self.delay:
-            timer = threading.Timer(self.delay, self.action)
-            timer.daemon = True
-            timer.start()
-        elif self.count == 0:
-            self.action()
+        if self.count == 0:
+            after(self.delay, self.action)
 
 
 @dataclass(frozen=True)
@@ -139,6 +136,16 @@ class Ended:
 
     def __str__(self) -> str:
         return f"exit code {self.code}\n" + "\n".join(self.output.splitlines()[-25:])
+
+
+def after(seconds: float, action: Callable[[], object]) -> None:
+    """Does something now, or in a thread after a time."""
+    if not seconds:
+        action()
+        return
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
 
 
 def kill() -> None:
@@ -529,9 +536,20 @@ def fill(disk: Path, free: int) -> None:
                     continue
 
 
-def limit_files(size: int) -> None:
+def empty(disk: Path) -> None:
+    """Takes back what `fill` did."""
+    (disk / "ballast").unlink(missing_ok=True)
+
+
+def limit_files(size: int = resource.RLIM_INFINITY) -> None:
     """Lets no file of this process grow beyond so many bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def during(seconds: float, begin: Callable[[], object], end: Callable[[], object]) -> None:
+    """Begins something, and ends it after a time."""
+    begin()
+    after(seconds, end)
 
 
 def full_disk(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> None:
@@ -545,19 +563,22 @@ def full_disk(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> 
         disk = Path(name)
         while True:
             output = disk / "run"
-            left = int(2 ** (20 * numbers.random())) - 1
-            action = partial(fill, disk, left) if tmpfs else partial(limit_files, left)
+            left = int(2 ** (18 * numbers.random())) - 1
+            moment = 0.5 ** (1 + 6 * numbers.random()) if numbers.random() < 1 / 3 else PATIENCE
+            begin = partial(fill, disk, left) if tmpfs else partial(limit_files, left)
+            action = partial(during, moment, begin, partial(empty, disk) if tmpfs else limit_files)
             points = ("step", "saving", "sealed", "saved", "deleting", "evaluating", "file")
             point = numbers.choice(points)
             count = numbers.randrange(1, 300 if point == "file" else 10)
             ended = job.train(output, Fault(point, count, numbers.random() * DELAY, action))
-            (disk / "ballast").unlink(missing_ok=True)
+            empty(disk)
             met = any(sign in ended.output for sign in FULL)
             if met or ended.code:
                 break
             shutil.rmtree(output)  # it ended before the disk was full
         outcome.notes["disks that filled: " + ("tmpfs" if tmpfs else "limit of a file's size")] += 1
-        outcome.notes["full disks that ended the run"] += ended.code != 0
+        outcome.notes[f"full disks after which the run ended with {ended.code}"] += 1
+        outcome.notes["full disks that cost lines of metrics"] += "metrics are" in ended.output
         if not met or ended.code not in (0, 1) or (ended.code and "error:" not in ended.output):
             outcome.failures.append(f"{kind}, {left} bytes left: {ended}")
         check(output, [], ended, outcome)

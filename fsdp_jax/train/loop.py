@@ -145,14 +145,14 @@ class Training:
             self.screen.say(str(defect))
         steps = self.config.steps
         complete = self.steps_done >= steps
-        # A killed run may have evaluated this step already, or have ended before it did.
+        # A run that was killed may have evaluated this step already, or not.
         self._open_metrics(evaluates=complete or self.resumed is None)
         try:
             if complete:
                 done = f"{self.steps_done} of {steps} steps are done"
                 self.screen.say(f"this run is complete: {done}")
                 return self._finish(save=False)
-            stopped = self.resumed is None and self._evaluate()  # the initial loss
+            stopped = self._is_unevaluated() and self._evaluate()
             stopped = stopped or self._run_steps()
             return self._stop() if stopped else self._finish(save=True)
         finally:
@@ -177,6 +177,15 @@ class Training:
         for file in (self.metrics, self.evals):
             if file is not None:
                 file.close()
+
+    def _is_unevaluated(self) -> bool:
+        """Returns whether the held-out loss is due before the first step, and not yet in the file.
+
+        It is at step 0, and where a signal or a full disk kept a run from it before it was saved.
+        """
+        due = self.steps_done == 0 or self._is_due(self.config.eval_every)
+        missing = self.evals is not None and self.evals.continued_at != self.steps_done
+        return anywhere(due and missing)
 
     def _run_steps(self) -> bool:
         """Trains to the last step; returns True if asked to stop before it."""

@@ -52,6 +52,7 @@ class JsonLines:
 
     def __init__(self, path: Path, *, after: int, say: Say):
         self._path, self._after, self._say = path, after, say
+        self.continued_at: int | None = None  # step of the last record that was there and was kept
         self._lost: list[int] = []  # steps
         self._told = False
         self._file: FileIO | None = None
@@ -66,7 +67,9 @@ class JsonLines:
         if os.path.lexists(self._path):
             content = read_regular(self._path, follow_link=False)
         records, damage = parse_lines(content)
-        end = max((record.end for record in records if record.step <= self._after), default=0)
+        kept = [record for record in records if record.step <= self._after]
+        end = max((record.end for record in kept), default=0)
+        self.continued_at = max((record.step for record in kept), default=None)
         if damage:
             what = f"warning: {len(damage)} lines of metrics cannot be read"
             got = first_lines([line.text for line in damage], 5)

@@ -71,11 +71,14 @@ def test_a_whole_run(run, finished, copied, capsys):
 
     # The same command again has nothing left to do.
     again = copied("again")
+    evals = (again / "evals.jsonl").read_text().splitlines(keepends=True)
+    (again / "evals.jsonl").write_text("".join(evals[:-1]))  # killed in its last evaluation
     assert run("again", "--train.sample", "20") == 0
     shown = capsys.readouterr().out
     assert "this run is complete: 6 of 6 steps" in shown
     assert "a sample" in shown
     assert len(records(again)) == 6
+    assert [record["step"] for record in records(again, "evals.jsonl")] == [0, 4, 6]
 
 
 @pytest.mark.long
@@ -151,11 +154,15 @@ def test_stopping_at_any_time(run, uninterrupted, tmp_path, monkeypatch, step, n
     assert (tmp_path / "stopped" / "checkpoints" / str(step)).is_dir()
     assert run("stopped") == 0
     assert losses(tmp_path / "stopped") == uninterrupted
+    assert [each["step"] for each in records(tmp_path / "stopped", "evals.jsonl")] == [0, 4, 6]
 
 
 @pytest.mark.parametrize("step", [0, 4])
-def test_stopped_while_it_evaluates(run, monkeypatch, capsys, step):
+def test_stopped_while_it_evaluates(run, tmp_path, monkeypatch, capsys, step):
     evaluate = Training._evaluate
+    evals = tmp_path / "stopped" / "evals.jsonl"
+    evals.parent.mkdir()
+    evals.write_text('{"step": 0}\n')  # of a run that was killed before it saved
 
     def interrupted(self):
         if self.steps_done == step:
@@ -165,6 +172,9 @@ def test_stopped_while_it_evaluates(run, monkeypatch, capsys, step):
     monkeypatch.setattr(Training, "_evaluate", interrupted)
     assert run("stopped") == 75
     assert f"saved at step {step}" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert run("stopped") == 0
+    assert [each["step"] for each in records(evals.parent, evals.name)] == [0, 4, 6]
 
 
 def test_too_little_held_out_text(run, tmp_path, capsys):
