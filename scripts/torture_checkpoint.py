@@ -66,7 +66,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 CONFIG = """
-model: {layers: 1, width: 32, heads: 2, vocab_size: 384}
+model: {layers: 1, width: 64, heads: 2, vocab_size: 384}
 units: {classes: [Block]}
 optimizer: {learning_rate: 3.0e-3, warmup_steps: 2}
 data: {kind: tokens, path: TOKENS, sequence_length: 16}
