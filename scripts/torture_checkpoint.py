@@ -275,6 +275,7 @@ class Job:
     control: dict[str, Any]  # `bits` of the control run
     namespace: bool
     runs: int = 0
+    killed: Path | None = None  # the run that goes on from kill to kill
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def new_output(self) -> Path:
@@ -423,27 +424,27 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 def killed_run(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> None:
     """Kills the worker's run once, after a point; where it ends before, another begins."""
-    if not job.runs:
-        job.new_output()
     while True:
-        output = job.folder / f"run-{job.runs}"
+        output = job.killed = job.killed or job.new_output()
         before = steps_in(output)
         count = 1 if kind.startswith("restor") else numbers.randrange(1, 4)
         count = numbers.randrange(1, 150) if kind == "file" else count
-        if kind.startswith("restor") and not before:
-            job.train(output, Fault("deleting", 1, 0, kill))
-            continue
-        ended = job.train(output, Fault(kind, count, numbers.random() * DELAY, kill))
+        # What has no checkpoint cannot be restored: it is killed later, and then again.
+        early = kind.startswith("restor") and not before
+        point = "deleting" if early else kind
+        ended = job.train(output, Fault(point, count, numbers.random() * DELAY, kill))
         check(output, before, ended, outcome)
+        if ended.code == -signal.SIGKILL and early:
+            continue
         if ended.code == -signal.SIGKILL:
             break
         if ended.code:
             outcome.failures.append(f"{kind}: {ended}")
-            job.new_output()
-            break
+            job.killed = None
+            return
         compare(output, job.control, outcome)
         shutil.rmtree(output)
-        job.new_output()
+        job.killed = None
     names = [path.name for path in (output / "checkpoints").glob("*")]
     outcome.notes["kills that left a half-written step"] += any(".unsealed" in x for x in names)
     outcome.notes["kills that left a half-deleted step"] += any(".deleting" in x for x in names)
@@ -561,8 +562,8 @@ def full_disk(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> 
         else tempfile.TemporaryDirectory(dir=job.folder) as name
     ):
         disk = Path(name)
-        while True:
-            output = disk / "run"
+        output = disk / "run"
+        for _ in range(20):
             left = int(2 ** (18 * numbers.random())) - 1
             moment = 0.5 ** (1 + 6 * numbers.random()) if numbers.random() < 1 / 3 else PATIENCE
             begin = partial(fill, disk, left) if tmpfs else partial(limit_files, left)
@@ -576,6 +577,8 @@ def full_disk(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> 
             if met or ended.code:
                 break
             shutil.rmtree(output)  # it ended before the disk was full
+        else:
+            raise RuntimeError("no run of 20 met the end of the disk")
         outcome.notes["disks that filled: " + ("tmpfs" if tmpfs else "limit of a file's size")] += 1
         outcome.notes[f"full disks after which the run ended with {ended.code}"] += 1
         outcome.notes["full disks that cost lines of metrics"] += "metrics are" in ended.output
@@ -725,17 +728,17 @@ def share(job: Job, trials: list[tuple[str, int]], seed: int) -> dict[str, Outco
             TRIALS[kind](job, kind, numbers, outcome)
         except Exception:
             outcome.failures.append(f"{kind} {number}: {traceback.format_exc()}")
-            job.new_output()
+            job.killed = None
         print(f"{kind} {number}: {problems(outcome)} problems", file=sys.stderr, flush=True)
 
     # The last run, to its end.
-    if job.runs and (output := job.folder / f"run-{job.runs}").exists():
+    if job.killed is not None:
         outcome = job.outcomes.setdefault("step", Outcome())
-        ended = job.train(output)
+        ended = job.train(job.killed)
         if ended.code:
             outcome.failures.append(str(ended))
         else:
-            compare(output, job.control, outcome)
+            compare(job.killed, job.control, outcome)
     return job.outcomes
 
 
