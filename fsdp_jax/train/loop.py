@@ -6,7 +6,7 @@ dispatched.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +228,9 @@ class Training:
                 # Wait for all steps, so that no other work counts as theirs.
                 self._record(pending)
                 pending = None
-                if self.spike is not None and not stopped and self._go_back():
+                if self.spike is not None and self._go_back():
+                    if stopped:
+                        return True
                     continue
                 self.run.step.finish()
                 self.steady_bytes = device_memory()[0]
@@ -243,19 +245,23 @@ class Training:
         return False
 
     def _go_back(self) -> bool:
-        """Restores the newest checkpoint after a spike, if there is one; the data goes on.
+        """Restores the newest good checkpoint after a spike, if there is one; the data goes on.
 
         Raises:
+            DamageError: the newest is damaged and the policy is to stop, or all are.
             LossSpikeError: the run went back to that step as often as it may.
 
         """
         what, self.spike = self.spike, None
         self.run.step.finish()
-        self.store.wait()
-        step = self.store.latest()
-        if step is None:
+        self._check_previous_save("going back to an older one")
+        # Verified, as when a run resumes, but whichever step this one began from.
+        resuming = replace(self.resuming, settings=replace(self.checkpoint, step=None))
+        point = resuming.choose() if self.store.steps() else None
+        if point is None:
             self.screen.say(f"warning: {what}; there is no checkpoint to go back to")
             return False
+        step = point.step
         self.returns[step] = self.returns.get(step, 0) + 1
         if self.returns[step] > RETURNS:
             fix = "lower the learning rate, or look at the data"
@@ -264,10 +270,12 @@ class Training:
         # Free the state before its successor is read.
         for array in jax.tree.leaves(self.state):
             array.delete()
-        self.state = self.resuming.restore(step, self.run.sharded)
+        self.state = resuming.restore(step, self.run.sharded)
+        resuming.set_aside(point)
         self.steps_done = self.saved = step
         self.skipped = int(self.state.skipped)
         self.skipped_in_a_row = int(self.state.skipped_in_a_row)
+        self.save_postponed = False
         self._close_metrics()
         self._open_metrics()
         self.screen.say(f"warning: {what}; back to step {step}, and on with the data that follows")
@@ -375,7 +383,7 @@ class Training:
             DamageError: the data turned out damaged.
 
         """
-        self._check_previous_save()
+        self._check_previous_save(f"saving step {self.steps_done} instead")
         self._check_data()
         if self.steps_done == self.saved:
             return
@@ -406,8 +414,11 @@ class Training:
     def _to_save(self) -> dict[str, jax.Array]:
         return leaves_of(self.run.sharded.to_checkpoint(self.state))
 
-    def _check_previous_save(self) -> None:
-        """Lets this step replace one whose save failed; raises CheckpointError the second time."""
+    def _check_previous_save(self, instead: str) -> None:
+        """Waits for the last save. Says what happens `instead` of one that failed.
+
+        Raises CheckpointError the second time.
+        """
         error = None
         try:
             self.store.wait()
@@ -420,8 +431,7 @@ class Training:
             )
             if self.save_failed:
                 raise error
-            replaced = f"step {self.saved} was not saved; saving step {self.steps_done} instead"
-            self.screen.say(f"warning: {replaced}\n{error}")
+            self.screen.say(f"warning: step {self.saved} was not saved; {instead}\n{error}")
             self.saved = None
         self.save_failed = failed
 

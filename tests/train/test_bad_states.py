@@ -8,6 +8,7 @@ import pytest
 
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.train import build
+from fsdp_jax.train.loop import Training
 
 SPOILED = 3  # updates that are applied before the learning rate is infinite
 EACH_STEP = ("--checkpoint.every", "1", "--checkpoint.keep", "2", "--train.eval_every", "None")
@@ -101,6 +102,72 @@ def test_a_run_does_not_go_back_for_ever(run, capsys):
     assert error.startswith("error: the loss has spikes")
     assert "the run went back to step 8 3 times" in error
     assert steps_of(run, "again") == [8]
+
+
+def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
+    go_back, damaged = Training._go_back, []
+
+    def damage(training):
+        path = training.store.path(8)
+        if path.parent.parent.name not in damaged:
+            damaged.append(path.parent.parent.name)
+            training.store.wait()
+            file = max((each for each in path.rglob("*") if each.is_file()), key=size_of)
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        return go_back(training)
+
+    monkeypatch.setattr(Training, "_go_back", damage)
+    every = ("--checkpoint.every", "4")
+    assert spiking(run, "stops", "back", 1e-6, *every) == 3
+    assert "a checkpoint is damaged" in capsys.readouterr().err
+    assert steps_of(run, "stops") == [4, 8]
+    # The step before it; the damaged one is renamed, so that its number is saved again.
+    more = (*every, "--checkpoint.damaged", "previous")
+    assert spiking(run, "goes on", "back", 1e-6, *more) == 1
+    said = capsys.readouterr()
+    assert "back to step 4, and on" in said.out
+    assert said.err.startswith("error: the loss has spikes")
+    assert (run.directory / "goes on" / "checkpoints" / "8.damaged").is_dir()
+
+
+def size_of(file):
+    return file.stat().st_size
+
+
+def test_a_signal_at_a_spike_does_not_save_what_is_gone_back_from(run, monkeypatch, capsys):
+    record = Training._record
+
+    def stopping(training, pending):
+        record(training, pending)
+        training.stop.asked |= pending.step == 8
+
+    monkeypatch.setattr(Training, "_record", stopping)
+    assert spiking(run, "stopped", "back", 1e-6, "--checkpoint.every", "4") == 75
+    said = capsys.readouterr().out
+    assert "back to step 8, and on" in said
+    assert "saved at step 8" in said
+    assert steps_of(run, "stopped") == [4, 8]
+    assert [each["step"] for each in records(run, "stopped")] == list(range(1, 9))
+
+
+def test_a_save_that_failed_before_a_spike_does_not_end_the_run(run, monkeypatch, capsys):
+    seal, failed = CheckpointStore._seal, []
+
+    def fails_once(store, path, *args):
+        if path.name == "8" and not failed:
+            failed.append(path)
+            raise OSError("the disk is gone")
+        return seal(store, path, *args)
+
+    monkeypatch.setattr(CheckpointStore, "_seal", fails_once)
+    every = ("--checkpoint.every", "4", "--train.steps", "10")
+    assert spiking(run, "failed", "back", 1e-6, *every) == 0
+    said = capsys.readouterr().out
+    assert "warning: step 8 was not saved; " in said
+    assert "the disk is gone" in said
+    assert "back to step 4, and on" in said
 
 
 @pytest.mark.parametrize(
