@@ -65,13 +65,17 @@ def start(spikes: LossSpikes | None) -> RecentLosses:
 
 
 def z_score(recent: RecentLosses, loss: jax.Array) -> jax.Array:
-    """Returns the robust z-score of a loss, float32 []; 0 until the window is full."""
+    """Returns the robust z-score of a loss, float32 []; 0 until the window is full.
+
+    And of a loss that is not finite: its step is skipped, which is not the same as a spike.
+    """
     losses = recent["losses"]
     median = jnp.median(losses)
     deviation = jnp.median(jnp.abs(losses - median)) / NORMAL
     deviation = jnp.maximum(deviation, SMALLEST * jnp.abs(median))
     deviation = jnp.maximum(deviation, jnp.finfo(jnp.float32).tiny)
-    return jnp.where(recent["count"] >= losses.size, (loss - median) / deviation, 0.0)
+    known = (recent["count"] >= losses.size) & jnp.isfinite(loss)
+    return jnp.where(known, (loss - median) / deviation, 0.0)
 
 
 def after_step(recent: RecentLosses, loss: jax.Array) -> RecentLosses:

@@ -71,7 +71,7 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
     spoiled = [
         jnp.any(jnp.isfinite(before) & ~jnp.isfinite(after))
         for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-        if jnp.issubdtype(after.dtype, jnp.inexact)
+        if jnp.issubdtype(jnp.result_type(after), jnp.inexact)  # an optimizer may return `0.0`
     ]
     return ~jnp.any(jnp.stack(spoiled)) if spoiled else jnp.bool_(True)
 

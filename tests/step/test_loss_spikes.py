@@ -84,6 +84,12 @@ def test_a_loss_that_is_not_finite_does_not_enter_the_window():
     np.testing.assert_array_equal(state["losses"], [1, 2] + [0] * (WINDOW - 2))
 
 
+@pytest.mark.parametrize("loss", [jnp.inf, -jnp.inf, jnp.nan])
+def test_a_loss_that_is_not_finite_is_no_spike(loss):
+    recent = {"losses": jnp.arange(WINDOW, dtype=jnp.float32), "count": jnp.int32(WINDOW)}
+    assert float(loss_spikes.z_score(recent, jnp.float32(loss))) == 0
+
+
 def test_equal_losses_have_no_spikes_and_a_rise_of_a_percent_is_one():
     recent = {"losses": jnp.full(WINDOW, 2.0), "count": jnp.int32(WINDOW)}
     assert float(loss_spikes.z_score(recent, jnp.float32(2.0))) == 0

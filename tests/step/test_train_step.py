@@ -134,6 +134,21 @@ def test_what_was_infinite_before_an_update_may_stay_so():
     assert int(metrics["skipped"]) == 0
 
 
+def test_an_optimizer_may_return_numbers_of_python():
+    def init(params):
+        return {"count": jnp.int32(3), "rate": jnp.float32(2.0), "done": jnp.bool_(False)}
+
+    def update(updates, state, params=None):
+        return updates, {"count": 4, "rate": 0.5, "done": True}
+
+    tx = optax.chain(optax.sgd(1e-2), optax.GradientTransformation(init, update))
+    sharded = fsdp.fully_shard(GPT_CASE.model, tx, fsdp.make_mesh(data=8), min_size=16)
+    step, state = sharded.make_train_step(GPT_CASE.loss), sharded.init(0)
+    state, metrics = step(state, GPT_CASE.batch(0))
+    assert int(metrics["skipped"]) == 0
+    assert jax.tree.leaves(jax.device_get(state.opt_state)) == [4, True, 0.5]
+
+
 def test_too_many_skipped_steps_in_a_row_abort(images):
     case = CASES["nnx-cnn-batchnorm"]
     step, state = images.train_step(case.loss, abort_after=3), images.init(0)
