@@ -221,7 +221,8 @@ class Training:
                 self.stop.asked, self._save_is_due(), self.store.failed()
             )
             save = late or failed or self._is_due(self.checkpoint.every)
-            save = save or (self.save_postponed and not self.skipped_in_a_row)
+            # While it is postponed every step is waited for: the next applied one may be the last.
+            save = save or self.save_postponed
             evaluate = self._is_due(self.config.eval_every)
             last = self.steps_done == self.config.steps
             if stopped or save or evaluate or last:

@@ -80,9 +80,11 @@ def test_a_spike_is_told_skipped_or_gone_back_from(run, capsys):
     assert capsys.readouterr().out.count(f"warning: {told}") == 1
     assert records(run, "warned")[-1]["skipped_steps"] == 0
 
-    assert spiking(run, "skipped", "skip", threshold) == 0
+    assert spiking(run, "skipped", "skip", threshold, "--checkpoint.every", str(step)) == 0
     assert f"warning: {told}, and its update was skipped" in capsys.readouterr().out
     assert records(run, "skipped")[-1]["skipped_steps"] == 1
+    # The save that was due is made at the very next step.
+    assert steps_of(run, "skipped")[0] == step + 1
 
     every = ("--checkpoint.every", "4", "--train.steps", str(step))
     assert spiking(run, "back", "back", threshold, *every) == 0
