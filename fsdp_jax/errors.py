@@ -5,12 +5,14 @@ import errno
 import traceback
 from asyncio import CancelledError
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 # Exit codes of the command line, beside 0 and 75; a shell reports SIGINT as the last.
 FAILED, UNUSABLE, BROKEN, LOST, INTERRUPTED = 1, 2, 3, 69, 130
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without space answers
 PACKAGE = __name__.partition(".")[0]
+STANDARD_LIBRARY = f"{Path(traceback.__file__).parent}/"
 LONGEST_FIELD = 4000  # characters of a field of a message
 # What Python raises where code is wrong; the rest comes from the machine or from a library.
 _OF_BUGS = (
@@ -108,10 +110,11 @@ def _block(error: BaseException) -> str:
         return message("error: this machine has too little memory", got=text, fix=fix)
     fix = "run again with --debug for the traceback"
     name = type(error).__name__
-    if type(error).__module__ == "builtins" and isinstance(error, _OF_BUGS):
+    where, is_ours = _last_frame(error)
+    if is_ours and type(error).__module__ == "builtins" and isinstance(error, _OF_BUGS):
         what = f"error: a bug of {PACKAGE}, or of a library that it uses: {name}: {text}"
-        return message(what, where=_last_frame(error), fix=f"{fix}, and report it")
-    return message(f"error: {name}: {text}", where=_last_frame(error), fix=fix)
+        return message(what, where=where, fix=f"{fix}, and report it")
+    return message(f"error: {name}: {text}", where=where, fix=fix)
 
 
 def _is_readable(error: BaseException) -> bool:
@@ -120,14 +123,27 @@ def _is_readable(error: BaseException) -> bool:
     return is_ours or bool(error.args and isinstance(error.args[0], Message))
 
 
-def _last_frame(error: BaseException) -> str:
-    """Returns the file, line and function where an error was raised; of this package, if any is."""
+def _last_frame(error: BaseException) -> tuple[str, bool]:
+    """Returns the file, line and function where an error was raised, and whether they are ours.
+
+    What libraries raise is the affair of who called them: this package, or a user's own code.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if f"/{PACKAGE}/" in frame.filename]
+    callers = [frame for frame in frames if _is_ours(frame) or not _is_library(frame)]
     if not frames:
-        return ""
-    frame = (own or frames)[-1]
-    return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+        return "", True
+    frame = (callers or frames)[-1]
+    shown = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return shown, _is_ours(frame) or not callers
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return Path(frame.filename).is_relative_to(Path(__file__).parent)
+
+
+def _is_library(frame: traceback.FrameSummary) -> bool:
+    installed = {"site-packages", "dist-packages"} & {*Path(frame.filename).parts}
+    return bool(installed) or frame.filename.startswith((STANDARD_LIBRARY, "<frozen "))
 
 
 def printable(text: str) -> str:

@@ -1,10 +1,14 @@
 """Errors: every one is a block that can be read, with the exit code of who can mend it."""
 
 import errno
+import json
 import re
+from pathlib import Path
 
+import optax
 import pytest
 
+import fsdp_jax
 from fsdp_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -50,7 +54,7 @@ def raised(error):
             (
                 kind("oh"),
                 1,
-                rf"error: a bug of fsdp_jax, or .*: {kind.__name__}: (.*\n)+.*report it",
+                rf"error: {kind.__name__}: oh\n  where: .*test_errors.*\n  fix: .*",
             )
             for kind in (IndexError, TypeError, ValueError, RecursionError, OverflowError)
         ),
@@ -68,13 +72,35 @@ def test_an_interrupt_is_no_failure(kind):
     assert not is_failure(kind())
 
 
-def test_a_bug_is_shown_with_the_last_line_of_this_package():
-    with pytest.raises(AttributeError) as caught:
-        exit_code(None).bit_length().no_such_thing  # noqa: B018
-    assert f"where:    {__file__}, line" in error_block(caught.value)
-    with pytest.raises(TypeError) as caught:
-        message()
-    assert ", in test_a_bug" in error_block(caught.value)
+PACKAGE = Path(fsdp_jax.__file__).parent
+OURS, LIBRARY, STANDARD = str(PACKAGE / "step" / "loss.py"), optax.__file__, json.__file__
+USERS = "/home/me/fsdp_jax/train.py"
+
+
+@pytest.mark.parametrize(
+    ("files", "shown", "is_bug"),
+    [
+        ((OURS,), OURS, True),
+        ((USERS, OURS), OURS, True),
+        ((OURS, LIBRARY), OURS, True),
+        ((OURS, USERS), USERS, False),
+        ((OURS, LIBRARY, USERS, LIBRARY, STANDARD), USERS, False),
+        ((USERS, LIBRARY), USERS, False),
+    ],
+)
+def test_an_error_in_code_of_a_user_is_no_bug(files, shown, is_bug):
+    """Each of the files calls the next one, and the last one raises."""
+
+    call, does = None, "{}['tokens']"
+    for file in reversed(files):
+        call = eval(compile(f"lambda: {does}", file, "eval"), {"call": call})
+        does = "call()"
+    with pytest.raises(KeyError) as caught:
+        call()
+    block = error_block(caught.value)
+    assert f"where:    {shown}, line 1, in <lambda>" in block
+    assert ("a bug of fsdp_jax" in block) == is_bug
+    assert ("report it" in block) == is_bug
 
 
 def test_a_block_has_no_control_characters_and_an_end():
