@@ -12,8 +12,8 @@ import jax
 from jax.experimental import multihost_utils
 
 from fsdp_jax.checkpoint.manifest import package_versions
-from fsdp_jax.errors import ConfigError, message
-from fsdp_jax.launch.watch import Watch
+from fsdp_jax.errors import ConfigError, ProcessLostError, error_block, exit_code, message
+from fsdp_jax.launch.watch import Watch, print_stacks
 from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
 
 # What decides, beside the configuration, on the program that a process compiles.
@@ -25,6 +25,7 @@ SETTINGS = (
     "jax_threefry_partitionable",
 )
 
+AT_EXIT = 300.0  # seconds that a process which exits, perhaps too early, waits for the others
 _watch: Watch | None = None  # of a process that has joined others
 
 
@@ -119,7 +120,9 @@ def join_cluster(
         where = "cluster.process"
         expected = f"0 to {processes - 1} for {processes} processes"
         raise ConfigError(message("no such process", where=where, expected=expected, got=process))
-    assert _watch is None, "a process joins once"
+    if _watch is not None:
+        fix = "call leave_cluster before"
+        raise ConfigError(message("this process has joined already", where="cluster", fix=fix))
     watch = Watch(host, port, process, processes, timeout)
     service = watch.join({"cluster.processes": processes, **_surroundings(), **(facts or {})})
     _watch = watch
@@ -150,7 +153,16 @@ def _end_all_on_uncaught_errors() -> None:
         previous(kind, error, at)
 
     sys.excepthook = report
-    atexit.register(leave_cluster)
+    atexit.register(_leave_at_exit)
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """Makes a copy of this process, which is none of the run, let go of the others."""
+    global _watch
+    if _watch is not None:
+        _watch.close_copies()
+        _watch = None
 
 
 @contextlib.contextmanager
@@ -167,6 +179,19 @@ def fail_together() -> Iterator[None]:
         if _watch is None or (isinstance(error, SystemExit) and not error.code):
             raise
         _watch.fail(error)
+
+
+def end_all(error: BaseException, *, stacks: bool = False) -> None:
+    """Prints an error and ends every process of the run with its exit code; returns in none.
+
+    With `stacks` every process prints the stacks of its threads before.
+    """
+    if _watch is not None:
+        _watch.fail(error, stacks=stacks)
+    if stacks:
+        print_stacks()
+    print(error_block(error), file=sys.stderr, flush=True)
+    os._exit(exit_code(error))
 
 
 def require_same(what: str, facts: Mapping[str, object]) -> None:
@@ -198,13 +223,30 @@ def _address(coordinator: str) -> tuple[str, int]:
 
 
 def leave_cluster() -> None:
-    """Leaves the cluster once all processes do; does nothing if this one never joined."""
+    """Leaves the cluster once all processes do, however late; does nothing if this one is in none.
+
+    A process that exits without this waits for the others too, but `AT_EXIT` seconds at most.
+    """
+    _leave(None)
+
+
+def _leave_at_exit() -> None:
+    _leave(AT_EXIT)
+
+
+def _leave(patience: float | None) -> None:
     global _watch
-    if jax.distributed.is_initialized():
-        jax.distributed.shutdown()
-    if _watch is not None:
-        _watch.leave()
-        _watch = None
+    if _watch is None:
+        return
+    # Before jax's own shutdown, which kills processes after 300 s if others are not done.
+    if not _watch.require_same("the end of the run", {}, patience):
+        what = "this process has ended, and others have not"
+        fix = "call leave_cluster at the end of the program, which waits for as long as they need"
+        expected = f"all to end within {patience:.0f} s"
+        _watch.fail(ProcessLostError(message(what, expected=expected, fix=fix)))
+    jax.distributed.shutdown()
+    _watch.leave()
+    _watch = None
 
 
 def is_lead() -> bool:

@@ -9,6 +9,8 @@ Both directions carry lines of JSON: `same` (facts, and that they agree), `faile
 
 import asyncio
 import contextlib
+import faulthandler
+import hashlib
 import json
 import logging
 import os
@@ -19,7 +21,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 
@@ -40,6 +42,7 @@ log = logging.getLogger("fsdp_jax.launch")
 
 JOIN = "the configuration"  # what is compared first, when the processes join
 LONGEST_LINE = 1 << 20  # bytes
+LONGEST_FACT = 1000  # characters; of a longer one the rest is compared by its digest
 EVERY = -1  # in place of the number of a process that failed
 SAY_SECONDS = 5  # between lines that say who is waited for
 # Seconds that a process waits: for the errors of others, before it ends; for its own error to reach
@@ -141,11 +144,10 @@ class Hub:
         self._alone.wait(seconds)
         self._loop.call_soon_threadsafe(self._server.close)
 
-    def close_copies(self) -> None:
-        """Closes the connections in a copy of this process."""
-        os.close(self._listener.fileno())
-        for peer in self._peers.values():
-            os.close(peer.writer.get_extra_info("socket").fileno())
+    def handles(self) -> list[int]:
+        """Returns the numbers of the open files of all connections."""
+        sockets = [peer.writer.get_extra_info("socket") for peer in self._peers.values()]
+        return [each.fileno() for each in (self._listener, *sockets)]
 
     def _end(self) -> None:
         self._ending = True
@@ -176,7 +178,7 @@ class Hub:
             elif tick % 12 == 0:
                 for what, facts in self._facts.items():
                     missing = [k for k in range(self._processes) if k not in facts]
-                    self._tell({"say": f"waiting for {_numbers(missing)} to compare {what}"})
+                    self._tell({"say": f"waiting for {_numbers(missing)} to agree on {what}"})
 
     def _await_joins(self, seconds: float) -> None:
         missing = [k for k in range(self._processes) if k not in self._peers]
@@ -205,7 +207,7 @@ class Hub:
             self._compare(process, JOIN, hello["facts"])
             while process >= 0 and (line := await reader.readline()):
                 self._receive(process, json.loads(line))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except Exception:
             pass  # a stranger, or a connection that broke
         peer = self._peers.get(process)
         if peer is not None and peer.writer is writer:
@@ -249,7 +251,7 @@ class Hub:
         if "same" in line:
             self._compare(process, line["same"], line["facts"])
         elif "failed" in line:
-            self._fail(process, line["text"], line["code"])
+            self._fail(process, line["text"], line["code"], stacks=line["stacks"])
         elif "left" in line:
             self._left.add(process)
             self._check_alone()
@@ -282,9 +284,9 @@ class Hub:
             self._fail(process, lost(process, peer.where), LOST)
         self._check_alone()
 
-    def _fail(self, process: int, text: str, code: int) -> None:
+    def _fail(self, process: int, text: str, code: int, *, stacks: bool = False) -> None:
         self._ending = True
-        self._tell({"failed": process, "text": text, "code": code})
+        self._tell({"failed": process, "text": text, "code": code, "stacks": stacks})
 
     def _tell(self, line: Line) -> None:
         for peer in self._peers.values():
@@ -359,18 +361,24 @@ class Watch:
                 limit = f"{now - began:.0f} of at most {patience:.0f} s (cluster.timeout)"
                 self._print(f"waiting for process 0 at {self._where()}: {problem}: {limit}")
             try:
-                with socket.create_connection(self._address, timeout=SAY_SECONDS) as connection:
+                with contextlib.ExitStack() as stack:
+                    connection = socket.create_connection(self._address, timeout=SAY_SECONDS)
+                    stack.enter_context(connection)
+                    lines = stack.enter_context(connection.makefile("rb"))
                     _keep_alive(connection)
                     connection.sendall(hello)
                     connection.settimeout(3 * SAY_SECONDS)  # a stranger may never answer
-                    if port := self._await_others(connection):
-                        self._start(connection.dup())
+                    if port := self._await_others(connection, lines):
+                        stack.pop_all()
+                        self._start(connection, lines)
                         return f"{_bracketed(self._address[0])}:{port}"
                 problem = "it closes the connection"
-            except (OSError, ValueError) as error:
-                if isinstance(error, ConfigError):
-                    raise
+            except (ConfigError, ProcessLostError):
+                raise
+            except (OSError, UnicodeError) as error:
                 problem = str(error)
+            except Exception:
+                problem = "something else answers there"
             time.sleep(0.2)
         raise ProcessLostError(
             message(
@@ -382,12 +390,9 @@ class Watch:
             )
         )
 
-    def _await_others(self, connection: socket.socket) -> int:
-        """Reads until all processes agree; returns the port of jax's service, 0 if none is there.
-
-        The connection stays unbuffered, for the thread that reads on.
-        """
-        while data := _read_line(connection):
+    def _await_others(self, connection: socket.socket, lines: BinaryIO) -> int:
+        """Reads until all processes agree; returns the port of jax's service, 0 at the end."""
+        while data := lines.readline(LONGEST_LINE):
             line = json.loads(data)
             connection.settimeout(2 * self._patience)  # process 0 ends it before that
             if "say" in line:
@@ -399,27 +404,28 @@ class Watch:
                 return int(line["port"])
         return 0
 
-    def _start(self, connection: socket.socket) -> None:
+    def _start(self, connection: socket.socket, lines: BinaryIO) -> None:
         connection.settimeout(None)
         self._connection = connection
-        # A copy of this process would hold the connections open when this one is killed.
-        os.register_at_fork(after_in_child=connection.close)
-        if self._hub is not None:
-            os.register_at_fork(after_in_child=self._hub.close_copies)
-        threading.Thread(target=self._read, name="processes-watch", daemon=True).start()
+        reader = threading.Thread(
+            target=self._read, args=[lines], name="processes-watch", daemon=True
+        )
+        reader.start()
+
+    def close_copies(self) -> None:
+        """Closes the connections in a copy of this process, which would outlive it."""
+        for handle in (self._connection.fileno(), *(self._hub.handles() if self._hub else ())):
+            if handle >= 0:
+                os.close(handle)
 
     def _where(self) -> str:
         return f"{_bracketed(self._address[0])}:{self._address[1]}"
 
     # Reading
 
-    def _read(self) -> None:
+    def _read(self, lines: BinaryIO) -> None:
         """Reads what process 0 sends until the connection closes."""
-        with (
-            contextlib.suppress(OSError),
-            self._connection,
-            self._connection.makefile("rb") as lines,
-        ):
+        with contextlib.suppress(OSError), self._connection, lines:
             for data in lines:
                 self._receive(json.loads(data))
         if not (self._left or self._failing or self._news.is_set()):
@@ -436,6 +442,8 @@ class Watch:
         elif line["failed"] == self._process and self._failing:
             self._delivered.set()
         elif "failed" in line:
+            if line["stacks"]:
+                print_stacks()
             self._print_last(self._as_told(line["failed"], line["text"]))
             if not self._news.is_set():
                 self._news.set()
@@ -455,30 +463,40 @@ class Watch:
 
     # Acting
 
-    def require_same(self, what: str, facts: Mapping[str, object]) -> None:
-        """Waits until every process has called this; ends all of them if the facts differ."""
+    def require_same(
+        self, what: str, facts: Mapping[str, object], patience: float | None = None
+    ) -> bool:
+        """Waits until every process has called this; ends all of them if the facts differ.
+
+        Returns False if some have not within `patience` seconds.
+        """
         self._agreed.clear()
         self._send({"same": what, "facts": _as_text(facts)})
-        self._agreed.wait()
+        return self._agreed.wait(patience)
 
-    def fail(self, error: BaseException) -> None:
-        """Prints an error, makes it known to every process, and ends this one."""
+    def fail(self, error: BaseException, *, stacks: bool = False) -> None:
+        """Prints an error, makes it known to every process, and ends this one.
+
+        With `stacks` every process prints the stacks of its threads before.
+        """
         if isinstance(error, jax.errors.JaxRuntimeError) and self._news.wait(CAUSE):
             time.sleep(60)  # caused by the process that failed: the timer ends this one
         self._failing = True
+        if stacks:
+            print_stacks()
         code = FAILED
         if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else FAILED
+            # The system takes the last 8 bits, of which none may be set.
+            code = (isinstance(error.code, int) and error.code % 256) or FAILED
             text = f"error: exited with {error.code}"
         elif isinstance(error, KeyboardInterrupt):
             code, text = INTERRUPTED, "error: interrupted"
         else:
             code, text = exit_code(error), error_block(error)
-        log.error("in process %d:", self._process, exc_info=error)
         text = text[: LONGEST_LINE // 16]  # JSON may take 6 bytes for a character
         place = f"error in process {self._process} of {self._processes}:"
-        self._print_last(place + text.removeprefix("error:"))
-        self._send({"failed": self._process, "text": text, "code": code})
+        self._print_last(place + text.removeprefix("error:"), error)
+        self._send({"failed": self._process, "text": text, "code": code, "stacks": stacks})
         self._delivered.wait(DELIVERY)
         self._end("", code)
 
@@ -512,10 +530,12 @@ class Watch:
         if text:
             print(f"process {self._process}: {text}", file=sys.stderr, flush=True)
 
-    def _print_last(self, text: str) -> None:
+    def _print_last(self, text: str, error: BaseException | None = None) -> None:
         """Prints text on stderr after all output, but waits for no reader that has stopped."""
 
         def write() -> None:
+            if error is not None:
+                log.error("in process %d:", self._process, exc_info=error)
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
             with contextlib.suppress(OSError, ValueError):
@@ -526,23 +546,24 @@ class Watch:
         writer.join(GRACE)
 
 
+def print_stacks() -> None:
+    """Prints where every thread of this process is."""
+    with contextlib.suppress(Exception):  # as where stderr is no file
+        faulthandler.dump_traceback()
+
+
 def _as_text(facts: Mapping[str, object]) -> dict[str, str]:
-    return {
+    texts = {
         key: value if isinstance(value, str) else json.dumps(value, default=str, sort_keys=True)
         for key, value in facts.items()
+    }
+    return {
+        key: text
+        if len(text) <= LONGEST_FACT
+        else f"{text[:LONGEST_FACT]}... {hashlib.sha256(text.encode()).hexdigest()}"
+        for key, text in texts.items()
     }
 
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    """Reads one line byte by byte, so that nothing after it is lost; empty at the end."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < LONGEST_LINE:
-        byte = connection.recv(1)
-        if not byte:
-            return b""
-        line += byte
-    return line

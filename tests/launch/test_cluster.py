@@ -8,7 +8,14 @@ import pytest
 from processes import finish, run_cluster, start
 
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.launch import barrier, is_lead, join_cluster, leave_cluster, use_virtual_devices
+from fsdp_jax.launch import (
+    barrier,
+    cluster,
+    is_lead,
+    join_cluster,
+    leave_cluster,
+    use_virtual_devices,
+)
 
 pytestmark = pytest.mark.releases
 
@@ -78,6 +85,12 @@ def test_zero_devices_are_refused():
 def test_an_unusable_cluster_is_refused(arguments, where):
     with pytest.raises(ConfigError, match=rf"where: +{where}\n"):
         join_cluster(*arguments)
+
+
+def test_a_process_joins_once(monkeypatch):
+    monkeypatch.setattr(cluster, "_watch", object())
+    with pytest.raises(ConfigError, match=r"has joined already\n[^$]*fix: +call leave_cluster"):
+        join_cluster("localhost:1234", 2, 0)
 
 
 def test_a_single_process_needs_no_cluster():

@@ -1,5 +1,6 @@
 """Processes that join, disagree, fail or die: every one gets to know why, and ends."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -92,12 +93,42 @@ def test_a_port_that_something_else_listens_on(monkeypatch):
             Watch("127.0.0.1", port, 0, 2, 30.0).join({})
 
 
+@pytest.mark.parametrize("answer", [b"5\n", b"[" * 100_000 + b"\n", b"{}\n", b"\xff\n", b"\n"])
+def test_a_stranger_in_place_of_process_0_is_told(monkeypatch, capsys, answer):
+    monkeypatch.setattr(watch, "SAY_SECONDS", 0.2)
+
+    def serve(listener):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        with pytest.raises(ProcessLostError, match="process 0 does not answer"):
+            Watch("127.0.0.1", listener.getsockname()[1], 1, 2, 1.0).join({})
+        listener.shutdown(socket.SHUT_RDWR)
+    assert "waiting for process 0 at 127.0.0.1:" in capsys.readouterr().err
+
+
+def test_facts_of_any_length_are_compared():
+    texts = ["x" * (2 << 20) + end for end in "aab"]
+    assert len(set(join(0, 1, facts=[{"long": text} for text in texts[:2]]))) == 1
+    for error in join(0, 1, facts=[{"long": text} for text in texts[1:]]):
+        assert "the processes disagree about the configuration\n  where:    long" in str(error)
+
+
 def test_strangers_are_ignored():
     port = free_port()
     first = Watch("127.0.0.1", port, 0, 2, 30.0)
     thread = threading.Thread(target=first.join, args=({},), daemon=True)
     thread.start()
-    for line in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"process": 1}\n', b"x" * (2 << 20)):
+    infinite = b'{"process": Infinity, "where": "", "token": ""}\n'
+    nested = b"[" * 100_000 + b"\n"
+    strange = (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"process": 1}\n', b"x" * (2 << 20))
+    for line in (*strange, infinite, nested):
         while True:
             try:
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -122,23 +153,33 @@ def test_strangers_are_ignored():
 FAULT = (
     JOIN
     + """
-import ctypes, os, signal, time
+import contextlib, ctypes, os, signal, time
 import jax
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.launch import fail_together, require_same
+from fsdp_jax.launch import cluster, fail_together, require_same
 broken, fault = int(sys.argv[4]), sys.argv[5]
 barrier("all there")
 ctypes.PyDLL(None).usleep(500_000)  # with the interpreter's lock: nobody takes it for dead
 require_same("the data", {"digest": str(process) if fault == "differ" else "equal"})
 if process == broken:
     print("fault at", time.time(), flush=True)
-    if fault == "kill":
+    if fault == "fork and kill" and os.fork() == 0:
+        os.closerange(1, 3)
+        with contextlib.suppress(ConfigError), fail_together():
+            raise ConfigError("in a copy, which is no process of the run")
+        time.sleep(60)  # nor does it keep the connections open
+        os._exit(0)
+    if "kill" in fault:
+        time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "end":
+        cluster.AT_EXIT = 1.0
+        sys.exit(0)
     if fault == "uncaught":
         raise RuntimeError("in the user's step")
     with fail_together():
         if fault == "exit":
-            sys.exit(7)
+            sys.exit(256 + 7)  # the system takes 8 bits
         raise ConfigError("token 99 is outside the vocabulary")
 with fail_together():
     barrier("never")
@@ -155,14 +196,27 @@ with fail_together():
             marks=pytest.mark.long,
         ),
         pytest.param(
-            *("exit", 1, (7, 7), "error in process 1 of 2: exited with 7", "error: exited with 7"),
+            *(
+                "exit",
+                1,
+                (7, 7),
+                "error in process 1 of 2: exited with 263",
+                "error: exited with 263",
+            ),
             marks=pytest.mark.long,
         ),
         pytest.param(
             *("kill", 0, (-9, 69), "", "error: process 0 is gone\n  where:    127.0.0.1:"),
             marks=pytest.mark.long,
         ),
-        ("kill", 1, (-9, 69), "", "error: process 1 is gone\n  where:    host"),
+        ("fork and kill", 1, (-9, 69), "", "error: process 1 is gone\n  where:    host"),
+        pytest.param(
+            *("fork and kill", 0, (-9, 69), "", "error: process 0 is gone"), marks=pytest.mark.long
+        ),
+        pytest.param(
+            *("end", 1, (69, 69), "in process 1 of 2: this process has ended", "others have not"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_fault_of_one_process_ends_the_other_at_once(fault, broken, codes, own, told):
