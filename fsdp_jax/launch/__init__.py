@@ -9,8 +9,10 @@ from fsdp_jax.launch.cluster import (
     require_same,
     use_virtual_devices,
 )
+from fsdp_jax.launch.step_timeout import StepTimeout
 
 __all__ = [
+    "StepTimeout",
     "barrier",
     "fail_together",
     "is_lead",

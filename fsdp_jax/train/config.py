@@ -220,6 +220,9 @@ class ClusterConfig:
     processes: Positive | None = None  # Number of processes.
     process: NonNegative | None = None  # Index of this process, from 0.
     timeout: Positive = 300  # Seconds to wait for the other processes to join.
+    # End a run that hangs: seconds for a step, with the evaluation and the save after it; not for
+    # the first, which compiles. Default: no limit.
+    step_timeout: Positive | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
 from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
 from fsdp_jax.errors import DamageError, message
-from fsdp_jax.launch import is_lead
+from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
 from fsdp_jax.step.known_defects import known_defects
@@ -65,6 +65,7 @@ class Training:
         self.checkpoint = run.config.checkpoint
         self.layout = run.sharded.layout
         self.agree = Agreement(self.layout.mesh)
+        self.step_timeout = StepTimeout(run.config.cluster.step_timeout)
         self.metadata: dict[str, Any] = {
             "config": digest(run.config),
             "strategy": self.layout.strategy.name,
@@ -153,7 +154,8 @@ class Training:
                 self.screen.say(f"this run is complete: {done}")
                 return self._finish(save=False)
             stopped = self._is_unevaluated() and self._evaluate()
-            stopped = stopped or self._run_steps()
+            with self.step_timeout:
+                stopped = stopped or self._run_steps()
             return self._stop() if stopped else self._finish(save=True)
         finally:
             self._close_metrics()
@@ -298,6 +300,7 @@ class Training:
         """Waits for a step, and writes and shows its metrics."""
         values = {name: np.asarray(value) for name, value in pending.metrics.items()}
         metrics = {name: float(values.pop(name)) for name in OWN}
+        self.step_timeout.restart()  # from the first step that all processes have done
         finish = time.perf_counter()
         seconds = finish - self.previous_finish
         self.previous_finish = finish

@@ -310,6 +310,15 @@ def test_processes_of_other_text_are_refused_before_they_compile(run, tmp_path):
 
 
 FAULTS = {
+    "hang": """
+import time
+from fsdp_jax.train.loop import Training
+record = Training._record
+def hang(self, pending):
+    record(self, pending)
+    time.sleep(600 * (pending.step == 5))
+Training._record = hang
+""",
     # In the loop, while a save of step 4 may be under way.
     "exception": """
 from fsdp_jax.train.loop import Training
@@ -351,6 +360,15 @@ def test_an_error_in_one_process_ends_both(run, tmp_path, fault, reason):
     # What was saved before stays good.
     assert (tmp_path / "two" / "checkpoints" / "2").is_dir()
     assert cli.main(["verify", str(tmp_path / "two")]) == 0
+
+
+@pytest.mark.long
+def test_a_process_that_hangs_ends_all_with_their_stacks(run):
+    words = ("--train.steps", "100000", "--cluster.step_timeout", "20")
+    for code, shown in finish(*cluster(run, "two", *words, faults=("", FAULTS["hang"]))):
+        assert code == 69, shown
+        assert ", line " in shown.partition("in _run_steps")[0]
+        assert "no step was done in 20 s\n  where:    cluster.step_timeout" in shown
 
 
 @pytest.mark.long

@@ -1,0 +1,46 @@
+"""Ends a run that hangs without an error, as in a collective that one device never enters."""
+
+import threading
+from typing import Self
+
+from fsdp_jax.errors import ProcessLostError, message
+from fsdp_jax.launch.cluster import end_all
+
+
+class StepTimeout:
+    """Ends all processes, with exit code 69, if a step takes longer than it may.
+
+    Each process first prints the stacks of its threads. Inside the `with` block `restart` is called
+    for every step that is done, and the watch begins with the first of them: it does not cover a
+    step that compiles. Without `seconds` nothing is watched.
+    """
+
+    def __init__(self, seconds: float | None):
+        self._seconds = seconds
+        self._done = threading.Event()
+        self._over = False
+        self._thread: threading.Thread | None = None
+
+    def restart(self) -> None:
+        """Takes note that a step is done."""
+        self._done.set()
+        if self._thread is None and self._seconds is not None:
+            self._thread = threading.Thread(target=self._wait, name="step-timeout", daemon=True)
+            self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._done.set()
+
+    def _wait(self) -> None:
+        while self._done.wait(self._seconds):
+            self._done.clear()
+            if self._over:
+                return
+        what = f"no step was done in {self._seconds:g} s"
+        where = "cluster.step_timeout"
+        fix = "look at the stacks above of every process: where does each wait?"
+        end_all(ProcessLostError(message(what, where=where, fix=fix)), stacks=True)
