@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -57,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _run(arguments)
             sys.stdout.flush()  # a full disk or a closed pipe shows here, not after the end
             return code
-    except KeyboardInterrupt:  # before the run handles signals
-        print("interrupted; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt:  # of a run, before it handles signals
+        print("interrupted: run the same command again", file=sys.stderr)
         return INTERRUPTED
     except BaseException as error:
         if not is_failure(error):
@@ -94,8 +95,14 @@ def _prepare_process(debug: bool) -> None:
         name = "" if failure.thread is None else failure.thread.name
         tell("a thread in the background", failure.exc_value, name)
 
+    def of_callback(failure: "sys.UnraisableHookArgs") -> None:
+        if isinstance(failure.exc_value, KeyboardInterrupt) and not sys.is_finalizing():
+            # Ctrl-C met a callback, such as jax's of the garbage collector, and Python drops it.
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+        tell("cleaning up", failure.exc_value, failure.object)
+
     threading.excepthook = of_thread
-    sys.unraisablehook = lambda failure: tell("cleaning up", failure.exc_value, failure.object)
+    sys.unraisablehook = of_callback
 
 
 def _last_line(formatter: logging.Formatter, info: Any) -> str:
