@@ -19,7 +19,7 @@ from fsdp_jax.data.records import Invalid
 from fsdp_jax.data.shard_writer import Say, read_plan
 from fsdp_jax.data.sources import HELD_OUT, skip_note
 from fsdp_jax.data.tokenizer import FILE, Tokenizer
-from fsdp_jax.errors import ConfigError, DamageError, message
+from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, message
 
 EMBEDDED = "embedded"
 
@@ -50,6 +50,7 @@ def tokenize_corpus(
     Raises:
         ConfigError: the corpus cannot be read, or the folder holds other files or shards made with
             other settings.
+        CheckpointError: the shards cannot be written.
 
     """
     split = split_documents(
@@ -62,7 +63,12 @@ def tokenize_corpus(
     else:
         assert tokenizer is None, "a size is given"
         encoder = _trained_tokenizer(split, Path(to).expanduser(), vocab_size, say)
-    manifest = tokenize(split, encoder, to, asked=vocab_size, say=say)
+    try:
+        manifest = tokenize(split, encoder, to, asked=vocab_size, say=say)
+    except OSError as error:
+        what = "the shards cannot be written"
+        fix = "free some space, and run the same command again"
+        raise CheckpointError(message(what, where=to, got=error, fix=fix)) from error
     plan = manifest.plan
     held_out_tokens = manifest.tokens("held_out")
     tokens = manifest.tokens("train") + held_out_tokens

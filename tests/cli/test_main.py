@@ -1,5 +1,6 @@
 """The command line: exit codes, and one readable block for each mistake."""
 
+import errno
 import json
 import signal
 import subprocess
@@ -227,6 +228,8 @@ def test_failures_and_interruptions(monkeypatch, capsys):
         assert main(["train", "CONFIG"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
+    # Not that nothing was written: `tokenize` keeps what it has.
+    assert capsys.readouterr().err == "interrupted: run the same command again\n"
 
 
 def test_nothing_but_blocks_is_printed_of_a_panic_a_thread_and_a_destructor():
@@ -264,6 +267,43 @@ sys.exit(main.main())
     assert "error: PanicException: index out of bounds\n  where: " in error
     assert "Traceback" not in error
     assert "ignored" not in error
+
+
+def test_an_interrupt_that_meets_a_callback_is_not_lost():
+    code = """
+import gc, signal, sys, time
+from fsdp_jax.cli import main
+from fsdp_jax.cli.commands import VerifyCommand
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells' background jobs ignore it
+def interrupt(command):
+    def callback(phase, info):
+        gc.callbacks.remove(callback)
+        signal.raise_signal(signal.SIGINT)
+    gc.callbacks.append(callback)
+    gc.collect()
+    time.sleep(60)
+VerifyCommand.run = interrupt
+sys.argv = ["fsdp-jax", "verify", "run"]
+sys.exit(main.main())
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert (result.returncode, result.stdout) == (130, "")
+    assert result.stderr == "interrupted: run the same command again\n"
+
+
+def test_shards_that_the_disk_does_not_take_are_named(tmp_path, monkeypatch, capsys):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fsdp_jax.cli.tokenize.tokenize", full)
+    (tmp_path / "text.txt").write_text("to be, or not to be")
+    words = ["tokenize", str(tmp_path / "text.txt"), "--to", "shards", "--tokenizer", "bytes"]
+    assert main([*words, "--held-out", "0"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: the shards cannot be written\n  where:    shards\n")
+    assert "No space left on device" in error
+    assert "run the same command again" in error
 
 
 def test_a_closed_stdout_is_no_failure():
