@@ -110,8 +110,12 @@ def _parse(content: bytes, where: str) -> Any:
     except RecursionError:
         raise _too_nested(where) from None
     except Exception as error:  # PyYAML has no type of its own for most of what it cannot read
-        what = "the configuration is not YAML"
-        raise ConfigError(message(what, where=where, got=error)) from error
+        what, got = "the configuration is not YAML", str(error)
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            mark = error.problem_mark
+            where += f", line {mark.line + 1}, column {mark.column + 1}"
+            got = ", ".join(filter(None, (error.context, error.problem)))
+        raise ConfigError(message(what, where=where, got=got)) from error
 
 
 def _check_extent(root: yaml.Node, where: str) -> None:

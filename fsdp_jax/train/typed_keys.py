@@ -87,7 +87,8 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if type(value) is not kind:
         raise _wrong_type(TYPE_NAMES[kind], value, where)
     if kind is float and not abs(value) <= LARGEST_FLOAT:
-        what, expected = "a number that is not finite", f"{LARGEST_FLOAT} at most"
+        what = "a number that is not finite in float32"
+        expected = f"from -{LARGEST_FLOAT} to {LARGEST_FLOAT}"
         raise ConfigError(message(what, where=where, expected=expected, got=value))
     return _checked_text(value, where) if kind is str else value
 
