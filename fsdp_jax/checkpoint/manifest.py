@@ -164,7 +164,7 @@ def _require_sane(body: Json, name: str) -> None:
     if not sane:
         raise ValueError("entries or numbers that no save writes")
     if name.isdecimal() and body["step"] != int(name):
-        raise ValueError(f"of step {body['step']}: the folder was renamed")
+        raise ValueError(f"of step {body['step']}: the folder was renamed; rename it back")
 
 
 def _reason(error: Exception) -> str:

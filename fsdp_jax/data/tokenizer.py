@@ -175,7 +175,8 @@ def _damage_told(name: str) -> Iterator[None]:
     except BaseException as error:  # its panics are no Exceptions
         if not is_failure(error):
             raise
-        raise damage_error("Not a tokenizer.", where=name, expected=FILE, got=error) from error
+        what, fix = "Not a tokenizer.", f"restore {FILE}, or name another tokenizer"
+        raise damage_error(what, where=name, expected=FILE, got=error, fix=fix) from error
 
 
 @contextlib.contextmanager

@@ -158,7 +158,8 @@ def test_a_manifest_of_a_million_brackets_is_damaged(step):
 def test_a_step_in_a_folder_of_another_number_is_damaged_until_it_is_renamed_back(step):
     """A run would train on from the wrong step, data position and learning rate."""
     renamed = step.rename(step.with_name("9"))
-    assert problems(renamed) == ("manifest.json: of step 7: the folder was renamed",)
+    told = "manifest.json: of step 7: the folder was renamed; rename it back"
+    assert problems(renamed) == (told,)
     with CheckpointStore(step.parent) as store:
         with pytest.raises(DamageError, match="of step 7: the folder was renamed"):
             store.restore(9, {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=jax.P())})
