@@ -74,8 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare_process(debug: bool) -> None:
     """Makes this process print nothing but its own lines, also from threads and at its exit."""
-    if sys.stdout is None:  # closed by whoever started this process
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8

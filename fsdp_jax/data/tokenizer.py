@@ -185,15 +185,22 @@ def _panics_untold() -> Iterator[None]:
 
     The package prints its panics, with a backtrace, before Python sees them.
     """
-    sys.stderr.flush()
+    kept = None
+    with contextlib.suppress(AttributeError, OSError):  # no stderr, or no room: then it is printed
+        sys.stderr.flush()
+        kept = tempfile.TemporaryFile()  # noqa: SIM115
+    if kept is None:
+        yield
+        return
     stderr = os.dup(2)
-    with tempfile.TemporaryFile() as kept:
+    with kept:
         os.dup2(kept.fileno(), 2)
         try:
             yield
-            sys.stderr.flush()
-            kept.seek(0)
-            os.write(stderr, kept.read())
+            with contextlib.suppress(OSError):  # nobody reads it
+                sys.stderr.flush()
+                kept.seek(0)
+                os.write(stderr, kept.read())
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)

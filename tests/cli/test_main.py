@@ -312,6 +312,12 @@ def test_a_closed_stdout_is_no_failure():
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_an_error_without_a_stderr_is_not_printed_on_stdout():
+    command = f"{sys.executable} -m fsdp_jax trian 2>&-"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+
+
 def test_a_pipe_that_nobody_reads_is_a_block():
     command = [sys.executable, "-m", "fsdp_jax", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -1,8 +1,11 @@
 """Tokenizers: text comes back, special tokens in a text are text, and vocabularies are checked."""
 
 import builtins
+import errno
 import hashlib
 import json
+import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -199,6 +202,17 @@ def test_a_panic_of_the_package_is_damage(capfd):
     with pytest.raises(DamageError, match=r"Not a tokenizer\.\n +where: +broken"):
         load_words(json.dumps(content).encode())
     assert capfd.readouterr().err == ""
+
+
+def test_a_tokenizer_is_good_though_there_is_no_stderr_or_no_room(monkeypatch):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", None)
+        load_words(word_level(WORDS))
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    load_words(word_level(WORDS))
 
 
 def test_a_text_that_a_tokenizer_cannot_encode_is_damage():
