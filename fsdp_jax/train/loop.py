@@ -387,6 +387,7 @@ class Training:
             DamageError: the data turned out damaged.
 
         """
+        started = time.perf_counter()
         self._check_previous_save(f"saving step {self.steps_done} instead")
         self._check_data()
         if self.steps_done == self.saved:
@@ -404,7 +405,7 @@ class Training:
             what = f"warning: step {self.steps_done} is not saved, and older steps are kept"
             self.screen.say(f"{what}: its state is infinite or NaN: {', '.join(spoiled)}")
             return
-        self.blocked_seconds = self.store.save(
+        self.store.save(
             self.steps_done,
             self.run.sharded.to_checkpoint(self.state),
             data=self.data.loader.get_state(),
@@ -412,6 +413,7 @@ class Training:
             finite=True,
             delete_older=not skipping,
         )
+        self.blocked_seconds = time.perf_counter() - started
         self.saved = self.steps_done
         self.saved_at = time.monotonic()
 

@@ -12,6 +12,7 @@ from fsdp_jax.checkpoint import CheckpointStore, store
 from fsdp_jax.cli.main import main
 from fsdp_jax.data import train_bpe
 from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.train import loop
 from fsdp_jax.train.loop import Training
 
 EVERY_TWO = ("--checkpoint.every", "2")
@@ -185,15 +186,22 @@ def trained_on_text(run, tmp_path):
     return text, overrides.split()
 
 
-def test_saving_by_the_clock_and_keeping_some_for_good(run, tmp_path):
+def test_saving_by_the_clock_and_keeping_some_for_good(run, tmp_path, monkeypatch):
+    check, checked = loop.not_finite, 0.05
+
+    def slow(arrays):
+        time.sleep(checked)
+        return check(arrays)
+
+    monkeypatch.setattr(loop, "not_finite", slow)
     by_clock = "--checkpoint.every None --checkpoint.every_minutes 0"
     some = "--checkpoint.keep 1 --checkpoint.keep_every 3"
     assert run("clock", *by_clock.split(), *some.split()) == 0
     assert names(tmp_path / "clock") == ["3", "6"]
-    # Every step was saved, which blocked the next.
+    # Every step was checked and saved, which blocked the next.
     blocked = [record["checkpoint_blocked_s"] for record in records(tmp_path / "clock")]
     assert blocked[0] is None
-    assert all(seconds > 0 for seconds in blocked[1:])
+    assert all(seconds > checked for seconds in blocked[1:])
     assert run("hour", *by_clock.replace("0", "60").split()) == 0
     assert names(tmp_path / "hour") == ["6"]
     assert {record["checkpoint_blocked_s"] for record in records(tmp_path / "hour")} == {None}
