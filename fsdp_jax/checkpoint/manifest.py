@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -113,10 +114,12 @@ def write_manifest(root: Path, contents: Json, files: dict[str, Json]) -> None:
     with (root / MANIFEST).open("w") as file:
         file.write(sealed_text(body))
         fsync_file(file)
-    for folder, _, _ in os.walk(root, topdown=False):
-        fsync_directory(Path(folder))
+    folders = [Path(folder) for folder, _, _ in os.walk(root)]
+    with ThreadPoolExecutor(READERS) as pool:  # the disk takes them together
+        list(pool.map(fsync_directory, folders))
 
 
+@cache  # 3 ms
 def package_versions() -> dict[str, str]:
     """Returns the versions of the packages that write a checkpoint."""
     versions = {}
