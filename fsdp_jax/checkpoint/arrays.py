@@ -1,6 +1,8 @@
 """A training state as named arrays, and back: a checkpoint stores a flat `path -> array`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
+from math import prod
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ from fsdp_jax.io.array_specs import describe, is_prng_key
 from fsdp_jax.sharding.offload import HOST
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of
+
+SHARED_BYTES = 16 << 20  # that a replica writes, at least, where replicas share the writing
 
 
 def leaves_of(state: PyTree) -> dict[str, Any]:
@@ -72,6 +76,15 @@ def not_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
 
     Every process of an array's devices must call this.
     """
+    return begin_finite_check(arrays)()
+
+
+def begin_finite_check(arrays: Mapping[str, jax.Array]) -> Callable[[], list[str]]:
+    """Returns a function that waits for the result of `not_finite`, in any thread.
+
+    The check itself is dispatched at once: the arrays may be donated afterwards. Every process of
+    an array's devices must call this, in the same order as its steps.
+    """
     floating = {
         name: array
         for name, array in arrays.items()
@@ -83,17 +96,67 @@ def not_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
         on_host = array.sharding.memory_kind == HOST
         devices = frozenset(array.sharding.device_set)
         groups.setdefault((devices, name if on_host else None), []).append(name)
-    found: list[str] = []
+    dispatched: list[tuple[list[str], jax.Array]] = []
     for names in groups.values():
-        finite = np.asarray(_are_finite([floating[name] for name in names]))
-        found += [name for name, each in zip(names, finite, strict=True) if not each]
-    return sorted(found)
+        # One at a time: XLA's CPU devices can wait for one another in programs that overlap.
+        jax.block_until_ready([finite for _, finite in dispatched[-1:]])
+        dispatched.append((names, _are_finite([floating[name] for name in names])))
+
+    def result() -> list[str]:
+        return sorted(
+            name
+            for names, finite in dispatched
+            for name, each in zip(names, np.asarray(finite), strict=True)
+            if not each
+        )
+
+    return result
 
 
 @jax.jit
 def _are_finite(arrays: list[jax.Array]) -> jax.Array:
     on_device = (jax.device_put(array, jax.memory.Space.Device) for array in arrays)
     return jnp.stack([jnp.all(jnp.isfinite(array)) for array in on_device])
+
+
+def divide_replicas(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the arrays, with large replicated ones sharded over their replicas.
+
+    Then each process writes a part of them. Copies the parts, in one program without collectives;
+    arrays in host memory, and those that no dim divides, stay as they are. Every process of the
+    arrays' devices must call this.
+    """
+    shardings = {
+        name: sharding
+        for name, array in arrays.items()
+        if (sharding := _over_replicas(array)) is not None
+    }
+    if not shardings:
+        return dict(arrays)
+    copy = jax.jit(_copy, out_shardings=shardings)
+    return {**arrays, **copy({name: arrays[name] for name in shardings})}
+
+
+def _copy(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return arrays
+
+
+def _over_replicas(array: jax.Array) -> jax.NamedSharding | None:
+    """Returns a sharding without replicas, if each is to have SHARED_BYTES at least."""
+    sharding = array.sharding
+    if not isinstance(sharding, jax.NamedSharding) or sharding.memory_kind == HOST:
+        return None
+    spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
+    used = [(axes,) if isinstance(axes, str) else axes or () for axes in spec]
+    sizes = sharding.mesh.shape
+    unused = tuple(axis for axis in sizes if axis not in chain(*used) and sizes[axis] > 1)
+    if not unused or array.nbytes < SHARED_BYTES * sharding.mesh.size:
+        return None
+    for dim, size in enumerate(array.shape):
+        axes = (*used[dim], *unused)
+        if size % prod(sizes[axis] for axis in axes) == 0:
+            return jax.NamedSharding(sharding.mesh, jax.P(*spec[:dim], axes, *spec[dim + 1 :]))
+    return None
 
 
 def stored_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -21,7 +21,14 @@ from typing import Any, Self
 import jax
 from orbax.checkpoint import v1 as orbax
 
-from fsdp_jax.checkpoint.arrays import from_stored, leaves_of, not_finite, stored_spec, to_arrays
+from fsdp_jax.checkpoint.arrays import (
+    begin_finite_check,
+    divide_replicas,
+    from_stored,
+    leaves_of,
+    stored_spec,
+    to_arrays,
+)
 from fsdp_jax.checkpoint.manifest import (
     Checked,
     check_files,
@@ -48,7 +55,6 @@ DELETING = ".deleting"  # the step while it is deleted
 DIGESTS = ".digests"  # directory where processes exchange the digests of what they wrote
 CHUNK = 256 << 20  # bytes of an array that are read and written together, at most
 LEAST_CHUNK = 1 << 20  # of a replicated array
-SHARED_BYTES = 16 << 20  # that a replica writes, at least, where replicas share the writing
 SHOWN = 10  # arrays listed before the rest is only counted
 MMAP_THRESHOLD = -3  # mallopt's M_MMAP_THRESHOLD
 PATIENCE = 1200.0  # seconds one process waits for the others' part of a save
@@ -125,8 +131,8 @@ class CheckpointStore:
             state: any pytree of sharded jax.Arrays, typed PRNG keys among them.
             data: position of the global batch; equal in every process, process 0's is saved.
             metadata: as `data`, comes back as JSON gives it (tuples as lists).
-            finite: whether the state is finite, for the record; None looks at every value. The
-                newest step that was finite is never deleted.
+            finite: whether the state is finite, for the record; None looks at every value, while
+                the caller goes on. The newest step that was finite is never deleted.
             delete_older: whether steps that need not be kept are deleted; by a later save if not.
 
         Waits for the save before this one.
@@ -163,16 +169,19 @@ class CheckpointStore:
             raise error or CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))
 
         # Copy to the host; write in the background.
-        record["finite"] = not not_finite(arrays) if finite is None else finite
+        record["finite"] = finite
         log.info("saving %d", step)
         try:
+            # Dispatched before the state can be donated; `_finish` waits for it.
+            not_finite = begin_finite_check(arrays) if finite is None else None
+            divided = divide_replicas(arrays) if jax.process_count() > 1 else arrays
             with self._context:
-                response = orbax.save_async(_beside(path, UNSEALED), arrays)
+                response = orbax.save_async(_beside(path, UNSEALED), divided)
         except Exception as error:
             self._swept = False
             raise _failure(NOT_WRITTEN, path, error) from error
         written = {name: describe(array) for name, array in arrays.items()}
-        finish = (step, record, written, response, delete_older)
+        finish = (step, record, not_finite, written, response, delete_older)
         self._pending = self._worker.submit(self._finish, *finish)
         if not self.asynchronous:
             self.wait()
@@ -350,12 +359,20 @@ class CheckpointStore:
     # The background thread
 
     def _finish(
-        self, step: int, record: Json, written: dict[str, str], response: Any, delete_older: bool
+        self,
+        step: int,
+        record: Json,
+        not_finite: Callable[[], list[str]] | None,
+        written: dict[str, str],
+        response: Any,
+        delete_older: bool,
     ) -> None:
         """Waits for orbax to write, renames the step into place, and deletes old steps."""
         path = self.path(step)
         try:
             response.result()
+            if not_finite is not None:
+                record["finite"] = not not_finite()
             self._seal(path, record, written)
         except Exception as error:
             # What this one left may fill the disk. Other processes, and other threads of orbax, may
@@ -486,10 +503,9 @@ def _saving_context() -> orbax.Context:
     saving = context.array.saving
     # Compression shrinks trained weights by 8% at thirteen times the time.
     saving.use_compression = False
-    # Replicas that share the writing of an array each compile a slice of it: 25 ms apiece, before
-    # the first save. It pays where another process writes its own part of a large array.
-    saving.use_replica_parallel = jax.process_count() > 1
-    saving.min_slice_bytes_for_replica_parallel = SHARED_BYTES
+    # Orbax would compile a slice for each replica of an array, in the first save: 25 ms apiece.
+    # `divide_replicas` is one program.
+    saving.use_replica_parallel = False
     saving.scoped_storage_options_creator = _storage_of
     # `_require_readable` checks more; a restore brings its own shardings.
     saving.enable_post_merge_validation = False

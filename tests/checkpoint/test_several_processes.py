@@ -10,15 +10,19 @@ pytestmark = pytest.mark.releases
 
 PROGRAM = """
 import time
+from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
-from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, store as module
+from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, arrays, store as module
+arrays.SHARED_BYTES = 1  # each process writes its part of what is replicated
 directory = sys.argv[4]
 mesh = jax.make_mesh((8,), ("data",))
 rows, replicated = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in (["data"], []))
 values = np.arange(64, dtype=np.float32).reshape(16, 4)
 w = jax.make_array_from_callback(values.shape, rows, lambda index: values[index])
 state = jax.jit(
-    lambda w: {"w": w, "key": jax.random.key(3)}, out_shardings={"w": rows, "key": replicated}
+    lambda w: {"w": w, "same": jax.random.normal(jax.random.key(1), (64, 256)),
+               "key": jax.random.key(3)},
+    out_shardings={"w": rows, "same": replicated, "key": replicated},
 )(w)
 spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 target = jax.tree.map(spec, state)
@@ -67,6 +71,9 @@ with CheckpointStore(directory, keep=2) as store:
     assert data == {"position": 2}
     for shard in restored["w"].addressable_shards:
         assert (np.asarray(shard.data) == values[shard.index]).all()
+    assert (np.asarray(restored["same"]) == np.asarray(state["same"])).all()
+    own = Path(directory, "2").rglob(f"*process_{process}/d/*")
+    print(1.1 > sum(path.stat().st_size for path in own) / (state["same"].nbytes / 2) > 0.8)
     key = jax.random.key_data(restored["key"]).addressable_data(0)
     assert (key == jax.random.key_data(jax.random.key(3))).all()
     narrow = jax.ShapeDtypeStruct((16, 4), jnp.bfloat16, sharding=rows)
@@ -82,8 +89,8 @@ leave_cluster()
 def test_two_processes_save_and_restore_though_one_is_slow_or_fails(tmp_path):
     outputs = run_cluster(PROGRAM, tmp_path)
     for out, refusal in zip(outputs, ["ValueError", "CheckpointError"], strict=True):
-        lines = out.splitlines()[-5:]  # Gloo prints lines of its own before
-        assert lines == ["True", "True", refusal, "[1, 2] True", "True"], out
+        lines = out.splitlines()[-6:]  # Gloo prints lines of its own before
+        assert lines == ["True", "True", refusal, "[1, 2] True", "True", "True"], out
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 

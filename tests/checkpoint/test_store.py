@@ -19,7 +19,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax.checkpoint import Checked, CheckpointError, CheckpointStore, DamageError
+from fsdp_jax.checkpoint import Checked, CheckpointError, CheckpointStore, DamageError, arrays
 from fsdp_jax.checkpoint import store as module
 from fsdp_jax.errors import ConfigError
 
@@ -172,6 +172,35 @@ def test_the_newest_finite_step_is_never_deleted(tmp_path):
         save(store, 6, small(6.0))
         store.wait()
         assert store.steps() == [5, 6]
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_state_is_checked_as_it_was_saved_and_the_caller_does_not_wait(
+    tmp_path, monkeypatch, finite
+):
+    """The next step overwrites it, with values of the other kind, before the result is read."""
+    begin, threads = module.begin_finite_check, []
+
+    def recording(arrays):
+        result = begin(arrays)
+
+        def in_thread():
+            threads.append(threading.current_thread().name)
+            return result()
+
+        return in_thread
+
+    monkeypatch.setattr(module, "begin_finite_check", recording)
+    overwrite = jax.jit(
+        lambda tree: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), jnp.nan, 1.0), tree),
+        donate_argnums=0,
+    )
+    state = {str(i): small(1.0 if finite else jnp.inf)["w"] for i in range(4)}
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, state)
+        overwrite(state)
+        assert store.record(1)["finite"] is finite
+    assert [name.startswith("checkpoint") for name in threads] == [True]
 
 
 def test_only_complete_steps_count(tmp_path):
@@ -387,6 +416,35 @@ def test_the_first_save_compiles_nothing(tmp_path):
         store.save(1, state, data={}, metadata={}, finite=True)
         store.wait()
     assert not compiled
+
+
+def test_replicas_share_the_writing_of_large_arrays_in_one_program(monkeypatch):
+    """Those of several processes; each then writes what it has."""
+    monkeypatch.setattr(arrays, "SHARED_BYTES", 4 * 8)
+    mesh = jax.make_mesh((2, 4), ("replica", "data"))
+    cases = {  # shape, spec -> spec
+        "replicated": ((3, 24), (), (None, ("replica", "data"))),
+        "hybrid": ((16, 8), (None, "data"), ("replica", "data")),
+        "same dim": ((24, 3), ("data",), (("data", "replica"),)),
+        "sharded": ((16, 8), ("replica", "data"), ("replica", "data")),
+        "indivisible": ((9, 9), (), ()),
+        "small": ((56,), (), ()),
+    }
+    state = {
+        name: jax.device_put(
+            jnp.arange(float(np.prod(shape))).reshape(shape), NamedSharding(mesh, jax.P(*spec))
+        )
+        for name, (shape, spec, _) in cases.items()
+    }
+    for compiles in (True, False):
+        with capture_compiles() as compiled:
+            divided = arrays.divide_replicas(state)
+        assert any("backend_compile" in event for event in compiled) is compiles
+    assert list(divided) == list(state)
+    for name, (_, _, spec) in cases.items():
+        expected = NamedSharding(mesh, jax.P(*spec))
+        assert divided[name].sharding.is_equivalent_to(expected, divided[name].ndim), name
+        assert (np.asarray(divided[name]) == np.asarray(state[name])).all()
 
 
 @contextlib.contextmanager
