@@ -184,8 +184,9 @@ class CompiledStep:
         what += "were not finite"
         if self.plan.spikes is not None and self.plan.spikes.skip:
             what += ", or the loss was a spike"
+        what += "; the state is that before the first of them"
         fix = "lower the learning rate, look at the data, or clip; a count of 0 (metrics['count']) "
-        fix += "is not finite either; the parameters are those before the first of them"
+        fix += "makes the loss NaN"
         raise NonFiniteError(message(what, where="step", fix=fix))
 
     def _rows_and_hash(self, batch: PyTree) -> np.ndarray:

@@ -233,7 +233,8 @@ class CheckpointConfig:
     # Also save when this many minutes have passed since the last checkpoint.
     every_minutes: NonNegativeFloat | None = None
     keep: Positive = 3  # Number of newest checkpoints to keep.
-    # Also keep every checkpoint whose step is a multiple of this, for good.
+    # Also keep every checkpoint whose step is a multiple of this, for good. (A save that is
+    # postponed, since steps are skipped, has a later step.)
     keep_every: Positive | None = None
     asynchronous: bool = True  # Write in the background while training continues.
     verify: bool = True  # Compare every file with its digest before resuming.

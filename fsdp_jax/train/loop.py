@@ -20,6 +20,7 @@ from fsdp_jax.errors import DamageError, message
 from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import anywhere
+from fsdp_jax.step.compiled_step import NonFiniteError
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikeError
@@ -385,6 +386,7 @@ class Training:
 
         Raises:
             DamageError: the data turned out damaged.
+            NonFiniteError: the run ends, and its state is not finite.
 
         """
         started = time.perf_counter()
@@ -395,15 +397,18 @@ class Training:
         skipping = self.skipped_in_a_row
         if skipping and not ends:
             if not self.save_postponed:
-                why = f"the last {skipping} steps were skipped"
-                self.screen.say(f"step {self.steps_done} is not saved until one is applied: {why}")
+                why = f"steps skipped in a row: {skipping}; the next one that is applied is saved"
+                self.screen.say(f"step {self.steps_done} is not saved: {why}")
             self.save_postponed = True
             return
         self.save_postponed = False
         spoiled = sorted({*not_finite(self._to_save())} - self.not_finite_at_start)
         if spoiled:
-            what = f"warning: step {self.steps_done} is not saved, and older steps are kept"
-            self.screen.say(f"{what}: its state is infinite or NaN: {', '.join(spoiled)}")
+            what = f"step {self.steps_done} is not saved: its state is infinite or NaN"
+            where, fix = ", ".join(spoiled), "resume from an older step; none was deleted"
+            if ends:
+                raise NonFiniteError(message(what, where=where, fix=fix))
+            self.screen.say(f"warning: {what}: {where}")
             return
         self.store.save(
             self.steps_done,

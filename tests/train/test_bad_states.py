@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -41,7 +42,7 @@ def test_updates_that_would_spoil_the_state_are_skipped_and_nothing_is_saved(
     assert run("spoiled", *EACH_STEP, "--train.abort_after", "2") == 1
     said = capsys.readouterr()
     assert said.err.startswith("error: 2 steps in a row were skipped")
-    assert "step 4 is not saved until one is applied: the last 1 steps were skipped" in said.out
+    assert "step 4 is not saved: steps skipped in a row: 1; the next one that is" in said.out
     # The last good steps are there, and the newest is restored.
     assert steps_of(run, "spoiled") == [2, 3]
     store = CheckpointStore(run.directory / "spoiled" / "checkpoints")
@@ -207,3 +208,24 @@ def test_a_run_does_not_resume_from_a_state_that_is_not_finite(run, monkeypatch,
     assert run("spoiled", *more, "--checkpoint.damaged", "previous") == 0
     assert "step 6 is damaged, trying the one before" in capsys.readouterr().out
     assert steps_of(run, "spoiled") == [4, 7]
+
+
+def test_a_state_that_is_not_finite_is_never_saved(run, monkeypatch, capsys):
+    # Something outside of the step has spoiled it.
+    save = Training._save
+
+    def spoiled(training, **how):
+        if training.steps_done > 2:
+            training.state = jax.tree.map(
+                lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x,
+                training.state,
+            )
+        return save(training, **how)
+
+    monkeypatch.setattr(Training, "_save", spoiled)
+    words = ("--checkpoint.every", "2", "--train.steps", "4", "--train.abort_after", "None")
+    assert run("outside", *words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: step 4 is not saved: its state is infinite or NaN")
+    assert "resume from an older step; none was deleted" in error
+    assert steps_of(run, "outside") == [2]
