@@ -7,7 +7,8 @@
 Compares collectives, losses and step time. Both sides train the same scanned GPT with AdamW on the
 same mesh of 8 virtual CPU devices, from the same parameters, on the same batches. The side written
 by hand is plain JAX and optax: it uses the model for the shapes of its parameters and for its
-initialisation, and nothing else of fsdp_jax.
+initialisation, and nothing else of fsdp_jax. Both skip steps whose loss, gradients or new state are
+not finite.
 
 Conventions
 - Collectives are counted in the text of the compiled programs, each once, whatever the trip count
@@ -32,7 +33,7 @@ With `--host`, what the host does before a step runs, with unrolled layers and `
   of this process after a garbage collection, ours and by hand in turns; medians. By hand is the
   same NNX model class: a merge for each layer under a `jax.checkpoint` that drops what was
   gathered, constraints at each parameter, value_and_grad, optax, and the same guard against steps
-  that are not finite.
+  whose loss, gradients or new state are not finite.
 - `put` of a batch of three NumPy arrays against `jax.device_put(batch, shardings)`, in microseconds
   by the clock, and of arrays that are on the devices already.
 - `fully_shard` for increasing numbers of layers, in CPU seconds; once each, after one run of two
@@ -74,6 +75,12 @@ Tree = Any
 
 
 # --- by hand ---
+
+
+def all_finite(tree: Tree) -> jax.Array:
+    """Returns whether every floating-point number of a tree is finite."""
+    floating = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floating]))
 
 
 def by_hand(
@@ -174,9 +181,9 @@ def by_hand(
             lambda g, p, s: put(g, s).astype(p.dtype) / count, grads, params, specs
         )
         loss, size = total / count, optax.tree.norm(grads)
-        fine = jnp.isfinite(loss) & jnp.isfinite(size)
         updates, opt = tx.update(grads, state["opt"], params)
         new = {"params": optax.apply_updates(params, updates), "opt": opt}
+        fine = jnp.isfinite(loss) & jnp.isfinite(size) & all_finite(new)
         new = jax.tree.map(
             lambda a, b: jnp.where(fine, a, b), new, {name: state[name] for name in new}
         )
@@ -252,9 +259,9 @@ def unrolled_by_hand(
             lambda g, at: lax.with_sharding_constraint(g, at) / count, grads, specs
         )
         loss, size = total / count, optax.tree.norm(grads)
-        fine = jnp.isfinite(loss) & jnp.isfinite(size)
         updates, opt = tx.update(grads, state["opt"], params)
         new = {"params": optax.apply_updates(params, updates), "opt": opt}
+        fine = jnp.isfinite(loss) & jnp.isfinite(size) & all_finite(new)
         new = jax.tree.map(
             lambda a, b: jnp.where(fine, a, b), new, {name: state[name] for name in new}
         )
