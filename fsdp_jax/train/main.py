@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.errors import CheckpointError, ConfigError, message
@@ -64,7 +65,7 @@ def _train(config: Config, stack: ExitStack) -> int:
     )
     stack.callback(data.loader.close)
     digests = {"data.path": data.loaded.digest, "data.tokenizer": data.tokenizer}
-    require_same("the data", digests | data.loader.get_state())
+    require_same("the data", digests | _position(data))
     _lock(output, stack)
     store = stack.enter_context(
         CheckpointStore(
@@ -82,13 +83,18 @@ def _train(config: Config, stack: ExitStack) -> int:
         initial_params, config.model.weights, run.sharded, run.shape, verify=checkpoint.verify
     )
     training.resume(Resuming(store, checkpoint, screen.say), weights)
-    require_same("the checkpoint", {"step": training.resumed, **data.loader.get_state()})
+    require_same("the checkpoint", {"step": training.resumed} | _position(data))
 
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
     _say_changes(output / "config.yaml", config, screen.say)
     if is_lead():
         _describe(output, config, run, data)
     return training.train()
+
+
+def _position(data: Data) -> dict[str, Any]:
+    """Returns the state of the loader, without the digests of the data."""
+    return {name: value for name, value in data.loader.get_state().items() if name != "data"}
 
 
 def _describe(output: Path, config: Config, run: Run, data: Data) -> None:

@@ -366,7 +366,8 @@ def test_a_compiled_plan_reads_host_memory_from_the_program(tmp_path, monkeypatc
     assert result.host_bytes == pytest.approx(on_host, rel=1e-3)
     assert result.from_host_bytes == pytest.approx(on_host, rel=0.02)
     assert result.to_host_bytes == pytest.approx(on_host, rel=0.02)
-    assert result.breakdown["params"] == on_device.breakdown["params"]
+    # What is updated already at the peak, which is another moment, counts as other.
+    assert result.breakdown["params"] == pytest.approx(on_device.breakdown["params"], rel=0.01)
     # so small a state is on the device whole while it is updated
     assert result.breakdown["optimizer"] > 0
     assert on_device.valley_bytes - result.valley_bytes == on_host
