@@ -115,7 +115,8 @@ FAULTS = [
 @pytest.mark.parametrize(("name", "content", "says"), FAULTS)
 def test_faults_are_reported_with_their_place(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises((ConfigError, DamageError), match=says):
+    damaged = says.startswith(("not JSON", "not an object", "not UTF-8"))
+    with pytest.raises(DamageError if damaged else ConfigError, match=says):
         read(open_documents(tmp_path))
 
 
@@ -236,16 +237,16 @@ def test_bytes_in_a_dataset_are_repaired_or_skipped_and_counted(datasets, tmp_pa
     with warnings.catch_warnings(action="ignore"):
         datasets.Dataset(table).save_to_disk(name)
     says = r"not UTF-8(?s:.*)row 2, field 'text'\n(?s:.*)byte 0xff at offset 1"
-    with pytest.raises((ConfigError, DamageError), match=says):
+    with pytest.raises(DamageError, match=says):
         read(dataset_documents(name))
     skipped = {"not UTF-8": 1}
     assert read(dataset_documents(name, invalid="skip")) == (["a"], skipped)
     assert read(dataset_documents(name, field="blob", invalid="skip")) == (["one"], skipped)
     repaired = {"with invalid UTF-8 replaced": 1}
     assert read(dataset_documents(name, invalid="replace")) == (["a", "b\ufffdc"], repaired)
-    with pytest.raises((ConfigError, DamageError), match=r"not text(?s:.*)field 'lists'"):
+    with pytest.raises(ConfigError, match=r"not text(?s:.*)field 'lists'"):
         read(dataset_documents(name, field="lists"))
-    with pytest.raises((ConfigError, DamageError), match="error, replace, skip"):
+    with pytest.raises(ConfigError, match="error, replace, skip"):
         dataset_documents(name, invalid="maybe")
 
 
@@ -290,9 +291,10 @@ def test_pipes_and_devices_in_place_of_a_corpus_are_refused(tmp_path):
     skipped = Skipped()
     assert list(open_documents(tmp_path).read(skipped)) == ["text"]
     assert str(skipped) == "1 hidden or linked"
-    for read in (load_instructions, lambda path, skipped: load_images(path)):
-        with pytest.raises((ConfigError, DamageError), match="a pipe, not a file"):
-            read(str(tmp_path / "pipe.jsonl"), Skipped())
+    with pytest.raises(ConfigError, match="a pipe, not a file"):
+        load_instructions(str(tmp_path / "pipe.jsonl"), Skipped())
+    with pytest.raises(DamageError, match="a pipe, not a file"):
+        load_images(str(tmp_path / "pipe.jsonl"))
     with pytest.raises(DamageError, match=r"tokenizer cannot be read(?s:.*)a pipe, not a file"):
         load_tokenizer(tmp_path / "pipe.jsonl")
     with pytest.raises(ConfigError, match="Not a dataset"):

@@ -158,7 +158,8 @@ def test_a_vit_has_the_normalization_of_its_processor(tmp_path, processor, mean,
 )
 def test_unsupported_normalization_of_images_is_refused(tmp_path, processor, said):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-    with pytest.raises((ConfigError, DamageError), match=said):
+    damaged = said.startswith("no model configuration")
+    with pytest.raises(DamageError if damaged else ConfigError, match=said):
         read(tmp_path, VIT)
 
 
@@ -347,7 +348,8 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path):
     ],
 )
 def test_unsupported_configs_are_refused(tmp_path, found, said):
-    with pytest.raises((ConfigError, DamageError), match=said):
+    damaged = said.startswith("no model configuration")
+    with pytest.raises(DamageError if damaged else ConfigError, match=said):
         read(tmp_path, found)
 
 
