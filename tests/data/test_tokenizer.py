@@ -176,7 +176,8 @@ def load_words(content, settings=None):
     ],
 )
 def test_invalid_tokenizers_are_refused(call, says, tmp_path):
-    with pytest.raises((ConfigError, DamageError), match=says):
+    damaged = says.startswith(("Not a tokenizer", "settings"))
+    with pytest.raises(DamageError if damaged else ConfigError, match=says):
         call(tmp_path)
 
 
@@ -210,9 +211,10 @@ def test_a_tokenizer_is_good_though_there_is_no_stderr_or_no_room(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", None)
-        load_words(word_level(WORDS))
+        without_stderr = load_words(word_level(WORDS))
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    load_words(word_level(WORDS))
+    without_room = load_words(word_level(WORDS))
+    assert without_stderr.digest == without_room.digest
 
 
 def test_a_text_that_a_tokenizer_cannot_encode_is_damage():
