@@ -1,6 +1,7 @@
 """Errors and checks of arguments that the modules of this package share."""
 
 import types
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -71,6 +72,25 @@ def check_share(held_out: float) -> None:
     if not 0 <= held_out <= 0.5:
         what = "The held-out share is out of range."
         raise config_error(what, where="data.held_out", expected="0 to 0.5", got=held_out)
+
+
+def check_equal(
+    what: str,
+    saved: Mapping[str, object],
+    current: Mapping[str, object],
+    *,
+    where: str = "",
+    fix: str,
+) -> None:
+    """Raises ConfigError, naming each value that differs from the saved one, or is missing."""
+    names = dict.fromkeys([*current, *saved])
+    both = {name: (saved.get(name, "missing"), current.get(name, "missing")) for name in names}
+    differing = {name: (old, new) for name, (old, new) in both.items() if old != new}
+    if differing:
+        expected = ", ".join(f"{name} {old}" for name, (old, _) in differing.items())
+        got = ", ".join(f"{name} {new}" for name, (_, new) in differing.items())
+        where += ", ".join(differing)
+        raise config_error(what, where=where, expected=f"{expected} (saved)", got=got, fix=fix)
 
 
 def check_choice(key: str, got: str, choices: Any) -> None:

@@ -1,8 +1,8 @@
 """Span corruption, T5's training objective (Raffel et al., 2020, section 3.1.4).
 
-A share `noise` of each chunk of text is removed, in spans of `mean_span` tokens on average. The
-inputs have a sentinel in place of each span; the targets are the sentinels, each followed by the
-tokens it replaces. Both end in the end-of-text token, if the tokenizer has one.
+A share of each chunk of text is removed, in spans. The inputs have a sentinel in place of each
+span; the targets are the sentinels, each followed by the tokens it replaces. Both end in the
+end-of-text token, if the tokenizer has one.
 
 Shapes: S inputs, T targets.
 """
@@ -13,23 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_jax.data.checks import check_positive, config_error
-from fsdp_jax.data.examples import Row, Settings, Tokens, length_mask, pad, uniforms
+from fsdp_jax.data.examples import Row, Settings, Tokens, text_to_text_row, uniforms
 from fsdp_jax.data.tokenizer import Tokenizer
 
+NOISE = 0.15  # share of the tokens that is removed
+MEAN_SPAN = 3.0  # tokens of a span, on average
 SEQUENCE_LENGTH = "data.sequence_length"
 
 
 @dataclass(frozen=True)
 class CorruptionSizes:
-    """Sizes of one corrupted chunk.
-
-    Attributes:
-        chunk: tokens of text.
-        removed: tokens removed from it.
-        spans: how many spans they form.
-        targets: the length of the targets.
-
-    """
+    """Tokens of one chunk of text, how many of them are removed in how many spans, and T."""
 
     chunk: int
     removed: int
@@ -37,46 +31,32 @@ class CorruptionSizes:
     targets: int
 
 
-def corruption_sizes(
-    inputs_length: int, *, end: int | None, noise: float = 0.15, mean_span: float = 3.0
-) -> CorruptionSizes:
+def corruption_sizes(inputs_length: int, *, end: int | None) -> CorruptionSizes:
     """Returns the sizes of the longest chunk whose corrupted inputs fit `inputs_length`.
 
     Raises ConfigError if no chunk fits.
     """
-    sizes = None
     extra = end is not None
-    chunk = 2
-    while True:
-        removed = min(max(round(chunk * noise), 1), chunk - 1)
-        spans = min(max(round(removed / mean_span), 1), removed, chunk - removed)
-        if chunk - removed + spans + extra > inputs_length:
-            break
-        sizes = CorruptionSizes(chunk, removed, spans, targets=removed + spans + extra)
-        chunk += 1
-    if sizes is None:
-        _check_at_least(2 + extra, inputs_length, "The inputs are too short.", SEQUENCE_LENGTH)
-    assert sizes is not None
+    _check_at_least(2 + extra, inputs_length, "The inputs are too short.", SEQUENCE_LENGTH)
+
+    def sizes_of(chunk: int) -> CorruptionSizes:
+        removed = min(max(round(chunk * NOISE), 1), chunk - 1)
+        spans = min(max(round(removed / MEAN_SPAN), 1), removed, chunk - removed)
+        return CorruptionSizes(chunk, removed, spans, targets=removed + spans + extra)
+
+    sizes = larger = sizes_of(2)
+    while larger.chunk - larger.removed + larger.spans + extra <= inputs_length:
+        sizes, larger = larger, sizes_of(larger.chunk + 1)
     return sizes
 
 
 class SpanCorruption:
-    """Random access to corrupted chunks of a token stream, which do not overlap.
+    """Random access to corrupted chunks of `tokens`, which do not overlap.
 
     The removed spans depend on `seed` and the row's index alone, so every epoch has the same.
-
-    Args:
-        tokens: the stream.
-        inputs_length: S.
-        targets_length: T; the `targets` of `corruption_sizes`, or more.
-        sentinels: ids for the spans, in order; see `sentinels_of`.
-        end: the end-of-text token.
-        seed: of the spans.
-        noise: share of the tokens that is removed.
-        mean_span: tokens of a span, on average.
+    `sentinels` are ids for the spans, in order; see `sentinels_of`.
 
     Raises ConfigError if the lengths, sentinels and text do not fit together.
-
     """
 
     def __init__(
@@ -88,17 +68,10 @@ class SpanCorruption:
         sentinels: Sequence[int],
         end: int | None,
         seed: int,
-        noise: float = 0.15,
-        mean_span: float = 3.0,
     ) -> None:
         check_positive(SEQUENCE_LENGTH, inputs_length)
-        if not (0 < noise < 1 and mean_span >= 1):
-            what = "No spans can be removed from the text."
-            expected = "noise between 0 and 1, a mean span of at least 1"
-            got = f"noise {noise}, mean span {mean_span}"
-            raise config_error(what, expected=expected, got=got)
         # Inputs, targets, sentinels and corpus must be long enough for the spans.
-        sizes = corruption_sizes(inputs_length, end=end, noise=noise, mean_span=mean_span)
+        sizes = corruption_sizes(inputs_length, end=end)
         what = "The targets are too short."
         _check_at_least(sizes.targets, targets_length, what, "data.target_length")
         what = "There are too few sentinels."
@@ -109,20 +82,18 @@ class SpanCorruption:
         _check_at_least(sizes.spans, len(sentinels), what, "model.vocab_size", fix)
         what = "The corpus is shorter than one sequence."
         _check_at_least(sizes.chunk, len(tokens), what, SEQUENCE_LENGTH)
-        # What a saved position depends on is in `settings`.
         self.sizes = sizes
         self.tokens = tokens
         self.end = end
         self.seed = seed
-        self.inputs_length = inputs_length
-        self.targets_length = targets_length
+        self.lengths = (inputs_length, targets_length)
         self.sentinels = np.asarray(sentinels[: sizes.spans], np.int32)
         self.settings: Settings = {
             "inputs_length": inputs_length,
             "targets_length": targets_length,
             "corpus_tokens": len(tokens),
-            "noise": noise,
-            "mean_span": mean_span,
+            "noise": NOISE,
+            "mean_span": MEAN_SPAN,
             "corruption_seed": seed,
             "first_sentinel": int(self.sentinels[0]),
         }
@@ -131,10 +102,7 @@ class SpanCorruption:
         return len(self.tokens) // self.sizes.chunk
 
     def __getitem__(self, index: int) -> Row:
-        """Returns `inputs`, `inputs_mask`, int32 [S]; `targets`, int32 [T], `mask`, float32 [T].
-
-        Raises ConfigError if the text contains a sentinel.
-        """
+        """Returns a `text_to_text_row`. Raises ConfigError if the text contains a sentinel."""
         sizes = self.sizes
         first = int(index) * sizes.chunk
         text = np.asarray(self.tokens[first : first + sizes.chunk]).astype(np.int32)
@@ -157,12 +125,7 @@ class SpanCorruption:
         targets = np.insert(text[is_removed], np.cumsum(removed) - removed, self.sentinels)
         inputs = np.concatenate([inputs, end])
         targets = np.concatenate([targets, end])
-        return {
-            "inputs": pad(inputs, self.inputs_length),
-            "inputs_mask": length_mask(len(inputs), self.inputs_length, np.int32),
-            "targets": pad(targets, self.targets_length),
-            "mask": length_mask(len(targets), self.targets_length),
-        }
+        return text_to_text_row(inputs, targets, self.lengths)
 
 
 def sentinels_of(tokenizer: Tokenizer, vocab_size: int) -> list[int]:

@@ -1,6 +1,6 @@
 """The protocol of examples: rows of named arrays by index, the same row for the same index."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -48,13 +48,19 @@ def random_bytes(seed: int, index: int, count: int) -> np.ndarray:
     return np.random.Philox(key=key).random_raw(-(-count // 8)).astype("<u8").view(np.uint8)[:count]
 
 
-def pad(tokens: np.ndarray | Sequence[int], length: int) -> np.ndarray:
-    """Returns int32 [length]: `tokens`, then zeros."""
-    row = np.zeros(length, np.int32)
-    row[: len(tokens)] = tokens
+def text_to_text_row(inputs: np.ndarray, targets: np.ndarray, lengths: tuple[int, int]) -> Row:
+    """Returns `inputs`, `inputs_mask`, int32 [S]; `targets`, int32 [T], `mask`, float32 [T].
+
+    Tokens are padded with zeros to `lengths`, (S, T); masks are 1 where a token is not padding.
+    """
+    row = {
+        "inputs": np.zeros(lengths[0], np.int32),
+        "inputs_mask": np.zeros(lengths[0], np.int32),
+        "targets": np.zeros(lengths[1], np.int32),
+        "mask": np.zeros(lengths[1], np.float32),
+    }
+    row["inputs"][: len(inputs)] = inputs
+    row["inputs_mask"][: len(inputs)] = 1
+    row["targets"][: len(targets)] = targets
+    row["mask"][: len(targets)] = 1
     return row
-
-
-def length_mask(count: int, length: int, dtype: type = np.float32) -> np.ndarray:
-    """Returns [length]: 1 at the first `count` positions, 0 after them."""
-    return (np.arange(length) < count).astype(dtype)

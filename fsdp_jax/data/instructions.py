@@ -13,14 +13,13 @@ import json
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from fsdp_jax.data.checks import check_choice, check_positive, config_error, ignored_key_error
-from fsdp_jax.data.examples import Row, Settings, length_mask, pad
+from fsdp_jax.data.examples import Row, Settings, text_to_text_row
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.records import Invalid, Record, TextDecoder, is_json, read_dataset, read_json
 from fsdp_jax.data.tokenizer import Tokenizer
@@ -38,7 +37,7 @@ PROMPT_WITH_INPUT = (
 )
 """Alpaca's templates, verbatim."""
 
-SHIPPED = "instructions.jsonl"
+SHIPPED = Path(__file__).with_name("instructions.jsonl")
 TooLong = Literal["truncate", "skip"]
 """Whether an example that no row can hold is truncated or skipped; both are counted."""
 
@@ -78,19 +77,15 @@ def load_instructions(
 ) -> list[InstructionRecord]:
     """Reads a `.json` or `.jsonl`, a Hugging Face dataset's split, or for None the shipped set.
 
-    Records with an empty `output`, and with `invalid` "skip" those that are not UTF-8, are skipped
-    and counted. Raises ConfigError, with file and line, for a malformed record, and if none is
-    left.
+    Records with an empty `output` are skipped and counted. Raises ConfigError, with file and line,
+    for a malformed record, and if none is left.
     """
     check_choice("invalid", invalid, Invalid)
     if split != "train" and (path is None or is_json(path)):
         raise ignored_key_error("split", split)
     decoder = TextDecoder(invalid, skipped)
-    if path is None:
-        with resources.as_file(resources.files("fsdp_jax.data").joinpath(SHIPPED)) as file:
-            records = list(read_json(file, decoder))
-    elif is_json(path):
-        file = Path(path).expanduser()
+    if path is None or is_json(path):
+        file = SHIPPED if path is None else Path(path).expanduser()
         records = list(read_json(file, decoder))
     else:
         records = list(read_dataset(path, split))
@@ -107,7 +102,7 @@ def load_instructions(
         what = "There are no instructions."
         expected = "at least one record with an output"
         got = f"{len(records)} records{skipped.note(' ({})')}"
-        raise config_error(what, where=path or SHIPPED, expected=expected, got=got)
+        raise config_error(what, where=path or SHIPPED.name, expected=expected, got=got)
     return instructions
 
 
@@ -156,8 +151,7 @@ def encode_instructions(
 class PackedInstructions:
     """Random access to rows of T+1 tokens, into which whole examples are packed; see `pack`.
 
-    Examples that no row can hold are treated as `too_long` says and counted in `skipped`. Raises
-    ConfigError if no example fits.
+    Raises ConfigError if no example fits.
     """
 
     def __init__(
@@ -219,8 +213,8 @@ class PackedInstructions:
 class TextToText:
     """Random access to prompts and answers of fixed lengths, for models with an encoder.
 
-    Prompts end in the end-of-text token too, as T5's inputs do. Examples that do not fit are
-    treated as `too_long` says and counted in `skipped`. Raises ConfigError if no example fits.
+    Prompts end in the end-of-text token too, as T5's inputs do. Raises ConfigError if no example
+    fits.
     """
 
     def __init__(
@@ -234,8 +228,7 @@ class TextToText:
     ) -> None:
         check_positive("data.sequence_length", inputs_length)
         check_positive("data.target_length", targets_length)
-        self.inputs_length = inputs_length
-        self.targets_length = targets_length
+        self.lengths = (inputs_length, targets_length)
         self.encoded: list[EncodedInstruction] = []
         for each in encoded:
             prompt = np.concatenate([each.prompt, each.answer[-1:]])
@@ -258,17 +251,9 @@ class TextToText:
         return len(self.encoded)
 
     def __getitem__(self, index: int) -> Row:
-        """Returns `inputs`, `inputs_mask`, int32 [S]; `targets`, int32 [T], `mask`, float32 [T].
-
-        Padding is token 0.
-        """
+        """Returns a `text_to_text_row`."""
         example = self.encoded[index]
-        return {
-            "inputs": pad(example.prompt, self.inputs_length),
-            "inputs_mask": length_mask(len(example.prompt), self.inputs_length, np.int32),
-            "targets": pad(example.answer, self.targets_length),
-            "mask": length_mask(len(example.answer), self.targets_length),
-        }
+        return text_to_text_row(example.prompt, example.answer, self.lengths)
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:

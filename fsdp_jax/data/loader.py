@@ -15,7 +15,7 @@ from typing import Any, Self
 import grain
 import numpy as np
 
-from fsdp_jax.data.checks import check_positive, check_seed, config_error
+from fsdp_jax.data.checks import check_equal, check_positive, check_seed, config_error
 from fsdp_jax.data.examples import Examples, Row
 
 Batch = dict[str, np.ndarray]
@@ -100,37 +100,22 @@ class Loader:
         are compared, since older releases saved none.
         """
         saved = state.get("settings", {}) if "position" in state else {}
-        if not isinstance(saved, dict):
-            saved = {}
-        names = dict.fromkeys([*self._settings, *saved])
-        values = {
-            name: (saved.get(name, "missing"), self._settings.get(name, "missing"))
-            for name in names
-        }
-        differing = {name: (old, new) for name, (old, new) in values.items() if old != new}
-        if differing:
-            expected = ", ".join(f"{name} {old}" for name, (old, _) in differing.items())
-            raise config_error(
-                "The saved position belongs to another stream of data.",
-                where=", ".join(differing),
-                expected=f"{expected} (saved)",
-                got=", ".join(f"{name} {new}" for name, (_, new) in differing.items()),
-                fix="restore the saved settings, or start anew with another `output`",
-            )
+        what = "The saved position belongs to another stream of data."
+        fix = "restore the saved settings, or start anew with another `output`"
+        check_equal(what, saved if isinstance(saved, dict) else {}, self._settings, fix=fix)
         position, identity = state["position"], state.get("data", {})
         position = position.get("next_index") if isinstance(position, dict) else None
         if type(position) is not int or position < 0:
             what = "The saved position is none."
             raise config_error(what, where="position", expected="0 or more batches", got=position)
-        for name in self._identity.keys() & identity.keys():
-            if self._identity[name] != identity[name]:
-                raise config_error(
-                    "The saved position belongs to other data.",
-                    where=name,
-                    expected=f"digest {identity[name]} (saved)",
-                    got=f"digest {self._identity[name]}",
-                    fix="restore the data, or start anew with another `output`",
-                )
+        both = sorted(self._identity.keys() & identity.keys())
+        old, new = (
+            {f"{name} digest": digests[name] for name in both}
+            for digests in (identity, self._identity)
+        )
+        what = "The saved position belongs to other data."
+        fix = "restore the data, or start anew with another `output`"
+        check_equal(what, old, new, fix=fix)
         self.close()
         self._position = position
 
@@ -175,8 +160,7 @@ def make_loader(
 
     With `repeat` they never end; without, they are one epoch, less the rows that do not fill a last
     global batch. `identity`, such as `LoadedData.identity`, is saved with the position. `ahead` is
-    how many batches are read in advance. Raises ConfigError if the sizes
-    are inconsistent.
+    how many batches are read in advance. Raises ConfigError if the sizes are inconsistent.
     """
     rows = _rows_per_process(global_batch_size, process_index, process_count)
     check_seed(seed)
@@ -187,7 +171,16 @@ def make_loader(
     if repeat:
         dataset = dataset.repeat()
     else:
-        dataset = dataset[: _rows_of_whole_batches(len(examples), global_batch_size)]
+        whole = len(examples) // global_batch_size * global_batch_size
+        if not whole:
+            raise config_error(
+                "One epoch does not fill one batch.",
+                where="train.global_batch_size",
+                expected=f"at most {len(examples)}, the rows of one epoch",
+                got=global_batch_size,
+                fix="use a smaller batch or more data, or let the data repeat",
+            )
+        dataset = dataset[:whole]
     dataset = dataset[process_index::process_count].batch(rows, drop_remainder=True)
     settings = {
         **examples.settings,
@@ -255,16 +248,3 @@ def _rows_per_process(global_batch_size: int, process_index: int, process_count:
             fix=f"use {max(1, global_batch_size // process_count) * process_count}",
         )
     return global_batch_size // process_count
-
-
-def _rows_of_whole_batches(rows: int, global_batch_size: int) -> int:
-    """Returns how many of an epoch's rows fill whole batches; raises ConfigError if none do."""
-    if rows < global_batch_size:
-        raise config_error(
-            "One epoch does not fill one batch.",
-            where="train.global_batch_size",
-            expected=f"at most {rows}, the rows of one epoch",
-            got=global_batch_size,
-            fix="use a smaller batch or more data, or let the data repeat",
-        )
-    return rows // global_batch_size * global_batch_size

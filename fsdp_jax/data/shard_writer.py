@@ -14,7 +14,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from fsdp_jax.data.checks import check_positive, config_error, damage_error, from_fields
+from fsdp_jax.data.checks import (
+    check_equal,
+    check_positive,
+    config_error,
+    damage_error,
+    from_fields,
+)
 from fsdp_jax.data.documents import Part, Split
 from fsdp_jax.data.shards import (
     DOCUMENTS,
@@ -91,9 +97,8 @@ def tokenize(
             done = _intact_part(folder, before, say)
             finished = (folder / MANIFEST).exists() and _tokenizer_is_intact(folder, before)
             if finished and done == before:
-                (folder / PROGRESS).unlink(
-                    missing_ok=True
-                )  # an older release was killed at its end
+                # An older release was killed at its end.
+                (folder / PROGRESS).unlink(missing_ok=True)
                 return done
         done = _begin(folder, done, tokenizer)
         done = _Writer(folder, documents, tokenizer, say).write(done)
@@ -165,9 +170,8 @@ def _check_folder(folder: Path) -> None:
     if not (folder.is_dir() and all(path.name in leftovers for path in folder.iterdir())):
         what = "The folder holds other files."
         expected = "a new or empty folder, or one of a stopped run"
-        raise config_error(
-            what, where="--to", expected=expected, got=folder, fix="choose another folder"
-        )
+        fix = "choose another folder"
+        raise config_error(what, where="--to", expected=expected, got=folder, fix=fix)
 
 
 def _intact_part(folder: Path, before: Manifest, say: Say) -> Manifest:
@@ -188,9 +192,8 @@ def _intact_part(folder: Path, before: Manifest, say: Say) -> Manifest:
 
 def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
     try:
-        for name in (FILE, SETTINGS):
-            if name in manifest.files:
-                check_digest(folder / name, manifest.files[name])
+        for name in sorted(manifest.files.keys() & {FILE, SETTINGS}):
+            check_digest(folder / name, manifest.files[name])
     except DamageError:
         return False
     return True
@@ -215,19 +218,12 @@ def _begin(folder: Path, done: Manifest, tokenizer: Tokenizer) -> Manifest:
 
 def _check_same(folder: Path, previous: TokenizePlan, plan: TokenizePlan) -> None:
     """Raises ConfigError unless the shards that are there are those of the same plan."""
-    old, new = asdict(previous), asdict(plan)
     # Names are for people: the corpus may have moved, and the digest identifies the tokenizer.
-    compared = [name for name in old if name not in ("name", "tokenizer", "asked")]
-    differing = [name for name in compared if old[name] != new[name]]
-    if differing:
-        expected = ", ".join(f"{name} {old[name]}" for name in differing)
-        raise config_error(
-            "The folder holds shards of another corpus, tokenizer or setting.",
-            where=f"{folder}: {', '.join(differing)}",
-            expected=f"{expected} (there already)",
-            got=", ".join(f"{name} {new[name]}" for name in differing),
-            fix="choose another folder, or remove this one",
-        )
+    unnamed = [replace(each, name="", tokenizer="", asked=None) for each in (previous, plan)]
+    old, new = map(asdict, unnamed)
+    what = "The folder holds shards of another corpus, tokenizer or setting."
+    fix = "choose another folder, or remove this one"
+    check_equal(what, old, new, where=f"{folder}: ", fix=fix)
 
 
 @dataclass(frozen=True)

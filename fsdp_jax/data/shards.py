@@ -40,13 +40,11 @@ class TokenizePlan:
     """What determines every byte of the shards; a stopped run is resumed only under the same plan.
 
     Attributes:
-        name: the corpus, for descriptions.
-        corpus: its digest.
+        name, corpus: the corpus, for descriptions, and its digest.
         documents: how many it has, before the split.
         skipped: what of it was skipped or repaired, by reason.
         held_out: the held-out share.
-        tokenizer, tokenizer_digest, end: the tokenizer's name, digest and end-of-text token.
-        vocab_size: the tokenizer's.
+        tokenizer, tokenizer_digest, end, vocab_size: the tokenizer's.
         dtype: the ids' on disk.
         shard_tokens: a shard ends with the document that reaches so many tokens.
         asked: the requested vocabulary size of a tokenizer trained for these shards, which may have
@@ -196,18 +194,15 @@ class DigestCheck:
         self._folder = folder
         self._problem: DamageError | None = None
         self._done = threading.Event()
-        at_once, later = dict(files), {}
-        if sum(each["bytes"] for each in files.values()) > AT_ONCE:
-            at_once = {name: each for name, each in files.items() if name in (FILE, SETTINGS)}
-            later = {name: each for name, each in files.items() if name not in at_once}
-        self._compare(at_once)
+        small = sum(each["bytes"] for each in files.values()) <= AT_ONCE
+        is_read_at_once = {name: small or name in (FILE, SETTINGS) for name in files}
+        later = {name: each for name, each in files.items() if not is_read_at_once[name]}
+        self._compare({name: each for name, each in files.items() if is_read_at_once[name]})
         self.raise_if_damaged()
         if later:
             self._done.clear()
             # A daemon: nothing waits for it at the end of the process.
-            threading.Thread(
-                target=self._compare, args=(later,), name="token digests", daemon=True
-            ).start()
+            threading.Thread(target=self._compare, args=(later,), daemon=True).start()
 
     def raise_if_damaged(self) -> None:
         """Raises DamageError, with the file's name, if one has been found damaged."""
@@ -265,22 +260,19 @@ class ShardedTokens:
             end = int(self._ends[index])
             begin = end - self.shards[index].tokens
             piece = np.asarray(self._maps[index][start - begin : stop - begin])
-            self._check_ids(piece, self._files[index], start - begin)
+            invalid = np.flatnonzero(piece >= self._vocab_size)
+            if len(invalid):
+                raise damage_error(
+                    "A token id is not in the vocabulary.",
+                    where=f"{self._files[index]}, token {start - begin + invalid[0]}",
+                    expected=f"less than {self._vocab_size}, the tokenizer's vocabulary",
+                    got=f"id {piece[invalid[0]]}",
+                    fix=RESTORE,
+                )
             pieces.append(piece.astype(np.int32))
             start = end
             index += 1
         return np.concatenate(pieces)
-
-    def _check_ids(self, piece: np.ndarray, file: Path, first: int) -> None:
-        invalid = np.flatnonzero(piece >= self._vocab_size)
-        if len(invalid):
-            raise damage_error(
-                "A token id is not in the vocabulary.",
-                where=f"{file}, token {first + invalid[0]}",
-                expected=f"less than {self._vocab_size}, the tokenizer's vocabulary",
-                got=f"id {piece[invalid[0]]}",
-                fix=RESTORE,
-            )
 
 
 @dataclass(frozen=True)
@@ -338,37 +330,25 @@ class TokenShards:
         tokenizer = load_tokenizer(Bytes.name if digest == Bytes.digest else self.folder)
         if tokenizer.digest != digest:
             what = "The tokenizer is not the one that encoded the text."
-            raise damage_error(
-                what,
-                where=str(self.folder),
-                expected=f"digest {digest}",
-                got=tokenizer.digest,
-                fix=RESTORE,
-            )
+            where, expected = str(self.folder), f"digest {digest}"
+            got = tokenizer.digest
+            raise damage_error(what, where=where, expected=expected, got=got, fix=RESTORE)
         return tokenizer
 
 
-def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
-    """Reads the manifest of a folder.
-
-    Raises ConfigError if it is missing, and DamageError if it is damaged.
-    """
-    what = "There are no finished token shards."
-    file = folder / name
-    fix = "make it with `fsdp-jax tokenize`; run it again if it was stopped"
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a manifest. Raises ConfigError if it is missing, DamageError if it is damaged."""
+    file = folder / MANIFEST
     if not file.exists():
+        what = "There are no finished token shards."
+        fix = "make it with `fsdp-jax tokenize`; run it again if it was stopped"
         raise config_error(what, where="data.path", expected=MANIFEST, got=folder, fix=fix)
     try:
         return Manifest.from_text(read_regular(file).decode())
     except (OSError, ValueError) as error:
+        what, expected = "The manifest of token shards is damaged.", "a manifest"
         fix = "restore the file, or remove the folder and tokenize again"
-        raise damage_error(
-            "The manifest of token shards is damaged.",
-            where=str(file),
-            expected="a manifest",
-            got=error,
-            fix=fix,
-        ) from error
+        raise damage_error(what, where=str(file), expected=expected, got=error, fix=fix) from error
 
 
 def damaged_shard_error(file: Path, expected: str, got: object) -> DamageError:
@@ -397,12 +377,13 @@ def _read_starts(file: Path, shard: TokenShard) -> np.ndarray:
 
 def check_sizes(folder: Path, shard: TokenShard, plan: TokenizePlan) -> None:
     """Raises DamageError unless a shard's files have the sizes of its tokens and documents."""
-    _check_size(folder / (shard.name + TOKENS), shard.tokens * np.dtype(plan.dtype).itemsize)
-    _check_size(folder / (shard.name + DOCUMENTS), shard.documents * OFFSET.itemsize)
-
-
-def _check_size(file: Path, expected: int) -> None:
-    size = file.stat().st_size if file.is_file() else None
-    if size != expected:
-        got = "no file" if size is None else f"{size:,} bytes ({human_bytes(size)})"
-        raise damaged_shard_error(file, f"{expected:,} bytes", got)
+    sizes = {
+        TOKENS: shard.tokens * np.dtype(plan.dtype).itemsize,
+        DOCUMENTS: shard.documents * OFFSET.itemsize,
+    }
+    for suffix, expected in sizes.items():
+        file = folder / (shard.name + suffix)
+        size = file.stat().st_size if file.is_file() else None
+        if size != expected:
+            got = "no file" if size is None else f"{size:,} bytes ({human_bytes(size)})"
+            raise damaged_shard_error(file, f"{expected:,} bytes", got)

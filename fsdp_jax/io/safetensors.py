@@ -7,7 +7,6 @@ mapped kills the process.
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -76,14 +75,12 @@ class StoredTensor:
         raw = np.empty(size, np.uint8) if scratch is None else scratch[:size]
         if size:
             # One read per index of the dims before the last one that is taken in part.
-            outer_sizes = sizes[: self._last_partial_dim(box)]
+            outer = box[: self._last_partial_dim(box)]
             chunk = self.contiguous_bytes(box)
             strides = [array_bytes(self.shape[dim + 1 :], self.dtype) for dim in range(len(box))]
-            first = self.offset + sum(
-                start * stride for (start, _), stride in zip(box, strides, strict=True)
-            )
-            for number, index in enumerate(np.ndindex(outer_sizes)):
-                offset = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
+            first = self.offset + sum(lo * each for (lo, _), each in zip(box, strides, strict=True))
+            for number, index in enumerate(np.ndindex(box_sizes(outer))):
+                offset = first + sum(i * each for i, each in zip(index, strides, strict=False))
                 self._read_into(raw[number * chunk : (number + 1) * chunk].data, offset)
         return raw.view(self.dtype).reshape(sizes)
 
@@ -101,7 +98,7 @@ class StoredTensor:
             view = view[count:]
 
 
-class SafetensorsFolder(Mapping[str, StoredTensor]):
+class SafetensorsFolder(dict[str, StoredTensor]):
     """The tensors of a folder by name; as a context manager it keeps their files open.
 
     The files are those that `model.safetensors.index.json` names, or `model.safetensors`. No code
@@ -113,32 +110,21 @@ class SafetensorsFolder(Mapping[str, StoredTensor]):
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        super().__init__()
         self.directory = Path(directory)
-        self._open_files = ExitStack()
-        self._tensors: dict[str, StoredTensor] = {}
-        with self._open_files as on_error:  # closes the files opened so far if one cannot be read
-            for file, indexed in weight_files(self.directory).items():
-                tensors = _open_tensors(file, self._open_files)
-                missing = sorted(indexed - {tensor.name for tensor in tensors})
+        with ExitStack() as files:  # closes the files opened so far if one cannot be read
+            for file, indexed in _weight_files(self.directory).items():
+                tensors = _open_tensors(file, files)
+                missing = sorted(indexed - tensors.keys())
                 if missing:
                     what = "a tensor that the index names is not in its file"
                     got = first_lines(missing, SHOWN)
                     raise DamageError(message(what, where=str(file), expected=got, fix=AGAIN))
-                for tensor in tensors:
-                    if tensor.name in self._tensors:
-                        what = "a tensor in two files"
-                        raise DamageError(message(what, where=str(file), got=tensor.name))
-                    self._tensors[tensor.name] = tensor
-            self._open_files = on_error.pop_all()
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+                for name in tensors.keys() & self.keys():
+                    what = "a tensor in two files"
+                    raise DamageError(message(what, where=str(file), got=name))
+                self.update(tensors)
+            self._open_files = files.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -147,11 +133,8 @@ class SafetensorsFolder(Mapping[str, StoredTensor]):
         self._open_files.close()
 
 
-def weight_files(directory: Path) -> dict[Path, set[str]]:
-    """Returns {file: the tensors that the index has in it}; the single file where it has none.
-
-    Raises ConfigError if there are neither, and DamageError for an index that is none.
-    """
+def _weight_files(directory: Path) -> dict[Path, set[str]]:
+    """Returns {file: the tensors that the index has in it}; the single file without an index."""
     path = directory / INDEX
     what = "not an index of weights"
     try:
@@ -176,11 +159,8 @@ def weight_files(directory: Path) -> dict[Path, set[str]]:
 
 def _refuse_other_weights(directory: Path) -> NoReturn:
     """Raises ConfigError: there are no safetensors, or pickles, whose reading runs their code."""
-    pickles = sorted(
-        path.name
-        for suffix in ("bin", "pt", "pth", "ckpt")
-        for path in directory.glob(f"*.{suffix}")
-    )
+    suffixes = (".bin", ".pt", ".pth", ".ckpt")
+    pickles = sorted(path.name for path in directory.glob("*.*") if path.suffix in suffixes)
     if pickles:
         raise ConfigError(
             message(
@@ -196,12 +176,12 @@ def _refuse_other_weights(directory: Path) -> NoReturn:
     raise ConfigError(message(what, where=str(directory), expected=expected))
 
 
-def _open_tensors(path: Path, open_files: ExitStack) -> list[StoredTensor]:
+def _open_tensors(path: Path, open_files: ExitStack) -> dict[str, StoredTensor]:
     """Returns the tensors of one file, which stays open until `open_files` is closed.
 
     Raises DamageError if the header is invalid, or its tensors do not fill the file exactly.
     """
-    tensors = []
+    tensors = {}
     try:
         file = open_files.enter_context(open_regular(path)).fileno()
         with safe_open(path, framework="numpy") as header:
@@ -215,7 +195,7 @@ def _open_tensors(path: Path, open_files: ExitStack) -> list[StoredTensor]:
                 dtype, shape = jnp.dtype(DTYPE_OF_CODE[spec.get_dtype()]), tuple(spec.get_shape())
                 if array_bytes([max(size, 1) for size in shape], dtype) > sys.maxsize:
                     raise ValueError(f"tensor '{name}' of shape {list(shape)}")  # has a 0 too
-                tensors.append(StoredTensor(name, file, offset, shape, dtype))
+                tensors[name] = StoredTensor(name, file, offset, shape, dtype)
                 offset += array_bytes(shape, dtype)
     except BaseException as error:  # the library is in Rust, and may panic
         if not is_failure(error):
