@@ -86,7 +86,7 @@ FAULTS = (
     Fault(
         name="a checkpoint's files are accepted without their digest",
         file="fsdp_jax/checkpoint/manifest.py",
-        old=" or digest_file(root / name, follow_link=False) == expected\n",
+        old=" or digest_file(root / name, follow_link=False) == expected[name]\n",
         new=" or True\n",
         tests=("tests/checkpoint/test_manifest.py",),
     ),

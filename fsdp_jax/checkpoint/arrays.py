@@ -15,6 +15,7 @@ from fsdp_jax.sharding.offload import HOST
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of
 
+SHOWN = 40  # leaves without a sharding
 SHARED_BYTES = 16 << 20  # that a replica writes, at least, where replicas share the writing
 
 
@@ -26,6 +27,14 @@ def leaves_of(state: PyTree) -> dict[str, Any]:
         shared = ", ".join(sorted({path for path in paths if paths.count(path) > 1}))
         raise ValueError(message("two leaves share a path", got=shared, fix="no `/` in names"))
     return flat
+
+
+def require_shardings(leaves: Mapping[str, Any], *, where: str, fix: str) -> None:
+    """Raises ValueError naming the leaves without a sharding."""
+    without = [path for path, leaf in leaves.items() if getattr(leaf, "sharding", None) is None]
+    if without:
+        got = ", ".join(without[:SHOWN])
+        raise ValueError(message("a target without shardings", where=where, got=got, fix=fix))
 
 
 def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from fsdp_jax.checkpoint.arrays import leaves_of
+from fsdp_jax.checkpoint.arrays import leaves_of, require_shardings
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import CheckpointError, ConfigError, first_lines, message
 from fsdp_jax.io.array_specs import array_bytes, describe, parse_description
@@ -153,12 +153,8 @@ def read_mapped(
     Raises ValueError for leaves without shardings; CheckpointError if a file cannot be read.
     """
     leaves = leaves_of(target)
-    without = [path for path, leaf in leaves.items() if getattr(leaf, "sharding", None) is None]
-    if without:
-        what = "a target without shardings"
-        fix = "sharded.checkpoint_target().params, or a sharding in each leaf"
-        got = ", ".join(without[:SHOWN])
-        raise ValueError(message(what, where="target", got=got, fix=fix))
+    fix = "sharded.checkpoint_target().params, or a sharding in each leaf"
+    require_shardings(leaves, where="target", fix=fix)
     try:
         with ShardReader(tensors, budget) as reader:
             arrays = [reader.read_array(leaf, mappings[path]) for path, leaf in leaves.items()]

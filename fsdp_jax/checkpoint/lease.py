@@ -69,9 +69,9 @@ class Lease:
     def _is_seen(self) -> bool:
         """Returns whether this process sees the file; waits, as a network file system may lag."""
         deadline = time.monotonic() + LAG
-        while not self.path.exists() and time.monotonic() < deadline:
+        while not (seen := self.path.exists()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return self.path.exists()
+        return seen
 
     def _take(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,17 +69,13 @@ def step_directories(directory: Path) -> dict[int, bool]:
 
     Steps are all entries whose name is a number.
     """
-    if not directory.is_dir():
-        return {}
-    paths = [
-        path
-        for path in directory.iterdir()
-        if path.name.isdecimal() and path.name == str(int(path.name))
-    ]
+    names = os.listdir(directory) if directory.is_dir() else []
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    paths = {number: directory / str(number) for number in numbers if str(number) in names}
     return {
-        int(path.name): not path.is_symlink()
+        step: not path.is_symlink()
         and any((path / mark).exists() for mark in (MANIFEST, ORBAX_MARK))
-        for path in sorted(paths, key=lambda path: int(path.name))
+        for step, path in paths.items()
     }
 
 
@@ -97,12 +93,12 @@ def list_files(root: Path) -> list[str]:
 
 def digest_files(root: Path, names: Iterable[str], *, flush: bool = False) -> dict[str, Json]:
     """Returns {name: {bytes, xxh3_128}}. `flush` also waits until the files are on disk."""
-    names = list(names)
+
+    def digest(name: str) -> tuple[str, Json]:
+        return name, digest_file(root / name, flush=flush, follow_link=False)
+
     with ThreadPoolExecutor(READERS) as pool:  # digests are computed without the GIL
-        digests = pool.map(
-            lambda name: digest_file(root / name, flush=flush, follow_link=False), names
-        )
-        return dict(zip(names, digests, strict=True))
+        return dict(pool.map(digest, names))
 
 
 def write_manifest(root: Path, contents: Json, files: dict[str, Json]) -> None:
@@ -190,24 +186,22 @@ def check_files(root: Path, *, part: int = 0, parts: int = 1, contents: bool = T
     own_names = sorted(expected)[part::parts] if parts else []
     existing = set(list_files(root))  # a listed name such as ../x is never opened
 
-    def check(name: str) -> str:
-        return _problem(root, name, expected[name], contents) if name in existing else "missing"
+    def problem_of(name: str) -> str:
+        """Returns what is wrong with one file; "" if it is intact."""
+        if name not in existing:
+            return "missing"
+        try:
+            with open_regular(root / name, follow_link=False) as file:
+                size = os.fstat(file.fileno()).st_size
+            if size != expected[name]["bytes"]:
+                return f"{size:,} bytes, {expected[name]['bytes']:,} were written"
+            same = not contents or digest_file(root / name, follow_link=False) == expected[name]
+            return "" if same else "its contents have changed"
+        except OSError as error:
+            return _reason(error)
 
     with ThreadPoolExecutor(READERS) as pool:
-        results = dict(zip(own_names, pool.map(check, own_names), strict=True))
+        results = dict(zip(own_names, pool.map(problem_of, own_names), strict=True))
     intact = [expected[name]["bytes"] for name, problem in results.items() if not problem]
     problems = tuple(f"{name}: {problem}" for name, problem in results.items() if problem)
     return Checked(len(intact), sum(intact), time.perf_counter() - started, problems)
-
-
-def _problem(root: Path, name: str, expected: Json, contents: bool) -> str:
-    """Returns what is wrong with one file; "" if it is intact."""
-    try:
-        with open_regular(root / name, follow_link=False) as file:
-            size = os.fstat(file.fileno()).st_size
-        if size != expected["bytes"]:
-            return f"{size:,} bytes, {expected['bytes']:,} were written"
-        same = not contents or digest_file(root / name, follow_link=False) == expected
-        return "" if same else "its contents have changed"
-    except OSError as error:
-        return _reason(error)

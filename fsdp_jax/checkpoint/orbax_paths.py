@@ -15,8 +15,9 @@ from fsdp_jax.errors import ConfigError, message
 log = logging.getLogger("fsdp_jax.checkpoint")
 
 _PathOfOrbax: Any = type(orbax.Context().file.path_class("/"))
-# What orbax or tensorstore takes for something else: a separator, an address in a cloud.
-UNUSABLE = re.compile(r"\\|gs:/|^/(gs|s3|az|hf)(/|$)")
+# What orbax or tensorstore takes for something else: a separator, an address in a cloud; and what
+# Python has in place of bytes that are not UTF-8.
+UNUSABLE = re.compile(r"\\|gs:/|^/(gs|s3|az|hf)(/|$)|(?P<bytes>[\ud800-\udfff])")
 
 
 class LiteralPath(_PathOfOrbax):
@@ -43,19 +44,7 @@ def require_usable(directory: Path) -> None:
     """Raises ConfigError for a directory that orbax would take for another, or cannot name."""
     found = UNUSABLE.search(f"{directory}/")
     if found:
-        got = repr(found[0])
-    elif not _is_unicode(str(directory)):
-        got = "bytes that are not UTF-8"
-    else:
-        return
-    what = "checkpoints cannot be written under this name"
-    fix = "use another directory, or a link with a plain name"
-    raise ConfigError(message(what, where=ascii(str(directory)), got=got, fix=fix))
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        what = "checkpoints cannot be written under this name"
+        fix = "use another directory, or a link with a plain name"
+        got = "bytes that are not UTF-8" if found["bytes"] else repr(found[0])
+        raise ConfigError(message(what, where=ascii(str(directory)), got=got, fix=fix))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.checkpoint.arrays import stored_spec
+from fsdp_jax.checkpoint.arrays import require_shardings, stored_spec
 from fsdp_jax.errors import first_lines, human_bytes, message
 from fsdp_jax.io.array_specs import array_bytes, describe, is_prng_key, parse_description
 from fsdp_jax.io.boxes import box_of_index, box_sizes
@@ -82,12 +82,8 @@ def compare_to_target(
 
     Raises ValueError for a target without shardings.
     """
-    without = [path for path, leaf in target.items() if getattr(leaf, "sharding", None) is None]
-    if without:
-        what = "a target without shardings"
-        fix = "sharded.checkpoint_target(), or a sharding in each ShapeDtypeStruct"
-        got = ", ".join(without[:SHOWN])
-        raise ValueError(message(what, where=str(where), got=got, fix=fix))
+    fix = "sharded.checkpoint_target(), or a sharding in each ShapeDtypeStruct"
+    require_shardings(target, where=str(where), fix=fix)
 
     # Paths, shapes and dtypes. Parameters first: the optimizer's state repeats what differs there.
     saved: dict[str, str] = record["leaves"]

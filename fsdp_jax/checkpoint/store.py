@@ -86,8 +86,7 @@ class CheckpointStore:
     ):
         for name, value in {"keep": keep, "keep_every": keep_every}.items():
             if value is not None and value < 1:
-                where = f"checkpoint.{name}"
-                what = "nothing to keep"
+                what, where = "nothing to keep", f"checkpoint.{name}"
                 raise ConfigError(message(what, where=where, expected="1 or more", got=value))
         self.directory = Path(directory).absolute()
         require_usable(self.directory)
@@ -147,21 +146,16 @@ class CheckpointStore:
         step = operator.index(step)
         path = self.path(step)
 
-        # Check everything first. All processes give up together: orbax would wait for those that
-        # have not.
+        # All processes give up together: orbax would wait for those that have not.
         arrays: dict[str, jax.Array] = {}
-        record: Json = {"step": step}
+        record: Json = {}
         error: Exception | None = None
         try:
             self.wait()
             arrays, contents = to_arrays(state)
-            record |= {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata)}
-            record |= contents
-            if path.exists():
-                fix = "remove or rename it, or save another step"
-                raise ValueError(message("this step is there already", where=str(path), fix=fix))
-            self._sweep()
-            self._require_writable(path)
+            positions = {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata)}
+            record = {"step": step, "finite": finite, **positions, **contents}
+            self._make_ready(path)
         except Exception as raised:
             error = raised
         if anywhere(error is not None):
@@ -169,7 +163,6 @@ class CheckpointStore:
             raise error or CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))
 
         # Copy to the host; write in the background.
-        record["finite"] = finite
         log.info("saving %d", step)
         try:
             # Dispatched before the state can be donated; `_finish` waits for it.
@@ -195,11 +188,8 @@ class CheckpointStore:
 
     def failed(self) -> bool:
         """Returns whether the save in the background has failed; `wait` raises its error."""
-        return (
-            self._pending is not None
-            and self._pending.done()
-            and self._pending.exception() is not None
-        )
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
 
     # Listing
 
@@ -252,8 +242,7 @@ class CheckpointStore:
     def require_good(self, step: int) -> Checked:
         """Returns the result of `check`. Raises DamageError naming the damaged files, if any."""
         checked = self.check(step)
-        if not checked.good:
-            raise self._damage(step, checked)
+        self._refuse_damaged(step, checked)
         return checked
 
     def set_aside(self, step: int, why: str) -> Path:
@@ -263,11 +252,8 @@ class CheckpointStore:
         """
         path = self._existing(step)
         suffixes = [f".{why}", *(f".{why}-{number}" for number in range(2, 1000))]
-        renamed = next(
-            candidate for suffix in suffixes if not (candidate := _beside(path, suffix)).exists()
-        )
-        path.rename(renamed)
-        return renamed
+        candidates = [_beside(path, suffix) for suffix in suffixes]
+        return path.rename(next(each for each in candidates if not each.exists()))
 
     # Restoring
 
@@ -277,9 +263,8 @@ class CheckpointStore:
         Reads no array. Raises ValueError if there is no such step or the target has no shardings;
         DamageError without a manifest.
         """
-        path = self._existing(step)
-        record = read_manifest(path)
-        return compare_to_target(path, record, leaves_of(target), allow_cast=allow_cast)
+        leaves = leaves_of(target)
+        return compare_to_target(self.path(step), self.record(step), leaves, allow_cast=allow_cast)
 
     def restore(
         self, step: int, target: PyTree, *, allow_cast: bool = False, verify: bool = True
@@ -318,34 +303,32 @@ class CheckpointStore:
 
         Raises CheckpointError, DamageError.
         """
-        context = orbax.Context()
-        context.file.path_class = LiteralPath
-        context.pytree.loading.partial_load = True
         # Orbax would wait for a pipe, and take a shorter file for a missing array.
-        checked = check_files(self.path(step), contents=False)
-        if not checked.good:
-            raise self._damage(step, checked)
+        path = self.path(step)
+        self._refuse_damaged(step, check_files(path, contents=False))
         shards = self.record(step)["shards"]
+        context = _literal_paths()
+        context.pytree.loading.partial_load = True
         context.memory.read_concurrent_bytes = read_ahead(
             (spec, shards[name]) for name, spec in specs.items()
         )
         try:
             with context, _freed_memory_returned():
-                return orbax.load(self.path(step), specs)
+                return orbax.load(path, specs)
         except Exception as error:
-            checked = check_files(self.path(step))
-            if not checked.good:  # the caller did not verify
-                raise self._damage(step, checked) from error
-            raise _failure(NOT_READ, self.path(step), error) from error
+            self._refuse_damaged(step, check_files(path))  # the caller did not verify
+            raise _failure(NOT_READ, path, error) from error
 
-    def _damage(self, step: int, checked: Checked) -> DamageError:
-        what = "a checkpoint is damaged"
+    def _refuse_damaged(self, step: int, checked: Checked) -> None:
+        """Raises DamageError naming the damaged files, if any."""
+        if checked.good:
+            return
         fix = "restore the files"
         others = [other for other in self.steps() if other != step]
         if others:
             fix += f", or take another step: {others}"
-        where = str(self.path(step))
-        return DamageError(message(what, where=where, got=checked.summary(), fix=fix))
+        what, where = "a checkpoint is damaged", str(self.path(step))
+        raise DamageError(message(what, where=where, got=checked.summary(), fix=fix))
 
     def _existing(self, step: int) -> Path:
         """Returns the path of a step. Raises ValueError if there is no such step."""
@@ -469,34 +452,41 @@ class CheckpointStore:
         self._swept = _remove(deleting)
         log.info("deleted %d", step)
 
-    def _require_writable(self, path: Path) -> None:
-        """Raises CheckpointError, in process 0, if a directory cannot be created for a step."""
-        if jax.process_index() == 0:
+    def _make_ready(self, path: Path) -> None:
+        """Removes what a killed writer or a failed save left, and tries to create a directory.
+
+        Raises ValueError if the step exists; CheckpointError, in process 0, if that fails.
+        """
+        if path.exists():
+            fix = "remove or rename it, or save another step"
+            raise ValueError(message("this step is there already", where=str(path), fix=fix))
+        if jax.process_index() == 0:  # the one writer
+            if not self._swept:
+                self._remove_unsealed()
             try:
                 _beside(path, UNSEALED).mkdir(parents=True)
                 _beside(path, UNSEALED).rmdir()
             except OSError as error:
                 raise _failure(NOT_WRITTEN, path, error) from error
-
-    def _sweep(self) -> None:
-        """Removes what a killed writer or a failed save left; only the one writer may do so."""
-        if not self._swept and jax.process_index() == 0:
-            self._remove_unsealed()
         self._swept = True
 
     def _remove_unsealed(self) -> None:
-        suffixes = (UNSEALED, DELETING, DIGESTS)
-        entries = sorted(self.directory.iterdir()) if self.directory.is_dir() else []
-        for path in entries:
+        for path in sorted(self.directory.glob("*")):
             # Orbax appends a suffix of its own while it writes.
-            if path.name.endswith(suffixes) or f"{UNSEALED}." in path.name:
+            if path.name.endswith((UNSEALED, DELETING, DIGESTS)) or f"{UNSEALED}." in path.name:
                 _remove(path)
+
+
+def _literal_paths() -> orbax.Context:
+    """Returns orbax's defaults, but for its paths."""
+    context = orbax.Context()
+    context.file.path_class = LiteralPath
+    return context
 
 
 def _saving_context() -> orbax.Context:
     """Returns the options with which orbax saves; their effects are measured."""
-    context = orbax.Context()
-    context.file.path_class = LiteralPath
+    context = _literal_paths()
     # Creating directories in the background halves the time that a save of a small state blocks.
     # Of several processes, one that cannot create them would leave the others waiting for 300 s.
     context.asynchronous.create_directories_asynchronously = jax.process_count() == 1
@@ -530,9 +520,7 @@ def _require_readable(path: Path, saved: dict[str, str]) -> None:
     `saved` has dtype and shape of each, as text, by path. Reads metadata alone. Raises ValueError
     naming the arrays that are missing or different.
     """
-    context = orbax.Context()
-    context.file.path_class = LiteralPath
-    with context:
+    with _literal_paths():
         found = orbax.metadata(path).metadata or {}  # None, and a warning, if it cannot be read
     readable = {name: describe(array) for name, array in found.items()}
     wrong = [

@@ -38,12 +38,8 @@ class Verified:
             {"step": step, "good": checked.good, **asdict(checked)}
             for step, checked in self.steps.items()
         ]
-        return {
-            "directory": str(self.directory),
-            "good": self.good,
-            "steps": steps,
-            "others": list(self.others),
-        }
+        where = str(self.directory)
+        return {"directory": where, "good": self.good, "steps": steps, "others": list(self.others)}
 
     def __str__(self) -> str:
         rows = []
@@ -59,10 +55,7 @@ class Verified:
 
 
 def verify_run(output: str | os.PathLike[str]) -> Verified:
-    """Reads every checkpoint of a run, which may still be writing.
-
-    Raises ConfigError if there is none.
-    """
+    """Reads every checkpoint of a run, which may still be writing. Raises as `steps_of`."""
     directory, steps = steps_of(output)
     results = {step: _check_unless_deleted(directory / str(step)) for step in steps}
     others = {path.name for path in directory.iterdir()} - {str(step) for step in steps}
