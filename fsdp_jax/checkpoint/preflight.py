@@ -107,10 +107,9 @@ def compare_to_target(
     shards = {path: record["shards"][path] for path in specs if path in record["shards"]}
     requests = []
     for path, shard in shards.items():
-        if len(shard) == len(specs[path].shape):
-            is_key = is_prng_key(target[path])
-            dtype = specs[path].dtype if is_key else parse_description(saved[path])[0]
-            requests += _requests(specs[path], shard, dtype)
+        is_key = is_prng_key(target[path])
+        dtype = specs[path].dtype if is_key else parse_description(saved[path])[0]
+        requests += _requests(specs[path], shard, dtype)
     limit = read_ahead((specs[path], shard) for path, shard in shards.items())
     return Preflight(
         where,
@@ -131,10 +130,7 @@ def read_ahead(shards: Iterable[tuple[jax.ShapeDtypeStruct, Sequence[int]]]) -> 
     `shards` are pairs: the spec of what is read, and the shape of the shards it was saved in.
     """
     single = [
-        read + kept
-        for spec, shard in shards
-        if len(spec.shape) == len(shard)
-        for read, kept in _requests(spec, shard, spec.dtype)
+        read + kept for spec, shard in shards for read, kept in _requests(spec, shard, spec.dtype)
     ]
     # Times 4 for a cast: the saved dtype may be wider.
     return max([READ_AHEAD, *(4 * size + 1 for size in single)])
@@ -145,9 +141,12 @@ def _requests(
 ) -> list[tuple[int, int]]:
     """Returns (bytes read, bytes kept) of each distinct part that this process's devices hold.
 
-    Arrays were written in parts of the shape `shard` or finer, and a part is read entirely.
+    Arrays were written in parts of the shape `shard` or finer, and a part is read entirely. An
+    array of another rank than the saved one is not read.
     """
     shape = tuple(spec.shape)
+    if len(shape) != len(shard):
+        return []
     indices = spec.sharding.addressable_devices_indices_map(shape).values()
     requests = []
     for box in {box_of_index(index, shape) for index in indices}:

@@ -47,14 +47,10 @@ class Documents:
 
 @dataclass(frozen=True)
 class Survey:
-    """The result of one pass over documents.
+    """Counts of one pass over documents, and their digest.
 
-    Attributes:
-        documents, characters: counts.
-        skipped: what was skipped or repaired.
-        digest: SHA-256, in hexadecimal, of each document's length (8 bytes, little-endian) and
-            UTF-8, in order.
-
+    The digest is the SHA-256, in hexadecimal, of each document's length (8 bytes, little-endian)
+    and UTF-8, in order.
     """
 
     documents: int

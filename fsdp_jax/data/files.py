@@ -25,15 +25,7 @@ TEXT_SUFFIXES = (*JSON_SUFFIXES, ".md", ".py", ".rst", ".txt")
 HIDDEN = "hidden or linked"
 
 # Folders of the standard library that hold installed packages, tests or tools.
-_NOT_LIBRARY = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "__pycache__",
-}
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 
 class Skipped(Counter[str]):
@@ -72,12 +64,12 @@ def text_files(path: Path, skipped: Skipped) -> list[Path]:
         return [path]
     fix = "set data.path to a text file or a folder, or leave it out for the embedded corpus"
     if not path.is_dir():
-        what = "The corpus is neither a file nor a folder."
-        if not path.exists():
-            what = "The corpus does not exist."
-        raise config_error(
-            what, where="data.path", expected="a file or a folder", got=path, fix=fix
+        exists = path.exists()
+        what = (
+            "The corpus is neither a file nor a folder." if exists else "The corpus does not exist."
         )
+        expected = "a file or a folder"
+        raise config_error(what, where="data.path", expected=expected, got=path, fix=fix)
     files = walk(path, TEXT_SUFFIXES, skipped)
     if not files:
         expected = f"files named *{', *'.join(TEXT_SUFFIXES)}"
@@ -87,10 +79,9 @@ def text_files(path: Path, skipped: Skipped) -> list[Path]:
 
 def empty_corpus_error(got: str, skipped: Skipped, *, expected: str, fix: str) -> ConfigError:
     """Returns the error for a corpus without text; it counts what was skipped."""
+    what = "The corpus is empty."
     got += skipped.note(" ({} skipped)")
-    return config_error(
-        "The corpus is empty.", where="data.path", expected=expected, got=got, fix=fix
-    )
+    return config_error(what, where="data.path", expected=expected, got=got, fix=fix)
 
 
 def walk(
@@ -104,11 +95,8 @@ def walk(
     resolved_root = root.resolve()
     files = []
     for folder, subfolders, names in os.walk(root):
-        closed = [
-            name
-            for name in subfolders
-            if name.startswith(".") or os.path.islink(os.path.join(folder, name))
-        ]
+        links = {name for name in subfolders if Path(folder, name).is_symlink()}
+        closed = [name for name in subfolders if name.startswith(".") or name in links]
         skipped[HIDDEN] += len(closed)
         # os.walk descends into the folders that are left in its list.
         subfolders[:] = [name for name in subfolders if name not in closed and name not in without]

@@ -56,20 +56,16 @@ class TextDecoder:
         Raises ConfigError if the field is missing or not text, DamageError if it is not UTF-8.
         """
         if name not in record:
-            raise config_error(
-                "A record lacks a field.",
-                where=where,
-                expected=f"a field '{name}'",
-                got=", ".join(map(repr, record)) or "an empty object",
-                fix=did_you_mean(name, record) if record else "",
-            )
+            what, expected = "A record lacks a field.", f"a field '{name}'"
+            got, fix = ", ".join(map(repr, record)) or "an empty object", did_you_mean(name, record)
+            raise config_error(what, where=where, expected=expected, got=got, fix=fix)
         value = record[name]
         where = f"{where}, field '{name}'"
         if isinstance(value, bytes):
             return self.decode(value, where)
         if not isinstance(value, str):
             what = "A field is not text."
-            raise config_error(what, where=where, expected="a string", got=json_type(value))
+            raise config_error(what, where=where, expected="a string", got=_json_type(value))
         try:
             value.encode()
         except UnicodeEncodeError as error:
@@ -145,31 +141,22 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
         if isinstance(error, json.JSONDecodeError):
             line = first_line + error.lineno - 1
             got = f"{error.msg}, at column {error.colno}"
-        where = f"{file}, line {line}"
-        raise damage_error(
-            "This is not JSON.", where=where, expected="an object", got=got
-        ) from error
+        what, where = "This is not JSON.", f"{file}, line {line}"
+        raise damage_error(what, where=where, expected="an object", got=got) from error
 
 
 def _check_record(record: Any, where: str) -> tuple[str, Record]:
     if not isinstance(record, dict):
         what = "A record is not an object."
         expected = 'an object such as {"text": "..."}'
-        raise damage_error(what, where=where, expected=expected, got=json_type(record))
+        raise damage_error(what, where=where, expected=expected, got=_json_type(record))
     return where, record
 
 
-def json_type(value: Any) -> str:
+def _json_type(value: Any) -> str:
     """Returns what JSON calls the type of a value."""
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        type(None): "null",
-    }
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    names |= {int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), type(value).__name__)
 
 
@@ -188,7 +175,8 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
         fix = "pip install 'fsdp_jax[hf]'"
         raise config_error(what, where="data.kind", fix=fix) from error
     path = Path(name).expanduser()
-    if path.exists() and not path.is_dir() and not is_dataset_file(path):
+    is_readable = path.is_dir() or (path.is_file() and path.suffix in DATASET_FORMATS)
+    if path.exists() and not is_readable:
         expected = f"a folder, a name, or a file named *{', *'.join(DATASET_FORMATS)}"
         raise config_error("Not a dataset.", where="data.path", expected=expected, got=name)
     try:
@@ -200,18 +188,11 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
     except BaseException as error:  # of any kind: damaged files raise what the package stumbles on
         if not is_failure(error):
             raise
-        what = "The dataset cannot be read."
+        what, where = "The dataset cannot be read.", f"{name}, split {split}"
         expected = "a local file or folder, or a name on the hub"
         cause = error.__cause__ or error  # the package wraps the fault of a file
         got = f"{type(cause).__name__}: {cause}"
-        raise config_error(
-            what, where=f"{name}, split {split}", expected=expected, got=got
-        ) from error
-
-
-def is_dataset_file(path: Path) -> bool:
-    """Returns whether a path is a file of a format of the datasets package."""
-    return path.is_file() and path.suffix in DATASET_FORMATS
+        raise config_error(what, where=where, expected=expected, got=got) from error
 
 
 def _open_dataset(datasets: Any, name: str, path: Path, split: str) -> Any:

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from fsdp_jax.data.checks import (
     check_equal,
@@ -39,8 +38,8 @@ from fsdp_jax.data.shards import (
 )
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, Tokenizer, encode_documents, token_dtype
 from fsdp_jax.errors import DamageError
-from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
-from fsdp_jax.io.digests import digest_bytes
+from fsdp_jax.io.atomic import UNFINISHED, rename_durably, write_durably
+from fsdp_jax.io.digests import digest_bytes, digest_file
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import read_regular
 
@@ -260,28 +259,23 @@ class _Writer:
         plan = done.plan
         starts: list[int] = []
         tokens, largest = 0, done.largest
-        digest = xxhash.xxh3_128()
         piece: np.ndarray | None = first
         unfinished = self.folder / f"{name}{TOKENS}{UNFINISHED}"
         with unfinished.open("wb") as file:
             while piece is not None:
                 where = f"document {len(starts)} of {name}"
                 largest = max(largest, _checked_largest(piece, plan, where))
-                content = piece.astype(plan.dtype).tobytes()
-                digest.update(content)
-                file.write(content)
+                file.write(piece.astype(plan.dtype).tobytes())
                 starts.append(tokens)
                 tokens += len(piece)
                 piece = next(rest, None) if tokens < plan.shard_tokens else None
-            fsync_file(file)
-            size = file.tell()
         positions = np.array(starts, OFFSET).tobytes()
-        write_durably(self.folder / f"{name}{DOCUMENTS}", positions)
-        rename_durably(unfinished, self.folder / f"{name}{TOKENS}")
         files = {
-            f"{name}{TOKENS}": {"bytes": size, "xxh3_128": digest.hexdigest()},
+            f"{name}{TOKENS}": digest_file(unfinished, flush=True),
             f"{name}{DOCUMENTS}": digest_bytes(positions),
         }
+        write_durably(self.folder / f"{name}{DOCUMENTS}", positions)
+        rename_durably(unfinished, self.folder / f"{name}{TOKENS}")
         shard = TokenShard(name, part, tokens, len(starts))
         return Manifest(plan, (*done.shards, shard), largest, {**done.files, **files})
 

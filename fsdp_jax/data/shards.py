@@ -39,30 +39,21 @@ AT_ONCE = 64 << 20  # bytes that are compared with their digests before the firs
 class TokenizePlan:
     """What determines every byte of the shards; a stopped run is resumed only under the same plan.
 
-    Attributes:
-        name, corpus: the corpus, for descriptions, and its digest.
-        documents: how many it has, before the split.
-        skipped: what of it was skipped or repaired, by reason.
-        held_out: the held-out share.
-        tokenizer, tokenizer_digest, end, vocab_size: the tokenizer's.
-        dtype: the ids' on disk.
-        shard_tokens: a shard ends with the document that reaches so many tokens.
-        asked: the requested vocabulary size of a tokenizer trained for these shards, which may have
-            got fewer ids; None if a tokenizer was named.
-
+    The first four fields are of the corpus. `asked` is the requested vocabulary size of a tokenizer
+    trained for these shards, which may have got fewer ids; None if a tokenizer was named.
     """
 
     name: str
-    corpus: str
-    documents: int
-    skipped: dict[str, int]
-    held_out: float
+    corpus: str  # its digest
+    documents: int  # before the split
+    skipped: dict[str, int]  # or repaired, by reason
+    held_out: float  # share
     tokenizer: str
     tokenizer_digest: str
-    end: int | None
+    end: int | None  # the end-of-text token
     vocab_size: int
-    dtype: str
-    shard_tokens: int
+    dtype: str  # of ids on disk
+    shard_tokens: int  # a shard ends with the document that reaches so many
     asked: int | None
     format: int = FORMAT
 

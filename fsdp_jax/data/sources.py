@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from fsdp_jax.data.checks import (
 )
 from fsdp_jax.data.corruption import SpanCorruption, corruption_sizes, sentinels_of
 from fsdp_jax.data.documents import (
-    Documents,
     dataset_documents,
     embedded_documents,
     holdout_stride,
@@ -147,9 +146,8 @@ def open_examples(options: DataOptions) -> LoadedData:
         fix = did_you_mean(options.kind, KINDS)
         raise config_error(what, where="data.kind", got=options.kind, fix=fix)
     kind = KINDS[options.kind]
-    missing = kind.path == "required" and options.path is None
-    unused = kind.path == "unused" and options.path is not None
-    if missing or unused:
+    missing = options.path is None
+    if kind.path == ("required" if missing else "unused"):
         what = "kind and path do not go together"
         got = f"kind {options.kind}, path {options.path}"
         fix = "set data.path" if missing else "leave data.path out"
@@ -196,26 +194,15 @@ def _check_ignored(options: DataOptions) -> None:
 # Text: documents and token shards become windows, or corrupted chunks for models with an encoder.
 
 
-def _open_embedded(options: DataOptions) -> LoadedData:
-    return _encode(embedded_documents(), options)
-
-
 def _open_text(options: DataOptions) -> LoadedData:
-    assert options.path is not None
-    documents = open_documents(options.path, field=options.field, invalid=options.invalid)
-    return _encode(documents, options)
-
-
-def _open_dataset(options: DataOptions) -> LoadedData:
-    assert options.path is not None
-    documents = dataset_documents(
-        options.path, split=options.split, field=options.field, invalid=options.invalid
-    )
-    return _encode(documents, options)
-
-
-def _encode(documents: Documents, options: DataOptions) -> LoadedData:
     """Encodes documents into memory."""
+    reading: dict[str, Any] = {"field": options.field, "invalid": options.invalid}
+    if options.path is None:
+        documents = embedded_documents()
+    elif options.kind == "datasets":
+        documents = dataset_documents(options.path, split=options.split, **reading)
+    else:
+        documents = open_documents(options.path, **reading)
     tokenizer = _load_tokenizer(options)
     split = split_documents(documents, held_out=options.share)
     train, held_out = (stream_of(split.read(part), tokenizer) for part in PARTS)
@@ -238,11 +225,11 @@ def _open_shards(options: DataOptions) -> LoadedData:
                 got=f"{requested.name}, digest {requested.digest}",
                 fix="leave data.tokenizer out, or tokenize again",
             )
-    if options.held_out not in (None, plan.held_out):
+    share = options.held_out
+    if share not in (None, plan.held_out):
         what = "The tokens are split otherwise."
         fix = "leave data.held_out out, or tokenize again"
-        got = options.held_out
-        raise config_error(what, where="data.held_out", expected=plan.held_out, got=got, fix=fix)
+        raise config_error(what, where="data.held_out", expected=plan.held_out, got=share, fix=fix)
     if options.vocab_size is not None:
         check_vocabulary(shards.manifest.largest, options.vocab_size)
     train, held_out = (
@@ -311,7 +298,7 @@ def _open_instructions(options: DataOptions) -> LoadedData:
     if len(held_out_rows):
         with suppress(ConfigError):  # each of them is too long, and counted as such
             held_out = _instruction_examples([encoded[i] for i in held_out_rows], skipped, options)
-    name = "instructions" if options.path is None else Path(options.path).name
+    name = Path(options.path or "instructions").name
     return LoadedData(
         train=train,
         held_out=held_out,
@@ -325,20 +312,11 @@ def _open_instructions(options: DataOptions) -> LoadedData:
 def _instruction_examples(
     encoded: list[EncodedInstruction], skipped: Skipped, options: DataOptions
 ) -> Examples:
-    if options.targets_length is None:
-        return PackedInstructions(
-            encoded,
-            sequence_length=options.sequence_length,
-            too_long=options.too_long,
-            skipped=skipped,
-        )
-    return TextToText(
-        encoded,
-        inputs_length=options.sequence_length,
-        targets_length=options.targets_length,
-        too_long=options.too_long,
-        skipped=skipped,
-    )
+    common: dict[str, Any] = {"too_long": options.too_long, "skipped": skipped}
+    length, targets_length = options.sequence_length, options.targets_length
+    if targets_length is None:
+        return PackedInstructions(encoded, sequence_length=length, **common)
+    return TextToText(encoded, inputs_length=length, targets_length=targets_length, **common)
 
 
 def _open_images(options: DataOptions) -> LoadedData:
@@ -383,35 +361,27 @@ def _check_classes(needed: int, classes: int | None) -> None:
 
 @dataclass(frozen=True)
 class DataKind:
-    """A kind of data.
+    """A kind of data."""
 
-    Attributes:
-        open: loads it; called with options that were checked.
-        tasks: of the models that can read it.
-        path: whether `data.path` is set.
-        keys: the optional keys that it uses; any other that is set is refused.
-
-    """
-
-    open: Callable[[DataOptions], LoadedData]
-    tasks: tuple[str, ...]
+    open: Callable[[DataOptions], LoadedData]  # called with options that were checked
+    tasks: tuple[str, ...]  # of the models that can read it
     path: Literal["required", "optional", "unused"]
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # optional ones that it uses; any other that is set is refused
 
 
 TEXT = ("text", "text to text")
 KINDS = {
-    "embedded": DataKind(_open_embedded, TEXT, "unused", ("packing", "tokenizer")),
+    "embedded": DataKind(_open_text, TEXT, "unused", ("packing", "tokenizer")),
     "text": DataKind(_open_text, TEXT, "required", ("field", "invalid", "packing", "tokenizer")),
     "tokens": DataKind(_open_shards, TEXT, "required", ("packing", "tokenizer")),
     "instructions": DataKind(
         _open_instructions,
         TEXT,
         "optional",
-        keys=("invalid", "packing", "split", "tokenizer", "too_long"),
+        ("invalid", "packing", "split", "tokenizer", "too_long"),
     ),
     "datasets": DataKind(
-        _open_dataset, TEXT, "required", ("field", "invalid", "packing", "split", "tokenizer")
+        _open_text, TEXT, "required", ("field", "invalid", "packing", "split", "tokenizer")
     ),
     "images": DataKind(_open_images, ("images",), "optional"),
 }

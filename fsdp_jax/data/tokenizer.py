@@ -60,14 +60,14 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns `encode` of each text, computed in parallel where possible."""
-        ...
+        return [self.encode(text) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text of ids [tokens] of any integer dtype; U+FFFD for what is not text."""
         ...
 
 
-class Bytes:
+class Bytes(Tokenizer):
     """The ids are the bytes of the text's UTF-8.
 
     The end-of-text token is byte 0, which hardly any text contains; where documents end is known
@@ -77,18 +77,14 @@ class Bytes:
     name = "bytes"
     vocab_size = 256
     digest = "bytes"
-    begin: tuple[int, ...] = ()
-    end: int | None = 0
-    sentinels: tuple[int, ...] = ()
+    begin = ()
+    end = 0
+    sentinels = ()
     files: Mapping[str, bytes] = MappingProxyType({})
 
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 [bytes]."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns `encode` of each text."""
-        return [self.encode(text) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text; what is not UTF-8, or not a byte, becomes U+FFFD."""
@@ -98,7 +94,7 @@ class Bytes:
         return content.tobytes().decode(errors="replace")
 
 
-class HuggingFace:
+class HuggingFace(Tokenizer):
     """A tokenizer of Hugging Face's `tokenizers`, from the bytes of its `tokenizer.json`.
 
     `settings` are the bytes of the `tokenizer_config.json` beside it, of which only `eos_token` is
@@ -114,7 +110,7 @@ class HuggingFace:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             ids = self._tokenizer.get_vocab(with_added_tokens=True)
-            self.begin = self._template_prefix("a")
+            self.begin = self._template_prefix()
         self._known = frozenset(ids.values())
         self.name = name
         self.vocab_size = max(self._known, default=-1) + 1
@@ -130,10 +126,10 @@ class HuggingFace:
         beside = {} if settings is None else {SETTINGS: settings}
         self.files: Mapping[str, bytes] = {FILE: content, **beside}
 
-    def _template_prefix(self, text: str) -> tuple[int, ...]:
+    def _template_prefix(self) -> tuple[int, ...]:
         """Returns the ids that the tokenizer's own template puts before a text."""
-        plain = self._tokenizer.encode(text, add_special_tokens=False).ids
-        full = self._tokenizer.encode(text, add_special_tokens=True).ids
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        full = self._tokenizer.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
                 return tuple(full[:start])
@@ -141,9 +137,7 @@ class HuggingFace:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 [tokens]."""
-        with _damage_told(self.name):
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, np.int32)
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns `encode` of each text, computed on all cores."""
@@ -154,7 +148,7 @@ class HuggingFace:
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text with special tokens spelt out; ids without a token become U+FFFD."""
         pieces = []
-        for known, run in groupby(np.asarray(tokens).tolist(), self._is_known):
+        for known, run in groupby(np.asarray(tokens).tolist(), self._known.__contains__):
             ids = list(run)
             if known:
                 with _damage_told(self.name):
@@ -162,9 +156,6 @@ class HuggingFace:
             else:
                 pieces.append("\ufffd" * len(ids))
         return "".join(pieces)
-
-    def _is_known(self, token: int) -> bool:
-        return token in self._known
 
 
 @contextlib.contextmanager

@@ -42,19 +42,11 @@ CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in an open file.
-
-    Attributes:
-        name: its name in the file.
-        file: descriptor of the open file.
-        offset: bytes from the start of the file.
-        shape, dtype: as stored.
-
-    """
+    """A tensor in an open file; shape and dtype are as stored."""
 
     name: str
-    file: int
-    offset: int
+    file: int  # descriptor
+    offset: int  # bytes from the start of the file
     shape: tuple[int, ...]
     dtype: np.dtype
 
