@@ -1,7 +1,6 @@
 """A training state as named arrays, and back: a checkpoint stores a flat `path -> array`."""
 
 from collections.abc import Callable, Mapping
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import describe, is_prng_key
+from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.sharding.offload import HOST
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of
@@ -156,13 +156,13 @@ def _over_replicas(array: jax.Array) -> jax.NamedSharding | None:
     if not isinstance(sharding, jax.NamedSharding) or sharding.memory_kind == HOST:
         return None
     spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
-    used = [(axes,) if isinstance(axes, str) else axes or () for axes in spec]
+    used = [axis for entry in spec for axis in axes_of(entry)]
     sizes = sharding.mesh.shape
-    unused = tuple(axis for axis in sizes if axis not in chain(*used) and sizes[axis] > 1)
+    unused = tuple(axis for axis in sizes if axis not in used and sizes[axis] > 1)
     if not unused or array.nbytes < SHARED_BYTES * sharding.mesh.size:
         return None
     for dim, size in enumerate(array.shape):
-        axes = (*used[dim], *unused)
+        axes = (*axes_of(spec[dim]), *unused)
         if size % prod(sizes[axis] for axis in axes) == 0:
             return jax.NamedSharding(sharding.mesh, jax.P(*spec[:dim], axes, *spec[dim + 1 :]))
     return None

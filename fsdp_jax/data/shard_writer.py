@@ -7,8 +7,8 @@ writes all after them again.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import asdict, replace
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +100,7 @@ def tokenize(
                 (folder / PROGRESS).unlink(missing_ok=True)
                 return done
         done = _begin(folder, done, tokenizer)
-        done = _Writer(folder, documents, tokenizer, say).write(done)
+        done = _write_shards(folder, done, documents, tokenizer, say)
         rename_durably(folder / PROGRESS, folder / MANIFEST)
         return done
 
@@ -225,59 +225,49 @@ def _check_same(folder: Path, previous: TokenizePlan, plan: TokenizePlan) -> Non
     check_equal(what, old, new, where=f"{folder}: ", fix=fix)
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """Writes the shards of one folder."""
+def _write_shards(
+    folder: Path, done: Manifest, documents: Split, tokenizer: Tokenizer, say: Say
+) -> Manifest:
+    """Writes the shards that are not done yet; returns the manifest of all."""
+    for part in PARTS:
+        number, count = len(done.of(part)), done.documents(part)
+        if number:
+            say(f"{part}: {count:,} documents in {number} shards exist already")
+        pieces = encode_documents(islice(documents.read(part), count, None), tokenizer)
+        for first in pieces:
+            done = _write_shard(folder, done, part, chain([first], pieces))
+            write_durably(folder / PROGRESS, done.to_text().encode())
+            shard = done.shards[-1]
+            say(f"{shard.name}: {shard.tokens:,} tokens of {shard.documents:,} documents")
+    return done
 
-    folder: Path
-    documents: Split
-    tokenizer: Tokenizer
-    say: Say
 
-    def write(self, done: Manifest) -> Manifest:
-        """Writes the shards that are not done yet; returns the manifest of all."""
-        for part in PARTS:
-            number = sum(shard.part == part for shard in done.shards)
-            documents = done.documents(part)
-            if number:
-                self.say(f"{part}: {documents:,} documents in {number} shards exist already")
-            texts = islice(self.documents.read(part), documents, None)
-            pieces = encode_documents(texts, self.tokenizer)
-            for first in pieces:
-                done = self._write_shard(done, part, number, first, pieces)
-                write_durably(self.folder / PROGRESS, done.to_text().encode())
-                shard = done.shards[-1]
-                self.say(f"{shard.name}: {shard.tokens:,} tokens of {shard.documents:,} documents")
-                number += 1
-        return done
-
-    def _write_shard(
-        self, done: Manifest, part: Part, number: int, first: np.ndarray, rest: Iterator[np.ndarray]
-    ) -> Manifest:
-        """Writes documents, `first` and then of `rest`, until the shard is full."""
-        name = shard_name(part, number)
-        plan = done.plan
-        starts: list[int] = []
-        tokens, largest = 0, done.largest
-        piece: np.ndarray | None = first
-        unfinished = self.folder / f"{name}{TOKENS}{UNFINISHED}"
-        with unfinished.open("wb") as file:
-            while piece is not None:
-                where = f"document {len(starts)} of {name}"
-                largest = max(largest, _checked_largest(piece, plan, where))
-                file.write(piece.astype(plan.dtype).tobytes())
-                starts.append(tokens)
-                tokens += len(piece)
-                piece = next(rest, None) if tokens < plan.shard_tokens else None
-        positions = np.array(starts, OFFSET).tobytes()
-        files = {
-            f"{name}{TOKENS}": digest_file(unfinished, flush=True),
-            f"{name}{DOCUMENTS}": digest_bytes(positions),
-        }
-        write_durably(self.folder / f"{name}{DOCUMENTS}", positions)
-        rename_durably(unfinished, self.folder / f"{name}{TOKENS}")
-        shard = TokenShard(name, part, tokens, len(starts))
-        return Manifest(plan, (*done.shards, shard), largest, {**done.files, **files})
+def _write_shard(
+    folder: Path, done: Manifest, part: Part, pieces: Iterator[np.ndarray]
+) -> Manifest:
+    """Writes documents until the shard is full; returns the manifest with it."""
+    plan, name = done.plan, shard_name(part, len(done.of(part)))
+    tokens, largest = 0, done.largest
+    starts: list[int] = []
+    unfinished = folder / f"{name}{TOKENS}{UNFINISHED}"
+    with unfinished.open("wb") as file:
+        for piece in pieces:
+            where = f"document {len(starts)} of {name}"
+            largest = max(largest, _checked_largest(piece, plan, where))
+            file.write(piece.astype(plan.dtype).tobytes())
+            starts.append(tokens)
+            tokens += len(piece)
+            if tokens >= plan.shard_tokens:
+                break
+    positions = np.array(starts, OFFSET).tobytes()
+    files = {
+        f"{name}{TOKENS}": digest_file(unfinished, flush=True),
+        f"{name}{DOCUMENTS}": digest_bytes(positions),
+    }
+    write_durably(folder / f"{name}{DOCUMENTS}", positions)
+    rename_durably(unfinished, folder / f"{name}{TOKENS}")
+    shard = TokenShard(name, part, tokens, len(starts))
+    return Manifest(plan, (*done.shards, shard), largest, {**done.files, **files})
 
 
 def _checked_largest(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:

@@ -84,13 +84,17 @@ class Manifest:
     largest: int
     files: Mapping[str, Json] = field(default_factory=dict)
 
+    def of(self, part: Part) -> list[TokenShard]:
+        """Returns the shards of a part."""
+        return [shard for shard in self.shards if shard.part == part]
+
     def tokens(self, part: Part) -> int:
         """Returns the number of tokens in a part."""
-        return sum(shard.tokens for shard in self.shards if shard.part == part)
+        return sum(shard.tokens for shard in self.of(part))
 
     def documents(self, part: Part) -> int:
         """Returns the number of documents in a part; one that was cut counts in both."""
-        return sum(shard.documents for shard in self.shards if shard.part == part)
+        return sum(shard.documents for shard in self.of(part))
 
     @property
     def digest(self) -> str | None:
@@ -150,7 +154,7 @@ class Manifest:
         if wrong:
             raise ValueError(f"impossible: {', '.join(wrong)}")
         for part in PARTS:
-            names = [shard.name for shard in self.shards if shard.part == part]
+            names = [shard.name for shard in self.of(part)]
             if names != [shard_name(part, number) for number in range(len(names))]:
                 raise ValueError("the shards are not named in their order")
 
@@ -312,7 +316,7 @@ class TokenShards:
         return np.concatenate(starts)
 
     def _shards(self, part: Part) -> tuple[TokenShard, ...]:
-        return tuple(shard for shard in self.manifest.shards if shard.part == part and shard.tokens)
+        return tuple(shard for shard in self.manifest.of(part) if shard.tokens)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -51,7 +51,8 @@ def digest_json(value: Json) -> str:
 
 
 def sealed_text(body: Json) -> str:
-    """Returns `body` as JSON text with a digest of itself."""
+    """Returns `body` as JSON text with a digest of itself, in place of any that it has."""
+    body = {key: value for key, value in body.items() if key != DIGEST}
     return _text(body | {DIGEST: digest_json(body)})
 
 
@@ -60,12 +61,11 @@ def read_sealed(text: str) -> Json:
 
     Raises ValueError unless the text is what it wrote, byte for byte.
     """
-    sealed = parse_json(text, constants=True)
-    if isinstance(sealed, dict):
-        body = {key: value for key, value in sealed.items() if key != DIGEST}
-        if sealed_text(body) == text:  # a flipped bit in white space is a flipped bit
-            return sealed
-    raise ValueError("its own digest does not fit it")
+    body = parse_json(text, constants=True)
+    # The text is compared: a flipped bit in white space is a flipped bit.
+    if not isinstance(body, dict) or sealed_text(body) != text:
+        raise ValueError("its own digest does not fit it")
+    return body
 
 
 def _text(body: Json) -> str:
