@@ -5,7 +5,6 @@ Tensors are named by their paths here; `fsdp_jax.weights` reads and writes Huggi
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 
 import jax
@@ -72,10 +71,7 @@ def export_params(
 
 
 def saved_params(store: CheckpointStore, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns {path: shape and dtype} of a checkpoint's parameters, without reading them.
-
-    Raises ValueError if there is no such step.
-    """
+    """Returns {path: shape and dtype} of a checkpoint's parameters, without reading them."""
     params = {}
     for path, description in store.record(step)["leaves"].items():
         if path.startswith(PARAMS):
@@ -104,7 +100,7 @@ def read_params(
         specs = {
             PARAMS + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
             for path, leaf in part
-            if prod(leaf.shape)
+            if leaf.size
         }
         arrays = store.read(step, specs) if specs else {}
         for path, leaf in part:

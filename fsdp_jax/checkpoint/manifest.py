@@ -65,10 +65,7 @@ class Checked:
 
 
 def step_directories(directory: Path) -> dict[int, bool]:
-    """Returns {step: whether it is a directory with a checkpoint, good or damaged}, ascending.
-
-    Steps are all entries whose name is a number.
-    """
+    """Returns {step: whether it is a checkpoint, good or damaged} of entries named by a number."""
     names = os.listdir(directory) if directory.is_dir() else []
     numbers = sorted(int(name) for name in names if name.isdecimal())
     paths = {number: directory / str(number) for number in numbers if str(number) in names}
@@ -80,10 +77,7 @@ def step_directories(directory: Path) -> dict[int, bool]:
 
 
 def list_files(root: Path) -> list[str]:
-    """Returns every file under `root` but its manifest, relative to it, with `/`.
-
-    Links count as files and are never followed.
-    """
+    """Returns every file, and link, under `root` but its manifest, relative to it, with `/`."""
     names = []
     for folder, folders, files in os.walk(root):
         links = [name for name in folders if (Path(folder) / name).is_symlink()]

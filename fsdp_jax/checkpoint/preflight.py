@@ -41,10 +41,7 @@ class Preflight:
     host_bytes: int
 
     def require_fit(self, *, by: str = "allow_cast=True") -> None:
-        """Raises ValueError with every difference, path by path.
-
-        `by` is how the caller's user allows a cast.
-        """
+        """Raises ValueError with every difference; `by` is how the caller's user allows a cast."""
         if not self.differences:
             return
         fix = (
@@ -78,10 +75,7 @@ class Preflight:
 def compare_to_target(
     where: Path, record: dict[str, Any], target: dict[str, Any], *, allow_cast: bool
 ) -> Preflight:
-    """Compares a manifest (`leaves`, `shards`) to a target: leaves with shardings, by path.
-
-    Raises ValueError for a target without shardings.
-    """
+    """Compares a manifest to a target. Raises ValueError for a target without shardings."""
     fix = "sharded.checkpoint_target(), or a sharding in each ShapeDtypeStruct"
     require_shardings(target, where=str(where), fix=fix)
 

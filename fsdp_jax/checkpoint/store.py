@@ -70,7 +70,8 @@ class CheckpointStore:
     those whose number is a multiple of `keep_every`; others are deleted once a newer one is in
     place. With `asynchronous` a save returns as soon as the state is copied to the host, and is
     written in the background; the state may then be donated. Readers need no lease: a store that
-    never saves changes nothing.
+    never saves changes nothing. What reads a step raises ValueError if there is no such step, and
+    DamageError if it has no manifest, or a damaged one.
 
     Raises ConfigError if `keep` or `keep_every` is not positive, or for a name of the directory
     that orbax takes for another.
@@ -210,10 +211,7 @@ class CheckpointStore:
         return self.directory / str(step)
 
     def record(self, step: int) -> Json:
-        """Returns the manifest: `data`, `metadata`, `leaves`, `files`, `packages` and more.
-
-        Raises ValueError if there is no such step; DamageError without a manifest.
-        """
+        """Returns the manifest: `data`, `metadata`, `leaves`, `files`, `packages` and more."""
         return read_manifest(self._existing(step))
 
     # Checking
@@ -222,8 +220,6 @@ class CheckpointStore:
         """Reads a step's files against its manifest.
 
         Of several processes, each reads its part, and every result tells of damage in any.
-
-        Raises ValueError if there is no such step.
         """
         path = self._existing(step)
         checked = check_files(path, part=jax.process_index(), parts=jax.process_count())
@@ -233,10 +229,7 @@ class CheckpointStore:
         return checked
 
     def check_manifest(self, step: int) -> Checked:
-        """Checks the manifest alone, which takes no time: it exists and is byte for byte intact.
-
-        Raises ValueError if there is no such step.
-        """
+        """Checks the manifest alone, which takes no time: it exists and is byte for byte intact."""
         return check_files(self._existing(step), parts=0)
 
     def require_good(self, step: int) -> Checked:
@@ -260,8 +253,7 @@ class CheckpointStore:
     def preflight(self, step: int, target: PyTree, *, allow_cast: bool = False) -> Preflight:
         """Returns what `restore` would do: bytes, memory, and every path that differs.
 
-        Reads no array. Raises ValueError if there is no such step or the target has no shardings;
-        DamageError without a manifest.
+        Reads no array. Raises ValueError if the target has no shardings.
         """
         leaves = leaves_of(target)
         return compare_to_target(self.path(step), self.record(step), leaves, allow_cast=allow_cast)
@@ -279,7 +271,7 @@ class CheckpointStore:
             verify: first reads every file against its digest, which takes as long as `check`.
 
         Raises:
-            ValueError: no such step, or, before any array is read, a path, shape or dtype differs.
+            ValueError: before any array is read, a path, shape or dtype differs.
             DamageError: a file is not as it was written.
             CheckpointError: a file cannot be read.
 
@@ -299,10 +291,7 @@ class CheckpointStore:
         return state, record["data"], record["metadata"]
 
     def read(self, step: int, specs: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Returns some of a step's arrays by path; only those in `specs` are read.
-
-        Raises CheckpointError, DamageError.
-        """
+        """Returns a step's arrays in `specs`, by path. Raises CheckpointError, DamageError."""
         # Orbax would wait for a pipe, and take a shorter file for a missing array.
         path = self.path(step)
         self._refuse_damaged(step, check_files(path, contents=False))
@@ -551,10 +540,7 @@ def _freed_memory_returned() -> Iterator[None]:
 
 
 def _remove(path: Path) -> bool:
-    """Removes a file or directory; returns whether it is gone.
-
-    What cannot be removed, because a reader holds it open, is tried again before a later save.
-    """
+    """Removes a file or directory; returns whether it is gone, which open readers can prevent."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -70,10 +70,7 @@ def export_run(
     step: int | None,
     dtype: str | None,
 ) -> str:
-    """Verifies a step (None: the newest), exports it, and returns a summary to print.
-
-    Raises as `export_params`.
-    """
+    """Verifies a step (None: the newest), exports it, and returns a summary to print."""
     directory, steps = steps_of(output)
     step = max(steps) if step is None else step
     if step not in steps:

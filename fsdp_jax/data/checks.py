@@ -25,10 +25,7 @@ def damage_error(
 
 
 def from_fields(kind: type[T], body: object) -> T:
-    """Returns a dataclass of values from JSON.
-
-    Raises ValueError unless `body` is an object with just its fields, of their types.
-    """
+    """Returns a dataclass from JSON. Raises ValueError unless `body` has just its typed fields."""
     if not isinstance(body, dict):
         raise ValueError(f"no {kind.__name__}")
     hints = get_type_hints(kind)

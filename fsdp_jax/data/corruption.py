@@ -32,10 +32,7 @@ class CorruptionSizes:
 
 
 def corruption_sizes(inputs_length: int, *, end: int | None) -> CorruptionSizes:
-    """Returns the sizes of the longest chunk whose corrupted inputs fit `inputs_length`.
-
-    Raises ConfigError if no chunk fits.
-    """
+    """Returns the sizes of the longest chunk whose inputs fit. Raises ConfigError if none does."""
     extra = end is not None
     _check_at_least(2 + extra, inputs_length, "The inputs are too short.", SEQUENCE_LENGTH)
 

@@ -60,10 +60,7 @@ class Survey:
 
 
 def embedded_documents() -> Documents:
-    """Returns the source of the running Python's standard library, at most 8 MiB.
-
-    It is a corpus that every machine has.
-    """
+    """Returns the source of Python's standard library, at most 8 MiB, which every machine has."""
 
     def read(skipped: Skipped) -> Iterator[str]:
         decoder = TextDecoder("skip", skipped)

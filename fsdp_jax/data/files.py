@@ -40,10 +40,7 @@ class Skipped(Counter[str]):
 
 
 def embedded_files() -> list[Path]:
-    """Returns the standard library's `.py` files without its tests, at most `EMBEDDED_LIMIT` bytes.
-
-    They are sorted by path.
-    """
+    """Returns the standard library's `.py` files by path, at most `EMBEDDED_LIMIT` bytes."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     total = 0
@@ -56,10 +53,7 @@ def embedded_files() -> list[Path]:
 
 
 def text_files(path: Path, skipped: Skipped) -> list[Path]:
-    """Returns the file at `path`, whatever its suffix, or a folder's files with `TEXT_SUFFIXES`.
-
-    Raises ConfigError if there are none.
-    """
+    """Returns the file at `path`, or a folder's texts. Raises ConfigError if there are none."""
     if path.is_file():
         return [path]
     fix = "set data.path to a text file or a folder, or leave it out for the embedded corpus"

@@ -130,11 +130,8 @@ def digest_of(instructions: Iterable[InstructionRecord]) -> str:
 def encode_instructions(
     instructions: Sequence[InstructionRecord], tokenizer: Tokenizer
 ) -> list[EncodedInstruction]:
-    """Encodes prompts and answers separately, so that their boundary is a token's boundary.
-
-    Raises ConfigError if the tokenizer has no end-of-text token: no answer would ever end.
-    """
-    if tokenizer.end is None:
+    """Encodes prompts and answers separately, so that their boundary is a token's boundary."""
+    if tokenizer.end is None:  # no answer would ever end
         what = "The tokenizer has no end-of-text token."
         fix = "name one as eos_token in its tokenizer_config.json"
         raise config_error(what, where="data.tokenizer", got=tokenizer.name, fix=fix)

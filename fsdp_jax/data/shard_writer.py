@@ -106,19 +106,13 @@ def tokenize(
 
 
 def read_plan(folder: Path) -> TokenizePlan | None:
-    """Returns the plan of a folder's shards, complete or not; None if it has none.
-
-    Raises DamageError if it cannot be read.
-    """
+    """Returns the plan of a folder's shards; None if it has none. Raises DamageError."""
     before = _read_before(folder)
     return None if before is None else before.plan
 
 
 def _read_before(folder: Path) -> Manifest | None:
-    """Returns the manifest of the shards that are complete; None if there are none.
-
-    Raises DamageError.
-    """
+    """Returns the manifest of the complete shards; None without any. Raises DamageError."""
     if (folder / MANIFEST).exists():
         return read_manifest(folder)
     progress = folder / PROGRESS

@@ -57,10 +57,7 @@ def sealed_text(body: Json) -> str:
 
 
 def read_sealed(text: str) -> Json:
-    """Returns the object that `sealed_text` wrote.
-
-    Raises ValueError unless the text is what it wrote, byte for byte.
-    """
+    """Returns what `sealed_text` wrote. Raises ValueError unless it is that, byte for byte."""
     body = parse_json(text, constants=True)
     # The text is compared: a flipped bit in white space is a flipped bit.
     if not isinstance(body, dict) or sealed_text(body) != text:

@@ -156,10 +156,7 @@ def write_weights(
 
 
 def _locked(folder: Path) -> int | None:
-    """Returns a handle that locks a folder until it is closed or the process ends.
-
-    None where another process has it, or the file system has no locks.
-    """
+    """Returns a handle that locks a folder; None if another process has it, or without locks."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
