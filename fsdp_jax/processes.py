@@ -1,5 +1,8 @@
 """Agreement between the processes of one run. Collectives, for the main thread only."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -10,6 +13,18 @@ def anywhere(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.int32(flag)).max())
+
+
+@contextmanager
+def together(elsewhere: Exception) -> Iterator[None]:
+    """Raises in every process if the work inside fails in any: its own error, or `elsewhere`."""
+    own = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    if anywhere(own is not None):
+        raise own or elsewhere
 
 
 def from_processes(values: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import jax
 
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.regular_files import NotRegularError, regular_opener
-from fsdp_jax.processes import anywhere
+from fsdp_jax.processes import anywhere, together
 
 LAG = 10.0  # seconds that a network file system may take to show a new file
 
@@ -43,16 +43,10 @@ class Lease:
         if not self._together or not jax.distributed.is_initialized():
             self._take()
             return self
-        error: Exception | None = None
-        if jax.process_index() == 0:
-            try:
+        what, got = "the lease was not taken", "an error in process 0, which takes it for all"
+        with together(ConfigError(message(what, where=str(self.path), got=got))):
+            if jax.process_index() == 0:
                 self._take()
-            except Exception as refused:
-                error = refused
-        if anywhere(error is not None):
-            got = "an error in process 0, which takes the lease for all"
-            what = "the lease was not taken"
-            raise error or ConfigError(message(what, where=str(self.path), got=got))
         if anywhere(not self._is_seen()):
             self.__exit__()
             raise ConfigError(

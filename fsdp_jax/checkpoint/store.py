@@ -44,7 +44,7 @@ from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, first_lin
 from fsdp_jax.io.array_specs import describe
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
-from fsdp_jax.processes import anywhere
+from fsdp_jax.processes import anywhere, together
 from fsdp_jax.tree import PyTree
 
 log = logging.getLogger("fsdp_jax.checkpoint")
@@ -148,20 +148,13 @@ class CheckpointStore:
         path = self.path(step)
 
         # All processes give up together: orbax would wait for those that have not.
-        arrays: dict[str, jax.Array] = {}
-        record: Json = {}
-        error: Exception | None = None
-        try:
+        got = "an error in another process"
+        with together(CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))):
             self.wait()
             arrays, contents = to_arrays(state)
             positions = {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata)}
             record = {"step": step, "finite": finite, **positions, **contents}
             self._make_ready(path)
-        except Exception as raised:
-            error = raised
-        if anywhere(error is not None):
-            got = "an error in another process"
-            raise error or CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))
 
         # Copy to the host; write in the background.
         log.info("saving %d", step)
