@@ -14,18 +14,11 @@ from fsdp_jax.tables import text_table
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of checking every checkpoint of a run against its manifest.
+    """The result of checking every checkpoint of a run against its manifest."""
 
-    Attributes:
-        directory: of the checkpoints.
-        steps: {step: result}.
-        others: names of other entries: unfinished steps, steps set aside, foreign files.
-
-    """
-
-    directory: Path
+    directory: Path  # of the checkpoints
     steps: dict[int, Checked]
-    others: tuple[str, ...]
+    others: tuple[str, ...]  # names: unfinished steps, steps set aside, foreign files
 
     @property
     def good(self) -> bool:

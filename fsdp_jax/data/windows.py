@@ -15,13 +15,10 @@ from fsdp_jax.data.tokenizer import Tokenizer, encode_documents, token_dtype
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Concatenated documents.
+    """Concatenated documents, in memory or on disk.
 
-    Attributes:
-        tokens: ids, one dimension; in memory or on disk.
-        starts: int64 [documents], the index in `tokens` of each document's first token; None if
-            it was not read, as documents are not kept apart.
-
+    `starts` is int64 [documents], the index in `tokens` of each document's first token; None if it
+    was not read, as documents are not kept apart.
     """
 
     tokens: Tokens

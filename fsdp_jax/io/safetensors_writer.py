@@ -10,10 +10,11 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -21,7 +22,13 @@ import numpy as np
 
 from fsdp_jax.errors import CheckpointError, ConfigError, message
 from fsdp_jax.io.array_specs import array_bytes
-from fsdp_jax.io.atomic import UNFINISHED, fsync_directory, fsync_file, rename_durably
+from fsdp_jax.io.atomic import (
+    UNFINISHED,
+    fsync_directory,
+    fsync_file,
+    rename_durably,
+    write_durably,
+)
 from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE
 from fsdp_jax.io.sharded_read import row_major
 
@@ -96,7 +103,7 @@ def write_weights(
     *,
     file_bytes: int,
     metadata: Mapping[str, str],
-    others: Mapping[str, bytes] | None = None,
+    others: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Exported:
     """Writes a new directory, which appears under its name once it is complete and on disk.
 
@@ -124,7 +131,7 @@ def write_weights(
         names = [SINGLE]
     else:
         names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    extra_files = dict(others or {})
+    extra_files = dict(others)
     if count > 1:
         file_of = {
             spec.name: name for name, part in zip(names, parts, strict=True) for spec in part
@@ -140,9 +147,9 @@ def write_weights(
         lock = _locked(unfinished)
         _remove_leftovers(target)
         for name, part in zip(names, parts, strict=True):
-            _write_chunks(unfinished / name, _file_chunks(part, values, metadata))
+            _write_file(unfinished / name, part, values, metadata)
         for name, content in extra_files.items():
-            _write_chunks(unfinished / name, [(0, content)])
+            write_durably(unfinished / name, content)
         fsync_directory(unfinished)
         rename_durably(unfinished, target)
     except OSError as error:
@@ -197,10 +204,13 @@ def batches(items: Sequence[T], limit: int, size: Callable[[T], int]) -> Iterato
     yield batch
 
 
-def _file_chunks(
-    part: Sequence[TensorSpec], values: Iterator[np.ndarray], metadata: Mapping[str, str]
-) -> Iterator[tuple[int, bytes | memoryview]]:
-    """Yields (offset, bytes) of a file: the header, then one tensor at a time."""
+def _write_file(
+    path: Path,
+    part: Sequence[TensorSpec],
+    values: Iterator[np.ndarray],
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes a file, the header and then one tensor at a time, and flushes it to disk."""
     # Wide dtypes first: readers that map the file want aligned tensors.
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offsets = {}
@@ -215,19 +225,12 @@ def _file_chunks(
         end += spec.size
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    yield 0, len(header).to_bytes(8, "little") + header
-
-    for spec in part:
-        value = next(values)
-        assert value.shape == spec.shape, f"{spec.name}: the header must match the values"
-        value = np.ascontiguousarray(row_major(value).astype(spec.dtype, copy=False))
-        yield 8 + len(header) + offsets[spec.name], value.reshape(-1).view(np.uint8).data
-
-
-def _write_chunks(path: Path, chunks: Iterable[tuple[int, bytes | memoryview]]) -> None:
-    """Writes each chunk at its offset, and flushes the file to disk."""
     with path.open("wb") as file:
-        for offset, content in chunks:
-            file.seek(offset)
-            file.write(content)
+        file.write(len(header).to_bytes(8, "little") + header)
+        for spec in part:
+            value = next(values)
+            assert value.shape == spec.shape, f"{spec.name}: the header must match the values"
+            value = np.ascontiguousarray(row_major(value).astype(spec.dtype, copy=False))
+            file.seek(8 + len(header) + offsets[spec.name])
+            file.write(value.reshape(-1).view(np.uint8).data)
         fsync_file(file)
