@@ -60,16 +60,7 @@ def frozen_but(trainable: Sequence[str] = ()) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LoRA:
-    """`make_model(rngs)` of a model with LoRA; returned by `with_lora`, which checks it.
-
-    Attributes:
-        make_model: of the model without LoRA.
-        rank: R.
-        alpha: scale is alpha / rank.
-        targets: patterns of paths of `nnx.Linear`s.
-        trainable: patterns of paths of parameters that are trained beside LoRA's.
-
-    """
+    """`make_model(rngs)` of a model with LoRA, as `with_lora` checks and returns it."""
 
     make_model: Callable[[nnx.Rngs], nnx.Module]
     rank: int
@@ -222,7 +213,7 @@ def _targets(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, A
 
 
 def _check_trainable(model: nnx.Module, trainable: Sequence[str]) -> None:
-    paths = [_join(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    paths = flatten(nnx.state(model, nnx.Param))
     for pattern in trainable:
         if not any(search(pattern, path) for path in paths):
             what = f"pattern '{pattern}' matches no parameter"
@@ -231,38 +222,35 @@ def _check_trainable(model: nnx.Module, trainable: Sequence[str]) -> None:
 
 def _check_linear(path: str, linear: Any, modules: Mapping[str, Any], rank: int) -> None:
     """Raises ConfigError for a Linear whose output `merge` could not reproduce."""
-    where = f"{path or 'the model'}, a {type(linear).__name__}"
-    if hasattr(linear, A) or isinstance(linear, nnx.LoRALinear):
-        fix = "leave it out of targets"
-        raise ConfigError(message("it has LoRA already", where=where, fix=fix))
-
-    # A subclass with methods of its own may use the kernel in another way.
+    what, expected, got, fix = "", "", "", "leave it out of targets"
+    # A subclass with methods of its own may use the kernel in another way; so may another module
+    # that shares the kernel.
     own = _own_methods(type(linear)) if isinstance(linear, nnx.Linear) else ["arithmetic"]
-    if own:
-        what = "its arithmetic is not known"
-        expected = "an nnx.Linear, or one that differs in its __init__ alone"
-        got = f"{', '.join(own)} of its own"
-        fix = "leave it out of targets; it can be trained whole (trainable)"
-        raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
-
-    # So may another module that shares the kernel.
-    others = [
+    sharing = [
         other
         for other, module in modules.items()
         if module is not linear and any(value is linear.kernel for value in vars(module).values())
     ]
-    if others:
-        what = "its kernel is another's too"
-        got = ", ".join(others)
-        fix = "leave it out of targets: merged, the other would change too"
-        raise ConfigError(message(what, where=where, got=got, fix=fix))
-
     limit = min(linear.kernel.shape[-2:])
-    if rank >= limit:
+    if hasattr(linear, A) or isinstance(linear, nnx.LoRALinear):
+        what = "it has LoRA already"
+    elif own:
+        what = "its arithmetic is not known"
+        expected = "an nnx.Linear, or one that differs in its __init__ alone"
+        got = f"{', '.join(own)} of its own"
+        fix += "; it can be trained whole (trainable)"
+    elif sharing:
+        what = "its kernel is another's too"
+        got = ", ".join(sharing)
+        fix += ": merged, the other would change too"
+    elif rank >= limit:
         what = "the rank is as large as the kernel's"
         expected = f"rank below {limit}"
+        got = str(rank)
         fix = "a lower rank; or leave it out of targets, and train it whole (trainable)"
-        raise ConfigError(message(what, where=where, expected=expected, got=rank, fix=fix))
+    if what:
+        where = f"{path or 'the model'}, a {type(linear).__name__}"
+        raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
 
 
 def _own_methods(kind: type) -> list[str]:
@@ -298,21 +286,18 @@ def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
     """
     known = dict.fromkeys(paths)
-    lora_names: dict[str, set[str]] = {}  # by the path of the module
-    for path in known:
-        if re.search(_LORA_PATH, path):
-            module, _, name = path.rpartition(SEPARATOR)
-            lora_names.setdefault(module, set()).add(name)
-    parts = {}
-    for module, names in lora_names.items():
+    lora = {path for path in known if re.search(_LORA_PATH, path)}
+    parts: dict[str, tuple[str, ...]] = {path: (path,) for path in known if path not in lora}
+    for module in sorted({path.rpartition(SEPARATOR)[0] for path in lora}):
         three = tuple(_join(filter(None, (module, name))) for name in (KERNEL, A, B))
         missing = [path for path in three if path not in known]
         if missing:
             what = "not all of LoRA's tensors are there"
-            got = f"{', '.join(sorted(names))} alone; missing: {', '.join(missing)}"
+            names = [name for name, path in zip((A, B), three[1:], strict=True) if path in known]
+            got = f"{', '.join(names)} alone; missing: {', '.join(missing)}"
             raise ConfigError(message(what, where=module, expected=", ".join(three), got=got))
         parts[three[0]] = three
-    return {path: parts.get(path, (path,)) for path in known if not re.search(_LORA_PATH, path)}
+    return parts
 
 
 def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:

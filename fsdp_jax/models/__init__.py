@@ -1,16 +1,8 @@
 """Plain Flax models that know nothing of sharding, and the registry of their families."""
 
 from fsdp_jax.models.cait import CaiT, CaiTBlock, CaiTConfig, ClassAttentionBlock
-from fsdp_jax.models.families import FAMILIES, Family
-from fsdp_jax.models.gpt import (
-    GPT,
-    PRESETS,
-    Block,
-    GPTConfig,
-    flops_per_token,
-    parameter_count,
-    preset,
-)
+from fsdp_jax.models.families import FAMILIES, Family, flops_per_token, parameter_count
+from fsdp_jax.models.gpt import GPT, PRESETS, Block, GPTConfig, preset
 from fsdp_jax.models.llama import Llama, LlamaBlock, LlamaConfig, RopeScaling
 from fsdp_jax.models.losses import classification_loss, next_token_loss, text_to_text_loss
 from fsdp_jax.models.sampling import answer, sample

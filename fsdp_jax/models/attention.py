@@ -62,6 +62,7 @@ def _kernel_on_local_rows(
     if bias is not None:
         what = "flash attention adds no bias to the scores, as T5 needs"
         raise _refusal(f"{what}; use blockwise attention, or cudnn")
+    scale = query.shape[3] ** -0.5 if scale is None else scale
     segment_arrays: tuple[jax.Array, ...] = () if segments is None else segments
     if segments is not None and segments[0] is segments[1]:
         segment_arrays = segments[:1]  # both sides of a self-attention: passed once
@@ -70,7 +71,7 @@ def _kernel_on_local_rows(
         query: jax.Array, key: jax.Array, value: jax.Array, *segment_arrays: jax.Array
     ) -> jax.Array:
         segments = (segment_arrays[0], segment_arrays[-1]) if segment_arrays else None
-        return kernel(query, key, value, is_causal=is_causal, segments=segments, scale=scale)
+        return kernel(query, key, value, segments, is_causal=is_causal, scale=scale)
 
     out: jax.Array = on_local_rows(attend)(query, key, value, *segment_arrays)
     return out
@@ -80,10 +81,10 @@ def _triton(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    segments: Segments | None,
     *,
     is_causal: bool,
-    segments: Segments | None = None,
-    scale: float | None = None,
+    scale: float,
 ) -> jax.Array:
     """Flash self-attention on GPUs (Dao, arXiv:2307.08691); see `Attention`."""
     if segments is not None and segments[0] is not segments[1]:
@@ -100,7 +101,6 @@ def _triton(
     repeats = query.shape[2] // key.shape[2]
     if repeats > 1:  # the kernel has no grouped queries
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    scale = query.shape[3] ** -0.5 if scale is None else scale
     segment_ids = None if segments is None else segments[0]
     out: jax.Array = mha(query, key, value, segment_ids, sm_scale=scale, causal=is_causal)
     return out
@@ -110,10 +110,10 @@ def _splash(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    segments: Segments | None,
     *,
     is_causal: bool,
-    segments: Segments | None = None,
-    scale: float | None = None,
+    scale: float,
 ) -> jax.Array:
     """Splash attention on TPUs, whose kernel takes heads first and scaled queries."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
@@ -122,18 +122,16 @@ def _splash(
     )
 
     T, S, H = query.shape[1], key.shape[1], query.shape[2]
-    masks = splash_attention_mask
-    mask_class = masks.CausalMask if is_causal else masks.FullMask
-    rows, columns = _block_size(T), _block_size(S)
-    sizes: dict[str, Any] = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows)
-    for name in ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute"):
-        sizes[name] = columns
-    blocks = splash_attention_kernel.BlockSizes(**sizes, block_kv_dq=columns)
+    mask_class = splash_attention_mask.CausalMask if is_causal else splash_attention_mask.FullMask
     mask = splash_attention_mask.MultiHeadMask([mask_class((T, S))] * H)
+    sizes: dict[str, Any] = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), _block_size(T))
+    of_keys = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute")
+    sizes |= dict.fromkeys((*of_keys, "block_kv_dq"), _block_size(S))
+    blocks = splash_attention_kernel.BlockSizes(**sizes)
     kernel = splash_attention_kernel.make_splash_mha(
         mask, block_sizes=blocks, head_shards=1, q_seq_shards=1
     )
-    scaled = query * jnp.asarray(query.shape[3] ** -0.5 if scale is None else scale, query.dtype)
+    scaled = query * jnp.asarray(scale, query.dtype)
     heads_first = (jnp.moveaxis(x, 2, 1) for x in (scaled, key, value))
     segment_ids = None if segments is None else splash_attention_kernel.SegmentIds(*segments)
     out: jax.Array = jnp.moveaxis(jax.vmap(kernel)(*heads_first, segment_ids), 1, 2)

@@ -9,7 +9,6 @@ arXiv:2103.17239; talking heads, arXiv:2003.02436.
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.models import layers, vision
-from fsdp_jax.models.config import check_positive, check_sizes, from_preset
+from fsdp_jax.models.config import from_preset
+from fsdp_jax.models.flops import training_flops
+from fsdp_jax.models.layers import Attention, blockwise_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,7 @@ class CaiTConfig(vision.ImageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, "class_layers")
-        if self.layer_scale is not None:
-            check_positive(self, "layer_scale")
+        self.require("layer_scale", self.initial_scale > 0, "above 0")
 
     @property
     def initial_scale(self) -> float:
@@ -99,8 +98,7 @@ class TalkingHeadsAttention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
-        parts = jnp.split(checkpoint_name(self.qkv(x_BTD), "qkv"), 3, axis=-1)
-        q_BTHK, k_BTHK, v_BTHK = (layers.split_heads(part, self.head_dim) for part in parts)
+        q_BTHK, k_BTHK, v_BTHK = layers.split_qkv(self.qkv(x_BTD), self.head_dim)
         q_BTHK = q_BTHK * self.head_dim**-0.5
         scores_BHTS = self.proj_l(jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK))
         weights_BHTS = jax.nn.softmax(scores_BHTS.astype(jnp.float32), axis=-1).astype(v_BTHK.dtype)
@@ -116,10 +114,10 @@ class _ScaledBlock(nnx.Module):
         def scale() -> nnx.Param:
             return nnx.Param(jnp.full((config.width,), config.initial_scale, jnp.float32))
 
-        self.attn_norm = vision.layer_norm(config, rngs=rngs)
+        self.attn_norm = layers.layer_norm(config, rngs=rngs)
         self.attn = attn
         self.gamma_1 = scale()
-        self.mlp_norm = vision.layer_norm(config, rngs=rngs)
+        self.mlp_norm = layers.layer_norm(config, rngs=rngs)
         self.mlp = vision.mlp(config, rngs=rngs)
         self.gamma_2 = scale()
 
@@ -144,7 +142,7 @@ class CaiTBlock(_ScaledBlock):
 class ClassAttentionBlock(_ScaledBlock):
     """One block in which the class token attends to itself and the patches, which do not change."""
 
-    def __init__(self, config: CaiTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
+    def __init__(self, config: CaiTConfig, *, attention: Attention, rngs: nnx.Rngs):
         attn = vision.VisionAttention(config, attention=attention, rngs=rngs)
         super().__init__(config, attn, rngs=rngs)
 
@@ -165,22 +163,18 @@ class CaiT(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: CaiTConfig,
-        *,
-        rngs: nnx.Rngs,
-        attention: layers.Attention = layers.blockwise_attention,
+        self, config: CaiTConfig, *, rngs: nnx.Rngs, attention: Attention = blockwise_attention
     ):
-        D = config.width
+        D, scan_layers = config.width, config.scan_layers
         self.config = config
         self.patches = vision.PatchEmbed(config, rngs=rngs)
         self.class_token = vision.normal_param(1, 1, D, rngs=rngs)
         self.positions = vision.normal_param(1, config.patches, D, rngs=rngs)
-        stack: dict[str, Any] = {"scan_layers": config.scan_layers, "rngs": rngs}
-        self.blocks = layers.make_blocks(partial(CaiTBlock, config), config.layers, **stack)
+        make = partial(CaiTBlock, config)
+        self.blocks = layers.make_blocks(make, config.layers, scan_layers, rngs)
         make_class = partial(ClassAttentionBlock, config, attention=attention)
-        self.class_blocks = layers.make_blocks(make_class, config.class_layers, **stack)
-        self.norm = vision.layer_norm(config, rngs=rngs)
+        self.class_blocks = layers.make_blocks(make_class, config.class_layers, scan_layers, rngs)
+        self.norm = layers.layer_norm(config, rngs=rngs)
         self.head = layers.linear(D, config.classes, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
@@ -198,38 +192,20 @@ class CaiT(nnx.Module):
         return self.head(self.norm(token_B1D[:, 0]))
 
 
-def _sizes(config: CaiTConfig) -> tuple[int, int, int]:
-    """Returns the parameters of a block without its head mixes, of these, and of norm and head."""
-    D, F, H = config.width, config.hidden, config.heads
-    # matmuls; their biases, 5 D + F; two norms, 4 D; two scales, 2 D
-    block = 4 * D * D + 2 * D * F + 11 * D + F
-    return block, 2 * (H * H + H), 2 * D + config.classes * (D + 1)
-
-
-def parameter_count(config: CaiTConfig) -> int:
-    """Returns the number of parameters."""
-    block, mixes, head = _sizes(config)
-    D = config.width
-    patches = vision.CHANNELS * config.patch**2 * D + D
-    tables = D + config.patches * D  # class token and positions
-    return patches + tables + config.layers * (block + mixes) + config.class_layers * block + head
-
-
 def flops_per_example(config: CaiTConfig) -> float:
-    """Returns the model FLOPs of one image of a training step, forward and backward.
+    """Returns `training_flops` of one image.
 
-    The convention is 6 N + 12 L D T per position (PaLM, appendix B), with the positions that each
-    parameter is multiplied with counted separately: the patches' kernel and the blocks T times, the
-    mixes of heads T x T times; of a class block the keys and values and the norm before them T + 1
-    times, the rest once, as the final norm and the head. The class token and the positions are
-    added, not multiplied. Nothing is added for recomputation.
+    A class block has its keys and values, and the norm before them, for all patches and the class
+    token, the rest for the token alone. The class token and the positions are added, not
+    multiplied.
     """
-    block, mixes, head = _sizes(config)
-    D, T = config.width, config.patches
-    patches = (vision.CHANNELS * config.patch**2 + 1) * D * T
-    keys_values = 2 * D * D + 2 * D + 2 * D  # k and v with their biases, a norm
-    class_block = keys_values * (T + 1) + block - keys_values
-    blocks = config.layers * (block * T + mixes * T * T)
-    multiplied = patches + blocks + config.class_layers * class_block + head
+    T = config.patches
+    multiplied = {
+        "class_token|positions": 0,
+        "class_blocks/(attn_norm|attn/[kv])/": T + 1,
+        "class_blocks|norm|head": 1,
+        "blocks/attn/proj_": T * T,
+        "patches|blocks": T,
+    }
     pairs = config.layers * T * T + config.class_layers * (T + 1)
-    return 6.0 * multiplied + 12.0 * D * pairs
+    return training_flops(CaiT, config, multiplied, pairs=pairs)

@@ -27,6 +27,7 @@ def chunked_losses(
     dim: int,
     vocab_size: int,
     chunk: int,
+    dtype: Any = None,
 ) -> jax.Array:
     """Returns `cross_entropy` of the logits x @ weights, float32 [B, T], chunk by chunk.
 
@@ -40,6 +41,7 @@ def chunked_losses(
         dim: the dim of `weights` that is the vocabulary.
         vocab_size: tokens without padding.
         chunk: vocabulary chunk size. Raises ValueError below 1.
+        dtype: of the matmul; None follows `x_BTD` and the weights.
 
     """
     if chunk < 1:
@@ -49,7 +51,9 @@ def chunked_losses(
     # On each device's rows: partitioned by XLA, every chunk's gradient of the weights would be
     # reduced separately.
     losses = on_local_rows(partial(_losses, chunks), replicated=(0,))
-    return jnp.where(valid_BT, losses(weights, x_BTD, targets_BT), jnp.nan)
+    dtype = dtype or jnp.result_type(x_BTD, weights)
+    losses_BT = losses(weights.astype(dtype), x_BTD.astype(dtype), targets_BT)
+    return jnp.where(valid_BT, losses_BT, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of model configurations, and presets by name."""
+"""The base of the model configurations, and presets by name."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,37 +9,45 @@ from fsdp_jax.errors import did_you_mean, message
 C = TypeVar("C")
 
 
-def check_sizes(config: Any, *names: str) -> None:
-    """Raises ValueError where one of these fields is below 1."""
-    for name in names:
-        _require(config, name, getattr(config, name) >= 1, "at least 1")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the shapes of all models have.
 
+    Raises ValueError for an int below 1, a float that is not above 0, and a `dropout` that is no
+    probability below 1.
+    """
 
-def check_positive(config: Any, *names: str) -> None:
-    """Raises ValueError where one of these fields is not above 0."""
-    for name in names:
-        _require(config, name, getattr(config, name) > 0, "above 0")
+    layers: int
+    width: int
+    heads: int
+    scan_layers: bool = True
+    """Stack the blocks' parameters and compile one block per kind; False keeps lists of blocks."""
+    dtype: str | None = None
+    """Compute dtype by name; None follows the parameters and inputs."""
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "dropout":
+                self.require(field.name, 0 <= value < 1, "at least 0 and below 1")
+            elif field.type is int:
+                self.require(field.name, value >= 1, "at least 1")
+            elif field.type is float:
+                self.require(field.name, value > 0, "above 0")
 
-def check_multiple(config: Any, name: str, divisor: str) -> None:
-    """Raises ValueError unless the field `name` is a multiple of the field `divisor`."""
-    size, unit = getattr(config, name), getattr(config, divisor)
-    if size % unit:
-        what = f"{type(config).__name__}.{name} must be a multiple of {divisor}"
-        what += f", got {name} {size}, {divisor} {unit}"
-        raise ValueError(message(what, where="model"))
+    def require(self, name: str, holds: bool, expected: str) -> None:
+        """Raises ValueError with the value of the field `name` unless `holds`."""
+        if not holds:
+            what = f"{type(self).__name__}.{name} must be {expected}, got {getattr(self, name)}"
+            raise ValueError(message(what, where="model"))
 
-
-def check_dropout(config: Any) -> None:
-    """Raises ValueError unless `dropout` is a probability below 1."""
-    _require(config, "dropout", 0 <= config.dropout < 1, "at least 0 and below 1")
-
-
-def _require(config: Any, name: str, holds: bool, expected: str) -> None:
-    if not holds:
-        got = getattr(config, name)
-        what = f"{type(config).__name__}.{name} must be {expected}, got {got}"
-        raise ValueError(message(what, where="model"))
+    def require_multiple(self, name: str, divisor: str) -> None:
+        """Raises ValueError unless the field `name` is a multiple of the field `divisor`."""
+        size, unit = getattr(self, name), getattr(self, divisor)
+        if size % unit:
+            what = f"{type(self).__name__}.{name} must be a multiple of {divisor}"
+            what += f", got {name} {size}, {divisor} {unit}"
+            raise ValueError(message(what, where="model"))
 
 
 def from_preset(presets: Mapping[str, C], name: str, **overrides: Any) -> C:

@@ -9,41 +9,45 @@ to the residual stream, so that any fused attention can be used.
 import dataclasses
 import math
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.models import layers
-from fsdp_jax.models.config import check_dropout, check_multiple, check_sizes, from_preset
+from fsdp_jax.models.config import ModelConfig, from_preset
+from fsdp_jax.models.flops import training_flops
+from fsdp_jax.models.layers import Attention, blockwise_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(ModelConfig):
     """The shape of a GPT. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int
     sequence_length: int
     """The longest sequence, in tokens: the number of learned positions."""
-    layers: int
-    width: int
-    heads: int
     pad_vocab_to: int = 128
     """The rows of the embedding and of the head are padded to a multiple of this, to be sharded."""
     dropout: float = 0.0
     """Dropout probability; above 0 the model needs a `dropout` random stream."""
-    scan_layers: bool = True
-    """Stack the blocks' parameters and compile one block; False keeps a list of blocks."""
     tie_head: bool = True
     """Use the embedding table as the output head, as GPT-2 does."""
-    dtype: str | None = None
-    """Compute dtype by name; None follows the parameters and inputs."""
+    norm_epsilon: ClassVar[float] = 1e-5
 
     def __post_init__(self) -> None:
-        names = ("vocab_size", "sequence_length", "layers", "width", "heads", "pad_vocab_to")
-        check_sizes(self, *names)
-        check_multiple(self, "width", "heads")
-        check_dropout(self)
+        super().__post_init__()
+        self.require_multiple("width", "heads")
+
+    @property
+    def residual_std(self) -> float:
+        """Standard deviation of what projects to the residual stream.
+
+        Each block adds twice to it; GPT-2 scales what it adds so that the sum stays of order one.
+        """
+        return layers.INIT_STD / math.sqrt(2 * self.layers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -73,20 +77,33 @@ PRESETS: dict[str, GPTConfig] = {
 preset = partial(from_preset, PRESETS)
 
 
+class SelfAttention(nnx.Module):
+    """Causal multi-head self-attention with one fused projection to queries, keys and values."""
+
+    def __init__(self, config: GPTConfig, *, attention: Attention, rngs: nnx.Rngs):
+        D = config.width
+        linear = partial(layers.linear, dtype=config.dtype, rngs=rngs)
+        self.head_dim = D // config.heads
+        self.attention = attention
+        self.qkv = linear(D, 3 * D)
+        self.out = linear(D, D, std=config.residual_std)
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
+        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
+        heads = layers.split_qkv(self.qkv(x_BTD), self.head_dim)
+        attended = self.attention(*heads, is_causal=True, **layers.segment_pair(segments_BT))
+        return checkpoint_name(self.out(attended.reshape(x_BTD.shape)), "attention_out")
+
+
 class Block(nnx.Module):
     """One pre-norm transformer block: attention, then an MLP four times as wide."""
 
-    def __init__(self, config: GPTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
-        D, dtype = config.width, config.dtype
-        # Each block adds twice to the residual stream; GPT-2 scales what it adds so that the sum
-        # stays of order one.
-        out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
-        self.ln_1 = layers.layer_norm(D, dtype=dtype, rngs=rngs)
-        self.attn = layers.SelfAttention(
-            D, config.heads, out_std=out_std, attention=attention, dtype=dtype, rngs=rngs
-        )
-        self.ln_2 = layers.layer_norm(D, dtype=dtype, rngs=rngs)
-        self.mlp = layers.MLP(D, 4 * D, out_std=out_std, dtype=dtype, rngs=rngs)
+    def __init__(self, config: GPTConfig, *, attention: Attention, rngs: nnx.Rngs):
+        std = (layers.INIT_STD, config.residual_std)
+        self.ln_1 = layers.layer_norm(config, rngs=rngs)
+        self.attn = SelfAttention(config, attention=attention, rngs=rngs)
+        self.ln_2 = layers.layer_norm(config, rngs=rngs)
+        self.mlp = layers.MLP(config, 4 * config.width, std=std, rngs=rngs)
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
 
     def __call__(
@@ -106,24 +123,18 @@ class GPT(layers.LanguageModel):
     """
 
     def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        rngs: nnx.Rngs,
-        attention: layers.Attention = layers.blockwise_attention,
+        self, config: GPTConfig, *, rngs: nnx.Rngs, attention: Attention = blockwise_attention
     ):
         V, D, dtype = config.padded_vocab_size, config.width, config.dtype
         self.config = config
-        self.embed = layers.embedding(V, D, tied=config.tie_head, dtype=dtype, rngs=rngs)
-        self.positions = layers.embedding(config.sequence_length, D, dtype=dtype, rngs=rngs)
+        self.embed = layers.Embedding(V, D, tied=config.tie_head, dtype=dtype, rngs=rngs)
+        self.positions = layers.Embedding(config.sequence_length, D, dtype=dtype, rngs=rngs)
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
         make = partial(Block, config, attention=attention)
-        self.blocks = layers.make_blocks(
-            make, config.layers, scan_layers=config.scan_layers, rngs=rngs
-        )
-        self.ln_f = layers.layer_norm(D, dtype=dtype, rngs=rngs)
+        self.blocks = layers.make_blocks(make, config.layers, config.scan_layers, rngs)
+        self.ln_f = layers.layer_norm(config, rngs=rngs)
         if not config.tie_head:
-            self.head = layers.head(D, V, dtype=dtype, rngs=rngs)
+            self.head = layers.Head(D, V, dtype=dtype, rngs=rngs)
 
     def hidden_states(
         self,
@@ -152,28 +163,12 @@ class GPT(layers.LanguageModel):
         return self.ln_f(layers.run_blocks(self.blocks, x_BTD, **settings))
 
 
-def parameter_count(config: GPTConfig) -> int:
-    """Returns the number of parameters that are stored; a tied head counts once.
+def flops_per_example(config: GPTConfig) -> float:
+    """Returns `training_flops` at the full sequence length, without rows that pad the vocabulary.
 
-    With `pad_vocab_to=1` it is the published count: 124,439,808 for gpt2, which stores 47 rows of
-    768 more.
+    The positions are looked up, and the embedding too where the head is its own matrix.
     """
-    V, T, D = config.padded_vocab_size, config.sequence_length, config.width
-    # qkv, out, up, down: 3 + 1 + 4 + 4 squares and 9 bias rows; two norms: 4 rows
-    block = 12 * D * D + 13 * D
-    head = 0 if config.tie_head else V * D
-    return (V + T) * D + config.layers * block + 2 * D + head
-
-
-def flops_per_token(config: GPTConfig) -> float:
-    """Returns the model FLOPs per token of a training step at the full sequence length.
-
-    Forward and backward by the convention 6 N + 12 L D T (PaLM, appendix B). N leaves out tables
-    that are looked up, not multiplied: the positions and, where the head is its own matrix, the
-    embedding. It leaves out the rows that pad the vocabulary. Attention is counted in full, not
-    halved for causality, and nothing is added for recomputation.
-    """
-    V, T, D = config.vocab_size, config.sequence_length, config.width
-    published = parameter_count(dataclasses.replace(config, pad_vocab_to=1))
-    multiplied = published - T * D - (0 if config.tie_head else V * D)
-    return 6.0 * multiplied + 12.0 * config.layers * D * T
+    T, exact = config.sequence_length, dataclasses.replace(config, pad_vocab_to=1)
+    multiplied = {"positions": 0, "embed": T if config.tie_head else 0, "": T}
+    pairs = config.layers * T * T
+    return training_flops(GPT, exact, multiplied, pairs=pairs)

@@ -3,7 +3,6 @@
 Shapes: B batch, T sequence, D width, H heads, V vocab, L layers.
 """
 
-import math
 from typing import Any
 
 import flax.linen as nn
@@ -13,46 +12,39 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.models import layers
 from fsdp_jax.models.gpt import GPTConfig
+from fsdp_jax.models.layers import Attention, blockwise_attention
 
 
 def _linear(
-    outputs: int, config: GPTConfig, *, std: float = layers.INIT_STD, bias: bool = True, name: str
+    config: GPTConfig, outputs: int, *, std: float = layers.INIT_STD, **more: Any
 ) -> nn.Dense:
     init = nn.initializers.normal(std)
-    return nn.Dense(outputs, use_bias=bias, kernel_init=init, dtype=config.dtype, name=name)
+    return nn.Dense(outputs, kernel_init=init, dtype=config.dtype, **more)
 
 
-def _embedding(num_embeddings: int, config: GPTConfig, *, name: str) -> nn.Embed:
-    """Returns a table of `num_embeddings` vectors of the model's width."""
+def _embedding(config: GPTConfig, count: int, *, name: str) -> nn.Embed:
     init = nn.initializers.normal(layers.INIT_STD)
-    return nn.Embed(
-        num_embeddings, config.width, embedding_init=init, dtype=config.dtype, name=name
-    )
+    return nn.Embed(count, config.width, embedding_init=init, dtype=config.dtype, name=name)
 
 
 def _layer_norm(config: GPTConfig, *, name: str) -> nn.LayerNorm:
-    return nn.LayerNorm(epsilon=layers.LAYER_NORM_EPSILON, dtype=config.dtype, name=name)
+    return nn.LayerNorm(epsilon=config.norm_epsilon, dtype=config.dtype, name=name)
 
 
 class LinenSelfAttention(nn.Module):
     """Causal multi-head self-attention with one fused projection to queries, keys and values."""
 
     config: GPTConfig
-    out_std: float
-    attention: layers.Attention
+    attention: Attention
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
         """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
-        D = x_BTD.shape[-1]
-        qkv = checkpoint_name(_linear(3 * D, self.config, name="qkv")(x_BTD), "qkv")
-        parts = jnp.split(qkv, 3, axis=-1)
-        q_BTHK, k_BTHK, v_BTHK = (
-            layers.split_heads(part, D // self.config.heads) for part in parts
-        )
-        more = layers.segment_pair(segments_BT)
-        attended = self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **more)
-        out = _linear(D, self.config, std=self.out_std, name="out")
+        D = self.config.width
+        qkv = _linear(self.config, 3 * D, name="qkv")(x_BTD)
+        heads = layers.split_qkv(qkv, D // self.config.heads)
+        attended = self.attention(*heads, is_causal=True, **layers.segment_pair(segments_BT))
+        out = _linear(self.config, D, std=self.config.residual_std, name="out")
         return checkpoint_name(out(attended.reshape(x_BTD.shape)), "attention_out")
 
 
@@ -60,21 +52,21 @@ class LinenMLP(nn.Module):
     """Two Linears, D to 4 D and back, with the tanh approximation of gelu between them."""
 
     config: GPTConfig
-    out_std: float
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
         D = self.config.width
-        hidden = checkpoint_name(_linear(4 * D, self.config, name="up")(x_BTD), "mlp")
-        return _linear(D, self.config, std=self.out_std, name="down")(layers.gelu(hidden))
+        hidden = checkpoint_name(_linear(self.config, 4 * D, name="up")(x_BTD), "mlp")
+        down = _linear(self.config, D, std=self.config.residual_std, name="down")
+        return down(layers.gelu(hidden))
 
 
 class LinenBlock(nn.Module):
     """One pre-norm transformer block: attention, then an MLP four times as wide."""
 
     config: GPTConfig
-    attention: layers.Attention
+    attention: Attention
     deterministic: bool = True
 
     @nn.compact
@@ -83,15 +75,14 @@ class LinenBlock(nn.Module):
     ) -> tuple[jax.Array, None]:
         """[B, T, D] to ([B, T, D] in its dtype, None): a carry and no output, for `nn.scan`."""
         config = self.config
-        out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
         dropout = nn.Dropout(config.dropout, deterministic=self.deterministic)
 
         def branch(y_BTD: jax.Array) -> jax.Array:
             return dropout(y_BTD).astype(x_BTD.dtype)
 
-        attn = LinenSelfAttention(config, out_std, self.attention, name="attn")
+        attn = LinenSelfAttention(config, self.attention, name="attn")
         x_BTD = x_BTD + branch(attn(_layer_norm(config, name="ln_1")(x_BTD), segments_BT))
-        mlp = LinenMLP(config, out_std, name="mlp")
+        mlp = LinenMLP(config, name="mlp")
         return x_BTD + branch(mlp(_layer_norm(config, name="ln_2")(x_BTD))), None
 
 
@@ -99,7 +90,7 @@ class LinenBlocks(nn.Module):
     """The blocks in order, named 0 to L-1, as those of an `nnx.List` are."""
 
     config: GPTConfig
-    attention: layers.Attention
+    attention: Attention
     deterministic: bool = True
 
     @nn.compact
@@ -122,7 +113,7 @@ class LinenGPT(nn.Module):
     """
 
     config: GPTConfig
-    attention: layers.Attention = layers.blockwise_attention
+    attention: Attention = blockwise_attention
 
     @nn.compact
     def __call__(
@@ -138,8 +129,8 @@ class LinenGPT(nn.Module):
         layers.check_length(tokens_BT, config.sequence_length, "sequence_length")
         if positions is None:
             positions = jnp.arange(tokens_BT.shape[1])[None]
-        embed = _embedding(config.padded_vocab_size, config, name="embed")
-        table = _embedding(config.sequence_length, config, name="positions")
+        embed = _embedding(config, config.padded_vocab_size, name="embed")
+        table = _embedding(config, config.sequence_length, name="positions")
         x_BTD = embed(tokens_BT) + table(positions)
         x_BTD = nn.Dropout(config.dropout, deterministic=deterministic)(x_BTD)
         blocks: type[nn.Module] = LinenBlocks
@@ -152,5 +143,6 @@ class LinenGPT(nn.Module):
         if config.tie_head:
             logits = embed.attend(x_BTD)
         else:
-            logits = _linear(config.padded_vocab_size, config, bias=False, name="head")(x_BTD)
+            head = _linear(config, config.padded_vocab_size, use_bias=False, name="head")
+            logits = head(x_BTD)
         return logits[..., : config.vocab_size]

@@ -23,9 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.local_rows import beside_model_axes, on_local_rows
 from fsdp_jax.models.chunked_loss import chunked_losses
+from fsdp_jax.models.config import ModelConfig
 
 INIT_STD = 0.02
-LAYER_NORM_EPSILON = 1e-5
 QUERY_BLOCK = 512
 """Queries of a block in `blockwise_attention`."""
 
@@ -90,7 +90,7 @@ def dense_attention(
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """`jax.nn.dot_product_attention` with segments; see `Attention`."""
-    mask = None if segments is None else (segments[0][:, :, None] == segments[1][:, None])[:, None]
+    mask = None if segments is None else _same_segment(*segments)
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
     out = _attend(query, key, value, bias, mask, is_causal=is_causal, **options)
     # a kernel's output is saved by its own backward pass: under a name it would be saved twice
@@ -107,8 +107,7 @@ def _attend(*arrays: jax.Array | None, **options: Any) -> jax.Array:
         return jax.nn.dot_product_attention(*arrays, **options)
 
     def attend_in_float32(*arrays: Any) -> jax.Array:
-        wide = [None if x is None else _widened(x) for x in arrays]
-        return attend(*wide).astype(jnp.float16)
+        return attend(*jax.tree.map(_widened, arrays)).astype(jnp.float16)
 
     if arrays[0] is None or arrays[0].dtype != jnp.float16:
         return attend(*arrays)
@@ -120,6 +119,11 @@ def _attend(*arrays: jax.Array | None, **options: Any) -> jax.Array:
 
 def _widened(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _same_segment(query_segments: jax.Array, key_segments: jax.Array) -> jax.Array:
+    """Returns the mask of attention within segments, bool [B, 1, T, S]."""
+    return (query_segments[:, :, None] == key_segments[:, None])[:, None]
 
 
 def blockwise_attention(
@@ -154,7 +158,7 @@ def blockwise_attention(
             mask = (first + jnp.arange(QUERY_BLOCK))[:, None] >= jnp.arange(S)[None]
         mask = mask[None, None]
         if key_segments is not None:
-            mask &= (query_segments[:, :, None] == key_segments[:, None])[:, None]
+            mask &= _same_segment(query_segments, key_segments)
         return _attend(query, key, value, bias, mask, scale=scale)
 
     def split(x: jax.Array | None, dim: int) -> jax.Array | None:
@@ -169,14 +173,20 @@ def blockwise_attention(
     return checkpoint_name(jnp.moveaxis(out, 0, 1).reshape(B, T, H, K), "attention")
 
 
-def segment_pair(segments_BT: jax.Array | None) -> dict[str, Any]:
-    """Returns attention's keyword for self-attention within segments; empty without segments."""
-    return {} if segments_BT is None else {"segments": (segments_BT, segments_BT)}
+def split_qkv(qkv: jax.Array, head_dim: int) -> list[jax.Array]:
+    """Returns queries, keys and values [B, T, H, K] of one projection [B, T, 3 H K]."""
+    parts = jnp.split(checkpoint_name(qkv, "qkv"), 3, axis=-1)
+    return [split_heads(part, head_dim) for part in parts]
 
 
 def split_heads(x_BTD: jax.Array, head_dim: int) -> jax.Array:
     """[B, T, H K] to [B, T, H, K]."""
     return x_BTD.reshape(*x_BTD.shape[:2], -1, head_dim)
+
+
+def segment_pair(segments_BT: jax.Array | None) -> dict[str, Any]:
+    """Returns attention's keyword for self-attention within segments; empty without segments."""
+    return {} if segments_BT is None else {"segments": (segments_BT, segments_BT)}
 
 
 def linear(
@@ -193,35 +203,32 @@ def linear(
     return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
-class LayerNorm(nnx.LayerNorm):
-    """A `recomputed` LayerNorm."""
-
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """[..., D] to [..., D]."""
-        if mask is not None:
-            return super().__call__(x, mask=mask)
-        return _recomputed_call(nnx.LayerNorm, self, x)
-
-
-class RMSNorm(nnx.RMSNorm):
-    """A `recomputed` RMSNorm."""
+class RecomputedNorm:
+    """Makes a norm of flax, the class after this one, `recomputed`."""
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """[..., D] to [..., D]."""
-        if mask is not None:
-            return super().__call__(x, mask=mask)
-        return _recomputed_call(nnx.RMSNorm, self, x)
+        structure, params = nnx.split(self)
+
+        def normalize(params: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+            norm: Any = super(RecomputedNorm, nnx.merge(structure, params))
+            out: jax.Array = norm.__call__(x, mask=mask)
+            return out
+
+        return recomputed(normalize)(params, x, mask)
 
 
-def _recomputed_call(base: Any, module: nnx.Module, x: jax.Array) -> jax.Array:
-    structure, params = nnx.split(module)
-    run = recomputed(lambda params, x: base.__call__(nnx.merge(structure, params), x))
-    return run(params, x)
+class LayerNorm(RecomputedNorm, nnx.LayerNorm):
+    """A `recomputed` LayerNorm."""
 
 
-def layer_norm(width: int, *, dtype: str | None, rngs: nnx.Rngs) -> LayerNorm:
+class RMSNorm(RecomputedNorm, nnx.RMSNorm):
+    """A `recomputed` RMSNorm."""
+
+
+def layer_norm(config: Any, *, rngs: nnx.Rngs) -> LayerNorm:
     """Returns a LayerNorm over D with scale and bias; its statistics are always float32."""
-    return LayerNorm(width, epsilon=LAYER_NORM_EPSILON, dtype=dtype, rngs=rngs)
+    return LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
 
 
 def rms_norm(config: Any, *, rngs: nnx.Rngs) -> RMSNorm:
@@ -232,30 +239,35 @@ def rms_norm(config: Any, *, rngs: nnx.Rngs) -> RMSNorm:
     return RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
 
 
-def gelu(x: jax.Array) -> jax.Array:
-    """The tanh approximation of gelu, `recomputed`."""
-    return recomputed(partial(jax.nn.gelu, approximate=True))(x)
-
-
-def exact_gelu(x: jax.Array) -> jax.Array:
-    """Gelu by the error function, `recomputed`."""
-    return recomputed(partial(jax.nn.gelu, approximate=False))(x)
-
-
-def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up, `recomputed`."""
-    return recomputed(lambda gate, up: jax.nn.silu(gate) * up)(gate, up)
-
-
-def gated_gelu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """gelu(gate) * up with the tanh approximation, `recomputed`."""
-    return recomputed(lambda gate, up: jax.nn.gelu(gate, approximate=True) * up)(gate, up)
+gelu = recomputed(partial(jax.nn.gelu, approximate=True))
+"""The tanh approximation of gelu."""
+exact_gelu = recomputed(partial(jax.nn.gelu, approximate=False))
+"""Gelu by the error function."""
+gated_gelu = recomputed(lambda gate, up: jax.nn.gelu(gate, approximate=True) * up)
+gated_silu = recomputed(lambda gate, up: jax.nn.silu(gate) * up)
 
 
 class Embedding(nnx.Embed):
-    """A table of vectors; a `tied` one is also the output head."""
+    """A table [count, width] from normal(0, std); a `tied` one is also the output head.
 
-    tied: bool = False
+    dtype None outputs the table's dtype.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        width: int,
+        *,
+        std: float = INIT_STD,
+        tied: bool = False,
+        dtype: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(count, width, embedding_init=nnx.initializers.normal(std), rngs=rngs)
+        # nnx.Embed stores the dtype that its table is created with; after a cast of the table to
+        # bfloat16 lookups would be promoted back to it.
+        self.dtype = dtype
+        self.tied = tied
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Int [B, T] to [B, T, D] in `dtype`, or else the table's."""
@@ -272,11 +284,10 @@ class Embedding(nnx.Embed):
         table_VD: jax.Array = self.embedding[...]
         return table_VD if self.dtype is None else table_VD.astype(self.dtype)
 
-    def losses(
-        self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int
-    ) -> jax.Array:
+    def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, **chunks: int) -> jax.Array:
         """Returns `chunked_losses` of the logits of `attend`."""
-        return _head_losses(self, self.embedding, 0, x_BTD, targets_BT, vocab_size, chunk)
+        table_VD = self.embedding[...]
+        return chunked_losses(x_BTD, table_VD, targets_BT, dim=0, dtype=self.dtype, **chunks)
 
 
 def _look_up(tokens: jax.Array, table_VD: jax.Array) -> jax.Array:
@@ -284,86 +295,61 @@ def _look_up(tokens: jax.Array, table_VD: jax.Array) -> jax.Array:
 
 
 class Head(nnx.Linear):
-    """The Linear from the residual stream to logits."""
+    """The Linear from the residual stream to logits, without bias: kernel [width, vocab_size]."""
 
-    def losses(
-        self, x_BTD: jax.Array, targets_BT: jax.Array, vocab_size: int, chunk: int
-    ) -> jax.Array:
+    def __init__(self, width: int, vocab_size: int, *, std: float = INIT_STD, **more: Any):
+        init = nnx.initializers.normal(std)
+        super().__init__(width, vocab_size, use_bias=False, kernel_init=init, **more)
+
+    def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, **chunks: int) -> jax.Array:
         """Returns `chunked_losses` of its logits."""
-        return _head_losses(self, self.kernel, 1, x_BTD, targets_BT, vocab_size, chunk)
+        kernel_DV = self.kernel[...]
+        return chunked_losses(x_BTD, kernel_DV, targets_BT, dim=1, dtype=self.dtype, **chunks)
 
 
-def _head_losses(
-    head: Any,
-    weights: Any,
-    vocab_dim: int,
-    x_BTD: jax.Array,
-    targets_BT: jax.Array,
-    vocab_size: int,
-    chunk: int,
-) -> jax.Array:
-    dtype = head.dtype or jnp.result_type(x_BTD, weights[...])
-    return chunked_losses(
-        x_BTD.astype(dtype),
-        weights[...].astype(dtype),
-        targets_BT,
-        dim=vocab_dim,
-        vocab_size=vocab_size,
-        chunk=chunk,
-    )
+class MultiHeadAttention(nnx.Module):
+    """Base of attention with a Linear each to queries, keys and values, and one back to D.
 
-
-def embedding(
-    count: int,
-    width: int,
-    *,
-    std: float = INIT_STD,
-    tied: bool = False,
-    dtype: str | None,
-    rngs: nnx.Rngs,
-) -> Embedding:
-    """Returns a table [count, width] from normal(0, std); dtype None outputs the table's dtype."""
-    table = Embedding(count, width, embedding_init=nnx.initializers.normal(std), rngs=rngs)
-    # nnx.Embed stores the dtype that its table is created with; after a cast of the table to
-    # bfloat16 lookups would be promoted back to it.
-    table.dtype = dtype
-    table.tied = tied
-    return table
-
-
-def head(
-    width: int, vocab_size: int, *, std: float = INIT_STD, dtype: str | None, rngs: nnx.Rngs
-) -> Head:
-    """Returns a Head without bias: kernel [width, vocab_size] from normal(0, std)."""
-    init = nnx.initializers.normal(std)
-    return Head(width, vocab_size, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs)
-
-
-class SelfAttention(nnx.Module):
-    """Causal multi-head self-attention with one fused projection to queries, keys and values."""
+    `std`: of the kernels of q, of k and v, and of o. K is D / H and G is H where not given.
+    """
 
     def __init__(
         self,
-        width: int,
-        heads: int,
+        config: ModelConfig,
         *,
-        out_std: float,
+        head_dim: int | None = None,
+        kv_heads: int | None = None,
+        bias: bool = True,
+        std: tuple[float, float, float] = (INIT_STD, INIT_STD, INIT_STD),
         attention: Attention,
-        dtype: str | None,
         rngs: nnx.Rngs,
     ):
-        self.head_dim = width // heads
+        D = config.width
+        self.head_dim = head_dim or D // config.heads
         self.attention = attention
-        self.qkv = linear(width, 3 * width, dtype=dtype, rngs=rngs)
-        self.out = linear(width, width, std=out_std, dtype=dtype, rngs=rngs)
+        inner = config.heads * self.head_dim
+        kv_width = (kv_heads or config.heads) * self.head_dim
+        make = partial(linear, bias=bias, dtype=config.dtype, rngs=rngs)
+        q_std, kv_std, o_std = std
+        self.q = make(D, inner, std=q_std)
+        self.k = make(D, kv_width, std=kv_std)
+        self.v = make(D, kv_width, std=kv_std)
+        self.o = make(inner, D, std=o_std)
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
-        parts = jnp.split(checkpoint_name(self.qkv(x_BTD), "qkv"), 3, axis=-1)
-        q_BTHK, k_BTHK, v_BTHK = (split_heads(part, self.head_dim) for part in parts)
-        more = segment_pair(segments_BT)
-        attended = self.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, **more)
-        return checkpoint_name(self.out(attended.reshape(x_BTD.shape)), "attention_out")
+    def project(self, x_BTD: jax.Array, source_BSD: jax.Array | None = None) -> list[jax.Array]:
+        """Returns queries [B, T, H, K] of `x_BTD`, keys and values [B, S, G, K] of the source.
+
+        The source is `x_BTD` itself where there is no other.
+        """
+        source_BSD = x_BTD if source_BSD is None else source_BSD
+        return [
+            split_heads(checkpoint_name(project(x), "qkv"), self.head_dim)
+            for project, x in ((self.q, x_BTD), (self.k, source_BSD), (self.v, source_BSD))
+        ]
+
+    def combine(self, attended: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Returns what attention returned, projected back to [B, T, D]."""
+        return checkpoint_name(self.o(attended.reshape(*x_BTD.shape[:2], -1)), "attention_out")
 
 
 class MLP(nnx.Module):
@@ -371,21 +357,51 @@ class MLP(nnx.Module):
 
     def __init__(
         self,
-        width: int,
+        config: ModelConfig,
         hidden: int,
         *,
-        out_std: float = INIT_STD,
+        std: tuple[float, float] = (INIT_STD, INIT_STD),
+        bias: bool = True,
         activation: Callable[[jax.Array], jax.Array] = gelu,
-        dtype: str | None,
         rngs: nnx.Rngs,
     ):
+        make = partial(linear, bias=bias, dtype=config.dtype, rngs=rngs)
         self.activation = activation
-        self.up = linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.down = linear(hidden, width, std=out_std, dtype=dtype, rngs=rngs)
+        self.up = make(config.width, hidden, std=std[0])
+        self.down = make(hidden, config.width, std=std[1])
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
         return self.down(self.activation(checkpoint_name(self.up(x_BTD), "mlp")))
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x), up(x))), D to F and back, without biases (arXiv:2002.05202).
+
+    `names`: of the Linears that are gate and up.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        hidden: int,
+        *,
+        std: tuple[float, float],
+        activation: Callable[[jax.Array, jax.Array], jax.Array],
+        names: tuple[str, str] = ("gate", "up"),
+        rngs: nnx.Rngs,
+    ):
+        make = partial(linear, bias=False, dtype=config.dtype, rngs=rngs)
+        self.activation = activation
+        self.names = names
+        for name in names:
+            setattr(self, name, make(config.width, hidden, std=std[0]))
+        self.down = make(hidden, config.width, std=std[1])
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] to [B, T, D]."""
+        gate, up = (checkpoint_name(getattr(self, name)(x_BTD), "mlp") for name in self.names)
+        return self.down(self.activation(gate, up))
 
 
 class ResidualDropout(nnx.Dropout):
@@ -400,11 +416,32 @@ class ResidualDropout(nnx.Dropout):
         return x + self(branch, deterministic=deterministic).astype(x.dtype)
 
 
+class PreNormBlock(nnx.Module):
+    """Base of the blocks with attention, then an MLP, each added to the residual stream.
+
+    Subclasses set the attributes.
+    """
+
+    attn_norm: nnx.Module
+    attn: nnx.Module
+    mlp_norm: nnx.Module
+    mlp: nnx.Module
+    dropout: ResidualDropout
+
+    def __call__(
+        self, x_BTD: jax.Array, *, deterministic: bool = True, **settings: Any
+    ) -> jax.Array:
+        """[B, T, D] to [B, T, D] in the dtype of the input; `settings` are those of `attn`."""
+        attended = self.attn(self.attn_norm(x_BTD), **settings)
+        x_BTD = self.dropout.add(x_BTD, attended, deterministic)
+        return self.dropout.add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), deterministic)
+
+
 M = TypeVar("M", bound=nnx.Module)
 
 
 def make_blocks(
-    make: Callable[..., M], count: int, *, scan_layers: bool, rngs: nnx.Rngs
+    make: Callable[..., M], count: int, scan_layers: bool, rngs: nnx.Rngs
 ) -> "M | nnx.List[M]":
     """Makes `count` blocks for `run_blocks`, each by `make(rngs=...)` with its own random streams.
 
@@ -474,7 +511,8 @@ class LanguageModel(nnx.Module):
         *inputs, targets_BT = tokens
         x_BTD = self.hidden_states(*inputs, **settings)
         head = self.embed if self.config.tie_head else self.head
-        return head.losses(x_BTD, targets_BT, self.config.vocab_size, chunk)
+        vocab_size = self.config.vocab_size
+        return head.losses(x_BTD, targets_BT, vocab_size=vocab_size, chunk=chunk)
 
 
 def check_length(tokens_BT: jax.Array, longest: int, name: str, what: str = "tokens") -> None:

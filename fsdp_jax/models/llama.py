@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.errors import message
 from fsdp_jax.models import layers
-from fsdp_jax.models.config import check_multiple, check_positive, check_sizes, from_preset
+from fsdp_jax.models.config import ModelConfig, from_preset
+from fsdp_jax.models.flops import training_flops
+from fsdp_jax.models.layers import Attention, blockwise_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,14 +49,12 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(ModelConfig):
     """The shape of a Llama. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int
     sequence_length: int
     """The longest sequence, in tokens."""
-    layers: int
-    width: int
     heads: int
     """Query heads."""
     kv_heads: int
@@ -68,20 +67,14 @@ class LlamaConfig:
     norm_epsilon: float = 1e-5
     tie_head: bool = False
     """Use the embedding table as the output head."""
-    scan_layers: bool = True
-    """Stack the blocks' parameters and compile one block; False keeps a list of blocks."""
-    dtype: str | None = None
-    """Compute dtype by name; None follows the parameters and inputs."""
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "sequence_length", "layers", "width", "heads", "kv_heads", "hidden")
-        check_sizes(self, *sizes)
-        check_positive(self, "rope_theta", "norm_epsilon")
+        super().__post_init__()
         if self.width % (2 * self.heads):
             expected = "LlamaConfig.width must be a multiple of 2 x heads (rotary pairs)"
             got = f"got width {self.width}, heads {self.heads}"
             raise ValueError(message(f"{expected}, {got}", where="model.heads"))
-        check_multiple(self, "heads", "kv_heads")
+        self.require_multiple("heads", "kv_heads")
 
     @property
     def head_dim(self) -> int:
@@ -156,67 +149,17 @@ def rotary(
     return rotated.astype(x_BTHK.dtype)
 
 
-class GroupedQueryAttention(nnx.Module):
+class GroupedQueryAttention(layers.MultiHeadAttention):
     """Causal self-attention with rotary positions; query head h reads k, v head h // (H / G)."""
 
     def __init__(
-        self, config: LlamaConfig, *, out_std: float, attention: layers.Attention, rngs: nnx.Rngs
+        self, config: LlamaConfig, *, out_std: float, attention: Attention, rngs: nnx.Rngs
     ):
-        D, kv_width = config.width, config.kv_heads * config.head_dim
-        linear = partial(layers.linear, bias=False, dtype=config.dtype, rngs=rngs)
-        self.head_dim = config.head_dim
-        self.rope = (config.head_dim, config.rope_theta, config.rope_scaling)
-        self.attention = attention
-        self.q = linear(D, D)
-        self.k = linear(D, kv_width)
-        self.v = linear(D, kv_width)
-        self.o = linear(D, D, std=out_std)
-
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        segments_BT: jax.Array | None = None,
-        positions_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
-        q_BTHK, k_BTGK, v_BTGK = (
-            layers.split_heads(checkpoint_name(project(x_BTD), "qkv"), self.head_dim)
-            for project in (self.q, self.k, self.v)
+        std = (layers.INIT_STD, layers.INIT_STD, out_std)
+        super().__init__(
+            config, kv_heads=config.kv_heads, bias=False, std=std, attention=attention, rngs=rngs
         )
-        frequency = frequencies(*self.rope)
-        q_BTHK = rotary(q_BTHK, frequency, positions_BT)
-        k_BTGK = rotary(k_BTGK, frequency, positions_BT)
-        more = layers.segment_pair(segments_BT)
-        attended = self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **more)
-        return checkpoint_name(self.o(attended.reshape(x_BTD.shape)), "attention_out")
-
-
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)), D to F and back (arXiv:2002.05202)."""
-
-    def __init__(self, config: LlamaConfig, *, out_std: float, rngs: nnx.Rngs):
-        D, F = config.width, config.hidden
-        linear = partial(layers.linear, bias=False, dtype=config.dtype, rngs=rngs)
-        self.gate = linear(D, F)
-        self.up = linear(D, F)
-        self.down = linear(F, D, std=out_std)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
-        gate, up = (checkpoint_name(project(x_BTD), "mlp") for project in (self.gate, self.up))
-        return self.down(layers.gated_silu(gate, up))
-
-
-class LlamaBlock(nnx.Module):
-    """One pre-norm transformer block: attention, then SwiGLU, each added to the residual stream."""
-
-    def __init__(self, config: LlamaConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
-        # Meta has not published its initialisation; this is GPT-2's.
-        out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
-        self.attn_norm = layers.rms_norm(config, rngs=rngs)
-        self.attn = GroupedQueryAttention(config, out_std=out_std, attention=attention, rngs=rngs)
-        self.mlp_norm = layers.rms_norm(config, rngs=rngs)
-        self.mlp = SwiGLU(config, out_std=out_std, rngs=rngs)
+        self.rope = (config.head_dim, config.rope_theta, config.rope_scaling)
 
     def __call__(
         self,
@@ -225,9 +168,29 @@ class LlamaBlock(nnx.Module):
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input, also where a float32 norm widens it."""
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), segments, positions).astype(x_BTD.dtype)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)).astype(x_BTD.dtype)
+        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
+        q_BTHK, k_BTGK, v_BTGK = self.project(x_BTD)
+        frequency = frequencies(*self.rope)
+        q_BTHK = rotary(q_BTHK, frequency, positions)
+        k_BTGK = rotary(k_BTGK, frequency, positions)
+        more = layers.segment_pair(segments)
+        return self.combine(self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **more), x_BTD)
+
+
+class LlamaBlock(layers.PreNormBlock):
+    """One pre-norm transformer block: attention, then SwiGLU, each added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, *, attention: Attention, rngs: nnx.Rngs):
+        # Meta has not published its initialisation; this is GPT-2's.
+        out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
+        std = (layers.INIT_STD, out_std)
+        self.attn_norm = layers.rms_norm(config, rngs=rngs)
+        self.attn = GroupedQueryAttention(config, out_std=out_std, attention=attention, rngs=rngs)
+        self.mlp_norm = layers.rms_norm(config, rngs=rngs)
+        self.mlp = layers.GatedMLP(
+            config, config.hidden, std=std, activation=layers.gated_silu, rngs=rngs
+        )
+        self.dropout = layers.ResidualDropout(0.0, rngs=rngs)
 
 
 class Llama(layers.LanguageModel):
@@ -239,22 +202,16 @@ class Llama(layers.LanguageModel):
     """
 
     def __init__(
-        self,
-        config: LlamaConfig,
-        *,
-        rngs: nnx.Rngs,
-        attention: layers.Attention = layers.blockwise_attention,
+        self, config: LlamaConfig, *, rngs: nnx.Rngs, attention: Attention = blockwise_attention
     ):
         V, D, dtype = config.vocab_size, config.width, config.dtype
         self.config = config
-        self.embed = layers.embedding(V, D, tied=config.tie_head, dtype=dtype, rngs=rngs)
+        self.embed = layers.Embedding(V, D, tied=config.tie_head, dtype=dtype, rngs=rngs)
         make = partial(LlamaBlock, config, attention=attention)
-        self.blocks = layers.make_blocks(
-            make, config.layers, scan_layers=config.scan_layers, rngs=rngs
-        )
+        self.blocks = layers.make_blocks(make, config.layers, config.scan_layers, rngs)
         self.norm = layers.rms_norm(config, rngs=rngs)
         if not config.tie_head:
-            self.head = layers.head(D, V, dtype=dtype, rngs=rngs)
+            self.head = layers.Head(D, V, dtype=dtype, rngs=rngs)
 
     def hidden_states(
         self,
@@ -273,24 +230,12 @@ class Llama(layers.LanguageModel):
         return self.norm(layers.run_blocks(self.blocks, self.embed(tokens_BT), **settings))
 
 
-def parameter_count(config: LlamaConfig) -> int:
-    """Returns the number of parameters; a tied head counts once."""
-    V, D, F = config.vocab_size, config.width, config.hidden
-    kv_width = config.kv_heads * config.head_dim
-    # q, o; k, v; gate, up, down; two norms
-    block = 2 * D * D + 2 * D * kv_width + 3 * D * F + 2 * D
-    head = 0 if config.tie_head else V * D
-    return V * D + config.layers * block + D + head
+def flops_per_example(config: LlamaConfig) -> float:
+    """Returns `training_flops` at the full sequence length.
 
-
-def flops_per_token(config: LlamaConfig) -> float:
-    """Returns the model FLOPs per token of a training step at the full sequence length.
-
-    Forward and backward by the convention 6 N + 12 L D T (PaLM, appendix B). N leaves out the
-    embedding where the head is its own matrix: it is looked up, not multiplied. Attention is
-    counted in full, not halved for causality; sharing keys and values does not change it. Nothing
-    is added for recomputation.
+    The embedding is looked up where the head is its own matrix. Sharing keys and values does not
+    change attention's.
     """
-    looked_up = 0 if config.tie_head else config.vocab_size * config.width
-    multiplied = parameter_count(config) - looked_up
-    return 6.0 * multiplied + 12.0 * config.layers * config.width * config.sequence_length
+    T = config.sequence_length
+    multiplied = {"embed": T if config.tie_head else 0, "": T}
+    return training_flops(Llama, config, multiplied, pairs=config.layers * T * T)

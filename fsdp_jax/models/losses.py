@@ -44,11 +44,8 @@ def next_token_loss(
 
     """
     inputs_BT, targets_BT = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    settings: dict[str, Any] = {
-        name: batch[name] for name in ("segments", "positions") if name in batch
-    }
-    settings["deterministic"] = not train
-    return _loss(model, (inputs_BT,), targets_BT, batch.get("mask"), chunk, settings)
+    settings = {name: batch[name] for name in ("segments", "positions") if name in batch}
+    return _loss(model, (inputs_BT,), targets_BT, batch, train, chunk, settings)
 
 
 def text_to_text_loss(
@@ -61,17 +58,15 @@ def text_to_text_loss(
     Args:
         model: an encoder-decoder; with `chunk` one that has `losses`.
         batch: `inputs`, int32 [B, S], and `targets`, int32 [B, T]; optionally `inputs_mask`,
-            [B, S], 1 for a token and 0 for padding, and `mask`, [B, T], the weight of each target
-            (1 if absent; where it is 0 the target may be any number).
+            [B, S], 1 for a token and 0 for padding, and `mask`, as for `next_token_loss`.
         train: applies dropout.
-        chunk: vocabulary chunk size for the loss; logits are recomputed in the backward pass.
+        chunk: as for `next_token_loss`.
 
     """
     targets_BT = batch["targets"]
     shifted_BT = jnp.pad(jnp.maximum(targets_BT, 0)[:, :-1], ((0, 0), (1, 0)))
-    settings = {"inputs_mask": batch.get("inputs_mask"), "deterministic": not train}
-    tokens = (batch["inputs"], shifted_BT)
-    return _loss(model, tokens, targets_BT, batch.get("mask"), chunk, settings)
+    settings = {"inputs_mask": batch.get("inputs_mask")}
+    return _loss(model, (batch["inputs"], shifted_BT), targets_BT, batch, train, chunk, settings)
 
 
 def classification_loss(
@@ -100,14 +95,16 @@ def masked_sum(losses: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, ja
 
 def _loss(
     model: Any,
-    tokens: tuple[jax.Array, ...],
+    inputs: tuple[jax.Array, ...],
     targets_BT: jax.Array,
-    mask_BT: jax.Array | None,
+    batch: Batch,
+    train: bool,
     chunk: int | None,
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
     if chunk is None:
-        loss_BT = cross_entropy(model(*tokens, **settings), targets_BT)
+        loss_BT = cross_entropy(model(*inputs, deterministic=not train, **settings), targets_BT)
     else:
-        loss_BT = model.losses(*tokens, targets_BT, chunk=chunk, **settings)
-    return masked_sum(loss_BT, mask_BT)
+        more = {"deterministic": not train, "chunk": chunk}
+        loss_BT = model.losses(*inputs, targets_BT, **more, **settings)
+    return masked_sum(loss_BT, batch.get("mask"))

@@ -64,8 +64,8 @@ def answer(
     Args:
         model: int32 [1, S] and [1, T] to logits [1, T, V]; it starts from a 0, as T5 does.
         inputs: int32 [S] without padding.
-        length: tokens to write.
-        temperature: a Python number; 0 takes the likeliest token.
+        length: tokens to write, at least 1.
+        temperature: as for `sample`.
         key: of what is drawn.
 
     """

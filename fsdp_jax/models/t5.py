@@ -19,15 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.local_rows import on_local_rows
 from fsdp_jax.models import layers
-from fsdp_jax.models.config import check_dropout, check_positive, check_sizes, from_preset
+from fsdp_jax.models.config import ModelConfig, from_preset
+from fsdp_jax.models.flops import training_flops
+from fsdp_jax.models.layers import Attention, blockwise_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class T5Config:
+class T5Config(ModelConfig):
     """The shape of a T5. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int = 32_128
@@ -38,8 +39,6 @@ class T5Config:
     layers: int
     """Blocks of the encoder."""
     decoder_layers: int
-    width: int
-    heads: int
     head_dim: int
     """Not tied to the width: heads x head_dim may be less or more than it."""
     hidden: int
@@ -55,22 +54,15 @@ class T5Config:
     """Use the embedding as the output head, with its input scaled by width^-0.5, as 1.0 does."""
     dropout: float = 0.0
     """Dropout probability; above 0 the model needs a `dropout` random stream."""
-    scan_layers: bool = True
-    """Stack the blocks' parameters and compile one block per stack; False keeps lists of blocks."""
-    dtype: str | None = None
-    """Compute dtype by name; None follows the parameters and inputs."""
 
     def __post_init__(self) -> None:
-        check_sizes(self, "vocab_size", "inputs_length", "targets_length", "layers")
-        check_sizes(self, "decoder_layers", "width", "heads", "head_dim", "hidden")
-        if self.buckets < 4 or self.buckets % 2:
-            raise ValueError(f"T5Config.buckets must be even and at least 4, got {self.buckets}")
+        super().__post_init__()
+        even = self.buckets >= 4 and self.buckets % 2 == 0
+        self.require("buckets", even, "even and at least 4")
         # the decoder gives half of its buckets to one distance each
         if self.max_distance <= self.buckets // 2:
             got = f"max_distance {self.max_distance}, buckets {self.buckets}"
             raise ValueError(f"T5Config.max_distance must be above buckets / 2, got {got}")
-        check_positive(self, "norm_epsilon")
-        check_dropout(self)
 
 
 def _t5(
@@ -150,124 +142,83 @@ def relative_bias(
     return repeated.reshape(H, T * (R + 1))[:, : T * R].reshape(1, H, T, R)[..., T - 1 :]
 
 
-class T5Attention(nnx.Module):
+class T5Attention(layers.MultiHeadAttention):
     """Multi-head attention without biases and without scaling of scores."""
 
-    def __init__(self, config: T5Config, *, attention: layers.Attention, rngs: nnx.Rngs):
-        D, inner = config.width, config.heads * config.head_dim
-        self.head_dim = config.head_dim
-        self.attention = attention
-        linear = partial(layers.linear, bias=False, dtype=config.dtype, rngs=rngs)
+    def __init__(self, config: T5Config, *, attention: Attention, rngs: nnx.Rngs):
+        D, K = config.width, config.head_dim
         # q starts smaller, in place of the scores' scale
-        self.q = linear(D, inner, std=(D * config.head_dim) ** -0.5)
-        self.k = linear(D, inner, std=D**-0.5)
-        self.v = linear(D, inner, std=D**-0.5)
-        self.o = linear(inner, D, std=inner**-0.5)
+        std = ((D * K) ** -0.5, D**-0.5, (config.heads * K) ** -0.5)
+        super().__init__(config, head_dim=K, bias=False, std=std, attention=attention, rngs=rngs)
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        source_BSD: jax.Array,
+        source_BSD: jax.Array | None = None,
         *,
         is_causal: bool = False,
         bias: jax.Array | None = None,
         segments: layers.Segments | None = None,
     ) -> jax.Array:
-        """[B, T, D] that attends to [B, S, D], to [B, T, D].
+        """[B, T, D] that attends to [B, S, D], by default to itself, to [B, T, D].
 
         `bias`: [n, H, T, S] for n equal parts of the batch. `segments`: see `layers.Attention`.
         """
-        q_BTHK, k_BSHK, v_BSHK = (
-            layers.split_heads(checkpoint_name(project(x), "qkv"), self.head_dim)
-            for project, x in ((self.q, x_BTD), (self.k, source_BSD), (self.v, source_BSD))
-        )
+        q_BTHK, k_BSHK, v_BSHK = self.project(x_BTD, source_BSD)
 
         def attend(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            segments: layers.Segments | None,
-            bias_HTS: jax.Array | None,
+            q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, bias_HTS: jax.Array | None
         ) -> jax.Array:
-            more: dict[str, Any] = {}
-            if segments is not None:
-                more["segments"] = segments
+            more: dict[str, Any] = {} if segments is None else {"segments": segments}
             if bias_HTS is not None:
                 more["bias"] = bias_HTS[None]
             return self.attention(q, k, v, is_causal=is_causal, scale=1.0, **more)
 
-        attended: jax.Array
         if bias is None:
-            attended = attend(q_BTHK, k_BSHK, v_BSHK, segments, None)
-        else:
-            # Each part of the batch has its own bias, so that the bias's gradient is summed over
-            # the rows of a part first.
-            q, k, v, parts = jax.tree.map(
-                lambda x: x.reshape(bias.shape[0], -1, *x.shape[1:]),
-                (q_BTHK, k_BSHK, v_BSHK, segments),
-            )
-            attended = jax.vmap(attend)(q, k, v, parts, bias)
-        out = self.o(attended.reshape(*x_BTD.shape[:2], -1))
-        return checkpoint_name(out, "attention_out")
+            return self.combine(attend(q_BTHK, k_BSHK, v_BSHK, segments, None), x_BTD)
+        # Each part of the batch has its own bias, so that the bias's gradient is summed over the
+        # rows of a part first.
+        q, k, v, parts = jax.tree.map(
+            lambda x: x.reshape(bias.shape[0], -1, *x.shape[1:]),
+            (q_BTHK, k_BSHK, v_BSHK, segments),
+        )
+        return self.combine(jax.vmap(attend)(q, k, v, parts, bias), x_BTD)
 
 
-class T5MLP(nnx.Module):
-    """down(relu(up(x))), or gated: down(gelu(wi_0(x)) * wi_1(x)) with the tanh gelu."""
-
-    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        D, F = config.width, config.hidden
-        linear = partial(layers.linear, bias=False, dtype=config.dtype, rngs=rngs)
-        self.gated = config.gated
-        if self.gated:
-            self.wi_0 = linear(D, F, std=D**-0.5)
-            self.wi_1 = linear(D, F, std=D**-0.5)
-        else:
-            self.up = linear(D, F, std=D**-0.5)
-        self.down = linear(F, D, std=F**-0.5)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
-        if self.gated:
-            gate, up = (checkpoint_name(wi(x_BTD), "mlp") for wi in (self.wi_0, self.wi_1))
-            return self.down(layers.gated_gelu(gate, up))
-        return self.down(jax.nn.relu(checkpoint_name(self.up(x_BTD), "mlp")))
+def _mlp(config: T5Config, *, rngs: nnx.Rngs) -> layers.MLP | layers.GatedMLP:
+    """Returns down(relu(up(x))), or gated: down(gelu(wi_0(x)) * wi_1(x)) with the tanh gelu."""
+    std = (config.width**-0.5, config.hidden**-0.5)
+    settings: dict[str, Any] = {"std": std, "rngs": rngs}
+    if config.gated:
+        settings |= {"names": ("wi_0", "wi_1"), "activation": layers.gated_gelu}
+        return layers.GatedMLP(config, config.hidden, **settings)
+    return layers.MLP(config, config.hidden, bias=False, activation=jax.nn.relu, **settings)
 
 
-class T5EncoderBlock(nnx.Module):
-    """One pre-norm block: self-attention in both directions, then an MLP."""
+class T5EncoderBlock(layers.PreNormBlock):
+    """One pre-norm block: self-attention in both directions, then an MLP.
 
-    def __init__(self, config: T5Config, *, attention: layers.Attention, rngs: nnx.Rngs):
+    It takes `bias`, [n, H, S, S] for n parts of the batch, and `segments`: see `T5Attention`.
+    """
+
+    def __init__(self, config: T5Config, *, attention: Attention, rngs: nnx.Rngs):
         self.attn_norm = layers.rms_norm(config, rngs=rngs)
         self.attn = T5Attention(config, attention=attention, rngs=rngs)
         self.mlp_norm = layers.rms_norm(config, rngs=rngs)
-        self.mlp = T5MLP(config, rngs=rngs)
+        self.mlp = _mlp(config, rngs=rngs)
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
-
-    def __call__(
-        self,
-        x_BSD: jax.Array,
-        *,
-        bias: jax.Array,
-        segments: layers.Segments | None = None,
-        deterministic: bool = True,
-    ) -> jax.Array:
-        """[B, S, D] to [B, S, D] in the dtype of the input; `bias` [n, H, S, S] for n parts."""
-        y_BSD = self.attn_norm(x_BSD)
-        attended = self.attn(y_BSD, y_BSD, bias=bias, segments=segments)
-        x_BSD = self.dropout.add(x_BSD, attended, deterministic)
-        return self.dropout.add(x_BSD, self.mlp(self.mlp_norm(x_BSD)), deterministic)
 
 
 class T5DecoderBlock(nnx.Module):
     """One pre-norm block: causal self-attention, attention to the encoder's output, then an MLP."""
 
-    def __init__(self, config: T5Config, *, attention: layers.Attention, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, *, attention: Attention, rngs: nnx.Rngs):
         self.attn_norm = layers.rms_norm(config, rngs=rngs)
         self.attn = T5Attention(config, attention=attention, rngs=rngs)
         self.cross_norm = layers.rms_norm(config, rngs=rngs)
         self.cross = T5Attention(config, attention=attention, rngs=rngs)
         self.mlp_norm = layers.rms_norm(config, rngs=rngs)
-        self.mlp = T5MLP(config, rngs=rngs)
+        self.mlp = _mlp(config, rngs=rngs)
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
 
     def __call__(
@@ -280,8 +231,7 @@ class T5DecoderBlock(nnx.Module):
         deterministic: bool = True,
     ) -> jax.Array:
         """[B, T, D] to [B, T, D] in its dtype; `encoded` [B, S, D], `bias` [n, H, T, T]."""
-        y_BTD = self.attn_norm(x_BTD)
-        attended = self.attn(y_BTD, y_BTD, is_causal=True, bias=bias)
+        attended = self.attn(self.attn_norm(x_BTD), is_causal=True, bias=bias)
         x_BTD = self.dropout.add(x_BTD, attended, deterministic)
         y_BTD = self.cross_norm(x_BTD).astype(encoded.dtype)
         attended = self.cross(y_BTD, encoded, segments=segments)
@@ -297,18 +247,18 @@ class T5Stack(nnx.Module):
         config: T5Config,
         block: type[T5EncoderBlock | T5DecoderBlock],
         *,
-        attention: layers.Attention,
+        attention: Attention,
         rngs: nnx.Rngs,
     ):
         self.config = config
         self.is_encoder = issubclass(block, T5EncoderBlock)
         depth = config.layers if self.is_encoder else config.decoder_layers
         std, dtype = config.width**-0.5, config.dtype
-        self.relative_bias = layers.embedding(
+        self.relative_bias = layers.Embedding(
             config.buckets, config.heads, std=std, dtype=dtype, rngs=rngs
         )
         make: Any = partial(block, config, attention=attention)
-        self.blocks = layers.make_blocks(make, depth, scan_layers=config.scan_layers, rngs=rngs)
+        self.blocks = layers.make_blocks(make, depth, config.scan_layers, rngs)
         self.norm = layers.rms_norm(config, rngs=rngs)
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
 
@@ -340,19 +290,15 @@ class T5(layers.LanguageModel):
     """
 
     def __init__(
-        self,
-        config: T5Config,
-        *,
-        rngs: nnx.Rngs,
-        attention: layers.Attention = layers.blockwise_attention,
+        self, config: T5Config, *, rngs: nnx.Rngs, attention: Attention = blockwise_attention
     ):
         V, D, dtype = config.vocab_size, config.width, config.dtype
         self.config = config
-        self.embed = layers.embedding(V, D, std=1.0, tied=config.tie_head, dtype=dtype, rngs=rngs)
+        self.embed = layers.Embedding(V, D, std=1.0, tied=config.tie_head, dtype=dtype, rngs=rngs)
         self.encoder = T5Stack(config, T5EncoderBlock, attention=attention, rngs=rngs)
         self.decoder = T5Stack(config, T5DecoderBlock, attention=attention, rngs=rngs)
         if not config.tie_head:
-            self.head = layers.head(D, V, std=D**-0.5, dtype=dtype, rngs=rngs)
+            self.head = layers.Head(D, V, std=D**-0.5, dtype=dtype, rngs=rngs)
 
     def hidden_states(
         self,
@@ -387,38 +333,20 @@ class T5(layers.LanguageModel):
         return x_BTD * config.width**-0.5 if config.tie_head else x_BTD
 
 
-def _sizes(config: T5Config) -> tuple[int, int, int]:
-    """Returns the parameters of one attention, of one MLP and of the head."""
-    D = config.width
-    attention = 4 * D * config.heads * config.head_dim
-    mlp = (3 if config.gated else 2) * D * config.hidden
-    return attention, mlp, D * config.vocab_size
-
-
-def parameter_count(config: T5Config) -> int:
-    """Returns the number of parameters; the embedding, used three times if tied, counts once."""
-    attention, mlp, head = _sizes(config)
-    D = config.width
-    encoder = config.layers * (attention + mlp + 2 * D)
-    decoder = config.decoder_layers * (2 * attention + mlp + 3 * D)
-    stacks = 2 * (config.buckets * config.heads + D)  # a table and a final norm each
-    return encoder + decoder + stacks + (1 if config.tie_head else 2) * head
-
-
 def flops_per_example(config: T5Config) -> float:
-    """Returns the model FLOPs of one example of a training step at the full lengths S and T.
+    """Returns `training_flops` of one example at the full lengths S and T.
 
-    Forward and backward by the convention 6 N + 12 L H K T per token (PaLM, appendix B), with the
-    positions that each parameter is multiplied with counted separately: the encoder's and the
-    cross-attention's keys and values S times, the rest of the decoder and the head T times.
-    Attention over pairs: S x S in the encoder, T x T and T x S in the decoder, in full, not halved
-    for causality. Tables that are looked up are left out, and nothing is added for recomputation.
+    The encoder and the cross-attention's keys and values have S positions, the rest of the decoder
+    and the head T; tables are looked up. Pairs are S x S in the encoder, T x T and T x S in the
+    decoder.
     """
-    attention, mlp, head = _sizes(config)
-    S, T, D = config.inputs_length, config.targets_length, config.width
-    encoder = config.layers * (attention + mlp + 2 * D) + D
-    decoder = config.decoder_layers * (attention + attention // 2 + mlp + 3 * D) + D + head
-    cross = config.decoder_layers * attention // 2
+    S, T = config.inputs_length, config.targets_length
+    multiplied = {
+        "embed": T if config.tie_head else 0,
+        "(encoder|decoder)/relative_bias": 0,
+        "encoder|decoder/blocks/cross/[kv]/": S,
+        "decoder|head": T,
+    }
     pairs = config.layers * S * S + config.decoder_layers * (T * T + T * S)
-    multiplied = S * (encoder + cross) + T * decoder
-    return 6.0 * multiplied + 12.0 * config.heads * config.head_dim * pairs
+    inner = config.heads * config.head_dim
+    return training_flops(T5, config, multiplied, pairs=pairs, inner=inner)

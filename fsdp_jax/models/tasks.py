@@ -5,6 +5,7 @@ A Task is what the families of one kind share: the arrays of an example, the los
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,32 +71,28 @@ class Task:
         return self.prompt is not None
 
 
-def _integers(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _floats(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+_integers = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+_floats = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
 
 def _text_arrays(config: Any, lengths: Lengths) -> Arrays:
     T = lengths.sequence
-    arrays = {"tokens": _integers(T + 1)}
+    arrays = {"tokens": _integers((T + 1,))}
     if lengths.packed:
-        arrays |= {"mask": _floats(T), "segments": _integers(T), "positions": _integers(T)}
+        arrays |= {"mask": _floats((T,)), "segments": _integers((T,)), "positions": _integers((T,))}
     return arrays
 
 
 def _text_to_text_arrays(config: Any, lengths: Lengths) -> Arrays:
     S, T = lengths.sequence, lengths.target
-    inputs = {"inputs": _integers(S), "inputs_mask": _integers(S)}
-    return inputs | {"targets": _integers(T), "mask": _floats(T)}
+    inputs = {"inputs": _integers((S,)), "inputs_mask": _integers((S,))}
+    return inputs | {"targets": _integers((T,)), "mask": _floats((T,))}
 
 
 def _image_arrays(config: Any, lengths: Lengths) -> Arrays:
     size = config.image_size
     images = jax.ShapeDtypeStruct((size, size, CHANNELS), jnp.uint8)
-    return {"images": images, "labels": _integers()}
+    return {"images": images, "labels": _integers(())}
 
 
 def _text_prompt(example: Example) -> np.ndarray:
@@ -106,20 +103,6 @@ def _text_prompt(example: Example) -> np.ndarray:
     return tokens[: int(np.argmax(mask > 0)) + 1]
 
 
-def _text_to_text_prompt(example: Example) -> np.ndarray:
-    return example["inputs"][example["inputs_mask"] > 0]
-
-
-def _continue(model: Any, prompt: jax.Array, length: int, **settings: Any) -> jax.Array:
-    return sample(model, prompt, length, **settings)[len(prompt) :]
-
-
-def _answer(
-    model: Any, prompt: jax.Array, length: int, *, window: int, **settings: Any
-) -> jax.Array:
-    return answer(model, prompt, length, **settings)
-
-
 TEXT = Task(
     name="text",
     loss=next_token_loss,
@@ -127,7 +110,7 @@ TEXT = Task(
     config_lengths=lambda lengths: {"sequence_length": lengths.sequence},
     arrays=_text_arrays,
     prompt=_text_prompt,
-    write=_continue,
+    write=lambda model, prompt, *rest, **more: sample(model, prompt, *rest, **more)[len(prompt) :],
 )
 TEXT_TO_TEXT = Task(
     name="text to text",
@@ -139,8 +122,8 @@ TEXT_TO_TEXT = Task(
     },
     any_length=True,
     arrays=_text_to_text_arrays,
-    prompt=_text_to_text_prompt,
-    write=_answer,
+    prompt=lambda example: example["inputs"][example["inputs_mask"] > 0],
+    write=lambda *args, window, **more: answer(*args, **more),
     separator="\n-> ",
 )
 IMAGES = Task(

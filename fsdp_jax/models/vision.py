@@ -4,16 +4,14 @@ Shapes: B batch, N patches, P the side of a patch in pixels, D width, F hidden w
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.models import layers
-from fsdp_jax.models.config import check_multiple, check_positive, check_sizes
+from fsdp_jax.models.config import ModelConfig
 
 CHANNELS = 3
 HALF = (0.5, 0.5, 0.5)
@@ -25,7 +23,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageConfig:
+class ImageConfig(ModelConfig):
     """Base of the shapes of image models. Raises ValueError for sizes that do not fit together."""
 
     image_size: int = 224
@@ -35,8 +33,6 @@ class ImageConfig:
     classes: int = 1000
     layers: int
     """Blocks of self-attention."""
-    width: int
-    heads: int
     hidden: int
     """Hidden width of the MLP."""
     norm_epsilon: float
@@ -44,23 +40,14 @@ class ImageConfig:
     """Subtracted from uint8 pixels / 255, red, green and blue; see `to_floats`."""
     std: tuple[float, ...] = HALF
     """Divides them after that."""
-    scan_layers: bool = True
-    """Stack the blocks' parameters and compile one block per kind; False keeps lists of blocks."""
-    dtype: str | None = None
-    """Compute dtype by name; None follows the parameters."""
 
     def __post_init__(self) -> None:
-        check_sizes(self, "image_size", "patch", "classes", "layers", "width", "heads", "hidden")
-        check_multiple(self, "image_size", "patch")
-        check_multiple(self, "width", "heads")
-        check_positive(self, "norm_epsilon")
-        kind = type(self).__name__
+        super().__post_init__()
+        self.require_multiple("image_size", "patch")
+        self.require_multiple("width", "heads")
         for name in ("mean", "std"):
-            values = getattr(self, name)
-            if len(values) != CHANNELS:
-                raise ValueError(f"{kind}.{name} must be {CHANNELS} numbers, got {values}")
-        if not min(self.std) > 0:
-            raise ValueError(f"{kind}.std must be above 0, got {self.std}")
+            self.require(name, len(getattr(self, name)) == CHANNELS, f"{CHANNELS} numbers")
+        self.require("std", min(self.std) > 0, "above 0")
 
     @property
     def patches(self) -> int:
@@ -92,39 +79,18 @@ class PatchEmbed(nnx.Module):
         return patches @ kernel.reshape(-1, D).astype(dtype) + bias.astype(dtype)[None, None]
 
 
-class VisionAttention(nnx.Module):
+class VisionAttention(layers.MultiHeadAttention):
     """Multi-head attention with biases, in all directions."""
 
-    def __init__(self, config: ImageConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
-        D = config.width
-        linear = partial(layers.linear, D, D, dtype=config.dtype, rngs=rngs)
-        self.head_dim = D // config.heads
-        self.attention = attention
-        self.q = linear()
-        self.k = linear()
-        self.v = linear()
-        self.o = linear()
-
-    def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array) -> jax.Array:
-        """[B, T, D] that attends to [B, S, D], to [B, T, D]."""
-        q_BTHK, k_BSHK, v_BSHK = (
-            layers.split_heads(checkpoint_name(project(x), "qkv"), self.head_dim)
-            for project, x in ((self.q, x_BTD), (self.k, source_BSD), (self.v, source_BSD))
-        )
-        attended = self.attention(q_BTHK, k_BSHK, v_BSHK, is_causal=False)
-        return checkpoint_name(self.o(attended.reshape(x_BTD.shape)), "attention_out")
+    def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array | None = None) -> jax.Array:
+        """[B, T, D] that attends to [B, S, D], by default to itself, to [B, T, D]."""
+        heads = self.project(x_BTD, source_BSD)
+        return self.combine(self.attention(*heads, is_causal=False), x_BTD)
 
 
 def mlp(config: ImageConfig, *, rngs: nnx.Rngs) -> layers.MLP:
     """Returns an MLP with the exact gelu."""
-    sizes = (config.width, config.hidden)
-    return layers.MLP(*sizes, activation=layers.exact_gelu, dtype=config.dtype, rngs=rngs)
-
-
-def layer_norm(config: ImageConfig, *, rngs: nnx.Rngs) -> layers.LayerNorm:
-    """Returns a LayerNorm over D with the configuration's epsilon."""
-    epsilon = config.norm_epsilon
-    return layers.LayerNorm(config.width, epsilon=epsilon, dtype=config.dtype, rngs=rngs)
+    return layers.MLP(config, config.hidden, activation=layers.exact_gelu, rngs=rngs)
 
 
 def normal_param(*shape: int, rngs: nnx.Rngs) -> nnx.Param:

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fsdp_jax.models import layers, vision
-from fsdp_jax.models.config import check_dropout, from_preset
+from fsdp_jax.models.config import from_preset
+from fsdp_jax.models.flops import training_flops
+from fsdp_jax.models.layers import Attention, blockwise_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,10 +27,6 @@ class ViTConfig(vision.ImageConfig):
     norm_epsilon: float = 1e-12
     dropout: float = 0.0
     """Dropout probability; above 0 the model needs a `dropout` random stream."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_dropout(self)
 
     @property
     def positions(self) -> int:
@@ -53,21 +51,15 @@ PRESETS: dict[str, ViTConfig] = {
 preset = partial(from_preset, PRESETS)
 
 
-class ViTBlock(nnx.Module):
+class ViTBlock(layers.PreNormBlock):
     """One pre-norm transformer block: attention, then an MLP, each added to the residual stream."""
 
-    def __init__(self, config: ViTConfig, *, attention: layers.Attention, rngs: nnx.Rngs):
-        self.attn_norm = vision.layer_norm(config, rngs=rngs)
+    def __init__(self, config: ViTConfig, *, attention: Attention, rngs: nnx.Rngs):
+        self.attn_norm = layers.layer_norm(config, rngs=rngs)
         self.attn = vision.VisionAttention(config, attention=attention, rngs=rngs)
-        self.mlp_norm = vision.layer_norm(config, rngs=rngs)
+        self.mlp_norm = layers.layer_norm(config, rngs=rngs)
         self.mlp = vision.mlp(config, rngs=rngs)
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
-
-    def __call__(self, x_BTD: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input."""
-        y_BTD = self.attn_norm(x_BTD)
-        x_BTD = self.dropout.add(x_BTD, self.attn(y_BTD, y_BTD), deterministic)
-        return self.dropout.add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), deterministic)
 
 
 class ViT(nnx.Module):
@@ -80,11 +72,7 @@ class ViT(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: ViTConfig,
-        *,
-        rngs: nnx.Rngs,
-        attention: layers.Attention = layers.blockwise_attention,
+        self, config: ViTConfig, *, rngs: nnx.Rngs, attention: Attention = blockwise_attention
     ):
         D = config.width
         self.config = config
@@ -93,10 +81,8 @@ class ViT(nnx.Module):
         self.positions = vision.normal_param(1, config.positions, D, rngs=rngs)
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
         make = partial(ViTBlock, config, attention=attention)
-        self.blocks = layers.make_blocks(
-            make, config.layers, scan_layers=config.scan_layers, rngs=rngs
-        )
-        self.norm = vision.layer_norm(config, rngs=rngs)
+        self.blocks = layers.make_blocks(make, config.layers, config.scan_layers, rngs)
+        self.norm = layers.layer_norm(config, rngs=rngs)
         self.head = layers.linear(D, config.classes, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
@@ -114,31 +100,11 @@ class ViT(nnx.Module):
         return self.head(self.norm(x_BTD[:, 0]))
 
 
-def _block_size(config: ViTConfig) -> int:
-    D, F = config.width, config.hidden
-    # q, k, v, o; up, down; their biases, 5 D + F; two norms, 4 D
-    return 4 * D * D + 2 * D * F + 9 * D + F
-
-
-def parameter_count(config: ViTConfig) -> int:
-    """Returns the number of parameters."""
-    D = config.width
-    patches = vision.CHANNELS * config.patch**2 * D + D
-    # class token, positions, final norm, head
-    ends = D + config.positions * D + 2 * D + config.classes * (D + 1)
-    return patches + config.layers * _block_size(config) + ends
-
-
 def flops_per_example(config: ViTConfig) -> float:
-    """Returns the model FLOPs of one image of a training step, forward and backward.
+    """Returns `training_flops` of one image.
 
-    The convention is 6 N + 12 L D T per position (PaLM, appendix B), with the positions that each
-    parameter is multiplied with counted separately: the patches' kernel N times, the blocks T
-    times, the final norm and the head once. The class token and the positions are added, not
-    multiplied. Nothing is added for recomputation.
+    The class token and the positions are added, not multiplied.
     """
-    D, T = config.width, config.positions
-    patches = (vision.CHANNELS * config.patch**2 + 1) * D * (T - 1)
-    head = 2 * D + config.classes * (D + 1)
-    multiplied = patches + config.layers * _block_size(config) * T + head
-    return 6.0 * multiplied + 12.0 * config.layers * D * T * T
+    N, T = config.patches, config.positions
+    multiplied = {"class_token|positions": 0, "patches": N, "blocks": T, "norm|head": 1}
+    return training_flops(ViT, config, multiplied, pairs=config.layers * T * T)

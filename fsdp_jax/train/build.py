@@ -156,7 +156,7 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         what, got = "precision.frozen would be ignored", config.precision.frozen
         fix = "leave it out, or set what is frozen: model.frozen, lora.rank"
         raise ConfigError(message(what, where="precision.frozen", got=got, fix=fix))
-    _check_local_batch(config, family)
+    _check_local_batch(config)
 
     # The sharded training state.
     schedule = make_schedule(config.optimizer, train.steps)
@@ -183,7 +183,7 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         partial(loss, train=True),
         accumulation=train.accumulation,
         deferred_reduction=train.deferred_reduction,
-        local_batch=train.local_batch and family.local_batch,
+        local_batch=train.local_batch,
         clip=config.optimizer.clip,
         abort_after=train.abort_after,
     )
@@ -333,9 +333,9 @@ def _check_attention(model: ModelConfig, family: Family, length: int) -> None:
         raise ConfigError(message(what, where=where, expected=expected, got=length, fix=fix))
 
 
-def _check_local_batch(config: Config, family: Family) -> None:
+def _check_local_batch(config: Config) -> None:
     """Raises ConfigError for keys that need explicit collectives where the loss runs without."""
-    if config.train.local_batch and family.local_batch:
+    if config.train.local_batch:
         return
     reduce, compute = config.precision.reduce, config.precision.compute
     needed = {

@@ -20,8 +20,8 @@ from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.io.boxes import Box, box_view
 from fsdp_jax.io.safetensors_writer import exported_dtype, new_directory
 from fsdp_jax.lora import merge, merged_paths
-from fsdp_jax.models import FAMILIES, Family
-from fsdp_jax.models.families import family_name
+from fsdp_jax.models import Family
+from fsdp_jax.models.families import family_of
 from fsdp_jax.models.huggingface.config_json import CONFIG
 from fsdp_jax.models.huggingface.vit import IMAGES
 from fsdp_jax.sharding.mesh import make_mesh
@@ -71,7 +71,7 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
         raise ConfigError(message(what, where="--dtype", expected=expected, got=dtype))
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     shape = read_config(source)
-    family = _family_of(shape)
+    family = family_of(shape)
     tokenizer = load_tokenizer(source) if _has_tokenizer(source, family) else None
     tokens = _token_ids(source, family)
     _require_free(target)
@@ -162,12 +162,6 @@ def _has_tokenizer(folder: Path, family: Family) -> bool:
     return family.task.is_text and (folder / FILE).exists()
 
 
-def _family_of(shape: Any) -> Family:
-    name = family_name(shape)
-    assert name is not None, "read_config returns configurations of families"
-    return FAMILIES[name]
-
-
 def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str | None) -> str:
     """Verifies a step of a run, the newest if None, and writes it in Hugging Face's layout.
 
@@ -194,7 +188,7 @@ def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str |
         expected = f"one of {steps}"
         raise ConfigError(message("no such step", where="--step", expected=expected, got=chosen))
     shape = read_config(run)
-    family = _family_of(shape)
+    family = family_of(shape)
     tokens = _token_ids(run, family)
     tokenizer = run if _has_tokenizer(run, family) else None
     if tokenizer is not None:

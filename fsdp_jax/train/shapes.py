@@ -8,7 +8,7 @@ import jax
 from fsdp_jax.data.sources import kinds_for
 from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.models import FAMILIES, Family
-from fsdp_jax.models.families import family_name
+from fsdp_jax.models.families import family_of
 from fsdp_jax.models.tasks import Lengths
 from fsdp_jax.planner import Work
 from fsdp_jax.train.config import DataConfig, ModelConfig
@@ -88,7 +88,7 @@ def _field_overrides(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _shape_of_weights(model: ModelConfig, family: Family, data: DataConfig, weights: Any) -> Any:
     """Returns the configuration of the weights, checked against the keys of the model."""
-    name, where = family_name(weights), "model.weights"
+    name, where = family_of(weights).name, "model.weights"
     if name != model.family:
         what, fix = "the weights are of another family", f"set model.family to {name}"
         raise ConfigError(message(what, where=where, expected=model.family, got=name, fix=fix))

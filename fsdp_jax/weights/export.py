@@ -15,7 +15,7 @@ from fsdp_jax.checkpoint.export import read_params, refuse_misfits, saved_params
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.array_specs import describe
-from fsdp_jax.io.boxes import Box, box_of_index, box_view, intersect, relative_box
+from fsdp_jax.io.boxes import Box, box_of_index, box_sizes, box_view, intersect, relative_box
 from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.io.safetensors_writer import Exported, TensorSpec, exported_dtype, write_weights
 from fsdp_jax.io.sharded_read import uses_host_memory
@@ -172,7 +172,7 @@ def _on_host(array: Any, box: Box) -> np.ndarray:
     """Copies a box of an array to the host, and only the parts of its shards in that box."""
     if not isinstance(array, jax.Array):
         return box_view(np.asarray(array), box)
-    out = np.empty([stop - start for start, stop in box], array.dtype)
+    out = np.empty(box_sizes(box), array.dtype)
     for shard in array.addressable_shards:
         shard_box = box_of_index(shard.index, array.shape)
         part = intersect(box, shard_box)
@@ -185,8 +185,7 @@ def _on_host(array: Any, box: Box) -> np.ndarray:
 def _copy_from_device(data: jax.Array, box: Box) -> np.ndarray:
     if data.sharding.memory_kind == HOST or all(map(uses_host_memory, data.devices())):
         return box_view(np.asarray(data), box)  # a view of its own memory
-    sizes = tuple(stop - start for start, stop in box)
-    return np.asarray(_sliced(data, [start for start, _ in box], sizes))
+    return np.asarray(_sliced(data, [start for start, _ in box], box_sizes(box)))
 
 
 @partial(jax.jit, static_argnums=2)

@@ -15,9 +15,6 @@ from fsdp_jax.models.huggingface.table import Table
 from fsdp_jax.tree import PyTree
 from fsdp_jax.weights.model_config import table_of
 
-Owners = Mapping[str, tuple[str, TensorMapping]]
-"""{name of a tensor in the table: (our path, the mapping of our array)}."""
-
 
 def import_weights(
     folder: str | os.PathLike[str],
@@ -90,7 +87,7 @@ def locate_tensors(
 
 
 def _tensors_by_name(
-    tensors: SafetensorsFolder, table: Table, owners: Owners, ignore: Sequence[str]
+    tensors: SafetensorsFolder, table: Table, owners: Mapping[str, Any], ignore: Sequence[str]
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Returns ({name in the table: tensor}, misfits) of the tensors that are not ignored.
 
@@ -101,7 +98,7 @@ def _tensors_by_name(
     lines = []
     for name, tensor in tensors.items():
         spellings = [name, table.prefix + name]
-        if _matches(spellings, ignore):
+        if any(fnmatch.fnmatchcase(each, skip) for each in spellings for skip in ignore):
             continue
         candidates: Iterator[Any] = iter([*spellings, *map(aliases.get, spellings)])
         owned = next((each for each in candidates if each in owners), None)
@@ -118,7 +115,3 @@ def _tensors_by_name(
             both = f"{owners[owned][0]}, with {located[owned].name}"
             lines.append(f"theirs {name}: one of ours, {both}, but they differ")
     return located, lines
-
-
-def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)

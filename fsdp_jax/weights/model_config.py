@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fsdp_jax.errors import ConfigError, message
-from fsdp_jax.models.families import FAMILIES, Family, family_name
+from fsdp_jax.models.families import FAMILIES, Family, family_of
 from fsdp_jax.models.huggingface.config_json import (
     CONFIG,
     TOKENS,
@@ -80,12 +80,14 @@ def config_json(config: Any, *, dtype: str | None = None, tokens: TokenIds | Non
             that the family does not have, or computes with under other ids, as T5 its padding.
 
     """
-    name, family = _family_of(config)
+    family = family_of(config)
     weight_format = family.weight_format
     content = dict.fromkeys(weight_format.tokens) | weight_format.write(config)
     for token, given in (tokens or {}).items():
         if token not in weight_format.tokens or content[token] not in (None, given):
-            expected = content.get(token, " or ".join(weight_format.tokens) or f"none, for {name}")
+            expected = content.get(
+                token, " or ".join(weight_format.tokens) or f"none, for {family.name}"
+            )
             what = "not a valid token id"
             raise ConfigError(message(what, where=token, expected=expected, got=given))
         content[token] = given
@@ -102,7 +104,7 @@ def config_files(
 
     Arguments and errors are those of `config_json`.
     """
-    contents = _family_of(config)[1].weight_format.write_images(config)
+    contents = family_of(config).weight_format.write_images(config)
     contents = contents | {CONFIG: config_json(config, dtype=dtype, tokens=tokens)}
     return {
         name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()
@@ -120,7 +122,7 @@ def token_ids(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def table_of(config: Any) -> Table:
     """Returns the weight table for `config`. Raises ConfigError for one of no family."""
-    return _family_of(config)[1].weight_format.table(config)
+    return family_of(config).weight_format.table(config)
 
 
 def _impossible_values(config: Any) -> Iterator[str]:
@@ -138,15 +140,6 @@ def _impossible_values(config: Any) -> Iterator[str]:
         }
         if not possible.get(hint, True):
             yield f"{name}: {value!r} is not a possible {hint.__name__}"
-
-
-def _family_of(config: Any) -> tuple[str, Family]:
-    """Returns (name, family) of a configuration."""
-    name = family_name(config)
-    if name is None:
-        known = [family.config.__name__ for family in FAMILIES.values()]
-        raise unknown_model(type(config).__name__, known, "config")
-    return name, FAMILIES[name]
 
 
 def _family_by_content(content: Json, where: Path) -> Family:

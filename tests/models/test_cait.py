@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from fsdp_jax.models import parameter_count
 from fsdp_jax.models.cait import (
     PRESETS,
     CaiT,
     CaiTConfig,
     flops_per_example,
-    parameter_count,
     preset,
 )
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from fsdp_jax.models import parameter_count
 from fsdp_jax.models.gpt import (
     GPT,
     PRESETS,
     Block,
     GPTConfig,
-    parameter_count,
     preset,
 )
 from fsdp_jax.models.losses import cross_entropy, next_token_loss

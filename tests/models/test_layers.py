@@ -172,7 +172,7 @@ def test_unsupported_arguments_of_a_flash_kernel_are_refused(platform):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk", [1, 4, 17, 50])
 def test_a_chunked_loss_is_the_cross_entropy(chunk, dtype):
-    head = layers.head(8, 20, dtype=dtype, rngs=nnx.Rngs(0))
+    head = layers.Head(8, 20, dtype=dtype, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (3, 12, 8)).astype(dtype)
     targets = jax.random.randint(jax.random.key(1), (3, 12), 0, 17)
     graph, params = nnx.split(head)
@@ -183,7 +183,9 @@ def test_a_chunked_loss_is_the_cross_entropy(chunk, dtype):
         return jnp.sum(weight * cross_entropy(nnx.merge(graph, params)(x)[..., :17], targets))
 
     def chunked(params, x):
-        return jnp.sum(weight * nnx.merge(graph, params).losses(x, targets, 17, chunk))
+        return jnp.sum(
+            weight * nnx.merge(graph, params).losses(x, targets, vocab_size=17, chunk=chunk)
+        )
 
     ours, theirs = (jax.value_and_grad(fn, argnums=(0, 1))(params, x) for fn in (chunked, whole))
     tolerance = 1e-5 if dtype == "float32" else 2e-2
@@ -205,7 +207,7 @@ def test_a_chunked_loss_never_holds_all_logits():
             whole = (
                 cross_entropy(head.attend(x), targets)
                 if chunk is None
-                else head.losses(x, targets, V, chunk)
+                else head.losses(x, targets, vocab_size=V, chunk=chunk)
             )
             return jnp.sum(whole)
 
@@ -227,12 +229,12 @@ def test_a_chunked_loss_never_holds_all_logits():
 
 
 def test_an_empty_chunk_is_refused():
-    head = layers.head(8, 20, dtype=None, rngs=nnx.Rngs(0))
+    head = layers.Head(8, 20, dtype=None, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="at least 1 token of the vocabulary, got 0"):
-        head.losses(jnp.ones((1, 12, 8)), jnp.zeros((1, 12), jnp.int32), 20, 0)
+        head.losses(jnp.ones((1, 12, 8)), jnp.zeros((1, 12), jnp.int32), vocab_size=20, chunk=0)
 
 
 def test_a_chunked_loss_of_no_token_is_not_a_number():
-    head = layers.head(8, 20, dtype=None, rngs=nnx.Rngs(0))
-    found = head.losses(jnp.ones((1, 3, 8)), jnp.array([[-1, 0, 17]]), 17, 5)
+    head = layers.Head(8, 20, dtype=None, rngs=nnx.Rngs(0))
+    found = head.losses(jnp.ones((1, 3, 8)), jnp.array([[-1, 0, 17]]), vocab_size=17, chunk=5)
     assert jnp.isnan(found).tolist() == [[True, False, True]]

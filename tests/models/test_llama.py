@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fsdp_jax.models import layers
+from fsdp_jax.models import layers, parameter_count
 from fsdp_jax.models.llama import (
     PRESETS,
     Llama,
     LlamaConfig,
     RopeScaling,
     frequencies,
-    parameter_count,
     preset,
     rotary,
 )

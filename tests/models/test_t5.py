@@ -10,12 +10,12 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_jax.models import parameter_count
 from fsdp_jax.models.losses import text_to_text_loss
 from fsdp_jax.models.t5 import (
     PRESETS,
     T5,
     T5Config,
-    parameter_count,
     preset,
     relative_buckets,
 )

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from fsdp_jax.models import parameter_count
 from fsdp_jax.models.losses import classification_loss
 from fsdp_jax.models.vit import (
     PRESETS,
     ViT,
     ViTConfig,
-    parameter_count,
     preset,
 )
 

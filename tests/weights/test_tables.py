@@ -8,16 +8,12 @@ from math import prod
 import pytest
 
 from fsdp_jax.models import FAMILIES
-from fsdp_jax.models.families import family_name
+from fsdp_jax.models.families import family_of
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.nnx import NnxModel
 from fsdp_jax.weights import table_of
 
 PRESETS = {name: config for family in FAMILIES.values() for name, config in family.presets.items()}
-
-
-def family_of(config):
-    return FAMILIES[family_name(config)]
 
 
 def leaves_of(config):

@@ -61,8 +61,7 @@ EPSILON = 1e-6
 """Of all norms; timm has no argument for it."""
 
 
-def table(config: CaiTConfig) -> Table:
-    """Returns the weight table for `config`."""
+def _table(config: CaiTConfig) -> Table:
     entries = (
         *conv2d("patches", "patch_embed.proj"),
         Entry("class_token", "cls_token"),
@@ -75,8 +74,7 @@ def table(config: CaiTConfig) -> Table:
     return Table(entries)
 
 
-def read(content: Json, where: object) -> CaiTConfig:
-    """Returns our configuration for a `config.json`. Raises ConfigError, ValueError."""
+def _read(content: Json, where: object) -> CaiTConfig:
     name = content["architecture"]
     if name not in ARCHITECTURES:
         fix = did_you_mean(str(name), ARCHITECTURES)
@@ -118,7 +116,7 @@ def read(content: Json, where: object) -> CaiTConfig:
     )
 
 
-def write(config: CaiTConfig) -> Json:
+def _write(config: CaiTConfig) -> Json:
     """Returns the content of `config.json`: the architecture, or the smallest and the differences.
 
     Raises ConfigError where timm cannot compute it.
@@ -153,4 +151,4 @@ def write(config: CaiTConfig) -> Json:
     }
 
 
-FORMAT = WeightFormat(None, table, read, write, tokens=())
+FORMAT = WeightFormat(None, _table, _read, _write, tokens=())

@@ -4,7 +4,6 @@ from fsdp_jax.models.gpt import GPTConfig
 from fsdp_jax.models.huggingface.config_json import Json, Keys, refuse
 from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, conv1d, norm, stacked
 from fsdp_jax.models.huggingface.weight_format import WeightFormat
-from fsdp_jax.models.layers import LAYER_NORM_EPSILON
 
 BLOCK = [
     *norm("ln_1", "ln_1"),
@@ -24,7 +23,7 @@ KEYS = Keys(
     fixed={
         # the tanh approximation, by three names
         "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-        "layer_norm_epsilon": (LAYER_NORM_EPSILON,), "scale_attn_weights": (True,),
+        "layer_norm_epsilon": (GPTConfig.norm_epsilon,), "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
         "add_cross_attention": (False,), "is_encoder_decoder": (False,),
     },
@@ -36,8 +35,7 @@ KEYS = Keys(
 )  # fmt: skip
 
 
-def table(config: GPTConfig) -> Table:
-    """Returns the weight table for `config`."""
+def _table(config: GPTConfig) -> Table:
     rows = config.vocab_size
     head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR, (1, rows))]
     aliases = ("lm_head.weight",) if config.tie_head else ()
@@ -52,8 +50,7 @@ def table(config: GPTConfig) -> Table:
     return Table(entries, prefix="transformer.", ignored=causal_mask)
 
 
-def read(content: Json, where: object) -> GPTConfig:
-    """Returns our configuration for a `config.json`. Raises ConfigError, ValueError."""
+def _read(content: Json, where: object) -> GPTConfig:
     fields = KEYS.read(content, where)
     width, length = fields["width"], fields["sequence_length"]
     inner, context = content.get("n_inner"), content.get("n_ctx", length)
@@ -66,10 +63,9 @@ def read(content: Json, where: object) -> GPTConfig:
     return GPTConfig(**fields)
 
 
-def write(config: GPTConfig) -> Json:
-    """Returns the content of `config.json`."""
+def _write(config: GPTConfig) -> Json:
     rates: Json = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout) | {"attn_pdrop": 0.0}
     return KEYS.write(config) | {"n_inner": None, "architectures": ["GPT2LMHeadModel"]} | rates
 
 
-FORMAT = WeightFormat("gpt2", table, read, write)
+FORMAT = WeightFormat("gpt2", _table, _read, _write)

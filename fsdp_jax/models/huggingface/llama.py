@@ -47,8 +47,7 @@ SCALING = {
 ROPE_TYPES = ("default", "llama3")
 
 
-def table(config: LlamaConfig) -> Table:
-    """Returns the weight table for `config`."""
+def _table(config: LlamaConfig) -> Table:
     head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR)]
     aliases = ("lm_head.weight",) if config.tie_head else ()
     entries = (
@@ -62,11 +61,7 @@ def table(config: LlamaConfig) -> Table:
     return Table(entries, prefix="model.", ignored=ignored)
 
 
-def read(content: Json, where: object) -> LlamaConfig:
-    """Returns our configuration for a `config.json`, of transformers 5 or older.
-
-    Raises ConfigError, ValueError.
-    """
+def _read(content: Json, where: object) -> LlamaConfig:
     fields = KEYS.read(content, where)
     lines: list[str] = []
     heads, head_dim = fields["heads"], fields["width"] / fields["heads"]
@@ -85,8 +80,7 @@ def read(content: Json, where: object) -> LlamaConfig:
     )
 
 
-def write(config: LlamaConfig) -> Json:
-    """Returns the content of `config.json`, for any version of transformers."""
+def _write(config: LlamaConfig) -> Json:
     scaling: dict[str, Any] = {}
     if config.rope_scaling is not None:
         scaling = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in SCALING.items()}
@@ -138,4 +132,4 @@ def _without_nulls(rope: Json | None) -> Json:
     return {key: value for key, value in renamed.items() if value is not None}
 
 
-FORMAT = WeightFormat("llama", table, read, write)
+FORMAT = WeightFormat("llama", _table, _read, _write)

@@ -68,8 +68,7 @@ def _stack(config: T5Config, name: str, depth: int) -> list[Entry]:
     ]
 
 
-def table(config: T5Config) -> Table:
-    """Returns the weight table for `config`."""
+def _table(config: T5Config) -> Table:
     head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR)]
     aliases: tuple[str, ...] = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     if config.tie_head:
@@ -85,8 +84,7 @@ def table(config: T5Config) -> Table:
     return Table(entries, ignored=ignored)
 
 
-def read(content: Json, where: object) -> T5Config:
-    """Returns our configuration for a `config.json`. Raises ConfigError, ValueError."""
+def _read(content: Json, where: object) -> T5Config:
     fields = KEYS.read(content, where)
     mlp = content.get("feed_forward_proj", RELU)
     tied = content.get("tie_word_embeddings", True)
@@ -109,8 +107,7 @@ def read(content: Json, where: object) -> T5Config:
     )
 
 
-def write(config: T5Config) -> Json:
-    """Returns the content of `config.json`, for any version of transformers."""
+def _write(config: T5Config) -> Json:
     return KEYS.write(config) | {
         "num_decoder_layers": config.decoder_layers,
         "feed_forward_proj": GATED if config.gated else RELU,
@@ -121,4 +118,4 @@ def write(config: T5Config) -> Json:
     }
 
 
-FORMAT = WeightFormat("t5", table, read, write)
+FORMAT = WeightFormat("t5", _table, _read, _write)

@@ -61,22 +61,17 @@ class Entry:
 
     def mappings(self, path: str, shape: Sequence[int]) -> list[TensorMapping]:
         """Returns the mappings of our array at `path`; empty where it is not this entry's."""
-        if path == self.ours:
-            mapping = self.mapping(self.theirs, shape)
-            return [] if mapping is None else [mapping]
-        if self.depth is None:
-            return []
-        if path == self.ours.replace("*/", "") and shape:
+        if self.depth is not None and path == self.ours.replace("*/", "") and shape:
             mapping = self.mapping("", shape[1:])
             if mapping is None:
                 return []
             return [mapping.in_stack(self.name(block), block) for block in range(shape[0])]
         match = re.fullmatch(re.escape(self.ours).replace(r"\*", r"(\d+)"), path)
-        mapping = self.mapping(self.name(int(match[1])), shape) if match else None
+        mapping = self.mapping(self.name(*match.groups()), shape) if match else None
         return [] if mapping is None else [mapping]
 
-    def name(self, block: int) -> str:
-        """Returns the name of one block's tensor."""
+    def name(self, block: object = "") -> str:
+        """Returns the name of the tensor, or of one block's."""
         return self.theirs.replace("*", str(block))
 
 

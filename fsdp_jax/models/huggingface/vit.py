@@ -45,8 +45,7 @@ PIXEL_SCALE = 1 / 255
 """Pixels are multiplied by it before they are normalized."""
 
 
-def table(config: ViTConfig) -> Table:
-    """Returns the weight table for `config`."""
+def _table(config: ViTConfig) -> Table:
     entries = (
         *conv2d("patches", "vit.embeddings.patch_embeddings.projection"),
         Entry("class_token", "vit.embeddings.cls_token"),
@@ -60,8 +59,7 @@ def table(config: ViTConfig) -> Table:
     return Table(entries, prefix="vit.", ignored=pooler)
 
 
-def read(content: Json, where: object) -> ViTConfig:
-    """Returns our configuration for a `config.json`. Raises ConfigError, ValueError."""
+def _read(content: Json, where: object) -> ViTConfig:
     fields = KEYS.read(content, where)
     sizes = {"image_size": fields["image_size"], "patch_size": fields["patch"]}
     lines = [
@@ -75,8 +73,7 @@ def read(content: Json, where: object) -> ViTConfig:
     return ViTConfig(**fields, classes=classes)
 
 
-def write(config: ViTConfig) -> Json:
-    """Returns the content of `config.json`."""
+def _write(config: ViTConfig) -> Json:
     labels = {str(index): f"LABEL_{index}" for index in range(config.classes)}
     return KEYS.write(config) | {
         "id2label": labels,
@@ -87,7 +84,7 @@ def write(config: ViTConfig) -> Json:
     }
 
 
-def read_images(folder: Path) -> dict[str, Any]:
+def _read_images(folder: Path) -> dict[str, Any]:
     """Returns the normalization of images by `preprocessor_config.json`; empty without the file.
 
     Raises ConfigError.
@@ -108,8 +105,8 @@ def read_images(folder: Path) -> dict[str, Any]:
     return normalization(content, {"image_mean": "mean", "image_std": "std"}, where)
 
 
-def write_images(config: ViTConfig) -> dict[str, Json]:
-    """Returns {name: content} of the file that `read_images` reads."""
+def _write_images(config: ViTConfig) -> dict[str, Json]:
+    """Returns {name: content} of the file that `_read_images` reads."""
     content = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -125,5 +122,5 @@ def write_images(config: ViTConfig) -> dict[str, Json]:
 
 
 FORMAT = WeightFormat(
-    "vit", table, read, write, tokens=(), read_images=read_images, write_images=write_images
+    "vit", _table, _read, _write, tokens=(), read_images=_read_images, write_images=_write_images
 )

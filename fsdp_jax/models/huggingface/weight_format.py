@@ -9,14 +9,6 @@ from fsdp_jax.models.huggingface.config_json import TOKENS, Json
 from fsdp_jax.models.huggingface.table import Table
 
 
-def _no_image_settings(folder: Path) -> dict[str, Any]:
-    return {}
-
-
-def _no_image_files(config: Any) -> dict[str, Json]:
-    return {}
-
-
 @dataclass(frozen=True)
 class WeightFormat:
     """The files of a family.
@@ -24,8 +16,10 @@ class WeightFormat:
     Attributes:
         model_type: of `config.json`; None for timm, whose `config.json` has an `architecture`.
         table: our configuration -> the weight table.
-        read: (content of `config.json`, its path) -> our configuration.
-        write: our configuration -> the content of `config.json`, without `model_type`.
+        read: (content of `config.json`, its path) -> our configuration; raises ConfigError, and
+            ValueError for sizes that do not fit together.
+        write: our configuration -> the content of `config.json`, without `model_type`, for any
+            version of transformers.
         tokens: which of `TOKENS` its `config.json` has.
         read_images: folder -> fields of our configuration from another file there.
         write_images: our configuration -> {name of that file: content}.
@@ -37,5 +31,5 @@ class WeightFormat:
     read: Callable[[Json, object], Any]
     write: Callable[[Any], Json]
     tokens: tuple[str, ...] = TOKENS
-    read_images: Callable[[Path], dict[str, Any]] = _no_image_settings
-    write_images: Callable[[Any], dict[str, Json]] = _no_image_files
+    read_images: Callable[[Path], dict[str, Any]] = lambda folder: {}
+    write_images: Callable[[Any], dict[str, Json]] = lambda config: {}

@@ -1,0 +1,50 @@
+"""Parameters and model FLOPs of a configuration, counted on the shapes of its model."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from flax import nnx
+
+from fsdp_jax.models.config import ModelConfig
+
+
+@functools.cache
+def parameter_sizes(model: Callable[..., nnx.Module], config: ModelConfig) -> Mapping[str, int]:
+    """Returns {path: elements} of the parameters of `model(config, rngs=)`, blocks stacked."""
+    stacked = replace(config, scan_layers=True)
+    shapes = nnx.eval_shape(lambda: nnx.state(model(stacked, rngs=nnx.Rngs(0)), nnx.Param))
+    return {"/".join(map(str, path)): leaf.size for path, leaf in nnx.to_flat_state(shapes)}
+
+
+def training_flops(
+    model: Callable[..., nnx.Module],
+    config: ModelConfig,
+    multiplied: Mapping[str, int],
+    *,
+    pairs: int,
+    inner: int | None = None,
+) -> float:
+    """Returns the model FLOPs of one example in a training step, forward and backward.
+
+    The convention is 6 N + 12 L D T per position (PaLM, appendix B), with the positions that each
+    parameter is multiplied with counted separately. Attention is counted in full, not halved for
+    causality, and nothing is added for recomputation.
+
+    Args:
+        model: the class.
+        config: its configuration.
+        multiplied: pattern -> positions, of the parameters whose path starts with the pattern and
+            with none before it; 0 for what is looked up or added.
+        pairs: of queries and keys, summed over the layers.
+        inner: the width of all heads; by default D.
+
+    """
+
+    def positions(path: str) -> int:
+        return next(count for pattern, count in multiplied.items() if re.match(pattern, path))
+
+    sizes = parameter_sizes(model, config)
+    products = sum(size * positions(path) for path, size in sizes.items())
+    return 6.0 * products + 12.0 * (inner or config.width) * pairs
