@@ -1,4 +1,10 @@
-"""Plain Flax models that know nothing of sharding, and the registry of their families."""
+"""Plain Flax models that know nothing of sharding, and the registry of their families.
+
+A model is made by `Model(config, rngs=..., attention=blockwise_attention)`. `rngs` needs a `params`
+stream, and a `dropout` stream where `config.dropout` is above 0; `attention` replaces the attention
+of every block. `blocks` is one block whose leaves have a leading dim L (`scan_layers`), or an
+nnx.List of L blocks.
+"""
 
 from fsdp_jax.models.cait import CaiT, CaiTBlock, CaiTConfig, ClassAttentionBlock
 from fsdp_jax.models.families import FAMILIES, Family, flops_per_token, parameter_count

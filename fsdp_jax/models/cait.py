@@ -154,12 +154,10 @@ class ClassAttentionBlock(_ScaledBlock):
 
 
 class CaiT(nnx.Module):
-    """A classifier of images.
+    """A classifier of images; arguments and attributes are as `fsdp_jax.models` says.
 
-    `blocks` is one CaiTBlock whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L
-    CaiTBlocks; so are `class_blocks` ClassAttentionBlocks. `rngs` needs a `params` stream.
-    `attention` replaces the class attention only. Weights start from normal(0, 0.02), biases from
-    zero, as in timm.
+    `class_blocks` are ClassAttentionBlocks, whose attention alone `attention` replaces. Weights
+    start from normal(0, 0.02), biases from zero, as in timm.
     """
 
     def __init__(

@@ -46,14 +46,14 @@ def chunked_losses(
     """
     if chunk < 1:
         raise ValueError(f"a loss chunk is at least 1 token of the vocabulary, got {chunk}")
+    dtype = dtype or jnp.result_type(x_BTD, weights)
+    x_BTD, weights = x_BTD.astype(dtype), weights.astype(dtype)
     valid_BT = (targets_BT >= 0) & (targets_BT < vocab_size)
     chunks = _Chunks(dim, vocab_size, min(chunk, vocab_size))
     # On each device's rows: partitioned by XLA, every chunk's gradient of the weights would be
     # reduced separately.
     losses = on_local_rows(partial(_losses, chunks), replicated=(0,))
-    dtype = dtype or jnp.result_type(x_BTD, weights)
-    losses_BT = losses(weights.astype(dtype), x_BTD.astype(dtype), targets_BT)
-    return jnp.where(valid_BT, losses_BT, jnp.nan)
+    return jnp.where(valid_BT, losses(weights, x_BTD, targets_BT), jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ to the residual stream, so that any fused attention can be used.
 """
 
 import dataclasses
-import math
 from functools import partial
 from typing import ClassVar
 
@@ -40,14 +39,6 @@ class GPTConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_multiple("width", "heads")
-
-    @property
-    def residual_std(self) -> float:
-        """Standard deviation of what projects to the residual stream.
-
-        Each block adds twice to it; GPT-2 scales what it adds so that the sum stays of order one.
-        """
-        return layers.INIT_STD / math.sqrt(2 * self.layers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -86,7 +77,7 @@ class SelfAttention(nnx.Module):
         self.head_dim = D // config.heads
         self.attention = attention
         self.qkv = linear(D, 3 * D)
-        self.out = linear(D, D, std=config.residual_std)
+        self.out = linear(D, D, std=layers.residual_std(config))
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
         """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
@@ -99,7 +90,7 @@ class Block(nnx.Module):
     """One pre-norm transformer block: attention, then an MLP four times as wide."""
 
     def __init__(self, config: GPTConfig, *, attention: Attention, rngs: nnx.Rngs):
-        std = (layers.INIT_STD, config.residual_std)
+        std = (layers.INIT_STD, layers.residual_std(config))
         self.ln_1 = layers.layer_norm(config, rngs=rngs)
         self.attn = SelfAttention(config, attention=attention, rngs=rngs)
         self.ln_2 = layers.layer_norm(config, rngs=rngs)
@@ -115,12 +106,7 @@ class Block(nnx.Module):
 
 
 class GPT(layers.LanguageModel):
-    """A decoder-only language model.
-
-    `blocks` is one Block whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L
-    Blocks. `rngs` needs a `params` stream, and a `dropout` stream where dropout is above 0.
-    `attention` replaces the attention of every block.
-    """
+    """A decoder-only language model; arguments and attributes are as `fsdp_jax.models` says."""
 
     def __init__(
         self, config: GPTConfig, *, rngs: nnx.Rngs, attention: Attention = blockwise_attention

@@ -44,7 +44,7 @@ class LinenSelfAttention(nn.Module):
         qkv = _linear(self.config, 3 * D, name="qkv")(x_BTD)
         heads = layers.split_qkv(qkv, D // self.config.heads)
         attended = self.attention(*heads, is_causal=True, **layers.segment_pair(segments_BT))
-        out = _linear(self.config, D, std=self.config.residual_std, name="out")
+        out = _linear(self.config, D, std=layers.residual_std(self.config), name="out")
         return checkpoint_name(out(attended.reshape(x_BTD.shape)), "attention_out")
 
 
@@ -58,7 +58,7 @@ class LinenMLP(nn.Module):
         """[B, T, D] to [B, T, D]."""
         D = self.config.width
         hidden = checkpoint_name(_linear(self.config, 4 * D, name="up")(x_BTD), "mlp")
-        down = _linear(self.config, D, std=self.config.residual_std, name="down")
+        down = _linear(self.config, D, std=layers.residual_std(self.config), name="down")
         return down(layers.gelu(hidden))
 
 

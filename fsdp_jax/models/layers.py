@@ -11,6 +11,7 @@ Names for `jax.checkpoint`: every block gives the name `qkv` to its queries, key
 `attention_out` to their projection back to D, and `mlp` to its projections to F.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -189,6 +190,14 @@ def segment_pair(segments_BT: jax.Array | None) -> dict[str, Any]:
     return {} if segments_BT is None else {"segments": (segments_BT, segments_BT)}
 
 
+def residual_std(config: ModelConfig) -> float:
+    """Returns the standard deviation of the kernels that project to the residual stream.
+
+    Each block adds to it twice; GPT-2 scales what it adds so that the sum stays of order one.
+    """
+    return INIT_STD / math.sqrt(2 * config.layers)
+
+
 def linear(
     inputs: int,
     outputs: int,
@@ -232,10 +241,7 @@ def layer_norm(config: Any, *, rngs: nnx.Rngs) -> LayerNorm:
 
 
 def rms_norm(config: Any, *, rngs: nnx.Rngs) -> RMSNorm:
-    """Returns an RMSNorm over D, x / sqrt(mean(x^2) + epsilon) times a scale, in float32.
-
-    arXiv:1910.07467.
-    """
+    """Returns an RMSNorm over D (arXiv:1910.07467); its statistics are always float32."""
     return RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
 
 
@@ -502,11 +508,8 @@ class LanguageModel(nnx.Module):
     def losses(self, *tokens: jax.Array, chunk: int, **settings: Any) -> jax.Array:
         """Returns the cross-entropy of each target, float32 [B, T], without all logits at once.
 
-        Args:
-            *tokens: the arguments of `hidden_states`, then the targets, int32 [B, T].
-            chunk: see `chunked_losses`.
-            **settings: of `hidden_states`.
-
+        `tokens` and `settings` are those of `hidden_states`, and the targets, int32 [B, T], last;
+        `chunk`: see `chunked_losses`.
         """
         *inputs, targets_BT = tokens
         x_BTD = self.hidden_states(*inputs, **settings)

@@ -152,10 +152,9 @@ def rotary(
 class GroupedQueryAttention(layers.MultiHeadAttention):
     """Causal self-attention with rotary positions; query head h reads k, v head h // (H / G)."""
 
-    def __init__(
-        self, config: LlamaConfig, *, out_std: float, attention: Attention, rngs: nnx.Rngs
-    ):
-        std = (layers.INIT_STD, layers.INIT_STD, out_std)
+    def __init__(self, config: LlamaConfig, *, attention: Attention, rngs: nnx.Rngs):
+        # Meta has not published its initialisation; this is GPT-2's.
+        std = (layers.INIT_STD, layers.INIT_STD, layers.residual_std(config))
         super().__init__(
             config, kv_heads=config.kv_heads, bias=False, std=std, attention=attention, rngs=rngs
         )
@@ -181,25 +180,21 @@ class LlamaBlock(layers.PreNormBlock):
     """One pre-norm transformer block: attention, then SwiGLU, each added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, attention: Attention, rngs: nnx.Rngs):
-        # Meta has not published its initialisation; this is GPT-2's.
-        out_std = layers.INIT_STD / math.sqrt(2 * config.layers)
-        std = (layers.INIT_STD, out_std)
         self.attn_norm = layers.rms_norm(config, rngs=rngs)
-        self.attn = GroupedQueryAttention(config, out_std=out_std, attention=attention, rngs=rngs)
+        self.attn = GroupedQueryAttention(config, attention=attention, rngs=rngs)
         self.mlp_norm = layers.rms_norm(config, rngs=rngs)
         self.mlp = layers.GatedMLP(
-            config, config.hidden, std=std, activation=layers.gated_silu, rngs=rngs
+            config,
+            config.hidden,
+            std=(layers.INIT_STD, layers.residual_std(config)),
+            activation=layers.gated_silu,
+            rngs=rngs,
         )
         self.dropout = layers.ResidualDropout(0.0, rngs=rngs)
 
 
 class Llama(layers.LanguageModel):
-    """A decoder-only language model.
-
-    `blocks` is one LlamaBlock whose leaves have a leading dim L (`scan_layers`), or an nnx.List of
-    L LlamaBlocks. `rngs` needs a `params` stream. `attention` replaces the attention of every
-    block.
-    """
+    """A decoder-only language model; arguments and attributes are as `fsdp_jax.models` says."""
 
     def __init__(
         self, config: LlamaConfig, *, rngs: nnx.Rngs, attention: Attention = blockwise_attention

@@ -278,12 +278,10 @@ class T5Stack(nnx.Module):
 
 
 class T5(layers.LanguageModel):
-    """An encoder-decoder language model.
+    """An encoder-decoder language model; arguments are as `fsdp_jax.models` says.
 
-    `encoder/blocks` is one T5EncoderBlock whose leaves have a leading dim L (`scan_layers`), or an
-    nnx.List of L of them; so are `decoder/blocks` T5DecoderBlocks. `rngs` needs a `params` stream,
-    and a `dropout` stream where dropout is above 0. `attention` replaces the attention of every
-    block; it is given `scale`, `bias` and, with an `inputs_mask`, `segments`.
+    The blocks are `encoder/blocks` and `decoder/blocks`. `attention` is given `scale`, `bias` and,
+    with an `inputs_mask`, `segments`.
 
     Parameters start as in Mesh TensorFlow, which T5 was trained with: normal with std 1 for the
     embedding, and by the fan-in for everything else, its own head included.

@@ -63,12 +63,9 @@ class ViTBlock(layers.PreNormBlock):
 
 
 class ViT(nnx.Module):
-    """A classifier of images.
+    """A classifier of images; arguments and attributes are as `fsdp_jax.models` says.
 
-    `blocks` is one ViTBlock whose leaves have a leading dim L (`scan_layers`), or an nnx.List of L
-    ViTBlocks. `rngs` needs a `params` stream, and a `dropout` stream where dropout is above 0.
-    `attention` replaces the attention of every block. Weights start as on Hugging Face, from
-    normal(0, 0.02), biases from zero.
+    Weights start as on Hugging Face, from normal(0, 0.02), biases from zero.
     """
 
     def __init__(

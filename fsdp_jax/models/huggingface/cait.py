@@ -42,8 +42,12 @@ ARCHITECTURES = {
     "cait_s24_384": (384, 384, 24, 8, 1e-5), "cait_s36_384": (384, 384, 36, 8, 1e-6),
     "cait_m36_384": (384, 768, 36, 16, 1e-6), "cait_m48_448": (448, 768, 48, 16, 1e-6),
 }  # fmt: skip
-# the arguments of timm's Cait, in that order
-ARGUMENTS = ("img_size", "embed_dim", "depth", "num_heads", "init_values")
+# arguments of timm's Cait and our fields for them: those in that order, and others
+ARGUMENTS = {
+    "img_size": "image_size", "embed_dim": "width", "depth": "layers", "num_heads": "heads",
+    "init_values": "layer_scale",
+}  # fmt: skip
+MORE = {"patch_size": "patch", "num_classes": "classes", "depth_token_only": "class_layers"}
 DEFAULTS = {
     "patch_size": 16,
     "mlp_ratio": 4.0,
@@ -101,19 +105,9 @@ def _read(content: Json, where: object) -> CaiTConfig:
     pixels: dict[str, Any] = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
     pretrained = content.get("pretrained_cfg") or {}
     pixels |= normalization(pretrained, {"mean": "mean", "std": "std"}, where)
-    return CaiTConfig(
-        image_size=sizes["img_size"],
-        patch=sizes["patch_size"],
-        classes=sizes["num_classes"],
-        layers=sizes["depth"],
-        class_layers=sizes["depth_token_only"],
-        width=sizes["embed_dim"],
-        heads=sizes["num_heads"],
-        hidden=int(sizes["embed_dim"] * sizes["mlp_ratio"]),
-        layer_scale=sizes["init_values"],
-        norm_epsilon=EPSILON,
-        **pixels,
-    )
+    fields = {ours: sizes[theirs] for theirs, ours in (ARGUMENTS | MORE).items()}
+    hidden = int(sizes["embed_dim"] * sizes["mlp_ratio"])
+    return CaiTConfig(**fields, hidden=hidden, norm_epsilon=EPSILON, **pixels)
 
 
 def _write(config: CaiTConfig) -> Json:

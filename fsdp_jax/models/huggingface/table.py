@@ -1,8 +1,8 @@
 """Weight tables: which of our parameters is which tensor of a file, read in both directions.
 
 An entry states only how one tensor is placed in one of our arrays, so that any slice of ours is
-slices of theirs: dims in another order, dims of size one added or dropped, rows of padding that
-theirs lacks, and layers that ours stacks in a first dim where theirs has a tensor for each.
+slices of theirs: dims in another order, rows of padding that theirs lacks, and layers that ours
+stacks in a first dim where theirs has a tensor for each.
 """
 
 import re
@@ -20,8 +20,7 @@ class Entry:
     Attributes:
         ours: its path; `*` is the number of a block, dropped where the blocks are stacked.
         theirs: the tensor's name; `*` is the number of a block.
-        dims: theirs -> ours, a name for each dim, as in `out in -> in out`; 1 is a dim of size one
-            that the other side lacks. Empty where both are the same.
+        dims: for each dim of ours, the dim of theirs; empty where they are in the same order.
         rows: (dim of ours, its size in theirs) where ours is padded with zeros.
         aliases: other names of the same tensor that a file may have too.
         depth: the number of blocks, where the names have a `*`.
@@ -30,7 +29,7 @@ class Entry:
 
     ours: str
     theirs: str
-    dims: str = ""
+    dims: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
     aliases: tuple[str, ...] = ()
     depth: int | None = None
@@ -43,20 +42,16 @@ class Entry:
 
         None where the array cannot hold it.
         """
-        same = [f"dim {dim}" for dim in range(len(shape))]
-        theirs, ours = same, same
-        if self.dims:
-            theirs, ours = (side.split() for side in self.dims.split("->"))
+        dims = self.dims or tuple(range(len(shape)))
         # the part of our array that is not padding
         size = list(shape)
         if self.rows and len(shape) > self.rows[0]:
             size[self.rows[0]] = self.rows[1]
-        if len(ours) != len(shape):
+        if len(dims) != len(shape):
             return None
         if any(unpadded > padded for unpadded, padded in zip(size, shape, strict=True)):
             return None
-        their_shape = tuple(1 if dim == "1" else size[ours.index(dim)] for dim in theirs)
-        dims = tuple(None if dim == "1" else theirs.index(dim) for dim in ours)
+        their_shape = tuple(size[dims.index(dim)] for dim in range(len(dims)))
         return TensorMapping(name, (0,) * len(size), tuple(size), dims, their_shape)
 
     def mappings(self, path: str, shape: Sequence[int]) -> list[TensorMapping]:
@@ -73,6 +68,10 @@ class Entry:
     def name(self, block: object = "") -> str:
         """Returns the name of the tensor, or of one block's."""
         return self.theirs.replace("*", str(block))
+
+    def names(self) -> list[str]:
+        """Returns the names of all blocks' tensors."""
+        return [self.name(block) for block in range(self.depth)] if self.depth else [self.theirs]
 
 
 @dataclass(frozen=True)
@@ -92,21 +91,14 @@ class Table:
 
     def names(self) -> dict[str, Entry]:
         """Returns {name of every tensor of a full model: its entry}."""
-        names = {
-            name: entry for entry in self.entries for name in _numbered(entry.theirs, entry.depth)
-        }
+        names = {name: entry for entry in self.entries for name in entry.names()}
         count = sum(entry.depth or 1 for entry in self.entries)
         assert len(names) == count, "each tensor has one entry"
         return names
 
     def aliases(self) -> dict[str, str]:
         """Returns {another name of a tensor: its name}."""
-        aliases: dict[str, str] = {}
-        for entry in self.entries:
-            names = _numbered(entry.theirs, entry.depth)
-            for pattern in entry.aliases:
-                aliases |= dict(zip(_numbered(pattern, entry.depth), names, strict=True))
-        return aliases
+        return {alias: entry.theirs for entry in self.entries for alias in entry.aliases}
 
     def is_ignored(self, name: str) -> bool:
         """Returns whether a tensor is known to be no parameter of ours."""
@@ -127,16 +119,11 @@ class Table:
 def stacked(depth: int, ours: str, theirs: str, entries: Sequence[Entry]) -> Iterator[Entry]:
     """Yields a block's entries for blocks under two paths with a `*` each."""
     for entry in entries:
-        yield replace(
-            entry,
-            ours=f"{ours}/{entry.ours}",
-            theirs=f"{theirs}.{entry.theirs}",
-            aliases=tuple(f"{theirs}.{alias}" for alias in entry.aliases),
-            depth=depth,
-        )
+        ours_path, name = f"{ours}/{entry.ours}", f"{theirs}.{entry.theirs}"
+        yield replace(entry, ours=ours_path, theirs=name, depth=depth)
 
 
-LINEAR = "out in -> in out"
+LINEAR = (1, 0)
 """torch.nn.Linear stores the transpose."""
 
 
@@ -152,7 +139,7 @@ def conv1d(ours: str, theirs: str) -> list[Entry]:
 
 def conv2d(ours: str, theirs: str) -> list[Entry]:
     """Returns the entries of a torch.nn.Conv2d."""
-    dims = "out in height width -> height width in out"
+    dims = (2, 3, 1, 0)  # [out, in, height, width] to [height, width, in, out]
     return [Entry(f"{ours}/kernel", f"{theirs}.weight", dims), *_bias(ours, theirs, True)]
 
 
@@ -163,7 +150,3 @@ def norm(ours: str, theirs: str, *, bias: bool = True) -> list[Entry]:
 
 def _bias(ours: str, theirs: str, bias: bool) -> list[Entry]:
     return [Entry(f"{ours}/bias", f"{theirs}.bias")] if bias else []
-
-
-def _numbered(name: str, depth: int | None) -> list[str]:
-    return [name] if depth is None else [name.replace("*", str(block)) for block in range(depth)]
