@@ -10,7 +10,7 @@ C = TypeVar("C")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class BaseConfig:
     """What the shapes of all models have.
 
     Raises ValueError for an int below 1, a float that is not above 0, and a `dropout` that is no

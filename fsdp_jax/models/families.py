@@ -1,7 +1,7 @@
 """The registry of model families: everything that a program needs to know of a family by name.
 
 To add one: `models/NAME.py`, `models/huggingface/NAME.py`, an entry below, its name in
-`train.config.ModelConfig.family`, and `tests/models/test_NAME.py`. A small configuration in
+`train.config.BaseConfig.family`, and `tests/models/test_NAME.py`. A small configuration in
 `tests/models/family_cases.py` has it pass `test_every_family.py` too.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_jax.models import cait, gpt, llama, t5, vit
 from fsdp_jax.models.attention import TILE
-from fsdp_jax.models.config import ModelConfig, from_preset
+from fsdp_jax.models.config import BaseConfig, from_preset
 from fsdp_jax.models.flops import parameter_sizes
 from fsdp_jax.models.huggingface import cait as hf_cait
 from fsdp_jax.models.huggingface import gpt2 as hf_gpt2
@@ -59,7 +59,7 @@ class Family:
         """(model, batch, *, train) -> (sum, count)."""
         return self.task.loss
 
-    def parameter_count(self, config: ModelConfig) -> int:
+    def parameter_count(self, config: BaseConfig) -> int:
         """Returns the number of parameters that are stored; a tied head counts once."""
         return sum(parameter_sizes(self.model, config).values())
 
@@ -148,7 +148,7 @@ def family_of(config: Any) -> Family:
     raise unknown_model(type(config).__name__, known, "config")
 
 
-def parameter_count(config: ModelConfig) -> int:
+def parameter_count(config: BaseConfig) -> int:
     """Returns the number of parameters that are stored; a tied head counts once.
 
     With `pad_vocab_to=1` a GPT's is the published one: 124,439,808 for gpt2, which stores 47 rows
@@ -157,7 +157,7 @@ def parameter_count(config: ModelConfig) -> int:
     return family_of(config).parameter_count(config)
 
 
-def flops_per_token(config: ModelConfig) -> float:
+def flops_per_token(config: BaseConfig) -> float:
     """Returns the model FLOPs per token of a training step at the full lengths."""
     family = family_of(config)
     return family.flops(config) / family.positions(config)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from flax import nnx
 
-from fsdp_jax.models.config import ModelConfig
+from fsdp_jax.models.config import BaseConfig
 
 
 @functools.cache
-def parameter_sizes(model: Callable[..., nnx.Module], config: ModelConfig) -> Mapping[str, int]:
+def parameter_sizes(model: Callable[..., nnx.Module], config: BaseConfig) -> Mapping[str, int]:
     """Returns {path: elements} of the parameters of `model(config, rngs=)`, blocks stacked."""
     stacked = replace(config, scan_layers=True)
     shapes = nnx.eval_shape(lambda: nnx.state(model(stacked, rngs=nnx.Rngs(0)), nnx.Param))
@@ -20,7 +20,7 @@ def parameter_sizes(model: Callable[..., nnx.Module], config: ModelConfig) -> Ma
 
 def training_flops(
     model: Callable[..., nnx.Module],
-    config: ModelConfig,
+    config: BaseConfig,
     multiplied: Mapping[str, int],
     *,
     pairs: int,

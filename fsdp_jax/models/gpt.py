@@ -16,13 +16,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.models import layers
-from fsdp_jax.models.config import ModelConfig, from_preset
+from fsdp_jax.models.config import BaseConfig, from_preset
 from fsdp_jax.models.flops import training_flops
 from fsdp_jax.models.layers import Attention, blockwise_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTConfig(ModelConfig):
+class GPTConfig(BaseConfig):
     """The shape of a GPT. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int

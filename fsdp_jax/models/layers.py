@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.local_rows import beside_model_axes, on_local_rows
 from fsdp_jax.models.chunked_loss import chunked_losses
-from fsdp_jax.models.config import ModelConfig
+from fsdp_jax.models.config import BaseConfig
 
 INIT_STD = 0.02
 QUERY_BLOCK = 512
@@ -190,7 +190,7 @@ def segment_pair(segments_BT: jax.Array | None) -> dict[str, Any]:
     return {} if segments_BT is None else {"segments": (segments_BT, segments_BT)}
 
 
-def residual_std(config: ModelConfig) -> float:
+def residual_std(config: BaseConfig) -> float:
     """Returns the standard deviation of the kernels that project to the residual stream.
 
     Each block adds to it twice; GPT-2 scales what it adds so that the sum stays of order one.
@@ -321,7 +321,7 @@ class MultiHeadAttention(nnx.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: BaseConfig,
         *,
         head_dim: int | None = None,
         kv_heads: int | None = None,
@@ -363,7 +363,7 @@ class MLP(nnx.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: BaseConfig,
         hidden: int,
         *,
         std: tuple[float, float] = (INIT_STD, INIT_STD),
@@ -389,7 +389,7 @@ class GatedMLP(nnx.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: BaseConfig,
         hidden: int,
         *,
         std: tuple[float, float],

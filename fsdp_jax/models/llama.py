@@ -19,7 +19,7 @@ from flax import nnx
 
 from fsdp_jax.errors import message
 from fsdp_jax.models import layers
-from fsdp_jax.models.config import ModelConfig, from_preset
+from fsdp_jax.models.config import BaseConfig, from_preset
 from fsdp_jax.models.flops import training_flops
 from fsdp_jax.models.layers import Attention, blockwise_attention
 
@@ -49,7 +49,7 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ModelConfig):
+class LlamaConfig(BaseConfig):
     """The shape of a Llama. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int

@@ -22,13 +22,13 @@ from flax import nnx
 
 from fsdp_jax.local_rows import on_local_rows
 from fsdp_jax.models import layers
-from fsdp_jax.models.config import ModelConfig, from_preset
+from fsdp_jax.models.config import BaseConfig, from_preset
 from fsdp_jax.models.flops import training_flops
 from fsdp_jax.models.layers import Attention, blockwise_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class T5Config(ModelConfig):
+class T5Config(BaseConfig):
     """The shape of a T5. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int = 32_128

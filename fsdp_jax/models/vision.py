@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax.models import layers
-from fsdp_jax.models.config import ModelConfig
+from fsdp_jax.models.config import BaseConfig
 
 CHANNELS = 3
 HALF = (0.5, 0.5, 0.5)
@@ -23,7 +23,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageConfig(ModelConfig):
+class ImageConfig(BaseConfig):
     """Base of the shapes of image models. Raises ValueError for sizes that do not fit together."""
 
     image_size: int = 224
