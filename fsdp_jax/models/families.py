@@ -1,7 +1,7 @@
 """The registry of model families: everything that a program needs to know of a family by name.
 
 To add one: `models/NAME.py`, `models/huggingface/NAME.py`, an entry below, its name in
-`train.config.BaseConfig.family`, and `tests/models/test_NAME.py`. A small configuration in
+`train.config.ModelConfig.family`, and `tests/models/test_NAME.py`. A small configuration in
 `tests/models/family_cases.py` has it pass `test_every_family.py` too.
 """
 

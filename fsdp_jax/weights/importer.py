@@ -2,7 +2,7 @@
 
 import fnmatch
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_jax.checkpoint.arrays import leaves_of
@@ -100,7 +100,7 @@ def _tensors_by_name(
         spellings = [name, table.prefix + name]
         if any(fnmatch.fnmatchcase(each, skip) for each in spellings for skip in ignore):
             continue
-        candidates: Iterator[Any] = iter([*spellings, *map(aliases.get, spellings)])
+        candidates = [*spellings, *(aliases.get(each, each) for each in spellings)]
         owned = next((each for each in candidates if each in owners), None)
         if owned is None:
             if not any(map(table.is_ignored, spellings)):

@@ -85,10 +85,8 @@ def config_json(config: Any, *, dtype: str | None = None, tokens: TokenIds | Non
     content = dict.fromkeys(weight_format.tokens) | weight_format.write(config)
     for token, given in (tokens or {}).items():
         if token not in weight_format.tokens or content[token] not in (None, given):
-            expected = content.get(
-                token, " or ".join(weight_format.tokens) or f"none, for {family.name}"
-            )
-            what = "not a valid token id"
+            names = " or ".join(weight_format.tokens) or f"none, for {family.name}"
+            what, expected = "not a valid token id", content.get(token, names)
             raise ConfigError(message(what, where=token, expected=expected, got=given))
         content[token] = given
     if weight_format.model_type is None:
