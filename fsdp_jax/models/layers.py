@@ -422,8 +422,8 @@ class ResidualDropout(nnx.Dropout):
         return x + self(branch, deterministic=deterministic).astype(x.dtype)
 
 
-class PreNormBlock(nnx.Module):
-    """Base of the blocks with attention, then an MLP, each added to the residual stream.
+class ResidualBlock(nnx.Module):
+    """Base of the blocks with attention, then an MLP, each after a norm and added to the stream.
 
     Subclasses set the attributes.
     """

@@ -176,7 +176,7 @@ class GroupedQueryAttention(layers.MultiHeadAttention):
         return self.combine(self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **more), x_BTD)
 
 
-class LlamaBlock(layers.PreNormBlock):
+class LlamaBlock(layers.ResidualBlock):
     """One pre-norm transformer block: attention, then SwiGLU, each added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, attention: Attention, rngs: nnx.Rngs):

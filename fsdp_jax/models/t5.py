@@ -195,7 +195,7 @@ def _mlp(config: T5Config, *, rngs: nnx.Rngs) -> layers.MLP | layers.GatedMLP:
     return layers.MLP(config, config.hidden, bias=False, activation=jax.nn.relu, **settings)
 
 
-class T5EncoderBlock(layers.PreNormBlock):
+class T5EncoderBlock(layers.ResidualBlock):
     """One pre-norm block: self-attention in both directions, then an MLP.
 
     It takes `bias`, [n, H, S, S] for n parts of the batch, and `segments`: see `T5Attention`.

@@ -51,7 +51,7 @@ PRESETS: dict[str, ViTConfig] = {
 preset = partial(from_preset, PRESETS)
 
 
-class ViTBlock(layers.PreNormBlock):
+class ViTBlock(layers.ResidualBlock):
     """One pre-norm transformer block: attention, then an MLP, each added to the residual stream."""
 
     def __init__(self, config: ViTConfig, *, attention: Attention, rngs: nnx.Rngs):
