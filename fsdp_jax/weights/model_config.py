@@ -143,9 +143,10 @@ def _impossible_values(config: Any) -> Iterator[str]:
 def _family_by_content(content: Json, where: Path) -> Family:
     """Returns the family of a `config.json`: by `model_type`, or timm's by its `architecture`."""
     model_type = content.get("model_type")
-    families = {family.weight_format.model_type: family for family in FAMILIES.values()}
-    if model_type in families and (model_type is not None or "architecture" in content):
-        return families[model_type]
-    known = [family.weight_format.model_type or name for name, family in FAMILIES.items()]
-    by_architecture = [name for name, f in FAMILIES.items() if f.weight_format.model_type is None]
-    raise unknown_model(model_type, known, where, by_architecture=by_architecture)
+    types = {name: family.weight_format.model_type for name, family in FAMILIES.items()}
+    for name, known in types.items():
+        if known == model_type and (known or "architecture" in content):
+            return FAMILIES[name]
+    choices = [known or name for name, known in types.items()]
+    by_architecture = [name for name, known in types.items() if known is None]
+    raise unknown_model(model_type, choices, where, by_architecture=by_architecture)
