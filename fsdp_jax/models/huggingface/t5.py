@@ -37,8 +37,8 @@ LENGTH = 512
 
 
 def _attention(ours: str, theirs: str) -> list[Entry]:
-    entries = (linear(f"{ours}/{name}", f"{theirs}.{name}", bias=False) for name in "qkvo")
-    return [entry for group in entries for entry in group]
+    names = [(f"{ours}/{name}", f"{theirs}.{name}") for name in "qkvo"]
+    return [entry for pair in names for entry in linear(*pair, bias=False)]
 
 
 def _block(config: T5Config, *, is_decoder: bool) -> list[Entry]:

@@ -8,6 +8,7 @@ stacks in a first dim where theirs has a tensor for each.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fsdp_jax.io.tensor_mapping import TensorMapping
@@ -107,7 +108,7 @@ class Table:
 
     def mappings(self, leaves: Mapping[str, Any]) -> dict[str, list[TensorMapping]]:
         """Returns {path: its mappings} of leaves with shapes; empty where no entry has the path."""
-        mappings: dict[str, list[TensorMapping]] = {}
+        mappings = {}
         for path, leaf in leaves.items():
             candidates = (entry.mappings(path, leaf.shape) for entry in self.entries)
             matches = [match for match in candidates if match]
@@ -123,30 +124,20 @@ def stacked(depth: int, ours: str, theirs: str, entries: Sequence[Entry]) -> Ite
         yield replace(entry, ours=ours_path, theirs=name, depth=depth)
 
 
+def _layer(
+    kernel: str, dims: tuple[int, ...], ours: str, theirs: str, *, bias: bool = True
+) -> list[Entry]:
+    """Returns the entries of a layer with a weight, our `kernel`, and a bias."""
+    entries = [Entry(f"{ours}/{kernel}", f"{theirs}.weight", dims)]
+    return [*entries, Entry(f"{ours}/bias", f"{theirs}.bias")] if bias else entries
+
+
 LINEAR = (1, 0)
 """torch.nn.Linear stores the transpose."""
-
-
-def linear(ours: str, theirs: str, *, bias: bool = True) -> list[Entry]:
-    """Returns the entries of a torch.nn.Linear."""
-    return [Entry(f"{ours}/kernel", f"{theirs}.weight", LINEAR), *_bias(ours, theirs, bias)]
-
-
-def conv1d(ours: str, theirs: str) -> list[Entry]:
-    """Returns the entries of GPT-2's Conv1D, whose weight is [in, out] as ours is."""
-    return [Entry(f"{ours}/kernel", f"{theirs}.weight"), *_bias(ours, theirs, True)]
-
-
-def conv2d(ours: str, theirs: str) -> list[Entry]:
-    """Returns the entries of a torch.nn.Conv2d."""
-    dims = (2, 3, 1, 0)  # [out, in, height, width] to [height, width, in, out]
-    return [Entry(f"{ours}/kernel", f"{theirs}.weight", dims), *_bias(ours, theirs, True)]
-
-
-def norm(ours: str, theirs: str, *, bias: bool = True) -> list[Entry]:
-    """Returns the entries of a LayerNorm, or without bias of an RMSNorm."""
-    return [Entry(f"{ours}/scale", f"{theirs}.weight"), *_bias(ours, theirs, bias)]
-
-
-def _bias(ours: str, theirs: str, bias: bool) -> list[Entry]:
-    return [Entry(f"{ours}/bias", f"{theirs}.bias")] if bias else []
+linear = partial(_layer, "kernel", LINEAR)
+conv1d = partial(_layer, "kernel", ())
+"""GPT-2's Conv1D, whose weight is [in, out] as ours is."""
+conv2d = partial(_layer, "kernel", (2, 3, 1, 0))
+"""torch.nn.Conv2d, whose weight is [out, in, height, width] and ours [height, width, in, out]."""
+norm = partial(_layer, "scale", ())
+"""A LayerNorm, or without bias an RMSNorm."""
