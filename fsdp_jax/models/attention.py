@@ -58,22 +58,19 @@ def _kernel_on_local_rows(
     bias: jax.Array | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """A kernel that XLA cannot partition, as an `Attention`."""
+    """A kernel that XLA cannot partition, as an `Attention`; it takes none, one or two segments."""
     if bias is not None:
         what = "flash attention adds no bias to the scores, as T5 needs"
         raise _refusal(f"{what}; use blockwise attention, or cudnn")
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    segment_arrays: tuple[jax.Array, ...] = () if segments is None else segments
+    sides: tuple[jax.Array, ...] = () if segments is None else segments
     if segments is not None and segments[0] is segments[1]:
-        segment_arrays = segments[:1]  # both sides of a self-attention: passed once
+        sides = segments[:1]  # both sides of a self-attention: passed once
 
-    def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, *segment_arrays: jax.Array
-    ) -> jax.Array:
-        segments = (segment_arrays[0], segment_arrays[-1]) if segment_arrays else None
-        return kernel(query, key, value, segments, is_causal=is_causal, scale=scale)
+    def attend(*arrays: jax.Array) -> jax.Array:
+        return kernel(*arrays, is_causal=is_causal, scale=scale)
 
-    out: jax.Array = on_local_rows(attend)(query, key, value, *segment_arrays)
+    out: jax.Array = on_local_rows(attend)(query, key, value, *sides)
     return out
 
 
@@ -81,13 +78,12 @@ def _triton(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    segments: Segments | None,
-    *,
+    *segments: jax.Array,
     is_causal: bool,
     scale: float,
 ) -> jax.Array:
     """Flash self-attention on GPUs (Dao, arXiv:2307.08691); see `Attention`."""
-    if segments is not None and segments[0] is not segments[1]:
+    if len(segments) > 1:
         what = "flash attention on GPUs knows segments of one sequence only"
         raise _refusal(f"{what}; use blockwise attention")
     # newer releases of jax deprecate the module in favour of a package of its own
@@ -101,7 +97,7 @@ def _triton(
     repeats = query.shape[2] // key.shape[2]
     if repeats > 1:  # the kernel has no grouped queries
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    segment_ids = None if segments is None else segments[0]
+    segment_ids = segments[0] if segments else None
     out: jax.Array = mha(query, key, value, segment_ids, sm_scale=scale, causal=is_causal)
     return out
 
@@ -110,8 +106,7 @@ def _splash(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    segments: Segments | None,
-    *,
+    *segments: jax.Array,
     is_causal: bool,
     scale: float,
 ) -> jax.Array:
@@ -133,7 +128,9 @@ def _splash(
     )
     scaled = query * jnp.asarray(scale, query.dtype)
     heads_first = (jnp.moveaxis(x, 2, 1) for x in (scaled, key, value))
-    segment_ids = None if segments is None else splash_attention_kernel.SegmentIds(*segments)
+    segment_ids = None
+    if segments:  # of the queries and of the keys, or of both
+        segment_ids = splash_attention_kernel.SegmentIds(segments[0], segments[-1])
     out: jax.Array = jnp.moveaxis(jax.vmap(kernel)(*heads_first, segment_ids), 1, 2)
     return out
 
