@@ -6,10 +6,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.contract.contract import judge
+from fsdp_jax.contract.contract import Contract, judge
 from fsdp_jax.contract.expected import expected_of
-from fsdp_jax.errors import ConfigError, human_bytes, message
-from fsdp_jax.hlo.collectives import read_program
+from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.parser import parse
 from fsdp_jax.planner.analytic.communication import ExpectedTraffic, expected_traffic
 from fsdp_jax.planner.analytic.memory import Estimate, estimate
@@ -18,7 +17,7 @@ from fsdp_jax.planner.compiled.program import CompiledProgram, check_dtypes, com
 from fsdp_jax.planner.compiled.timeline import ScheduleSimulator, SimulatedTime
 from fsdp_jax.planner.machines.network import Network
 from fsdp_jax.planner.machines.roofline import Matmul, Roofline
-from fsdp_jax.planner.machines.topology import Topology
+from fsdp_jax.planner.machines.topology import Topology, check_not_virtual
 from fsdp_jax.planner.memory_cliff import MemoryCliff, compiler_limit, memory_cliff
 from fsdp_jax.planner.plan import Basis, Plan, Time
 from fsdp_jax.sharding.mesh import shards_of
@@ -36,9 +35,11 @@ Of the compiled schedule of Llama 2 7B on h100:8 with the optimizer's state in h
 JAX_MEMORY = 0.75
 """Fraction of a GPU's memory that jax takes by default."""
 
-MEMORY = ("peak_bytes", "host_bytes", "breakdown")
-SENT = ("collectives", "wire_bytes", "exposed_bytes", "from_host_bytes", "to_host_bytes")
-TIME = ("time", "tokens_per_s_per_device", "mfu", "hfu")
+FIGURES = (
+    *("peak_bytes", "host_bytes", "breakdown"),
+    *("collectives", "wire_bytes", "exposed_bytes", "from_host_bytes", "to_host_bytes"),
+    *("time", "tokens_per_s_per_device", "mfu", "hfu"),
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def compiled_plan(
         ConfigError: virtual CPU devices, which have neither memory nor speed to plan for.
 
     """
-    _check_topology(topology)
+    check_not_virtual(topology.hardware, topology.name)
     program = compile_step(step, batch, topology, cache)
     plan = step.plan
     if program.report is None:
@@ -86,8 +87,9 @@ def compiled_plan(
     # Memory from the report, traffic and time from the scheduled program.
     module = parse(program.text)
     memory = peak_memory(plan, module, program.report)
-    sent = read_program(program.text, plan.layout.mesh.shape)
-    simulator = ScheduleSimulator(module, sent.collectives, plan.layout.mesh, topology.hardware)
+    contract = judge(plan, program.text)
+    sent = contract.collectives
+    simulator = ScheduleSimulator(module, sent, plan.layout.mesh, topology.hardware)
     simulated = simulator.step()
     time = Time(
         simulated.compute,
@@ -99,21 +101,9 @@ def compiled_plan(
         simulated.host_exposed,
     )
     limit = compiler_limit(topology.hardware, module)
-    cliff = memory_cliff(module, sent.collectives, memory.peak_bytes, limit)
-    # What a reader must know beside the figures.
-    contract = judge(plan, program.text)
+    cliff = memory_cliff(module, sent, memory.peak_bytes, limit)
     notes = _notes(plan, topology, memory.peak_bytes, memory.host_bytes)
-    notes += _exposed_notes(plan, time, cliff)
-    if not contract.holds:
-        notes.append(
-            "the contract does not hold: `fsdp-jax inspect CONFIG --topology T` lists what is sent,"
-            " and why"
-        )
-    notes += [f"not counted: {line}" for line in sent.unread]
-    if contract.model_bytes:
-        along = "+".join(plan.layout.axes.model)
-        notes.append(f"the model sends {human_bytes(contract.model_bytes)} more along '{along}'")
-    notes += _kernel_notes(simulated)
+    notes += _program_notes(plan, contract, simulated, cliff)
     return Plan(
         **_layout_figures(plan, topology, work),
         **_speeds(time, simulated.matmuls, topology, work),
@@ -129,7 +119,7 @@ def compiled_plan(
         exposed_bytes=int(simulated.exposed_bytes),
         time=time,
         compile_s=program.seconds,
-        basis=_basis(compiled=MEMORY + SENT + TIME),
+        basis=_basis(compiled=FIGURES),
         cliff=cliff,
         notes=notes,
         events=simulator.layer().events,
@@ -141,7 +131,7 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
 
     The step's mesh may be made of `fake_devices(topology)`.
     """
-    _check_topology(topology)
+    check_not_virtual(topology.hardware, topology.name)
     jaxpr = step.trace(batch)
     plan = step.plan
     check_dtypes(plan, topology)
@@ -168,16 +158,9 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
         wire_bytes_limit=traffic.bytes,
         exposed_bytes=int(traffic.bytes * exposed_share),
         time=time,
-        basis=_basis(analytic=MEMORY + SENT + TIME),
+        basis=_basis(analytic=FIGURES),
         notes=notes,
     )
-
-
-def _check_topology(topology: Topology) -> None:
-    if topology.hardware.platform == "cpu":
-        what = "virtual CPU devices have no memory or speed of their own"
-        fix = "--topology h100:8, or v5e:16x16, ..."
-        raise ConfigError(message(what, where="topology", got=topology.name, fix=fix))
 
 
 def _refused_plan(
@@ -241,7 +224,7 @@ def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str,
 def _analytic_time(estimated: Estimate, traffic: ExpectedTraffic, roofline: Roofline) -> Time:
     """Adds matmuls, other memory traffic, and communication and transfers that they cannot hide."""
     compute = sum(roofline.seconds(matmul) for matmul in estimated.matmuls)
-    matmul_bytes = sum(_operand_bytes(matmul) for matmul in estimated.matmuls)
+    matmul_bytes = sum(matmul.bytes for matmul in estimated.matmuls)
     memory = max(0, estimated.traffic_bytes - matmul_bytes) / roofline.memory_rate
     exposed = traffic.exposed_s + max(0.0, traffic.overlapped_s - compute - memory)
     # transfers of the forward and backward pass run beside it, those of the update hardly
@@ -250,19 +233,6 @@ def _analytic_time(estimated: Estimate, traffic: ExpectedTraffic, roofline: Roof
     host_exposed = EXPOSED_UPDATES * update + max(0.0, host - update - compute - memory)
     step = compute + memory + exposed + host_exposed
     return Time(compute, memory, traffic.seconds, exposed, step, host, host_exposed)
-
-
-def _operand_bytes(matmul: Matmul) -> int:
-    """Returns the bytes a matmul reads and writes; a fused one keeps its m x n on the chip."""
-    itemsize = 4
-    if "16" in matmul.dtype:
-        itemsize = 2
-    elif "8" in matmul.dtype:
-        itemsize = 1
-    elements = matmul.m * matmul.k + matmul.k * matmul.n
-    if not matmul.fused:
-        elements += matmul.m * matmul.n
-    return matmul.times * matmul.batch * itemsize * elements
 
 
 def _speeds(
@@ -287,7 +257,7 @@ def _basis(compiled: Sequence[str] = (), analytic: Sequence[str] = ()) -> dict[s
 
 
 def _notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) -> list[str]:
-    """Returns notes that apply to compiled and analytic plans."""
+    """Returns what a reader must know beside the figures of any plan."""
     notes = []
     axes, chip = plan.layout.axes, topology.hardware
     assert chip.memory_bytes is not None
@@ -311,20 +281,29 @@ def _notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) -> li
     return notes
 
 
-def _exposed_notes(plan: StepPlan, time: Time, cliff: MemoryCliff | None) -> list[str]:
-    share = time.exposed_s / time.step_s if time.step_s else 0
-    if not plan.per_unit or share <= EXPOSED_NOTE:
-        return []
-    waiting = f"{share:.0%} of the step is spent waiting for collectives"
-    if cliff is not None:
-        return [f"{waiting}, for want of memory"]
-    fix = "try a larger microbatch" if plan.prefetch != "none" else "try --prefetch pre"
-    return [f"{waiting}: a device computes too little for what it sends; {fix}"]
-
-
-def _kernel_notes(simulated: SimulatedTime) -> list[str]:
-    if not simulated.unknown:
-        return []
-    names = {name.rsplit("/", 2)[-2] if "/" in name else name for name in simulated.unknown}
-    kernels = ", ".join(sorted(names))
-    return [f"kernels whose matmuls are unknown, counted by their memory alone: {kernels}"]
+def _program_notes(
+    plan: StepPlan, contract: Contract, simulated: SimulatedTime, cliff: MemoryCliff | None
+) -> list[str]:
+    """Returns what only the compiled program tells."""
+    notes = []
+    share = simulated.exposed / simulated.seconds if simulated.seconds else 0
+    if plan.per_unit and share > EXPOSED_NOTE:
+        fix = "try a larger microbatch" if plan.prefetch != "none" else "try --prefetch pre"
+        why = f": a device computes too little for what it sends; {fix}"
+        if cliff is not None:
+            why = ", for want of memory"
+        notes.append(f"{share:.0%} of the step is spent waiting for collectives{why}")
+    if not contract.holds:
+        notes.append(
+            "the contract does not hold: `fsdp-jax inspect CONFIG --topology T` lists what is sent,"
+            " and why"
+        )
+    notes += [f"not counted: {line}" for line in contract.unread]
+    if contract.model_bytes:
+        along = "+".join(plan.layout.axes.model)
+        notes.append(f"the model sends {human_bytes(contract.model_bytes)} more along '{along}'")
+    if simulated.unknown:
+        names = {name.rsplit("/", 2)[-2] if "/" in name else name for name in simulated.unknown}
+        kernels = ", ".join(sorted(names))
+        notes.append(f"kernels whose matmuls are unknown, counted by their memory alone: {kernels}")
+    return notes

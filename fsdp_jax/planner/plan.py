@@ -1,6 +1,6 @@
 """A plan: what one training step needs on a machine, as numbers, table rows and text."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -46,12 +46,12 @@ class Fix:
     """A change that lowers peak memory.
 
     Attributes:
-        change: what to set, as on the command line, or a description where there is no key yet.
+        change: what to set, as on the command line.
         saves_bytes: predicted saving at the peak of a device.
         peak_bytes: predicted peak with the change.
         fits: whether that peak fits.
         costs: the price of the change.
-        available: whether this release supports it.
+        available: always true.
         step_s: predicted seconds of a step with the change; None where they are not known.
 
     """
@@ -102,7 +102,7 @@ class Plan:
         cliff: what XLA gave up for want of memory; None if the program shows nothing, or if the
             plan is analytic.
         notes: what a reader must know.
-        fixes: what would lower the peak: available ones first, then by the peak that is left.
+        fixes: what would lower the peak, the one of the lowest peak first.
         events: the timeline of one layer, or of the step where nothing loops.
 
     """
@@ -175,8 +175,7 @@ class Plan:
         parameters = f"of state\n{self.parameters:,} parameters"
         yield "between steps", human_bytes(self.valley_bytes), parameters
         if self.host_bytes:
-            share = f"a device\n{self._host_share()}{self._staged()}"
-            yield "host memory", human_bytes(self.host_bytes), share
+            yield "host memory", human_bytes(self.host_bytes), f"a device\n{self._host_share()}"
         if transfers := self.host_transfers():
             total = human_bytes(self.from_host_bytes + self.to_host_bytes)
             yield "host transfers", total, transfers.partition(", ")[2]
@@ -196,8 +195,8 @@ class Plan:
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """Returns (kind, bytes, share of the peak) for each kind of memory."""
         peak = max(self.peak_bytes, 1)
-        sizes = [(kind, self.breakdown[kind]) for kind in KINDS]
-        return [(kind, human_bytes(size), f"{100 * size / peak:.0f}%") for kind, size in sizes]
+        sizes = {kind: self.breakdown[kind] for kind in KINDS}
+        return [(kind, human_bytes(size), f"{size / peak:.0%}") for kind, size in sizes.items()]
 
     def buffer_rows(self) -> list[tuple[str, str, str, str]]:
         """Returns (bytes, kind, array, name) of the largest arrays; like ones share a row."""
@@ -228,11 +227,9 @@ class Plan:
         if self.time.host_s:
             parts.append(("exposed host transfers", self.time.host_exposed_s))
         step = self.time.step_s
-        rows = [(name, seconds_text(s), f"{100 * s / step:.0f}%") for name, s in parts]
-        return [
-            *rows,
-            ("communication, overlapped or not", seconds_text(self.time.collective_s), ""),
-        ]
+        rows = [(name, seconds_text(s), f"{s / step:.0%}") for name, s in parts]
+        rows.append(("communication, overlapped or not", seconds_text(self.time.collective_s), ""))
+        return rows
 
     def speed(self) -> str:
         """Returns tokens per second and utilization, with their convention."""
@@ -249,7 +246,7 @@ class Plan:
         """Returns (change, bytes saved, peak after, whether that fits, cost) for each fix."""
         return [
             (
-                fix.change if fix.available else f"{fix.change} (not in this release)",
+                fix.change,
                 human_bytes(fix.saves_bytes),
                 human_bytes(fix.peak_bytes),
                 "yes" if fix.fits else "no",
@@ -272,18 +269,16 @@ class Plan:
         """Returns one line on host memory; "" where none is used."""
         if not self.host_bytes:
             return ""
-        share = f"{self._host_share()}{self._staged()}"
-        return f"host: {human_bytes(self.host_bytes)} a device, {share}"
-
-    def _staged(self) -> str:
-        staged = human_bytes(self.staging_bytes)
-        return f"; {staged} at once on the device for the update" if self.staging_bytes else ""
+        return f"host: {human_bytes(self.host_bytes)} a device, {self._host_share()}"
 
     def _host_share(self) -> str:
-        used = human_bytes(self.host_bytes * self.host_devices)
-        if self.host_capacity_bytes is None:
-            return f"{used} a host"
-        return f"{used} of {human_bytes(self.host_capacity_bytes)} a host"
+        text = human_bytes(self.host_bytes * self.host_devices)
+        if self.host_capacity_bytes is not None:
+            text += f" of {human_bytes(self.host_capacity_bytes)}"
+        text += " a host"
+        if self.staging_bytes:
+            text += f"; {human_bytes(self.staging_bytes)} at once on the device for the update"
+        return text
 
     def host_transfers(self) -> str:
         """Returns one line on what is sent between device and host; "" where nothing is."""
@@ -308,27 +303,24 @@ class Plan:
 
     def __str__(self) -> str:
         steady_state = f"steady-state memory, between steps: {human_bytes(self.valley_bytes)}"
-        host = (self.host_summary(), self.host_transfers())
-        blocks = [self.summary(), "\n".join(line for line in (steady_state, *host) if line)]
+        memory = (steady_state, self.host_summary(), self.host_transfers())
 
-        def add_table(*columns: str, rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
-            if rows:
-                blocks.append(text_table(columns, rows, right=right))
+        def table(*columns: str, rows: Sequence[Sequence[str]], right: Sequence[str]) -> str:
+            return text_table(columns, rows, right=right) if rows else ""
 
-        add_table(
-            "at the peak", "bytes", "share", rows=self.memory_rows(), right=("bytes", "share")
-        )
-        bytes_column = "largest at the peak"
-        add_table(
-            bytes_column, "for", "array", "of", rows=self.buffer_rows(), right=(bytes_column,)
-        )
-        add_table("a step", "takes", "share", rows=self.time_rows(), right=("takes", "share"))
-        blocks.append(self.speed())
-        blocks.append(self.wire_summary())
-        change = "to take less (analytic)"
-        columns = (change, "saves", "peak", "fits", "costs")
-        add_table(*columns, rows=self.fix_rows(), right=("saves", "peak"))
-        blocks.append("\n".join([*self.remarks(), self.basis_summary()]))
+        shares, largest = ("bytes", "share"), "largest at the peak"
+        change = "to take less (analytic)", "saves", "peak", "fits", "costs"
+        blocks = [
+            self.summary(),
+            "\n".join(line for line in memory if line),
+            table("at the peak", *shares, rows=self.memory_rows(), right=shares),
+            table(largest, "for", "array", "of", rows=self.buffer_rows(), right=(largest,)),
+            table("a step", "takes", "share", rows=self.time_rows(), right=("takes", "share")),
+            self.speed(),
+            self.wire_summary(),
+            table(*change, rows=self.fix_rows(), right=("saves", "peak")),
+            "\n".join([*self.remarks(), self.basis_summary()]),
+        ]
         return "\n\n".join(block for block in blocks if block)
 
     def __repr__(self) -> str:
@@ -360,36 +352,33 @@ def compare_html(plans: Sequence[Plan]) -> str:
 
 def plans_table(names: Sequence[str], plans: Sequence[Plan]) -> str:
     """Returns plans side by side as text, a row for each figure."""
-
-    def row(name: str, cell: Callable[[Plan], str]) -> tuple[str, ...]:
-        return name, *(cell(plan) for plan in plans)
-
-    def seconds(of: Callable[[Time], float]) -> Callable[[Plan], str]:
-        return lambda plan: seconds_text(of(plan.time)) if plan.time else "-"
-
-    rows = [
-        row("topology", lambda plan: plan.topology),
-        row("strategy", lambda plan: plan.strategy),
-        row("fits", lambda plan: "yes" if plan.fits else "NO"),
-        row("parameters", lambda plan: f"{plan.parameters / 1e9:.3g} B"),
-        row("steady state", lambda plan: human_bytes(plan.valley_bytes)),
-        row("peak", lambda plan: human_bytes(plan.peak_bytes)),
-        *((f"  {kind}", *(human_bytes(plan.breakdown[kind]) for plan in plans)) for kind in KINDS),
-        row("host memory", lambda plan: human_bytes(plan.host_bytes)),
-        row("  staging", lambda plan: human_bytes(plan.staging_bytes)),
-        row("sent", lambda plan: human_bytes(plan.wire_bytes)),
-        row("exposed", lambda plan: human_bytes(plan.exposed_bytes)),
-        row("step", seconds(lambda time: time.step_s)),
-        row("  matmuls", seconds(lambda time: time.compute_s)),
-        row("  memory", seconds(lambda time: time.memory_s)),
-        row("  exposed", seconds(lambda time: time.exposed_s)),
-        row("  host, exposed", seconds(lambda time: time.host_exposed_s)),
-        row("tokens/s per device", lambda plan: _or_dash(plan.tokens_per_s_per_device, ".0f")),
-        row("MFU", lambda plan: _or_dash(plan.mfu, ".1%")),
-        row("basis", lambda plan: plan.basis["peak_bytes"]),
-    ]
+    columns = [_figures(plan) for plan in plans]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     return text_table(("", *names), rows, right=names)
 
 
-def _or_dash(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
+def _figures(plan: Plan) -> dict[str, str]:
+    """Returns the figures of a plan by name, "-" where it has none."""
+    times = {"step": "step_s", "  matmuls": "compute_s", "  memory": "memory_s"}
+    times |= {"  exposed": "exposed_s", "  host, exposed": "host_exposed_s"}
+    tokens, mfu = plan.tokens_per_s_per_device, plan.mfu
+    return {
+        "topology": plan.topology,
+        "strategy": plan.strategy,
+        "fits": "yes" if plan.fits else "NO",
+        "parameters": f"{plan.parameters / 1e9:.3g} B",
+        "steady state": human_bytes(plan.valley_bytes),
+        "peak": human_bytes(plan.peak_bytes),
+        **{f"  {kind}": human_bytes(plan.breakdown[kind]) for kind in KINDS},
+        "host memory": human_bytes(plan.host_bytes),
+        "  staging": human_bytes(plan.staging_bytes),
+        "sent": human_bytes(plan.wire_bytes),
+        "exposed": human_bytes(plan.exposed_bytes),
+        **{
+            name: seconds_text(getattr(plan.time, field)) if plan.time else "-"
+            for name, field in times.items()
+        },
+        "tokens/s per device": "-" if tokens is None else f"{tokens:.0f}",
+        "MFU": "-" if mfu is None else f"{mfu:.1%}",
+        "basis": plan.basis["peak_bytes"],
+    }

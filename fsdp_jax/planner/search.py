@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdp_jax.errors import ConfigError, FitError, human_bytes, message
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
-from fsdp_jax.planner.machines.topology import Topology, machines
+from fsdp_jax.planner.machines.topology import Topology, check_not_virtual, machines
 from fsdp_jax.planner.make_plan import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.plan import Plan
 from fsdp_jax.planner.settings import (
@@ -40,10 +40,6 @@ Progress = Callable[[str], None]
 """Receives the progress of a search, a line at a time."""
 
 
-def _silent(line: str) -> None:
-    del line
-
-
 @dataclass(frozen=True)
 class Candidate:
     """Settings, and the plan of the step with them."""
@@ -60,6 +56,10 @@ class Candidate:
     def may_fit(self) -> bool:
         """Whether the peak fits, within the error of an estimate."""
         return self.plan.peak_bytes <= MARGIN * self.plan.usable_bytes
+
+    def __str__(self) -> str:
+        peak = human_bytes(self.plan.peak_bytes)
+        return f"{self.settings}: {peak}, {1000 * self.seconds:.0f} ms, estimated"
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Search:
     make_step: MakeStep
     rows: int
     work: Work
-    cache: Path | None = None
-    progress: Progress = _silent
+    cache: Path | None
+    progress: Progress
 
     def run(self, topology: Topology) -> SearchResult:
         """Estimates all settings on a machine and compiles the fastest of those that fit.
@@ -140,25 +140,29 @@ class Search:
             FitError: nothing fits.
 
         """
-        settings = list(candidate_settings(topology, self.rows))
-        if not settings:
-            size = topology.size
-            raise ConfigError(
-                message(
-                    "the batch cannot be split evenly",
-                    where="train.global_batch_size",
-                    expected=f"a multiple of {size}, the devices of {topology.name}",
-                    got=self.rows,
-                    fix=f"use {max(1, self.rows // size) * size}, or another machine",
-                )
-            )
-        estimated = self._estimate_all(settings, topology)
+        if self.rows < topology.size or self.rows % topology.size:
+            what, where = "the batch cannot be split evenly", "train.global_batch_size"
+            expected = f"a multiple of {topology.size}, the devices of {topology.name}"
+            fix = f"use {max(1, self.rows // topology.size) * topology.size}, or another machine"
+            raise ConfigError(message(what, where=where, expected=expected, got=self.rows, fix=fix))
+        estimated = self._estimate_all(topology)
         estimated += self._estimate_offloaded(estimated, topology)
         fitting = [candidate for candidate in estimated if candidate.may_fit]
         fitting.sort(key=lambda candidate: candidate.seconds)
         compiled, unfit = self._compile_fastest(fitting, topology)
         if not compiled:
-            raise FitError(_nothing_fits_message(topology, estimated))
+            chip = topology.hardware.name
+            least = min(estimated, key=lambda candidate: candidate.plan.peak_bytes)
+            raise FitError(
+                message(
+                    f"no setting fits {topology.name}",
+                    where="search",
+                    expected=f"{human_bytes(least.plan.usable_bytes)} of a {chip}",
+                    got=f"{human_bytes(least.plan.peak_bytes)} at least, with {least.settings}",
+                    fix=f"more devices (--topology {chip} finds how many), a smaller"
+                    " train.global_batch_size or data.sequence_length, or a smaller model",
+                )
+            )
         return SearchResult(topology, tuple(compiled), tuple(unfit), tuple(fitting), len(estimated))
 
     def smallest_topology(self, chip: Hardware, devices: int | None = None) -> Topology:
@@ -173,21 +177,26 @@ class Search:
             FitError: it fits none.
 
         """
-        if chip.memory_bytes is None:
-            what = "virtual CPU devices have no memory or speed of their own"
-            fix = "a chip such as h100 or v5e"
-            raise ConfigError(message(what, where="topology", got=chip.name, fix=fix))
+        check_not_virtual(chip, chip.name)
         topologies = [
             topology
             for topology in machines(chip)
             if self.rows % topology.size == 0 and devices in (None, topology.size)
         ]
         if not topologies:
-            raise ConfigError(_no_machine_message(chip, self.rows, devices))
+            what, got = "no machine for this batch", f"train.global_batch_size {self.rows}"
+            expected = f"at least one row for each {chip.name}"
+            if devices:
+                expected = f"a machine of {devices} {chip.name}"
+            fix = "a number of devices that fills every host, and a train.global_batch_size that is"
+            fix += " a multiple of it"
+            raise ConfigError(message(what, where="devices", expected=expected, got=got, fix=fix))
         errors: list[str] = []
         for topology in topologies:
+            strategy = "no_shard" if topology.size == 1 else "full_shard"
             # more microbatches need not use less memory: their gradients are accumulated
-            for settings in _lean_settings(topology, self.rows):
+            for accumulation in reversed(_accumulations(topology, self.rows)):
+                settings = StepSettings(strategy, 1, "full", "none", accumulation)
                 candidate = self._estimate(settings, topology, errors)
                 fits = candidate is not None and candidate.may_fit
                 if fits:
@@ -200,9 +209,7 @@ class Search:
         if errors:
             raise ConfigError(errors[0])
         what = "it fits no machine whose number of devices divides the batch"
-        fix = (
-            f"raise train.global_batch_size above {self.rows}: it may be divisible by more devices"
-        )
+        fix = f"raise train.global_batch_size above {self.rows}: more devices may divide it"
         raise FitError(message(what, where="devices", got=topologies[-1].name, fix=fix))
 
     def _estimate(
@@ -219,21 +226,18 @@ class Search:
             errors.append(str(error))
             return None
 
-    def _estimate_all(
-        self, all_settings: Sequence[StepSettings], topology: Topology
-    ) -> list[Candidate]:
+    def _estimate_all(self, topology: Topology) -> list[Candidate]:
         """Estimates all settings that can be built, except hopeless ones."""
         estimated: list[Candidate] = []
         errors: list[str] = []
+        all_settings = list(candidate_settings(topology, self.rows))
         for number, settings in enumerate(all_settings, 1):
             if any(_is_hopeless(settings, known) for known in estimated):
                 continue
             candidate = self._estimate(settings, topology, errors)
             if candidate is not None:
                 estimated.append(candidate)
-                peak = human_bytes(candidate.plan.peak_bytes)
-                figures = f"{peak}, {1000 * candidate.seconds:.0f} ms, estimated"
-                self.progress(f"{number} of {len(all_settings)}: {settings}: {figures}")
+                self.progress(f"{number} of {len(all_settings)}: {candidate}")
         if not estimated:
             raise ConfigError(errors[0])
         return estimated
@@ -263,9 +267,7 @@ class Search:
                 if candidate is None:
                     continue
                 offloaded.append(candidate)
-                peak = human_bytes(candidate.plan.peak_bytes)
-                figures = f"{peak}, {1000 * candidate.seconds:.0f} ms, estimated"
-                self.progress(f"{settings}: {figures}")
+                self.progress(str(candidate))
                 if candidate.may_fit:
                     best = min(best, candidate.seconds)
                     break
@@ -291,9 +293,6 @@ class Search:
 
 def candidate_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
     """Yields all settings worth an estimate; the leanest of a kind first, to rule out others."""
-    device_rows = rows // topology.size
-    if device_rows < 1 or rows % topology.size:
-        return
     hosts = topology.shape[0] if topology.hardware.platform == "cuda" else topology.slices
     for name in STRATEGIES:
         strategy = get_strategy(name)
@@ -302,11 +301,16 @@ def candidate_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
         prefetches: tuple[Prefetch, ...] = ("none",)
         if strategy.gathers_per_unit:
             prefetches = ("none", "pre")
-        accumulations = [k for k in (8, 4, 2, 1) if device_rows % k == 0]
+        accumulations = _accumulations(topology, rows)
         for replica, accumulation, remat, prefetch in product(
             replica_counts(name, hosts), accumulations, REMATS, prefetches
         ):
             yield StepSettings(name, replica, remat, prefetch, accumulation)
+
+
+def _accumulations(topology: Topology, rows: int) -> list[int]:
+    """Returns the numbers of microbatches to try, the most first."""
+    return [k for k in (8, 4, 2, 1) if rows // topology.size % k == 0]
 
 
 def _is_hopeless(settings: StepSettings, known: Candidate) -> bool:
@@ -327,14 +331,6 @@ def _is_hopeless(settings: StepSettings, known: Candidate) -> bool:
         and REMATS.index(settings.remat) >= REMATS.index(other.remat)
         and settings.prefetch in (other.prefetch, "pre")
     )
-
-
-def _lean_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
-    """Yields the settings that may use least memory."""
-    device_rows = rows // topology.size
-    strategy = "no_shard" if topology.size == 1 else "full_shard"
-    for accumulation in (k for k in (1, 2, 4, 8) if device_rows % k == 0):
-        yield StepSettings(strategy, 1, "full", "none", accumulation)
 
 
 def _most_saved(plan: Plan, offload: Offload) -> int:
@@ -373,32 +369,4 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
         f"{speed:.0f}" if speed else "-",
         human_bytes(plan.wire_bytes),
         plan.basis["peak_bytes"],
-    )
-
-
-def _nothing_fits_message(topology: Topology, estimated: Sequence[Candidate]) -> str:
-    """Returns the error that no settings fit a machine, with those of the lowest peak."""
-    least = min(estimated, key=lambda candidate: candidate.plan.peak_bytes)
-    return message(
-        f"no setting fits {topology.name}",
-        where="search",
-        expected=f"{human_bytes(least.plan.usable_bytes)} of a {topology.hardware.name}",
-        got=f"{human_bytes(least.plan.peak_bytes)} at least, with {least.settings}",
-        fix=f"more devices (--topology {topology.hardware.name} finds how many), a smaller"
-        " train.global_batch_size or data.sequence_length, or a smaller model",
-    )
-
-
-def _no_machine_message(chip: Hardware, rows: int, devices: int | None) -> str:
-    """Returns the error that no machine of a chip can share out the rows of a batch."""
-    expected = f"at least one row for each {chip.name}"
-    if devices:
-        expected = f"a machine of {devices} {chip.name}"
-    return message(
-        "no machine for this batch",
-        where="devices",
-        expected=expected,
-        got=f"train.global_batch_size {rows}",
-        fix="a number of devices that fills every host, and a train.global_batch_size that is a"
-        " multiple of it",
     )

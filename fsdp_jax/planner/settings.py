@@ -1,8 +1,10 @@
 """Settings of a step that do not change what it computes, and what changing them saves."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
+
+import jax
 
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.machines.fake_devices import fake_devices
@@ -25,10 +27,8 @@ OFFLOADS = (
     Offload(params=True, optimizer=True),
 )
 """What plans propose to keep in host memory."""
-_LEAN_FIRST = ("full", "selective", "none")
-REMATS: tuple[RematName, ...] = tuple(
-    sorted(set(get_args(RematName)) & {*_LEAN_FIRST}, key=_LEAN_FIRST.index)
-)
+OFFLOAD_COSTS = "transfers to the host and back every step"
+REMATS: tuple[RematName, ...] = ("full", "selective", "none")
 """Policies of rematerialization that plans propose, the one of least memory first."""
 
 
@@ -96,56 +96,49 @@ def fixes(
         work: what a step computes.
 
     """
-    devices = fake_devices(topology)
+    try:
+        step, batch = make_step(settings, fake_devices(topology))
+        before = analytic_plan(step, batch, topology, work)
+    except ValueError:  # such as a step of sharding annotations
+        return tuple(_host_memory_by_arithmetic(plan))
+    results: list[Fix] = []
 
-    def analytic(changed: StepSettings, where: Topology = topology) -> Plan | None:
-        """Returns None for a step that cannot be built, which is then no fix."""
+    def try_change(change: str, changed: StepSettings, costs: str, where: Topology) -> None:
         try:
-            step, batch = make_step(changed, fake_devices(where))
-            return analytic_plan(step, batch, where, work)
+            after = analytic_plan(*make_step(changed, fake_devices(where)), where, work)
         # such as a batch that cannot be split evenly, or an optimizer that cannot be sharded
         except ValueError:
-            return None
-
-    before = analytic(settings)
-    if before is None:  # such as a step of sharding annotations
-        return tuple(_host_memory_by_arithmetic(plan))
-
-    def fix(change: str, after: Plan | None, costs: str) -> Iterator[Fix]:
-        if after is not None and after.peak_bytes < before.peak_bytes:
-            peak = after.peak_bytes
+            return
+        peak, saves = after.peak_bytes, before.peak_bytes - after.peak_bytes
+        if saves > 0:
             seconds = after.time.step_s if after.time else None
-            saves = before.peak_bytes - peak
-            yield Fix(change, saves, peak, peak <= plan.usable_bytes, costs, step_s=seconds)
+            fits = peak <= plan.usable_bytes
+            results.append(Fix(change, saves, peak, fits, costs, step_s=seconds))
 
-    _, batch = make_step(settings, devices)
-    rows = next(iter(batch.values())).shape[0] if isinstance(batch, dict) else 1
-    microbatch = int(rows) // (topology.size * settings.accumulation)
-    results: list[Fix] = []
-    for leaner, cost in _leaner_settings(settings, microbatch, work.vocab):
-        results += fix(" ".join(leaner.flags(since=settings)), analytic(leaner), cost)
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    microbatch = rows // (topology.size * settings.accumulation)
+    for leaner, costs in _leaner_settings(settings, microbatch, work.vocab):
+        try_change(" ".join(leaner.flags(since=settings)), leaner, costs, topology)
     # a larger machine shares out the state, and the batch
     larger = (one for one in machines(topology.hardware) if one.size >= 2 * topology.size)
-    machine = next((one for one in larger if int(rows) % one.size == 0), None)
+    machine = next((one for one in larger if rows % one.size == 0), None)
     if machine is not None:
         change = f"more devices: --topology {machine.name}"
-        results += fix(change, analytic(settings, machine), f"{machine.size} devices")
+        try_change(change, settings, f"{machine.size} devices", machine)
     return tuple(sorted(results, key=lambda fix: fix.peak_bytes))
 
 
-def lever(fixes: Iterable[Fix], free_bytes: int) -> str:
+def lever(fixes: Sequence[Fix], free_bytes: int) -> str:
     """Returns the change that frees so many bytes for the shortest step; "" where there is none.
 
     Where none frees as much, the one that frees most.
     """
-    available = [fix for fix in fixes if fix.available]
-    enough = [fix for fix in available if fix.saves_bytes >= free_bytes]
-    if not available:
+    if not fixes:
         return ""
+    enough = [fix for fix in fixes if fix.saves_bytes >= free_bytes]
+    best = min(fixes, key=lambda fix: fix.peak_bytes)
     if enough:
         best = min(enough, key=lambda fix: (fix.step_s or 0.0, fix.peak_bytes))
-    else:
-        best = min(available, key=lambda fix: fix.peak_bytes)
     return f"{best.change}, which frees {human_bytes(best.saves_bytes)}"
 
 
@@ -163,7 +156,7 @@ def _leaner_settings(
         yield replace(settings, remat=remat), cost
     if not (settings.offload.state or settings.offload.activations):
         for offload in OFFLOADS[1:]:
-            yield replace(settings, offload=offload), "transfers to the host and back every step"
+            yield replace(settings, offload=offload), OFFLOAD_COSTS
     for accumulation in accumulations:
         cost = "gathers are sent again for each microbatch"
         yield replace(settings, accumulation=accumulation), cost
@@ -182,13 +175,14 @@ def _leaner_settings(
 
 def _host_memory_by_arithmetic(plan: Plan) -> Iterator[Fix]:
     """Yields what offload would save of a step without an estimate; staging is not counted."""
-    for part in ("optimizer", "params"):
+    for part, change in (
+        ("optimizer", "--offload.optimizer 1"),
+        ("params", "--offload.params True"),
+    ):
         saves = plan.breakdown[part]
         peak = plan.peak_bytes - saves
         if saves > 0:
-            costs = "transfers to the host and back every step"
-            change = "--offload.optimizer 1" if part == "optimizer" else "--offload.params True"
-            yield Fix(change, saves, peak, peak <= plan.usable_bytes, costs)
+            yield Fix(change, saves, peak, peak <= plan.usable_bytes, OFFLOAD_COSTS)
 
 
 def replica_counts(strategy: str, hosts: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Devices of an absent machine, without a compiler: enough to lay out a step and to trace it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -42,11 +42,6 @@ class FakeDevice:
     slice_index: int = 0
     client: FakeClient = FakeClient()
 
-    @property
-    def local_hardware_id(self) -> int:
-        """Unknown for a machine that is absent."""
-        return 0
-
     def default_memory(self) -> FakeMemory:
         """Returns the device's own memory."""
         return FakeMemory("device")
@@ -70,27 +65,24 @@ def fake_devices(topology: Topology) -> list[Any]:
     Hosts, slices and torus coordinates are those of the devices that `topology.devices()` makes.
     """
     chip = topology.hardware
-    kind = chip.device_kinds[0]
     if chip.platform == "tpu":
-        return list(_tpu_chips(topology, kind))
-    host_devices = topology.shape[1] if chip.platform == "cuda" else topology.size
+        return list(_tpu_chips(topology))
     platform = "gpu" if chip.platform == "cuda" else chip.platform  # what a jax device reports
     return [
-        FakeDevice(number, number // host_devices, platform, kind)
+        FakeDevice(number, number // topology.host_devices, platform, chip.device_kinds[0])
         for number in range(topology.size)
     ]
 
 
-def _tpu_chips(topology: Topology, kind: str) -> list[FakeTpuChip]:
+def _tpu_chips(topology: Topology) -> Iterator[FakeTpuChip]:
+    kind = topology.hardware.device_kinds[0]
     sizes = (*topology.shape, *[1] * (3 - len(topology.shape)))
     hosts = [size // part for size, part in zip(sizes, (*_HOST, 1), strict=True)]
     # the first dim changes fastest
     coordinates = [reverse[::-1] for reverse in product(*map(range, sizes[::-1]))]
-    chips = []
     for index in range(topology.slices):
         first_id = _SLICE_IDS * (index + 1) if topology.slices > 1 else 0
         for number, (x, y, z) in enumerate(coordinates, first_id):
             host = x // _HOST[0] + hosts[0] * (y // _HOST[1] + hosts[1] * z)
             process = host + index * prod(hosts)
-            chips.append(FakeTpuChip(number, process, "tpu", kind, index, coords=(x, y, z)))
-    return chips
+            yield FakeTpuChip(number, process, "tpu", kind, index, coords=(x, y, z))

@@ -5,6 +5,7 @@ the network, whose ports all devices of a host share. All-reduces may use a tree
 steps. On a torus each dim that the group spans has links of its own.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log2
@@ -50,7 +51,6 @@ class Network:
         self.group = cache(self._group)
         self._link_rate = chip.link_bandwidth * chip.efficiency.link
         self._port_rate = chip.network_bandwidth * chip.efficiency.network
-        self._extents = _extents(list(mesh.devices.flat)) if chip.torus_dims else ()
 
     def _group(self, axes: str) -> DeviceGroup:
         """Returns the devices along mesh axes joined by "+", as in `Collective`; all if unknown."""
@@ -59,17 +59,17 @@ class Network:
             slice(None) if not names or axis in names else 0 for axis in self.mesh.axis_names
         )
         devices = list(np.asarray(self.mesh.devices[index]).flat)
-        is_tpu = self.chip.torus_dims > 0
-        hosts = len({_host(device, is_tpu) for device in devices})
-        return DeviceGroup(len(devices), hosts, self._dims(devices) if is_tpu else ())
-
-    def _dims(self, devices: list[jax.Device]) -> tuple[tuple[int, bool], ...]:
+        if not self.chip.torus_dims:
+            return DeviceGroup(len(devices), len({device.process_index for device in devices}))
+        slices = {getattr(device, "slice_index", None) or 0 for device in devices}
+        extents = zip(_extents(devices), _extents(self.mesh.devices.flat), strict=True)
         # a part of a dim does not close into a ring
-        return tuple(
+        dims = tuple(
             (extent, extent == full and extent % self.chip.ring_chips == 0)
-            for extent, full in zip(_extents(devices), self._extents, strict=True)
+            for extent, full in extents
             if extent > 1
         )
+        return DeviceGroup(len(devices), len(slices), dims)
 
     def seconds(self, op: str, sent: int, axes: str) -> float:
         """Returns the seconds of one execution.
@@ -142,10 +142,10 @@ class Network:
         return bandwidth * self.efficiency.link
 
 
-def _extents(devices: list[jax.Device]) -> tuple[int, ...]:
+def _extents(devices: Iterable[jax.Device]) -> list[int]:
     """Returns how many coordinates the devices have along each torus dim."""
     coordinates = zip(*(device.coords for device in devices), strict=True)
-    return tuple(len(set(along)) for along in coordinates)
+    return [len(set(along)) for along in coordinates]
 
 
 def _ring_latency(group: DeviceGroup, op: str, protocol: Protocol) -> float:
@@ -156,10 +156,3 @@ def _ring_latency(group: DeviceGroup, op: str, protocol: Protocol) -> float:
         within = sum(extent / 2 if closed else extent - 1 for extent, closed in group.dims)
     latency = within * protocol.link + between_hosts * protocol.network
     return 2 * latency if op == "all-reduce" else latency
-
-
-def _host(device: jax.Device, is_tpu: bool) -> int:
-    """Returns the index of a TPU's slice, or of a GPU's host."""
-    if is_tpu:
-        return int(getattr(device, "slice_index", 0) or 0)
-    return int(device.process_index)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
+import jax.numpy as jnp
+
 from fsdp_jax.planner.machines.hardware import Hardware
 
 
@@ -30,6 +32,12 @@ class Matmul:
     def flops(self) -> int:
         """Multiplications and additions of one of them."""
         return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> int:
+        """Operands and results of all of them in device memory."""
+        elements = self.m * self.k + self.k * self.n + (0 if self.fused else self.m * self.n)
+        return self.times * self.batch * jnp.dtype(self.dtype).itemsize * elements
 
 
 class Roofline:

@@ -24,7 +24,6 @@ EXAMPLES = "cpu:8, h100:8, h100:64x8 (hosts x GPUs), v5p:2x2x2, v5e:16x16, v5e:1
 _FORM = re.compile(
     r"(?P<chip>[^:]+):(?P<shape>[0-9]{1,9}(x[0-9]{1,9}){0,4})(\*(?P<slices>[0-9]{1,9}))?"
 )
-_WHERE = "topology"
 LARGEST = 2**17  # devices; each is an object, also where it is not present
 
 
@@ -73,8 +72,9 @@ class Topology:
         platform = self.hardware.platform
         if platform == "cpu":
             return self._virtual_devices()
+        compiler = f"the {platform.upper()} compiler"
         if platform not in installed_plugins():
-            need = f"{self.name} needs the {platform.upper()} compiler (Linux on x86-64)"
+            need = f"{self.name} needs {compiler} (Linux on x86-64)"
             raise ConfigError(message(f"{need}: pip install 'fsdp_jax[{EXTRAS[platform]}]'"))
         with as_compiler():
             try:
@@ -82,12 +82,10 @@ class Topology:
                     platform=platform, **self.plugin_options()
                 )
             except NotImplementedError:  # the plugin is installed, but jax has not registered it
-                late = f"jax started without the {platform.upper()} compiler and cannot add it"
-                fix = (
-                    "set JAX_PLATFORMS=cpu, or call fsdp_jax.planner.choose_platforms() before jax"
-                    " starts"
-                )
-                raise ConfigError(message(late, where=_WHERE, got=self.name, fix=fix)) from None
+                what = f"jax started without {compiler} and cannot add it"
+                call = "fsdp_jax.planner.choose_platforms()"
+                fix = f"set JAX_PLATFORMS=cpu, or call {call} before jax starts"
+                raise _topology_error(what, got=self.name, fix=fix) from None
         devices = list(description.devices)
         assert len(devices) == self.size, f"{self.name}: {len(devices)} devices"
         return devices
@@ -95,16 +93,10 @@ class Topology:
     def _virtual_devices(self) -> list[jax.Device]:
         devices = jax.devices("cpu")
         if len(devices) < self.size:
+            what, expected = "this process has fewer CPU devices", f"{self.size} for {self.name}"
             call = f"fsdp_jax.launch.use_virtual_devices({self.size})"
-            raise ConfigError(
-                message(
-                    "this process has fewer CPU devices",
-                    where=_WHERE,
-                    expected=f"{self.size} for {self.name}",
-                    got=len(devices),
-                    fix=f"before jax starts, {call} (train.devices in a config)",
-                )
-            )
+            fix = f"before jax starts, {call} (train.devices in a config)"
+            raise _topology_error(what, expected=expected, got=len(devices), fix=fix)
         return devices[: self.size]
 
     def plugin_options(self) -> dict[str, Any]:
@@ -134,18 +126,14 @@ def parse_topology(name: str) -> Topology:
         alone = next((chip for chip in HARDWARE if name.strip().lower().startswith(chip)), "")
         fix = f"{alone}:8 or another shape; a chip alone goes with plan --search" if alone else ""
         expected = f"CHIP:SHAPE, such as {EXAMPLES}"
-        raise ConfigError(
-            message(f"not a topology: '{name}'", where=_WHERE, expected=expected, fix=fix)
-        )
+        raise _topology_error(f"not a topology: '{name}'", expected=expected, fix=fix)
     chip = HARDWARE.get(match["chip"])
     if chip is None:
         fix = did_you_mean(match["chip"], HARDWARE)
         variants = [known for known in HARDWARE if known.startswith(match["chip"])]
         if len(variants) > 1:  # a100
             fix = "one of: " + ", ".join(variants)
-        raise ConfigError(
-            message(f"unknown hardware '{match['chip']}'", where=_WHERE, got=name, fix=fix)
-        )
+        raise _topology_error(f"unknown hardware '{match['chip']}'", got=name, fix=fix)
     shape = tuple(map(int, match["shape"].split("x")))
     if chip.platform == "cuda" and len(shape) == 1:
         shape = (1, *shape)
@@ -154,8 +142,19 @@ def parse_topology(name: str) -> Topology:
     if problem is not None:
         what = f"{chip.name} does not come in this shape"
         expected, fix = problem
-        raise ConfigError(message(what, where=_WHERE, expected=expected, got=name, fix=fix))
+        raise _topology_error(what, expected=expected, got=name, fix=fix)
     return Topology(match[0], chip, shape, slices)
+
+
+def check_not_virtual(chip: Hardware, name: str) -> None:
+    """Raises ConfigError for virtual CPU devices: they have nothing to plan with."""
+    if chip.platform == "cpu":
+        what = "virtual CPU devices have no memory or speed of their own"
+        raise _topology_error(what, got=name, fix="h100:8, v5e:16x16, or another chip")
+
+
+def _topology_error(what: str, **fields: object) -> ConfigError:
+    return ConfigError(message(what, where="topology", **fields))
 
 
 def machines(chip: Hardware) -> Iterator[Topology]:
