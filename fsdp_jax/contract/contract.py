@@ -1,14 +1,12 @@
 """The contract: compares the traffic that a step declares with what the compiled program sends.
 
-Every byte of the program is attributed to the parameter that it serves: by the scope that the
-library puts around its collectives, and where XLA has lost that, by the shape. What serves no
-parameter is an activation. In a step with explicit collectives that is a violation; with sharding
-annotations XLA may send activations where they are less than the parameter, and the contract holds
-while at most 1.02 times the declared bytes are sent and the dtypes are those declared.
+In a step with explicit collectives, to send an activation is a violation. With sharding annotations
+XLA may send activations where they are less than the parameter, and the contract holds while at
+most 1.02 times the declared bytes are sent and the dtypes are those declared.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
@@ -20,7 +18,6 @@ from fsdp_jax.contract.violations import Violation, other_axes, traffic_violatio
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective, read_program
 from fsdp_jax.hlo.partitioner_log import Rematerialization, rematerializations
-from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.rules import MIN_SIZE
 from fsdp_jax.step.compiled_step import CompiledStep
@@ -112,8 +109,13 @@ class Contract:
         }
 
     def _repr_html_(self) -> str:
-        *_, verdict = str(self).partition("a device sends ")
-        return html_table(COLUMNS, self._cells()) + f"<pre>a device sends {escape(verdict)}</pre>"
+        return f"{html_table(COLUMNS, self._cells())}<pre>{escape(self._verdict())}</pre>"
+
+    def __str__(self) -> str:
+        table = "nothing is sent"
+        if self.collectives:
+            table = text_table(COLUMNS, self._cells(), right=COLUMNS[3:6])
+        return f"{table}\n{self._verdict()}"
 
     def _cells(self) -> list[tuple[str, ...]]:
         cells: list[tuple[str, ...]] = []
@@ -123,7 +125,7 @@ class Contract:
             cells.append((row["op"], row["dtype"], row["axis"], str(row["count"]), *sizes, where))
         return cells
 
-    def __str__(self) -> str:
+    def _verdict(self) -> str:
         ratio = self.wire_bytes / self.wire_bytes_limit if self.wire_bytes_limit else 1.0
         verdict = f"a device sends {human_bytes(self.wire_bytes)} per step; "
         verdict += f"declared {human_bytes(self.wire_bytes_limit)} ({ratio:.3f}); "
@@ -131,11 +133,7 @@ class Contract:
         if self.axes.model_shards > 1:
             along = "+".join(self.axes.model)
             verdict += f"; along '{along}' the model itself sends {human_bytes(self.model_bytes)}"
-        table = "nothing is sent"
-        if self.collectives:
-            table = text_table(COLUMNS, self._cells(), right=COLUMNS[3:6])
         lines = [
-            table,
             verdict,
             *(f"  {violation}" for violation in self.violations),
             *(f"  not judged: {line}" for line in self.unread),
@@ -177,8 +175,7 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
         expected, collectives, plan.layout.by_path, annotated=annotated
     )
     traffic += other_axes(expected, collectives, axes)
-    replicated = map(_replicated, _large_replicated(plan))
-    violations = [*traffic, *replicated, *map(_rematerialized, repeated)]
+    violations = [*traffic, *_replicated(plan), *map(_rematerialized, repeated)]
     notes = []
     if traffic and annotated:
         notes.append(
@@ -188,8 +185,7 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
     if axes.mesh.devices.flat[0].platform == "cpu":
         notes.append(
             "XLA:CPU sends bfloat16 as float32 and float8 as float16, and reduces annotated "
-            "gradients unsharded; "
-            "compile for a topology to see what an accelerator sends"
+            "gradients unsharded; compile for a topology to see what an accelerator sends"
         )
     violations.sort(key=lambda violation: -violation.bytes)
     note = "\n".join(notes)
@@ -201,24 +197,18 @@ def _is_models(collective: Collective, axes: MeshAxes) -> bool:
     return set(collective.axis.split("+")) <= set(axes.model)
 
 
-def _large_replicated(plan: StepPlan) -> list[Leaf]:
-    """Returns large parameters that the strategy would shard and that are replicated."""
+def _replicated(plan: StepPlan) -> Iterator[Violation]:
+    """Yields the large parameters that the strategy would shard and that are replicated."""
     axes = plan.layout.axes
     if not plan.layout.strategy.shards_optimizer or axes.batch_shards == 1:
-        return []
-    return [
-        leaf
-        for leaf in plan.layout.by_path.values()
-        if not axes.batch_spec_axes(leaf.grad_spec) and prod(leaf.shape[leaf.stacked :]) >= MIN_SIZE
-    ]
-
-
-def _replicated(leaf: Leaf) -> Violation:
-    cost = human_bytes(leaf.bytes)
-    reason = f"by rule '{leaf.rule}'" if leaf.rule != "heuristic" else leaf.reason
-    cause = f"its gradient is all-reduced and its state costs {cost} a copy; "
-    cause += "narrow the rule, or pad a dim"
-    return Violation(leaf.path, f"replicated on every device, {reason}", 0, cause)
+        return
+    for leaf in plan.layout.by_path.values():
+        if axes.batch_spec_axes(leaf.grad_spec) or prod(leaf.shape[leaf.stacked :]) < MIN_SIZE:
+            continue
+        reason = f"by rule '{leaf.rule}'" if leaf.rule != "heuristic" else leaf.reason
+        cause = f"its gradient is all-reduced and its state costs {human_bytes(leaf.bytes)} a copy;"
+        cause += " narrow the rule, or pad a dim"
+        yield Violation(leaf.path, f"replicated on every device, {reason}", 0, cause)
 
 
 def _rematerialized(array: Rematerialization) -> Violation:

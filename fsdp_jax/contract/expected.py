@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from fsdp_jax.sharding.layout import COPIES
+from fsdp_jax.sharding.layout import COPIES, Leaf
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import flatten
 
@@ -63,35 +63,32 @@ def expected_of(plan: StepPlan) -> list[Expected]:
     axes = plan.layout.axes
     gathers = plan.layout.strategy.gathers_params
     for path, leaf in plan.layout.by_path.items():
-        comm = plan.comms[path]
+        transform = plan.comms[path].transform
         # As the model computes with it: still sharded along the model's own axes.
         gathered = NamedSharding(leaf.mesh, axes.model_spec(leaf.grad_spec))
         shape = gathered.shard_shape(leaf.shape)
         size = prod(shape)
         shapes = (shape[leaf.stacked :], shape)
         # The parameter; where the strategy never gathers, its copy or the updated parameter itself.
-        spec = leaf.spec if gathers or path in copies else leaf.grad_spec
-        dtype = comm.transform.wire if gathers or path in copies else leaf.dtype
-        times = _gathers_per_step(plan, path)
-        along = axes.batch_spec_axes(spec)
+        is_cast = gathers or path in copies
+        along = axes.batch_spec_axes(leaf.spec if is_cast else leaf.grad_spec)
         if along and (leaf.trainable or gathers):
-            gather = _Traffic(plan, path, "gather", dtype)
-            rows.append(gather.by("all-gather", along, times * size, shapes))
+            elements = _gathers_per_step(plan, path) * size
+            dtype = transform.wire if is_cast else leaf.dtype
+            rows.append(_in_ring(leaf, "all-gather", dtype, along, elements, shapes))
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         # Its gradient: scattered along the axes that it is sharded along, ...
-        times = 1 if plan.deferred else plan.accumulation
-        dtype = comm.transform.reduce if plan.local_batch else comm.transform.compute
-        reduce = _Traffic(plan, path, "reduce", dtype)
+        elements = size * (1 if plan.deferred else plan.accumulation)
+        dtype = transform.reduce if plan.local_batch else transform.compute
         scattered = axes.batch_spec_axes(leaf.grad_spec)
-        if scattered:
-            rows.append(reduce.by("reduce-scatter", scattered, times * size, shapes))
+        rows.append(_in_ring(leaf, "reduce-scatter", dtype, scattered, elements, shapes))
         # ... and a device's part of it reduced along the others.
-        others = tuple(axis for axis in axes.batch if axis not in scattered)
+        others = [axis for axis in axes.batch if axis not in scattered]
         part = leaf.grad_sharding.shard_shape(leaf.shape)
         shapes = part[leaf.stacked :], part
-        parts = prod(leaf.mesh.shape[axis] for axis in scattered)
-        rows.append(reduce.by("all-reduce", others, times * size // parts, shapes))
+        elements //= prod(leaf.mesh.shape[axis] for axis in scattered)
+        rows.append(_in_ring(leaf, "all-reduce", dtype, others, elements, shapes))
     return [each for each in rows if each.bytes]
 
 
@@ -101,29 +98,25 @@ def _gathers_per_step(plan: StepPlan, path: str) -> int:
     return plan.accumulation * (1 if plan.comms[path].unit is None else 2)
 
 
-@dataclass(frozen=True)
-class _Traffic:
-    """One parameter in one role, in the dtype that it is sent in."""
-
-    plan: StepPlan
-    path: str
-    role: Role
-    dtype: np.dtype
-
-    def by(
-        self, op: str, axes: Sequence[str], elements: int, shapes: tuple[tuple[int, ...], ...]
-    ) -> Expected:
-        """Returns the traffic of an operation on `elements` a step, in a ring along these axes."""
-        layout = self.plan.layout
-        mesh = layout.mesh
-        n = prod(mesh.shape[axis] for axis in axes)
-        dtype = on_wire(self.dtype, mesh.devices.flat[0].platform)
-        sent = elements * dtype.itemsize * (n - 1) // n * (2 if op == "all-reduce" else 1)
-        axis = layout.axes.user_name(axis for axis in axes if mesh.shape[axis] > 1)
-        return Expected(self.path, self.role, op, str(dtype), axis, sent, shapes)
+def _in_ring(
+    leaf: Leaf,
+    op: str,
+    dtype: np.dtype,
+    along: Sequence[str],
+    elements: int,
+    shapes: tuple[tuple[int, ...], ...],
+) -> Expected:
+    """Returns the traffic of an operation on `elements` a step, in a ring along these axes."""
+    mesh = leaf.mesh
+    n = prod(mesh.shape[axis] for axis in along)
+    dtype = _on_wire(dtype, mesh.devices.flat[0].platform)
+    sent = elements * dtype.itemsize * (n - 1) // n * (2 if op == "all-reduce" else 1)
+    axis = leaf.axes.user_name(axis for axis in along if mesh.shape[axis] > 1)
+    role: Role = "gather" if op == "all-gather" else "reduce"
+    return Expected(leaf.path, role, op, str(dtype), axis, sent, shapes)
 
 
-def on_wire(dtype: np.dtype, platform: str) -> np.dtype:
+def _on_wire(dtype: np.dtype, platform: str) -> np.dtype:
     """Returns the dtype that is sent: XLA:CPU widens narrow floats first, no accelerator does."""
     name = jnp.dtype(dtype).name
     if platform == "cpu" and name == "bfloat16":

@@ -4,7 +4,7 @@
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -112,14 +112,8 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"percent": lambda share: f"{share:.3%}", "memory_scale": memory_scale}
-    functions = (
-        memory_drawing,
-        memory_scale,
-        time_drawing,
-        timeline_drawing,
-        collective_rows,
-        compared_rows,
-    )
+    drawings = (memory_drawing, time_drawing, timeline_drawing)
+    functions = (memory_scale, collective_rows, compared_rows, *drawings)
     environment.globals |= {function.__name__: function for function in functions}
     return environment.get_template("plan.html.jinja")
 
@@ -139,24 +133,13 @@ def collective_rows(plan: Any) -> list[tuple[str, ...]]:
     Only a compiled program tells which share overlaps with compute.
     """
     compiled = plan.basis.get("collectives") == "compiled"
-
-    def overlapped(row: Mapping[str, Any]) -> str:
-        if not compiled or not row["bytes"]:
-            return "-"
-        return f"{100 * row['overlapped_bytes'] / row['bytes']:.0f}%"
-
-    rows: list[tuple[str, ...]] = [
-        (
-            row["op"],
-            row["dtype"],
-            row["axis"],
-            str(row["count"]),
-            human_bytes(row["bytes"]),
-            overlapped(row),
-            _shortened(row["where"]),
-        )
-        for row in plan.collectives[:COLLECTIVES]
-    ]
+    rows: list[tuple[str, ...]] = []
+    for row in plan.collectives[:COLLECTIVES]:
+        what = row["op"], row["dtype"], row["axis"], str(row["count"])
+        overlapped = "-"
+        if compiled and row["bytes"]:
+            overlapped = f"{row['overlapped_bytes'] / row['bytes']:.0%}"
+        rows.append((*what, human_bytes(row["bytes"]), overlapped, _shortened(row["where"])))
     if more := plan.collectives[COLLECTIVES:]:
         size = human_bytes(sum(row["bytes"] for row in more))
         rows.append((f"{len(more)} more", "", "", "", size, "", ""))
@@ -319,7 +302,9 @@ def _shortened(text: str) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Returns three digits with a unit, down to the time of a small kernel: `12.3 µs`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1 or unit == "µs":
-            break
-    return f"{seconds * scale:.3g} {unit}" if seconds else "0"
+    if not seconds:
+        return "0"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.3g} ms" if milliseconds >= 1 else f"{1e6 * seconds:.3g} µs"
