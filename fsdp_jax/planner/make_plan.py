@@ -1,6 +1,6 @@
 """Makes plans: from the compiled program of a step, or analytically from its trace."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from fsdp_jax.planner.compiled.peak_memory import KINDS, peak_memory
 from fsdp_jax.planner.compiled.program import CompiledProgram, check_dtypes, compile_step
 from fsdp_jax.planner.compiled.timeline import ScheduleSimulator, SimulatedTime
 from fsdp_jax.planner.machines.network import Network
-from fsdp_jax.planner.machines.roofline import Matmul, Roofline
+from fsdp_jax.planner.machines.roofline import Roofline
 from fsdp_jax.planner.machines.topology import Topology, check_not_virtual
 from fsdp_jax.planner.memory_cliff import MemoryCliff, compiler_limit, memory_cliff
 from fsdp_jax.planner.plan import Basis, Plan, Time
@@ -100,13 +100,14 @@ def compiled_plan(
         simulated.host,
         simulated.host_exposed,
     )
+    flops = sum(matmul.flops * count for matmul, count in simulated.matmuls.items())
     limit = compiler_limit(topology.hardware, module)
     cliff = memory_cliff(module, sent, memory.peak_bytes, limit)
     notes = _notes(plan, topology, memory.peak_bytes, memory.host_bytes)
     notes += _program_notes(plan, contract, simulated, cliff)
     return Plan(
         **_layout_figures(plan, topology, work),
-        **_speeds(time, simulated.matmuls, topology, work),
+        **_speeds(time, flops, topology, work),
         peak_bytes=memory.peak_bytes,
         host_bytes=memory.host_bytes,
         from_host_bytes=int(simulated.from_host),
@@ -140,14 +141,14 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     traffic = expected_traffic(plan, Network(plan.layout.mesh, topology.hardware))
     time = _analytic_time(estimated, traffic, roofline)
     host_bytes = plan.layout.per_device(host=True) + estimated.host_bytes
-    matmuls = {matmul: matmul.times for matmul in estimated.matmuls}
+    flops = sum(matmul.flops * matmul.times for matmul in estimated.matmuls)
     exposed_share = time.exposed_s / traffic.seconds if traffic.seconds else 0
     notes = _notes(plan, topology, estimated.peak_bytes, host_bytes)
     if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
         notes.append("no layers are stacked: this peak may be up to 30% too low; compile to know")
     return Plan(
         **_layout_figures(plan, topology, work),
-        **_speeds(time, matmuls, topology, work),
+        **_speeds(time, flops, topology, work),
         peak_bytes=estimated.peak_bytes,
         host_bytes=host_bytes,
         from_host_bytes=estimated.from_host_bytes,
@@ -204,7 +205,6 @@ def _refused_plan(
 def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str, Any]:
     """Returns the fields of a plan that the layout and the machine determine."""
     layout, chip = plan.layout, topology.hardware
-    assert chip.memory_bytes is not None
     return {
         "topology": topology.name,
         "strategy": layout.strategy.name,
@@ -214,7 +214,7 @@ def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str,
         "valley_bytes": layout.per_device(),
         "staging_bytes": plan.stream_report.staging_bytes,
         "capacity_bytes": chip.memory_bytes,
-        "usable_bytes": chip.memory_bytes - chip.reserved_bytes,
+        "usable_bytes": chip.usable_bytes,
         "host_devices": topology.host_devices,
         "host_capacity_bytes": chip.host_memory_bytes,
         "convention": work.convention,
@@ -235,13 +235,10 @@ def _analytic_time(estimated: Estimate, traffic: ExpectedTraffic, roofline: Roof
     return Time(compute, memory, traffic.seconds, exposed, step, host, host_exposed)
 
 
-def _speeds(
-    time: Time, matmuls: Mapping[Matmul, int], topology: Topology, work: Work
-) -> dict[str, Any]:
-    """Returns the fields of a plan that are rates."""
+def _speeds(time: Time, flops: int, topology: Topology, work: Work) -> dict[str, Any]:
+    """Returns the fields of a plan that are rates; `flops` are those of the program."""
     chip, devices = topology.hardware, topology.size
     peak = chip.peak_flops.get("bfloat16") or chip.peak_flops["float16"]
-    flops = sum(matmul.flops * count for matmul, count in matmuls.items())
     return {
         "tokens_per_s_per_device": work.tokens / time.step_s / devices if work.tokens else None,
         "mfu": work.flops / (time.step_s * peak * devices) if work.flops else None,
@@ -261,16 +258,15 @@ def _notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) -> li
     notes = []
     axes, chip = plan.layout.axes, topology.hardware
     assert chip.memory_bytes is not None
-    usable = chip.memory_bytes - chip.reserved_bytes
     if plan.layout.strategy.hybrid and shards_of(axes.mesh, axes.replica) == 1:
         notes.append(
             "hybrid with one replica shards over all devices; --mesh.replica HOSTS shards within a"
             " host"
         )
-    if chip.platform == "cuda" and JAX_MEMORY * chip.memory_bytes < peak <= usable:
+    if chip.platform == "cuda" and JAX_MEMORY * chip.memory_bytes < peak <= chip.usable_bytes:
         notes.append(
             f"jax takes {JAX_MEMORY:.0%} of a GPU unless told otherwise: set"
-            f" XLA_PYTHON_CLIENT_MEM_FRACTION={usable / chip.memory_bytes:.2f}"
+            f" XLA_PYTHON_CLIENT_MEM_FRACTION={chip.usable_bytes / chip.memory_bytes:.2f}"
         )
     on_host, capacity = host_bytes * topology.host_devices, chip.host_memory_bytes
     if capacity is not None and on_host > capacity:

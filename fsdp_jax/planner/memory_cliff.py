@@ -99,7 +99,7 @@ def compiler_limit(chip: Hardware, module: Module, allocator: int | None = None)
     if chip.memory_bytes is None:
         return None
     if chip.platform != "cuda":
-        return chip.memory_bytes - chip.reserved_bytes
+        return chip.usable_bytes
     inputs = sum(
         device_bytes(one.type)
         for one in module[module.entry].instructions

@@ -1,6 +1,6 @@
 """What the planner knows about a chip: peak rates, and the fractions of them that programs achieve.
 
-`chips.py` holds the table of chips.
+The chips are in `chips.toml`.
 """
 
 import dataclasses
@@ -12,8 +12,7 @@ from typing import NamedTuple
 class CudaTarget:
     """What XLA's CUDA compiler asks about a GPU, except its memory. Sizes in bytes.
 
-    From the files that each chip's `source` names in XLA's `xla/backends/gpu/target_config/specs`;
-    what is equal in all of them is in `target_config`. `capability` is (major, minor).
+    What is equal in all of them is in `target_config`. `capability` is (major, minor).
     """
 
     capability: tuple[int, int]
@@ -26,67 +25,46 @@ class CudaTarget:
 
 
 class Protocol(NamedTuple):
-    """Latencies and bandwidth of one protocol; a collective uses the fastest for its size.
+    """Latencies and bandwidth of one protocol; a collective uses the fastest for its size."""
 
-    Attributes:
-        base: seconds of any collective.
-        link: seconds of a step inside a host, or to the next chip.
-        network: seconds of a step between hosts, or slices.
-        share: fraction of the bandwidth that the protocol reaches.
-
-    """
-
-    base: float
-    link: float
-    network: float
-    share: float
+    base: float  # seconds of any collective
+    link: float  # seconds of a step inside a host, or to the next chip
+    network: float  # seconds of a step between hosts, or slices
+    share: float  # of the bandwidth that the protocol reaches
 
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
     """Fractions of a chip's peaks that programs achieve: the constants of the roofline.
 
-    Attributes:
-        matmul: of the peak rate, for a matmul that fills the chip. The only fitted constant:
-            `scripts/validate_plan.py` names the published runs it is fitted on, and the others.
-        tiles: (m, n, fraction of `matmul`) of the tiles a matmul is cut into; the best is taken.
-        cores: how many tiles run at once.
-        ramp: length of k at which filling and draining takes half of a tile's time.
-        attention: of the peak rate, for an attention kernel, counted by its algorithm (5 matmuls in
-            the backward pass).
-        memory: of the memory bandwidth, for fused elementwise chains.
-        link: of the link bandwidth, for large rings.
-        network: of the network bandwidth.
-        tree: of a ring's rate, for an all-reduce over trees.
-        protocols: latencies.
-        launch: seconds of overhead per kernel.
-        host: of the bandwidth between device and host memory, for large pinned buffers.
-        source: where the numbers come from.
-
+    `matmul` is the only one that is fitted: `scripts/validate_plan.py` names the published runs that
+    it is fitted on, and the others.
     """
 
-    matmul: float
+    matmul: float  # of the peak rate, for a matmul that fills the chip
+    # (m, n, fraction of `matmul`) of the tiles that a matmul is cut into; the best is taken
     tiles: tuple[tuple[int, int, float], ...]
-    cores: int
-    ramp: int
+    cores: int  # how many tiles run at once
+    ramp: int  # length of k at which filling and draining takes half of a tile's time
+    # of the peak rate, for an attention kernel, counted by its algorithm (5 matmuls in the backward
+    # pass)
     attention: float
-    memory: float
-    link: float
-    network: float
-    tree: float
+    memory: float  # of the memory bandwidth, for fused elementwise chains
+    link: float  # of the link bandwidth, for large rings
+    network: float  # of the network bandwidth
+    tree: float  # of a ring's rate, for an all-reduce over trees
     protocols: tuple[Protocol, ...]
-    launch: float
-    host: float
-    source: str
+    launch: float  # seconds of overhead per kernel
+    host: float  # of the bandwidth between device and host memory, for large pinned buffers
+    source: str  # where the numbers come from
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """One device as jax counts them: a GPU, or a TPU chip.
 
-    Rates are the vendor's peaks without structured sparsity. Bandwidths count one direction: what a
-    device sends while it receives as much. Vendors mostly print the sum of both directions; the
-    table holds half of that.
+    Rates are the vendor's peaks without structured sparsity. Bandwidths count one direction, half
+    of what vendors mostly print: what a device sends while it receives as much.
 
     Attributes:
         name: as in a topology, `h100`.
@@ -137,6 +115,12 @@ class Hardware:
     efficiency: Efficiency | None = None
     cuda: CudaTarget | None = None
     topology_options: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Device memory that a program can use."""
+        assert self.memory_bytes is not None
+        return self.memory_bytes - self.reserved_bytes
 
     @property
     def has_float8_units(self) -> bool:

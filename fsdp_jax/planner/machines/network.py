@@ -19,17 +19,11 @@ from fsdp_jax.planner.machines.hardware import Hardware, Protocol
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """The devices that one collective joins.
-
-    Attributes:
-        size: number of devices.
-        hosts: number of hosts, or of TPU slices, that they span.
-        dims: for TPUs: (chips, whether it closes into a ring) of each torus dim that they span.
-
-    """
+    """The devices that one collective joins."""
 
     size: int
-    hosts: int
+    hosts: int  # or TPU slices, that they span
+    # of TPUs: (chips, whether it closes into a ring) of each torus dim that they span
     dims: tuple[tuple[int, bool], ...] = ()
 
     @property

@@ -24,7 +24,8 @@ EXAMPLES = "cpu:8, h100:8, h100:64x8 (hosts x GPUs), v5p:2x2x2, v5e:16x16, v5e:1
 _FORM = re.compile(
     r"(?P<chip>[^:]+):(?P<shape>[0-9]{1,9}(x[0-9]{1,9}){0,4})(\*(?P<slices>[0-9]{1,9}))?"
 )
-LARGEST = 2**17  # devices; each is an object, also where it is not present
+LARGEST = 2**17
+"""Devices of a machine at most: each is an object, also where it is not present."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,17 +154,15 @@ def check_not_virtual(chip: Hardware, name: str) -> None:
         raise _topology_error(what, got=name, fix="h100:8, v5e:16x16, or another chip")
 
 
-def _topology_error(what: str, **fields: object) -> ConfigError:
+def _topology_error(what: str, **fields: Any) -> ConfigError:
     return ConfigError(message(what, where="topology", **fields))
 
 
 def machines(chip: Hardware) -> Iterator[Topology]:
     """Yields machines of a chip by size: powers of two; of TPUs, the torus closest to a cube."""
     if chip.platform == "cuda":
-        assert chip.host_devices is not None
-        for power in range(13):
-            size, host = 2**power, min(8, chip.host_devices)
-            shape = f"{size}" if size <= host else f"{size // host}x{host}"
+        for size in (2**power for power in range(13)):
+            shape = f"{size}" if size <= 8 else f"{size // 8}x8"
             yield parse_topology(f"{chip.name}:{shape}")
         return
     torus = [2, 2, *[1] * (chip.torus_dims - 2)]
