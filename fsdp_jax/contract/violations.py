@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,25 +72,17 @@ def traffic_violations(
 
     """
     attribution = Attribution(expected, collectives, paths)
-    own = [
-        v for account in attribution.accounts for v in _violations_of(account, attribution.material)
-    ]
-    own = own or _violations_of_many(attribution)
-    activations = [
-        (sent, _unattributed(sent, attribution.accounts, annotated=annotated))
-        for sent in attribution.unattributed
-    ]
+    alone = (_violation_of(account, attribution.material) for account in attribution.accounts)
+    own = [each for each in alone if each is not None] or _violations_of_many(attribution)
     if annotated:
-        return _annotated(attribution, expected, own, activations)
-    violations = own + [violation for _, violation in activations]
-    return violations or _total_excess(attribution), []
+        return _annotated(attribution, own)
+    accounts, unattributed = attribution.accounts, attribution.unattributed
+    activations = [_activation(sent, accounts, annotated=False) for sent in unattributed]
+    return own + activations or _total_excess(attribution), []
 
 
 def _annotated(
-    attribution: Attribution,
-    expected: Sequence[Expected],
-    own: Sequence[Violation],
-    activations: Sequence[tuple[Sent, Violation]],
+    attribution: Attribution, own: Sequence[Violation]
 ) -> tuple[list[Violation], list[str]]:
     """Returns as `traffic_violations`, for a step that is partitioned by sharding annotations.
 
@@ -102,18 +94,18 @@ def _annotated(
     more = [violation for violation in own if violation.kind in ("bytes", "repeat")]
     # A wider all-gather than any parameter declares may be of weights in disguise (concatenated,
     # say).
+    accounts, material = attribution.accounts, attribution.material
     gathers = [
-        each for each in expected if each.role == "gather" and each.bytes > attribution.material
+        each for account in accounts if account.role == "gather" for each in account.expected
     ]
-    widest = max((jnp.dtype(each.dtype).itemsize for each in gathers), default=4)
-    for sent, violation in activations:
-        material = sent.op == "all-gather" and sent.bytes > attribution.material
-        wide = material and jnp.dtype(sent.dtype).itemsize > widest
-        (never_offset if wide else more).append(violation)
+    itemsizes = [jnp.dtype(each.dtype).itemsize for each in gathers if each.bytes > material]
+    for sent in attribution.unattributed:
+        is_large = sent.op == "all-gather" and sent.bytes > material
+        is_wide = is_large and jnp.dtype(sent.dtype).itemsize > max(itemsizes, default=4)
+        violation = _activation(sent, accounts, annotated=True)
+        (never_offset if is_wide else more).append(violation)
     # Offset the rest by what is saved.
-    avoided = [
-        account for account in attribution.accounts if account.is_avoided(attribution.material)
-    ]
+    avoided = [account for account in accounts if account.is_avoided(material)]
     saved = sum(account.declared_bytes - account.sent_bytes for account in avoided)
     offset: list[Violation] = []
     not_offset: list[Violation] = []
@@ -130,20 +122,19 @@ def other_axes(
     expected: Sequence[Expected], collectives: Sequence[Collective], axes: MeshAxes
 ) -> list[Violation]:
     """Returns a violation for each mesh axis along which traffic is sent and none is declared."""
-    declared, sent = Counter[str](), Counter[str]()
-    for one in expected:
-        declared[one.axis] += one.bytes
+    if not expected:
+        return []
+    sent = Counter[str]()
     for each in collectives:
         sent[axes.user_name(each.axis.split("+"))] += each.bytes
-    if not declared:
-        return []
-    least = max(MATERIAL * sum(declared.values()), IMMATERIAL_BYTES)
+    declared = {each.axis for each in expected}
+    least = max(MATERIAL * sum(each.bytes for each in expected), IMMATERIAL_BYTES)
     cause = "the placement of an array, in the model or by a rule, "
     cause += "crosses axes that its parameter does not"
     return [
         Violation("", f"more is sent along '{axis}' than declared", sent[axis], cause)
         for axis in sent
-        if not declared[axis] and sent[axis] > least
+        if axis not in declared and sent[axis] > least
     ]
 
 
@@ -177,7 +168,7 @@ def _total_excess(attribution: Attribution) -> list[Violation]:
     return [Violation("", "more is sent than declared", attribution.excess, cause)]
 
 
-def _unattributed(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -> Violation:
+def _activation(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -> Violation:
     """Returns the violation of an activation, or of a parameter's shape sent once more."""
     source = f" ({sent.path})" if sent.path else ""
     what = f"{sent.dtype}{list(sent.shape)} by {sent.op}{source}"
@@ -214,25 +205,23 @@ def _unattributed(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -
 
 def _violations_of_many(attribution: Attribution) -> list[Violation]:
     """Returns differences too small to matter in any parameter, which matter in their sum."""
-    kinds: dict[str, list[tuple[int, Violation]]] = {}
+    weights, kinds = Counter[str](), dict[str, list[Violation]]()
     for account in attribution.accounts:
-        for violation in _violations_of(account, 0):
-            if violation.kind == "repeat":  # `_total_excess` finds these
-                continue
-            weight = violation.bytes
-            if violation.kind == "less":
-                weight = account.declared_bytes
-            elif account.expected:
-                other = sum(sent.bytes for sent in account.sent if sent.dtype != account.dtype)
-                weight = max(weight, other)
-            kinds.setdefault(violation.what, []).append((weight, violation))
-    merged = []
-    for what, weighted in kinds.items():
-        if sum(weight for weight, _ in weighted) <= max(
-            MANY * attribution.material, IMMATERIAL_BYTES
-        ):
+        violation = _violation_of(account, 0)
+        if violation is None or violation.kind == "repeat":  # `_total_excess` finds these
             continue
-        alike = [violation for _, violation in weighted]
+        weight = violation.bytes
+        if violation.kind == "less":
+            weight = account.declared_bytes
+        elif account.expected:
+            other = sum(sent.bytes for sent in account.sent if sent.dtype != account.dtype)
+            weight = max(weight, other)
+        weights[violation.what] += weight
+        kinds.setdefault(violation.what, []).append(violation)
+    merged = []
+    for what, alike in kinds.items():
+        if weights[what] <= max(MANY * attribution.material, IMMATERIAL_BYTES):
+            continue
         first = max(alike, key=lambda violation: violation.bytes)
         where = f"{first.path} and {len(alike) - 1} more" if len(alike) > 1 else first.path
         more = sum(violation.bytes for violation in alike)
@@ -240,16 +229,15 @@ def _violations_of_many(attribution: Attribution) -> list[Violation]:
     return merged
 
 
-def _violations_of(account: Account, material: float) -> Iterator[Violation]:
-    """Yields what one parameter's traffic differs in: the first difference that matters."""
+def _violation_of(account: Account, material: float) -> Violation | None:
+    """Returns the first difference that matters between what one parameter declares and sends."""
     done = "gathered" if account.role == "gather" else "reduced"
     excess = account.sent_bytes - account.declared_bytes
     if not account.expected:
-        if account.sent_bytes > material:
-            what = f"{done}, which is not declared"
-            cause = "it is replicated, or not trained"
-            yield Violation(account.path, what, account.sent_bytes, cause)
-        return
+        if account.sent_bytes <= material:
+            return None
+        what, cause = f"{done}, which is not declared", "it is replicated, or not trained"
+        return Violation(account.path, what, account.sent_bytes, cause)
     declared = jnp.dtype(account.dtype)
     others = [sent for sent in account.sent if sent.dtype != declared.name]
     dtype = jnp.dtype(others[0].dtype) if others else declared
@@ -259,13 +247,14 @@ def _violations_of(account: Account, material: float) -> Iterator[Violation]:
     if abs(more) > material and dtype_matters:
         what = f"{done} in {dtype}, declared {declared}"
         cause = _dtype_cause(account, dtype, more)
-        yield Violation(account.path, what, max(more, 0), cause, "dtype")
-    elif excess > max(material, (TOLERANCE - 1) * account.declared_bytes):
-        yield _excess(account, excess)
-    elif account.is_avoided(material):
+        return Violation(account.path, what, max(more, 0), cause, "dtype")
+    if excess > max(material, (TOLERANCE - 1) * account.declared_bytes):
+        return _excess(account, excess)
+    if account.is_avoided(material):
         cause = "XLA computes on its shards and sends activations: "
         cause += "make the module that uses it a unit"
-        yield Violation(account.path, f"never {done}", 0, cause, "less")
+        return Violation(account.path, f"never {done}", 0, cause, "less")
+    return None
 
 
 def _dtype_cause(account: Account, dtype: np.dtype, more: int) -> str:

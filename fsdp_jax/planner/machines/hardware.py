@@ -37,8 +37,8 @@ class Protocol(NamedTuple):
 class Efficiency:
     """Fractions of a chip's peaks that programs achieve: the constants of the roofline.
 
-    `matmul` is the only one that is fitted: `scripts/validate_plan.py` names the published runs that
-    it is fitted on, and the others.
+    Only `matmul` is fitted: `scripts/validate_plan.py` names the published runs that it is fitted
+    on, and the others.
     """
 
     matmul: float  # of the peak rate, for a matmul that fills the chip
