@@ -159,11 +159,7 @@ def check_contract(step: CompiledStep, batch: PyTree) -> Contract:
 def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ()) -> Contract:
     """Compares a compiled program's traffic with what a step's plan declares.
 
-    Args:
-        plan: of the step.
-        text: `compiled.as_text()`.
-        repeated: what XLA's partitioner reported while it compiled.
-
+    `text`: `compiled.as_text()`; `repeated`: what XLA's partitioner reported while it compiled.
     """
     axes = plan.layout.axes
     annotated = not plan.local_batch

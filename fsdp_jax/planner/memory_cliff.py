@@ -69,12 +69,7 @@ def memory_cliff(
 ) -> MemoryCliff | None:
     """Returns what XLA gave up for want of memory; None if the program shows nothing.
 
-    Args:
-        module: the compiled program.
-        collectives: of the program, from `read_program`.
-        peak_bytes: device memory that it needs.
-        limit_bytes: from `compiler_limit`.
-
+    `peak_bytes`: device memory that it needs; `limit_bytes`: from `compiler_limit`.
     """
     again = list(_rematerialized(module))
     excess = max(0, peak_bytes - limit_bytes) if limit_bytes is not None else 0
@@ -90,21 +85,14 @@ def memory_cliff(
 def compiler_limit(chip: Hardware, module: Module, allocator: int | None = None) -> int | None:
     """Returns the device memory that XLA's scheduler plans with, for a program; None on CPUs.
 
-    Args:
-        chip: that the program is for.
-        module: the compiled program.
-        allocator: bytes that the running process may take of a GPU; None without that GPU.
-
+    `allocator`: bytes that the running process may take of a GPU; None without that GPU.
     """
     if chip.memory_bytes is None:
         return None
     if chip.platform != "cuda":
         return chip.usable_bytes
-    inputs = sum(
-        device_bytes(one.type)
-        for one in module[module.entry].instructions
-        if one.opcode == "parameter"
-    )
+    entry = module[module.entry].instructions
+    inputs = sum(device_bytes(one.type) for one in entry if one.opcode == "parameter")
     base = allocator if allocator is not None else GPU_BASE * chip.memory_bytes
     return int(inputs + GPU_SLOP * max(0.0, base - inputs))
 

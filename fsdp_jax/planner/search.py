@@ -19,7 +19,7 @@ from fsdp_jax.planner.settings import (
     replica_counts,
 )
 from fsdp_jax.prefetch.rewrite import Prefetch
-from fsdp_jax.sharding.offload import Offload
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tables import text_table
 
@@ -33,8 +33,10 @@ MARGIN = 1.1
 For stacked layers an estimate is within 10% of the compiled peak; see "how far to trust a plan" in
 docs/planning.md for the exceptions.
 """
-SETTINGS_COLUMNS = ("strategy", "replica", "remat", "prefetch", "accumulation", "offload")
-COLUMNS = (*SETTINGS_COLUMNS, "peak", "step", "tokens/s/device", "sent", "basis", "")
+COLUMNS = (
+    *("strategy", "replica", "remat", "prefetch", "accumulation", "offload"),
+    *("peak", "step", "tokens/s/device", "sent", "basis", ""),
+)
 
 Progress = Callable[[str], None]
 """Receives the progress of a search, a line at a time."""
@@ -53,9 +55,29 @@ class Candidate:
         return self.plan.time.step_s if self.plan.time else float("inf")
 
     @property
+    def costs(self) -> tuple[float, int, int]:
+        """Seconds, bytes at the peak and bytes sent."""
+        return self.seconds, self.plan.peak_bytes, self.plan.wire_bytes
+
+    @property
     def may_fit(self) -> bool:
         """Whether the peak fits, within the error of an estimate."""
-        return self.plan.peak_bytes <= MARGIN * self.plan.usable_bytes
+        return self.may_fit_with(NO_OFFLOAD)
+
+    def may_fit_with(self, offload: Offload) -> bool:
+        """Returns whether it may fit if all that is offloaded is not on the device at the peak."""
+        kept = {
+            "params": offload.params,
+            "optimizer": offload.state,
+            "activations": bool(offload.activations),
+        }
+        saved = sum(self.plan.breakdown.get(part, 0) for part, there in kept.items() if there)
+        return self.plan.peak_bytes - saved <= MARGIN * self.plan.usable_bytes
+
+    def beats(self, other: "Candidate") -> bool:
+        """Returns whether no cost is higher than another's, and one is lower."""
+        pairs = zip(self.costs, other.costs, strict=True)
+        return self.costs != other.costs and all(mine <= theirs for mine, theirs in pairs)
 
     def __str__(self) -> str:
         peak = human_bytes(self.plan.peak_bytes)
@@ -64,22 +86,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found, fastest first. `print(result)` shows the Pareto table.
-
-    Attributes:
-        topology: that was searched for.
-        compiled: the finalists that fit, compiled.
-        unfit: those that do not fit, compiled.
-        estimated: all whose estimate fits.
-        tried: how many were estimated.
-
-    """
+    """What a search found, fastest first. `print(result)` shows the Pareto table."""
 
     topology: Topology
-    compiled: Sequence[Candidate]
-    unfit: Sequence[Candidate]
-    estimated: Sequence[Candidate]
-    tried: int
+    compiled: Sequence[Candidate]  # the finalists that fit
+    unfit: Sequence[Candidate]  # those that do not fit, compiled too
+    estimated: Sequence[Candidate]  # all whose estimate fits
+    tried: int  # how many were estimated
 
     @property
     def best(self) -> Candidate:
@@ -91,7 +104,7 @@ class SearchResult:
         compiled = {candidate.settings for candidate in (*self.compiled, *self.unfit)}
         estimated = [each for each in self.estimated if each.settings not in compiled]
         fitting = [*self.compiled, *estimated]
-        return [each for each in fitting if not any(_beats(other, each) for other in fitting)]
+        return [each for each in fitting if not any(other.beats(each) for other in fitting)]
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns all that was compiled, then the Pareto front of the estimates."""
@@ -115,21 +128,12 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Search:
-    """A search for the best way to run a batch.
-
-    Attributes:
-        make_step: builds a step.
-        rows: of the global batch, which stays as it is.
-        work: what a step computes.
-        cache: folder of compiled programs; None does not cache.
-        progress: receives a line for each plan.
-
-    """
+    """A search for the best way to run a batch."""
 
     make_step: MakeStep
-    rows: int
+    rows: int  # of the global batch, which stays as it is
     work: Work
-    cache: Path | None
+    cache: Path | None  # folder of compiled programs; None does not cache
     progress: Progress
 
     def run(self, topology: Topology) -> SearchResult:
@@ -168,9 +172,7 @@ class Search:
     def smallest_topology(self, chip: Hardware, devices: int | None = None) -> Topology:
         """Returns the smallest machine of a chip that fits, by the leanest settings' estimate.
 
-        Args:
-            chip: of the table of chips.
-            devices: exactly so many, if given.
+        With exactly so many `devices`, if given.
 
         Raises:
             ConfigError: no such machine.
@@ -258,9 +260,7 @@ class Search:
             if without.seconds >= best:
                 break
             for offload in OFFLOADS[1:]:
-                # even without what is kept on the host it may be too large
-                least = without.plan.peak_bytes - _most_saved(without.plan, offload)
-                if least > MARGIN * without.plan.usable_bytes:
+                if not without.may_fit_with(offload):
                     continue
                 settings = replace(without.settings, offload=offload)
                 candidate = self._estimate(settings, topology, [])
@@ -322,9 +322,7 @@ def _is_hopeless(settings: StepSettings, known: Candidate) -> bool:
     if (settings.accumulation == 1) != (other.accumulation == 1):
         return False
     # with offload the other may fit, and a step that recomputes less would be faster
-    saved = max(_most_saved(known.plan, offload) for offload in OFFLOADS)
-    least = known.plan.peak_bytes - saved
-    if settings.remat != other.remat and least <= MARGIN * known.plan.usable_bytes:
+    if settings.remat != other.remat and any(map(known.may_fit_with, OFFLOADS)):
         return False
     return (
         settings.accumulation <= other.accumulation
@@ -333,30 +331,12 @@ def _is_hopeless(settings: StepSettings, known: Candidate) -> bool:
     )
 
 
-def _most_saved(plan: Plan, offload: Offload) -> int:
-    """Returns the bytes at the peak of all that may be kept in host memory."""
-    kept = {
-        "params": offload.params,
-        "optimizer": offload.state,
-        "activations": bool(offload.activations),
-    }
-    return sum(plan.breakdown.get(part, 0) for part, there in kept.items() if there)
-
-
-def _beats(candidate: Candidate, other: Candidate) -> bool:
-    mine, theirs = (
-        (each.seconds, each.plan.peak_bytes, each.plan.wire_bytes) for each in (candidate, other)
-    )
-    return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
-
-
 def _row(candidate: Candidate) -> tuple[str, ...]:
     plan = candidate.plan
     speed = plan.tokens_per_s_per_device
     settings = candidate.settings
-    kept = [
-        part for part in ("params", "optimizer", "activations") if getattr(settings.offload, part)
-    ]
+    parts = ("params", "optimizer", "activations")
+    kept = [part for part in parts if getattr(settings.offload, part)]
     return (
         settings.strategy,
         str(settings.replica),

@@ -87,14 +87,6 @@ def fixes(
     """Returns changes that lower the peak of a plan, the one of the lowest peak first.
 
     Savings are differences of analytic plans; where there is none, of bytes at the peak.
-
-    Args:
-        plan: of the step with `settings`.
-        settings: to change.
-        make_step: builds a step.
-        topology: to run on.
-        work: what a step computes.
-
     """
     try:
         step, batch = make_step(settings, fake_devices(topology))
@@ -175,10 +167,8 @@ def _leaner_settings(
 
 def _host_memory_by_arithmetic(plan: Plan) -> Iterator[Fix]:
     """Yields what offload would save of a step without an estimate; staging is not counted."""
-    for part, change in (
-        ("optimizer", "--offload.optimizer 1"),
-        ("params", "--offload.params True"),
-    ):
+    changes = {"optimizer": "--offload.optimizer 1", "params": "--offload.params True"}
+    for part, change in changes.items():
         saves = plan.breakdown[part]
         peak = plan.peak_bytes - saves
         if saves > 0:
