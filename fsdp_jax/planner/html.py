@@ -65,20 +65,6 @@ class Mark:
     bottom: int
     css: str = ""
 
-    @property
-    def anchor(self) -> str:
-        """The side of the text that is at the line."""
-        if self.css == "tick" and 0.03 < self.at < 0.97:
-            return "middle"
-        return "end" if self.at > 0.5 else "start"
-
-    @property
-    def dx(self) -> int:
-        """Pixels between the line and its text."""
-        if self.css == "tick":
-            return 0
-        return -5 if self.at > 0.5 else 5
-
 
 @dataclass(frozen=True)
 class Drawing:

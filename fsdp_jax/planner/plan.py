@@ -203,16 +203,14 @@ class Plan:
         groups: dict[tuple[str, str], list[Buffer]] = {}
         for buffer in self.buffers:
             groups.setdefault((buffer.kind, buffer.array), []).append(buffer)
-        sized = [
-            (sum(buffer.bytes for buffer in members), group, members)
-            for group, members in groups.items()
-        ]
+        sums = {group: sum(one.bytes for one in members) for group, members in groups.items()}
         rows = []
-        for total, (kind, array), members in sorted(sized, key=lambda row: -row[0])[:SHOWN_BUFFERS]:
+        for group in sorted(groups, key=sums.__getitem__, reverse=True)[:SHOWN_BUFFERS]:
+            (kind, array), members = group, groups[group]
             names = list(dict.fromkeys(buffer.path or buffer.operation for buffer in members))
             more = f" (+{len(names) - 1})" if len(names) > 1 else ""
             count = f"{len(members)} x " if len(members) > 1 else ""
-            rows.append((human_bytes(total), kind, f"{count}{array}", f"{names[0]}{more}"))
+            rows.append((human_bytes(sums[group]), kind, f"{count}{array}", f"{names[0]}{more}"))
         return rows
 
     def time_rows(self) -> list[tuple[str, str, str]]:
@@ -237,9 +235,9 @@ class Plan:
         if self.tokens_per_s_per_device is not None:
             parts.append(f"{self.tokens_per_s_per_device:.0f} tokens/s per device")
         if self.mfu is not None:
-            parts.append(f"MFU {100 * self.mfu:.1f}% ({self.convention})")
+            parts.append(f"MFU {self.mfu:.1%} ({self.convention})")
         if self.hfu is not None:
-            parts.append(f"HFU {100 * self.hfu:.1f}% (every matmul of the program)")
+            parts.append(f"HFU {self.hfu:.1%} (every matmul of the program)")
         return ", ".join(parts)
 
     def fix_rows(self) -> list[tuple[str, str, str, str, str]]:

@@ -84,12 +84,12 @@ def formula(monkeypatch):
 
 def search_h100s(formula, rows=64, progress=lambda line: None):
     make_step, _ = formula
-    return Search(make_step, rows, Work(), progress=progress).run(parse_topology("h100:8"))
+    return Search(make_step, rows, Work(), None, progress).run(parse_topology("h100:8"))
 
 
 def smallest(formula, rows=64, progress=lambda line: None, devices=None):
     """Returns the name of the smallest machine of H100s."""
-    search = Search(formula[0], rows, Work(), progress=progress)
+    search = Search(formula[0], rows, Work(), None, progress)
     return search.smallest_topology(HARDWARE["h100"], devices).name
 
 

@@ -41,12 +41,16 @@ class Matmul:
 
 
 class Roofline:
-    """Rates that a chip achieves, as its `Efficiency` says."""
+    """Rates that a chip achieves, as its `Efficiency` says: FLOP/s and bytes/s."""
 
     def __init__(self, chip: Hardware) -> None:
         assert chip.efficiency is not None, f"{chip.name} has no efficiency"
+        assert chip.memory_bandwidth is not None
+        assert chip.host_bandwidth is not None
         self.chip = chip
         self.efficiency = chip.efficiency
+        self.memory_rate = chip.memory_bandwidth * chip.efficiency.memory
+        self.host_rate = chip.host_bandwidth * chip.efficiency.host  # in one direction
         self.seconds = cache(self._seconds)
 
     def _seconds(self, matmul: Matmul) -> float:
@@ -70,18 +74,6 @@ class Roofline:
             share * _utilization(matmul, m, n, efficiency.cores) for m, n, share in efficiency.tiles
         )
         return utilization * matmul.k / (matmul.k + efficiency.ramp)
-
-    @property
-    def memory_rate(self) -> float:
-        """Bytes/s of device memory."""
-        assert self.chip.memory_bandwidth is not None
-        return self.chip.memory_bandwidth * self.efficiency.memory
-
-    @property
-    def host_rate(self) -> float:
-        """Bytes/s between device and host memory, in one direction."""
-        assert self.chip.host_bandwidth is not None
-        return self.chip.host_bandwidth * self.efficiency.host
 
 
 def _utilization(matmul: Matmul, m: int, n: int, cores: int) -> float:
