@@ -40,6 +40,8 @@ class FakeDevice:
     platform: str
     device_kind: str
     slice_index: int = 0
+    coords: tuple[int, ...] = ()  # of a TPU, in the torus
+    core_on_chip: int = 0
     client: FakeClient = FakeClient()
 
     def default_memory(self) -> FakeMemory:
@@ -49,14 +51,6 @@ class FakeDevice:
     def addressable_memories(self) -> Sequence[FakeMemory]:
         """Returns the device's own memory, and its host's that it can read and write."""
         return [self.default_memory(), FakeMemory("pinned_host")]
-
-
-@dataclass(frozen=True, order=True)
-class FakeTpuChip(FakeDevice):
-    """A TPU chip, at its coordinates in the torus."""
-
-    coords: tuple[int, ...] = ()
-    core_on_chip: int = 0
 
 
 def fake_devices(topology: Topology) -> list[Any]:
@@ -74,7 +68,7 @@ def fake_devices(topology: Topology) -> list[Any]:
     ]
 
 
-def _tpu_chips(topology: Topology) -> Iterator[FakeTpuChip]:
+def _tpu_chips(topology: Topology) -> Iterator[FakeDevice]:
     kind = topology.hardware.device_kinds[0]
     sizes = (*topology.shape, *[1] * (3 - len(topology.shape)))
     hosts = [size // part for size, part in zip(sizes, (*_HOST, 1), strict=True)]
@@ -85,4 +79,4 @@ def _tpu_chips(topology: Topology) -> Iterator[FakeTpuChip]:
         for number, (x, y, z) in enumerate(coordinates, first_id):
             host = x // _HOST[0] + hosts[0] * (y // _HOST[1] + hosts[1] * z)
             process = host + index * prod(hosts)
-            yield FakeTpuChip(number, process, "tpu", kind, index, coords=(x, y, z))
+            yield FakeDevice(number, process, "tpu", kind, index, (x, y, z))

@@ -5,6 +5,8 @@ The chips are in `chips.toml`.
 
 import dataclasses
 from collections.abc import Mapping
+from importlib import resources
+from string import Template
 from typing import NamedTuple
 
 
@@ -12,7 +14,7 @@ from typing import NamedTuple
 class CudaTarget:
     """What XLA's CUDA compiler asks about a GPU, except its memory. Sizes in bytes.
 
-    What is equal in all of them is in `target_config`. `capability` is (major, minor).
+    What is equal in all of them is in `gpu_target.pbtxt`. `capability` is (major, minor).
     """
 
     capability: tuple[int, int]
@@ -141,35 +143,14 @@ class Hardware:
 def target_config(chip: Hardware) -> str:
     """Returns the text proto (XLA's `GpuTargetConfigProto`) that describes an absent GPU to XLA."""
     assert chip.cuda is not None, f"{chip.name} is not a GPU"
-    gpu = chip.cuda
     # sm_90a and sm_100a: instructions of that one generation, as XLA selects them for a live GPU
-    major, minor = gpu.capability
+    major, minor = chip.cuda.capability
     accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    return f"""\
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {gpu.shared_memory_per_core}
-  shared_memory_per_block_optin: {gpu.shared_memory_per_block_optin}
-  threads_per_core_limit: 2048
-  core_count: {gpu.core_count}
-  fpus_per_core: {gpu.fpus_per_core}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  clock_rate_ghz: {gpu.clock_rate_ghz}
-  l2_cache_size: {gpu.l2_cache_size}
-  memory_bandwidth: {chip.memory_bandwidth:.0f}
-  device_memory_size: {chip.memory_bytes}
-  cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{chip.device_kinds[0]}"
-"""
+    file = resources.files("fsdp_jax.planner.machines").joinpath("gpu_target.pbtxt")
+    return Template(file.read_text(encoding="utf-8")).substitute(
+        dataclasses.asdict(chip.cuda),
+        memory_bandwidth=f"{chip.memory_bandwidth:.0f}",
+        memory_bytes=chip.memory_bytes,
+        capability=f"major: {major} minor: {minor}{accelerated}",
+        device_kind=chip.device_kinds[0],
+    )
