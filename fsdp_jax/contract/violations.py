@@ -278,11 +278,8 @@ def _dtype_cause(account: Account, dtype: np.dtype, more: int) -> str:
 
 def _excess(account: Account, excess: int) -> Violation:
     """Returns the violation of more bytes than declared, in the declared dtype."""
-    ops = {each.op for each in account.expected}
-    declared = sum(each.bytes for each in account.expected if each.op == "all-reduce")
-    reduced = sum(sent.bytes for sent in account.sent if sent.op == "all-reduce")
-    scatters = account.role == "reduce" and "reduce-scatter" in ops
-    if scatters and reduced > declared + excess / 2:
+    scatters = any(each.op == "reduce-scatter" for each in account.expected)
+    if scatters and -account.missing("all-reduce", as_substitute=False) > excess / 2:
         what = "reduced by an all-reduce, declared a reduce-scatter"
         cause = (
             "annotations leave that to the compiler; with local_batch=True, this compiler finds no "

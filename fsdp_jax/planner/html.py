@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import floor, log10
+from operator import itemgetter
 from typing import Any
 
 import jinja2
@@ -32,25 +33,19 @@ TEXT_LIMIT = 90
 
 
 @dataclass(frozen=True)
-class Part:
-    """A segment of a stacked bar; `css` is the class that colours it."""
+class Box:
+    """A rectangle with a tooltip; `left` and `width` are fractions of the drawing's width.
+
+    `css` is the class that colours it.
+    """
 
     name: str
-    size: float
     text: str
     css: str
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangle with a tooltip; `left` and `width` are fractions of the drawing's width."""
-
     left: float
     width: float
     top: int
     height: int
-    css: str
-    title: str
     label: str = ""
 
 
@@ -76,8 +71,7 @@ class Drawing:
     ticks: Sequence[Mark] = ()
     marks: Sequence[Mark] = ()
     captions: Sequence[tuple[str, int]] = ()
-    parts: Sequence[Part] = ()
-    width_px: int = WIDTH_PX
+    parts: Sequence[Box] = ()
 
 
 def render_page(title: str, plans: Sequence[Any], names: Sequence[str] = ()) -> str:
@@ -101,6 +95,7 @@ def _template() -> jinja2.Template:
     drawings = (memory_drawing, time_drawing, timeline_drawing)
     functions = (memory_scale, collective_rows, compared_rows, *drawings)
     environment.globals |= {function.__name__: function for function in functions}
+    environment.globals["WIDTH_PX"] = WIDTH_PX
     return environment.get_template("plan.html.jinja")
 
 
@@ -141,9 +136,11 @@ def memory_drawing(plan: Any, scale: int) -> Drawing:
     """Draws memory at the peak by kind, with the capacity, the limit and steady-state memory."""
     gib = 2**30
     texts = {kind: f"{size}, {share}" for kind, size, share in plan.memory_rows()}
-    parts = [Part(kind, plan.breakdown[kind], texts[kind], kind) for kind in STACK]
-    capacity = f"capacity: {human_bytes(plan.capacity_bytes)}"
-    free = Box(0, plan.capacity_bytes / scale, 36, 40, "free", capacity)
+    parts = _stacked(
+        [(kind, texts[kind], kind, plan.breakdown[kind]) for kind in STACK], scale, top=36
+    )
+    capacity = plan.capacity_bytes
+    free = Box("capacity", human_bytes(capacity), "free", 0, capacity / scale, 36, 40)
 
     def mark(name: str, size: int, y: int, top: int, bottom: int, css: str = "") -> Mark:
         return Mark(f"{name} {human_bytes(size)}", size / scale, y, top, bottom, css)
@@ -151,7 +148,7 @@ def memory_drawing(plan: Any, scale: int) -> Drawing:
     return Drawing(
         "memory at the peak",
         122,
-        boxes=[free, *_stacked(parts, scale, 36)],
+        boxes=[free, *parts],
         ticks=[
             Mark(human_bytes(at * gib), at * gib / scale, 116, 98, 104, "tick")
             for at in _round_numbers(scale / gib)
@@ -171,11 +168,12 @@ def time_drawing(plan: Any) -> Drawing:
     kinds = [(COMPUTE, time.compute_s), ("memory", time.memory_s), ("exposed", time.exposed_s)]
     if time.host_s:
         kinds.append(("host", time.host_exposed_s))
-    parts = [
-        Part(name, size, f"{seconds}, {share}", css)
+    segments = [
+        (name, f"{seconds}, {share}", css, size)
         for (name, seconds, share), (css, size) in zip(plan.time_rows()[:-1], kinds, strict=True)
     ]
-    return Drawing("time of a step", 44, _stacked(parts, time.step_s, 2), parts=parts)
+    parts = _stacked(segments, time.step_s, top=2)
+    return Drawing("time of a step", 44, parts, parts=parts)
 
 
 def timeline_drawing(events: Sequence[Event]) -> Drawing | None:
@@ -216,15 +214,14 @@ def _exposed(computed: Sequence[Event], sent: Sequence[Event], span: float) -> l
     ends = accumulate((event.end for event in computed), max, initial=0.0)
     starts = (*(event.start for event in computed), span)
     idle = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-    idle_starts = [start for start, _ in idle]
-    idle_ends = [end for _, end in idle]
-    return [
-        Event(LINK, max(start, event.start), min(end, event.end), f"waiting for {event.label}")
-        for event in sent
-        for start, end in idle[
-            bisect_right(idle_ends, event.start) : bisect_left(idle_starts, event.end)
-        ]
-    ]
+    exposed = []
+    for event in sent:
+        first = bisect_right(idle, event.start, key=itemgetter(1))
+        last = bisect_left(idle, event.end, key=itemgetter(0))
+        for start, end in idle[first:last]:
+            label = f"waiting for {event.label}"
+            exposed.append(Event(LINK, max(start, event.start), min(end, event.end), label))
+    return exposed
 
 
 def _total(events: Sequence[Event]) -> float:
@@ -237,10 +234,9 @@ def _lane(events: Sequence[Event], span: float, top: int, height: int, css: str)
         width = (max(event.end for event in group) - start) / span
         name = ", ".join(dict.fromkeys(event.label for event in group))
         many = f" in {len(group)} events" if len(group) > 1 else ""
-        duration = seconds_text(_total(group))
-        title = f"{_shortened(name)}: {duration}{many}, from {seconds_text(start)}"
+        text = f"{seconds_text(_total(group))}{many}, from {seconds_text(start)}"
         label = _fitting([name], width) if height > 12 else ""
-        yield Box(start / span, width, top, height, css, title, label)
+        yield Box(_shortened(name), text, css, start / span, width, top, height, label)
 
 
 def _merged(events: Sequence[Event], within: float) -> Iterator[list[Event]]:
@@ -255,16 +251,15 @@ def _merged(events: Sequence[Event], within: float) -> Iterator[list[Event]]:
         yield group
 
 
-def _stacked(parts: Sequence[Part], total: float, top: int) -> list[Box]:
-    """Places parts end to end, each labelled by its name, or by its number in the legend."""
+def _stacked(segments: Sequence[tuple[str, str, str, float]], total: float, top: int) -> list[Box]:
+    """Places (name, text, css, size) end to end, labelled by name or by number in the legend."""
     boxes = []
     left = 0.0
-    for number, part in enumerate(parts, 1):
+    for number, (name, text, css, size) in enumerate(segments, 1):
         # `other` is negative where the analytic estimate exceeds the peak that XLA reports
-        width = max(part.size, 0) / total
-        title = f"{part.name}: {part.text}"
-        label = _fitting([f"{part.name} {part.text}", part.name, str(number)], width)
-        boxes.append(Box(left, width, top, 40, part.css, title, label))
+        width = max(size, 0) / total
+        label = _fitting([f"{name} {text}", name, str(number)], width)
+        boxes.append(Box(name, text, css, left, width, top, 40, label))
         left += width
     return boxes
 
