@@ -69,9 +69,9 @@ def compiled_plan(
     other figures are analytic.
 
     Args:
-        step: from `Sharded.train_step`.
-        batch: shapes of the global batch.
-        topology: to plan for.
+        step: from `Sharded.make_train_step`.
+        batch: arrays or shapes [global rows, ...].
+        topology: of the mesh.
         work: what a step computes.
         cache: folder of compiled programs; None does not cache.
 

@@ -7,7 +7,7 @@ collectives wait instead of running beside compute.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdp_jax.errors import human_bytes
@@ -33,7 +33,7 @@ class MemoryCliff:
         rematerialized_bytes: of those results, each once; in a loop, of one trip.
         exposed_share: of the bytes that loops with compute send, the part that no compute hides;
             0 where the peak is within XLA's limit.
-        limit_bytes: memory that XLA's scheduler plans with; None where it is not known.
+        limit_bytes: memory that XLA's scheduler plans with.
         free_bytes: an estimate of how much less memory would avoid it: the excess over the limit,
             and the results that were dropped. It is too high where these are not needed at once.
         lever: the setting that frees as much for the shortest step; "" where none is known.
@@ -43,7 +43,7 @@ class MemoryCliff:
     rematerialized: int
     rematerialized_bytes: int
     exposed_share: float
-    limit_bytes: int | None
+    limit_bytes: int
     free_bytes: int
     lever: str = ""
 
@@ -55,7 +55,6 @@ class MemoryCliff:
                 f"XLA computes {self.rematerialized} results again ({size}) to save memory"
             )
         if self.exposed_share:
-            assert self.limit_bytes is not None
             parts.append(
                 f"{self.exposed_share:.0%} of what is sent beside compute is exposed, above the"
                 f" {human_bytes(self.limit_bytes)} that XLA's scheduler plans with"
@@ -65,14 +64,14 @@ class MemoryCliff:
 
 
 def memory_cliff(
-    module: Module, collectives: Iterable[Collective], peak_bytes: int, limit_bytes: int | None
+    module: Module, collectives: Iterable[Collective], peak_bytes: int, limit_bytes: int
 ) -> MemoryCliff | None:
     """Returns what XLA gave up for want of memory; None if the program shows nothing.
 
     `peak_bytes`: device memory that it needs; `limit_bytes`: from `compiler_limit`.
     """
-    again = list(_rematerialized(module))
-    excess = max(0, peak_bytes - limit_bytes) if limit_bytes is not None else 0
+    again = _rematerialized(module)
+    excess = max(0, peak_bytes - limit_bytes)
     exposed = _exposed_share(module, collectives) if excess else 0.0
     if not again and not exposed:
         return None
@@ -82,13 +81,12 @@ def memory_cliff(
     return MemoryCliff(len(again), dropped, exposed, limit_bytes, excess + dropped)
 
 
-def compiler_limit(chip: Hardware, module: Module, allocator: int | None = None) -> int | None:
-    """Returns the device memory that XLA's scheduler plans with, for a program; None on CPUs.
+def compiler_limit(chip: Hardware, module: Module, allocator: int | None = None) -> int:
+    """Returns the device memory that XLA's scheduler plans with, for a program.
 
     `allocator`: bytes that the running process may take of a GPU; None without that GPU.
     """
-    if chip.memory_bytes is None:
-        return None
+    assert chip.memory_bytes is not None, "virtual devices have none"
     if chip.platform != "cuda":
         return chip.usable_bytes
     entry = module[module.entry].instructions
@@ -97,15 +95,16 @@ def compiler_limit(chip: Hardware, module: Module, allocator: int | None = None)
     return int(inputs + GPU_SLOP * max(0.0, base - inputs))
 
 
-def _rematerialized(module: Module) -> Iterator[Instruction]:
-    """Yields the instructions that XLA's rematerialization added, of scheduled computations."""
-    instructions = [one for each in module.computations.values() for one in each.instructions]
+def _rematerialized(module: Module) -> list[Instruction]:
+    """Returns the instructions that XLA's rematerialization added, of scheduled computations."""
+    computations = module.computations.values()
+    instructions = [one for each in computations for one in each.instructions]
     fused = {name for one in instructions if one.opcode == "fusion" for name in one.calls}
-    for computation in module.computations.values():
-        if computation.name not in fused:
-            for one in computation.instructions:
-                if _REMATERIALIZED.search(one.name) and one.opcode not in _NO_WORK:
-                    yield one
+    scheduled = [
+        one for each in computations if each.name not in fused for one in each.instructions
+    ]
+    named = [one for one in scheduled if _REMATERIALIZED.search(one.name)]
+    return [one for one in named if one.opcode not in _NO_WORK]
 
 
 def _exposed_share(module: Module, collectives: Iterable[Collective]) -> float:

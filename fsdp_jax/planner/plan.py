@@ -49,7 +49,6 @@ class Fix:
         change: what to set, as on the command line.
         saves_bytes: predicted saving at the peak of a device.
         peak_bytes: predicted peak with the change.
-        fits: whether that peak fits.
         costs: the price of the change.
         available: always true.
         step_s: predicted seconds of a step with the change; None where they are not known.
@@ -70,11 +69,8 @@ class Plan:
     """What a step needs on hardware that may be absent; `print(plan)` and notebooks show it.
 
     Attributes:
-        topology: as given.
-        strategy: name of the sharding strategy.
         mesh: sizes of `replica` and `data`.
-        devices: number of devices.
-        parameters: number of parameters of the model.
+        parameters: how many the model has.
         valley_bytes: steady-state memory: the state on a device between steps.
         peak_bytes: the most memory a device uses in a step, without what the driver and the
             network library reserve.

@@ -44,6 +44,7 @@ class Network:
         self.efficiency = chip.efficiency
         self.group = cache(self._group)
         self._link_rate = chip.link_bandwidth * chip.efficiency.link
+        self._axis_rate = (chip.axis_bandwidth or 0.0) * chip.efficiency.link
         self._port_rate = chip.network_bandwidth * chip.efficiency.network
 
     def _group(self, axes: str) -> DeviceGroup:
@@ -66,13 +67,9 @@ class Network:
         return DeviceGroup(len(devices), len(slices), dims)
 
     def seconds(self, op: str, sent: int, axes: str) -> float:
-        """Returns the seconds of one execution.
+        """Returns the seconds of one execution; `sent`: bytes that a device sends by a ring.
 
-        Args:
-            op: as in `Collective`.
-            sent: bytes that a device sends, by a ring.
-            axes: mesh axes joined by "+".
-
+        `op` and `axes` are as in `Collective`.
         """
         group = self.group(axes)
         if group.size < 2 or not sent:
@@ -108,10 +105,8 @@ class Network:
         """
         remote = (group.size - group.local) / (group.size - 1)
         if group.dims:
-            assert self.chip.axis_bandwidth is not None
             load = max(extent / (4 if closed else 2) for extent, closed in group.dims)
-            total = sent * group.size / (group.size - 1)
-            local_s = total * load / (self.chip.axis_bandwidth * self.efficiency.link)
+            local_s = sent * group.size / (group.size - 1) * load / self._axis_rate
         else:
             local_s = sent * (1 - remote) / self._group_link_rate(group)
         if group.hosts == 1:
@@ -128,12 +123,10 @@ class Network:
 
     def _group_link_rate(self, group: DeviceGroup) -> float:
         """Returns bytes/s of the links that a group uses: of a torus, those of its dims."""
-        axis = self.chip.axis_bandwidth
-        if axis is None or not group.dims:
+        if not group.dims:
             return self._link_rate
         # a closed dim has both directions; at the ends of an open one there is one
-        bandwidth = sum(axis if closed else axis / 2 for _, closed in group.dims)
-        return bandwidth * self.efficiency.link
+        return sum(self._axis_rate / (1 if closed else 2) for _, closed in group.dims)
 
 
 def _extents(devices: Iterable[jax.Device]) -> list[int]:
