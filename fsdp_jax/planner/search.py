@@ -33,10 +33,6 @@ MARGIN = 1.1
 For stacked layers an estimate is within 10% of the compiled peak; see "how far to trust a plan" in
 docs/planning.md for the exceptions.
 """
-COLUMNS = (
-    *("strategy", "replica", "remat", "prefetch", "accumulation", "offload"),
-    *("peak", "step", "tokens/s/device", "sent", "basis", ""),
-)
 
 Progress = Callable[[str], None]
 """Receives the progress of a search, a line at a time."""
@@ -74,6 +70,26 @@ class Candidate:
         saved = sum(self.plan.breakdown.get(part, 0) for part, there in kept.items() if there)
         return self.plan.peak_bytes - saved <= MARGIN * self.plan.usable_bytes
 
+    def cells(self) -> dict[str, str]:
+        """Returns the settings and the figures of the plan by their columns in a table."""
+        settings, plan = self.settings, self.plan
+        parts = ("params", "optimizer", "activations")
+        kept = [part for part in parts if getattr(settings.offload, part)]
+        speed = plan.tokens_per_s_per_device
+        return {
+            "strategy": settings.strategy,
+            "replica": str(settings.replica),
+            "remat": settings.remat,
+            "prefetch": settings.prefetch,
+            "accumulation": str(settings.accumulation),
+            "offload": "+".join(kept) or "none",
+            "peak": human_bytes(plan.peak_bytes),
+            "step": f"{1000 * self.seconds:.0f} ms",
+            "tokens/s/device": f"{speed:.0f}" if speed else "-",
+            "sent": human_bytes(plan.wire_bytes),
+            "basis": plan.basis["peak_bytes"],
+        }
+
     def beats(self, other: "Candidate") -> bool:
         """Returns whether no cost is higher than another's, and one is lower."""
         pairs = zip(self.costs, other.costs, strict=True)
@@ -106,23 +122,18 @@ class SearchResult:
         fitting = [*self.compiled, *estimated]
         return [each for each in fitting if not any(other.beats(each) for other in fitting)]
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Returns all that was compiled, then the Pareto front of the estimates."""
-        estimated = [each for each in self.pareto() if each not in self.compiled]
-        return [
-            (*_row(self.best), "best"),
-            *((*_row(each), "") for each in self.compiled[1:]),
-            *((*_row(each), "does not fit") for each in self.unfit),
-            *((*_row(each), "") for each in estimated),
-        ]
-
     def __str__(self) -> str:
-        compiled = len(self.compiled) + len(self.unfit)
+        compiled = [*self.compiled, *self.unfit]
         head = (
             f"{self.tried} settings on {self.topology.name}: {len(self.estimated)} estimated to"
-            f" fit, {compiled} compiled; below them, estimates that no other beats in everything"
+            f" fit, {len(compiled)} compiled; below them, estimates that no other beats in"
+            " everything"
         )
-        table = text_table(COLUMNS, self.rows(), right=COLUMNS[6:10])
+        columns, rows = (*self.best.cells(), ""), []
+        for each in [*compiled, *(each for each in self.pareto() if each not in compiled)]:
+            note = "does not fit" if each in self.unfit else ""
+            rows.append((*each.cells().values(), "best" if each is self.best else note))
+        table = text_table(columns, rows, right=("peak", "step", "tokens/s/device", "sent"))
         return f"{head}\n{table}\n\nbest: {self.best.settings}"
 
 
@@ -328,25 +339,4 @@ def _is_hopeless(settings: StepSettings, known: Candidate) -> bool:
         settings.accumulation <= other.accumulation
         and REMATS.index(settings.remat) >= REMATS.index(other.remat)
         and settings.prefetch in (other.prefetch, "pre")
-    )
-
-
-def _row(candidate: Candidate) -> tuple[str, ...]:
-    plan = candidate.plan
-    speed = plan.tokens_per_s_per_device
-    settings = candidate.settings
-    parts = ("params", "optimizer", "activations")
-    kept = [part for part in parts if getattr(settings.offload, part)]
-    return (
-        settings.strategy,
-        str(settings.replica),
-        settings.remat,
-        settings.prefetch,
-        str(settings.accumulation),
-        "+".join(kept) or "none",
-        human_bytes(plan.peak_bytes),
-        f"{1000 * candidate.seconds:.0f} ms",
-        f"{speed:.0f}" if speed else "-",
-        human_bytes(plan.wire_bytes),
-        plan.basis["peak_bytes"],
     )
