@@ -29,6 +29,7 @@ from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import flatten
 
 Role = Literal["gather", "reduce"]
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Expected:
     dtype: str
     axis: str
     bytes: int
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
 
 
 def expected_of(plan: StepPlan) -> list[Expected]:
@@ -99,12 +100,7 @@ def _gathers_per_step(plan: StepPlan, path: str) -> int:
 
 
 def _in_ring(
-    leaf: Leaf,
-    op: str,
-    dtype: np.dtype,
-    along: Sequence[str],
-    elements: int,
-    shapes: tuple[tuple[int, ...], ...],
+    leaf: Leaf, op: str, dtype: np.dtype, along: Sequence[str], elements: int, shapes: Shapes
 ) -> Expected:
     """Returns the traffic of an operation on `elements` a step, in a ring along these axes."""
     mesh = leaf.mesh

@@ -1,7 +1,7 @@
 """A plan: what one training step needs on a machine, as numbers, table rows and text."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from fsdp_jax.errors import human_bytes
@@ -143,10 +143,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields of `plan --json`."""
-        fields = asdict(self) | {"fits": self.fits}
-        fields["buffers"] = [asdict(buffer) for buffer in self.buffers[:SHOWN_BUFFERS]]
+        fields = asdict(replace(self, buffers=list(self.buffers[:SHOWN_BUFFERS]), events=()))
         del fields["events"]
-        return fields
+        return fields | {"fits": self.fits}
 
     def summary(self) -> str:
         """Returns one line: machine, whether the step fits, and how fast it is."""

@@ -90,12 +90,7 @@ def check_float8_matmuls(device: Any) -> None:
         got = ", ".join(f"{rate / 1e12:.0f} TFLOP/s in {name}" for name, rate in rates.items())
     if not has_units:
         known = [each.name for each in HARDWARE.values() if each.has_float8_units]
-        raise ValueError(
-            message(
-                f"{chip.name if chip else kind} has no matrix units for float8",
-                where="precision.matmul",
-                expected=f"{', '.join(known)}, an Ada GPU, or TPU7x",
-                got=got,
-                fix="leave matmul out; gather='float8_e4m3fn' alone sends half of the bytes",
-            )
-        )
+        what = f"{chip.name if chip else kind} has no matrix units for float8"
+        where, expected = "precision.matmul", f"{', '.join(known)}, an Ada GPU, or TPU7x"
+        fix = "leave matmul out; gather='float8_e4m3fn' alone sends half of the bytes"
+        raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
