@@ -168,14 +168,11 @@ class Search:
         if not compiled:
             chip = topology.hardware.name
             least = min(estimated, key=lambda candidate: candidate.plan.peak_bytes)
-            what, expected = (
-                f"no setting fits {topology.name}",
-                human_bytes(least.plan.usable_bytes),
-            )
+            what = f"no setting fits {topology.name}"
+            expected = f"{human_bytes(least.plan.usable_bytes)} of a {chip}"
             got = f"{human_bytes(least.plan.peak_bytes)} at least, with {least.settings}"
             fix = f"more devices (--topology {chip} finds how many), a smaller"
             fix += " train.global_batch_size or data.sequence_length, or a smaller model"
-            expected += f" of a {chip}"
             raise FitError(message(what, where="search", expected=expected, got=got, fix=fix))
         return SearchResult(topology, tuple(compiled), tuple(unfit), tuple(fitting), len(estimated))
 
