@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from fsdp_jax.errors import message
-from fsdp_jax.planner.machines.hardware import CudaTarget, Efficiency, Hardware, Protocol
+from fsdp_jax.planner.machines.hardware import Efficiency, Hardware, Protocol
 
 _ADA = 8.9  # the first compute capability with float8, NVIDIA Ada GPU Architecture white paper
 _IRONWOOD = "TPU7"  # 4614 TFLOP/s in float8, 2307 in bfloat16, Cloud TPU documentation, TPU7x
@@ -41,8 +41,6 @@ def _chip(name: str, entry: dict[str, Any]) -> Hardware:
         protocols = tuple(Protocol(**each) for each in efficiency["protocols"])
         changed = {"tiles": tiles, "protocols": protocols}
         entry["efficiency"] = Efficiency(**efficiency | changed)
-    if cuda := entry.get("cuda"):
-        entry["cuda"] = CudaTarget(**cuda | {"capability": tuple(cuda["capability"])})
     return Hardware(**entry)
 
 

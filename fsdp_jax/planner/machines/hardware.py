@@ -7,23 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from importlib import resources
 from string import Template
-from typing import NamedTuple
-
-
-@dataclasses.dataclass(frozen=True)
-class CudaTarget:
-    """What XLA's CUDA compiler asks about a GPU, except its memory. Sizes in bytes.
-
-    What is equal in all of them is in `gpu_target.pbtxt`. `capability` is (major, minor).
-    """
-
-    capability: tuple[int, int]
-    core_count: int
-    fpus_per_core: int
-    clock_rate_ghz: float
-    l2_cache_size: int
-    shared_memory_per_core: int
-    shared_memory_per_block_optin: int
+from typing import Any, NamedTuple
 
 
 class Protocol(NamedTuple):
@@ -93,7 +77,8 @@ class Hardware:
             system; a machine that is rented may have another; None where it is not published.
         slice_devices: the most devices of one TPU slice; None for GPUs.
         efficiency: fractions of the peaks that programs achieve; None for virtual CPU devices.
-        cuda: what the CUDA compiler asks; None for others.
+        cuda: what XLA's CUDA compiler asks about a GPU, except its memory: `capability` (major,
+            minor), and fields of `gpu_target.pbtxt`, sizes in bytes; None for others.
         topology_options: what the compiler plugin must be told about this chip.
 
     """
@@ -115,7 +100,7 @@ class Hardware:
     host_memory_bytes: int | None = None
     slice_devices: int | None = None
     efficiency: Efficiency | None = None
-    cuda: CudaTarget | None = None
+    cuda: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     topology_options: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
@@ -144,11 +129,11 @@ def target_config(chip: Hardware) -> str:
     """Returns the text proto (XLA's `GpuTargetConfigProto`) that describes an absent GPU to XLA."""
     assert chip.cuda is not None, f"{chip.name} is not a GPU"
     # sm_90a and sm_100a: instructions of that one generation, as XLA selects them for a live GPU
-    major, minor = chip.cuda.capability
+    major, minor = chip.cuda["capability"]
     accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     file = resources.files("fsdp_jax.planner.machines").joinpath("gpu_target.pbtxt")
     return Template(file.read_text(encoding="utf-8")).substitute(
-        dataclasses.asdict(chip.cuda),
+        chip.cuda,
         memory_bandwidth=f"{chip.memory_bandwidth:.0f}",
         memory_bytes=chip.memory_bytes,
         capability=f"major: {major} minor: {minor}{accelerated}",
