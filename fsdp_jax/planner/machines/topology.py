@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import jax
@@ -177,43 +177,32 @@ def _shape_problem(
     chip: Hardware, shape: tuple[int, ...], slices: int, *, has_slices: bool
 ) -> tuple[str, str] | None:
     """Returns (expected, fix) for a shape that the chip does not come in; None if it does."""
+    name, platform, devices = chip.name, chip.platform, prod(shape)
     if 0 in (*shape, slices):
         return "1 or more of everything", ""
-    if prod(shape) * slices > LARGEST:
+    if devices * slices > LARGEST:
         return f"{LARGEST:,} devices at most", ""
-    if has_slices and chip.platform != "tpu":
-        fix = f"hosts come first, as {chip.name}:2x8" if chip.cuda else ""
+    if has_slices and platform != "tpu":
+        fix = f"hosts come first, as {name}:2x8" if platform == "cuda" else ""
         return "no slices: only TPUs have them", fix
-    if chip.platform == "cuda":
-        return _gpu_shape_problem(chip, shape)
-    if chip.platform == "tpu":
-        return _tpu_shape_problem(chip, shape)
-    if len(shape) != 1:
-        return "a number of virtual devices", f"{chip.name}:{prod(shape)}"
-    return None
-
-
-def _gpu_shape_problem(chip: Hardware, shape: tuple[int, ...]) -> tuple[str, str] | None:
-    limit = chip.host_devices
-    assert limit is not None
-    if len(shape) != 2:
-        return "hosts x GPUs of each", f"{chip.name}:2x8 for two hosts of eight"
-    if shape[1] <= limit:
-        return None
-    hosts = -(-prod(shape) // limit)
-    fix = f"{chip.name}:{hosts}x{limit} for {hosts * limit} of them"
-    return f"at most {limit} GPUs per host", fix
-
-
-def _tpu_shape_problem(chip: Hardware, shape: tuple[int, ...]) -> tuple[str, str] | None:
-    """Checks a slice: to the compiler a host has 2 x 2 chips, and a slice is made of hosts."""
-    dims = chip.torus_dims
-    assert chip.slice_devices is not None
-    small = f"{chip.name}:{'x'.join(['2'] * dims)}"
+    if platform == "cpu":
+        return None if len(shape) == 1 else ("a number of virtual devices", f"{name}:{devices}")
+    if platform == "cuda":
+        limit = chip.host_devices or 0
+        if len(shape) != 2:
+            return "hosts x GPUs of each", f"{name}:2x8 for two hosts of eight"
+        if shape[1] <= limit:
+            return None
+        hosts = ceil(devices / limit)
+        fix = f"{name}:{hosts}x{limit} for {hosts * limit} of them"
+        return f"at most {limit} GPUs per host", fix
+    # to the compiler a TPU host has 2 x 2 chips, and a slice is made of hosts
+    dims, limit = chip.torus_dims, chip.slice_devices or 0
+    small = f"{name}:{'x'.join(['2'] * dims)}"
     if len(shape) != dims:
         return f"{dims} dims: a slice is a {dims}-D torus", f"for example {small}"
     if shape[0] % 2 or shape[1] % 2:
         return "even first and second dims: a host has 2x2 chips", f"for example {small}"
-    if prod(shape) > chip.slice_devices:
-        return f"at most {chip.slice_devices} chips per slice", f"several slices, as {small}*2"
+    if devices > limit:
+        return f"at most {limit} chips per slice", f"several slices, as {small}*2"
     return None
