@@ -96,10 +96,8 @@ class Contract:
             "collectives": self.rows(),
             "contract": {
                 "holds": self.holds,
-                "expected": _sums((e.op, e.dtype, e.axis, e.bytes) for e in self.expected),
-                "found": _sums(
-                    (row["op"], row["dtype"], row["axis"], row["bytes"]) for row in self.rows()
-                ),
+                "expected": _sums(vars(each) for each in self.expected),
+                "found": _sums(self.rows()),
                 "violations": [str(violation) for violation in self.violations] + list(self.unread),
                 "choices": list(self.choices),
             },
@@ -213,10 +211,10 @@ def _rematerialized(array: Rematerialization) -> Violation:
     return Violation(array.path, f"{array.shape} is replicated at {array.op_name}", 0, cause)
 
 
-def _sums(rows: Iterable[tuple[str, str, str, int]]) -> list[dict[str, Any]]:
+def _sums(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     sums = Counter[tuple[str, str, str]]()
-    for op, dtype, axis, sent in rows:
-        sums[op, dtype, axis] += sent
+    for row in rows:
+        sums[row["op"], row["dtype"], row["axis"]] += row["bytes"]
     return [
         {"op": op, "dtype": dtype, "axis": axis, "bytes": sent}
         for (op, dtype, axis), sent in sums.items()

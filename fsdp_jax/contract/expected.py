@@ -74,7 +74,8 @@ def expected_of(plan: StepPlan) -> list[Expected]:
         is_cast = gathers or path in copies
         along = axes.batch_spec_axes(leaf.spec if is_cast else leaf.grad_spec)
         if along and (leaf.trainable or gathers):
-            elements = _gathers_per_step(plan, path) * size
+            passes = 1 if plan.comms[path].unit is None else 2
+            elements = size * (plan.accumulation * passes if plan.per_unit else 1)
             dtype = transform.wire if is_cast else leaf.dtype
             rows.append(_in_ring(leaf, "all-gather", dtype, along, elements, shapes))
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -91,12 +92,6 @@ def expected_of(plan: StepPlan) -> list[Expected]:
         elements //= prod(leaf.mesh.shape[axis] for axis in scattered)
         rows.append(_in_ring(leaf, "all-reduce", dtype, others, elements, shapes))
     return [each for each in rows if each.bytes]
-
-
-def _gathers_per_step(plan: StepPlan, path: str) -> int:
-    if not plan.per_unit:
-        return 1
-    return plan.accumulation * (1 if plan.comms[path].unit is None else 2)
 
 
 def _in_ring(

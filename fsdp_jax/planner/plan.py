@@ -158,15 +158,12 @@ class Plan:
 
     def headline(self) -> Iterator[tuple[str, str, str]]:
         """Yields (name, value, note) of the most important figures, without absent ones."""
-        usable = human_bytes(self.usable_bytes)
+        usable, capacity = human_bytes(self.usable_bytes), human_bytes(self.capacity_bytes)
         margin = human_bytes(abs(self.usable_bytes - self.peak_bytes))
-        if self.fits:
-            yield "verdict", "fits", f"{margin} to spare"
-        else:
-            yield "verdict", "does not fit", f"{margin} too much"
-        limits = f"of {usable} usable, {human_bytes(self.capacity_bytes)} in all"
-        basis = self.basis.get("peak_bytes", "")
-        yield "peak", human_bytes(self.peak_bytes), f"{limits}\n{basis}"
+        verdict, rest = ("fits", "to spare") if self.fits else ("does not fit", "too much")
+        yield "verdict", verdict, f"{margin} {rest}"
+        limits = f"of {usable} usable, {capacity} in all\n{self.basis.get('peak_bytes', '')}"
+        yield "peak", human_bytes(self.peak_bytes), limits
         parameters = f"of state\n{self.parameters:,} parameters"
         yield "between steps", human_bytes(self.valley_bytes), parameters
         if self.host_bytes:
