@@ -94,8 +94,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {"percent": lambda share: f"{share:.3%}", "memory_scale": memory_scale}
     drawings = (memory_drawing, time_drawing, timeline_drawing)
     functions = (memory_scale, collective_rows, compared_rows, *drawings)
-    environment.globals |= {function.__name__: function for function in functions}
-    environment.globals["WIDTH_PX"] = WIDTH_PX
+    environment.globals |= {each.__name__: each for each in functions} | {"WIDTH_PX": WIDTH_PX}
     return environment.get_template("plan.html.jinja")
 
 

@@ -103,8 +103,8 @@ def _rematerialized(module: Module) -> list[Instruction]:
     scheduled = [
         one for each in computations if each.name not in fused for one in each.instructions
     ]
-    named = [one for one in scheduled if _REMATERIALIZED.search(one.name)]
-    return [one for one in named if one.opcode not in _NO_WORK]
+    working = [one for one in scheduled if one.opcode not in _NO_WORK]
+    return [one for one in working if _REMATERIALIZED.search(one.name)]
 
 
 def _exposed_share(module: Module, collectives: Iterable[Collective]) -> float:

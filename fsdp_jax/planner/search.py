@@ -11,13 +11,7 @@ from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.topology import Topology, check_not_virtual, machines
 from fsdp_jax.planner.make_plan import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.plan import Plan
-from fsdp_jax.planner.settings import (
-    OFFLOADS,
-    REMATS,
-    MakeStep,
-    StepSettings,
-    replica_counts,
-)
+from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
@@ -124,10 +118,10 @@ class SearchResult:
 
     def __str__(self) -> str:
         compiled = [*self.compiled, *self.unfit]
+        fit = f"{len(self.estimated)} estimated to fit, {len(compiled)} compiled"
         head = (
-            f"{self.tried} settings on {self.topology.name}: {len(self.estimated)} estimated to"
-            f" fit, {len(compiled)} compiled; below them, estimates that no other beats in"
-            " everything"
+            f"{self.tried} settings on {self.topology.name}: {fit};"
+            " below them, estimates that no other beats in everything"
         )
         columns, rows = (*self.best.cells(), ""), []
         for each in [*compiled, *(each for each in self.pareto() if each not in compiled)]:
@@ -305,13 +299,15 @@ def candidate_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
         strategy = get_strategy(name)
         if (strategy.hybrid and hosts < 2) or (topology.size == 1 and name != "no_shard"):
             continue
+        replicas = {1}
+        if strategy.hybrid:  # as many as hosts, or a half or a quarter of them
+            replicas = {hosts // k for k in (1, 2, 4) if hosts % k == 0 and hosts // k > 1}
         prefetches: tuple[Prefetch, ...] = ("none",)
         if strategy.gathers_per_unit:
             prefetches = ("none", "pre")
         accumulations = _accumulations(topology, rows)
-        for replica, accumulation, remat, prefetch in product(
-            replica_counts(name, hosts), accumulations, REMATS, prefetches
-        ):
+        choices = product(sorted(replicas), accumulations, REMATS, prefetches)
+        for replica, accumulation, remat, prefetch in choices:
             yield StepSettings(name, replica, remat, prefetch, accumulation)
 
 

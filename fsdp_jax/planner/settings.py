@@ -13,7 +13,6 @@ from fsdp_jax.planner.make_plan import Work, analytic_plan
 from fsdp_jax.planner.plan import Fix, Plan
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
-from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.remat import RematName
@@ -173,11 +172,3 @@ def _host_memory_by_arithmetic(plan: Plan) -> Iterator[Fix]:
         peak = plan.peak_bytes - saves
         if saves > 0:
             yield Fix(change, saves, peak, peak <= plan.usable_bytes, OFFLOAD_COSTS)
-
-
-def replica_counts(strategy: str, hosts: int) -> tuple[int, ...]:
-    """Returns the replica counts to try: for hybrid strategies hosts, hosts / 2 and hosts / 4."""
-    if not get_strategy(strategy).hybrid or hosts < 2:
-        return (1,)
-    fewer = {hosts // k for k in (2, 4) if hosts % k == 0 and hosts // k > 1}
-    return tuple(sorted({hosts} | fewer))

@@ -24,8 +24,7 @@ EXAMPLES = "cpu:8, h100:8, h100:64x8 (hosts x GPUs), v5p:2x2x2, v5e:16x16, v5e:1
 _FORM = re.compile(
     r"(?P<chip>[^:]+):(?P<shape>[0-9]{1,9}(x[0-9]{1,9}){0,4})(\*(?P<slices>[0-9]{1,9}))?"
 )
-LARGEST = 2**17
-"""Devices of a machine at most: each is an object, also where it is not present."""
+LARGEST = 2**17  # devices; each is an object, also where it is not present
 
 
 @dataclasses.dataclass(frozen=True)
