@@ -1,7 +1,4 @@
-"""What the planner knows about a chip: peak rates, and the fractions of them that programs achieve.
-
-The chips are in `chips.toml`.
-"""
+"""What `chips.toml` tells of a chip: peak rates, and the fractions of them that are achieved."""
 
 import dataclasses
 from collections.abc import Mapping
