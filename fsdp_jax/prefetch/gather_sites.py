@@ -1,6 +1,6 @@
-"""Finds where a traced program gathers parameters, by the name that `gather` leaves in it.
+"""Evaluates parts of a traced program, and finds where it gathers parameters.
 
-And evaluates parts of it.
+Gathers are found by the name that `units.collectives.gather` leaves in the program.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from fsdp_jax.compat import scan_arguments
 from fsdp_jax.units.collectives import site_of
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -27,7 +28,12 @@ def inputs_of(jaxpr: jex.Jaxpr) -> list[Any]:
 
 def reads(eqn: jex.JaxprEqn) -> list[Any]:
     """Returns the variables that an equation reads."""
-    return [v for v in eqn.invars if not isinstance(v, jex.Literal)]
+    return without_literals(eqn.invars)
+
+
+def without_literals(atoms: Sequence[Any]) -> list[Any]:
+    """Returns the variables among variables and literals."""
+    return [v for v in atoms if not isinstance(v, jex.Literal)]
 
 
 def ends_of(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]]:
@@ -64,7 +70,7 @@ def scope_of(eqn: jex.JaxprEqn) -> Any:
 def without_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any]:
     """Returns the variables that no differentiated output of a jaxpr depends on."""
     outputs = zip(jaxpr.outvars, differentiated, strict=True)
-    needed = {v for v, is_needed in outputs if is_needed and not isinstance(v, jex.Literal)}
+    needed = set(without_literals([v for v, is_needed in outputs if is_needed]))
     for eqn in reversed(jaxpr.eqns):
         if not needed.isdisjoint(eqn.outvars):
             needed.update(reads(eqn))
@@ -93,11 +99,31 @@ def is_transparent(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name in CALLS or is_checkpoint(eqn)
 
 
-def movable_gathers(jaxpr: jex.Jaxpr) -> dict[str, tuple[int, ...]] | None:
-    """Returns {path: numbers of the inputs that it is gathered from}.
+def unit_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
+    """Returns {path: numbers of the arguments that a unit gathers it from}; empty for no unit."""
+    if site_of(eqn) or not is_transparent(eqn):
+        return {}
+    (inner,) = inner_jaxprs(eqn)
+    return _movable_gathers(inner, len(inputs_of(inner)) - len(eqn.invars))
 
-    None where some gather cannot be moved out: it is inside control flow, reads what the program
-    computes, or gathers the same parameter from two inputs.
+
+def scanned_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
+    """Returns {path: numbers of the sliced arguments that a scan over layers gathers it from}.
+
+    Empty for all else: an iteration over layers gathers from its own slices alone.
+    """
+    if eqn.primitive.name != "scan" or eqn.params["length"] < 2:
+        return {}
+    body = eqn.params["jaxpr"].jaxpr
+    consts, carry, _ = scan_arguments(eqn.params, eqn.invars)
+    return _movable_gathers(body, len(body.constvars) + len(consts) + len(carry))
+
+
+def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]:
+    """Returns {path: numbers of the inputs that it is gathered from, counted from `first`}.
+
+    Empty where some gather cannot be moved out: it is inside control flow, reads what the program
+    computes or earlier inputs, or gathers the same parameter from two inputs.
     """
     sites: dict[str, tuple[int, ...]] = {}
 
@@ -121,12 +147,5 @@ def movable_gathers(jaxpr: jex.Jaxpr) -> dict[str, tuple[int, ...]] | None:
                 return False
         return True
 
-    return sites if visit(jaxpr, {v: n for n, v in enumerate(inputs_of(jaxpr))}) else None
-
-
-def sites_of(unit: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
-    """Returns {path: numbers of the unit's arguments that it is gathered from}."""
-    (inner,) = inner_jaxprs(unit)
-    n_consts = len(inputs_of(inner)) - len(unit.invars)
-    sites = movable_gathers(inner) or {}
-    return {path: tuple(n - n_consts for n in numbers) for path, numbers in sites.items()}
+    inputs = inputs_of(jaxpr)[first:]
+    return sites if visit(jaxpr, {v: number for number, v in enumerate(inputs)}) else {}

@@ -13,39 +13,26 @@ from jax import lax
 
 from fsdp_jax.prefetch.vjp import (
     Arrays,
-    GatherInputs,
     Layer,
     LayerVjp,
-    after,
-    floats,
+    Operands,
+    gather_after,
     gather_all,
-    input_cotangents,
+    operand_cotangents,
     reduce_gradients,
     run_layer,
-    with_none,
+    shards_of,
     without_float0,
-    zeros,
+    zero_cotangent,
 )
 from fsdp_jax.units.collectives import ParamComm
 
-
-class _Residuals(NamedTuple):
-    """What the forward pass saves for the backward pass.
-
-    Attributes:
-        loop: residuals of the layers in the loop, stacked in the order in which they ran.
-        last: with `pre`, residuals of the last layer, which runs after the loop.
-        last_gathered: with `pre`, parameters of the last layer; the backward pass begins with it.
-
-    """
-
-    loop: list[Any]
-    last: list[Any]
-    last_gathered: Arrays
+# Traces of a layer: of those in the loop, and with `pre` of the last, which runs after it.
+LOOP, LAST = "loop", "last"
 
 
 class _Cotangents(NamedTuple):
-    """What the backward pass carries: cotangents of float arrays only.
+    """What the backward pass carries.
 
     `others` and `gradients` have a slot for every layer, filled as the layers run.
     """
@@ -58,34 +45,23 @@ class _Cotangents(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerScan:
-    """`lax.scan` over layers.
+    """`lax.scan` over layers."""
 
-    Attributes:
-        layer: takes [*consts, *carry, *others of this layer], returns [*carry, *ys].
-        comms: path -> how that parameter of a layer is communicated.
-        length: number of layers.
-        carried: number of carried values.
-        reverse: whether the last layer runs first.
-        unroll: layers per iteration of the loop.
-        pre: see the note in `rewrite`.
-
-    """
-
-    layer: Layer
-    comms: Mapping[str, ParamComm]
-    length: int
-    carried: int
-    reverse: bool
-    unroll: int
-    pre: bool
+    layer: Layer  # takes [*consts, *carry, *others of this layer], returns [*carry, *ys]
+    comms: Mapping[str, ParamComm]  # of a layer's parameters, by path
+    length: int  # number of layers
+    carried: int  # number of carried values
+    reverse: bool  # the last layer runs first
+    unroll: int  # layers per iteration of the loop
+    pre: bool  # see the note in `rewrite`
 
     def run(
-        self, inputs: GatherInputs, consts: list[Any], carry: list[Any], others: list[Any]
+        self, operands: Operands, consts: list[Any], carry: list[Any], others: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Returns (carry, ys).
 
         Args:
-            inputs: what the gathers read, each array [length, ...].
+            operands: what the gathers read, each array [length, ...].
             consts: arrays that all layers read.
             carry: arrays that each layer passes to the next.
             others: arrays [length, ...] of which each layer reads its slice, not gathered.
@@ -94,49 +70,52 @@ class LayerScan:
         vjps: dict[str, LayerVjp] = {}
 
         @jax.custom_vjp
-        def run(
-            inputs: GatherInputs, consts: list[Any], carry: list[Any], others: list[Any]
-        ) -> Any:
-            return self._forward(inputs.shards, consts, carry, others, {})[:2]
+        def run(*inputs: Any) -> Any:
+            return self._forward({}, *inputs)[:2]
 
-        def forward(
-            inputs: GatherInputs, consts: list[Any], carry: list[Any], others: list[Any]
-        ) -> Any:
-            carry, ys, residuals = self._forward(inputs.shards, consts, carry, others, vjps)
-            return (carry, ys), (inputs, consts, others, residuals)
+        def forward(operands: Any, consts: Any, carry: Any, others: Any) -> Any:
+            carry, ys, *kept = self._forward(vjps, operands, consts, carry, others)
+            return (carry, ys), (operands, consts, others, *kept)
 
         def backward(saved: Any, cotangents: Any) -> Any:
-            inputs, consts, others, residuals = saved
-            carry, ys = (without_float0(part) for part in cotangents)
-            return _Backward(self, vjps, inputs, consts, others, ys).run(carry, residuals)
+            carry, ys = map(without_float0, cotangents)
+            return _Backward(self, vjps, ys, *saved).run(carry)
 
         run.defvjp(forward, backward)
-        return run(inputs, consts, carry, others)
+        return run(operands, consts, carry, others)
 
-    def slice_of(self, tree: Any, layer: Any) -> Any:
-        """Returns the slice of the layer that runs as number `layer`."""
-        return _slice(tree, self.length - 1 - layer if self.reverse else layer)
+    def index(self, layer: Any) -> Any:
+        """Returns where the stacks have the layer that runs as number `layer`."""
+        return self.length - 1 - layer if self.reverse else layer
+
+    def slice_of(self, stacks: Any, layer: Any) -> Any:
+        """Returns that layer's slice of the stacks."""
+        return _slice(stacks, self.index(layer))
 
     def set_slice(self, stacks: Any, layer: Any, values: Any) -> Any:
         """Returns the stacks with that layer's slice set."""
-        index = self.length - 1 - layer if self.reverse else layer
+        index = self.index(layer)
         return jax.tree.map(
             lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0), stacks, values
         )
 
-    def gather_layer(self, shards: Arrays, layer: Any) -> Arrays:
+    def gather_layer(self, operands: Operands, layer: Any) -> Arrays:
         """Returns that layer's gathered parameters."""
-        return gather_all(self.comms, self.slice_of(shards, layer))
+        return gather_all(self.comms, self.slice_of(shards_of(operands), layer))
 
     def _forward(
         self,
-        shards: Arrays,
+        vjps: dict[str, LayerVjp],
+        operands: Operands,
         consts: list[Any],
         carry: list[Any],
         others: list[Any],
-        vjps: dict[str, LayerVjp],
-    ) -> tuple[list[Any], list[Any], _Residuals]:
-        """Returns (carry, ys, residuals); fills `vjps`."""
+    ) -> tuple[list[Any], list[Any], dict[str, list[Any]], Arrays]:
+        """Returns (carry, ys, residuals, with `pre` the last layer's parameters); fills `vjps`.
+
+        The residuals of the loop are stacked in the order in which the layers ran, also where that
+        is reversed.
+        """
 
         def run(
             name: str, layer: Any, carry: list[Any], gathered: Arrays
@@ -145,152 +124,125 @@ class LayerScan:
             outputs, vjps[name] = run_layer(self.layer, gathered, consts, inputs)
             return outputs[: self.carried], outputs[self.carried :], vjps[name].residuals
 
-        def post(carry: list[Any], layer: Any) -> Any:
-            carry, ys, residuals = run("loop", layer, carry, self.gather_layer(shards, layer))
-            return carry, (ys, residuals)
-
-        def pre(carry_gathered: Any, layer: Any) -> Any:
+        def step(carry_gathered: Any, layer: Any) -> Any:
             carry, gathered = carry_gathered
-            following = self.gather_layer(shards, layer + 1)
-            carry, ys, residuals = run("loop", layer, carry, gathered)
+            following: Arrays = {}
+            if self.pre:
+                following = self.gather_layer(operands, layer + 1)
+            else:
+                gathered = self.gather_layer(operands, layer)
+            carry, ys, residuals = run(LOOP, layer, carry, gathered)
             return (carry, following), (ys, residuals)
 
-        if not self.pre:
-            layers = jnp.arange(self.length)
-            carry, (ys, residuals) = lax.scan(post, carry, layers, unroll=self.unroll)
-            return carry, self._in_order(ys), _Residuals(residuals, [], {})
-        # The last layer has nothing to gather ahead of: it runs after the loop. Its parameters are
-        # kept for the backward pass, which begins with it.
-        start = carry, self.gather_layer(shards, 0)
-        layers = jnp.arange(self.length - 1)
-        (carry, gathered), (ys, residuals) = lax.scan(pre, start, layers, unroll=self.unroll)
-        carry, last_ys, last_residuals = run("last", self.length - 1, carry, gathered)
-        ys = jax.tree.map(lambda stack, last: jnp.concatenate([stack, last[None]]), ys, last_ys)
-        return carry, self._in_order(ys), _Residuals(residuals, last_residuals, gathered)
-
-    def _in_order(self, ys: list[Any]) -> list[Any]:
-        return [jnp.flip(y, 0) for y in ys] if self.reverse else ys
+        start = carry, self.gather_layer(operands, 0) if self.pre else {}
+        layers = jnp.arange(self.length - self.pre)
+        (carry, gathered), (ys, loop) = lax.scan(step, start, layers, unroll=self.unroll)
+        residuals = {LOOP: loop}
+        if self.pre:
+            # The last layer has nothing to gather ahead of: it runs after the loop. Its parameters
+            # are kept for the backward pass, which begins with it.
+            carry, last_ys, residuals[LAST] = run(LAST, self.length - 1, carry, gathered)
+            ys = jax.tree.map(lambda stack, last: jnp.concatenate([stack, last[None]]), ys, last_ys)
+        ys = [jnp.flip(y, 0) for y in ys] if self.reverse else ys
+        return carry, ys, residuals, gathered
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """The backward pass of a layer scan.
-
-    Residuals are stacked in the order in which the layers ran, also where that is reversed.
-    """
+    """The backward pass of a layer scan: the cotangents of ys, and what its forward pass saved."""
 
     scan: LayerScan
     vjps: dict[str, LayerVjp]
-    inputs: GatherInputs
+    ys: list[Any]
+    operands: Operands
     consts: list[Any]
     others: list[Any]
-    ys: list[Any]
+    residuals: dict[str, list[Any]]
+    last_gathered: Arrays
 
-    def run(self, carry: list[Any], residuals: _Residuals) -> Any:
-        """Returns the cotangents of the four arguments of `LayerScan.run`; None for non-floats."""
+    def run(self, carry: list[Any]) -> Any:
+        """Returns the cotangents of the four arguments of `LayerScan.run`, given the carry's."""
         stacks = {
-            path: self.inputs.slots.get(path, shard)
-            for path, shard in self.inputs.shards.items()
+            path: jnp.zeros_like(read[-1])
+            for path, read in self.operands.items()
             if self.scan.comms[path].trained
         }
-        start = _Cotangents(
-            carry, zeros(floats(self.consts)), zeros(floats(self.others)), zeros(stacks)
-        )
-        end = self._pre(start, residuals) if self.scan.pre else self._post(start, residuals)
-        return (
-            input_cotangents(self.inputs, end.gradients),
-            with_none(self.consts, end.consts),
-            with_none(self.vjps["loop"].outputs[: self.scan.carried], end.carry),
-            with_none(self.others, end.others),
-        )
+        consts, others = (list(map(zero_cotangent, x)) for x in (self.consts, self.others))
+        start = _Cotangents(carry, consts, others, stacks)
+        cotangents, gathered = self._pre(start) if self.scan.pre else self._post(start)
+        cotangents, gradients = self._layer(LOOP, 0, cotangents, gathered)
+        end = self._reduce(cotangents, 0, gradients)
+        return operand_cotangents(self.operands, end.gradients), end.consts, end.carry, end.others
 
-    def _pre(self, cotangents: _Cotangents, residuals: _Residuals) -> _Cotangents:
-        """Computes layer i while i-1 is gathered and the gradients of i+1 are reduced."""
-        scan, shards = self.scan, self.inputs.shards
+    def _pre(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
+        """Computes layer i while i-1 is gathered and the gradients of i+1 are reduced.
+
+        Returns the cotangents behind the second layer, and the first one's parameters.
+        """
+        scan, shards = self.scan, shards_of(self.operands)
         last = scan.length - 1
-        previous = scan.gather_layer(shards, last - 1)
-        cotangents, gradients = self._layer(
-            "last", last, cotangents, residuals.last_gathered, residuals.last
-        )
 
         def step(carried: Any, layer: Any) -> Any:
             cotangents, gathered, gradients = carried
             # First the reduction and then the gather: the gradients are freed before the next
             # parameters are allocated.
             cotangents = self._reduce(cotangents, layer + 1, gradients)
-            reduced = list(cotangents.gradients.values())
-            values, reduced = after(scan.slice_of(shards, layer - 1), reduced)
-            stacks = dict(zip(cotangents.gradients, reduced, strict=True))
-            previous = gather_all(scan.comms, values)
-            cotangents, gradients = self._layer(
-                "loop",
-                layer,
-                cotangents._replace(gradients=stacks),
-                gathered,
-                _slice(residuals.loop, layer),
-            )
+            values = scan.slice_of(shards, layer - 1)
+            previous, reduced = gather_after(scan.comms, values, cotangents.gradients)
+            cotangents = cotangents._replace(gradients=reduced)
+            cotangents, gradients = self._layer(LOOP, layer, cotangents, gathered)
             return (cotangents, previous, gradients), None
 
+        previous = scan.gather_layer(self.operands, last - 1)
+        cotangents, gradients = self._layer(LAST, last, cotangents, self.last_gathered)
         start = cotangents, previous, gradients
         layers = jnp.arange(last - 1, 0, -1)
         (cotangents, gathered, gradients), _ = lax.scan(step, start, layers, unroll=scan.unroll)
-        cotangents = self._reduce(cotangents, 1, gradients)
-        return self._first_layer(cotangents, gathered, residuals)
+        return self._reduce(cotangents, 1, gradients), gathered
 
-    def _post(self, cotangents: _Cotangents, residuals: _Residuals) -> _Cotangents:
-        """Gathers layer i-1 when i has computed, while the gradients of i are reduced."""
-        scan, shards = self.scan, self.inputs.shards
+    def _post(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
+        """Gathers layer i-1 when i has computed, while the gradients of i are reduced.
+
+        Returns what `_pre` does.
+        """
+        scan, shards = self.scan, shards_of(self.operands)
         last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:
             cotangents, gathered = carried
-            cotangents, gradients = self._layer(
-                "loop", layer, cotangents, gathered, _slice(residuals.loop, layer)
-            )
-            values, carry = after(scan.slice_of(shards, layer - 1), cotangents.carry)
-            previous = gather_all(scan.comms, values)
-            return (
-                self._reduce(cotangents._replace(carry=carry), layer, gradients),
-                previous,
-            ), None
+            cotangents, gradients = self._layer(LOOP, layer, cotangents, gathered)
+            values = scan.slice_of(shards, layer - 1)
+            previous, carry = gather_after(scan.comms, values, cotangents.carry)
+            cotangents = self._reduce(cotangents._replace(carry=carry), layer, gradients)
+            return (cotangents, previous), None
 
-        start = cotangents, scan.gather_layer(shards, last)
-        layers = jnp.arange(last, 0, -1)
-        (cotangents, gathered), _ = lax.scan(step, start, layers, unroll=scan.unroll)
-        return self._first_layer(cotangents, gathered, residuals)
-
-    def _first_layer(
-        self, cotangents: _Cotangents, gathered: Arrays, residuals: _Residuals
-    ) -> _Cotangents:
-        cotangents, gradients = self._layer(
-            "loop", 0, cotangents, gathered, _slice(residuals.loop, 0)
-        )
-        return self._reduce(cotangents, 0, gradients)
+        start = cotangents, scan.gather_layer(self.operands, last)
+        end, _ = lax.scan(step, start, jnp.arange(last, 0, -1), unroll=scan.unroll)
+        return end
 
     def _layer(
-        self, name: str, layer: Any, cotangents: _Cotangents, gathered: Arrays, residuals: list[Any]
+        self, name: str, layer: Any, cotangents: _Cotangents, gathered: Arrays
     ) -> tuple[_Cotangents, Arrays]:
         """Returns (cotangents, gradients of the trained parameters, not reduced yet)."""
-        scan = self.scan
-        n_consts = len(self.consts)
+        scan, n_consts = self.scan, len(self.consts)
+        residuals = self.residuals[name]
+        residuals = residuals if name == LAST else _slice(residuals, layer)
         to_outputs = [*cotangents.carry, *scan.slice_of(self.ys, layer)]
         gradients, to_inputs = self.vjps[name].pull_back(
             residuals, gathered, self.consts, to_outputs
         )
-        to_consts = without_float0(to_inputs[:n_consts])
-        to_carry = without_float0(to_inputs[n_consts : n_consts + scan.carried])
-        to_others = without_float0(to_inputs[n_consts + scan.carried :])
+        to_consts, to_carry = to_inputs[:n_consts], to_inputs[n_consts : n_consts + scan.carried]
         updated = _Cotangents(
             to_carry,
             jax.tree.map(jnp.add, cotangents.consts, to_consts),
-            scan.set_slice(cotangents.others, layer, to_others),
+            scan.set_slice(cotangents.others, layer, to_inputs[n_consts + scan.carried :]),
             cotangents.gradients,
         )
         return updated, {path: g for path, g in gradients.items() if scan.comms[path].trained}
 
     def _reduce(self, cotangents: _Cotangents, layer: Any, gradients: Arrays) -> _Cotangents:
         """Reduces a layer's gradients and puts them into their slots."""
-        reduced = reduce_gradients(self.scan.comms, self.inputs.slots, gradients)
+        reduced = reduce_gradients(self.scan.comms, self.operands, gradients)
         stacks = {path: cotangents.gradients[path] for path in reduced}
         filled = self.scan.set_slice(stacks, layer, reduced)
         return cotangents._replace(gradients=cotangents.gradients | filled)

@@ -21,8 +21,9 @@ reduced: this needs no more memory, and there is less compute to hide behind. Th
 PyTorch's BackwardPrefetch.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
@@ -38,20 +39,22 @@ from fsdp_jax.prefetch.gather_sites import (
     inputs_of,
     is_checkpoint,
     is_transparent,
-    movable_gathers,
     paths_in,
     reads,
+    scanned_sites,
     scope_of,
-    sites_of,
+    unit_sites,
     values_of,
     without_cotangent,
+    without_literals,
 )
 from fsdp_jax.prefetch.layer_scan import LayerScan
 from fsdp_jax.prefetch.unit_chain import Stage, UnitChain
-from fsdp_jax.prefetch.vjp import Arrays, GatherInputs, gather_after_layers, is_float
+from fsdp_jax.prefetch.vjp import Arrays, gather_after_layers, is_float
 from fsdp_jax.units.collectives import ParamComm, gather, site_of
 
 Prefetch = Literal["none", "post", "pre"]
+Eqns = Sequence[jex.JaxprEqn]
 
 
 class _Env(dict[Any, Any]):
@@ -66,16 +69,10 @@ class _Env(dict[Any, Any]):
 
 @dataclass
 class PrefetchReport:
-    """What was done with the gathers of a traced function.
+    """What was done with the gathers of a traced function, by path of the parameter."""
 
-    Attributes:
-        prefetched: paths of the parameters that are gathered ahead.
-        not_prefetched: path -> reason, of the parameters in units that are gathered where they are
-            used.
-
-    """
-
-    prefetched: set[str] = field(default_factory=set)
+    prefetched: set[str] = field(default_factory=set)  # gathered ahead
+    # In units, gathered where they are used: the reason.
     not_prefetched: dict[str, str] = field(default_factory=dict)
 
 
@@ -84,13 +81,8 @@ def prefetched(
 ) -> Callable[..., Any]:
     """Returns `fn` with the same arguments and results, its units gathered ahead of their use.
 
-    Args:
-        fn: a pure function of pytrees of arrays that gathers parameters by `gather`. Of its results
-            only the first array may be differentiated.
-        comms: path -> how that parameter is communicated.
-        when: `post` or `pre`; see the note.
-        report: filled when the result is traced.
-
+    `fn` is a pure function of pytrees of arrays that gathers parameters by `gather`. Of its results
+    only the first array may be differentiated. The report is filled when the result is traced.
     """
 
     def run(*args: Any) -> Any:
@@ -130,41 +122,23 @@ class _Rewriter:
         env = _Env(zip(inputs_of(jaxpr), args, strict=True))
         if differentiated is not None:
             env.without_cotangent = without_cotangent(jaxpr, differentiated)
-        if gathered is not None:
-            self.run(jaxpr, jaxpr.eqns, env, gathered)
-            return values_of(env, jaxpr.outvars)
         remaining = list(jaxpr.eqns)
-        chains = {id(chain.units[0]): chain for chain in _chains(jaxpr)}
-        while True:
-            # The next layers: a chain of units, or a scan over layers.
-            starts = (
-                number
-                for number, eqn in enumerate(remaining)
-                if id(eqn) in chains or self._is_layer_scan(eqn)
-            )
-            start = next(starts, None)
-            if start is None:
-                break
-            chain = chains.get(id(remaining[start]))
-            end = start if chain is None else _position(remaining, chain.units[-1])
-            before, layers = remaining[:start], remaining[start : end + 1]
-            remaining = remaining[end + 1 :]
+        for layers in _layers(jaxpr) if gathered is None else ():
+            start, end = remaining.index(layers[0]), remaining.index(layers[-1]) + 1
+            before, eqns, remaining = remaining[:start], remaining[start:end], remaining[end:]
             # The equations before them, except gathers that are needed only after them.
-            late = _late_gathers(before, layers, remaining)
-            now = [eqn for eqn in before if all(eqn is not each for each in late)]
-            self.run(jaxpr, now, env, None)
-            if chain is None:
-                self.run(jaxpr, layers, env, None)
+            late = _late_gathers(before, eqns, remaining)
+            self.run(jaxpr, [eqn for eqn in before if eqn not in late], env, None)
+            if len(layers) > 1:
+                self._run_chain(jaxpr, eqns, layers, remaining, env)
             else:
-                self.run(jaxpr, chain.independent, env, None)
-                chain.run(self, env)
-            self._run_late_gathers(late, layers, env)
-        self.run(jaxpr, remaining, env, None)
+                self.run(jaxpr, layers, env, None)
+            if late:
+                self._gather_late(late, eqns, env)
+        self.run(jaxpr, remaining, env, gathered)
         return values_of(env, jaxpr.outvars)
 
-    def run(
-        self, jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: _Env, gathered: Arrays | None
-    ) -> None:
+    def run(self, jaxpr: jex.Jaxpr, eqns: Eqns, env: _Env, gathered: Arrays | None) -> None:
         """Evaluates some equations of a jaxpr: those that gather one by one, the others in runs."""
         for gathers, group in groupby(eqns, key=lambda eqn: bool(paths_in(eqn))):
             if not gathers:
@@ -172,9 +146,7 @@ class _Rewriter:
                 continue
             for eqn in group:
                 if site_of(eqn) or is_transparent(eqn) or eqn.primitive.name == "scan":
-                    differentiated = [v not in env.without_cotangent for v in eqn.outvars]
-                    args = values_of(env, eqn.invars)
-                    values = self._gathering_eqn(eqn, args, gathered, differentiated)
+                    values = self._gathering_eqn(eqn, env, gathered)
                     env.update(zip(eqn.outvars, values, strict=True))
                 else:
                     reason = f"it is gathered inside a `{eqn.primitive.name}`"
@@ -182,13 +154,10 @@ class _Rewriter:
                     evaluate_unchanged(jaxpr, [eqn], env)
 
     def _gathering_eqn(
-        self,
-        eqn: jex.JaxprEqn,
-        args: list[Any],
-        gathered: Arrays | None,
-        differentiated: Sequence[bool],
+        self, eqn: jex.JaxprEqn, env: _Env, gathered: Arrays | None
     ) -> Sequence[Any]:
-        """Evaluates an equation that is a gather, or has some inside."""
+        """Returns the results of an equation that is a gather, or has some inside."""
+        args = values_of(env, eqn.invars)
         path = site_of(eqn)
         if path:
             if gathered and path in gathered:
@@ -197,9 +166,9 @@ class _Rewriter:
                 reason = "no other unit is run just before or after its own"
                 self.report.not_prefetched.setdefault(path, reason)
             return [gather(self.comms[path], *args)]
-        if not is_transparent(eqn):
+        differentiated = [v not in env.without_cotangent for v in eqn.outvars]
+        if eqn.primitive.name == "scan":
             assert gathered is None, "a layer's own gathers are all moved out of it"
-            assert eqn.primitive.name == "scan", eqn.primitive
             return self._scan(eqn, args, differentiated)
         (inner,) = inner_jaxprs(eqn)
         consts = getattr(eqn.params.get("jaxpr"), "consts", ())
@@ -213,71 +182,131 @@ class _Rewriter:
             settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
             return jax.checkpoint(call, **settings)(args, gathered)
 
-    def _is_layer_scan(self, eqn: jex.JaxprEqn) -> bool:
-        return (
-            eqn.primitive.name == "scan"
-            and bool(paths_in(eqn))
-            and _ScanEqn(self, eqn).is_over_layers
-        )
-
     def _scan(
         self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
     ) -> Sequence[Any]:
         """Evaluates a scan over layers; or over something else, with layers somewhere inside."""
-        scan = _ScanEqn(self, eqn)
-        if scan.is_over_layers:
-            self.report.prefetched |= set(scan.sites)
-            return scan.run(args, differentiated)
-        consts, carry, xs = scan_arguments(eqn.params, args)
-        n_carry = len(carry)
+        params, closed = eqn.params, eqn.params["jaxpr"]
+        consts, carry, xs = scan_arguments(params, args)
+        consts = [*closed.consts, *consts]
+        n_carry, n_shared = len(carry), len(consts) + len(carry)
+        sites = scanned_sites(eqn)
+        if not sites:
 
-        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            closed = eqn.params["jaxpr"]
-            outputs = self.evaluate(closed.jaxpr, [*closed.consts, *consts, *carry, *x], None)
-            return outputs[:n_carry], outputs[n_carry:]
+            def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+                outputs = self.evaluate(closed.jaxpr, [*consts, *carry, *x], None)
+                return outputs[:n_carry], outputs[n_carry:]
 
-        settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(body, carry, xs, **settings)
+            settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+            carry, ys = lax.scan(body, carry, xs, **settings)
+            return [*carry, *ys]
+        self.report.prefetched |= set(sites)
+        gathered_from = {number for numbers in sites.values() for number in numbers}
+        others = [number for number in range(len(xs)) if number not in gathered_from]
+
+        def layer(gathered: Arrays, inputs: list[Any]) -> list[Any]:
+            # Shards stay None: what is gathered from them is given.
+            slices = dict(zip(others, inputs[n_shared:], strict=True))
+            inputs = [*inputs[:n_shared], *(slices.get(number) for number in range(len(xs)))]
+            outputs = self.evaluate(closed.jaxpr, inputs, gathered)
+            return _differentiated(outputs, [*[True] * n_carry, *differentiated[n_carry:]])
+
+        scan = LayerScan(
+            layer=layer,
+            comms=self.comms,
+            length=params["length"],
+            carried=n_carry,
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+            pre=self.pre,
+        )
+        operands = {path: [xs[n] for n in numbers] for path, numbers in sites.items()}
+        carry, ys = scan.run(operands, consts, carry, [xs[number] for number in others])
         return [*carry, *ys]
 
-    def _run_late_gathers(
-        self, gathers: Sequence[jex.JaxprEqn], layers: Sequence[jex.JaxprEqn], env: _Env
-    ) -> None:
+    def _run_chain(self, jaxpr: jex.Jaxpr, eqns: Eqns, units: Eqns, later: Eqns, env: _Env) -> None:
+        """Evaluates units one after another: the layers of a model that keeps them in a list.
+
+        `eqns` are from the first unit to the last, `later` those after the chain, which read its
+        results.
+        """
+        independent, stages = _stages(eqns, units)
+        self.run(jaxpr, independent, env, None)
+        computed = {v for stage in stages for eqn in stage for v in eqn.outvars}
+        read_later = [v for eqn in later for v in reads(eqn)]
+        read_later += without_literals(jaxpr.outvars)
+        results = [v for v in dict.fromkeys(read_later) if v in computed]
+        numbers: dict[Any, int] = {}  # of the values that pass between stages
+
+        def numbered(variables: Sequence[Any]) -> list[int]:
+            return [numbers.setdefault(v, len(numbers)) for v in variables]
+
+        chain: list[Stage] = []
+        needed = set(results)
+        for stage in reversed(stages):
+            unit = stage[-1]
+            sites = {
+                path: [unit.invars[number] for number in positions]
+                for path, positions in unit_sites(unit).items()
+            }
+            if all(v in env for variables in sites.values() for v in variables):
+                self.report.prefetched |= set(sites)
+            else:  # gathered from what an earlier unit computes
+                reason = "it is computed between the units"
+                self.report.not_prefetched |= dict.fromkeys(sites, reason)
+                sites = {}
+            read, defined = ends_of(stage)
+            gathered_from = {v for variables in sites.values() for v in variables}
+            ins = [v for v in read if v not in gathered_from]
+            outs = [v for v in defined if v in needed]
+            needed |= set(ins)
+            layer = partial(self._run_stage, jaxpr, stage, ins, outs, env.without_cotangent)
+            operands = {path: [env[v] for v in variables] for path, variables in sites.items()}
+            chain.append(Stage(layer, operands, numbered(ins), numbered(outs)))
+        unit_chain = UnitChain(chain[::-1], self.comms, numbered(results), self.pre)
+        external = {number: env[v] for v, number in numbers.items() if v in env}
+        env.update(zip(results, unit_chain.run(external), strict=True))
+
+    def _run_stage(
+        self,
+        jaxpr: jex.Jaxpr,
+        eqns: Eqns,
+        ins: list[Any],
+        outs: list[Any],
+        without_cotangent: Set[Any],
+        gathered: Arrays,
+        inputs: list[Any],
+    ) -> list[Any]:
+        # Shards stay None: what is gathered from them is given.
+        env = _Env(dict.fromkeys(ends_of(eqns)[0]))
+        env.update(zip(ins, inputs, strict=True))
+        self.run(jaxpr, eqns, env, gathered)
+        return _differentiated(values_of(env, outs), [v not in without_cotangent for v in outs])
+
+    def _gather_late(self, gathers: Eqns, layers: Eqns, env: _Env) -> None:
         """Gathers after some layers; reduces the gradients before the layers' backward pass."""
-        if not gathers:
-            return
         outputs = [v for eqn in layers for v in eqn.outvars if v in env and is_float(env[v])]
-        if not outputs:
-            for eqn in gathers:
-                args = values_of(env, eqn.invars)
-                env[eqn.outvars[0]] = gather(self.comms[str(site_of(eqn))], *args)
-            return
-        inputs = _gather_inputs({str(site_of(eqn)): values_of(env, eqn.invars) for eqn in gathers})
-        values = [env[v] for v in outputs]
-        values, gathered = gather_after_layers(self.comms, inputs, values)
+        operands = {str(site_of(eqn)): values_of(env, eqn.invars) for eqn in gathers}
+        values, gathered = gather_after_layers(self.comms, operands, [env[v] for v in outputs])
         env.update(zip(outputs, values, strict=True))
         env.update((eqn.outvars[0], gathered[str(site_of(eqn))]) for eqn in gathers)
 
 
-def _gather_inputs(operands: Mapping[str, Sequence[Any]]) -> GatherInputs:
-    """Returns operands of gathers: path -> shard, and path -> slot where there is one."""
-    shards = {path: args[0] for path, args in operands.items()}
-    return GatherInputs(shards, {path: args[1] for path, args in operands.items() if len(args) > 1})
+def _layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
+    """Yields a scan over layers, or the units of a chain, in the order of the program.
+
+    A chain is two units or more with no other gather between them.
+    """
+    gathering = filter(paths_in, jaxpr.eqns)
+    for are_units, group in groupby(gathering, key=lambda eqn: bool(unit_sites(eqn))):
+        eqns = list(group)
+        if not are_units:
+            yield from ([eqn] for eqn in eqns if scanned_sites(eqn))
+        elif len(eqns) > 1:
+            yield eqns
 
 
-def _position(eqns: Sequence[jex.JaxprEqn], eqn: jex.JaxprEqn) -> int:
-    return next(number for number, each in enumerate(eqns) if each is eqn)
-
-
-def _differentiated(outputs: Sequence[Any], differentiated: Sequence[bool]) -> list[Any]:
-    """Returns the outputs of a layer; those that have no cotangent are not differentiated."""
-    pairs = zip(outputs, differentiated, strict=True)
-    return [x if has_cotangent else lax.stop_gradient(x) for x, has_cotangent in pairs]
-
-
-def _late_gathers(
-    before: Sequence[jex.JaxprEqn], layers: Sequence[jex.JaxprEqn], later: Sequence[jex.JaxprEqn]
-) -> list[jex.JaxprEqn]:
+def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]:
     """Returns the gathers before some layers that are needed only after them, as the head's."""
     read_before = {v for eqn in [*before, *layers] for v in reads(eqn)}
     read_later = {v for eqn in later for v in reads(eqn)}
@@ -288,161 +317,27 @@ def _late_gathers(
     ]
 
 
-class _ScanEqn:
-    """A `scan` equation that may be a scan over layers.
-
-    Attributes:
-        is_over_layers: whether each iteration gathers parameters from its own slices alone.
-        sites: path -> numbers of the sliced arguments that it is gathered from.
-
-    """
-
-    def __init__(self, rewriter: _Rewriter, eqn: jex.JaxprEqn) -> None:
-        self.rewriter, self.eqn, self.body = rewriter, eqn, eqn.params["jaxpr"]
-        movable = movable_gathers(self.body.jaxpr)
-        consts, carry, _ = scan_arguments(eqn.params, eqn.invars)
-        offset = len(self.body.jaxpr.constvars) + len(consts) + len(carry)
-        self.sites = {
-            path: tuple(number - offset for number in numbers)
-            for path, numbers in (movable or {}).items()
-        }
-        sliced = all(number >= 0 for numbers in self.sites.values() for number in numbers)
-        self.is_over_layers = movable is not None and sliced and eqn.params["length"] > 1
-
-    def run(self, args: list[Any], differentiated: Sequence[bool]) -> list[Any]:
-        """Returns the outputs of the equation."""
-        params = self.eqn.params
-        consts, carry, xs = scan_arguments(params, args)
-        consts = [*self.body.consts, *consts]
-        gathered_from = {number for numbers in self.sites.values() for number in numbers}
-        others = [number for number in range(len(xs)) if number not in gathered_from]
-        n_shared = len(consts) + len(carry)
-
-        def layer(gathered: Arrays, inputs: list[Any]) -> list[Any]:
-            # Shards stay None: what is gathered from them is given.
-            slices: list[Any] = [None] * len(xs)
-            for number, x in zip(others, inputs[n_shared:], strict=True):
-                slices[number] = x
-            inputs = [*inputs[:n_shared], *slices]
-            outputs = self.rewriter.evaluate(self.body.jaxpr, inputs, gathered)
-            passed_on = [True] * len(carry)
-            return _differentiated(outputs, [*passed_on, *differentiated[len(carry) :]])
-
-        scan = LayerScan(
-            layer=layer,
-            comms=self.rewriter.comms,
-            length=params["length"],
-            carried=len(carry),
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-            pre=self.rewriter.pre,
-        )
-        operands = {path: [xs[n] for n in numbers] for path, numbers in self.sites.items()}
-        inputs = _gather_inputs(operands)
-        carry, ys = scan.run(inputs, consts, carry, [xs[number] for number in others])
-        return [*carry, *ys]
-
-
-class _Chain:
-    """Units one after another in one jaxpr: the layers of a model that keeps them in a list.
+def _stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[list[jex.JaxprEqn]]]:
+    """Returns the equations of a chain that run before it, and those of each stage, a unit last.
 
     Equations between two units belong to the stage of the second, unless they read nothing that the
     chain computes: those run before it.
-
-    Attributes:
-        units: the equations that run the units.
-        stages: the equations of each stage; the unit is the last.
-        independent: equations that run before the chain.
-        results: variables of the chain that later equations read.
-
     """
-
-    def __init__(self, jaxpr: jex.Jaxpr, units: Sequence[jex.JaxprEqn]) -> None:
-        self.jaxpr, self.units = jaxpr, units
-        self.independent: list[jex.JaxprEqn] = []
-        self.stages: list[list[jex.JaxprEqn]] = [[]]
-        start, end = _position(jaxpr.eqns, units[0]), _position(jaxpr.eqns, units[-1])
-        computed: set[Any] = set()
-        for eqn in jaxpr.eqns[start : end + 1]:
-            is_unit = any(eqn is unit for unit in units)
-            if not is_unit and computed.isdisjoint(reads(eqn)):
-                self.independent.append(eqn)
-                continue
-            computed.update(eqn.outvars)
-            self.stages[-1].append(eqn)
-            if is_unit and eqn is not units[-1]:
-                self.stages.append([])
-        read_later = [v for eqn in jaxpr.eqns[end + 1 :] for v in eqn.invars]
-        later = [v for v in [*read_later, *jaxpr.outvars] if not isinstance(v, jex.Literal)]
-        self.results = [v for v in dict.fromkeys(later) if v in computed]
-
-    def run(self, rewriter: _Rewriter, env: _Env) -> None:
-        """Evaluates the chain, whose independent equations have run; adds its results to `env`."""
-        report = rewriter.report
-        numbers: dict[Any, int] = {}  # of the values that pass between stages
-
-        def numbered(variables: Sequence[Any]) -> list[int]:
-            return [numbers.setdefault(v, len(numbers)) for v in variables]
-
-        stages: list[Stage] = []
-        inputs: list[GatherInputs] = []
-        needed = set(self.results)
-        for eqns, unit in reversed(list(zip(self.stages, self.units, strict=True))):
-            sites = {
-                path: [unit.invars[number] for number in positions]
-                for path, positions in sites_of(unit).items()
-            }
-            if all(v in env for variables in sites.values() for v in variables):
-                report.prefetched |= set(sites)
-            else:  # gathered from what an earlier unit computes
-                reason = "it is computed between the units"
-                report.not_prefetched |= dict.fromkeys(sites, reason)
-                sites = {}
-            read, defined = ends_of(eqns)
-            gathered_from = {v for variables in sites.values() for v in variables}
-            ins = [v for v in read if v not in gathered_from]
-            outs = [v for v in defined if v in needed]
-            needed |= set(ins)
-            layer = self._layer(rewriter, eqns, ins, outs, env.without_cotangent)
-            stages.append(Stage(layer, numbered(ins), numbered(outs)))
-            operands = {path: [env[v] for v in variables] for path, variables in sites.items()}
-            inputs.append(_gather_inputs(operands))
-        chain = UnitChain(stages[::-1], rewriter.comms, numbered(self.results), rewriter.pre)
-        external = {number: env[v] for v, number in numbers.items() if v in env}
-        env.update(zip(self.results, chain.run(inputs[::-1], external), strict=True))
-
-    def _layer(
-        self,
-        rewriter: _Rewriter,
-        eqns: list[jex.JaxprEqn],
-        ins: list[Any],
-        outs: list[Any],
-        without_cotangent: Set[Any],
-    ) -> Callable[[Arrays, list[Any]], list[Any]]:
-        def layer(gathered: Arrays, inputs: list[Any]) -> list[Any]:
-            env = _WithoutShards(zip(ins, inputs, strict=True))
-            rewriter.run(self.jaxpr, eqns, env, gathered)
-            return _differentiated(values_of(env, outs), [v not in without_cotangent for v in outs])
-
-        return layer
-
-
-class _WithoutShards(_Env):
-    """Variables of a stage; its shards read as None, since what is gathered from them is given."""
-
-    def __missing__(self, variable: Any) -> None:
-        return None
-
-
-def _chains(jaxpr: jex.Jaxpr) -> list[_Chain]:
-    """Returns the runs of two units or more with no other gather between them."""
-    runs: list[list[jex.JaxprEqn]] = [[]]
-    for eqn in jaxpr.eqns:
-        if not paths_in(eqn):
+    independent: list[jex.JaxprEqn] = []
+    stages: list[list[jex.JaxprEqn]] = [[]]
+    computed: set[Any] = set()
+    for eqn in eqns:
+        if eqn not in units and computed.isdisjoint(reads(eqn)):
+            independent.append(eqn)
             continue
-        sites = {} if site_of(eqn) or not is_transparent(eqn) else sites_of(eqn)
-        if sites and all(number >= 0 for numbers in sites.values() for number in numbers):
-            runs[-1].append(eqn)
-        else:
-            runs.append([])
-    return [_Chain(jaxpr, run) for run in runs if len(run) > 1]
+        computed.update(eqn.outvars)
+        stages[-1].append(eqn)
+        if eqn in units[:-1]:
+            stages.append([])
+    return independent, stages
+
+
+def _differentiated(outputs: Sequence[Any], differentiated: Sequence[bool]) -> list[Any]:
+    """Returns the outputs of a layer; those that have no cotangent are not differentiated."""
+    pairs = zip(outputs, differentiated, strict=True)
+    return [x if has_cotangent else lax.stop_gradient(x) for x, has_cotangent in pairs]

@@ -2,35 +2,27 @@
 
 Nothing here knows jaxprs or Flax: a layer is a function of its gathered parameters and its inputs.
 `rewrite` finds the layers in a traced program; its note says what is moved where, and why.
+
+A list of cotangents is parallel to its values, with None for those that are not differentiable.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fsdp_jax.tree import PyTree
 from fsdp_jax.units.collectives import ParamComm, fetch, gradient_of
 
 Arrays = dict[str, jax.Array]
+Operands = dict[str, list[jax.Array]]
+"""Path -> what its gather reads: [shard], or [shard, slot]; see `units.unit.Shard`. The last gets
+the gradient as its cotangent."""
 Layer = Callable[[Arrays, list[Any]], list[Any]]
 """(gathered parameters by path, inputs) -> outputs."""
-
-
-class GatherInputs(NamedTuple):
-    """What the gathers of a unit read; a pytree.
-
-    Attributes:
-        shards: path -> shard of the parameter.
-        slots: path -> zeros whose cotangent is the gradient, where that is not the cotangent of the
-            shard; see `units.unit.Shard`.
-
-    """
-
-    shards: Arrays
-    slots: Arrays
 
 
 def is_float(x: Any) -> bool:
@@ -38,37 +30,14 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def floats(values: Iterable[Any]) -> list[Any]:
-    """Returns the differentiable arrays among `values`."""
-    return [x for x in values if is_float(x)]
+def without_float0(cotangents: Sequence[Any]) -> list[Any]:
+    """Returns cotangents of JAX's own with None for float0."""
+    return [None if x.dtype == jax.dtypes.float0 else x for x in cotangents]
 
 
-def replace_floats(
-    like: Sequence[Any], replacements: Iterable[Any], other: Callable[[Any], Any]
-) -> list[Any]:
-    """Returns `like` with its floats replaced in order, and `other(x)` for each of the rest."""
-    remaining = iter(replacements)
-    return [next(remaining) if is_float(x) else other(x) for x in like]
-
-
-def with_none(like: Sequence[Any], cotangents: Iterable[Any]) -> list[Any]:
-    """Returns the cotangents of `like`, given those of its floats: None for the rest."""
-    return replace_floats(like, cotangents, lambda x: None)
-
-
-def with_float0(like: Sequence[Any], cotangents: Iterable[Any]) -> list[Any]:
-    """Returns the cotangents of `like`, given those of its floats: float0 zeros for the rest."""
-    return replace_floats(like, cotangents, lambda x: np.zeros(x.shape, jax.dtypes.float0))
-
-
-def without_float0(cotangents: Iterable[Any]) -> list[Any]:
-    """Returns the cotangents of floats alone."""
-    return [x for x in cotangents if x.dtype != jax.dtypes.float0]
-
-
-def zeros(tree: Any) -> Any:
-    """Returns zeros of the same shapes and dtypes."""
-    return jax.tree.map(jnp.zeros_like, tree)
+def zero_cotangent(x: Any) -> Any:
+    """Returns the cotangent of an array that nothing depends on."""
+    return jnp.zeros_like(x) if is_float(x) else None
 
 
 class LayerVjp:
@@ -84,36 +53,28 @@ class LayerVjp:
     """
 
     def __init__(
-        self, pullback: Any, gathered: Arrays, consts: Sequence[Any], outputs: Sequence[Any]
+        self, pullback: Any, gathered: Arrays, consts: list[Any], outputs: Sequence[Any]
     ) -> None:
-        leaves, self._treedef = jax.tree.flatten(pullback)
         self.outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
-        self.residuals: list[Any] = []
-        sources: dict[int, tuple[str, str | int]] = {
-            id(x): ("gathered", path) for path, x in gathered.items()
-        }
-        sources |= {id(x): ("const", number) for number, x in enumerate(consts)}
-        for leaf in leaves:
-            if id(leaf) not in sources:
-                sources[id(leaf)] = ("residual", len(self.residuals))
-                self.residuals.append(leaf)
-        self._sources = [sources[id(leaf)] for leaf in leaves]
+        leaves, self._treedef = jax.tree.flatten(pullback)
+        given = jax.tree.leaves((gathered, consts))
+        known = set(map(id, given))
+        self.residuals = list({id(x): x for x in leaves if id(x) not in known}.values())
+        places = {id(x): place for place, x in enumerate([*given, *self.residuals])}
+        self._places = [places[id(leaf)] for leaf in leaves]
 
     def pull_back(
-        self,
-        residuals: Sequence[Any],
-        gathered: Arrays,
-        consts: Sequence[Any],
-        cotangents: Sequence[Any],
-    ) -> Any:
-        """Returns (cotangents of the gathered parameters, cotangents of the inputs).
-
-        `cotangents`: of the outputs that are floats.
-        """
-        values: dict[str, Any] = {"residual": residuals, "gathered": gathered, "const": consts}
-        leaves = [values[kind][key] for kind, key in self._sources]
-        pullback = jax.tree.unflatten(self._treedef, leaves)
-        return pullback(with_float0(self.outputs, cotangents))
+        self, residuals: list[Any], gathered: Arrays, consts: list[Any], cotangents: Sequence[Any]
+    ) -> tuple[Arrays, list[Any]]:
+        """Returns (cotangents of the gathered parameters, cotangents of constants and inputs)."""
+        values = jax.tree.leaves((gathered, consts, residuals))
+        leaves = [values[place] for place in self._places]
+        to_outputs = [
+            np.zeros(output.shape, jax.dtypes.float0) if x is None else x
+            for output, x in zip(self.outputs, cotangents, strict=True)
+        ]
+        gradients, to_inputs = jax.tree.unflatten(self._treedef, leaves)(to_outputs)
+        return gradients, without_float0(to_inputs)
 
 
 def run_layer(
@@ -124,45 +85,55 @@ def run_layer(
     return outputs, LayerVjp(pullback, gathered, consts, outputs)
 
 
+def shards_of(operands: Operands) -> Arrays:
+    """Returns {path: shard}."""
+    return {path: read[0] for path, read in operands.items()}
+
+
 def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
     """Returns {path: gathered parameter}."""
     return {path: fetch(comms[path], shard) for path, shard in shards.items()}
 
 
-def reduce_gradients(comms: Mapping[str, ParamComm], slots: Arrays, gradients: Arrays) -> Arrays:
+def gather_after(
+    comms: Mapping[str, ParamComm], shards: Arrays, event: PyTree
+) -> tuple[Arrays, PyTree]:
+    """Returns ({path: parameter, gathered once `event` is computed}, `event`)."""
+    shards, event = after(shards, event)
+    return gather_all(comms, shards), event
+
+
+def after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns both behind a barrier: what is computed from `values` waits for `event`.
+
+    Of `event` only the floats pass the barrier.
+    """
+    floats = jax.tree.map(lambda x: x if is_float(x) else None, event)
+    if not jax.tree.leaves(floats):
+        return values, event
+    values, passed = lax.optimization_barrier((values, floats))
+    return values, jax.tree.map(lambda x, float_: x if float_ is None else float_, event, passed)
+
+
+def reduce_gradients(
+    comms: Mapping[str, ParamComm], operands: Operands, gradients: Arrays
+) -> Arrays:
     """Reduce-scatters the gradients of trained parameters, except where that is deferred."""
     reduced = {
         path: gradient_of(comms[path], g) for path, g in gradients.items() if comms[path].trained
     }
+    return {path: g.astype(operands[path][-1].dtype) for path, g in reduced.items()}
+
+
+def operand_cotangents(operands: Operands, gradients: Arrays) -> dict[str, list[Any]]:
+    """Returns the cotangents of `operands`, given what `reduce_gradients` returned."""
     return {
-        path: g.astype(slots[path].dtype) if path in slots else g for path, g in reduced.items()
+        path: [*[None] * (len(read) - 1), gradients.get(path)] for path, read in operands.items()
     }
-
-
-def input_cotangents(inputs: GatherInputs, gradients: Arrays) -> GatherInputs:
-    """Returns the cotangents of `inputs`, given what `reduce_gradients` returned.
-
-    A parameter that is not trained gets None, and so does the shard of one that has a slot.
-    """
-    shards: dict[str, Any] = {
-        path: None if path in inputs.slots else gradients.get(path) for path in inputs.shards
-    }
-    return GatherInputs(shards, {path: gradients[path] for path in inputs.slots})
-
-
-def after(values: Arrays, event: list[Any]) -> tuple[Arrays, list[Any]]:
-    """Returns both behind a barrier: what is computed from `values` waits for `event`."""
-    return lax.optimization_barrier((values, event)) if event else (values, event)
-
-
-def after_floats(values: Arrays, inputs: list[Any]) -> tuple[Arrays, list[Any]]:
-    """As `after`; of the inputs only the floats pass the barrier."""
-    values, passed = after(values, floats(inputs))
-    return values, replace_floats(inputs, passed, lambda x: x)
 
 
 def gather_after_layers(
-    comms: Mapping[str, ParamComm], inputs: GatherInputs, outputs: list[jax.Array]
+    comms: Mapping[str, ParamComm], operands: Operands, outputs: list[jax.Array]
 ) -> tuple[list[jax.Array], Arrays]:
     """Returns (`outputs` of the layers, the gathered parameters that are used only after them).
 
@@ -171,20 +142,17 @@ def gather_after_layers(
     """
 
     @jax.custom_vjp
-    def run(inputs: GatherInputs, outputs: list[jax.Array]) -> tuple[list[jax.Array], Arrays]:
-        return outputs, gather_all(comms, inputs.shards)
+    def run(operands: Operands, outputs: list[jax.Array]) -> tuple[list[jax.Array], Arrays]:
+        return outputs, gather_all(comms, shards_of(operands))
 
-    def forward(inputs: GatherInputs, outputs: list[jax.Array]) -> Any:
-        return run(inputs, outputs), inputs.slots
+    def forward(operands: Operands, outputs: list[jax.Array]) -> Any:
+        return run(operands, outputs), None
 
-    def backward(slots: Arrays, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
+    def backward(_: None, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
         to_outputs, gradients = cotangents
-        reduced, to_outputs = after(reduce_gradients(comms, slots, gradients), to_outputs)
-        return input_cotangents(GatherInputs(abstract, slots), reduced), to_outputs
+        reduced, to_outputs = after(reduce_gradients(comms, abstract, gradients), to_outputs)
+        return operand_cotangents(abstract, reduced), to_outputs
 
-    abstract: Any = {
-        path: jax.ShapeDtypeStruct(shard.shape, shard.dtype)
-        for path, shard in inputs.shards.items()
-    }
+    abstract: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
     run.defvjp(forward, backward)
-    return run(inputs, outputs)
+    return run(operands, outputs)
