@@ -49,7 +49,7 @@ from fsdp_jax.step.streaming import StreamReport, stays_finite, streamed
 from fsdp_jax.step.traced_update import Arrays
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
-from fsdp_jax.units.model import Boundary, LossFn, Model, along_one
+from fsdp_jax.units.model import Boundary, LossFn, Model, ModelCall, along_one
 from fsdp_jax.units.remat import SAVED, Activations
 from fsdp_jax.units.unit import ROOT, Shard, UnitError, run_unit
 
@@ -449,17 +449,9 @@ def _run_model(
             own = key if device is None else jax.random.fold_in(key, device)
             loss_key = jax.random.fold_in(own, _LOSS)
             fn = lambda model, batch: plan.loss_fn(model, batch, loss_key)  # noqa: E731
-        run = functools.partial(
-            plan.model.run,
-            fn,
-            params,
-            model_state,
-            batch,
-            key,
-            plan.boundaries,
-            training=training,
-            device=device,
-        )
+        boundaries = plan.boundaries
+        inputs = ModelCall(params, model_state, batch, key, boundaries, training, device)
+        run = functools.partial(plan.model.run, fn, inputs)
         try:
             return run() if plan.local_batch else along_one(plan.model.axis_names, run)
         except NameError as error:

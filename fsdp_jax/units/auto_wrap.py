@@ -13,7 +13,7 @@ apart saves little, and the whole model is the unit.
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
@@ -25,7 +25,6 @@ from fsdp_jax.units.unit import ROOT
 
 Units = Sequence[type | str] | int | Literal["auto", "scan", "model"]
 Owners = dict[str, str | None]  # parameter path -> unit path
-ParamsOf = Mapping[str, Set[str]]  # module path -> paths of the parameters inside, at any depth
 LEAST_SHARE = 0.25  # of the model's elements that automatic units own
 UNFOUND = "no repeated modules own a quarter of it"
 
@@ -34,22 +33,14 @@ UNFOUND = "no repeated modules own a quarter of it"
 class ModuleInfo:
     """A module of the model, as far as choosing units needs it.
 
-    Attributes:
-        path: slash-joined; empty for the whole model. A module that is used in two places is listed
-            twice.
-        kind: its class.
-        direct: paths of the parameters that are its own attributes; a tied one is listed by each
-            module that has it.
-        callable: False for mere containers, which cannot be units.
-        pinned: it computes in a dtype of its own, fixed when it was made.
-
+    One that is used in two places is listed twice, and so is a parameter that two modules share.
     """
 
-    path: str
+    path: str  # slash-joined; empty for the whole model
     kind: type
-    direct: frozenset[str]
-    callable: bool
-    pinned: bool = False
+    direct: frozenset[str]  # paths of the parameters that are its own attributes
+    callable: bool  # False for mere containers, which cannot be units
+    pinned: bool = False  # it computes in a dtype of its own, fixed when it was made
 
     @property
     def class_names(self) -> set[str]:
@@ -65,31 +56,17 @@ def choose_units(
 ) -> Owners:
     """Returns {parameter path: unit path, or None for what is gathered when the model is entered}.
 
-    Args:
-        modules: of the model, parents before children.
-        units: module classes or their names; a least number of parameters; `scan` for stacked
-            layers; `model` for one unit; `auto` for what is repeated, see the note.
-        shapes: of the parameters, by path.
-        stacked: parameter path -> number of leading dims that stack layers.
-
-    Raises:
-        ValueError: no module matches `units`.
-
+    `stacked`: parameter path -> leading dims that stack layers. Raises ValueError where no module
+    matches `units`.
     """
     if units == "model":
         return dict.fromkeys(shapes, ROOT)
-    inner = [module for module in modules if module.path and module.callable]
-    params_of = _params_of(modules)
-    sizes = {path: prod(shape[stacked.get(path, 0) :]) for path, shape in shapes.items()}
+    tree = _Modules(modules, shapes, stacked)
     if units == "auto":
-        return _automatic(modules, inner, params_of, shapes, sizes, stacked)
+        return tree.automatic()
     if isinstance(units, int):
-        chosen = _by_size(inner, params_of, units, sizes)
-    elif units == "scan":
-        chosen = _by_scan(inner, params_of, stacked)
-    else:
-        chosen = _by_class(inner, params_of, units)
-    return _owners(modules, chosen, shapes)
+        return tree.owners(tree.by_size(units))
+    return tree.owners(tree.by_scan() if units == "scan" else tree.by_class(units))
 
 
 def recomputed_units(
@@ -100,14 +77,12 @@ def recomputed_units(
     Also of modules that `units` names and that own no parameters, because units inside them own
     them all, or because they are shared: nothing is gathered there, but they can be recomputed.
     """
-    named: set[str] = set()
-    inner = [module for module in modules if module.path and module.callable]
-    params_of = _params_of(modules)
+    tree = _Modules(modules, {}, stacked)
+    paths = {unit for unit in owners.values() if unit}
     if not isinstance(units, int) and units not in ("auto", "scan", "model"):
-        named = _by_class(inner, params_of, units)
-    paths = {unit for unit in owners.values() if unit} | named
+        paths |= tree.by_class(units)
     return {
-        module.path: any(stacked.get(path) for path in params_of[module.path])
+        module.path: any(stacked.get(path) for path in tree.params_of[module.path])
         for module in modules
         if module.path in paths
     }
@@ -126,134 +101,127 @@ def describe_units(
         first.setdefault(kinds[path], path)
     counts = Counter(kinds[path] for path in units)
     by_class = [f"{count} of {kind} ('{first[kind]}')" for kind, count in counts.most_common()]
+    return f"{', '.join(by_class)}: {_share(owners, shapes):.0%} of the parameters"
+
+
+def _share(owners: Owners, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Returns the fraction of the model's elements that units inside it own."""
     owned = sum(prod(shapes[path]) for path, unit in owners.items() if unit)
-    share = owned / max(1, sum(map(prod, shapes.values())))
-    return f"{', '.join(by_class)}: {share:.0%} of the parameters"
+    return owned / max(1, sum(map(prod, shapes.values())))
 
 
-def _owners(modules: Sequence[ModuleInfo], chosen: Set[str], params: Mapping[str, Any]) -> Owners:
-    """Returns the innermost unit around each parameter, where all its uses have the same one."""
-    users: dict[str, set[str | None]] = {path: set() for path in params}
-    for module in modules:
-        innermost = next((path for path in prefixes(module.path) if path in chosen), None)
-        for path in module.direct:
-            users[path].add(innermost)
-    return {path: next(iter(by)) if len(by) == 1 else None for path, by in users.items()}
+def _outermost(paths: Set[str]) -> set[str]:
+    """Returns the modules that are inside none of the others."""
+    return {path for path in paths if paths.isdisjoint(prefixes(path)[1:])}
 
 
-def _automatic(
-    modules: Sequence[ModuleInfo],
-    inner: Sequence[ModuleInfo],
-    params_of: ParamsOf,
-    shapes: Mapping[str, tuple[int, ...]],
-    sizes: Mapping[str, int],
-    stacked: Mapping[str, int],
-) -> Owners:
-    """Returns the owners by the outermost repeated modules; see the note on automatic units."""
-    with_params = [module for module in inner if params_of[module.path]]
-    total = sum(map(prod, shapes.values()))
-    bodies = _bodies(with_params, params_of, stacked)
-    for numbered in (True, False):
-        candidates = _repeated(with_params, numbered) | bodies
-        outermost = _outermost(candidates, bodies, params_of, sizes)
-        owners = _owners(modules, outermost, shapes)
-        owned = sum(prod(shapes[path]) for path, unit in owners.items() if unit is not None)
-        if owned >= LEAST_SHARE * total:
-            return owners
-    return dict.fromkeys(shapes, ROOT)
+class _Modules:
+    """The modules of a model, and the parameters inside each."""
 
+    def __init__(
+        self,
+        modules: Sequence[ModuleInfo],
+        shapes: Mapping[str, tuple[int, ...]],
+        stacked: Mapping[str, int],
+    ) -> None:
+        self.modules, self.shapes, self.stacked = modules, shapes, stacked
+        # Those that may be units.
+        self.inner = [module for module in modules if module.path and module.callable]
+        # Module path -> paths of the parameters inside, at any depth.
+        self.params_of: dict[str, set[str]] = defaultdict(set)
+        for module in modules:
+            for path in prefixes(module.path):
+                self.params_of[path] |= module.direct
+        # Elements; of stacked parameters, in a layer.
+        self.sizes = {path: prod(shape[stacked.get(path, 0) :]) for path, shape in shapes.items()}
 
-def _repeated(modules: Sequence[ModuleInfo], numbered: bool) -> set[str]:
-    """Returns the modules that have a sibling of their class, numbered alike if so asked."""
+    def elements(self, params: Set[str]) -> int:
+        """Returns the elements of these parameters."""
+        return sum(self.sizes[path] for path in params)
 
-    def family(module: ModuleInfo) -> tuple[type, str, str]:
-        parent, _, name = module.path.rpartition("/")
-        return module.kind, parent, re.sub(r"\d+", "#", name) if numbered else ""
+    def owners(self, chosen: Set[str]) -> Owners:
+        """Returns the innermost unit around each parameter, where all its uses have the same."""
+        users: dict[str, set[str | None]] = {path: set() for path in self.shapes}
+        for module in self.modules:
+            innermost = next((path for path in prefixes(module.path) if path in chosen), None)
+            for path in module.direct:
+                users[path].add(innermost)
+        return {path: next(iter(by)) if len(by) == 1 else None for path, by in users.items()}
 
-    counts = Counter(map(family, modules))
-    return {module.path for module in modules if counts[family(module)] > 1}
+    def automatic(self) -> Owners:
+        """Returns the owners by the outermost repeated modules; see the note."""
+        for numbered in (True, False):
+            owners = self.owners(self._opened(self._repeated(numbered) | self.bodies()))
+            if _share(owners, self.shapes) >= LEAST_SHARE:
+                return owners
+        return dict.fromkeys(self.shapes, ROOT)
 
+    def _repeated(self, numbered: bool) -> set[str]:
+        """Returns the modules that have a sibling of their class, numbered alike if so asked."""
 
-def _outermost(
-    candidates: Set[str], bodies: Set[str], params_of: ParamsOf, sizes: Mapping[str, int]
-) -> set[str]:
-    """Returns the outermost of these; one of more than half of their elements is opened.
+        def family(module: ModuleInfo) -> tuple[type, str, str]:
+            parent, _, name = module.path.rpartition("/")
+            return module.kind, parent, re.sub(r"\d+", "#", name) if numbered else ""
 
-    The bodies of layer scans are not: they gather a layer at a time.
-    """
-    elements = {path: sum(sizes[name] for name in params_of[path]) for path in candidates}
-    closed = set(candidates)
-    while True:
-        outermost = {path for path in closed if closed.isdisjoint(prefixes(path)[1:])}
-        largest = max(sorted(outermost - bodies), key=elements.__getitem__, default="")
-        inside = {path for path in closed if largest and largest in prefixes(path)[1:]}
-        owned = sum(sizes[name] for name in set().union(*(params_of[path] for path in inside)))
-        total = sum(elements[path] for path in outermost)
-        if not inside or 2 * elements[largest] <= total or 2 * owned <= elements[largest]:
-            return outermost
-        closed.discard(largest)
+        with_params = [module for module in self.inner if self.params_of[module.path]]
+        counts = Counter(map(family, with_params))
+        return {module.path for module in with_params if counts[family(module)] > 1}
 
+    def _opened(self, candidates: Set[str]) -> set[str]:
+        """Returns the outermost of these; one of more than half of their elements is opened.
 
-def _params_of(modules: Sequence[ModuleInfo]) -> ParamsOf:
-    params: dict[str, set[str]] = {}
-    for module in modules:
-        for path in prefixes(module.path):
-            params.setdefault(path, set()).update(module.direct)
-    return params
+        The bodies of layer scans are not: they gather a layer at a time.
+        """
+        elements = {path: self.elements(self.params_of[path]) for path in candidates}
+        closed, bodies = set(candidates), self.bodies()
+        while True:
+            outermost = _outermost(closed)
+            largest = max(sorted(outermost - bodies), key=elements.__getitem__, default="")
+            inside = {path for path in closed if largest and largest in prefixes(path)[1:]}
+            owned = self.elements(set().union(*(self.params_of[path] for path in inside)))
+            total = sum(elements[path] for path in outermost)
+            if not inside or 2 * elements[largest] <= total or 2 * owned <= elements[largest]:
+                return outermost
+            closed.discard(largest)
 
+    def by_class(self, units: Any) -> set[str]:
+        """PyTorch's `transformer_auto_wrap_policy`: every module of these classes."""
+        chosen: set[str] = set()
+        for unit in (units,) if isinstance(units, str) else units:
+            name = unit if isinstance(unit, str) else unit.__name__
+            matches = {m.path for m in self.inner if unit in (*m.kind.__mro__, *m.class_names)}
+            if not matches:
+                present = {m.kind.__name__ for m in self.inner if self.params_of[m.path]}
+                what = f"no module of class '{name}' in the model"
+                fix = did_you_mean(name, {*present, "auto", "scan", "model"})
+                raise ValueError(message(what, where="units", fix=fix))
+            chosen |= matches
+        return chosen
 
-def _by_class(inner: Sequence[ModuleInfo], params_of: ParamsOf, units: Any) -> set[str]:
-    """PyTorch's `transformer_auto_wrap_policy`: every module of these classes."""
-    chosen: set[str] = set()
-    for unit in (units,) if isinstance(units, str) else units:
-        name = unit if isinstance(unit, str) else unit.__name__
-        matches = {m.path for m in inner if unit in m.kind.__mro__ or unit in m.class_names}
-        if not matches:
-            present = {module.kind.__name__ for module in inner if params_of[module.path]}
-            what = f"no module of class '{name}' in the model"
-            choices = {*present, "auto", "scan", "model"}
-            raise ValueError(message(what, where="units", fix=did_you_mean(name, choices)))
-        chosen |= matches
-    return chosen
+    def by_size(self, least: int) -> set[str]:
+        """PyTorch's `size_based_auto_wrap_policy`: from the leaves up, what is large enough."""
+        chosen: set[str] = set()
+        wrapped: set[str] = set()
+        for module in reversed(self.inner):
+            unwrapped = self.params_of[module.path] - wrapped
+            if self.elements(unwrapped) >= least:
+                chosen.add(module.path)
+                wrapped |= unwrapped
+        if not chosen:
+            largest = max((self.elements(self.params_of[m.path]) for m in self.inner), default=0)
+            what = "no module has that many parameters"
+            fix = f"at most {largest}, the largest module's, or units='model'"
+            raise ValueError(message(what, where="units.min_params", got=least, fix=fix))
+        return chosen
 
+    def by_scan(self) -> set[str]:
+        """The outermost modules all of whose parameters are stacked: the body of a layer scan."""
+        if not (outermost := _outermost(self.bodies())):
+            what, fix = "no stacked layers in the model", "units=[YourBlock]"
+            raise ValueError(message(what, where="units='scan'", fix=fix))
+        return outermost
 
-def _by_size(
-    inner: Sequence[ModuleInfo], params_of: ParamsOf, least: int, sizes: Mapping[str, int]
-) -> set[str]:
-    """PyTorch's `size_based_auto_wrap_policy`: from the leaves up, what is large enough."""
-    chosen: set[str] = set()
-    wrapped: set[str] = set()
-    for module in reversed(inner):
-        unwrapped = params_of[module.path] - wrapped
-        if sum(sizes[path] for path in unwrapped) >= least:
-            chosen.add(module.path)
-            wrapped |= unwrapped
-    if not chosen:
-        largest = max((sum(sizes[p] for p in params_of[m.path]) for m in inner), default=0)
-        fix = f"at most {largest}, the largest module's, or units='model'"
-        what = "no module has that many parameters"
-        raise ValueError(message(what, where="units.min_params", got=least, fix=fix))
-    return chosen
-
-
-def _by_scan(
-    inner: Sequence[ModuleInfo], params_of: ParamsOf, stacked: Mapping[str, int]
-) -> set[str]:
-    """The outermost modules all of whose parameters are stacked: the body of a layer scan."""
-    bodies = _bodies(inner, params_of, stacked)
-    outermost = {path for path in bodies if bodies.isdisjoint(prefixes(path)[1:])}
-    if not outermost:
-        fix = "units=[YourBlock]"
-        raise ValueError(message("no stacked layers in the model", where="units='scan'", fix=fix))
-    return outermost
-
-
-def _bodies(
-    inner: Sequence[ModuleInfo], params_of: ParamsOf, stacked: Mapping[str, int]
-) -> set[str]:
-    """Returns the modules all of whose parameters are stacked."""
-    return {
-        module.path
-        for module in inner
-        if params_of[module.path] and all(stacked.get(path) for path in params_of[module.path])
-    }
+    def bodies(self) -> set[str]:
+        """Returns the modules all of whose parameters are stacked."""
+        params_of = ((module.path, self.params_of[module.path]) for module in self.inner)
+        return {path for path, params in params_of if params and all(map(self.stacked.get, params))}

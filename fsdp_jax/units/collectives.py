@@ -46,40 +46,23 @@ TILE = (8, 128)  # a TPU stores the last two dims of an array in tiles of this s
 
 @dataclass(frozen=True)
 class ParamComm:
-    """How one parameter is gathered, and how its gradient is reduced.
-
-    Attributes:
-        path: of the parameter.
-        unit: path of the module that gathers it; None if it is gathered when the model is entered.
-        ndim: of the stored array; inside a layer scan the leading dims are gone.
-        param_spec: how the parameter is sharded between steps.
-        grad_spec: how its gradient is sharded.
-        transform: the casts around gather and reduction.
-        stacked: how many leading dims of the stored array stack layers.
-        per_axis: gathered and scattered along one mesh axis at a time, as a torus wants it.
-        trained: it has a gradient.
-        on_host: what is gathered is in host memory: it is brought to the device first.
-        deferred: its gradient is not reduced here, but once, after the last microbatch.
-        already_gathered: gathered once for the whole step; the unit uses it as it is.
-        float8_matmuls: the matmuls that take it run in float8.
-
-    """
+    """How one parameter is gathered, and how its gradient is reduced."""
 
     path: str
-    unit: str | None
-    ndim: int
+    unit: str | None  # path of the module that gathers it; None: as the model is entered
+    ndim: int  # of the stored array; inside a layer scan the leading dims are gone
     axes: MeshAxes
-    param_spec: PartitionSpec
-    grad_spec: PartitionSpec
-    transform: GatherTransform
+    param_spec: PartitionSpec  # how it is sharded between steps
+    grad_spec: PartitionSpec  # how its gradient is sharded
+    transform: GatherTransform  # the casts around gather and reduction
     mode: Mode
-    stacked: int = 0
-    per_axis: bool = False
-    trained: bool = True
-    on_host: bool = False
-    deferred: bool = False
-    already_gathered: bool = False
-    float8_matmuls: bool = False
+    stacked: int = 0  # leading dims of the stored array that stack layers
+    per_axis: bool = False  # one mesh axis at a time, as a torus wants it
+    trained: bool = True  # it has a gradient
+    on_host: bool = False  # what is gathered is in host memory: brought to the device first
+    deferred: bool = False  # its gradient is reduced once, after the last microbatch, not here
+    already_gathered: bool = False  # once for the whole step; the unit uses it as it is
+    float8_matmuls: bool = False  # the matmuls that take it run in float8
 
     @property
     def mesh(self) -> Mesh:
@@ -89,19 +72,15 @@ class ParamComm:
     def sliced(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
         """Returns the spec of an array of `ndim` dims, whose leading dims a layer scan sliced away.
 
-        Raises:
-            ValueError: one of those dims is sharded.
-
+        Raises ValueError where one of those is sharded.
         """
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         removed = self.ndim - ndim
         if any(entries[:removed]):
             what = "a layer scan slices a sharded dim"
-            fix = (
-                "name the stack, stacked=('path',), "
-                "or give the parameter a rule that shards another dim"
-            )
             expected = "a layer dim that is not sharded"
+            fix = "name the stack, stacked=('path',), or give the parameter a rule that shards "
+            fix += "another dim"
             raise ValueError(message(what, where=self.path, expected=expected, got=spec, fix=fix))
         return PartitionSpec(*entries[removed:])
 
@@ -120,42 +99,26 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
     """Returns the unsharded parameter in the compute dtype; its VJP reduces the gradient.
 
     With `slot` the gradient becomes the cotangent of `slot` instead of `value`: local to the device
-    where reduction is deferred, otherwise reduced. Frozen parameters skip the custom VJP; otherwise
-    `jax.checkpoint` would save its output.
+    where reduction is deferred, otherwise reduced.
     """
+
+    def named(value: jax.Array, slot: jax.Array | None) -> jax.Array:
+        return gather_together([comm], [value], [slot])[0]
+
     if comm.mode == "annotate":
-        return gather_annotated([comm], [value], [slot])[0]
+        return named(value, slot)
     # Prefetch finds the gather in the traced model by the name of the function.
-    name = SITE.format(comm.path)
-    if not comm.trained:
-
-        def gather_frozen(value: jax.Array) -> jax.Array:
-            return fetch(comm, lax.stop_gradient(value))
-
-        gather_frozen.__name__ = name
-        return jax.jit(gather_frozen)(value)
-
-    @jax.custom_vjp
-    def gather_trained(value: jax.Array, slot: jax.Array | None) -> jax.Array:
-        return fetch(comm, value)
-
-    def forward(value: jax.Array, slot: jax.Array | None) -> tuple[jax.Array, None]:
-        return fetch(comm, value), None
-
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-        return to_value_or_slot(gradient_of(comm, cotangent), slot)
-
-    gather_trained.defvjp(forward, backward)
-    gather_trained.__name__ = name  # type: ignore[attr-defined]
-    return jax.jit(gather_trained)(value, slot)
+    named.__name__ = SITE.format(comm.path)
+    return jax.jit(named)(value, slot)
 
 
-def gather_annotated(
+def gather_together(
     comms: Sequence[ParamComm], values: Sequence[jax.Array], slots: Sequence[jax.Array | None]
 ) -> list[jax.Array]:
     """Returns several unsharded parameters, as `gather` does one of them.
 
-    They share one custom VJP, since each takes time to trace.
+    They share one custom VJP, since each takes time to trace. Frozen parameters have none;
+    otherwise `jax.checkpoint` would save its output.
     """
     trained = [number for number, comm in enumerate(comms) if comm.trained]
 
@@ -163,11 +126,13 @@ def gather_annotated(
         return [fetch(comms[n], shard) for n, shard in zip(trained, shards, strict=True)]
 
     def backward(_: None, cotangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
-        pairs = [
-            to_value_or_slot(gradient_of(comms[n], cotangent), slots[n])
-            for n, cotangent in zip(trained, cotangents, strict=True)
-        ]
-        return [to_value for to_value, _ in pairs], [to_slot for _, to_slot in pairs]
+        to_values: list[Any] = []
+        to_slots: list[Any] = []
+        for n, cotangent in zip(trained, cotangents, strict=True):
+            gradient, slot = gradient_of(comms[n], cotangent), slots[n]
+            to_values.append(gradient if slot is None else None)
+            to_slots.append(None if slot is None else gradient.astype(slot.dtype))
+        return to_values, to_slots
 
     with_vjp = jax.custom_vjp(fetch_trained)
     with_vjp.defvjp(lambda *args: (fetch_trained(*args), None), backward)
@@ -183,13 +148,6 @@ def gather_annotated(
 def gradient_of(comm: ParamComm, cotangent: jax.Array) -> jax.Array:
     """Returns the gradient for the cotangent of a gathered parameter; deferred, it stays local."""
     return cotangent if comm.deferred else reduce(comm, cotangent)
-
-
-def to_value_or_slot(gradient: jax.Array, slot: Any) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the cotangents of what is gathered, and of its slot if it has one."""
-    if slot is None:
-        return gradient, None
-    return None, gradient.astype(slot.dtype)
 
 
 def site_of(eqn: JaxprEqn) -> str | None:
@@ -208,8 +166,7 @@ def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
         along = comm.axes.batch_spec_axes(spec)
         value, extra = comm.transform.before_gather(value, along if manual else ())
         if along:
-            run = _gather_manual if manual else _gather_annotated
-            value = run(comm, value, spec)
+            value = (_gather_manual if manual else _gather_annotated)(comm, value, spec)
         return comm.transform.after_gather(value, extra)
 
 

@@ -78,40 +78,28 @@ def _forward(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> 
 
 
 def _backward(dims: Dims, dtype: np.dtype, operands: Any, cotangent: jax.Array) -> Any:
-    left, right = operands
-    (contracted_left, contracted_right), (batch_left, batch_right) = dims
-    of_left = _Operand(left.ndim, contracted_left, batch_left)
-    of_right = _Operand(right.ndim, contracted_right, batch_right)
-    # A result's dims: batch, those of the left that are left over, those of the right.
-    batch = range(len(batch_left))
-    kept_left = range(len(batch), len(batch) + len(of_left.kept))
-    kept_right = range(kept_left.stop, cotangent.ndim)
+    contracted, batch = dims
     scaled = quantize(cotangent, GRADIENT)
-    to_left_dims = (kept_right, of_right.kept), (batch, batch_right)
-    to_right_dims = (kept_left, of_left.kept), (batch, batch_left)
-    to_left = _dot(scaled, quantize(right, WEIGHT), to_left_dims, left.dtype)
-    to_right = _dot(scaled, quantize(left, WEIGHT), to_right_dims, right.dtype)
-    return (
-        of_left.in_its_order(to_left, contracted_right),
-        of_right.in_its_order(to_right, contracted_left),
-    )
+    # Dims that are neither: a result has those of the batch, then the left's, then the right's.
+    kept = [
+        [dim for dim in range(x.ndim) if dim not in (*contracted[side], *batch[side])]
+        for side, x in enumerate(operands)
+    ]
+    n_batch, n_left = len(batch[0]), len(batch[0]) + len(kept[0])
+    in_result = range(n_batch, n_left), range(n_left, cotangent.ndim)
+    gradients = []
+    for side, x in enumerate(operands):
+        other = 1 - side
+        result_dims = (in_result[other], kept[other]), (range(n_batch), batch[other])
+        gradient = _dot(scaled, quantize(operands[other], WEIGHT), result_dims, x.dtype)
+        # [batch, kept, contracted as in the other operand], in the order of the operand's dims.
+        last = [contracted[side][i] for i in np.argsort(contracted[other])]
+        order = np.argsort([*batch[side], *kept[side], *last])
+        gradients.append(lax.transpose(gradient, [int(i) for i in order]))
+    return tuple(gradients)
 
 
 dot.defvjp(_forward, _backward)
-
-
-class _Operand:
-    """The dims of one operand of a matmul."""
-
-    def __init__(self, ndim: int, contracted: Sequence[int], batch: Sequence[int]) -> None:
-        self.contracted, self.batch = contracted, batch
-        self.kept = [dim for dim in range(ndim) if dim not in (*contracted, *batch)]
-
-    def in_its_order(self, gradient: jax.Array, others_contracted: Sequence[int]) -> jax.Array:
-        """Returns a gradient [batch, kept, contracted as in the other operand] in its own order."""
-        contracted = [self.contracted[i] for i in np.argsort(others_contracted)]
-        order = np.argsort([*self.batch, *self.kept, *contracted])
-        return lax.transpose(gradient, [int(i) for i in order])
 
 
 def _dot(

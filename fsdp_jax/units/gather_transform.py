@@ -17,17 +17,11 @@ class GatherTransform:
 
     Here these are casts. A gather in another format is a subclass, as with FSDP2's
     `fsdp_pre_all_gather` and `fsdp_post_all_gather`. `Sharded` makes one for each parameter.
-
-    Attributes:
-        param: dtype of the stored parameter, and of the gradient that the optimizer gets.
-        compute: dtype of the gathered parameter.
-        reduce: dtype that the gradient is reduced in.
-
     """
 
-    param: np.dtype
-    compute: np.dtype
-    reduce: np.dtype
+    param: np.dtype  # of the stored parameter, and of the gradient that the optimizer gets
+    compute: np.dtype  # of the gathered parameter
+    reduce: np.dtype  # that the gradient is reduced in
 
     @property
     def wire(self) -> np.dtype:
@@ -37,12 +31,8 @@ class GatherTransform:
     def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
         """Returns (the array to gather, what `after_gather` needs beside it, such as a scale).
 
-        Only the array is gathered: the rest must be the same on every device.
-
-        Args:
-            shard: a device's own part with local batches, otherwise the global array.
-            axes: mesh axes along which each device has a part of its own.
-
+        Only the array is gathered: the rest must be the same on every device. `axes`: of the mesh,
+        along which each device has a part of its own, with local batches.
         """
         del axes
         return shard.astype(self.compute), None

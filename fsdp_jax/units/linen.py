@@ -27,8 +27,8 @@ from fsdp_jax.errors import message
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing, unboxed
-from fsdp_jax.units.model import Boundary, LossFn, axis_names_of, split_arrays
-from fsdp_jax.units.remat import SAVED, Activations
+from fsdp_jax.units.model import Boundary, LossFn, ModelCall, axis_names_of, split_arrays
+from fsdp_jax.units.remat import SAVED
 from fsdp_jax.units.unit import all_shards, checkpoint_settings, gathered, shards_in
 
 _PARAMS = "params"
@@ -47,16 +47,10 @@ _FLAGS = {FLAG: _NeverEqual()}
 
 
 class LinenModel:
-    """Adapter for a `linen.Module` and example inputs of its `__call__`.
+    """Adapter for an unbound `linen.Module` and example inputs of its `__call__`.
 
-    Args:
-        module: unbound.
-        inputs: positional arguments as a tuple, or keyword arguments as a dict: arrays, shapes, or
-            plain values.
-
-    Raises:
-        ValueError: inputs that do not fit, or a model without parameters.
-
+    These are positional arguments as a tuple, or keyword arguments as a dict: arrays, shapes, or
+    plain values. Raises ValueError for inputs that do not fit, or a model without parameters.
     """
 
     def __init__(self, module: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
@@ -123,29 +117,17 @@ class LinenModel:
         """Returns the module bound to these values; `model(x)` and `model.variables` work."""
         return self._module.bind({_PARAMS: params, **rest})
 
-    def run(
-        self,
-        fn: LossFn,
-        params: PyTree,
-        rest: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        boundaries: dict[str, Boundary],
-        *,
-        training: bool,
-        device: jax.Array | None,
-    ) -> tuple[Any, PyTree]:
-        """Returns (`fn(model, batch)`, the updated rest); see `Model.run`.
+    def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
+        """Returns (`fn(model, batch)`, the updated rest).
 
         `training` provides random streams and lets the state be written to; other switches are
         arguments of the model's own.
 
-        Raises:
-            ValueError: the model draws from a stream that it is not given, or writes where it may
-                not.
-
+        Raises ValueError for a model that draws from a stream that it is not given, or writes where
+        it may not.
         """
-        key = key if device is None else jax.random.fold_in(key, device)
+        key = call.key if call.device is None else jax.random.fold_in(call.key, call.device)
+        rest, training = call.rest, call.training
         demands = Demands(self.demands.streams)
 
         def trace() -> tuple[Any, PyTree]:
@@ -153,22 +135,20 @@ class LinenModel:
             known = {_PARAMS, "cache", *rest}
             watch = ScopeWatch(demands, gives_streams=training, known=known)
 
-            def call(scope: core.Scope) -> Any:
+            def loss(scope: core.Scope) -> Any:
                 watch.watch(scope)
-                return self._scoped(lambda model: fn(model, batch))(scope)
+                return self._scoped(lambda model: fn(model, call.batch))(scope)
 
             mutable = [*demands.sown, *(self._collections if training else ())]
-            apply = core.apply(call, mutable=mutable, flags=_FLAGS)
+            apply = core.apply(loss, mutable=mutable, flags=_FLAGS)
             rngs = demands.rngs(key, jax.random.fold_in(key, 1), key) if training else {}
-            with nn.intercept_methods(_interceptor(boundaries, watch)):
-                return apply({_PARAMS: params, **rest}, rngs=rngs)
+            with nn.intercept_methods(_interceptor(call.boundaries, watch)):
+                return apply({_PARAMS: call.params, **rest}, rngs=rngs)
 
         try:
             out, after = demands.met(trace)
-        except errors.ModifyScopeVariableError as error:
-            raise _no_update(error, training) from error
-        except errors.InvalidRngError as error:
-            raise _no_stream(error, training) from error
+        except (errors.ModifyScopeVariableError, errors.InvalidRngError) as error:
+            raise _refused(error, training) from error
         return out, {name: after.get(name, rest[name]) for name in self._collections}
 
 
@@ -192,35 +172,30 @@ def _interceptor(boundaries: Mapping[str, Boundary], watch: ScopeWatch) -> Calla
     return intercept
 
 
-def _no_update(error: errors.ModifyScopeVariableError, training: bool) -> ValueError:
-    """Returns the error for a model that writes to a collection that is not mutable."""
-    what = "the model writes to a collection that it did not make as it was initialized"
-    fix = "make it then, without a condition such as `if train`"
-    if not training:
-        what = "the model updates its state in inference mode, which keeps none"
-        fix = "switch it off by the model's own argument (train=False), in a loss for evaluation"
-    got = str(error).splitlines()[0]
-    return ValueError(message(what, where="model", got=got, fix=fix))
-
-
-def _no_stream(error: errors.InvalidRngError, training: bool) -> ValueError:
-    """Returns the error for a random stream that a model lacks."""
-    got = str(error).splitlines()[0]
-    if training:
+def _refused(error: Exception, training: bool) -> ValueError:
+    """Returns the error for a write to what is not mutable, or a draw from a stream it lacks."""
+    if isinstance(error, errors.InvalidRngError) and training:
         what = "a random stream does not reach the module that draws from it"
         fix = "name the stream in split_rngs of the nn.scan or nn.vmap around the module"
-    else:
+    elif isinstance(error, errors.InvalidRngError):
         what = "the model draws random numbers in inference mode, where no streams are given"
         fix = "switch them off by the model's own argument (deterministic=True); or give them: "
         fix += "loss_fn(model, batch, key), with model.apply(model.variables, ..., rngs={...: key})"
-    return ValueError(message(what, where="model", got=got, fix=fix))
+    elif training:
+        what = "the model writes to a collection that it did not make as it was initialized"
+        fix = "make it then, without a condition such as `if train`"
+    else:
+        what = "the model updates its state in inference mode, which keeps none"
+        fix = "switch it off by the model's own argument (train=False), in a loss for evaluation"
+    return ValueError(message(what, where="model", got=str(error).splitlines()[0], fix=fix))
 
 
 def _example(
     module: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns (args, kwargs) of the model's `__call__`. Raises ValueError if they do not fit it."""
-    where = f"inputs of {type(module).__name__}"
+    name = type(module).__name__
+    where = f"inputs of {name}"
     if not isinstance(inputs, tuple | list | Mapping):
         what = "not a tuple of arguments, nor a dict"
         fix = 'inputs=(tokens,), or by name, inputs={"tokens": tokens, "train": True}'
@@ -228,9 +203,8 @@ def _example(
     if not callable(module):
         what = "the model has no __call__"
         fix = "give it a __call__ that runs all of it once, to make its parameters"
-        raise ValueError(message(what, where=type(module).__name__, fix=fix))
-    args = () if isinstance(inputs, Mapping) else tuple(inputs)
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+        raise ValueError(message(what, where=name, fix=fix))
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     signature = inspect.signature(module)
     try:
         signature.bind(*args, **kwargs)
@@ -259,26 +233,12 @@ def _modules(kinds: Mapping[str, type], params: Iterable[str]) -> list[ModuleInf
 def _call(
     next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, boundary: Boundary
 ) -> Any:
+    """Runs a method; a unit's parameters are gathered as it reads them, and again in backward."""
     args, kwargs = boundary.entering((args, kwargs))
     params = context.module.variables.get(_PARAMS, {})
     unit, activations = boundary.unit, boundary.activations
     if unit is None or (activations == SAVED and not shards_in(params, unit)):
-        out = next_fun(*args, **kwargs)
-    else:
-        settings = checkpoint_settings(all_shards(params), activations)
-        out = _call_unit(context, args, kwargs, unit, activations, settings)
-    return boundary.leaving(out)
-
-
-def _call_unit(
-    context: Any,
-    args: Any,
-    kwargs: Any,
-    unit: str,
-    activations: Activations,
-    settings: dict[str, Any] | None,
-) -> Any:
-    """Runs the method; parameters are gathered as it reads them, and again in the backward pass."""
+        return boundary.leaving(next_fun(*args, **kwargs))
     method = context.orig_method.func
     arrays, nodes, rebuild = split_arrays((args, kwargs))
 
@@ -288,6 +248,7 @@ def _call_unit(
         return method(module, *inner_args, **inner_kwargs)
 
     lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=lambda tree: gathered(tree, unit))
+    settings = checkpoint_settings(all_shards(params), activations)
     if settings is not None:
         lifted = nn.remat(lifted, **settings)
-    return lifted(context.module, arrays, nodes)
+    return boundary.leaving(lifted(context.module, arrays, nodes))

@@ -39,15 +39,11 @@ class AskedError(Exception):
 
 @dataclass(frozen=True)
 class Demands:
-    """What has been asked for.
+    """What has been asked for."""
 
-    Attributes:
-        streams: random streams beside "params" and "dropout", of the model in all traces so far.
-        sown: collections that are sown into, and read by the loss that is being traced.
-
-    """
-
+    # Random streams beside "params" and "dropout", of the model in all traces so far.
     streams: set[str] = field(default_factory=set)
+    # Collections that are sown into, and read by the loss that is being traced.
     sown: set[str] = field(default_factory=set)
 
     def met(self, trace: Callable[[], T]) -> T:
@@ -69,21 +65,14 @@ class Demands:
         raise AskedError
 
 
+@dataclass(frozen=True)
 class ScopeWatch:
-    """Watches the scopes of one trace.
+    """Watches the scopes of one trace."""
 
-    Args:
-        demands: of the model.
-        gives_streams: whether the trace has random streams.
-        known: collections that nothing is sown into: parameters and state.
-
-    """
-
-    def __init__(self, demands: Demands, *, gives_streams: bool, known: Collection[str]) -> None:
-        self._demands = demands
-        self._gives_streams = gives_streams
-        self._known = known
-        self._not_stored: dict[str, str] = {}  # collection -> where a value was not stored
+    demands: Demands
+    gives_streams: bool  # the trace has random streams
+    known: Collection[str]  # collections that nothing is sown into: parameters and state
+    _not_stored: dict[str, "_NotStored"] = field(default_factory=dict, init=False)
 
     def watch(self, scope: core.Scope) -> None:
         """Watches what is asked of a scope, by replacing methods of this one object.
@@ -96,25 +85,23 @@ class ScopeWatch:
         rewound, param = scope.rewound, scope.param
 
         def has_rng(name: str) -> bool:
-            if self._gives_streams and name not in {"params", "dropout", *self._demands.streams}:
-                self._demands.ask(self._demands.streams, name)
+            if self.gives_streams and name not in {"params", "dropout", *self.demands.streams}:
+                self.demands.ask(self.demands.streams, name)
             return name in scope.rngs
 
         def is_mutable_collection(name: str) -> bool:
-            if not is_mutable(name) and name not in self._known:
-                self._not_stored.setdefault(name, SEPARATOR.join(scope.path))
+            if not is_mutable(name) and name not in self.known:
+                where = SEPARATOR.join(scope.path)
+                self._not_stored.setdefault(name, _NotStored(self.demands, name, where))
             return is_mutable(name)
 
         def read() -> Mapping[str, Any]:
-            demands = self._demands
-            lost = {name: _NotStored(demands, name, at) for name, at in self._not_stored.items()}
-            return {**variables(), **lost} if lost else variables()
+            return {**variables(), **self._not_stored} if self._not_stored else variables()
 
         def of_collection(read_one: Callable[..., Any]) -> Callable[..., Any]:
             def read_stored(collection: str, *args: Any) -> Any:
                 if collection in self._not_stored:
-                    at = self._not_stored[collection]
-                    _NotStored(self._demands, collection, at).keys()
+                    self._not_stored[collection].keys()
                 return read_one(collection, *args)
 
             return read_stored
@@ -169,11 +156,7 @@ def unboxed(tree: PyTree) -> PyTree:
 class _NotStored(dict[str, Any]):
     """Stands for a collection that misses what was sown into it, and asks for it once it is read.
 
-    Args:
-        demands: of the trace.
-        collection: its name.
-        where: the module whose value was not stored.
-
+    `where`: the module whose value was not stored.
     """
 
     def __init__(self, demands: Demands, collection: str, where: str) -> None:

@@ -1,6 +1,6 @@
 """What the library asks of a model, whether it is written in NNX or in Linen."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,23 +21,13 @@ LossFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Boundary:
-    """What happens as a call enters and leaves a module.
+    """What happens as a call enters and leaves a module."""
 
-    Attributes:
-        unit: the unit's path if the module is one; its parameters, if it has some, are gathered
-            during the call.
-        activations: what becomes of the unit's.
-        cast_in: dtype that float inputs are cast to; None leaves them.
-        cast_out: dtype that float outputs are cast to; None leaves them.
-        pin: inputs and outputs stay sharded along the batch; see `fsdp_jax.local_rows`.
-
-    """
-
-    unit: str | None = None
-    activations: Activations = SAVED
-    cast_in: np.dtype | None = None
-    cast_out: np.dtype | None = None
-    pin: bool = False
+    unit: str | None = None  # its path if it is a unit: parameters are gathered during the call
+    activations: Activations = SAVED  # what becomes of the unit's
+    cast_in: np.dtype | None = None  # dtype that float inputs are cast to; None leaves them
+    cast_out: np.dtype | None = None  # the same of float outputs
+    pin: bool = False  # both stay sharded along the batch; see `fsdp_jax.local_rows`
 
     def entering(self, arguments: PyTree) -> PyTree:
         """Returns a call's arguments, cast and pinned."""
@@ -50,28 +40,32 @@ class Boundary:
     def _crossing(self, tree: PyTree, dtype: np.dtype | None) -> PyTree:
         # Objects pass as they are: a call that draws from `nnx.Rngs` must count in the caller's.
         arrays, nodes, rebuild = split_arrays(tree)
-        arrays = cast_floats(arrays, dtype)
+        if dtype is not None:
+            arrays = [_cast(x, dtype) for x in arrays]
         return rebuild(pin_rows(arrays) if self.pin else arrays, nodes)
 
 
+@dataclass(frozen=True)
+class ModelCall:
+    """What a loss is called on."""
+
+    params: PyTree  # nested dicts of arrays, or of Shards that units gather
+    rest: PyTree  # as `Model.init` made it
+    batch: PyTree  # one microbatch
+    key: jax.Array  # for the random streams of this call
+    boundaries: Mapping[str, Boundary]  # module path -> what happens there
+    training: bool  # dropout and batch statistics are active, where the library has a switch
+    device: jax.Array | None  # its index if each runs on its own rows; None on the global batch
+
+
 class Model(Protocol):
-    """An adapter: `NnxModel` or `LinenModel`.
+    """An adapter: `NnxModel` or `LinenModel`."""
 
-    Attributes:
-        params: abstract parameters, nested dicts with string keys; leaves may carry partitioning
-            metadata.
-        rest: abstract other state of the model: batch statistics, random streams.
-        boxed_rest: the same; leaves may carry partitioning metadata.
-        modules: of the model, parents before children.
-        axis_names: of axes that its modules average statistics over, such as BatchNorm's.
-
-    """
-
-    params: PyTree
-    rest: PyTree
-    boxed_rest: PyTree
-    modules: Sequence[ModuleInfo]
-    axis_names: frozenset[str]
+    params: PyTree  # abstract, nested dicts; leaves may carry partitioning metadata
+    rest: PyTree  # abstract other state: batch statistics, random streams
+    boxed_rest: PyTree  # the same; leaves may carry partitioning metadata
+    modules: Sequence[ModuleInfo]  # parents before children
+    axis_names: frozenset[str]  # that modules average statistics over, as BatchNorm does
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit."""
@@ -81,32 +75,8 @@ class Model(Protocol):
         """Returns the model as the user's own code calls it, with these values."""
         ...
 
-    def run(
-        self,
-        fn: LossFn,
-        params: PyTree,
-        rest: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        boundaries: dict[str, Boundary],
-        *,
-        training: bool,
-        device: jax.Array | None,
-    ) -> tuple[Any, PyTree]:
-        """Returns (`fn(model, batch)`, the updated rest).
-
-        Args:
-            fn: the user's function of model and batch.
-            params: nested dicts of arrays, or of Shards that units gather.
-            rest: as `init` made it.
-            batch: one microbatch.
-            key: for the random streams of this call.
-            boundaries: module path -> what happens there.
-            training: whether dropout and batch statistics are active, where the library has a
-                switch for it.
-            device: index of the device if each runs on its own rows; None on the global batch.
-
-        """
+    def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
+        """Returns (`fn(model, batch)`, the updated rest)."""
         ...
 
 
@@ -128,20 +98,8 @@ def along_one(names: Collection[str], run: Callable[[], Any]) -> Any:
     return run()
 
 
-def is_array(x: Any) -> bool:
-    """Returns whether x is an array of JAX or NumPy."""
-    return isinstance(x, jax.Array | np.ndarray)
-
-
-def cast_floats(tree: PyTree, dtype: np.dtype | None) -> PyTree:
-    """Returns the tree with its float arrays in another dtype; None leaves them."""
-    if dtype is None:
-        return tree
-
-    def cast(x: Any) -> Any:
-        return x.astype(dtype) if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(cast, tree)
+def _cast(x: Any, dtype: np.dtype) -> Any:
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def is_node(x: Any) -> bool:
@@ -157,17 +115,15 @@ def split_arrays(
     All other leaves (flags, strings, functions) stay static, so that `if deterministic:` works.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_node)
-    nodes = [leaf for leaf in leaves if is_node(leaf)]
-    arrays = [leaf for leaf in leaves if is_array(leaf) and not is_node(leaf)]
+    nodes = {place: leaf for place, leaf in enumerate(leaves) if is_node(leaf)}
+    arrays = {
+        place: leaf
+        for place, leaf in enumerate(leaves)
+        if place not in nodes and isinstance(leaf, jax.Array | np.ndarray)
+    }
 
     def rebuild(new_arrays: Sequence[Any], new_nodes: Sequence[Any]) -> PyTree:
-        next_array, next_node = iter(new_arrays), iter(new_nodes)
+        new = dict(zip([*arrays, *nodes], [*new_arrays, *new_nodes], strict=True))
+        return jax.tree.unflatten(treedef, [new.get(n, leaf) for n, leaf in enumerate(leaves)])
 
-        def new(leaf: Any) -> Any:
-            if is_node(leaf):
-                return next(next_node)
-            return next(next_array) if is_array(leaf) else leaf
-
-        return jax.tree.unflatten(treedef, [new(leaf) for leaf in leaves])
-
-    return arrays, nodes, rebuild
+    return list(arrays.values()), list(nodes.values()), rebuild

@@ -18,7 +18,7 @@ from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.model import Boundary, LossFn, axis_names_of, split_arrays
+from fsdp_jax.units.model import Boundary, LossFn, ModelCall, axis_names_of, split_arrays
 from fsdp_jax.units.unit import is_shard, run_unit
 
 
@@ -40,9 +40,7 @@ class NnxModel:
         self.modules: Sequence[ModuleInfo] = list(_modules(model))
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
         self._attributes = {
-            _join([*filter(None, [path]), name])
-            for path, node in _walk(model)
-            for name, _ in _attributes(node)
+            _inside(path, name) for path, node in _walk(model) for name, _ in _attributes(node)
         }
         self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
 
@@ -53,11 +51,10 @@ class NnxModel:
         with _traced_arrays_are_state():
             model = self._make(rngs)
         if not isinstance(model, nnx.Module):
-            what = "the function makes no NNX model"
+            what, expected = "the function makes no NNX model", nnx.Module
             fix = "return the model; a Linen module is passed itself, with inputs=(...)"
-            expected = nnx.Module
-            got = type(model)
-            raise ValueError(message(what, where="model", expected=expected, got=got, fix=fix))
+            text = message(what, where="model", expected=expected, got=type(model), fix=fix)
+            raise ValueError(text)
         _swap_streams(model, _Stream, nnx.RngStream)
         nnx.pop(model, nnx.Intermediate)  # sown while the model was made: no state
         return nnx.split(model, nnx.Param, ...)
@@ -73,34 +70,25 @@ class NnxModel:
         states = self._params.to_state(params), self._rest.to_state(rest)
         return nnx.merge(self._graphdef, *states, copy=True)
 
-    def run(
-        self,
-        fn: LossFn,
-        params: PyTree,
-        rest: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        boundaries: dict[str, Boundary],
-        *,
-        training: bool,
-        device: jax.Array | None,
-    ) -> tuple[Any, PyTree]:
-        """Returns (`fn(model, batch)`, the updated rest); see `Model.run`."""
-        del key  # NNX keeps its random streams in the model
-        local = rest if device is None else self._fold_keys(rest, device)
-        model = self.build(params, local)
-        if not training:
+    def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
+        """Returns (`fn(model, batch)`, the updated rest).
+
+        The key of the call is not read: NNX keeps its random streams in the model.
+        """
+        local = call.rest if call.device is None else self._fold_keys(call.rest, call.device)
+        model = self.build(call.params, local)
+        if not call.training:
             model.eval()
         for path, module in list(_walk(model)):
-            if path in boundaries and not hasattr(module, "_fsdp"):
-                module._fsdp = boundaries[path]
+            if path in call.boundaries and not hasattr(module, "_fsdp"):
+                module._fsdp = call.boundaries[path]
                 _set_class(module, _with_boundary(type(module)))  # type: ignore[arg-type]
         with _traced_arrays_are_state():
-            out = fn(model, batch)
-        if training:
+            out = fn(model, call.batch)
+        if call.training:
             self._refuse_new_state(model)
         after = self._rest.to_tree(nnx.state(model, nnx.Not(nnx.Param)))
-        return out, after if device is None else self._unfold_keys(after, rest, local)
+        return out, after if call.device is None else self._unfold_keys(after, call.rest, local)
 
     def _refuse_new_state(self, model: nnx.Module) -> None:
         """Raises ValueError for state that a step made and the next one would not have.
@@ -122,14 +110,14 @@ class NnxModel:
         """
         flat = flatten(rest)
         for path, value in flat.items():
-            if is_prng_key(value) and path not in self._keys:
+            if path in self._keys:
+                flat[path] = _fold_in(value, device)
+            elif is_prng_key(value):
                 what = "a random key is a plain attribute of the model"
                 expected = "keys of nnx.Rngs, with local_batch: they differ by device"
                 fix = "hold nnx.Rngs in its place, or leave local_batch out"
                 raise ValueError(message(what, where=path, expected=expected, fix=fix))
-        return unflatten(
-            {p: _fold_in(v, device) if p in self._keys else v for p, v in flat.items()}
-        )
+        return unflatten(flat)
 
     def _unfold_keys(self, after: PyTree, before: PyTree, local: PyTree) -> PyTree:
         """Returns the state with its keys as before: a stream only advances its count.
@@ -222,6 +210,10 @@ def _join(path: Sequence[Any]) -> str:
     return SEPARATOR.join(map(str, path))
 
 
+def _inside(path: str, name: Any) -> str:
+    return f"{path}{SEPARATOR}{name}" if path else str(name)
+
+
 def _variables(state: nnx.State) -> dict[str, nnx.Variable]:
     return {_join(path): variable for path, variable in nnx.to_flat_state(state)}
 
@@ -264,9 +256,8 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
         for name, child in _attributes(node):
             if any(isinstance(value, jax.core.Tracer) for value in _captured(child)):
                 what = "a function that is an attribute of the model holds a JAX array"
-                where = _join([*filter(None, [path]), name])
                 fix = "make that array an attribute of the model too, or a NumPy array"
-                raise ValueError(message(what, where=where, fix=fix))
+                raise ValueError(message(what, where=_inside(path, name), fix=fix))
 
 
 def _captured(function: Any) -> list[Any]:
@@ -303,10 +294,8 @@ def _is_method(attribute: Any) -> bool:
     """Returns whether the module is its first argument: functions, also inside `nnx.jit` etc."""
     if isinstance(attribute, staticmethod):
         return False
-    wrapped = hasattr(attribute, "__wrapped__") and callable(attribute)
-    return (
-        wrapped or inspect.isfunction(attribute) or isinstance(attribute, functools.partialmethod)
-    )
+    is_function = inspect.isfunction(attribute) or isinstance(attribute, functools.partialmethod)
+    return is_function or (hasattr(attribute, "__wrapped__") and callable(attribute))
 
 
 def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
@@ -332,74 +321,68 @@ def _call_unit(
     cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any, boundary: Boundary
 ) -> Any:
     """Runs a unit's method as a pure function of the module's state; updates its state after."""
-    assert boundary.unit is not None
+    unit = str(boundary.unit)
     # Split the module, and the modules among its arguments, into structure and state.
     arrays, nodes, rebuild = split_arrays((args, kwargs))
     graphdef, state = nnx.split((module, nodes))
     rebuild_out: list[Callable[..., Any]] = []
     plain = _plain_attributes((module, nodes))
-    plain_after: dict[tuple[str, str], Any] = {}
+    plain_after: dict[str, dict[str, Any]] = {}
 
     def pure(state: nnx.State, arrays: list[Any]) -> tuple[Any, nnx.State]:
-        inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
+        merged = inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
         _set_class(inner, cls)
-        before = _values((inner, inner_nodes))
-        params = _param_paths((inner, inner_nodes))
+        params, rest = _flat_states(merged)
+        before = {path: _value(leaf) for path, leaf in rest.items()}
         inner_args, inner_kwargs = rebuild(arrays, inner_nodes)
         out = original(inner, *inner_args, **inner_kwargs)
-        after = nnx.to_flat_state(nnx.state((inner, inner_nodes), nnx.Not(nnx.Param)))
-        for path in sorted(_param_paths((inner, inner_nodes)) - params):
-            raise _new_state(_join([boundary.unit, *path[1:]]))
-        for path in (path for path, _ in after if path not in before):
-            if (_join(path[:-1]), str(path[-1])) in plain:  # in place of a flag or None
-                raise _new_state(_join([boundary.unit, *path[1:]]))
-        changed = nnx.from_flat_state([(p, v) for p, v in after if _value(v) is not before.get(p)])
+        params_after, after = _flat_states(merged)
+        new = sorted(params_after.keys() - params.keys())
+        for path in (path for path in after if path not in before):
+            if str(path[-1]) in plain.get(_join(path[:-1]), ()):  # in place of a flag or None
+                new.append(path)
+        if new:
+            raise _new_state(_join([unit, *new[0][1:]]))
+        changed = nnx.from_flat_state(
+            [(path, leaf) for path, leaf in after.items() if _value(leaf) is not before.get(path)]
+        )
         out_arrays, out_nodes, rebuild_last = split_arrays(out)
         if out_nodes:
             what = "a unit's method returns a module or a Variable"
             fix = f"return arrays, or leave {cls.__name__} out of units"
             got = type(out_nodes[0]).__name__
-            raise ValueError(message(what, where=str(boundary.unit), got=got, fix=fix))
+            raise ValueError(message(what, where=unit, got=got, fix=fix))
         rebuild_out[:] = [rebuild_last]
-        plain_after.update(_plain_attributes((inner, inner_nodes)))
+        plain_after.update(_plain_attributes(merged))
         return out_arrays, changed
 
-    out_arrays, changed = run_unit(
-        pure, state, arrays, unit=boundary.unit, activations=boundary.activations
-    )
+    activations = boundary.activations
+    out_arrays, changed = run_unit(pure, state, arrays, unit=unit, activations=activations)
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
-    written = {
-        key: value
-        for key, value in plain_after.items()
-        if key not in plain or not _is_same(value, plain[key])
-    }
-    by_path = dict(_walk((module, nodes))) if written else {}
-    for (path, name), value in written.items():
-        if path in by_path:
-            setattr(by_path[path], name, value)
+    for path, node in list(_walk((module, nodes))):
+        before = plain.get(path, {})
+        for name, value in plain_after.get(path, {}).items():
+            if name not in before or not _is_same(value, before[name]):
+                setattr(node, name, value)
     return rebuild_out[0](out_arrays, ())
 
 
-def _plain_attributes(node: Any) -> dict[tuple[str, str], Any]:
-    """Returns {(path, name): value} of attributes that are no state: flags, numbers, functions.
+def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:
+    """Returns {path: {name: value}} of attributes that are no state: flags, numbers, functions.
 
     Also containers of such.
     """
     return {
-        (path, name): value
+        path: {k: x for k, x in _attributes(each) if not _holds_state(x) and k != "_fsdp"}
         for path, each in _walk(node)
         if isinstance(each, nnx.Pytree)
-        for name, value in _attributes(each)
-        if not _holds_state(value) and name != "_fsdp"
     }
 
 
 def _holds_state(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_state, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_state, value))
+    if isinstance(value, dict | list | tuple):
+        return any(_holds_state(child) for _, child in _attributes(value))
     return isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
 
 
@@ -413,13 +396,10 @@ def _is_same(value: Any, before: Any) -> bool:
     return value is before
 
 
-def _values(node: Any) -> dict[Any, Any]:
-    state = nnx.to_flat_state(nnx.state(node, nnx.Not(nnx.Param)))
-    return {path: _value(leaf) for path, leaf in state}
-
-
-def _param_paths(node: Any) -> set[tuple[Any, ...]]:
-    return {path for path, _ in nnx.to_flat_state(nnx.state(node, nnx.Param))}
+def _flat_states(node: Any) -> list[dict[tuple[Any, ...], Any]]:
+    """Returns {path: leaf} of the parameters, and of all other state."""
+    states = nnx.state(node, nnx.Param, ...)
+    return [dict(nnx.to_flat_state(state)) for state in states]
 
 
 def _value(leaf: Any) -> Any:

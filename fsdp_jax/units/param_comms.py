@@ -28,14 +28,13 @@ _BIAS = re.compile(r"bias[^/]*$")
 
 def float32_paths(model: Model, precision: Precision) -> set[str]:
     """Returns the paths of parameters that are gathered in float32, by path or by class."""
-    paths = flatten(model.params)
     by_class = {
         path
         for module in model.modules
         for path in module.direct
         if precision.keeps(module.class_names)
     }
-    return by_class | {path for path in paths if precision.keeps((path,))}
+    return by_class | {path for path in flatten(model.params) if precision.keeps((path,))}
 
 
 def float8_kernels(
@@ -44,17 +43,8 @@ def float8_kernels(
     """Returns the paths of the units' kernels, which are gathered or multiplied with in float8.
 
     A kernel has two dims or more; it is no bias, no table of an embedding and not kept in float32.
-    Parameters outside of the units, such as the head, stay as they are.
-
-    Args:
-        model: the adapter.
-        precision: that asks for float8, or not.
-        units: parameter path -> path of the unit that gathers it.
-        dims: parameter path -> dims of the array in its unit.
-
-    Raises:
-        ValueError: float8 is asked for, and no unit has a kernel.
-
+    Parameters outside of the units, such as the head, stay as they are. `dims`: parameter path ->
+    dims of the array in its unit. Raises ValueError where float8 is asked for and none is found.
     """
     if not precision.float8:
         return set()
@@ -114,17 +104,7 @@ def param_comms(
     mode: Mode,
     deferred: bool,
 ) -> dict[str, ParamComm]:
-    """Returns path -> how that parameter is gathered and its gradient reduced.
-
-    Args:
-        model: the adapter.
-        layout: of the state.
-        precision: of parameters and gradients.
-        units: path -> path of the unit that gathers it.
-        mode: of the collectives.
-        deferred: gradients are reduced after the last microbatch.
-
-    """
+    """Returns path -> how that parameter is gathered and its gradient reduced."""
     float32 = float32_paths(model, precision)
     dims = {path: len(leaf.shape) - leaf.stacked for path, leaf in layout.by_path.items()}
     kernels = float8_kernels(model, precision, units, dims)
@@ -166,15 +146,8 @@ def boundaries(
     """Returns what happens as calls enter and leave modules, by module path.
 
     Units gather; where dtypes mix, inputs are cast, and so are the outputs of float32 modules.
-
-    Args:
-        model: the adapter.
-        precision: of parameters and inputs.
-        units: parameter path -> path of the unit that gathers it.
-        activations: path of a unit -> what becomes of its activations; also of units that gather
-            nothing.
-        chosen: the user named the units, so that their inputs are cast too.
-
+    `activations`: path of a unit -> what becomes of its own; also of units that gather nothing.
+    `chosen`: the user named the units. Others leave the dtypes as with the whole model as one.
     """
     compute = precision.cast_dtype
     gathering = {unit for unit in units.values() if unit}
@@ -183,11 +156,8 @@ def boundaries(
     for module in model.modules:
         is_root = module.path == ROOT
         is_unit = module.path in gathering
-        cast_in = cast_out = None
-        # Units that the user did not choose leave the dtypes as with the whole model as one.
-        casts = is_root or (is_unit and chosen)
-        if precision.cast_inputs and casts:
-            cast_in = compute
+        casts = precision.cast_inputs and (is_root or (is_unit and chosen))
+        cast_out = None
         if is_root:
             cast_out = precision.output_dtype
         elif module.pinned or module.direct & float32:
@@ -195,7 +165,7 @@ def boundaries(
         boundary = Boundary(
             unit=module.path if is_unit or module.path in activations else None,
             activations=activations.get(module.path, SAVED),
-            cast_in=cast_in,
+            cast_in=compute if casts else None,
             cast_out=cast_out,
             pin=is_root or is_unit,
         )
@@ -212,15 +182,8 @@ def unit_activations(
 ) -> dict[str, Activations]:
     """Returns path of a unit -> what becomes of its activations.
 
-    Args:
-        modules: of the model, parents before children.
-        units: path of a unit -> whether it is inside a layer scan.
-        policy: of recomputation.
-        offload: what is kept on the host.
-
-    Raises:
-        ValueError: every k-th unit is to be recomputed, and units cannot be told apart or counted.
-
+    `units`: path of a unit -> whether it is inside a layer scan. Raises ValueError where every k-th
+    is to be recomputed, and units cannot be told apart or counted.
     """
     recomputed, saved = activations_of(policy, offload)
     where, k = "remat.every", policy.every

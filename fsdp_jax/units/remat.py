@@ -109,18 +109,11 @@ def _check_policy(policy: Any, where: str) -> None:
 
 @dataclass(frozen=True)
 class Activations:
-    """What becomes of the activations of one unit between its forward and its backward pass.
+    """What becomes of the activations of one unit between its forward and its backward pass."""
 
-    Attributes:
-        policy: what is saved, by a name of the note or a policy of `jax.checkpoint`.
-        save: names of arrays that are saved besides.
-        offload: names of arrays that are kept in host memory meanwhile.
-
-    """
-
-    policy: RematName | Policy = "none"
-    save: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
+    policy: RematName | Policy = "none"  # by a name of the note, or a policy of `jax.checkpoint`
+    save: tuple[str, ...] = ()  # names of arrays that are saved besides
+    offload: tuple[str, ...] = ()  # names of arrays that are kept in host memory meanwhile
 
     def enter(self, arrays: PyTree) -> PyTree:
         """Returns the inputs of a unit; those that are offloaded have the name for it."""

@@ -16,8 +16,9 @@ decide about all that is left: about what the gather made they are not asked.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.extend.core as jex
@@ -26,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.collectives import FLOAT8, ParamComm, gather, gather_annotated
+from fsdp_jax.units.collectives import FLOAT8, ParamComm, gather, gather_together
 from fsdp_jax.units.remat import INPUT, SAVED, Activations, Policy
 
 ROOT = ""  # path of the unit that is the whole model
@@ -36,38 +37,19 @@ class UnitError(ValueError, AttributeError):
     """A parameter was read where it is not gathered."""
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclass(eq=False, repr=False)
 class Shard:
-    """A sharded parameter, in the place where its unit will read it.
+    """A sharded parameter, in the place where its unit will read it."""
 
-    Attributes:
-        value: the local shard in mode `manual`, the sharded global array in mode `annotate`.
-        comm: how it is gathered; static.
-        slot: zeros whose cotangent is the gradient, where that is not the cotangent of `value`: of
-            the gathered shape where reduction is deferred, of the shard's where `value` is in host
-            memory.
-        guard: with local batches, an array of random keys, with which nothing can be computed: a
-            loss that reads the leaves of the tree (a penalty on all parameters, say) is an error
-            instead of silently wrong.
-
-    """
-
-    def __init__(self, value: Any, comm: ParamComm, slot: Any = None, guard: Any = None) -> None:
-        self.value = value
-        self.comm = comm
-        self.slot = slot
-        self.guard = guard
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], ParamComm]:
-        """Returns the arrays under their names; the ParamComm is static."""
-        names = ("value", "slot", "guard")
-        return tuple((jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in names), self.comm
-
-    @classmethod
-    def tree_unflatten(cls, comm: ParamComm, children: Sequence[Any]) -> "Shard":
-        """Returns a Shard around whatever a transformation made of the arrays."""
-        value, slot, guard = children
-        return cls(value, comm, slot, guard)
+    value: Any  # the local shard in mode `manual`, the sharded global array in mode `annotate`
+    comm: ParamComm = field(metadata={"static": True})
+    # Zeros whose cotangent is the gradient, where that is not the cotangent of `value`: of the
+    # gathered shape where reduction is deferred, of the shard's where `value` is in host memory.
+    slot: Any = None
+    # With local batches, an array of random keys, with which nothing can be computed: a loss that
+    # reads the leaves of the tree (a penalty on all parameters) is an error, not silently wrong.
+    guard: Any = None
 
     def gather(self) -> jax.Array:
         """Returns the unsharded parameter in the compute dtype."""
@@ -75,15 +57,12 @@ class Shard:
             return self.value
         return gather(self.comm, self.value, self.slot)
 
-    def _outside(self) -> UnitError:
-        comm = self.comm
+    def _refuse(self, *_: Any) -> NoReturn:
+        where, expected = self.comm.path, f"unit '{self.comm.unit}'"
+        what = "a parameter was read outside its unit"
         fix = "make the module that reads it the unit, leave this one out of units, "
         fix += "or units='model'"
-        what = "a parameter was read outside its unit"
-        return UnitError(message(what, where=comm.path, expected=f"unit '{comm.unit}'", fix=fix))
-
-    def _refuse(self, *_: Any) -> Any:
-        raise self._outside()
+        raise UnitError(message(what, where=where, expected=expected, fix=fix))
 
     __jax_array__ = __getitem__ = __neg__ = __abs__ = __pow__ = __rpow__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
@@ -91,15 +70,15 @@ class Shard:
 
     def __repr__(self) -> str:
         # jax.numpy prints this in its error about an argument that is not an array
-        unit = self.comm.unit
-        return (
-            f"<parameter '{self.comm.path}', gathered only inside its unit '{unit}': read it there>"
-        )
+        path, unit = self.comm.path, self.comm.unit
+        return f"<parameter '{path}', gathered only inside its unit '{unit}': read it there>"
 
     def __getattr__(self, name: str) -> Any:
         # Attributes of arrays (shape, dtype, T, astype) raise UnitError. Protocols that JAX and NNX
         # probe for are absent, as on any object.
-        raise AttributeError(name) if name.startswith("_") else self._outside()
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._refuse()
 
 
 def is_shard(leaf: Any) -> bool:
@@ -123,12 +102,12 @@ def gathered(tree: PyTree, unit: str) -> PyTree:
     if all(shard.comm.mode == "annotate" and not shard.comm.already_gathered for shard in shards):
         comms = [shard.comm for shard in shards]
         values, slots = [shard.value for shard in shards], [shard.slot for shard in shards]
-        arrays = iter(gather_annotated(comms, values, slots))
+        arrays = gather_together(comms, values, slots)
     else:
-        arrays = iter([shard.gather() for shard in shards])
-    arrays = iter([_named(shard.comm, x) for shard, x in zip(shards, arrays, strict=True)])
+        arrays = [shard.gather() for shard in shards]
+    named = (_named(shard.comm, x) for shard, x in zip(shards, arrays, strict=True))
     return jax.tree.map(
-        lambda leaf: next(arrays) if is_shard(leaf) and leaf.comm.unit == unit else leaf,
+        lambda leaf: next(named) if is_shard(leaf) and leaf.comm.unit == unit else leaf,
         tree,
         is_leaf=is_shard,
     )
@@ -144,13 +123,7 @@ def run_unit(
 ) -> Any:
     """Runs `fn(tree, args)` with the unit's parameters gathered in forward and again in backward.
 
-    Args:
-        fn: pure function of its two arguments.
-        tree: holds the unit's Shards, and whatever else lives in the module.
-        args: pytree of arrays.
-        unit: its path.
-        activations: what is saved for the backward pass.
-
+    `fn` is a pure function; `tree` holds the unit's Shards and whatever else lives in the module.
     """
     settings = checkpoint_settings(all_shards(tree), activations)
     if settings is None:
@@ -181,13 +154,14 @@ def _float8_dot(primitive: Any, params: dict[str, Any]) -> jex.JaxprEqn | None:
     """Returns the matmul inside a call of `float8.dot`, which policies know; None for all else."""
     if not primitive.name.startswith("custom_vjp_call"):
         return None
-    eqns = [eqn for jaxpr in jex.jaxprs_in_params(params) for eqn in jaxpr.eqns]
-    dots = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
-    for eqn in dots:
-        left: Any = eqn.invars[0].aval
-        if str(left.dtype).startswith("float8"):
+    for eqn in (eqn for jaxpr in jex.jaxprs_in_params(params) for eqn in jaxpr.eqns):
+        if eqn.primitive.name == "dot_general" and _is_float8(eqn.invars[0].aval):
             return eqn
     return None
+
+
+def _is_float8(aval: Any) -> bool:
+    return str(aval.dtype).startswith("float8")
 
 
 _GATHERING = {"device_put", "sharding_constraint", "optimization_barrier", "all_gather"}
@@ -212,17 +186,16 @@ def _save_all_but(shards: Iterable[Shard], chosen: Policy) -> Policy:
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name in _GATHERING or primitive.name in _REARRANGING:
             return False
-        if avals and str(avals[0].dtype).startswith("float8"):  # cast back, after the gather
+        if avals and _is_float8(avals[0]):  # cast back, after the gather
             return False
         if primitive.name == "convert_element_type" and avals[0].size in sizes:
             return False
         is_named = primitive.name == "name" and params["name"] != INPUT
         if is_named and avals[0].shape in shapes:  # `checkpoint_name` of a weight
             return False
-        if (dot := _float8_dot(primitive, params)) is None:
-            answer = chosen(primitive, *avals, **params)
-        else:
-            answer = chosen(dot.primitive, *[v.aval for v in dot.invars], **dot.params)
+        if (dot := _float8_dot(primitive, params)) is not None:
+            primitive, avals, params = dot.primitive, tuple(v.aval for v in dot.invars), dot.params
+        answer = chosen(primitive, *avals, **params)
         if callable(answer):
             what = "the function makes a policy, and is none"
             fix = "call it: jax.checkpoint_policies.save_only_these_names('attention', ...)"
