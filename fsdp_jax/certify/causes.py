@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,41 +15,30 @@ NAN = float("nan")
 
 @dataclass
 class Evidence:
-    """What is known of a run that differs.
-
-    Attributes:
-        setting: of the run.
-        sizes: devices, and the axes of the mesh.
-        holds_alone: whether the same setting holds with one microbatch.
-        holds_local: whether `local_batch` holds with more than one row on each device.
-        is_random: whether the loss depends on the model's random streams.
-        draws: whether it draws random numbers at all.
-        skipped: whether a step was skipped.
-        ratios: name -> sharded over unsharded value, in the first step.
-        lost: paths of the gradients that are zero and should not be.
-
-    """
+    """What is known of a run that differs."""
 
     setting: Setting
-    sizes: Mapping[str, int]
-    holds_alone: bool
-    holds_local: bool
-    is_random: bool = False
-    draws: bool = False
-    skipped: bool = False
-    ratios: dict[str, float] = field(default_factory=dict)
-    lost: frozenset[str] = frozenset()
+    sizes: Mapping[str, int]  # devices, and the axes of the mesh
+    holds_alone: bool  # the same setting, with one microbatch
+    holds_local: bool  # `local_batch`, with more than one row on each device
+    is_random: bool = False  # the loss depends on the model's random streams
+    draws: bool = False  # it draws random numbers at all
+    skipped: bool = False  # a step was skipped
+    ratios: dict[str, float] = field(default_factory=dict)  # sharded over unsharded, first step
+    lost: frozenset[str] = frozenset()  # paths of gradients that are zero and should not be
 
     def add(
-        self, expected: Measured, metrics: Mapping[str, float], gradients: Mapping[str, np.ndarray]
+        self,
+        expected: Measured,
+        metrics: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray],
     ) -> None:
         """Adds a step; only the first gives ratios, as later ones follow from it."""
-        self.skipped = self.skipped or metrics["skipped"] > 0
+        self.skipped = self.skipped or bool(metrics["skipped"] > 0)
         if self.ratios:
             return
         self.ratios = {
             "total": _ratio(metrics["loss"] * metrics["count"], expected.total),
-            "count": _ratio(metrics["count"], expected.count),
             "gradient norm": _ratio(metrics["grad_norm"], expected.grad_norm),
             "gradients": _common_scale(gradients, expected.gradients),
         }
@@ -59,28 +49,23 @@ class Evidence:
         )
 
 
-def _ratio(measured: float, expected: float) -> float:
-    return measured / expected if expected else NAN
+def _ratio(measured: Any, expected: float) -> float:
+    return float(measured) / expected if expected else NAN
 
 
 def _common_scale(measured: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
     """Returns the one number that all gradients are scaled by; NaN where there is none."""
     ours = np.concatenate([measured[path].ravel() for path in expected])
     theirs = np.concatenate([value.ravel() for value in expected.values()])
-    scale = _ratio(float(ours @ theirs), float(theirs @ theirs))
+    scale = _ratio(ours @ theirs, theirs @ theirs)
     near = np.linalg.norm(ours - scale * theirs) <= NEAR * np.linalg.norm(ours)
     return scale if near else NAN
 
 
 def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[str]) -> str:
-    """Returns the likely cause, in a few words.
+    """Returns the likely cause why the column `what` fails, in a few words.
 
-    Args:
-        evidence: of the run.
-        what: the failed column of the table.
-        path: of the array that differs most.
-        broken: all failed columns.
-
+    `path`: of the array that differs most; `broken`: all failed columns.
     """
     if evidence.skipped:
         partial = ": a part of the batch alone gives NaN" if evidence.setting.local_batch else ""
@@ -99,8 +84,8 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[st
     is_norm = what == "gradient norm" and "gradients" not in broken
     scale = evidence.ratios.get("gradient norm" if is_norm else "gradients", NAN)
     # A difference that only accumulation brings.
-    if evidence.holds_alone and evidence.setting.accumulation > 1:
-        number = evidence.setting.accumulation
+    number = evidence.setting.accumulation
+    if evidence.holds_alone and number > 1:
         if not _is_power(scale, number, 1):
             return "microbatches are not added up as one device does"
         each = f"a scale is applied to each of the {number} microbatches, not once"

@@ -8,17 +8,7 @@ from typing import Any
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.tables import text_table
 
-COLUMNS = (
-    "setting",
-    "loss",
-    "count",
-    "metrics",
-    "gradient norm",
-    "gradients",
-    "parameters",
-    "model state",
-    "",
-)
+COMPARED = ("loss", "count", "metrics", "gradient norm", "gradients", "parameters", "model state")
 
 
 @dataclass(frozen=True)
@@ -43,12 +33,7 @@ def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Toleranc
     """Returns what rounding amounts to: float16 keeps 11 bits, bfloat16 8, float8 4 and 3.
 
     The control computes in float32 on parameters rounded to the compute dtype, so that these are
-    compared loosely.
-
-    Args:
-        precision: of the step.
-        stored: dtypes of the stored parameters.
-
+    compared loosely. `stored`: dtypes of the stored parameters.
     """
     tolerance = Tolerance()
     narrow = "bfloat16" in stored
@@ -81,8 +66,9 @@ class Setting:
             "deferred_reduction": self.deferred_reduction,
             "one row per device": self.one_row,
         }
-        chosen = [name for name, value in options.items() if value]
-        return ", ".join([self.strategy, f"accumulation {self.accumulation}", *chosen])
+        return ", ".join(
+            [self.strategy, f"accumulation {self.accumulation}", *filter(options.get, options)]
+        )
 
 
 @dataclass(frozen=True)
@@ -127,10 +113,10 @@ class Row:
         """Whether all differences are within the tolerance."""
         return not self.failures
 
-    def cells(self, columns: Sequence[str]) -> list[str]:
+    def cells(self, compared: Sequence[str]) -> list[str]:
         """Returns the row's cells in the table."""
         cells = [str(self.setting)]
-        for name in columns[1:-1]:
+        for name in compared:
             difference, path = self.differences.get(name, (None, ""))
             cells.append("-" if difference is None else f"{difference:.1e} {path}".rstrip())
         return [*cells, "holds" if self.holds else "DOES NOT HOLD"]
@@ -159,22 +145,27 @@ class Certificate:
         head = f"{self.devices} devices against one, {self.steps} steps; "
         head += "largest relative differences"
         has_metrics = any("metrics" in row.differences for row in self.rows)
-        columns = [name for name in COLUMNS if name != "metrics" or has_metrics]
-        return f"{head}\n{text_table(columns, [row.cells(columns) for row in self.rows])}"
+        compared = [name for name in COMPARED if name != "metrics" or has_metrics]
+        rows = [row.cells(compared) for row in self.rows]
+        return f"{head}\n{text_table(['setting', *compared, ''], rows)}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the certificate for programs; a difference that is not finite is null."""
+
+        def finite(value: float) -> float | None:
+            return value if math.isfinite(value) else None
+
         rows = []
         for row in self.rows:
             differences = {
-                name: {"difference": _finite(difference), "path": path}
+                name: {"difference": finite(difference), "path": path}
                 for name, (difference, path) in row.differences.items()
             }
             rows.append({**vars(row.setting), "holds": row.holds, "differences": differences})
-        failures = []
-        for failure in self.failures:
-            changed = {"setting": str(failure.setting), "difference": _finite(failure.difference)}
-            failures.append({**vars(failure), **changed})
+        failures = [
+            vars(each) | {"setting": str(each.setting), "difference": finite(each.difference)}
+            for each in self.failures
+        ]
         return {
             "holds": self.holds,
             "devices": self.devices,
@@ -185,20 +176,10 @@ class Certificate:
         }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 class CertifyError(AssertionError):
-    """A setting does not compute what one device does.
-
-    Attributes:
-        certificate: the differences of all settings.
-
-    """
+    """A setting does not compute what one device does; `certificate` has all differences."""
 
     def __init__(self, certificate: Certificate) -> None:
         self.certificate = certificate
-        failures = "\n".join(map(str, certificate.failures))
-        what = "the model differs from a run on one device"
-        super().__init__(f"{what}\n{failures}\n\n{certificate}")
+        lines = ["the model differs from a run on one device", *map(str, certificate.failures)]
+        super().__init__("\n".join([*lines, "", str(certificate)]))

@@ -15,7 +15,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -27,33 +28,21 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.certify.causes import Evidence, likely_cause
 from fsdp_jax.certify.certificate import Failure, Row, Setting, Tolerance, tolerance_of
-from fsdp_jax.certify.unsharded import Arrays, Measured, Unsharded, as_float64
+from fsdp_jax.certify.unsharded import Measured, Unsharded, as_float64
 from fsdp_jax.errors import message
+from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.step.loss import OWN
-from fsdp_jax.step.state import LOSS_SCALE, TrainState
+from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units.linen import LinenModel
 
 # Fraction of the largest value in any array, added to an array's own largest value: below it, the
 # array's rounding is not a failure.
 FLOOR = 0.01
-
-
-class _Recorded(NamedTuple):
-    gradients: Any
-
-
-def _recording(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the same optimizer, whose state shows the gradients that it was given last."""
-    record = optax.GradientTransformation(
-        lambda params: _Recorded(jax.tree.map(jnp.zeros_like, params)),
-        lambda updates, state, params=None: (updates, _Recorded(updates)),
-    )
-    return optax.chain(record, tx)
+GRADIENTS = "certified_gradients"  # in the optimizer's state: those that it was given last
 
 
 class _RefusedError(Exception):
@@ -78,19 +67,11 @@ def _one_line(error: BaseException | None) -> str:
 
 
 class _Difference(NamedTuple):
-    """The largest relative difference among some arrays.
+    """The largest relative difference among some arrays."""
 
-    Attributes:
-        size: relative; infinite where a value is NaN.
-        path: of the array that differs most; empty for numbers.
-        failed: how many arrays differ by more than the limit.
-        limit: the tolerance.
-
-    """
-
-    size: float
-    path: str
-    failed: int
+    size: float  # infinite where a value is NaN
+    path: str  # of the array that differs most; empty for numbers
+    failed: int  # how many arrays differ by more than the limit
     limit: float
 
 
@@ -99,27 +80,20 @@ _Differences = dict[str, _Difference]  # by the column of the table
 
 @dataclass
 class Comparison:
-    """The control, and the sharded steps that are compared with it.
-
-    Attributes:
-        arguments: of `fully_shard`, beside model, optimizer, mesh and strategy.
-        tolerance: None until the first setting has run, where the dtypes decide.
-
-    """
+    """The control, and the sharded steps that are compared with it."""
 
     model: Any
     loss_fn: Callable[..., Any]
     batch: PyTree
     tx: optax.GradientTransformation
-    arguments: dict[str, Any]
+    settings: dict[str, Any]  # of `fully_shard`, beside model, optimizer, mesh and strategy
     devices: list[jax.Device]
     mesh: Mesh | None
     steps: int
     seed: int
-    tolerance: Tolerance | None
-    _start: TrainState | None = field(default=None)
-    _control: Unsharded | None = field(default=None)
-    _random: tuple[bool, bool] | None = field(default=None)
+    tolerance: Tolerance | None  # if None, the dtypes decide as the first setting runs
+    _start: TrainState | None = None
+    _control: Unsharded | None = None
 
     def row(self, setting: Setting, before: Sequence[Row]) -> Row:
         """Runs one setting. `before`: rows of settings that ran earlier."""
@@ -138,7 +112,7 @@ class Comparison:
             return Row(setting, {}, (Failure(setting, "error", "", 0, math.inf, 0.0, cause),))
         broken = {name: each for name, each in differences.items() if each.failed}
         if setting.local_batch and broken:
-            is_random, draws = self._randomness()
+            is_random, draws = self._randomness
             evidence = replace(evidence, is_random=is_random, draws=draws)
         failures = []
         for name, (size, path, failed, limit) in broken.items():
@@ -154,14 +128,14 @@ class Comparison:
         return make_mesh(-1, replica, devices=self.devices)
 
     def _sharded(self, setting: Setting, mesh: Mesh) -> Sharded:
-        arguments = dict(self.arguments)
+        settings = dict(self.settings)
         if not setting.local_batch:  # these need explicit collectives
-            arguments["prefetch"] = "none"
-            arguments["precision"] = replace(arguments["precision"], reduce=None)
-        tx = _recording(self.tx)
+            settings["prefetch"] = "none"
+            settings["precision"] = replace(settings["precision"], reduce=None)
+        tx = optax.chain(optax.snapshot(GRADIENTS, lambda updates: updates), self.tx)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here numbers count
-            sharded = fully_shard(self.model, tx, mesh, setting.strategy, **arguments)
+            sharded = fully_shard(self.model, tx, mesh, setting.strategy, **settings)
         if self.tolerance is None:
             stored = {leaf.dtype.name for leaf in sharded.layout.by_path.values()}
             self.tolerance = tolerance_of(sharded.precision, stored)
@@ -183,39 +157,29 @@ class Comparison:
         assert self._start is not None
         assert self.tolerance is not None
         params, model_state = flatten(self._start.params), flatten(self._start.model_state)
-        initial = {path: as_float64(value) for path, value in params.items()}
-        opt_state = None
+        control = self._unsharded(step)
+        opt_state = control.start(params)
         differences: _Differences = {}
         for number in range(self.steps):
             # Before the control, so that a mistake in the loss has the library's message.
             with _refusals(setting):
                 state, metrics = step(state, batch)
-            control = self._unsharded(step)
-            if opt_state is None:
-                opt_state = control.start(params)
             expected = control.measure(
                 params, model_state, batch, self._start.rng, number, setting.accumulation
             )
             _check_finite(expected, number)
-            recorded = flatten(state.opt_state[0].gradients)
-            gradients = {path: as_float64(value) for path, value in recorded.items()}
-            numbers = {name: float(metrics.pop(name)) for name in OWN}
-            metrics.pop(LOSS_SCALE, None)
-            own = {name: as_float64(value) for name, value in metrics.items()}
-            evidence.add(expected, numbers, gradients)
-            _keep_largest(differences, self._compare(expected, numbers, gradients, state))
-            if own:
-                _keep_largest(differences, {"metrics": self._compare_metrics(own, expected)})
+            gradients = _float64(flatten(optax.tree.get(state.opt_state, GRADIENTS)))
+            metrics = _float64(metrics)
+            evidence.add(expected, metrics, gradients)
+            for name, each in self._compare(expected, metrics, gradients, state).items():
+                differences[name] = max(differences.get(name, each), each, key=lambda x: x.size)
             params, opt_state = control.update(params, opt_state, gradients, expected.loss)
             model_state = expected.model_state
-        final = {path: as_float64(value) for path, value in params.items()}
-        measured = {path: as_float64(value) for path, value in flatten(state.params).items()}
-        scales = {
-            path: np.abs(value - initial[path]).max() + FLOOR * np.abs(value).max()
-            for path, value in final.items()
-        }
-        limit = self.tolerance.parameter
-        _keep_largest(differences, {"parameters": _largest(measured, final, scales, limit)})
+        final, initial = _float64(params), _float64(flatten(self._start.params))
+        measured, limit = _float64(flatten(state.params)), self.tolerance.parameter
+        differences["parameters"] = _largest(
+            measured, final, limit, lambda path, x: _peak(x - initial[path]) + FLOOR * _peak(x)
+        )
         return differences
 
     def _initial_state(self, sharded: Sharded) -> TrainState:
@@ -245,56 +209,56 @@ class Comparison:
     def _compare(
         self,
         expected: Measured,
-        metrics: Mapping[str, float],
+        metrics: Mapping[str, np.ndarray],
         gradients: Mapping[str, np.ndarray],
         state: TrainState,
     ) -> _Differences:
         """Returns the differences of one step."""
+        assert self.tolerance is not None
         tolerance = self.tolerance
-        assert tolerance is not None
+        floor = FLOOR * max(map(_peak, expected.gradients.values()), default=0.0)
         numbers = {
-            "loss": (metrics["loss"], expected.loss, tolerance.loss),
-            "count": (metrics["count"], expected.count, tolerance.loss),
-            "gradient norm": (metrics["grad_norm"], expected.grad_norm, tolerance.grad_norm),
-        }
-        differences: _Differences = {}
-        for name, (measured, wanted, limit) in numbers.items():
             # Below 0.1 a loss is a difference of larger numbers, or nearly learned.
-            size = abs(measured - wanted) / max(abs(wanted), 0.1 if name == "loss" else 1e-30)
-            differences[name] = _Difference(size, "", int(not size <= limit), limit)
-        largest = max((np.abs(value).max() for value in expected.gradients.values()), default=0.0)
-        scales = {
-            path: np.abs(value).max() + FLOOR * largest
-            for path, value in expected.gradients.items()
+            "loss": (metrics["loss"], expected.loss, tolerance.loss, 0.1),
+            "count": (metrics["count"], expected.count, tolerance.loss, 0.0),
+            "gradient norm": (metrics["grad_norm"], expected.grad_norm, tolerance.grad_norm, 0.0),
         }
-        limit = tolerance.gradient
-        differences["gradients"] = _largest(gradients, expected.gradients, scales, limit)
-        differences["model state"] = _state_difference(state, expected.model_state, limit)
+        differences = {
+            name: _largest({"": x}, {"": np.array(wanted)}, limit, _at_least(least))
+            for name, (x, wanted, limit, least) in numbers.items()
+        }
+        differences["gradients"] = _largest(
+            gradients, expected.gradients, tolerance.gradient, lambda _, x: _peak(x) + floor
+        )
+        model_state = _float64(
+            {p: x for p, x in expected.model_state.items() if jnp.issubdtype(x.dtype, jnp.number)}
+        )
+        measured = flatten(state.model_state)
+        differences["model state"] = _largest(
+            _float64({path: measured[path] for path in model_state}),
+            model_state,
+            tolerance.gradient,
+            lambda _, x: _peak(x) + 1e-6,
+        )
+        if expected.metrics:
+            # Both are NaN where the count is zero.
+            nan = {
+                name: np.isnan(metrics[name]) & np.isnan(x) for name, x in expected.metrics.items()
+            }
+            own, wanted = (
+                {name: np.where(nan[name], 0.0, each[name]) for name in nan}
+                for each in (metrics, expected.metrics)
+            )
+            differences["metrics"] = _largest(own, wanted, tolerance.loss, _at_least(0.1))
         return differences
 
-    def _compare_metrics(self, own: Mapping[str, np.ndarray], expected: Measured) -> _Difference:
-        """Returns the largest difference of the user's own metrics; NaN of a zero count is one."""
-        assert self.tolerance is not None
-        scales = {
-            name: max(np.abs(np.nan_to_num(value)).max(initial=0.0), 0.1)
-            for name, value in expected.metrics.items()
-        }
-        both = {name: np.isnan(own[name]) & np.isnan(x) for name, x in expected.metrics.items()}
-        measured, wanted = (
-            {name: np.where(both[name], 0.0, metrics[name]) for name in both}
-            for metrics in (own, expected.metrics)
-        )
-        return _largest(measured, wanted, scales, self.tolerance.loss)
-
+    @cached_property
     def _randomness(self) -> tuple[bool, bool]:
-        """Returns whether the loss depends on its random streams, and whether it draws at all."""
-        if self._random is None:
-            assert self._start is not None
-            assert self._control is not None
-            params, model_state = flatten(self._start.params), flatten(self._start.model_state)
-            start = (params, model_state, self.batch, self._start.rng)
-            self._random = (self._control.is_random(*start), self._control.draws(*start))
-        return self._random
+        """Whether the loss depends on its random streams, and whether it draws at all."""
+        assert self._start is not None
+        assert self._control is not None
+        params, model_state = flatten(self._start.params), flatten(self._start.model_state)
+        return self._control.randomness(params, model_state, self.batch, self._start.rng)
 
 
 def _check_finite(expected: Measured, number: int) -> None:
@@ -306,44 +270,39 @@ def _check_finite(expected: Measured, number: int) -> None:
         raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))
 
 
-def _keep_largest(differences: _Differences, more: _Differences) -> None:
-    """Keeps the larger of each difference; NaN is larger than any number."""
-    for name, each in more.items():
-        if name not in differences or not each.size <= differences[name].size:
-            differences[name] = each
-
-
 def _largest(
     measured: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
-    scales: Mapping[str, float],
     limit: float,
+    scale: Callable[[str, np.ndarray], float],
 ) -> _Difference:
-    """Returns the largest difference, each relative to its scale."""
+    """Returns the largest difference, each relative to the scale of an expected array."""
     assert measured.keys() == expected.keys(), (sorted(measured), sorted(expected))
-    largest, largest_path = 0.0, ""
-    failed = 0
+    sizes = {}
     for path, value in expected.items():
-        size = float(np.abs(measured[path] - value).max(initial=0.0) / max(scales[path], 1e-30))
-        size = math.inf if math.isnan(size) else size
-        failed += size > limit
-        if size > largest:
-            largest, largest_path = size, path
-    return _Difference(largest, largest_path, failed, limit)
+        size = _peak(measured[path] - value) / max(scale(path, value), 1e-30)
+        sizes[path] = math.inf if math.isnan(size) else size
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    size = sizes.get(largest, 0.0)
+    failed = sum(each > limit for each in sizes.values())
+    return _Difference(size, largest if size else "", failed, limit)
 
 
-def _state_difference(state: TrainState, expected: Arrays, limit: float) -> _Difference:
-    numbers = [path for path, x in expected.items() if jnp.issubdtype(x.dtype, jnp.number)]
-    model_state = flatten(state.model_state)
-    measured = {path: as_float64(model_state[path]) for path in numbers}
-    wanted = {path: as_float64(expected[path]) for path in numbers}
-    scales = {path: float(np.abs(value).max(initial=0.0)) + 1e-6 for path, value in wanted.items()}
-    return _largest(measured, wanted, scales, limit)
+def _at_least(least: float) -> Callable[[str, np.ndarray], float]:
+    return lambda _, value: max(_peak(np.nan_to_num(value)), least)
+
+
+def _peak(value: np.ndarray) -> float:
+    return float(np.abs(value).max(initial=0.0))
+
+
+def _float64(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {path: as_float64(value) for path, value in arrays.items()}
 
 
 def _copied(array: jax.Array, sharding: Sharding) -> jax.Array:
     """Copies an array through the host: steps donate theirs, so that no buffer may be shared."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_prng_key(array):
         data = _copied(jax.random.key_data(array), SingleDeviceSharding(jax.devices()[0]))
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
         return jax.device_put(keys, sharding)

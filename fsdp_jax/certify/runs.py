@@ -77,17 +77,17 @@ def certify(
             finite on one device.
 
     """
-    arguments: dict[str, Any] = {"units": units, "inputs": inputs, "min_size": min_size}
-    arguments["precision"] = _comparable(precision or AS_MADE)
     devices = list(jax.devices() if mesh is None else mesh.devices.flat)
     rows = _check(batch, len(devices), accumulation)
     names = [get_strategy(name).name for name in strategies]
+    precision = _comparable(precision or AS_MADE)
+    settings |= {"units": units, "inputs": inputs, "min_size": min_size, "precision": precision}
     comparison = Comparison(
         model=model,
         loss_fn=loss_fn,
         batch=jax.tree.map(np.asarray, batch),
         tx=optax.sgd(0.1) if tx is None else tx,
-        arguments={**arguments, **settings},
+        settings=settings,
         devices=devices,
         mesh=mesh,
         steps=steps,
