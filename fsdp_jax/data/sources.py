@@ -153,7 +153,6 @@ def open_examples(options: DataOptions) -> LoadedData:
         fix = "set data.path" if missing else "leave data.path out"
         raise config_error(what, where="data.path", got=got, fix=fix)
     check_choice("too_long", options.too_long, TooLong)
-    check_choice("invalid", options.invalid, Invalid)
     check_seed(options.seed)
     _check_ignored(options)
     check_share(options.share)

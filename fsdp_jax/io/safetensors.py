@@ -112,9 +112,10 @@ class SafetensorsFolder(dict[str, StoredTensor]):
                     what = "a tensor that the index names is not in its file"
                     got = first_lines(missing, SHOWN)
                     raise DamageError(message(what, where=str(file), expected=got, fix=AGAIN))
-                for name in tensors.keys() & self.keys():
-                    what = "a tensor in two files"
-                    raise DamageError(message(what, where=str(file), got=name))
+                repeated = sorted(tensors.keys() & self.keys())
+                if repeated:
+                    what, got = "a tensor in two files", first_lines(repeated, SHOWN)
+                    raise DamageError(message(what, where=str(file), got=got))
                 self.update(tensors)
             self._open_files = files.pop_all()
 
