@@ -154,25 +154,20 @@ class Split:
     @property
     def whole(self) -> bool:
         """Whether whole documents are held out."""
-        return not self.share or self.survey.documents >= 2 * holdout_stride(self.share)
+        return self.survey.documents >= 2 * holdout_stride(self.share)
 
     def read(self, part: Part) -> Iterator[str]:
         """Yields the documents of one part, in order."""
-        if not self.whole:
-            yield from self._read_cut(part)
-            return
         stride = holdout_stride(self.share)
-        for number, text in enumerate(self.documents.read(Skipped()), 1):
-            held_out = bool(stride) and number % stride == 0
-            if held_out == (part == "held_out"):
-                yield text
-
-    def _read_cut(self, part: Part) -> Iterator[str]:
         cut = round(self.survey.characters * (1 - self.share))  # training characters still to come
-        for text in self.documents.read(Skipped()):
-            piece = text[:cut] if part == "train" else text[cut:]
-            cut = max(0, cut - len(text))
-            if piece:
+        for number, text in enumerate(self.documents.read(Skipped()), 1):
+            if self.whole:
+                is_held_out = bool(stride) and number % stride == 0
+                pieces = {"held_out" if is_held_out else "train": text}
+            else:
+                pieces = {"train": text[:cut], "held_out": text[cut:]}
+                cut = max(0, cut - len(text))
+            if piece := pieces.get(part):
                 yield piece
 
 
