@@ -8,9 +8,8 @@ read it, and a position in the stream is one number of steps.
 Shapes: G global batch, n processes, T sequence.
 """
 
-from collections import deque
+import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 import grain
@@ -41,13 +40,13 @@ class Loader:
         identity: Mapping[str, str] | None = None,
         ahead: int = AHEAD,
     ):
+        self._options = grain.ReadOptions(num_threads=min(ahead, 1), prefetch_buffer_size=ahead)
         self._batches = batches
         self._settings = settings
         self._identity = dict(identity or {})
-        self._ahead = ahead
         self._position = 0  # batches delivered, however many were read
-        self._thread: ThreadPoolExecutor | None = None
-        self._reading: deque[Future[Batch]] = deque()  # from the position on
+        self._source = _ClosableBatches(batches)
+        self._iterator: grain.DatasetIterator | None = None
 
     def __iter__(self) -> Self:
         return self
@@ -57,28 +56,21 @@ class Loader:
 
         Raises what reading the batch raised; the position stays, so the next call tries again.
         """
-        if self._position >= len(self._batches):
-            self.close()
-            raise StopIteration
+        if self._iterator is None:
+            self._source = _ClosableBatches(self._batches)
+            dataset = grain.MapDataset.source(self._source).to_iter_dataset(self._options)
+            self._iterator = iter(dataset)
+            self._iterator.set_state({"next_index": self._position})
         try:
-            batch = self._read()
+            batch = next(self._iterator)
         except BaseException as error:
+            # grain's iterator would skip the batch that failed: start another one next time.
             self.close()
-            error.add_note(f"(while reading batch {self._position})")
+            if not isinstance(error, StopIteration):
+                error.add_note(f"(while reading batch {self._position})")
             raise
         self._position += 1
         return batch
-
-    def _read(self) -> Batch:
-        """Returns the batch at the position, once the thread is busy with those after it."""
-        if not self._ahead:
-            return self._batches[self._position]
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
-        end = min(self._position + 1 + self._ahead, len(self._batches))
-        for index in range(self._position + len(self._reading), end):
-            self._reading.append(self._thread.submit(self._batches.__getitem__, index))
-        return self._reading.popleft().result()
 
     def __enter__(self) -> Self:
         return self
@@ -91,10 +83,10 @@ class Loader:
 
         `next` would start another one.
         """
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-        self._thread = None
-        self._reading.clear()
+        if self._iterator is not None:
+            self._iterator.close()
+        self._iterator = None
+        self._source.close()  # grain's iterator does not wait
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last delivered batch, as JSON; equal on every process."""
@@ -126,6 +118,30 @@ class Loader:
         check_equal(what, old, new, fix=fix)
         self.close()
         self._position = position
+
+
+class _ClosableBatches:
+    """Batches that are read one at a time, and none any more once `close` has returned."""
+
+    def __init__(self, batches: grain.MapDataset):
+        self._batches = batches
+        self._closed = False
+        self._reading = threading.RLock()  # a signal's handler may close what it has interrupted
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        with self._reading:
+            if self._closed:
+                raise ValueError("the loader is closed")  # whoever asked for it has gone
+            return self._batches[index]
+
+    def close(self) -> None:
+        """Waits for the batch that is being read; later ones are refused."""
+        self._closed = True
+        with self._reading:
+            pass
 
 
 def make_loader(
