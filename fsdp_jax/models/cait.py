@@ -176,12 +176,7 @@ class CaiT(nnx.Module):
         self.head = layers.linear(D, config.classes, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
-
-        uint8 pixels are normalized by the config's mean and std; floats are passed on unchanged.
-        ValueError for images of another shape or dtype. `deterministic`, which every family takes,
-        has no effect: a CaiT draws no random numbers.
-        """
+        """Images to logits as in `vit.ViT`; `deterministic` has no effect: nothing is drawn."""
         x_BTD = self.patches(vision.read_images(images_BHWC, self.config))
         x_BTD = x_BTD + self.positions[...].astype(x_BTD.dtype)
         x_BTD = layers.run_blocks(self.blocks, x_BTD)
