@@ -43,9 +43,9 @@ def next_token_loss(
         chunk: vocabulary chunk size for the loss; logits are recomputed in the backward pass.
 
     """
-    inputs_BT, targets_BT = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    tokens = (batch["tokens"][:, :-1], batch["tokens"][:, 1:])
     settings = {name: batch[name] for name in ("segments", "positions") if name in batch}
-    return _loss(model, (inputs_BT,), targets_BT, batch, train, chunk, settings)
+    return _loss(model, tokens, batch, chunk, deterministic=not train, **settings)
 
 
 def text_to_text_loss(
@@ -65,8 +65,8 @@ def text_to_text_loss(
     """
     targets_BT = batch["targets"]
     shifted_BT = jnp.pad(jnp.maximum(targets_BT, 0)[:, :-1], ((0, 0), (1, 0)))
-    settings = {"inputs_mask": batch.get("inputs_mask")}
-    return _loss(model, (batch["inputs"], shifted_BT), targets_BT, batch, train, chunk, settings)
+    settings = {"inputs_mask": batch.get("inputs_mask"), "deterministic": not train}
+    return _loss(model, (batch["inputs"], shifted_BT, targets_BT), batch, chunk, **settings)
 
 
 def classification_loss(
@@ -94,17 +94,12 @@ def masked_sum(losses: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, ja
 
 
 def _loss(
-    model: Any,
-    inputs: tuple[jax.Array, ...],
-    targets_BT: jax.Array,
-    batch: Batch,
-    train: bool,
-    chunk: int | None,
-    settings: Mapping[str, Any],
+    model: Any, tokens: tuple[jax.Array, ...], batch: Batch, chunk: int | None, **settings: Any
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss for `tokens`, the inputs of the model and then the targets."""
+    *inputs, targets_BT = tokens
     if chunk is None:
-        loss_BT = cross_entropy(model(*inputs, deterministic=not train, **settings), targets_BT)
+        loss_BT = cross_entropy(model(*inputs, **settings), targets_BT)
     else:
-        more = {"deterministic": not train, "chunk": chunk}
-        loss_BT = model.losses(*inputs, targets_BT, **more, **settings)
+        loss_BT = model.losses(*tokens, chunk=chunk, **settings)
     return masked_sum(loss_BT, batch.get("mask"))
