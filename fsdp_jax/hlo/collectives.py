@@ -9,14 +9,14 @@ program's: padding by the compiler is sent too.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Literal, NamedTuple
 
 from fsdp_jax.errors import message
 from fsdp_jax.hlo.dataflow import concatenated_operands, only_sliced, paths_of
-from fsdp_jax.hlo.overlap import KERNELS, Overlap, Span, is_pair
+from fsdp_jax.hlo.overlap import KERNELS, Overlap, receive_of
 from fsdp_jax.hlo.parser import Computation, Instruction, Module, Shape, parse
 from fsdp_jax.hlo.replica_groups import Axes, Groups, groups_of
 
@@ -51,7 +51,6 @@ class Collective:
         axis: the mesh axes it runs along, joined by "+"; "?" where the groups fit no axes.
         count: executions per step.
         bytes: that a device sends per step, all executions.
-        hidden: of these, the bytes sent while a GEMM, a convolution or an attention kernel runs.
         asynchronous: it has a start and a done.
         sliced: each device keeps only a part of an all-reduce's result; a reduce-scatter would have
             sent half.
@@ -74,7 +73,6 @@ class Collective:
     axis: str
     count: int
     bytes: int
-    hidden: int
     asynchronous: bool
     sliced: bool
     kernels: int
@@ -85,6 +83,11 @@ class Collective:
     within: str = ""
     begins: str = ""
     ends: str = ""
+
+    @property
+    def hidden(self) -> int:
+        """Bytes that are sent while a GEMM, a convolution or an attention kernel runs."""
+        return self.bytes if self.kernels else 0
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,7 @@ def read_program(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
     module = parse(text)
     devices = prod(axes.values())
     inner, across = _slices(axes, devices // module.partitions)
-    fits = (
-        devices == prod(size for _, size in inner) * across.size == module.partitions * across.size
-    )
+    fits = devices == module.partitions * across.size
     if not fits or (across.size > 1) != (_MEGASCALE in text):
         what = "the program is not for this mesh"
         expected = f"{module.partitions} devices"
@@ -129,7 +130,7 @@ def read_program(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
         fix = "pass the shape of the mesh that the program was compiled for"
         raise ValueError(message(what, got=got, expected=expected, fix=fix))
     reader = _CollectiveReader(module, inner, across)
-    collectives = reader.read(module[module.entry], _LoopContext(1, 0, {}))
+    collectives = reader.read(module[module.entry], _Context(1, 0, {}))
     unread = dict.fromkeys([*reader.unread, *reader.not_entered()])
     return ProgramTraffic(tuple(collectives), tuple(unread))
 
@@ -148,34 +149,32 @@ def _slices(axes: Mapping[str, int], slices: int) -> tuple[Axes, Groups]:
     return tuple(inner), Groups(covered, "+".join(across))
 
 
-class _LoopContext(NamedTuple):
-    """The loops around a computation.
+class _Context(NamedTuple):
+    """Where a computation runs.
 
     Attributes:
         executions: how often it runs per step.
         loop: number of while loops around it.
         known: known scalars of its argument, by position in the tuple.
+        caller: the instruction that the schedule shows in its place, where it is a fusion or is
+            called asynchronously: a scheduled computation, and a position in it.
 
     """
 
     executions: int
     loop: int
     known: Mapping[int, int]
+    caller: tuple[Computation, int] | None = None
 
 
-class _Caller(NamedTuple):
-    """An instruction of a scheduled computation, by position."""
+class _Transfer(NamedTuple):
+    """What a collective sends: per operand, its unsharded array and what that serves."""
 
-    within: Computation
-    position: int
-
-
-class _Scheduled(NamedTuple):
-    """Where the schedule starts a collective and waits for it."""
-
-    within: str
-    begins: str
-    span: Span
+    op: Op
+    groups: Groups
+    shapes: Sequence[Shape]
+    paths: Sequence[str]
+    sliced: bool = False
 
 
 class _CollectiveReader:
@@ -192,36 +191,28 @@ class _CollectiveReader:
         self._entered: set[str] = set()
         self._overlap = Overlap(module)
 
-    def read(
-        self, within: Computation, context: _LoopContext, caller: _Caller | None = None
-    ) -> list[Collective]:
-        """Returns the collectives of a computation and of all that it calls.
-
-        Args:
-            within: the computation.
-            context: the loops around it.
-            caller: the instruction that the schedule shows in its place, where it is a fusion or is
-                called asynchronously.
-
-        """
+    def read(self, within: Computation, context: _Context) -> list[Collective]:
+        """Returns the collectives of a computation and of all that it calls."""
         collectives: list[Collective] = []
         self._entered.add(within.name)
         for position, one in enumerate(within.instructions):
-            scheduled = caller or _Caller(within, position)
+            here = context._replace(caller=context.caller or (within, position))
             if one.opcode == "while":
                 collectives += self._loop(within, one, context)
             elif one.opcode == "conditional":
-                unknown = context._replace(known={})
+                unknown = context._replace(known={}, caller=None)
                 branches = [self.read(self._module[name], unknown) for name in one.calls]
                 collectives += max(branches, key=_total_bytes, default=[])
             elif one.opcode.removesuffix("-start") in OPS:
-                collectives += self._collective(within, one, context, scheduled)
-            elif one.opcode == "send" and _MEGASCALE in one.attributes:
-                collectives += self._between_slices(within, one, context, position)
+                transfer = self._transfer(within, one, fused=context.caller is not None)
+                collectives += self._per_dtype(transfer, one, here)
             elif _communicates(one):
-                self.unread.append(f"{one.opcode} '{one.name}' in '{within.name}'")
+                if exchange := self._between_slices(within, one):
+                    collectives += self._per_dtype(exchange, one, here)
+                else:
+                    self.unread.append(f"{one.opcode} '{one.name}' in '{within.name}'")
             else:
-                collectives += self._collectives_of_callees(within, one, context, scheduled)
+                collectives += self._collectives_of_callees(within, one, here)
         return collectives
 
     def not_entered(self) -> list[str]:
@@ -232,36 +223,31 @@ class _CollectiveReader:
             for name, computation in self._module.computations.items()
             if name not in self._entered
             for one in computation.instructions
-            if _communicates(one) or _is_opaque(one)
+            if _may_send(one)
         ]
 
-    def _loop(
-        self, within: Computation, one: Instruction, context: _LoopContext
-    ) -> list[Collective]:
-        trips = self._module.trips(within, one, context.known)
+    def _loop(self, within: Computation, one: Instruction, context: _Context) -> list[Collective]:
+        condition, body, trips, constants = self._module.loop(within, one, context.known)
         if trips is None:
             self.unread.append(f"the length of the loop '{one.name}' in '{within.name}'")
             trips = 1
-        condition, body = self._module.parts(one)
-        known = self._module.constants(within, one, context.known)
-        executions = context.executions * trips
-        loop = context.loop + 1
-        return [
-            *self.read(condition, _LoopContext(executions + context.executions, loop, known)),
-            *self.read(body, _LoopContext(executions, loop, known)),
-        ]
+        inside = _Context(context.executions * trips, context.loop + 1, constants)
+        tested = inside._replace(executions=inside.executions + context.executions)
+        return [*self.read(condition, tested), *self.read(body, inside)]
 
     def _collectives_of_callees(
-        self, within: Computation, one: Instruction, context: _LoopContext, scheduled: _Caller
+        self, within: Computation, one: Instruction, context: _Context
     ) -> list[Collective]:
         """Returns the collectives of what fusions, calls and asynchronous wrappers call.
 
         Appends to `self.unread` what is named otherwise and may communicate.
         """
         collectives: list[Collective] = []
-        single = one.opcode in ("fusion", "async-start", "call-start")
+        context = context._replace(known={})
+        if one.opcode not in ("fusion", "async-start", "call-start"):
+            context = context._replace(caller=None)
         for called in (self._module[name] for name in one.calls):
-            inside = self.read(called, context._replace(known={}), scheduled if single else None)
+            inside = self.read(called, context)
             if not (inside and one.opcode == "fusion" and self._overlap.continues(called)):
                 collectives += inside
         self.unread += [
@@ -276,62 +262,76 @@ class _CollectiveReader:
         self._entered.add(within.name)
         named = [each for one in within.instructions for each in self._module.named(one)]
         inside = [self._may_communicate(each) for each in named]
-        return any(inside) or any(
-            _communicates(one) or _is_opaque(one) for one in within.instructions
-        )
+        return any(inside) or any(_may_send(one) for one in within.instructions)
 
-    def _collective(
-        self, inner: Computation, one: Instruction, context: _LoopContext, scheduled: _Caller
-    ) -> list[Collective]:
-        """Returns one collective per dtype.
-
-        Args:
-            inner: the computation that contains `one`.
-            one: the collective.
-            context: the loops around it.
-            scheduled: the collective itself, or the fusion or wrapper around it.
-
-        """
-        outer, position = scheduled
+    def _transfer(self, within: Computation, one: Instruction, *, fused: bool) -> _Transfer:
+        """Returns what a collective sends; `fused`: it is inside a fusion or an async wrapper."""
         op = OPS[one.opcode.removesuffix("-start")]
         groups = groups_of(one, self._axes)
         if groups.size == 1:
-            return []
-        sliced = op == "all-reduce" and only_sliced(self._module, inner, one.name)
-        if sliced and inner is not outer:
+            return _Transfer(op, groups, (), ())
+        sliced = op == "all-reduce" and only_sliced(self._module, within, one.name)
+        if sliced and fused:
             op = "reduce-scatter"
             sliced = False
         # XLA concatenates small arrays before it reduces them.
         parts = list(one.operands)
         if op == "all-reduce":
             parts = [
-                part for name in parts for part in concatenated_operands(self._module, inner, name)
+                part for name in parts for part in concatenated_operands(self._module, within, name)
             ]
         unmerged = one
         if len(parts) != len(one.operands):
             unmerged = replace(one, inside=", ".join(f"%{name}" for name in parts))
-        paths = paths_of(self._module, inner, unmerged)
-        shapes = [_unsharded(op, one, inner[name].shapes[0], groups.size) for name in parts]
-        begins = outer.instructions[position].name
-        where = _Scheduled(outer.name, begins, self._overlap.between(outer, position))
-        return _per_dtype(op, groups, shapes, paths, where, context, one.name, sliced)
+        paths = paths_of(self._module, within, unmerged)
+        shapes = [_unsharded(op, one, within[name].shapes[0], groups.size) for name in parts]
+        return _Transfer(op, groups, shapes, paths, sliced)
 
-    def _between_slices(
-        self, within: Computation, one: Instruction, context: _LoopContext, position: int
-    ) -> list[Collective]:
+    def _between_slices(self, within: Computation, one: Instruction) -> _Transfer | None:
         """Returns the exchange between a TPU's slices through their hosts: a send and a receive."""
         attributes = dict(re.findall(r'_xla_(megascale_\w+)="([^"]*)"', one.attributes))
-        op = MEGASCALE.get(attributes["megascale_transfer_type"])
+        op = MEGASCALE.get(attributes.get("megascale_transfer_type", ""))
         targets = attributes.get("megascale_target", "").partition("}")[0].count(",") + 1
-        receives = (each for each in within.instructions if each.opcode == "recv")
-        receive = next((each for each in receives if is_pair(one, each)), None)
+        receive = receive_of(within, one)
         if op is None or receive is None or targets != self._across.size:
-            self.unread.append(f"{one.opcode} '{one.name}' in '{within.name}'")
-            return []
+            return None
         shape = receive.shapes[0] if op == "all-gather" else one.shapes[0]
         paths = paths_of(self._module, within, replace(one, inside=f"%{one.operands[0]}"))
-        where = _Scheduled(within.name, one.name, self._overlap.between(within, position))
-        return _per_dtype(op, self._across, [shape], paths, where, context, one.name)
+        return _Transfer(op, self._across, [shape], paths)
+
+    def _per_dtype(
+        self, transfer: _Transfer, one: Instruction, context: _Context
+    ) -> list[Collective]:
+        """Returns one collective for each dtype that an instruction sends."""
+        op, groups, shapes, paths, sliced = transfer
+        if not shapes:
+            return []
+        assert context.caller is not None
+        scheduled, position = context.caller
+        asynchronous, kernels, ends = self._overlap.between(scheduled, position)
+        collectives = []
+        for dtype in dict.fromkeys(shape.dtype for shape in shapes):
+            operands = [each for each in zip(shapes, paths, strict=True) if each[0].dtype == dtype]
+            sent = _sent_bytes(op, groups.size, sum(shape.bytes for shape, _ in operands))
+            collective = Collective(
+                op=op,
+                dtype=dtype,
+                axis=groups.axis,
+                count=context.executions,
+                bytes=context.executions * sent,
+                asynchronous=asynchronous,
+                sliced=sliced,
+                kernels=kernels,
+                shapes=tuple(shape.dims for shape, _ in operands),
+                paths=tuple(path for _, path in operands),
+                loop=context.loop,
+                name=one.name,
+                within=scheduled.name,
+                begins=scheduled.instructions[position].name,
+                ends=ends,
+            )
+            collectives.append(collective)
+        return collectives
 
 
 def _communicates(one: Instruction) -> bool:
@@ -343,52 +343,14 @@ def _communicates(one: Instruction) -> bool:
     return one.opcode.removesuffix("-start") in OPS
 
 
-def _is_opaque(one: Instruction) -> bool:
-    """Returns whether it calls a library or the runtime, which may send anything."""
-    return one.opcode == "custom-call" and not KERNELS.search(one.attribute("custom_call_target"))
+def _may_send(one: Instruction) -> bool:
+    """Returns whether it communicates, or calls a library or the runtime, which may do so."""
+    is_opaque = one.opcode == "custom-call" and not KERNELS.search(one.target)
+    return is_opaque or _communicates(one)
 
 
 def _total_bytes(collectives: Iterable[Collective]) -> int:
     return sum(each.bytes for each in collectives)
-
-
-def _per_dtype(
-    op: Op,
-    groups: Groups,
-    shapes: list[Shape],
-    paths: list[str],
-    where: _Scheduled,
-    context: _LoopContext,
-    name: str,
-    sliced: bool = False,
-) -> list[Collective]:
-    """Returns one collective for each dtype among its operands."""
-    asynchronous, kernels, ends = where.span
-    collectives = []
-    for dtype in dict.fromkeys(shape.dtype for shape in shapes):
-        operands = [each for each in zip(shapes, paths, strict=True) if each[0].dtype == dtype]
-        once = _sent_bytes(op, groups.size, sum(shape.bytes for shape, _ in operands))
-        sent = context.executions * once
-        collective = Collective(
-            op=op,
-            dtype=dtype,
-            axis=groups.axis,
-            count=context.executions,
-            bytes=sent,
-            hidden=sent if asynchronous and kernels else 0,
-            asynchronous=asynchronous,
-            sliced=sliced,
-            kernels=kernels,
-            shapes=tuple(shape.dims for shape, _ in operands),
-            paths=tuple(path for _, path in operands),
-            loop=context.loop,
-            name=name,
-            within=where.within,
-            begins=where.begins,
-            ends=ends,
-        )
-        collectives.append(collective)
-    return collectives
 
 
 def _unsharded(op: Op, one: Instruction, shape: Shape, size: int) -> Shape:

@@ -8,25 +8,11 @@ from math import prod
 from fsdp_jax.hlo.op_names import expand, scopes, stripped
 from fsdp_jax.hlo.parser import Computation, Instruction, Module
 
-_COLLECTIVES = {
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "collective-permute",
-    "async",
-}
+_SENDING = "all-gather reduce-scatter all-reduce all-to-all collective-permute async"
+_COLLECTIVES = frozenset(_SENDING.split())
 _HALVES = {f"{op}-{half}" for op in (*_COLLECTIVES, "call", "copy") for half in ("start", "done")}
-_REARRANGING = {
-    "bitcast",
-    "copy",
-    "convert",
-    "reshape",
-    "transpose",
-    "slice",
-    "get-tuple-element",
-    *_HALVES,
-}
+_MOVES = "bitcast copy convert reshape transpose slice get-tuple-element"
+_REARRANGING = {*_MOVES.split(), *_HALVES}
 _SCALING = {"multiply", "divide", "add", "subtract", "negate"}
 _JOINING = {"concatenate", "pad", "dynamic-slice", "tuple", *_COLLECTIVES}
 _CONSTANT = {"parameter", "constant", "broadcast"}
@@ -41,27 +27,27 @@ def paths_of(module: Module, within: Computation, one: Instruction) -> list[str]
     operands' producers are searched. A gradient that the partitioner reduces has no name of its
     own, but the array that it becomes has.
     """
-    own, names = scopes(one.op_name), expand(one.op_name)
-    count = len(one.operands)
-    if own and (count == 1 or len(own) == count):
-        return own if count > 1 else [_joined(own)]
-    # Each operand by its producers, then by the users of its part of the result.
-    paths = []
-    for number, name in enumerate(one.operands):
-        behind = _joined(scopes_behind(module, within, name))
-        paths.append(behind or _joined(_scopes_ahead(module, within, one, number)))
-    # Where that fails, by the collective's own name.
-    if count > 1 and len(names) == count:  # parameters, and activations, which have no scope
-        fallback = [_joined(scopes(name)) for name in names]
-    else:
-        fallback = (own or _scopes_of_reduction(module, one))[:1]
-    if not fallback or len(fallback) == count > 1:
-        fallback = [
-            path or _traced_name(within, one, number)
-            for number, path in enumerate(fallback or [""] * count)
-        ]
-    fallback += [""] * count
-    return [path or other for path, other in zip(paths, fallback, strict=False)]
+    own = scopes(one.op_name)
+    if own and len(one.operands) == 1:
+        return [_joined(own)]
+    if own and len(own) == len(one.operands):
+        return own
+    return [
+        _joined(_scopes_behind(module, within, name))
+        or _joined(_scopes_ahead(module, within, one, number))
+        or _own_name(module, within, one, number)
+        for number, name in enumerate(one.operands)
+    ]
+
+
+def _own_name(module: Module, within: Computation, one: Instruction, operand: int) -> str:
+    """Returns what a collective's own name, or its reduction's, tells of an operand."""
+    names = expand(one.op_name)
+    if len(names) == len(one.operands) > 1:  # activations have no scope
+        return _joined(scopes(names[operand])) or stripped(names[operand])
+    if own := scopes(one.op_name) or _scopes_of_reduction(module, one):
+        return "" if operand else own[0]  # it is that of the first
+    return _traced_name(within, one, operand)
 
 
 def concatenated_operands(module: Module, within: Computation, name: str) -> list[str]:
@@ -76,24 +62,22 @@ def concatenated_operands(module: Module, within: Computation, name: str) -> lis
         Names in `within`; `[name]` if the array is not a plain concatenation of arrays of it.
 
     """
-    one = within[name]
-    producer = one
+    one = producer = within[name]
+    parts = list(one.operands)
     if one.opcode == "fusion":
         called = module[one.calls[0]]
         producer = called.root
-        if producer.opcode != "concatenate":
+        inside = [called[operand] for operand in producer.operands]
+        if any(each.opcode != "parameter" for each in inside):
             return [name]
-        parameters = [called[operand] for operand in producer.operands]
-        if not parameters or any(each.opcode != "parameter" for each in parameters):
-            return [name]
-        parts = [one.operands[int(each.inside)] for each in parameters]
-    else:
-        parts = list(one.operands)
+        parts = [one.operands[int(each.inside)] for each in inside]
     if producer.opcode != "concatenate":
         return [name]
-    while flat := [i for i, part in enumerate(parts) if within[part].opcode == "bitcast"]:
-        for i in flat:
-            parts[i] = within[parts[i]].operands[0]
+    for i, part in enumerate(parts):
+        array = within[part]
+        while array.opcode == "bitcast":
+            array = within[array.operands[0]]
+        parts[i] = array.name
     elements = sum(prod(within[part].shapes[0].dims) for part in parts)
     arrays = all(len(within[part].shapes) == 1 for part in parts)
     return parts if arrays and elements == prod(one.shapes[0].dims) else [name]
@@ -103,8 +87,7 @@ def _scopes_ahead(module: Module, within: Computation, one: Instruction, operand
     """Returns the scopes in which a reduction's result is cast, where it is only moved before."""
     if one.opcode.removesuffix("-start") not in ("all-reduce", "reduce-scatter"):
         return []
-    while done := [u for u in within.users.get(one.name, []) if u.opcode.endswith("-done")]:
-        one = done[0]
+    one = within.done(one) or one
     if len(one.shapes) == 1:
         return _scopes_of_users(module, within, one.name)
     index = str(operand)
@@ -120,15 +103,15 @@ def _scopes_of_users(
     for user in within.users.get(name, []) if depth else []:
         if user.opcode == "fusion":
             called = module[user.calls[0]]
-            for parameter in _parameters_for(called, user, name):
-                nearest += _scopes_of_users(module, called, parameter, depth - 1)
+            for parameter in called.parameters_for(user, name):
+                nearest += _scopes_of_users(module, called, parameter.name, depth - 1)
         elif user.opcode in _REARRANGING:
             own = scopes(user.op_name)
             nearest += own or _scopes_of_users(module, within, user.name, depth - 1)
     return list(dict.fromkeys(nearest))
 
 
-def scopes_behind(module: Module, within: Computation, name: str, depth: int = DEPTH) -> list[str]:
+def _scopes_behind(module: Module, within: Computation, name: str, depth: int = DEPTH) -> list[str]:
     """Returns the nearest scopes among an array's producers that only move it."""
     one = within[name]
     if not depth:
@@ -157,7 +140,7 @@ def scopes_behind(module: Module, within: Computation, name: str, depth: int = D
     return [
         scope
         for operand in one.operands
-        for scope in scopes_behind(module, within, operand, depth - 1)
+        for scope in _scopes_behind(module, within, operand, depth - 1)
     ]
 
 
@@ -174,7 +157,7 @@ def _scopes_of_element(
         source = within[source.operands[0]]
     opcode = source.opcode.removesuffix("-start")
     if (opcode in _COLLECTIVES or opcode == "tuple") and index < len(source.operands):
-        behind = scopes_behind(module, within, source.operands[index], depth - 1)
+        behind = _scopes_behind(module, within, source.operands[index], depth - 1)
         return behind or (own if index == 0 else [])
     return own
 
@@ -192,9 +175,6 @@ def _scopes_of_reduction(module: Module, one: Instruction) -> list[str]:
 
 def _traced_name(within: Computation, one: Instruction, operand: int) -> str:
     """Returns the traced operation of a collective without scope, or of its operand's producer."""
-    names = expand(one.op_name)
-    if len(names) == len(one.operands) > 1:
-        return stripped(names[operand])
     for _ in range(DEPTH):
         if name := stripped(one.op_name):
             return name
@@ -233,12 +213,5 @@ def _slices(module: Module, within: Computation, user: Instruction, name: str) -
     if user.opcode != "fusion":
         return False
     called = module[user.calls[0]]
-    parameters = _parameters_for(called, user, name)
-    return all(only_sliced(module, called, parameter) for parameter in parameters)
-
-
-def _parameters_for(called: Computation, user: Instruction, name: str) -> list[str]:
-    """Returns the parameters of a fusion's computation that receive an array."""
-    numbers = {str(number) for number, operand in enumerate(user.operands) if operand == name}
-    parameters = [one for one in called.instructions if one.opcode == "parameter"]
-    return [one.name for one in parameters if one.inside in numbers]
+    parameters = called.parameters_for(user, name)
+    return all(only_sliced(module, called, parameter.name) for parameter in parameters)

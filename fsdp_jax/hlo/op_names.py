@@ -40,31 +40,18 @@ def stripped(op_name: str) -> str:
 def expand(op_name: str) -> list[str]:
     """Returns the names that XLA merged when it combined operations: `a/(b:c)` -> `a/b`, `a/c`."""
     for start in re.finditer(r"(?:^|(?<=/))\(", op_name):
-        parts, end = _alternatives(op_name, start.end())
-        if len(parts) > 1:
-            before, after = op_name[: start.start()], op_name[end:]
+        inside, *rest = _split(op_name[start.end() :], ")")
+        parts = _split(inside, ":")
+        if rest and len(parts) > 1:
+            before, after = op_name[: start.start()], ")".join(rest)
             return [name for part in parts for name in expand(before + part + after)]
     return [op_name]
-
-
-def _alternatives(text: str, start: int) -> tuple[list[str], int]:
-    """Returns (the alternatives in parentheses, the position after the closing one)."""
-    parts: list[str] = []
-    depth, part_start = 1, start
-    for position in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[position], 0)
-        if depth == 0 or (depth == 1 and text[position] == ":"):
-            parts.append(text[part_start:position])
-            part_start = position + 1
-        if depth == 0:
-            return parts, position + 1
-    return [], len(text)
 
 
 def _user_segments(name: str) -> list[str]:
     """Returns the segments of a name that tracing did not add."""
     segments: list[str] = []
-    for segment in _segments(name):
+    for segment in _split(name, "/"):
         while wrapped := _WRAPPER.fullmatch(segment):
             segment = wrapped.group(1)
         if "/" in segment and segment != name:  # a function's own name may contain slashes
@@ -74,13 +61,14 @@ def _user_segments(name: str) -> list[str]:
     return segments
 
 
-def _segments(name: str) -> list[str]:
-    """Splits a name at the slashes outside parentheses."""
-    segments: list[str] = []
-    depth, start = 0, 0
-    for position, letter in enumerate(name):
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if letter == "/" and depth == 0:
-            segments.append(name[start:position])
-            start = position + 1
-    return [*segments, name[start:]]
+def _split(text: str, separator: str) -> list[str]:
+    """Splits a text at the separators outside parentheses."""
+    parts = [""]
+    depth = 0
+    for letter in text:
+        if letter == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+            depth += {"(": 1, ")": -1}.get(letter, 0)
+    return parts

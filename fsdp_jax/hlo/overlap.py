@@ -14,7 +14,7 @@ KERNELS = re.compile(
 )
 _CHAIN = re.compile(r'chain_id="\w*"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-_START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+_START, _DONE = '"AsyncCollectiveStart"', '"AsyncCollectiveDone"'
 
 
 class Span(NamedTuple):
@@ -32,10 +32,13 @@ class Span(NamedTuple):
     ends: str
 
 
-def is_pair(send: Instruction, receive: Instruction) -> bool:
-    """Returns whether a send and a receive between slices of a TPU belong together."""
-    one, other = (_RENDEZVOUS.search(each.attributes) for each in (send, receive))
-    return one is not None and other is not None and one[1] == other[1]
+def receive_of(within: Computation, send: Instruction) -> Instruction | None:
+    """Returns the receive that belongs to a send between slices of a TPU."""
+    meeting = _RENDEZVOUS.findall(send.attributes)
+    for one in within.instructions:
+        if one.opcode == "recv" and meeting and _RENDEZVOUS.findall(one.attributes) == meeting:
+            return one
+    return None
 
 
 class Overlap:
@@ -56,15 +59,12 @@ class Overlap:
         That one may be outside the loop that contains this one: XLA hides a gather behind a loop of
         the model's own.
         """
-        return _chain_in(called) in self._started and not _has_target(called, _START)
+        return _chain(called) in self._started and not _chain(called, _START)
 
     @cached_property
     def _started(self) -> set[str]:
         """The chains that some fusion starts."""
-        computations = self._module.computations.values()
-        starts = [each for each in computations if _has_target(each, _START)]
-        chains = [_CHAIN.search(one.attributes) for each in starts for one in each.instructions]
-        return {chain[0] for chain in chains if chain}
+        return {_chain(each, _START) for each in self._module.computations.values()} - {""}
 
     def between(self, within: Computation, position: int) -> Span:
         """Returns the span of the collective at a position of a computation.
@@ -73,12 +73,16 @@ class Overlap:
             ValueError: it is started and never waited for.
 
         """
-        start = within.instructions[position]
-        if start.opcode.endswith("-start") or start.opcode == "send":
-            done = self._done(within, start)
-        elif start.opcode == "fusion" and (chain := self._chain(start, _START)):
-            later = within.instructions[position + 1 :]
-            done = next((one for one in later if self._chain(one, _DONE) == chain), None)
+        module, start = self._module, within.instructions[position]
+        if start.opcode.endswith("-start"):
+            done = within.done(start)
+        elif start.opcode == "send":
+            receive = receive_of(within, start)
+            done = within.done(receive) if receive else None
+        elif start.opcode == "fusion" and (chain := _chain(module[start.calls[0]], _START)):
+            later = (one for one in within.instructions[position + 1 :] if one.opcode == "fusion")
+            ends = (one for one in later if _chain(module[one.calls[0]], _DONE) == chain)
+            done = next(ends, None)
         else:
             return Span(False, 0, start.name)
         if done is None:
@@ -88,33 +92,12 @@ class Overlap:
         inside = within.instructions[position + 1 : within.instructions.index(done)]
         return Span(True, sum(self._kernels(one) for one in inside), done.name)
 
-    def _done(self, within: Computation, start: Instruction) -> Instruction | None:
-        if start.opcode == "send":
-            for one in within.instructions:
-                paired = one.opcode == "recv" and is_pair(start, one)
-                if paired and (done := self._done(within, one)):
-                    return done
-            return None
-        for user in within.users.get(start.name, []):
-            if user.opcode.endswith("-done"):
-                return user
-            if user.opcode.endswith("-update"):
-                return self._done(within, user)
-        return None
-
-    def _chain(self, one: Instruction, target: str) -> str:
-        """Returns the chain that a TPU's fusion starts or ends, "" where it does neither."""
-        if one.opcode != "fusion":
-            return ""
-        called = self._module[one.calls[0]]
-        return _chain_in(called) if _has_target(called, target) else ""
-
     def _kernels(self, one: Instruction) -> int:
         """Returns how many GEMMs, convolutions and attention kernels an instruction runs."""
         if one.opcode in ("dot", "convolution"):
             return 1
         if one.opcode == "custom-call":
-            return int(bool(KERNELS.search(one.attribute("custom_call_target"))))
+            return int(bool(KERNELS.search(one.target)))
         if one.opcode == "while":
             _, body = self._module.parts(one)
             return self.kernels_in(body.name)
@@ -124,15 +107,15 @@ class Overlap:
         return max(inside, default=0) if one.opcode == "conditional" else sum(inside)
 
     def _count_kernels_in(self, name: str) -> int:
-        """Returns how many GEMMs, convolutions and attention kernels a computation runs."""
         return sum(self._kernels(one) for one in self._module[name].instructions)
 
 
-def _chain_in(called: Computation) -> str:
+def _chain(called: Computation, target: str = "") -> str:
+    """Returns the chain of collectives that a TPU's fusion is a part of, "" if of none.
+
+    With a `target`, of a fusion that calls it.
+    """
+    if target and all(one.target != target for one in called.instructions):
+        return ""
     chains = (_CHAIN.search(one.attributes) for one in called.instructions)
     return next((chain[0] for chain in chains if chain), "")
-
-
-def _has_target(called: Computation, target: str) -> bool:
-    quoted = f'"{target}"'
-    return any(one.attribute("custom_call_target") == quoted for one in called.instructions)

@@ -5,11 +5,13 @@ often a loop runs. `collectives.py` interprets the collectives. XLA promises no 
 anything that is not understood is a ValueError.
 """
 
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any, NamedTuple
 
 from fsdp_jax.errors import message
 
@@ -24,6 +26,8 @@ DTYPES = {
     **{f"s{bits}": f"int{bits}" for bits in (1, 2, 4, 8, 16, 32, 64)},
     **{f"u{bits}": f"uint{bits}" for bits in (1, 2, 4, 8, 16, 32, 64)},
 }
+HOST_SPACE = 5
+"""XLA's number of host memory, on GPUs and TPUs: `S(5)` in a layout."""
 LONGEST_LOOP = 1 << 16
 """Where XLA does not state a loop's trip count, its counter is evaluated up to this many times."""
 
@@ -31,31 +35,50 @@ _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(
     r"^\s+(ROOT )?%?(\S+) = (.*?) ([a-z][a-z0-9-]*)\(((?:[^()]|\([^()]*\))*)\)(.*)$"
 )
-_SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d\w*)\[([\d,<=]*)\]")
+_SHAPE = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _NAMED = re.compile(r'(?<!predecessors)=\{?((?:%[^\s,(){}"]+(?:, )?)+)')
 _TRANSPARENT = {"copy", "bitcast", "convert", "reshape"}
+_OPERATIONS: dict[str, Callable[[int, int], Any]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "and": operator.and_,
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+"""Operations on two scalars; comparisons by their direction."""
 
 
 def malformed(what: str, got: str) -> ValueError:
     """Returns the error for a text that is not a compiled program as XLA prints it."""
-    fix = "pass compiled.as_text(), whole; where it is, "
-    fix += "this release of XLA prints what the reader does not know"
+    fix = "pass compiled.as_text(), whole; where it is, this release of XLA prints what the reader"
+    fix += " does not know"
     return ValueError(message(f"unreadable program: {what}", got=got.strip()[:200], fix=fix))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One array: the numpy name of its dtype, and its dims on one device."""
+    """One array: the numpy name of its dtype, its dims on one device, and XLA's memory space."""
 
     dtype: str
     dims: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element."""
+        return 8 if self.dtype == "bool" else int(re.findall(r"\d+", self.dtype)[0])
 
     @property
     def bytes(self) -> int:
         """Bytes of the array without padding; dtypes below one byte are packed."""
-        bits = 8 if self.dtype == "bool" else int(re.findall(r"\d+", self.dtype)[0])
-        return (prod(self.dims) * bits + 7) // 8
+        return (prod(self.dims) * self.bits + 7) // 8
 
 
 @dataclass(frozen=True)
@@ -88,20 +111,17 @@ class Instruction:
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """Arrays of its result, tuples flattened."""
-        arrays = [
-            (dtype, dims)
-            for dtype, dims in _SHAPE.findall(self.type)
-            if dtype not in ("token", "opaque")
-        ]
-        sizes = ((dtype, re.sub("[<=]", "", dims)) for dtype, dims in arrays)
-        return tuple(
-            Shape(_dtype(d), tuple(int(size) for size in s.split(",") if size)) for d, s in sizes
-        )
+        return shapes_of(self.type)
 
     def attribute(self, key: str) -> str:
         """Returns the value of `key=value`, "" where there is none; lists keep their braces."""
         match = re.search(rf"\b{key}=(\{{[^{{}}]*\}}|[^\s,]+)", self.attributes)
         return match.group(1) if match else ""
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls, in quotes; "" where it is none."""
+        return self.attribute("custom_call_target")
 
     @cached_property
     def op_name(self) -> str:
@@ -138,6 +158,11 @@ class Computation:
         return {instruction.name: instruction for instruction in self.instructions}
 
     @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """Parameters by number."""
+        return {int(one.inside): one for one in self.instructions if one.opcode == "parameter"}
+
+    @cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """The instructions that read each instruction's result."""
         users: dict[str, list[Instruction]] = {}
@@ -151,10 +176,35 @@ class Computation:
         """The instruction whose result it returns."""
         return next((one for one in self.instructions if one.root), self.instructions[-1])
 
+    def parameters_for(self, caller: Instruction, name: str) -> list[Instruction]:
+        """Returns the parameters that receive the array `name` of a caller."""
+        return [self.parameters[i] for i, operand in enumerate(caller.operands) if operand == name]
+
+    def done(self, start: Instruction) -> Instruction | None:
+        """Returns the instruction that waits for an asynchronous one; None where none does."""
+        for user in self.users.get(start.name, []):
+            if user.opcode.endswith("-done"):
+                return user
+            if user.opcode.endswith("-update"):
+                return self.done(user)
+        return None
+
     def __getitem__(self, name: str) -> Instruction:
         if name not in self.by_name:
             raise malformed(f"'{name}' is read but not defined", self.name)
         return self.by_name[name]
+
+
+class Loop(NamedTuple):
+    """A `while`: its parts, trip count (None if unknown), and what is constant in it.
+
+    `constants` are known scalars of its tuple that the body passes on unchanged, by position.
+    """
+
+    condition: Computation
+    body: Computation
+    trips: int | None
+    constants: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -176,60 +226,60 @@ class Module:
         names = dict.fromkeys(name for each in lists for name in _OPERAND.findall(each))
         return [self.computations[name] for name in names if name in self.computations]
 
-    def trips(self, within: Computation, loop: Instruction, known: Mapping[int, int]) -> int | None:
-        """Returns a loop's trip count, stated by XLA or evaluated from its counter; else None.
+    def parts(self, loop: Instruction) -> tuple[Computation, Computation]:
+        """Returns a loop's condition and body."""
+        condition, body = loop.attribute("condition"), loop.attribute("body")
+        return self[condition.lstrip("%")], self[body.lstrip("%")]
+
+    def loop(self, within: Computation, one: Instruction, known: Mapping[int, int]) -> Loop:
+        """Reads a loop.
 
         Args:
             within: the computation that contains the loop.
-            loop: the `while`.
+            one: the `while`.
             known: scalars of the tuple that `within` receives, by position.
 
         """
-        if stated := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
-            return int(stated.group(1))
-        condition, body = self.parts(loop)
-        state = self.carried(within, loop, known)
-        if body.root.opcode != "tuple":
-            return None
+        condition, body = self.parts(one)
+        stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.attributes)
+        trips = int(stated[1]) if stated else None
+        start = within[one.operands[0]]
+        if body.root.opcode != "tuple" or start.opcode != "tuple":
+            return Loop(condition, body, trips, {})
+        state = self._scalars(within, dict(enumerate(start.operands)), known)
+        results = {i: body.root.operands[i] for i in state}
+        if trips is None:
+            trips = self._count_trips(condition, body, results, state)
+        constants = {}
+        for i, name in results.items():
+            passed = body[name]
+            if passed.opcode == "get-tuple-element" and passed.attribute("index") == str(i):
+                constants[i] = state[i]
+        return Loop(condition, body, trips, constants)
+
+    def _count_trips(
+        self,
+        condition: Computation,
+        body: Computation,
+        results: Mapping[int, str],
+        state: Mapping[int, int],
+    ) -> int | None:
+        """Evaluates a loop's counter, from the known scalars of its first trip."""
         for trip in range(LONGEST_LOOP):
             again = self.scalar(condition, condition.root.name, state)
             if again is None:
                 return None
             if not again:
                 return trip
-            after = {i: self.scalar(body, body.root.operands[i], state) for i in state}
-            state = {i: value for i, value in after.items() if value is not None}
+            state = self._scalars(body, {i: results[i] for i in state}, state)
         return None
 
-    def parts(self, loop: Instruction) -> tuple[Computation, Computation]:
-        """Returns a loop's condition and body."""
-        condition, body = loop.attribute("condition"), loop.attribute("body")
-        return self[condition.lstrip("%")], self[body.lstrip("%")]
-
-    def carried(
-        self, within: Computation, loop: Instruction, known: Mapping[int, int]
+    def _scalars(
+        self, within: Computation, names: Mapping[int, str], inputs: Mapping[int, int]
     ) -> dict[int, int]:
-        """Returns the scalars of a loop's tuple that are known when it starts, by position."""
-        start = within[loop.operands[0]]
-        if start.opcode != "tuple":
-            return {}
-        values = {i: self.scalar(within, name, known) for i, name in enumerate(start.operands)}
+        """Returns the values of those scalars of a tuple that can be computed, by position."""
+        values = {i: self.scalar(within, name, inputs) for i, name in names.items()}
         return {i: value for i, value in values.items() if value is not None}
-
-    def constants(
-        self, within: Computation, loop: Instruction, known: Mapping[int, int]
-    ) -> dict[int, int]:
-        """Returns those of `carried` that the body passes on unchanged."""
-        _, body = self.parts(loop)
-        if body.root.opcode != "tuple":
-            return {}
-        unchanged = set()
-        for i, name in enumerate(body.root.operands):
-            passed = body[name]
-            if passed.opcode == "get-tuple-element" and passed.attribute("index") == str(i):
-                unchanged.add(i)
-        carried = self.carried(within, loop, known)
-        return {i: value for i, value in carried.items() if i in unchanged}
 
     def scalar(self, within: Computation, name: str, inputs: Mapping[int, int]) -> int | None:
         """Returns the value of an integer or boolean scalar; None if it cannot be computed.
@@ -251,15 +301,15 @@ class Module:
             return inputs.get(index) if source.opcode == "parameter" else None
         if one.opcode in _TRANSPARENT:
             return self.scalar(within, one.operands[0], inputs)
-        if one.opcode not in ("fusion", "call", "add", "subtract", "multiply", "compare", "and"):
-            return None
-        values = [self.scalar(within, operand, inputs) for operand in one.operands]
         if one.opcode in ("fusion", "call"):
             called = self[one.calls[0]]
-            arguments = {i: value for i, value in enumerate(values) if value is not None}
+            arguments = self._scalars(within, dict(enumerate(one.operands)), inputs)
             return self.scalar(called, called.root.name, arguments)
-        left, right = values
-        return None if left is None or right is None else _apply(one, left, right)
+        operation = _OPERATIONS.get(one.attribute("direction") or one.opcode)
+        if operation is None:
+            return None
+        left, right = (self.scalar(within, operand, inputs) for operand in one.operands)
+        return None if left is None or right is None else int(operation(left, right))
 
 
 def parse(text: str) -> Module:
@@ -321,6 +371,16 @@ def _joined_lines(lines: Sequence[str]) -> Iterator[str]:
         yield partial
 
 
+def shapes_of(text: str) -> tuple[Shape, ...]:
+    """Returns the arrays of a type as XLA writes it, tuples flattened."""
+    shapes = []
+    for dtype, dims, layout in _SHAPE.findall(text):
+        sizes = tuple(int(size) for size in re.findall(r"\d+", dims))
+        space = _SPACE.search(layout)
+        shapes.append(Shape(_dtype(dtype), sizes, int(space[1]) if space else 0))
+    return tuple(shapes)
+
+
 def _dtype(name: str) -> str:
     if name in DTYPES:
         return DTYPES[name]
@@ -340,15 +400,3 @@ def _literal(text: str) -> int | None:
     if text in ("true", "false"):
         return int(text == "true")
     return int(text) if re.fullmatch(r"-?\d+", text) else None
-
-
-def _apply(one: Instruction, left: int, right: int) -> int | None:
-    if one.opcode == "compare":
-        order = {"LT": left < right, "LE": left <= right, "GT": left > right, "GE": left >= right}
-        return int({**order, "EQ": left == right, "NE": left != right}[one.attribute("direction")])
-    return {
-        "add": left + right,
-        "subtract": left - right,
-        "multiply": left * right,
-        "and": left & right,
-    }[one.opcode]

@@ -46,34 +46,23 @@ def groups_of(one: Instruction, axes: Axes) -> Groups:
 
 @cache
 def _permutation_groups(pairs: str, axes: Axes) -> Groups:
-    numbers = [tuple(map(int, pair.split(","))) for pair in re.findall(r"\d+,\d+", pairs)]
-    moves = [(source, target) for source, target in numbers if source != target]
-    if not moves:
-        return Groups(1, "")
-    sizes = [size for _, size in axes]
-    sources, targets = (
-        np.stack(np.unravel_index(np.array(devices), sizes)) for devices in zip(*moves, strict=True)
-    )
-    differs = (sources != targets).any(1)
-    along = [name for (name, _), moved in zip(axes, differs, strict=True) if moved]
-    return Groups(prod(size for name, size in axes if name in along), "+".join(along))
+    return _span(np.array(_numbers(pairs), int).reshape(-1, 2), axes)
 
 
 @cache
 def _replica_groups(text: str, axes: Axes) -> Groups:
-    devices = prod(size for _, size in axes)
-    groups = _expand(text, devices)
-    if groups.shape[1] == 1:
-        return Groups(1, "")
-    sizes = [size for _, size in axes]
-    # The axes along which the first group's devices differ; do all groups span exactly those?
-    coordinates = np.stack(np.unravel_index(groups[0], sizes))
-    along = [dim for dim, values in enumerate(coordinates) if len(set(values.tolist())) > 1]
-    numbers = np.arange(devices).reshape(sizes)
-    expected = np.moveaxis(numbers, along, range(-len(along), 0))
-    expected = expected.reshape(-1, prod(sizes[dim] for dim in along))
-    fits = set(map(frozenset, groups.tolist())) == set(map(frozenset, expected.tolist()))
-    return Groups(groups.shape[1], "+".join(axes[dim][0] for dim in along) if fits else "?")
+    groups = _expand(text, prod(size for _, size in axes))
+    span = _span(groups, axes)
+    size = groups.shape[1]
+    return span if span.size == size else Groups(size, "?")
+
+
+def _span(groups: np.ndarray, axes: Axes) -> Groups:
+    """Returns all devices along the axes along which the devices of any one group differ."""
+    coordinates = np.stack(np.unravel_index(groups, [size for _, size in axes]))
+    differ = (coordinates != coordinates[..., :1]).any((1, 2))
+    along = [axis for axis, differs in zip(axes, differ, strict=True) if differs]
+    return Groups(prod(size for _, size in along), "+".join(name for name, _ in along))
 
 
 def _expand(text: str, devices: int) -> np.ndarray:

@@ -14,7 +14,6 @@ from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.hlo.overlap import Overlap
 from fsdp_jax.hlo.parser import Instruction, Module
-from fsdp_jax.planner.compiled.cost import device_bytes
 from fsdp_jax.planner.machines.hardware import Hardware
 
 GPU_BASE, GPU_SLOP = 0.80, 0.95
@@ -89,8 +88,8 @@ def compiler_limit(chip: Hardware, module: Module, allocator: int | None = None)
     assert chip.memory_bytes is not None, "virtual devices have none"
     if chip.platform != "cuda":
         return chip.usable_bytes
-    entry = module[module.entry].instructions
-    inputs = sum(device_bytes(one.type) for one in entry if one.opcode == "parameter")
+    entry = module[module.entry].parameters.values()
+    inputs = sum(array.bytes for one in entry for array in one.shapes if array.space == 0)
     base = allocator if allocator is not None else GPU_BASE * chip.memory_bytes
     return int(inputs + GPU_SLOP * max(0.0, base - inputs))
 

@@ -383,7 +383,7 @@ def declared(path, role, op, size, *shapes, dtype="bfloat16"):
 
 def sent(op, size, shapes, paths, dtype="bfloat16", *, sliced=False):
     return Collective(
-        op, dtype, "data", 1, size, 0, True, sliced, 0, tuple(shapes), tuple(paths), 0, op
+        op, dtype, "data", 1, size, True, sliced, 0, tuple(shapes), tuple(paths), 0, op
     )
 
 
@@ -566,7 +566,7 @@ def many(op, dtype, *, declared=None, axis="data", times=1.0, count=300):
         sent = int(times * size * jnp.dtype(dtype).itemsize)
         if sent:
             collectives.append(
-                Collective(op, dtype, axis, 1, sent, 0, False, False, 0, (shape,), (path,), 0, "x")
+                Collective(op, dtype, axis, 1, sent, False, False, 0, (shape,), (path,), 0, "x")
             )
     return expected, collectives, {f"l{number}/k" for number in range(count)}
 

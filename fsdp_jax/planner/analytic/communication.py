@@ -22,25 +22,28 @@ class ExpectedTraffic:
 
     Attributes:
         rows: as in `inspect --json`.
-        bytes: sent.
-        seconds: that links are busy.
-        overlapped_s: of these, what can run beside compute.
-        exposed_s: of these, the rest.
+        overlapped_s: seconds that links are busy and compute can run beside them.
+        exposed_s: the other seconds that they are busy.
 
     """
 
     rows: Sequence[dict[str, Any]]
-    bytes: int
-    seconds: float
     overlapped_s: float
     exposed_s: float
 
+    @property
+    def bytes(self) -> int:
+        """Bytes sent."""
+        return sum(row["bytes"] for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that links are busy."""
+        return self.overlapped_s + self.exposed_s
+
 
 def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
-    """Returns the declared communication as it is scheduled.
-
-    Prefetch gathers the parameters of a unit together; without it they are gathered one by one.
-    """
+    """Returns the declared communication as it is scheduled."""
     declared = expected_of(plan)
     # Prefetch gathers all parameters of a unit as one, so that they share a latency.
     groups: dict[tuple[str, ...], list[Expected]] = {}
@@ -55,7 +58,8 @@ def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
     for (op, axis, *_), members in groups.items():
         times = max(_executions(plan, expected) for expected in members)
         sent = sum(expected.bytes for expected in members) // times
-        seconds = times * network.seconds(op, sent, _mesh_axes(plan, axis))
+        mesh_axes = "+".join(plan.layout.axes.named_by_user(axis.split("+")))
+        seconds = times * network.seconds(op, sent, mesh_axes)
         share = _exposed_share(plan, members[0])
         overlapped += (1 - share) * seconds
         exposed += share * seconds
@@ -72,8 +76,7 @@ def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
         }
         for expected in declared
     ]
-    sent = sum(expected.bytes for expected in declared)
-    return ExpectedTraffic(rows, sent, overlapped + exposed, overlapped, exposed)
+    return ExpectedTraffic(rows, overlapped, exposed)
 
 
 def _executions(plan: StepPlan, expected: Expected) -> int:
@@ -94,8 +97,3 @@ def _exposed_share(plan: StepPlan, expected: Expected) -> float:
     if not plan.per_unit or plan.comms[expected.path].unit is None:
         return 1.0
     return EXPOSED_GATHERS if expected.role == "gather" and plan.prefetch == "none" else 0.0
-
-
-def _mesh_axes(plan: StepPlan, axis: str) -> str:
-    """Returns the mesh axes that the axis names of users stand for."""
-    return "+".join(plan.layout.axes.named_by_user(axis.split("+")))

@@ -32,8 +32,8 @@ Not modelled: padding, gaps between buffers in the heap, copies that XLA makes f
 and the code.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -44,7 +44,7 @@ import jax.extend.core as jex
 from fsdp_jax.compat import scan_arguments
 from fsdp_jax.errors import message
 from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
-from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind
+from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind, gradient_shapes
 from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import shards_of
@@ -95,10 +95,10 @@ class Estimate:
     breakdown: dict[Kind, int]
     matmuls: tuple[Matmul, ...]
     traffic_bytes: int
-    from_host_bytes: int = 0
-    to_host_bytes: int = 0
-    update_bytes: int = 0
-    host_bytes: int = 0
+    from_host_bytes: int
+    to_host_bytes: int
+    update_bytes: int
+    host_bytes: int
 
 
 def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
@@ -123,8 +123,17 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
         for number, var in enumerate(outer.invars)
     ]
     results = reader.run(outer, inputs)  # the new state, which reuses the memory of the old one
-    operations = _OperationList(results, [], [], reader.operations)
+    operations = _OperationList(reader.operations, results)
     operations.resolve()
+    times: Counter[Matmul] = Counter()
+    from_host = to_host = in_update = on_host = 0
+    for operation, count in operations.executed():
+        for matmul in operation.matmuls:
+            times[replace(matmul, times=1)] += count * matmul.times
+        from_host += count * operation.from_host
+        to_host += count * operation.to_host
+        in_update += count * operation.in_update * (operation.from_host + operation.to_host)
+        on_host += operation.stacked_on_host
     # what the operations need, then the state, then the batch
     lifetimes = _Lifetimes(operations)
     peak: Counter[str] = lifetimes.peak()
@@ -133,18 +142,15 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
         peak["params" if is_copy else leaf.part] += leaf.bytes_per_device
     batch = outer.invars[state:]
     peak["other"] += sum(_global_bytes(var.aval) for var in batch) // layout.axes.batch_shards
-    times: Counter[Matmul] = Counter()
-    for matmul in operations.matmuls():
-        times[replace(matmul, times=1)] += matmul.times
-    matmuls = tuple(replace(matmul, times=count) for matmul, count in times.items())
-    breakdown = {kind: peak[kind] for kind in KINDS}
     return Estimate(
-        peak.total(),
-        breakdown,
-        matmuls,
-        lifetimes.traffic,
-        *operations.transfers(),
-        reader.stacked_on_host,
+        peak_bytes=peak.total(),
+        breakdown={kind: peak[kind] for kind in KINDS},
+        matmuls=tuple(replace(matmul, times=count) for matmul, count in times.items()),
+        traffic_bytes=lifetimes.traffic,
+        from_host_bytes=from_host,
+        to_host_bytes=to_host,
+        update_bytes=in_update,
+        host_bytes=on_host,
     )
 
 
@@ -156,15 +162,12 @@ class _StateShapes:
         self.layer_shards: dict[tuple[int, ...], int] = {}
         self.gradients: set[tuple[int, ...]] = set()
         for leaf in layout:
-            parts = [shards_of(leaf.mesh, entry) for entry in leaf.grad_spec]
-            self.shards[leaf.shape] = max(self.shards.get(leaf.shape, 1), prod(parts))
+            shards = prod(shards_of(leaf.mesh, entry) for entry in leaf.grad_spec)
+            self.shards[leaf.shape] = max(self.shards.get(leaf.shape, 1), shards)
             if leaf.stacked:
-                self.layer_shards[leaf.shape[1:]] = prod(parts)
+                self.layer_shards[leaf.shape[1:]] = shards
             if leaf.part == "params":
-                sharded_dims = zip(leaf.shape, parts, strict=False)
-                shard = (*(n // k for n, k in sharded_dims), *leaf.shape[len(parts) :])
-                for shape in (shard, leaf.shape):
-                    self.gradients |= {shape, shape[leaf.stacked :]}
+                self.gradients |= gradient_shapes(leaf)
 
     def sharded_bytes(self, aval: Any) -> int:
         """Returns one device's bytes of a value of global shape, sharded as state of that shape.
@@ -252,21 +255,23 @@ class _Operation:
         from_host: bytes that it brings from host memory.
         to_host: bytes that it sends to host memory.
         in_update: it is part of neither the forward nor the backward pass.
+        stacked_on_host: bytes that a loop stacks in host memory.
         live: something needs an output.
 
     """
 
     effect: str
     name: str
-    inputs: Sequence[_Value]
-    outputs: Sequence[_Value]
+    inputs: list[_Value]
+    outputs: list[_Value]
     in_place: "Sequence[tuple[_Value, _Value]]" = ()
-    bodies: "Sequence[_OperationList]" = ()
+    bodies: "list[_OperationList]" = field(default_factory=list)
     trips: int = 1
     matmuls: Sequence[Matmul] = ()
     from_host: int = 0
     to_host: int = 0
     in_update: bool = False
+    stacked_on_host: int = 0
     live: bool = False
 
 
@@ -275,17 +280,17 @@ class _OperationList:
     """Operations in order: a step, or a loop's body.
 
     Attributes:
+        operations: in order.
         results: values written to memory that is counted elsewhere.
         carry_in: a loop's carries as its body begins.
         carry_out: a loop's carries as its body ends; they are live until then.
-        operations: in order.
 
     """
 
-    results: Sequence[_Value]
-    carry_in: Sequence[_Value]
-    carry_out: Sequence[_Value]
     operations: list[_Operation]
+    results: Sequence[_Value]
+    carry_in: Sequence[_Value] = ()
+    carry_out: Sequence[_Value] = ()
 
     def resolve(self) -> None:
         """Decides which values are stored, and the order of operations; see the notes."""
@@ -341,29 +346,16 @@ class _OperationList:
             if is_anchor or (index <= last and makes_needed):
                 needed.update(operation.inputs)
                 early.add(operation)
-        before = self.operations[: last + 1]
-        first = [operation for operation in before if operation in early]
-        late = [operation for operation in before if operation not in early]
-        return first + late + self.operations[last + 1 :]
+        before = sorted(self.operations[: last + 1], key=lambda operation: operation not in early)
+        return before + self.operations[last + 1 :]
 
-    def transfers(self) -> tuple[int, int, int]:
-        """Returns bytes (from, to) the host, and of both in the update; loop trips counted."""
-        totals = [0, 0, 0]
-        for operation in (each for each in self.operations if each.live):
-            own = operation.from_host + operation.to_host
-            parts = [(operation.from_host, operation.to_host, own * operation.in_update)]
-            parts += operation.trips * [body.transfers() for body in operation.bodies]
-            totals = [sum(column) for column in zip(totals, *parts, strict=True)]
-        return totals[0], totals[1], totals[2]
-
-    def matmuls(self) -> Iterable[Matmul]:
-        """Yields the matmuls of live operations, loop trips counted."""
+    def executed(self, times: int = 1) -> Iterator[tuple[_Operation, int]]:
+        """Yields the live operations, those of loops included, and how often each runs."""
         for operation in self.operations:
             if operation.live:
-                yield from operation.matmuls
+                yield operation, times
                 for body in operation.bodies:
-                    for matmul in body.matmuls():
-                        yield replace(matmul, times=matmul.times * operation.trips)
+                    yield from body.executed(times * operation.trips)
 
 
 class _JaxprReader:
@@ -372,17 +364,20 @@ class _JaxprReader:
     Args:
         size: returns a value's bytes on one device.
         kind: returns the kind of an operation's result.
+        in_model: the jaxpr is a part of the forward or backward pass.
 
     """
 
     def __init__(
-        self, size: Callable[[Any], int], kind: Callable[[jex.JaxprEqn, Any], Kind]
+        self,
+        size: Callable[[Any], int],
+        kind: Callable[[jex.JaxprEqn, Any], Kind],
+        in_model: bool = False,
     ) -> None:
         self.size = size
         self.kind = kind
+        self.in_model = in_model
         self.operations: list[_Operation] = []
-        self.in_model = False  # in the forward or backward pass
-        self.stacked_on_host = 0
 
     def run(self, jaxpr: jex.Jaxpr, args: Sequence[_Value]) -> list[_Value]:
         """Appends to `operations`; returns the results."""
@@ -414,14 +409,14 @@ class _JaxprReader:
         if name == "scan" and params["length"] == 1:
             consts, carry, xs = scan_arguments(params, inputs)
             slices = [
-                self._append("alias", "squeeze", [x], [_Value(x.bytes, x.kind)])[0] for x in xs
+                self._append("alias", "squeeze", [x], [_Value(x.bytes, x.kind)]).outputs[0]
+                for x in xs
             ]
             return self.run(params["jaxpr"].jaxpr, [*consts, *carry, *slices])
-        if name == "reduce_scatter":
-            needs_copy = params["scatter_dimension"] and inputs[0].maker != "dot_general"
-            if needs_copy:
-                copied = _Value(inputs[0].bytes, inputs[0].kind)
-                inputs = self._append("kernel", _COPY, inputs, [copied])
+        scattered_dim = params["scatter_dimension"] if name == "reduce_scatter" else 0
+        if scattered_dim and inputs[0].maker != "dot_general":
+            copied = _Value(inputs[0].bytes, inputs[0].kind)
+            inputs = self._append("kernel", _COPY, inputs, [copied]).outputs
         outputs = [_Value(self.size(var.aval), self.kind(eqn, var.aval)) for var in eqn.outvars]
         effect = _EFFECTS.get(name, "fused")
         if name == "device_put":
@@ -433,8 +428,7 @@ class _JaxprReader:
             for index, output in enumerate(outputs):
                 aval = str(eqn.outvars[index].aval)
                 output.constant = (name, index, aval, str(params), *constants)
-        self._append(effect, name, inputs, outputs)
-        operation = self.operations[-1]
+        operation = self._append(effect, name, inputs, outputs)
         operation.matmuls = tuple(matmuls_of(eqn))
         if name == "device_put" and effect == "kernel":
             operation.in_update = not (self.in_model or _is_in_model(eqn))
@@ -448,55 +442,51 @@ class _JaxprReader:
 
     def _append(
         self, effect: str, name: str, inputs: list[_Value], outputs: list[_Value]
-    ) -> list[_Value]:
-        in_place = list(zip(inputs, outputs, strict=False)) if effect == "update" else []
-        self.operations.append(_Operation(effect, name, inputs, outputs, in_place))
+    ) -> _Operation:
+        operation = _Operation(effect, name, inputs, outputs)
+        if effect == "update":
+            operation.in_place = list(zip(inputs, outputs, strict=False))
+        self.operations.append(operation)
         for index, output in enumerate(outputs):
             output.maker = inputs[index].maker if effect == "alias" else name
             output.donated = effect == "alias" and inputs[index].donated
-        return outputs
+        return operation
 
     def _read_bodies(self, eqn: jex.JaxprEqn, loop: _Operation) -> None:
         """Reads a loop's bodies; each of a `cond` or `while` runs once, on values outside of it."""
+        in_model = self.in_model or _is_in_model(eqn)
         if loop.name != "scan":
             for body in jex.jaxprs_in_params(eqn.params):
+                reader = _JaxprReader(self.size, self.kind, in_model)
                 inputs = [_outer_value(_global_bytes(var.aval)) for var in body.invars]
-                loop.bodies = [*loop.bodies, self._read_body(eqn, body, inputs)]
+                results = reader.run(body, inputs)
+                loop.bodies.append(_OperationList(reader.operations, results))
             return
         body = eqn.params["jaxpr"].jaxpr
         arguments = list(zip(body.invars, loop.inputs, strict=True))
         consts, carry, xs = scan_arguments(eqn.params, arguments)
+        inputs = [_outer_value(self.size(var.aval), value.kind) for var, value in consts]
         carry_in = [
             _outer_value(0, output.kind, donated=True)
             if value.donated
             else _Value(self.size(var.aval), output.kind)
             for (var, value), output in zip(carry, loop.outputs, strict=False)
         ]
-        inputs = [_outer_value(self.size(var.aval), value.kind) for var, value in consts]
-        slices = [(self.size(var.aval), value.kind) for var, value in xs]
-        loop.bodies = [self._read_body(eqn, body, [*inputs, *carry_in], carry_in, slices)]
+        reader = _JaxprReader(self.size, self.kind, in_model)
+        slices: list[_Value] = []
+        for var, value in xs:  # a slice of a value outside, fused like any other
+            size = self.size(var.aval)
+            part = reader._append(
+                "fused", "slice", [_outer_value(size)], [_Value(size, value.kind)]
+            )
+            slices += part.outputs
+        results = reader.run(body, [*inputs, *carry_in, *slices])
+        carry_out, stacked = results[: len(carry)], results[len(carry) :]
+        loop.bodies = [_OperationList(reader.operations, stacked, carry_in, carry_out)]
         loop.in_place = list(zip((value for _, value in carry), loop.outputs, strict=False))
-        stacked = [var.aval for var in eqn.outvars[len(carry) :] if _is_on_host(var.aval)]
-        self.stacked_on_host += sum(_array_bytes(aval) for aval in stacked)
         loop.trips = eqn.params["length"]
-
-    def _read_body(
-        self,
-        loop: jex.JaxprEqn,
-        body: jex.Jaxpr,
-        inputs: list[_Value],
-        carry: Sequence[_Value] = (),
-        slices: Sequence[tuple[int, Kind]] = (),
-    ) -> _OperationList:
-        reader = _JaxprReader(self.size, self.kind)
-        reader.in_model = self.in_model or _is_in_model(loop)
-        for size, kind in slices:  # of a value outside, fused like any other
-            source = [_outer_value(size)]
-            inputs = inputs + reader._append("fused", "slice", source, [_Value(size, kind)])
-        results = reader.run(body, inputs)
-        self.stacked_on_host += reader.stacked_on_host
-        count = len(carry)
-        return _OperationList(results[count:], carry, results[:count], reader.operations)
+        avals = [var.aval for var in eqn.outvars[len(carry) :]]
+        loop.stacked_on_host = sum(_array_bytes(aval) for aval in avals if _is_on_host(aval))
 
 
 def _is_in_model(eqn: jex.JaxprEqn) -> bool:
@@ -587,28 +577,23 @@ class _Lifetimes:
 
     def peak(self) -> Counter[str]:
         """Returns bytes by kind at the time of the peak."""
-        changes: dict[int, list[tuple[str, int]]] = {time: [] for time in range(-1, self.end + 2)}
+        changes: dict[int, Counter[str]] = defaultdict(Counter)
         for value, time in self.first.items():
-            changes[time].append((value.kind, value.bytes))
-            changes[self.last[value] + 1].append((value.kind, -value.bytes))
+            changes[time][value.kind] += value.bytes
+            changes[self.last[value] + 1][value.kind] -= value.bytes
         live, peak = Counter[str](), Counter[str]()
         for time in range(-1, self.end + 1):
-            for kind, size in changes[time]:
-                live[kind] += size
-            outside = self._live_outside_loop(time, live)
-            for total in (live, *(outside + body.peak() for body in self.bodies.get(time, []))):
+            live.update(changes[time])
+            totals = [live]
+            if time in self.bodies:
+                # the bodies of a loop count its carries
+                in_place = self.operations[time].in_place
+                carries = {source for _, output in in_place for source in output.reads}
+                carried = Counter[str]()
+                for value in carries:
+                    carried[value.kind] += value.bytes
+                totals += [live - carried + body.peak() for body in self.bodies[time]]
+            for total in totals:
                 if total.total() > peak.total():
                     peak = Counter(total)
         return peak
-
-    def _live_outside_loop(self, time: int, live: Counter[str]) -> Counter[str]:
-        """Returns what is live beside the bodies of a loop, which count the loop's carries."""
-        if time not in self.bodies:
-            return live
-        carries = {
-            source for _, output in self.operations[time].in_place for source in output.reads
-        }
-        carried = Counter[str]()
-        for value in carries:
-            carried[value.kind] += value.bytes
-        return live - carried

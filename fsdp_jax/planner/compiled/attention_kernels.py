@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from math import prod
 
 from fsdp_jax.hlo.parser import Instruction, Shape
 from fsdp_jax.planner.machines.roofline import Matmul
@@ -37,10 +38,9 @@ def attention_matmuls(
         operands: shapes of what it reads.
 
     """
-    target = instruction.attribute("custom_call_target")
     mask = _MASK.search(instruction.attributes)
     return kernel_matmuls(
-        f"{target} {instruction.op_name} {instruction.name}",
+        f"{instruction.target} {instruction.op_name} {instruction.name}",
         [shapes[0] for shapes in operands if shapes],
         causal=mask is None or "CAUSAL" in mask.group(1),
         attributes=instruction.attributes,
@@ -61,11 +61,7 @@ def kernel_matmuls(
 
     """
     kernel = next((kernel for kernel in _KERNELS if kernel[0].search(name)), None)
-    arrays = [
-        _with_batch(shape)
-        for shape in operands
-        if len(shape.dims) in (3, 4) and "float" in shape.dtype
-    ]
+    arrays = [each for each in operands if len(each.dims) in (3, 4) and "float" in each.dtype]
     if kernel is None or len(arrays) < 2:
         return None
     _, count, heads_first = kernel
@@ -80,11 +76,8 @@ def kernel_matmuls(
     return (Matmul(B * H, rows, S, K, query.dtype, count, fused=True),)
 
 
-def _with_batch(shape: Shape) -> Shape:
-    return shape if len(shape.dims) == 4 else Shape(shape.dtype, (1, *shape.dims))
-
-
 def _sizes(shape: Shape, heads_first: bool) -> tuple[int, int, int, int]:
     """Returns (batch, sequence, heads, head dim)."""
-    B, second, third, K = shape.dims
-    return (B, third, second, K) if heads_first else (B, second, third, K)
+    *batch, second, third, K = shape.dims
+    T, H = (third, second) if heads_first else (second, third)
+    return prod(batch), T, H, K

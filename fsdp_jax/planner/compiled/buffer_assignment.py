@@ -4,15 +4,17 @@
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_jax.errors import message
+from fsdp_jax.hlo.parser import HOST_SPACE
 
 DEFAULT, HOST = "default", "host"
-HOST_COLOR = "5"
 _SPACE = re.compile(r"^Memory Space: (\S+) \(color=(\d+)\)\nTotal bytes: (\d+)", re.MULTILINE)
 _RANGE = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"allocation (\d+): size \d+(.*)")  # newer releases add `, page 0`
@@ -68,7 +70,7 @@ def read_memory_report(folder: Path) -> MemoryReport:
     usage = _read_report(folder, "memory-usage-report")
     # the GPU compiler prints host memory under another name
     spaces = {
-        HOST if color == HOST_COLOR else name: int(size)
+        HOST if int(color) == HOST_SPACE else name: int(size)
         for name, color, size in _SPACE.findall(usage)
     }
     ranges = {
@@ -129,18 +131,15 @@ def _live_at_peak(values: list[_AssignedValue]) -> list[LiveBuffer]:
     XLA's own list of the peak counts an operand beside the result that reuses its memory, and so
     may name the wrong instruction as the peak, by a fifth of the memory.
     """
-    changes: dict[int, int] = {}
+    changes: Counter[int] = Counter()
     for value in values:
-        changes[value.start] = changes.get(value.start, 0) + value.live.bytes
-        changes[value.end + 1] = changes.get(value.end + 1, 0) - value.live.bytes
+        changes[value.start] += value.live.bytes
+        changes[value.end + 1] -= value.live.bytes
     # an upper bound at each time: it counts shared memory twice
-    total = 0
-    bounds = {}
-    for time in sorted(changes):
-        total += changes[time]
-        bounds[time] = total
+    times = sorted(changes)
+    bounds = dict(zip(times, accumulate(changes[time] for time in times), strict=True))
     peak: list[LiveBuffer] = []
-    for time in sorted(bounds, key=lambda time: -bounds[time]):
+    for time in sorted(times, key=lambda time: -bounds[time]):
         if bounds[time] <= _total_bytes(peak):
             break
         live = _without_sharing(value for value in values if value.start <= time <= value.end)

@@ -5,7 +5,7 @@ the program's text.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from fsdp_jax.hlo.collectives import OPS, UNREAD
-from fsdp_jax.hlo.parser import Computation, Instruction, Module, Shape
+from fsdp_jax.hlo.parser import HOST_SPACE, Computation, Instruction, Module, Shape
 from fsdp_jax.planner.compiled.attention_kernels import attention_matmuls
 from fsdp_jax.planner.machines.roofline import Matmul
 
@@ -28,17 +28,11 @@ _MARKERS = re.compile(r"AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound"
 _KERNELS = re.compile(r"tpu_custom_call|triton|mosaic|cudnn|cublas")
 """Custom calls of a user's kernel, as Pallas makes them, or of a library."""
 
-HOST_SPACE = 5
-"""XLA's number of host memory, on GPUs and TPUs: `S(5)` in a layout."""
-
-_HOST = f"S({HOST_SPACE})"
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\](\{[^}]*\})?")
-_MEMORY_SPACE = re.compile(r"S\((\d+)\)")
-_SCRATCH = re.compile(r", [su]8\[\d+\](\{[^}]*\})?\)$")
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _SAME_VALUES = {"bitcast", "reshape", "copy", "convert", "transpose"}
 _SAME_MEMORY = {"bitcast", "reshape"}
-_Sizes = Callable[[str], list[int]]
+_InMemory = Callable[[Shape], bool]
+"""Tells whether an array is in the memory whose traffic is counted."""
 
 
 @dataclass(frozen=True)
@@ -75,27 +69,26 @@ class CostModel:
         self.on_chip = on_chip
         self._matmuls_in = cache(self._matmuls_in_computation)
         instructions = (each for one in module.computations.values() for each in one.instructions)
-        self._has_host_memory = any(_HOST in each.type for each in instructions)
+        self._has_host_memory = any(_touches_host(each) for each in instructions)
 
     def cost(self, within: Computation, instruction: Instruction) -> InstructionCost:
         """Returns the cost of an instruction of a scheduled computation; none if asynchronous."""
         opcode = instruction.opcode
         if opcode in FREE or opcode.endswith(("-start", "-done", "-update")):
             return InstructionCost()
-        from_host, to_host = self._host_transfer(within, instruction)
-        if opcode == "fusion":
-            matmuls = self._matmuls_in(instruction.calls[0])
-            moved = sum(self._moved(within, instruction, self._device_bytes))
-            return InstructionCost(matmuls, moved, "", from_host, to_host)
-        target = instruction.attribute("custom_call_target") if opcode == "custom-call" else ""
+        target = instruction.target if opcode == "custom-call" else ""
         if _MARKERS.search(target):
             return InstructionCost()
-        matmuls_or_none = _matmuls(within, instruction)
+        if opcode == "fusion":
+            matmuls: tuple[Matmul, ...] | None = self._matmuls_in(instruction.calls[0])
+        else:
+            matmuls = _matmuls(within, instruction)
         unknown = ""
-        if matmuls_or_none is None and _KERNELS.search(target):
+        if matmuls is None and _KERNELS.search(target):
             unknown = instruction.op_name or instruction.name
-        moved = sum(self._moved(within, instruction, self._device_bytes))
-        return InstructionCost(matmuls_or_none or (), moved, unknown, from_host, to_host)
+        moved = sum(self._moved(within, instruction, self._on_device))
+        from_host, to_host = self._host_transfer(within, instruction)
+        return InstructionCost(matmuls or (), moved, unknown, from_host, to_host)
 
     def async_host_transfer(
         self, within: Computation, instruction: Instruction
@@ -106,27 +99,32 @@ class CostModel:
         """
         if not self._has_host_memory or not instruction.opcode.endswith("-start"):
             return None
-        transfer = self._host_transfer(within, _synchronous(instruction))
+        done = within.done(instruction) or instruction
+        # `async-start` calls the computation that it runs, as a fusion does
+        opcode = instruction.opcode.removesuffix("-start").replace("async", "fusion")
+        synchronous = replace(instruction, opcode=opcode, type=done.type)
+        transfer = self._host_transfer(within, synchronous)
         return transfer if any(transfer) else None
 
     def _host_transfer(self, within: Computation, instruction: Instruction) -> tuple[int, int]:
         """Returns the bytes that an instruction moves (from, to) host memory."""
         if not self._has_host_memory or not instruction.operands:
             return 0, 0
-        touched = [instruction.type, *(within[name].type for name in instruction.operands)]
-        if not any(_HOST in each for each in touched):
+        touched = [instruction, *(within[name] for name in instruction.operands)]
+        on_host = [_touches_host(each) for each in touched]
+        if not any(on_host):
             return 0, 0
-        if instruction.opcode in _SAME_VALUES and all(_HOST in each for each in touched):
+        if instruction.opcode in _SAME_VALUES and all(on_host):
             return 0, 0  # within host memory: nothing crosses the link
-        return self._moved(within, instruction, _host_bytes)
+        return self._moved(within, instruction, _on_host)
 
     def async_bytes(self, instruction: Instruction) -> int:
         """Returns the bytes of device memory that an asynchronous copy or slice moves."""
         if instruction.opcode not in ("copy-start", "slice-start"):
             return 0
-        sides = self._device_bytes(instruction.type)[:2]
-        sizes = [_array_bytes(dtype, dims) for dtype, dims, _ in _ARRAY.findall(instruction.type)]
-        return sum(min(side, *sizes[:2]) for side in sides)  # of a sliced array, the slice
+        sides = instruction.shapes[:2]
+        moved = min(side.bytes for side in sides)  # of a sliced array, the slice
+        return sum(moved for side in sides if self._on_device(side))
 
     def _matmuls_in_computation(self, name: str) -> tuple[Matmul, ...]:
         within = self.module[name]
@@ -137,53 +135,43 @@ class CostModel:
                 matmuls += self._matmuls_in(called)
         return tuple(matmuls)
 
-    def _device_bytes(self, type_text: str) -> list[int]:
-        """Returns the bytes of each array of a type, 0 for those that are not in device memory."""
-        elsewhere = {HOST_SPACE, *self.on_chip}
-        return [0 if space in elsewhere else size for size, space in _arrays(type_text)]
+    def _on_device(self, array: Shape) -> bool:
+        return array.space != HOST_SPACE and array.space not in self.on_chip
 
     def _moved(
-        self, within: Computation, instruction: Instruction, sizes: _Sizes
+        self, within: Computation, instruction: Instruction, counted: _InMemory
     ) -> tuple[int, int]:
-        """Returns the bytes that an instruction (reads, writes) in one memory.
-
-        `sizes` returns the bytes of each array of a type, 0 for those in another memory.
-        """
+        """Returns the bytes that an instruction (reads, writes) in one memory."""
         if instruction.opcode == "fusion":
-            return self._moved_by_fusion(within, instruction, sizes)
-        type_text = instruction.type
-        if instruction.opcode == "custom-call":
-            type_text = _SCRATCH.sub(")", type_text)
-        written = sum(sizes(type_text))
+            return self._moved_by_fusion(within, instruction, counted)
+        written = _bytes(_results(instruction), counted)
+        operands = {name: _bytes(within[name].shapes, counted) for name in instruction.operands}
         if instruction.opcode in _SLICES:
-            source = sum(sizes(within[instruction.operands[0]].type))
-            return min(_size(instruction), source), written
+            return min(_bytes(instruction.shapes), operands[instruction.operands[0]]), written
         if update := _update(within, instruction):
-            return sum(sizes(update.type)), min(written, _size(update))
+            return operands[update.name], min(written, _bytes(update.shapes))
         if instruction.opcode in ("broadcast", "iota", "rng-bit-generator"):
             return 0, written
-        operands = dict.fromkeys(instruction.operands)
-        return sum(sum(sizes(within[name].type)) for name in operands), written
+        return sum(operands.values()), written
 
     def _moved_by_fusion(
-        self, within: Computation, fusion: Instruction, sizes: _Sizes
+        self, within: Computation, fusion: Instruction, counted: _InMemory
     ) -> tuple[int, int]:
         """Returns the bytes that a fusion (reads, writes) in one memory."""
         called = self.module[fusion.calls[0]]
-        parameters = _parameters(called)
-        read: dict[str, int] = {}
-        for i, name in enumerate(fusion.operands):
-            size = sum(sizes(within[name].type))
-            used = self._read_bytes(called, parameters[i]) if i in parameters else size
-            read[name] = min(size, read.get(name, 0) + used)  # an operand may be given twice
+        read = 0
+        for name in dict.fromkeys(fusion.operands):
+            used = (self._read_bytes(called, one) for one in called.parameters_for(fusion, name))
+            read += min(_bytes(within[name].shapes, counted), sum(used))
         outputs = [called.root]
         if called.root.opcode == "tuple":
             outputs = [called[name] for name in called.root.operands]
         written = sum(
-            min(size, self._written_bytes(called, output))
-            for size, output in zip(sizes(fusion.type), outputs, strict=False)
+            min(shape.bytes, self._written_bytes(called, output))
+            for shape, output in zip(fusion.shapes, outputs, strict=False)
+            if counted(shape)
         )
-        return sum(read.values()), written
+        return read, written
 
     def _read_bytes(
         self,
@@ -203,12 +191,12 @@ class CostModel:
 
         """
         total = 0
-        size = _size(value)
+        size = _bytes(value.shapes)
         for user in called.users.get(value.name, []):
             is_first = value.name not in user.operands[1:]
             is_root = user is called.root
             if user.opcode in _SLICES and is_first:
-                total += _size(user)
+                total += _bytes(user.shapes)
             elif is_first and same_memory and _update(called, user):
                 total += self._read_bytes(called, user, updated=True)
             elif is_root and updated and user.opcode in ("tuple", *_SAME_MEMORY):
@@ -216,13 +204,11 @@ class CostModel:
             elif user.opcode in _SAME_VALUES and not is_root:
                 same = same_memory and user.opcode in _SAME_MEMORY
                 used = self._read_bytes(called, user, same_memory=same, updated=updated)
-                total += used * size // max(_size(user), 1)
+                total += used * size // max(_bytes(user.shapes), 1)
             elif user.opcode == "fusion":
                 inner = self.module[user.calls[0]]
-                parameters = _parameters(inner)
-                for i, name in enumerate(user.operands):
-                    if name == value.name:
-                        total += self._read_bytes(inner, parameters[i])
+                parameters = inner.parameters_for(user, value.name)
+                total += sum(self._read_bytes(inner, parameter) for parameter in parameters)
             else:
                 return size
         return min(total, size)
@@ -232,63 +218,35 @@ class CostModel:
         updates = 0
         base = output
         while base.opcode in _SAME_MEMORY or _update(called, base):
-            update = _update(called, base)
-            updates += _size(update) if update else 0
+            if update := _update(called, base):
+                updates += _bytes(update.shapes)
             base = called[base.operands[0]]
         if base.opcode == "fusion" and not updates:
             inner = self.module[base.calls[0]]
             return self._written_bytes(inner, inner.root)
-        if updates and base.opcode == "parameter":
-            return min(updates, _size(output))
-        return _size(output)
+        written = _bytes(output.shapes)
+        return min(updates, written) if updates and base.opcode == "parameter" else written
 
 
-def _synchronous(start: Instruction) -> Instruction:
-    """Returns the instruction that an asynchronous one starts.
-
-    `copy-start` returns (result, operand, context), others ((operands), result, context).
-    """
-    elements = _tuple_elements(start.type)
-    opcode = start.opcode.removesuffix("-start")
-    position = 0 if opcode == "copy" else 1
-    result = elements[position] if len(elements) > 1 else start.type
-    # `async-start` calls the computation that it runs, as a fusion does
-    opcode = opcode.replace("async", "fusion")
-    return replace(start, opcode=opcode, type=result)
+def _on_host(array: Shape) -> bool:
+    return array.space == HOST_SPACE
 
 
-def _tuple_elements(type_text: str) -> list[str]:
-    """Splits the text of a tuple's type at its commas; another type is its only element."""
-    if not type_text.startswith("("):
-        return [type_text]
-    elements = [""]
-    depth = 0
-    for letter in type_text[1:-1]:
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
-        if letter == "," and depth == 0:
-            elements.append("")
-        else:
-            elements[-1] += letter
-    return [element.strip() for element in elements]
+def _touches_host(instruction: Instruction) -> bool:
+    return any(_on_host(array) for array in instruction.shapes)
 
 
-def _arrays(type_text: str) -> list[tuple[int, int]]:
-    """Returns (bytes, memory space) of each array of a type; space 0 is the device's memory."""
-    arrays = []
-    for dtype, dims, layout in _ARRAY.findall(type_text):
-        space = _MEMORY_SPACE.search(layout)
-        arrays.append((_array_bytes(dtype, dims), int(space.group(1)) if space else 0))
-    return arrays
+def _bytes(arrays: Iterable[Shape], counted: _InMemory = lambda array: True) -> int:
+    return sum(array.bytes for array in arrays if counted(array))
 
 
-def device_bytes(type_text: str) -> int:
-    """Returns the bytes of the arrays of a type that are in device memory."""
-    return sum(size for size, space in _arrays(type_text) if space == 0)
-
-
-def _host_bytes(type_text: str) -> list[int]:
-    """Returns the bytes of each array of a type, 0 for those that are not in host memory."""
-    return [size if space == HOST_SPACE else 0 for size, space in _arrays(type_text)]
+def _results(instruction: Instruction) -> Sequence[Shape]:
+    """Returns the arrays that an instruction returns, without a library's workspace."""
+    shapes = instruction.shapes
+    if instruction.opcode != "custom-call" or len(shapes) < 2:
+        return shapes
+    is_workspace = shapes[-1].dtype in ("int8", "uint8") and len(shapes[-1].dims) == 1
+    return shapes[:-1] if is_workspace else shapes
 
 
 def _update(within: Computation, instruction: Instruction) -> Instruction | None:
@@ -300,63 +258,42 @@ def _update(within: Computation, instruction: Instruction) -> Instruction | None
     return None
 
 
-def _parameters(called: Computation) -> dict[int, Instruction]:
-    return {int(one.inside): one for one in called.instructions if one.opcode == "parameter"}
-
-
-def _size(instruction: Instruction) -> int:
-    return sum(shape.bytes for shape in instruction.shapes)
-
-
-def _array_bytes(dtype: str, dims: str) -> int:
-    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-    elements = prod(int(size) for size in re.sub("[<=]", "", dims).split(",") if size)
-    return (elements * bits + 7) // 8
-
-
 def _matmuls(within: Computation, instruction: Instruction) -> tuple[Matmul, ...] | None:
     """Returns the matmuls of one instruction outside of its fusion; None if it has none known."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return None
     shapes = [within[name].shapes for name in instruction.operands]
-    if instruction.opcode == "dot":
-        batch, contracting = (
-            [int(i) for i in instruction.attribute(name).strip("{}").split(",") if i]
-            for name in ("lhs_batch_dims", "lhs_contracting_dims")
-        )
-        return (_dot(shapes[0][0], shapes[1][0], batch, contracting),)
-    if instruction.opcode == "convolution":
-        return (_convolution(instruction, shapes[0][0], shapes[1][0], instruction.shapes[0]),)
-    target = instruction.attribute("custom_call_target")
-    if "__cublas" in target:
-        batch, contracting = (
-            _json_list(instruction, f"lhs_{kind}_dimensions") for kind in ("batch", "contracting")
-        )
-        return (_dot(shapes[0][0], shapes[1][0], batch, contracting),)
-    if "__cudnn$conv" in target:  # its window and labels are those of the forward pass
-        first, second, result = shapes[0][0], shapes[1][0], instruction.shapes[0]
+    target = instruction.target
+    if instruction.opcode == "dot" or "__cublas" in target:
+        batch, contracting = (_dims(instruction, kind) for kind in ("batch", "contracting"))
+        return (dot_matmul(shapes[0][0], shapes[1][0], batch, contracting),)
+    if instruction.opcode == "convolution" or "__cudnn$conv" in target:
+        # the window and labels are those of the forward pass
+        left, right, out = shapes[0][0], shapes[1][0], instruction.shapes[0]
         if "BackwardInput" in target:
-            return (_convolution(instruction, result, second, first),)
+            left, out = out, left
         if "BackwardFilter" in target:
-            return (_convolution(instruction, first, result, second),)
-        return (_convolution(instruction, first, second, result),)
+            right, out = out, right
+        return (_convolution(instruction, left, right, out),)
     return attention_matmuls(instruction, shapes)
 
 
-def _dot(
+def dot_matmul(
     left: Shape, right: Shape, batch_dims: Sequence[int], contracting: Sequence[int]
 ) -> Matmul:
+    """Returns the matmul of a dot; the dims are those of its left operand."""
     batch = prod(left.dims[i] for i in batch_dims)
     k = prod(left.dims[i] for i in contracting)
-    m = prod(left.dims) // (batch * k)
-    n = prod(right.dims) // (batch * k)
+    m = prod(left.dims) // max(1, batch * k)
+    n = prod(right.dims) // max(1, batch * k)
     return Matmul(batch, m, n, k, _wider(left, right))
 
 
-def _json_list(instruction: Instruction, name: str) -> list[int]:
-    """Returns a list of a library call's configuration, `"name":["0","1"]`."""
-    match = re.search(rf'"{name}":\s*\[([^\]]*)\]', instruction.attributes)
-    return [int(i) for i in re.findall(r"\d+", match.group(1))] if match else []
+def _dims(instruction: Instruction, kind: str) -> list[int]:
+    """Returns the batch or contracting dims of a dot, or of a library call's configuration."""
+    pattern = rf'lhs_{kind}_dim(?:s=\{{|ensions":\s*\[)([^\]}}]*)'
+    match = re.search(pattern, instruction.attributes)
+    return [int(i) for i in re.findall(r"\d+", match[1])] if match else []
 
 
 def _convolution(instruction: Instruction, left: Shape, right: Shape, out: Shape) -> Matmul:
@@ -405,8 +342,4 @@ def _taps(size: int, positions: int, window: Mapping[str, str]) -> int:
 
 
 def _wider(left: Shape, right: Shape) -> str:
-    return max(left.dtype, right.dtype, key=_bits)
-
-
-def _bits(dtype: str) -> int:
-    return 8 if dtype == "bool" else int(re.findall(r"\d+", dtype)[0])
+    return max(left, right, key=lambda side: side.bits).dtype

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 
 from fsdp_jax.hlo.op_names import scopes, stripped
-from fsdp_jax.hlo.parser import Computation, Instruction, Module
+from fsdp_jax.hlo.parser import Computation, Instruction, Module, shapes_of
 from fsdp_jax.planner.compiled.buffer_assignment import DEFAULT, HOST, LiveBuffer, MemoryReport
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.step.state import state_like
@@ -23,22 +23,16 @@ from fsdp_jax.tree import SEPARATOR
 Kind = Literal["params", "gradients", "optimizer", "activations", "gathered", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_MOVES = """all-gather bitcast concatenate convert copy dynamic-slice pad reduce-precision reshape
-    slice transpose"""
+_MOVES = """all-gather bitcast concatenate convert copy copy-done copy-start dynamic-slice
+    dynamic-slice-start pad reduce-precision reshape slice slice-start transpose"""
 _MOVING_OPCODES = frozenset(_MOVES.split())
 _REDUCTIONS = {f"{op}{half}" for op in ("all-reduce", "reduce-scatter") for half in ("", "-start")}
 _FLOAT = re.compile(r"b?f\d+")
 _MOST_VISITED = 64
 """How many instructions a search from an array visits."""
 _UNNAMED = re.compile(r"^state\.|\.\d+$")  # an input, or a name that the compiler made
-_UNINFORMATIVE = {
-    "dynamic_update_slice",
-    "dynamic_slice",
-    "copy",
-    "optimization_barrier",
-    "squeeze",
-    "broadcast_in_dim",
-}
+_STACKING = "dynamic_update_slice dynamic_slice copy optimization_barrier squeeze broadcast_in_dim"
+_UNINFORMATIVE = frozenset(_STACKING.split())
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMem
 
     """
     classifier = _BufferClassifier(plan, module)
-    buffers = [classifier.buffer(live) for live in report.live]
+    buffers = [Buffer(live.bytes, live.array, *classifier.purpose(live)) for live in report.live]
     buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.kind, buffer.path))
     breakdown: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
@@ -128,18 +122,13 @@ class _BufferClassifier:
                 for called in (*instruction.calls, *(part.name for part in loop)):
                     self._callers[called] = _ArrayRef(within, instruction.name)
         self._leaves = _leaves_by_input_name(plan.layout)
-        entry = module[module.entry].instructions
-        inputs = [instruction for instruction in entry if instruction.opcode == "parameter"]
-        self._inputs = {int(each.inside): self._leaf(each) for each in inputs}
-        self._shapes = {
-            shape for leaf in plan.layout.by_path.values() for shape in _parameter_shapes(leaf)
-        }
+        inputs = module[module.entry].parameters.items()
+        self._inputs = {number: self._leaf(one) for number, one in inputs}
+        leaves = plan.layout.by_path.values()
+        shapes = (shape for leaf in leaves for shape in gradient_shapes(leaf))
+        self._shapes = {_unordered(shape) for shape in shapes}
 
-    def buffer(self, live: LiveBuffer) -> Buffer:
-        kind, path, operation = self._purpose(live)
-        return Buffer(live.bytes, live.array, kind, path, operation)
-
-    def _purpose(self, live: LiveBuffer) -> tuple[Kind, str, str]:
+    def purpose(self, live: LiveBuffer) -> tuple[Kind, str, str]:
         """Returns (kind, path, operation)."""
         if live.parameter is not None:  # an input, or what updates it in place
             leaf = self._inputs.get(live.parameter)
@@ -210,7 +199,8 @@ class _BufferClassifier:
         names = (ref.instruction.op_name for ref in sources)
         name = next((name for name in names if name), "")
         backward = "transpose(" in name and (self._plan.deferred or not self._plan.local_batch)
-        if (backward or "jvp(" not in name) and _array_dims(live.array) in self._shapes:
+        (array,) = shapes_of(live.array)
+        if (backward or "jvp(" not in name) and _unordered(array.dims) in self._shapes:
             return "gradients"
         return "activations"
 
@@ -253,26 +243,23 @@ class _BufferClassifier:
                     return [caller._replace(element=element)]
                 argument = caller.instruction.operands[int(instruction.inside)]
                 return [_ArrayRef(caller.within, argument, element)]
-            case "fusion" | "call":
+            case "fusion" | "call" | "async-start" | "fusion-start":
+                if instruction.opcode.endswith("-start"):  # (operands, result, context)
+                    element = element[1:]
                 called = self._module[instruction.calls[0]]
                 return [_ArrayRef(called, called.root.name, element)]
-            case "async-start" | "fusion-start":
-                called = self._module[instruction.calls[0]]
-                return [_ArrayRef(called, called.root.name, element[1:])]
             case "dynamic-update-slice" | "dynamic-update-slice-start":
                 return [_ArrayRef(within, operands[1])]
-            case "copy-done" | "copy-start" | "slice-start" | "dynamic-slice-start":
-                return [_ArrayRef(within, operands[0])]
             case "optimization-barrier":
                 return [_ArrayRef(within, operands[0], element)]
-            case opcode if opcode.endswith("-done"):
-                return [_ArrayRef(within, operands[0], (1, *element))]
             case "all-gather-start":
                 return [_ArrayRef(within, operands[element[1] if len(element) > 1 else 0])]
             case "concatenate":
                 return [_ArrayRef(within, name) for name in operands]
             case opcode if opcode in _MOVING_OPCODES:
                 return [_ArrayRef(within, name) for name in operands[:1]]
+            case opcode if opcode.endswith("-done"):
+                return [_ArrayRef(within, operands[0], (1, *element))]
         return []
 
     def _uses(self, ref: _ArrayRef) -> list[_ArrayRef]:
@@ -302,23 +289,19 @@ class _BufferClassifier:
                 return [_ArrayRef(within, user.name, (i, *element)) for i in indices]
             case "while":
                 body = self._module.parts(user)[1]
-                parameters = [each for each in body.instructions if each.opcode == "parameter"]
-                return [_ArrayRef(body, each.name, element) for each in parameters]
+                return [_ArrayRef(body, one.name, element) for one in body.parameters.values()]
             case "fusion" | "call":
-                numbers = {str(i) for i, operand in enumerate(user.operands) if operand == name}
                 called = self._module[user.calls[0]]
-                return [
-                    _ArrayRef(called, each.name, element)
-                    for each in called.instructions
-                    if each.opcode == "parameter" and each.inside in numbers
-                ]
-            case "dynamic-update-slice":
-                return [_ArrayRef(within, user.name)] if user.operands.index(name) == 1 else []
-            case "scatter":  # an embedding's gradient is scattered into zeros
-                return [_ArrayRef(within, user.name)] if user.operands.index(name) == 0 else []
+                parameters = called.parameters_for(user, name)
+                return [_ArrayRef(called, one.name, element) for one in parameters]
+            case "dynamic-update-slice" | "scatter":
+                # an embedding's gradient is scattered into zeros
+                copied = 0 if user.opcode == "scatter" else 1
+                if user.operands.index(name) == copied:
+                    return [_ArrayRef(within, user.name)]
             case opcode if opcode in _REDUCTIONS:
                 return [_ArrayRef(within, user.name, (user.operands.index(name),))]
-            case opcode if opcode in _MOVING_OPCODES or opcode.startswith("copy-"):
+            case opcode if opcode in _MOVING_OPCODES:
                 return [_ArrayRef(within, user.name)]
         return []
 
@@ -344,17 +327,15 @@ def _leaf_kind(leaf: Leaf) -> Kind:
     return "params" if leaf.path.startswith(COPIES + SEPARATOR) else leaf.part
 
 
-def _parameter_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
-    """Returns a parameter and its shard, of all layers and of one, as `_array_dims` has them."""
+def gradient_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
+    """Returns the shapes of a parameter and of its shard, of all layers and of one."""
     shard = leaf.grad_sharding.shard_shape(leaf.shape)
-    shapes = [dims for shape in (leaf.shape, shard) for dims in (shape, shape[leaf.stacked :])]
-    return {tuple(sorted(size for size in dims if size > 1)) for dims in shapes}
+    return {dims for shape in (leaf.shape, shard) for dims in (shape, shape[leaf.stacked :])}
 
 
-def _array_dims(array: str) -> tuple[int, ...]:
-    """Returns the sizes of an array but 1, sorted: XLA transposes as it likes."""
-    sizes = re.findall(r"\d+", array.partition("[")[2])
-    return tuple(sorted(int(size) for size in sizes if size != "1"))
+def _unordered(dims: Sequence[int]) -> tuple[int, ...]:
+    """Returns sizes but 1, sorted: XLA transposes as it likes."""
+    return tuple(sorted(size for size in dims if size != 1))
 
 
 def _scope(ref: _ArrayRef) -> tuple[Kind, str] | None:
@@ -363,7 +344,7 @@ def _scope(ref: _ArrayRef) -> tuple[Kind, str] | None:
     gather, reduce = name.rfind("fsdp.gather["), name.rfind("fsdp.reduce[")
     if max(gather, reduce) < 0:
         return None
-    paths = [*scopes(name)] or [""]
+    paths = scopes(name) or [""]
     index = ref.element[-1] if ref.element else 0
     path = paths[index] if index < len(paths) else paths[0]
     return ("gathered" if gather > reduce else "gradients"), path
@@ -377,4 +358,4 @@ def _operation(sources: Sequence[_ArrayRef]) -> str:
         for name in names
         if name.rpartition(SEPARATOR)[2] not in _UNINFORMATIVE and not _UNNAMED.search(name)
     ]
-    return next(iter([*informative, *names]), "")
+    return next(iter(informative or names), "")

@@ -173,9 +173,7 @@ def _read_cached(path: Path) -> CompiledProgram | None:
             report = MemoryReport(report["spaces"], live)
         refused, seconds = content["refused_bytes"], content["seconds"]
         return CompiledProgram(content["text"], report, refused, seconds, cached=True)
-    except FileNotFoundError:
-        return None
-    # cut short, or of another release: compile again
+    # absent, cut short, or of another release: compile again
     except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error):
         return None
 

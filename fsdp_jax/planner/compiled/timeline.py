@@ -7,6 +7,7 @@ A loop is simulated once and multiplied by its trips; collectives in flight befo
 link while the loop's own leave it free.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,7 +40,7 @@ class Event:
     label: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class SimulatedTime:
     """The time and traffic of one computation, run once.
 
@@ -72,9 +73,9 @@ class SimulatedTime:
     from_host: float = 0.0
     to_host: float = 0.0
     traffic: int = 0
-    matmuls: Mapping[Matmul, int] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()
-    unknown: frozenset[str] = frozenset()
+    matmuls: Counter[Matmul] = field(default_factory=Counter)
+    events: list[Event] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
 
 
 class ScheduleSimulator:
@@ -110,7 +111,7 @@ class ScheduleSimulator:
         run = _ComputationRun(self, self.module[name], dict(known))
         for instruction in run.within.instructions:
             run.execute(instruction)
-        return run.result()
+        return run.total
 
 
 _WAITS = {LINK: "exposed", COPY: "memory", FROM_HOST: "host_exposed", TO_HOST: "host_exposed"}
@@ -118,12 +119,12 @@ _WAITS = {LINK: "exposed", COPY: "memory", FROM_HOST: "host_exposed", TO_HOST: "
 
 _TOTALS = (
     *("compute", "memory", "exposed", "host_exposed", "collective", "host"),
-    *("exposed_bytes", "from_host", "to_host"),
+    *("exposed_bytes", "from_host", "to_host", "traffic"),
 )
 
 
 class _Pending(NamedTuple):
-    """A transfer that a `done` waits for."""
+    """A transfer that an instruction waits for."""
 
     lane: str
     ready: float
@@ -132,151 +133,142 @@ class _Pending(NamedTuple):
 
 
 class _ComputationRun:
-    """The state of one computation while it is simulated."""
+    """The state of one computation while it is simulated; its clock is `total.seconds`.
+
+    Args:
+        simulator: of the program.
+        within: the computation.
+        known: scalars that the computation is given, by index.
+
+    """
 
     def __init__(
         self, simulator: ScheduleSimulator, within: Computation, known: Mapping[int, int]
     ) -> None:
         self.simulator = simulator
         self.within = within
-        self.known = known  # scalars that the computation is given, by index
-        self.clock = 0.0
-        # when each lane is free
-        self.free = {LINK: 0.0, COPY: 0.0, FROM_HOST: 0.0, TO_HOST: 0.0}
+        self.known = known
+        self.total = SimulatedTime()
+        self.free: dict[str, float] = defaultdict(float)  # when each lane is
         self.pending: dict[str, list[_Pending]] = {}  # by the instruction that waits
-        self.totals = dict.fromkeys(_TOTALS, 0.0)
-        self.traffic = 0
-        self.matmuls: dict[Matmul, int] = {}
-        self.events: list[Event] = []
-        self.unknown: set[str] = set()
 
     def execute(self, instruction: Instruction) -> None:
         """Advances the clock by one instruction."""
+        costs = self.simulator.costs
         for collective in self.simulator.started.get((self.within.name, instruction.name), ()):
             self._start(collective)
         if instruction.opcode == "while":
             self._loop(instruction)
         elif instruction.opcode in ("conditional", "call"):
             self._call(instruction)
-        elif transfer := self.simulator.costs.async_host_transfer(self.within, instruction):
-            done = self._done(instruction) or instruction
-            self._transfer(*transfer, waits=done.name, label=_label(instruction))
-        elif moved := self.simulator.costs.async_bytes(instruction):
-            self._copy(instruction, moved)
+        elif transfer := costs.async_host_transfer(self.within, instruction):
+            self._transfer(instruction, *transfer)
+        elif moved := costs.async_bytes(instruction):  # as a TPU uses to prefetch
+            self.total.traffic += moved
+            seconds = moved / self.simulator.roofline.memory_rate
+            self._occupy(COPY, seconds, self._waits(instruction))
         else:
-            self._compute(instruction, self.simulator.costs.cost(self.within, instruction))
+            self._compute(instruction, costs.cost(self.within, instruction))
         self._wait(instruction.name)
-
-    def result(self) -> SimulatedTime:
-        """Returns what the computation took."""
-        return SimulatedTime(
-            self.clock,
-            **self.totals,
-            traffic=self.traffic,
-            matmuls=self.matmuls,
-            events=tuple(self.events),
-            unknown=frozenset(self.unknown),
-        )
 
     def _start(self, collective: Collective) -> None:
         sent = collective.bytes // max(collective.count, 1)
         seconds = self.simulator.network.seconds(collective.op, sent, collective.axis)
-        start = max(self.clock, self.free[LINK])
-        end = start + seconds
-        self.free[LINK] = end
-        self.totals["collective"] += seconds
-        self.pending.setdefault(collective.ends, []).append(_Pending(LINK, end, seconds, sent))
+        self.total.collective += seconds
+        start, end = self._occupy(LINK, seconds, collective.ends, sent)
         paths = ", ".join(dict.fromkeys(path for path in collective.paths if path)) or "-"
-        self.events.append(Event(LINK, start, end, f"{collective.op} {paths}"))
+        self.total.events.append(Event(LINK, start, end, f"{collective.op} {paths}"))
+
+    def _occupy(self, lane: str, seconds: float, waits: str, sent: int = 0) -> tuple[float, float]:
+        """Uses a lane as soon as it is free; returns (start, end).
+
+        Args:
+            lane: that is used.
+            seconds: how long.
+            waits: the instruction that waits for the end.
+            sent: bytes of a collective.
+
+        """
+        start = max(self.total.seconds, self.free[lane])
+        self.free[lane] = end = start + seconds
+        self.pending.setdefault(waits, []).append(_Pending(lane, end, seconds, sent))
+        return start, end
+
+    def _waits(self, instruction: Instruction) -> str:
+        """Returns the instruction that waits for what an instruction starts, by default itself."""
+        return (self.within.done(instruction) or instruction).name
 
     def _wait(self, name: str) -> None:
         for lane, ready, seconds, sent in self.pending.pop(name, ()):
-            late = max(0.0, ready - self.clock)
-            self.totals[_WAITS[lane]] += late
+            late = max(0.0, ready - self.total.seconds)
+            self._add(_WAITS[lane], late)
             if sent and seconds:
-                self.totals["exposed_bytes"] += sent * min(1.0, late / seconds)
-            self.clock += late
+                self.total.exposed_bytes += sent * min(1.0, late / seconds)
+            self.total.seconds += late
 
-    def _copy(self, instruction: Instruction, moved: int) -> None:
-        """Starts an asynchronous copy, as a TPU uses to prefetch."""
-        seconds = moved / self.simulator.roofline.memory_rate
-        end = max(self.clock, self.free[COPY]) + seconds
-        self.free[COPY] = end
-        self.traffic += moved
-        if done := self._done(instruction):
-            self.pending.setdefault(done.name, []).append(_Pending(COPY, end, seconds, 0))
-
-    def _done(self, start: Instruction) -> Instruction | None:
-        """Returns the instruction that waits for an asynchronous one."""
-        users = self.within.users.get(start.name, ())
-        return next((user for user in users if user.opcode.endswith("-done")), None)
-
-    def _transfer(self, from_host: int, to_host: int, *, waits: str, label: str) -> None:
+    def _transfer(self, instruction: Instruction, from_host: int, to_host: int) -> None:
         """Starts transfers of so many bytes from and to the host."""
+        waits = self._waits(instruction)
         for lane, size in ((FROM_HOST, from_host), (TO_HOST, to_host)):
             if not size:
                 continue
             seconds = size / self.simulator.roofline.host_rate
-            start = max(self.clock, self.free[lane])
-            self.free[lane] = end = start + seconds
-            self.totals["host"] += seconds
-            self.totals["from_host" if lane == FROM_HOST else "to_host"] += size
-            self.pending.setdefault(waits, []).append(_Pending(lane, end, seconds, 0))
-            self.events.append(Event(lane, start, end, label))
+            start, end = self._occupy(lane, seconds, waits)
+            self.total.host += seconds
+            self._add("from_host" if lane == FROM_HOST else "to_host", size)
+            self.total.events.append(Event(lane, start, end, _label(instruction)))
 
     def _compute(self, instruction: Instruction, cost: InstructionCost) -> None:
+        total, roofline = self.total, self.simulator.roofline
         if cost.unknown:
-            self.unknown.add(cost.unknown)
+            total.unknown.add(cost.unknown)
         # what reads host memory itself starts the transfer, and waits for what it does not hide
-        self._transfer(
-            cost.from_host, cost.to_host, waits=instruction.name, label=_label(instruction)
-        )
+        self._transfer(instruction, cost.from_host, cost.to_host)
         if not cost.bytes and not cost.matmuls:
             return
-        roofline = self.simulator.roofline
         compute = sum(roofline.seconds(matmul) for matmul in cost.matmuls)
         memory = cost.bytes / roofline.memory_rate
         seconds = max(compute, memory) + roofline.efficiency.launch
-        self.totals["compute" if compute >= memory else "memory"] += seconds
+        self._add("compute" if compute >= memory else "memory", seconds)
         self._advance(seconds, _label(instruction))
-        self.traffic += cost.bytes
+        total.traffic += cost.bytes
         for matmul in cost.matmuls:
-            self.matmuls[matmul] = self.matmuls.get(matmul, 0) + matmul.times
+            total.matmuls[matmul] += matmul.times
+
+    def _add(self, name: str, amount: float) -> None:
+        setattr(self.total, name, getattr(self.total, name) + amount)
 
     def _advance(self, seconds: float, label: str) -> None:
-        self.events.append(Event(COMPUTE, self.clock, self.clock + seconds, label))
-        self.clock += seconds
+        start = self.total.seconds
+        self.total.seconds += seconds
+        self.total.events.append(Event(COMPUTE, start, self.total.seconds, label))
 
-    def _loop(self, loop: Instruction) -> None:
-        module = self.simulator.module
-        _, body = module.parts(loop)
-        trips = module.trips(self.within, loop, self.known)
-        if trips is None:
-            trips = 1
-        known = tuple(module.constants(self.within, loop, self.known).items())
-        result = self.simulator.simulate(body.name, known)
-        trips_before, _ = self.simulator.loops.get(body.name, (0, result))
-        self.simulator.loops[body.name] = (trips_before + trips, result)
-        self._add(result, trips, f"{trips} x {stripped(loop.op_name) or body.name}")
+    def _loop(self, one: Instruction) -> None:
+        loops = self.simulator.loops
+        loop = self.simulator.module.loop(self.within, one, self.known)
+        trips = 1 if loop.trips is None else loop.trips
+        name = loop.body.name
+        result = self.simulator.simulate(name, tuple(loop.constants.items()))
+        trips_before, _ = loops.get(name, (0, result))
+        loops[name] = (trips_before + trips, result)
+        self._run(result, trips, f"{trips} x {stripped(one.op_name) or name}")
 
     def _call(self, call: Instruction) -> None:
         """Runs what is called; of a conditional, the branch that takes longest."""
         branches = [self.simulator.simulate(name, ()) for name in call.calls]
         if branches:
-            longest = max(branches, key=lambda branch: branch.seconds)
-            self._add(longest, 1, stripped(call.op_name) or call.name)
+            self._run(max(branches, key=lambda branch: branch.seconds), 1, _label(call))
 
-    def _add(self, result: SimulatedTime, times: int, label: str) -> None:
-        """Adds a computation that runs `times` times here."""
+    def _run(self, result: SimulatedTime, times: int, label: str) -> None:
+        """Runs a computation `times` times here."""
         link_seconds = times * result.collective
         self._delay_pending(link_seconds, times * result.seconds - link_seconds)
-        for name in self.totals:
-            self.totals[name] += times * getattr(result, name)
+        for name in _TOTALS:
+            self._add(name, times * getattr(result, name))
         self._advance(times * result.seconds, label)
-        self.traffic += times * result.traffic
-        self.unknown |= result.unknown
+        self.total.unknown |= result.unknown
         for matmul, count in result.matmuls.items():
-            self.matmuls[matmul] = self.matmuls.get(matmul, 0) + times * count
+            self.total.matmuls[matmul] += times * count
 
     def _delay_pending(self, link_seconds: float, free_seconds: float) -> None:
         """Delays transfers in flight by the link time of the computation that is called now.
@@ -286,7 +278,7 @@ class _ComputationRun:
             free_seconds: seconds in which they leave the link free.
 
         """
-        free_until = self.clock + free_seconds
+        free_until = self.total.seconds + free_seconds
         for name, transfers in self.pending.items():
             self.pending[name] = [
                 transfer._replace(ready=transfer.ready + link_seconds)
