@@ -212,6 +212,12 @@ def test_an_array_updated_in_place_keeps_its_kind(plan):
     assert path.endswith("mu/up/kernel")
 
 
+def test_an_inputs_memory_may_be_used_for_something_else(plan):
+    assert kind_and_path(plan, "half", "bf16[8,64]", parameter=1) == ("gathered", "up/kernel")
+    # a copy of the parameter, which has no memory of its own any more
+    assert kind_and_path(plan, "w", "f32[8,64]") == ("params", "up/kernel")
+
+
 def test_the_breakdown_adds_up_and_gaps_are_other(plan):
     alive = [
         LiveBuffer("whole", (), 8, "bf16[64,64]", None),

@@ -366,17 +366,8 @@ def test_a_compiled_plan_reads_host_memory_from_the_program(tmp_path, monkeypatc
     assert result.host_bytes == pytest.approx(on_host, rel=1e-3)
     assert result.from_host_bytes == pytest.approx(on_host, rel=0.02)
     assert result.to_host_bytes == pytest.approx(on_host, rel=0.02)
-    # At this peak three small parameters are copies, which the plan calls gathered, and the arrays
-    # that it lists under two of their paths are bfloat16: these it takes for parameters wrongly.
-    copies, others = (
-        sum(buffer.bytes for buffer in result.buffers if is_one(buffer))
-        for is_one in (
-            lambda b: b.kind == "gathered" and b.operation.startswith("state.params"),
-            lambda b: b.kind == "params" and not b.array.startswith("f32"),
-        )
-    )
-    params = result.breakdown["params"] + copies - others
-    assert params == on_device.breakdown["params"]
+    # some parameters were moved by then, and their memory is used for something else
+    assert result.breakdown["params"] == on_device.breakdown["params"]
     # so small a state is on the device whole while it is updated
     assert result.breakdown["optimizer"] > 0
     assert on_device.valley_bytes - result.valley_bytes == on_host

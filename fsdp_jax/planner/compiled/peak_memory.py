@@ -8,12 +8,13 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, NamedTuple, get_args
 
 import jax
 
 from fsdp_jax.hlo.op_names import scopes, stripped
-from fsdp_jax.hlo.parser import Computation, Instruction, Module, shapes_of
+from fsdp_jax.hlo.parser import HOST_SPACE, Computation, Instruction, Module, shapes_of
 from fsdp_jax.planner.compiled.buffer_assignment import DEFAULT, HOST, LiveBuffer, MemoryReport
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.step.state import state_like
@@ -84,7 +85,7 @@ def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMem
         report: XLA's memory reports of the same compilation.
 
     """
-    classifier = _BufferClassifier(plan, module)
+    classifier = _BufferClassifier(plan, module, report.live)
     buffers = [Buffer(live.bytes, live.array, *classifier.purpose(live)) for live in report.live]
     buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.kind, buffer.path))
     breakdown: dict[Kind, int] = dict.fromkeys(KINDS, 0)
@@ -110,7 +111,7 @@ class _ArrayRef(NamedTuple):
 class _BufferClassifier:
     """Tells what arrays of a step's program are for, by their sources and their uses."""
 
-    def __init__(self, plan: StepPlan, module: Module) -> None:
+    def __init__(self, plan: StepPlan, module: Module, live: Sequence[LiveBuffer]) -> None:
         self._plan = plan
         self._module = module
         self._computation_of: dict[str, Computation] = {}
@@ -122,16 +123,22 @@ class _BufferClassifier:
                 for called in (*instruction.calls, *(part.name for part in loop)):
                     self._callers[called] = _ArrayRef(within, instruction.name)
         self._leaves = _leaves_by_input_name(plan.layout)
-        inputs = module[module.entry].parameters.items()
-        self._inputs = {number: self._leaf(one) for number, one in inputs}
+        self._inputs = module[module.entry].parameters
+        held = {each.parameter for each in live if self._is_input(each)}
+        # inputs in device memory whose own memory holds something else by now
+        self._moved = {
+            one.op_name: one
+            for number, one in self._inputs.items()
+            if number not in held and all(shape.space != HOST_SPACE for shape in one.shapes)
+        }
         leaves = plan.layout.by_path.values()
         shapes = (shape for leaf in leaves for shape in gradient_shapes(leaf))
         self._shapes = {_unordered(shape) for shape in shapes}
 
     def purpose(self, live: LiveBuffer) -> tuple[Kind, str, str]:
         """Returns (kind, path, operation)."""
-        if live.parameter is not None:  # an input, or what updates it in place
-            leaf = self._inputs.get(live.parameter)
+        if live.parameter is not None and self._is_input(live):
+            leaf = self._leaf(self._inputs[live.parameter])
             return (_leaf_kind(leaf), leaf.path, "") if leaf else ("other", "", "input")
         ref = self._ref(live)
         if ref is None:
@@ -143,7 +150,7 @@ class _BufferClassifier:
         module_path = operation.rpartition(SEPARATOR)[0]
         if not _FLOAT.match(live.array):
             return "other", module_path, operation
-        known = self._by_source(sources) or self._by_reduction(ref)
+        known = self._by_source(live, sources) or self._by_reduction(ref)
         kind, path = known or (self._by_shape(live, sources), module_path)
         return kind, path, operation
 
@@ -161,12 +168,20 @@ class _BufferClassifier:
             return None
         return caller._replace(element=(1, *live.element))
 
-    def _by_source(self, sources: Sequence[_ArrayRef]) -> tuple[Kind, str] | None:
+    def _is_input(self, live: LiveBuffer) -> bool:
+        """Returns whether an array in an input's memory may be that input, or update it in place."""
+        number = live.parameter
+        return number in self._inputs and _is_alike(live.array, self._inputs[number].type)
+
+    def _by_source(self, live: LiveBuffer, sources: Sequence[_ArrayRef]) -> tuple[Kind, str] | None:
         """Classifies an array by what it is a copy of: a parameter, or a reduced gradient."""
         for ref in sources:
             if leaf := self._leaf(ref.instruction):
                 kind = _leaf_kind(leaf)
-                return "gathered" if kind == "params" else kind, leaf.path
+                moved = self._moved.get(ref.instruction.op_name)
+                if kind == "params" and not (moved and _is_alike(live.array, moved.type)):
+                    kind = "gathered"
+                return kind, leaf.path
             if scope := _scope(ref):
                 return scope
         return None
@@ -331,6 +346,12 @@ def gradient_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
     """Returns the shapes of a parameter and of its shard, of all layers and of one."""
     shard = leaf.grad_sharding.shard_shape(leaf.shape)
     return {dims for shape in (leaf.shape, shard) for dims in (shape, shape[leaf.stacked :])}
+
+
+def _is_alike(array: str, other: str) -> bool:
+    """Returns whether two types are one but for the dims: XLA reshapes as it likes."""
+    one, two = ([(each.dtype, prod(each.dims)) for each in shapes_of(a)] for a in (array, other))
+    return one == two
 
 
 def _unordered(dims: Sequence[int]) -> tuple[int, ...]:
