@@ -83,17 +83,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line: `%name = type opcode(inside), attributes`.
+    """One line: `%name = type opcode(inside), attributes`; `root`: the computation returns it.
 
-    Attributes:
-        name: unique in its computation.
-        opcode: the operation.
-        type: text of the result's shape, or of a tuple of shapes.
-        inside: text between the parentheses: operands, or a constant's value, or the number of a
-            parameter.
-        attributes: text after them.
-        root: whether the computation returns it.
-
+    `inside` is the text of operands, of a constant's value, or of a parameter's number.
     """
 
     name: str

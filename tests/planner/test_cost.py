@@ -11,19 +11,13 @@ ON_CHIP = frozenset({1})
 WHOLE, LAYER = 8 * 64 * 128 * 4, 64 * 128 * 4  # of the arrays below
 
 
-def costs_of(
-    lines: str, more: str = "", on_chip: frozenset[int] = ON_CHIP
-) -> tuple[CostModel, InstructionCost]:
-    """Returns the cost model, and the cost of the last line of the entry."""
+def cost(lines: str, more: str = "") -> InstructionCost:
+    """Returns the cost of the last line of the entry."""
     entry = f"ENTRY %main (x: f32[]) -> f32[] {{\n{lines}\n}}\n"
     text = f"HloModule m, is_scheduled=true\n\n{more}\n\n{entry}"
-    costs = CostModel(parse(text), on_chip)
+    costs = CostModel(parse(text), ON_CHIP)
     main = costs.module["main"]
-    return costs, costs.cost(main, main.instructions[-1])
-
-
-def cost(lines: str, more: str = "", on_chip: frozenset[int] = ON_CHIP) -> InstructionCost:
-    return costs_of(lines, more, on_chip)[1]
+    return costs.cost(main, main.instructions[-1])
 
 
 def shape(dims, dtype: str = "bf16") -> str:
@@ -76,11 +70,8 @@ def test_bytes_of_an_instruction(line, moved):
     ],
 )
 def test_an_asynchronous_copy_moves_bytes_that_are_not_on_the_chip(kind, moved):
-    costs, alone = costs_of(
-        f"  %stack = {STACK} parameter(0)\n  %one = {ONE} parameter(1)\n  %s = {kind}"
-    )
-    assert costs.async_bytes(costs.module["main"].instructions[-1]) == moved
-    assert alone == InstructionCost()
+    given_ = f"  %stack = {STACK} parameter(0)\n  %one = {ONE} parameter(1)"
+    assert cost(f"{given_}\n  %s = {kind}") == InstructionCost((), moved)
 
 
 def fused(result: str, body: str, operands: str = "%stack, %one, %i") -> InstructionCost:

@@ -206,12 +206,10 @@ class _Value:
     """A value on one device.
 
     Attributes:
-        bytes: its size.
-        kind: what it is for.
         is_outer: its memory is counted elsewhere: in the state, or around the loop that reads it.
         donated: it is state, whose memory what updates it in place reuses.
         live: something needs it.
-        stored: see the note.
+        stored: see [Note: stored values].
         constant: equal for equal constants, of which XLA keeps one; None for what depends on an
             input.
         maker: the operation that it comes from, however it has been reshaped since.
@@ -240,18 +238,12 @@ def _outer_value(
 
 @dataclass(eq=False)
 class _Operation:
-    """An operation.
+    """An operation; a loop has bodies, and its own matmuls and transfers are those outside of them.
 
     Attributes:
         effect: on memory, of `_EFFECTS`, or "fused".
-        name: of the primitive.
-        inputs: values that it reads.
-        outputs: values that it makes.
         in_place: pairs of a loop's initial carry, or an update's target, and the output that
             replaces it.
-        bodies: of a loop.
-        trips: of a loop.
-        matmuls: of the operation itself.
         from_host: bytes that it brings from host memory.
         to_host: bytes that it sends to host memory.
         in_update: it is part of neither the forward nor the backward pass.
@@ -280,7 +272,6 @@ class _OperationList:
     """Operations in order: a step, or a loop's body.
 
     Attributes:
-        operations: in order.
         results: values written to memory that is counted elsewhere.
         carry_in: a loop's carries as its body begins.
         carry_out: a loop's carries as its body ends; they are live until then.
@@ -330,24 +321,18 @@ class _OperationList:
 
     def _scheduled(self) -> list[_Operation]:
         """Moves what no loop and no gather depends on behind the last loop."""
-        loops = [
-            index
-            for index, operation in enumerate(self.operations)
-            if operation.live and operation.effect == "loop"
-        ]
-        last = loops[-1] if loops else -1
+        live_loops = [each.live and each.effect == "loop" for each in self.operations]
+        end = max((index + 1 for index, is_loop in enumerate(live_loops) if is_loop), default=0)
         needed = set(self.results)
         early = set()
         for index, operation in reversed(list(enumerate(self.operations))):
-            is_anchor = operation.live and (
-                operation.effect == "loop" or operation.name == "all_gather"
-            )
-            makes_needed = any(value in needed for value in operation.outputs)
-            if is_anchor or (index <= last and makes_needed):
+            is_gather = operation.live and operation.name == "all_gather"
+            is_needed = index < end and not needed.isdisjoint(operation.outputs)
+            if live_loops[index] or is_gather or is_needed:
                 needed.update(operation.inputs)
                 early.add(operation)
-        before = sorted(self.operations[: last + 1], key=lambda operation: operation not in early)
-        return before + self.operations[last + 1 :]
+        before = sorted(self.operations[:end], key=lambda operation: operation not in early)
+        return before + self.operations[end:]
 
     def executed(self, times: int = 1) -> Iterator[tuple[_Operation, int]]:
         """Yields the live operations, those of loops included, and how often each runs."""
@@ -538,14 +523,13 @@ class _Lifetimes:
             for value, output in zip(operation.inputs, outputs, strict=False):
                 output.reads = value.reads
         elif is_fused and not any(output.stored for output in outputs):
-            reads = {
-                source: size for value in operation.inputs for source, size in value.reads.items()
-            }
+            reads: dict[_Value, int] = {}
+            for value in operation.inputs:
+                reads |= value.reads
             for output in outputs:
-                limit = max(reads.values(), default=0)
+                output.reads = dict(reads)
                 if operation.name in _SLICES:
-                    limit = output.bytes
-                output.reads = {source: min(size, limit) for source, size in reads.items()}
+                    output.reads = {each: min(size, output.bytes) for each, size in reads.items()}
         elif is_fused and outputs[0].constant is not None:
             for output in outputs:  # a constant is made where it is first read
                 shared = self.constants.setdefault(output.constant, output)
@@ -560,11 +544,9 @@ class _Lifetimes:
         targets = {output: value for value, output in operation.in_place if value not in new}
         for output in operation.outputs:
             memory = list(targets[output].reads) if output in targets else []
-            if len(memory) == 1 and memory[0].donated:
+            if len(memory) == 1 and (memory[0].donated or memory[0] in self.first):
                 output.reads = {memory[0]: output.bytes}
-            elif len(memory) == 1 and memory[0] in self.first:
-                output.reads = {memory[0]: output.bytes}
-                self.last[memory[0]] = time
+                self._read(output, time)
             else:
                 self._allocate(output, time)
         if operation.effect == "loop":

@@ -8,7 +8,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from fsdp_jax.hlo.parser import Shape
-from fsdp_jax.planner.compiled.attention_kernels import kernel_matmuls
+from fsdp_jax.planner.compiled.attention_kernels import attention_matmuls
 from fsdp_jax.planner.compiled.cost import dot_matmul
 from fsdp_jax.planner.machines.roofline import Matmul
 
@@ -23,7 +23,7 @@ def matmuls_of(eqn: jex.JaxprEqn, fused: bool = False) -> Iterable[Matmul]:
     is_kernel = eqn.primitive.name == "pallas_call"
     if is_kernel:
         # an attention kernel is counted as in compiled programs: data may end its loops early
-        attention = kernel_matmuls(str(eqn.params.get("name", "")), _shapes(eqn))
+        attention = attention_matmuls(str(eqn.params.get("name", "")), _shapes(eqn))
         if attention is not None:
             yield from attention
             return

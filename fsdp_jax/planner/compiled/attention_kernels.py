@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from math import prod
 
-from fsdp_jax.hlo.parser import Instruction, Shape
+from fsdp_jax.hlo.parser import Shape
 from fsdp_jax.planner.machines.roofline import Matmul
 
 # (name in the program, matmuls of queries by keys that its algorithm needs, [B, H, T, K] rather
@@ -26,38 +26,18 @@ _HEADS_THIRD = re.compile(r'_batch_dimensions":\s*\["0",\s*"2"\]')
 
 
 def attention_matmuls(
-    instruction: Instruction, operands: Sequence[Sequence[Shape]]
+    name: str, operands: Sequence[Shape], attributes: str = ""
 ) -> tuple[Matmul, ...] | None:
-    """Returns the matmuls of an attention kernel; None if the kernel is not known.
+    """Returns the matmuls of an attention kernel of a program or a trace; None if it is unknown.
 
     Causal kernels skip masked blocks: half is counted. cuDNN states its mask; the other kernels,
     which language models call, are assumed to be causal.
 
     Args:
-        instruction: the custom call.
-        operands: shapes of what it reads.
-
-    """
-    mask = _MASK.search(instruction.attributes)
-    return kernel_matmuls(
-        f"{instruction.target} {instruction.op_name} {instruction.name}",
-        [shapes[0] for shapes in operands if shapes],
-        causal=mask is None or "CAUSAL" in mask.group(1),
-        attributes=instruction.attributes,
-    )
-
-
-def kernel_matmuls(
-    name: str, operands: Sequence[Shape], causal: bool = True, attributes: str = ""
-) -> tuple[Matmul, ...] | None:
-    """Returns the matmuls of an attention kernel of a program or a trace; None if it is unknown.
-
-    Args:
         name: text that contains the kernel's name.
         operands: queries and keys are the first two of floating dtype, with four dims, or three
             where a batch of one was left out.
-        causal: half of the matmuls is skipped.
-        attributes: of a cuDNN call, which tell the position of its heads.
+        attributes: of a cuDNN call, which tell its mask and the position of its heads.
 
     """
     kernel = next((kernel for kernel in _KERNELS if kernel[0].search(name)), None)
@@ -72,6 +52,8 @@ def kernel_matmuls(
     query, key = arrays[:2]
     B, T, H, K = _sizes(query, heads_first)
     S = _sizes(key, heads_first)[1]
+    mask = _MASK.search(attributes)
+    causal = mask is None or "CAUSAL" in mask[1]
     rows = max(1, T // 2) if causal else T
     return (Matmul(B * H, rows, S, K, query.dtype, count, fused=True),)
 

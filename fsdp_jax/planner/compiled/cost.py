@@ -68,14 +68,17 @@ class CostModel:
         self.module = module
         self.on_chip = on_chip
         self._matmuls_in = cache(self._matmuls_in_computation)
-        instructions = (each for one in module.computations.values() for each in one.instructions)
-        self._has_host_memory = any(_touches_host(each) for each in instructions)
 
     def cost(self, within: Computation, instruction: Instruction) -> InstructionCost:
-        """Returns the cost of an instruction of a scheduled computation; none if asynchronous."""
+        """Returns the cost of an instruction of a scheduled computation.
+
+        A transfer or copy that is started counts where it starts, and a collective not at all.
+        """
         opcode = instruction.opcode
-        if opcode in FREE or opcode.endswith(("-start", "-done", "-update")):
+        if opcode.removesuffix("-start") in FREE or opcode.endswith(("-done", "-update")):
             return InstructionCost()
+        if opcode.endswith("-start"):
+            return self._started(within, instruction)
         target = instruction.target if opcode == "custom-call" else ""
         if _MARKERS.search(target):
             return InstructionCost()
@@ -90,41 +93,29 @@ class CostModel:
         from_host, to_host = self._host_transfer(within, instruction)
         return InstructionCost(matmuls or (), moved, unknown, from_host, to_host)
 
-    def async_host_transfer(
-        self, within: Computation, instruction: Instruction
-    ) -> tuple[int, int] | None:
-        """Returns the bytes that an asynchronous instruction sends (from, to) the host.
-
-        None where it sends none, or is not asynchronous.
-        """
-        if not self._has_host_memory or not instruction.opcode.endswith("-start"):
-            return None
-        done = within.done(instruction) or instruction
+    def _started(self, within: Computation, start: Instruction) -> InstructionCost:
+        """Returns the cost of an asynchronous transfer to or from the host, copy or slice."""
+        done = within.done(start) or start
         # `async-start` calls the computation that it runs, as a fusion does
-        opcode = instruction.opcode.removesuffix("-start").replace("async", "fusion")
-        synchronous = replace(instruction, opcode=opcode, type=done.type)
+        opcode = start.opcode.removesuffix("-start").replace("async", "fusion")
+        synchronous = replace(start, opcode=opcode, type=done.type)
         transfer = self._host_transfer(within, synchronous)
-        return transfer if any(transfer) else None
+        moved = 0
+        if opcode in ("copy", "slice") and not any(transfer):
+            sides = start.shapes[:2]
+            size = min(side.bytes for side in sides)  # of a sliced array, the slice
+            moved = sum(size for side in sides if self._on_device(side))
+        return InstructionCost((), moved, "", *transfer)
 
     def _host_transfer(self, within: Computation, instruction: Instruction) -> tuple[int, int]:
         """Returns the bytes that an instruction moves (from, to) host memory."""
-        if not self._has_host_memory or not instruction.operands:
-            return 0, 0
         touched = [instruction, *(within[name] for name in instruction.operands)]
-        on_host = [_touches_host(each) for each in touched]
-        if not any(on_host):
+        on_host = [any(_on_host(array) for array in each.shapes) for each in touched]
+        if len(touched) == 1 or not any(on_host):
             return 0, 0
         if instruction.opcode in _SAME_VALUES and all(on_host):
             return 0, 0  # within host memory: nothing crosses the link
         return self._moved(within, instruction, _on_host)
-
-    def async_bytes(self, instruction: Instruction) -> int:
-        """Returns the bytes of device memory that an asynchronous copy or slice moves."""
-        if instruction.opcode not in ("copy-start", "slice-start"):
-            return 0
-        sides = instruction.shapes[:2]
-        moved = min(side.bytes for side in sides)  # of a sliced array, the slice
-        return sum(moved for side in sides if self._on_device(side))
 
     def _matmuls_in_computation(self, name: str) -> tuple[Matmul, ...]:
         within = self.module[name]
@@ -232,10 +223,6 @@ def _on_host(array: Shape) -> bool:
     return array.space == HOST_SPACE
 
 
-def _touches_host(instruction: Instruction) -> bool:
-    return any(_on_host(array) for array in instruction.shapes)
-
-
 def _bytes(arrays: Iterable[Shape], counted: _InMemory = lambda array: True) -> int:
     return sum(array.bytes for array in arrays if counted(array))
 
@@ -275,7 +262,8 @@ def _matmuls(within: Computation, instruction: Instruction) -> tuple[Matmul, ...
         if "BackwardFilter" in target:
             right, out = out, right
         return (_convolution(instruction, left, right, out),)
-    return attention_matmuls(instruction, shapes)
+    name = f"{target} {instruction.op_name} {instruction.name}"
+    return attention_matmuls(name, [each[0] for each in shapes if each], instruction.attributes)
 
 
 def dot_matmul(

@@ -169,7 +169,7 @@ class _BufferClassifier:
         return caller._replace(element=(1, *live.element))
 
     def _is_input(self, live: LiveBuffer) -> bool:
-        """Returns whether an array in an input's memory may be that input, or update it in place."""
+        """Returns whether what is in an input's memory may be the input, or its update in place."""
         number = live.parameter
         return number in self._inputs and _is_alike(live.array, self._inputs[number].type)
 
@@ -285,10 +285,7 @@ class _BufferClassifier:
             copies += self._copies(ref, ref.instruction)
         caller = self._callers.get(within.name)
         if caller and within.root.name == name:
-            result = caller._replace(element=element)
-            copies.append(result)
-            if caller.instruction.opcode == "while":
-                copies += self._copies(result, caller.instruction)
+            copies.append(caller._replace(element=element))
         return copies
 
     def _copies(self, ref: _ArrayRef, user: Instruction) -> list[_ArrayRef]:

@@ -89,11 +89,9 @@ class ScheduleSimulator:
         self.roofline = Roofline(chip)
         self.costs = CostModel(module, ON_CHIP.get(chip.platform, frozenset()))
         # by the computation and the instruction that start them
-        self.started: dict[tuple[str, str], list[Collective]] = {}
-        for new in collectives:
-            same_start = self.started.setdefault((new.within, new.begins), [])
-            if all((new.name, new.dtype) != (other.name, other.dtype) for other in same_start):
-                same_start.append(new)
+        self.started: dict[tuple[str, str], dict[tuple[str, str], Collective]] = defaultdict(dict)
+        for each in collectives:
+            self.started[each.within, each.begins].setdefault((each.name, each.dtype), each)
         self.loops: dict[str, tuple[int, SimulatedTime]] = {}
         self.simulate = cache(self._simulate)
 
@@ -133,13 +131,9 @@ class _Pending(NamedTuple):
 
 
 class _ComputationRun:
-    """The state of one computation while it is simulated; its clock is `total.seconds`.
+    """Simulates one computation, given the known scalars of its argument, by position.
 
-    Args:
-        simulator: of the program.
-        within: the computation.
-        known: scalars that the computation is given, by index.
-
+    Its clock is `total.seconds`.
     """
 
     def __init__(
@@ -154,21 +148,15 @@ class _ComputationRun:
 
     def execute(self, instruction: Instruction) -> None:
         """Advances the clock by one instruction."""
-        costs = self.simulator.costs
-        for collective in self.simulator.started.get((self.within.name, instruction.name), ()):
+        key = (self.within.name, instruction.name)
+        for collective in self.simulator.started.get(key, {}).values():
             self._start(collective)
         if instruction.opcode == "while":
             self._loop(instruction)
         elif instruction.opcode in ("conditional", "call"):
             self._call(instruction)
-        elif transfer := costs.async_host_transfer(self.within, instruction):
-            self._transfer(instruction, *transfer)
-        elif moved := costs.async_bytes(instruction):  # as a TPU uses to prefetch
-            self.total.traffic += moved
-            seconds = moved / self.simulator.roofline.memory_rate
-            self._occupy(COPY, seconds, self._waits(instruction))
         else:
-            self._compute(instruction, costs.cost(self.within, instruction))
+            self._compute(instruction, self.simulator.costs.cost(self.within, instruction))
         self._wait(instruction.name)
 
     def _start(self, collective: Collective) -> None:
@@ -180,15 +168,7 @@ class _ComputationRun:
         self.total.events.append(Event(LINK, start, end, f"{collective.op} {paths}"))
 
     def _occupy(self, lane: str, seconds: float, waits: str, sent: int = 0) -> tuple[float, float]:
-        """Uses a lane as soon as it is free; returns (start, end).
-
-        Args:
-            lane: that is used.
-            seconds: how long.
-            waits: the instruction that waits for the end.
-            sent: bytes of a collective.
-
-        """
+        """Uses a lane as soon as it is free; returns (start, end), for which `waits` waits."""
         start = max(self.total.seconds, self.free[lane])
         self.free[lane] = end = start + seconds
         self.pending.setdefault(waits, []).append(_Pending(lane, end, seconds, sent))
@@ -225,6 +205,10 @@ class _ComputationRun:
         # what reads host memory itself starts the transfer, and waits for what it does not hide
         self._transfer(instruction, cost.from_host, cost.to_host)
         if not cost.bytes and not cost.matmuls:
+            return
+        if instruction.opcode.endswith("-start"):  # a copy, as a TPU uses to prefetch
+            self._occupy(COPY, cost.bytes / roofline.memory_rate, self._waits(instruction))
+            total.traffic += cost.bytes
             return
         compute = sum(roofline.seconds(matmul) for matmul in cost.matmuls)
         memory = cost.bytes / roofline.memory_rate
@@ -271,12 +255,9 @@ class _ComputationRun:
             self.total.matmuls[matmul] += times * count
 
     def _delay_pending(self, link_seconds: float, free_seconds: float) -> None:
-        """Delays transfers in flight by the link time of the computation that is called now.
+        """Delays collectives in flight by those of the computation that is called now.
 
-        Args:
-            link_seconds: seconds of its own collectives.
-            free_seconds: seconds in which they leave the link free.
-
+        It leaves the link free for `free_seconds`, before which they may end.
         """
         free_until = self.total.seconds + free_seconds
         for name, transfers in self.pending.items():
