@@ -53,14 +53,7 @@ def _own_name(module: Module, within: Computation, one: Instruction, operand: in
 def concatenated_operands(module: Module, within: Computation, name: str) -> list[str]:
     """Returns the names of the arrays that an array concatenates, before they were flattened.
 
-    Args:
-        module: the program.
-        within: the computation that contains the array.
-        name: of the array: of a concatenation, or of a fusion whose root is one.
-
-    Returns:
-        Names in `within`; `[name]` if the array is not a plain concatenation of arrays of it.
-
+    It is a concatenation of arrays of `within`, or a fusion whose root is; else, `[name]`.
     """
     one = producer = within[name]
     parts = list(one.operands)

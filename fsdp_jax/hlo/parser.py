@@ -224,53 +224,39 @@ class Module:
         return self[condition.lstrip("%")], self[body.lstrip("%")]
 
     def loop(self, within: Computation, one: Instruction, known: Mapping[int, int]) -> Loop:
-        """Reads a loop.
-
-        Args:
-            within: the computation that contains the loop.
-            one: the `while`.
-            known: scalars of the tuple that `within` receives, by position.
-
-        """
+        """Reads a `while` of `within`; `known`: scalars of the tuple that `within` receives."""
         condition, body = self.parts(one)
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.attributes)
         trips = int(stated[1]) if stated else None
         start = within[one.operands[0]]
         if body.root.opcode != "tuple" or start.opcode != "tuple":
             return Loop(condition, body, trips, {})
-        state = self._scalars(within, dict(enumerate(start.operands)), known)
-        results = {i: body.root.operands[i] for i in state}
-        if trips is None:
-            trips = self._count_trips(condition, body, results, state)
+        state = self._scalars(within, start, known)
         constants = {}
-        for i, name in results.items():
-            passed = body[name]
+        for i, value in state.items():
+            passed = body[body.root.operands[i]]
             if passed.opcode == "get-tuple-element" and passed.attribute("index") == str(i):
-                constants[i] = state[i]
+                constants[i] = value
+        if trips is None:
+            trips = self._count_trips(condition, body, state)
         return Loop(condition, body, trips, constants)
 
     def _count_trips(
-        self,
-        condition: Computation,
-        body: Computation,
-        results: Mapping[int, str],
-        state: Mapping[int, int],
+        self, condition: Computation, body: Computation, state: Mapping[int, int]
     ) -> int | None:
         """Evaluates a loop's counter, from the known scalars of its first trip."""
         for trip in range(LONGEST_LOOP):
             again = self.scalar(condition, condition.root.name, state)
-            if again is None:
-                return None
             if not again:
-                return trip
-            state = self._scalars(body, {i: results[i] for i in state}, state)
+                return None if again is None else trip
+            state = self._scalars(body, body.root, state)
         return None
 
     def _scalars(
-        self, within: Computation, names: Mapping[int, str], inputs: Mapping[int, int]
+        self, within: Computation, one: Instruction, inputs: Mapping[int, int]
     ) -> dict[int, int]:
-        """Returns the values of those scalars of a tuple that can be computed, by position."""
-        values = {i: self.scalar(within, name, inputs) for i, name in names.items()}
+        """Returns the values of those operands that are scalars and can be computed."""
+        values = {i: self.scalar(within, name, inputs) for i, name in enumerate(one.operands)}
         return {i: value for i, value in values.items() if value is not None}
 
     def scalar(self, within: Computation, name: str, inputs: Mapping[int, int]) -> int | None:
@@ -295,8 +281,7 @@ class Module:
             return self.scalar(within, one.operands[0], inputs)
         if one.opcode in ("fusion", "call"):
             called = self[one.calls[0]]
-            arguments = self._scalars(within, dict(enumerate(one.operands)), inputs)
-            return self.scalar(called, called.root.name, arguments)
+            return self.scalar(called, called.root.name, self._scalars(within, one, inputs))
         operation = _OPERATIONS.get(one.attribute("direction") or one.opcode)
         if operation is None:
             return None

@@ -52,7 +52,6 @@ class CompiledProgram:
         report: XLA's memory reports.
         refused_bytes: memory that XLA says the program needs, where it refuses.
         seconds: that compiling took.
-        cached: it was compiled before.
 
     """
 
@@ -60,7 +59,6 @@ class CompiledProgram:
     report: MemoryReport | None
     refused_bytes: int | None
     seconds: float
-    cached: bool = False
 
 
 def compile_step(
@@ -172,7 +170,7 @@ def _read_cached(path: Path) -> CompiledProgram | None:
             ]
             report = MemoryReport(report["spaces"], live)
         refused, seconds = content["refused_bytes"], content["seconds"]
-        return CompiledProgram(content["text"], report, refused, seconds, cached=True)
+        return CompiledProgram(content["text"], report, refused, seconds)
     # absent, cut short, or of another release: compile again
     except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error):
         return None
