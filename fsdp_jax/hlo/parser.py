@@ -249,7 +249,8 @@ class Module:
             again = self.scalar(condition, condition.root.name, state)
             if not again:
                 return None if again is None else trip
-            state = self._scalars(body, body.root, state)
+            after = {i: self.scalar(body, body.root.operands[i], state) for i in state}
+            state = {i: value for i, value in after.items() if value is not None}
         return None
 
     def _scalars(

@@ -23,13 +23,16 @@ class Rematerialization:
     Attributes:
         op_name: of the traced operation, "" where the compiler kept none.
         shape: of the array on one device before, as XLA writes it: `f32[8,16]`.
-        path: the parameter of an `fsdp` scope around it, else `stripped(op_name)`.
 
     """
 
     op_name: str
     shape: str
-    path: str
+
+    @property
+    def path(self) -> str:
+        """The parameter of an `fsdp` scope around it, else the name that tracing gave it."""
+        return "+".join(scopes(self.op_name)) or stripped(self.op_name)
 
 
 @contextmanager
@@ -65,9 +68,6 @@ def find(text: str) -> list[Rematerialization]:
     """Returns the rematerializations in XLA's log, each once."""
     replicated = []
     for warning in _MESSAGE.findall(text):
-        shape = _OPERATION.search(warning)
-        name = _NAME.search(warning)
-        op_name = name.group(1) if name else ""
-        path = "+".join(scopes(op_name)) or stripped(op_name)
-        replicated.append(Rematerialization(op_name, shape.group(1) if shape else "", path))
+        name, shape = _NAME.search(warning), _OPERATION.search(warning)
+        replicated.append(Rematerialization(name[1] if name else "", shape[1] if shape else ""))
     return list(dict.fromkeys(replicated))
