@@ -10,7 +10,9 @@ from pathlib import Path
 # Exit codes of the command line, beside 0 and 75; a shell reports SIGINT as the last.
 FAILED, UNUSABLE, BROKEN, LOST, INTERRUPTED = 1, 2, 3, 69, 130
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without space answers
+# What a disk answers that takes no more, and how libraries tell of it that have no such numbers.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_TEXTS = ("No space left", "File too large", "quota")
 PACKAGE = __name__.partition(".")[0]
 STANDARD_LIBRARY = f"{Path(traceback.__file__).parent}/"
 LONGEST_FIELD = 4000  # characters of a field of a message
@@ -80,6 +82,12 @@ def is_failure(error: BaseException) -> bool:
     return not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | CancelledError)
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Returns whether an error says that a disk has no space left."""
+    code = getattr(error, "errno", None)
+    return code in FULL if code else any(text in str(error) for text in FULL_TEXTS)
+
+
 def exit_code(error: BaseException) -> int:
     """Returns the exit code of the command for an error that ends it."""
     if isinstance(error, ProcessLostError):
@@ -102,8 +110,7 @@ def _block(error: BaseException) -> str:
     if _is_readable(error):
         return f"error: {error}"
     if isinstance(error, OSError):
-        full = error.errno in FULL
-        what = "the disk is full" if full else "the system refuses it"
+        what = "the disk is full" if is_disk_full(error) else "the system refuses it"
         return message(f"error: {what}", where=str(error.filename or ""), got=text)
     if isinstance(error, MemoryError):
         fix = "a smaller model, batch or sequence"

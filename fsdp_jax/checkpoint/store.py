@@ -40,7 +40,14 @@ from fsdp_jax.checkpoint.manifest import (
 )
 from fsdp_jax.checkpoint.orbax_paths import LiteralPath, require_usable
 from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahead
-from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, first_lines, message
+from fsdp_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    DamageError,
+    first_lines,
+    is_disk_full,
+    message,
+)
 from fsdp_jax.io.array_specs import describe
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
@@ -573,7 +580,6 @@ def _failure(what: str, path: Path, error: BaseException) -> CheckpointError:
     while (inner := cause.__cause__ or cause.__context__) and str(inner):
         cause = inner
     line = str(cause).partition("\n")[0].partition(" [tensorstore_spec")[0]
-    disk_full = any(sign in line for sign in ("No space left", "File too large", "quota"))
-    fix = "free disk space there" if disk_full else ""
+    fix = "free disk space there" if is_disk_full(cause) else ""
     got = f"{type(cause).__name__}: {line}"
     return CheckpointError(message(what, where=str(path), got=got, fix=fix))

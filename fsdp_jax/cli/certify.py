@@ -11,12 +11,13 @@ import numpy as np
 from fsdp_jax.certify import Certificate, certify
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.models import FAMILIES
+from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.train.build import (
+    errors_about_keys,
     make_loss,
     make_model,
     make_offload,
-    make_precision,
     make_remat,
     make_units,
     start_devices,
@@ -45,6 +46,7 @@ SIZES = {
 }
 
 
+@errors_about_keys()
 def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES)) -> Certificate:
     """Certifies a small model of the configured family, loss, optimizer, units and precision.
 
@@ -73,26 +75,21 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
     if units.min_params is not None:
         units = dataclasses.replace(units, min_params=1000)
 
-    try:
-        return certify(
-            make,
-            partial(make_loss(family, config.train.loss_chunk), train=True),
-            make_batch(batch_shapes(family, shape, data, rows), shape, data),
-            tx=make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
-            units=make_units(units),
-            precision=make_precision(config.precision),
-            strategies=strategies,
-            accumulation=ACCUMULATION,
-            local_batch=config.train.local_batch,
-            remat=make_remat(config),
-            offload=make_offload(config.offload),
-            prefetch=config.prefetch,
-            frozen=frozen,
-        )
-    except ConfigError:
-        raise
-    except ValueError as error:  # of the library, about arguments that are keys here
-        raise ConfigError(str(error)) from error
+    return certify(
+        make,
+        partial(make_loss(family, config.train.loss_chunk), train=True),
+        make_batch(batch_shapes(family, shape, data, rows), shape, data),
+        tx=make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
+        units=make_units(units),
+        precision=Precision(**vars(config.precision)),
+        strategies=strategies,
+        accumulation=ACCUMULATION,
+        local_batch=config.train.local_batch,
+        remat=make_remat(config),
+        offload=make_offload(config.offload),
+        prefetch=config.prefetch,
+        frozen=frozen,
+    )
 
 
 def small_shape(shape: Any, text_lengths: dict[str, int]) -> Any:
@@ -110,23 +107,24 @@ def make_batch(shapes: Batch, shape: Any, data: DataConfig) -> dict[str, np.ndar
     """Returns random arrays of a batch; packed rows hold two documents each."""
     random = np.random.default_rng(0)
     half = data.sequence_length // 2
-    batch = {}
+    batch: dict[str, np.ndarray] = {}
     for name, leaf in shapes.items():
         columns = np.broadcast_to(np.arange(leaf.shape[-1]), leaf.shape)
-        if name in ("tokens", "inputs", "targets"):
-            values = random.integers(1, shape.vocab_size, leaf.shape)
-        elif name == "labels":
-            values = random.integers(0, shape.classes, leaf.shape)
-        elif name == "images":
-            values = random.integers(0, 256, leaf.shape)
-        elif name in ("mask", "inputs_mask"):  # uneven, so that a mean of means would show
-            values = columns < random.integers(1, leaf.shape[-1] + 1, (leaf.shape[0], 1))
-        elif name == "segments":
-            values = 1 + columns // half
-        elif name == "positions":
-            values = columns % half
-        else:
-            what = "no values for this array of the batch"
-            raise ConfigError(message(what, where="certify", got=name))
+        match name:
+            case "tokens" | "inputs" | "targets":
+                values = random.integers(1, shape.vocab_size, leaf.shape)
+            case "labels":
+                values = random.integers(0, shape.classes, leaf.shape)
+            case "images":
+                values = random.integers(0, 256, leaf.shape)
+            case "mask" | "inputs_mask":  # uneven, so that a mean of means would show
+                values = columns < random.integers(1, leaf.shape[-1] + 1, (leaf.shape[0], 1))
+            case "segments":
+                values = 1 + columns // half
+            case "positions":
+                values = columns % half
+            case _:
+                what = "no values for this array of the batch"
+                raise ConfigError(message(what, where="certify", got=name))
         batch[name] = values.astype(leaf.dtype)
     return batch

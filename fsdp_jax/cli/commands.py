@@ -12,25 +12,16 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Suppress, arg
 
-from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile, Meaning
+from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile
 from fsdp_jax.errors import BROKEN, ConfigError, message
-from fsdp_jax.train.config import (
-    AtLeast,
-    AtMost,
-    Devices,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-)
+from fsdp_jax.train.config import Devices, NonNegative, NonNegativeFloat, Positive, Range
 
 OK = 0  # exit code
 
-DIR = arg(metavar="DIR")
 FILE = arg(metavar="FILE")
 NUMBER = arg(metavar="N")
 TOPOLOGY = arg(metavar="T")
-VocabSize = Annotated[int, AtLeast(1), AtMost(2**22)]  # what trains a tokenizer allocates it
-CREATED = Meaning("a directory to create")
+VocabSize = Annotated[int, Range(1, 2**22)]  # what trains a tokenizer allocates it
 
 HF_FOLDER = Argument(
     "DIR", "a Hugging Face folder with config.json and safetensors", "gpt2 --to output/gpt2"
@@ -135,18 +126,17 @@ class PlanCommand:
             target = Path(self.to or f"{Path(str(self.config.path)).stem}.planned.yaml")
             choice.save(target)
             plans = [choice.result.best.plan]
-            fields = choice.to_json() | {"written": str(target)}
-            _print(f"{choice.result}\nwritten to {target}", fields, self.json)
+            fields: Any = choice.to_json() | {"written": str(target)}
+            text: Any = f"{choice.result}\nwritten to {target}"
         else:
             topology = parse_topology(self.topology)
             plans = [
                 plan_of(config, topology, analytic=self.analytic, cache=cache) for config in configs
             ]
+            text, fields = plans[0], plans[0].to_json()
             if self.compare:
-                table = plans_table(self.compare, plans)
-                _print(table, [plan.to_json() for plan in plans], self.json)
-            else:
-                _print(plans[0], plans[0].to_json(), self.json)
+                text, fields = plans_table(self.compare, plans), [plan.to_json() for plan in plans]
+        _print(text, fields, self.json)
         if self.html is not None:
             from fsdp_jax.planner import compare_html, plan_html
 
@@ -216,13 +206,12 @@ class TokenizeCommand:
     """
 
     corpus: Annotated[str, CORPUS, Suppress]
-    to: Annotated[str, DIR, CREATED]  # Folder of the shards, which is created.
+    to: Annotated[str, arg(metavar="DIR", help="Folder of the shards, which is created.")]
     tokenizer: str | None = None  # bytes, or a tokenizer.json or its folder.
     # Train a byte-level BPE tokenizer of this many tokens on the corpus.
     vocab_size: Annotated[VocabSize | None, NUMBER] = None
     field: str = "text"  # Field of a record that holds the text.
-    # Share held out for evaluation; default: 0.05.
-    held_out: NonNegativeFloat | None = None
+    held_out: NonNegativeFloat = 0.05  # Share held out for evaluation.
     invalid: str = "error"  # Text that is not UTF-8: error, replace or skip.
 
     def run(self) -> int:
@@ -247,7 +236,7 @@ class ImportCommand:
     """
 
     folder: Annotated[str, HF_FOLDER, Suppress]
-    to: Annotated[str, arg(metavar="RUN"), CREATED]  # Directory of the run, which is created.
+    to: Annotated[str, arg(metavar="RUN", help="Directory of the run, which is created.")]
     dtype: str = "float32"  # float32 or bfloat16.
     # Virtual CPU devices where there is no accelerator.
     devices: Annotated[Devices | None, NUMBER] = None
@@ -267,10 +256,9 @@ class ExportCommand:
     """Writes the parameters of a verified checkpoint as safetensors, one full state dict."""
 
     output: Annotated[str, RUN, Suppress]
-    to: Annotated[str, DIR, CREATED]  # Directory of the weights, which is created.
-    step: Annotated[NonNegative | None, NUMBER] = (
-        None  # Step of the checkpoint; default: the newest.
-    )
+    to: Annotated[str, arg(metavar="DIR", help="Directory of the weights, which is created.")]
+    # Step of the checkpoint; default: the newest.
+    step: Annotated[NonNegative | None, NUMBER] = None
     dtype: str = "float32"  # float32, bfloat16, float16, or same (the dtypes that were trained).
     # safetensors: our parameter names. huggingface: theirs, with LoRA's adapters merged, the
     # tokenizer and a config.json that transformers loads.

@@ -10,15 +10,15 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from inspect import cleandoc
-from typing import Annotated, Any, Protocol, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 from tyro.conf import FlagConversionOff, FlagCreatePairsOff, arg
 
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import KEY_TYPES, load
-from fsdp_jax.train.typed_keys import convert, metavar, option_name, read_option, split_arguments
+from fsdp_jax.train.config_file import KEYS, load, load_with
+from fsdp_jax.train.typed_keys import Key, check_text, split_arguments
 
 SYNTAX = "a YAML file, then dotted overrides such as `--train.steps 20`"
 
@@ -32,13 +32,6 @@ class Argument:
     example: str
 
 
-@dataclass(frozen=True)
-class Meaning:
-    """What the value of a required option is, for the error that the option is missing."""
-
-    text: str
-
-
 CONFIG = Argument("CONFIG", SYNTAX, "configs/quickstart.yaml")
 RUN = Argument("RUN", "the output directory of a run", "output/quickstart")
 
@@ -48,30 +41,21 @@ class ConfigFile:
     """A configuration as a command line names it; `path` is None where it names none."""
 
     path: str | None
-    overrides: tuple[str, ...]
+    overrides: dict[str, Any]
 
     def load(self) -> Config:
         """Reads the file and applies the overrides. Raises ConfigError for what is unusable."""
         assert self.path is not None, "parse_command checks it"
-        return load(self.path, self.overrides)
+        return load_with(self.path, self.overrides)
 
 
-class Command(Protocol):
-    """A parsed command line that can be run."""
+def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Any:
+    """Returns the command of that kind that `argv`, what follows `fsdp-jax NAME`, describes.
 
-    def run(self) -> int:
-        """Runs the command and returns the exit code."""
-
-
-def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Command:
-    """Returns the command that `argv`, what follows `fsdp-jax NAME`, describes.
-
-    Raises:
-        ConfigError: an unknown option, a missing or malformed value, or a missing argument.
-
+    Raises ConfigError for an unknown option, or a missing or malformed value or argument.
     """
-    argument, kinds = _argument_and_options(kind)
-    known = kinds | KEY_TYPES if argument is CONFIG else kinds
+    argument, options = _argument_and_options(kind)
+    known = options | KEYS if argument is CONFIG else options
     positional, given = split_arguments(argv, known)
 
     # `plan --compare A B` names its configurations by an option.
@@ -84,30 +68,18 @@ def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Command:
         fix = f"fsdp-jax {name} {argument.example}"
         where, expected = "command line", argument.meaning
         raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
+    path = check_text(positional[0], argument.name) if positional else None
 
-    # The options of the command itself.
-    values = {
-        key: read_option(key, kinds[key], texts) for key, texts in given.items() if key in kinds
-    }
-    for field in fields(kind)[1:]:
-        if field.default is MISSING and field.name not in values:
-            option = option_name(field.name)
-            hint = kinds[field.name]
-            meanings = [part.text for part in get_args(hint) if isinstance(part, Meaning)]
-            expected = ", ".join([f"{option} {metavar(hint)}", *meanings])
-            what = f"{option} is missing"
-            raise ConfigError(message(what, where="command line", expected=expected))
-
-    path = convert(str, positional[0], argument.name) if positional else None
+    # The options of the command itself; all other keys are overrides of the configuration.
+    values = {key: value for key, value in given.items() if key in options}
+    for key in _required(kind):
+        if key not in values:
+            what = f"{options[key].option} is missing"
+            raise ConfigError(message(what, where="command line", expected=options[key].usage))
     if argument is not CONFIG:
         return kind(path, **values)
-
-    # All other keys are overrides of the configuration.
-    overrides: list[str] = []
-    for key, texts in given.items():
-        if key not in kinds:
-            overrides += ["=".join([f"--{key}", *texts[:1]]), *texts[1:]]
-    return kind(ConfigFile(path, tuple(overrides)), **values)
+    overrides = {key: value for key, value in given.items() if key not in options}
+    return kind(ConfigFile(path, overrides), **values)
 
 
 def print_help(kind: type[Any], name: str, argv: Sequence[str]) -> None:
@@ -116,9 +88,8 @@ def print_help(kind: type[Any], name: str, argv: Sequence[str]) -> None:
     The defaults of keys are those of the configuration file, if `argv` begins with one.
     """
     argument, _ = _argument_and_options(kind)
-    required = [field.name for field in fields(kind)[1:] if field.default is MISSING]
-    first = ConfigFile(None, ()) if argument is CONFIG else ""
-    default: Any = kind(first, **dict.fromkeys(required, tyro.MISSING))
+    first = ConfigFile(None, {}) if argument is CONFIG else ""
+    default: Any = kind(first, **dict.fromkeys(_required(kind), tyro.MISSING))
     shown: Any = kind
     if argument is CONFIG:
         default = (default, Config() if argv[0].startswith("-") else load(argv[0]))
@@ -136,7 +107,13 @@ def print_help(kind: type[Any], name: str, argv: Sequence[str]) -> None:
         )
 
 
-def _argument_and_options(kind: type[Any]) -> tuple[Argument, dict[str, Any]]:
-    """Returns the positional argument of a command, and the type of each option."""
-    (_, hint), *options = get_type_hints(kind, include_extras=True).items()
-    return next(part for part in get_args(hint) if isinstance(part, Argument)), dict(options)
+def _required(kind: type[Any]) -> list[str]:
+    """Returns the options without a default."""
+    return [field.name for field in fields(kind)[1:] if field.default is MISSING]
+
+
+def _argument_and_options(kind: type[Any]) -> tuple[Argument, dict[str, Key]]:
+    """Returns the positional argument of a command, and its options."""
+    first, *options = (Key.of(*each) for each in get_type_hints(kind, include_extras=True).items())
+    argument = next(note for note in first.notes if isinstance(note, Argument))
+    return argument, {key.name: key for key in options}

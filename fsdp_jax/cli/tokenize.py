@@ -17,11 +17,9 @@ from fsdp_jax.data.documents import Documents, Split
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.records import Invalid
 from fsdp_jax.data.shard_writer import Say, read_plan
-from fsdp_jax.data.sources import HELD_OUT, skip_note
+from fsdp_jax.data.sources import skip_note
 from fsdp_jax.data.tokenizer import FILE, Tokenizer
 from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, message
-
-EMBEDDED = "embedded"
 
 
 def tokenize_corpus(
@@ -31,21 +29,14 @@ def tokenize_corpus(
     tokenizer: str | None,
     vocab_size: int | None,
     field: str,
-    held_out: float | None,
+    held_out: float,
     invalid: str,
     say: Say,
 ) -> str:
     """Writes token shards, or resumes writing them; returns the line to print.
 
-    Args:
-        corpus: a text file, a .jsonl, a folder of them, or `embedded`.
-        to: folder of the shards.
-        tokenizer: as `load_tokenizer` takes it; None trains one.
-        vocab_size: of the trained one; a tokenizer trained for the same shards is used again.
-        field: of a record, that holds the text.
-        held_out: share kept from training; 0.05 if None.
-        invalid: what to do with text that is not UTF-8.
-        say: called with lines of progress.
+    The arguments are those of the command, of which either `tokenizer` or `vocab_size` is None. A
+    tokenizer that was trained for the same shards is used again.
 
     Raises:
         ConfigError: the corpus cannot be read, or the folder holds other files or shards made with
@@ -53,15 +44,11 @@ def tokenize_corpus(
         CheckpointError: the shards cannot be written.
 
     """
-    split = split_documents(
-        _open_corpus(corpus, field, invalid), held_out=HELD_OUT if held_out is None else held_out
-    )
-    encoder: Tokenizer
-    if vocab_size is None:
-        assert tokenizer is not None, "a tokenizer or a size is given"
+    split = split_documents(_open_corpus(corpus, field, invalid), held_out=held_out)
+    if tokenizer is not None:
         encoder = load_tokenizer(tokenizer)
     else:
-        assert tokenizer is None, "a size is given"
+        assert vocab_size is not None, "a tokenizer or a size is given"
         encoder = _trained_tokenizer(split, Path(to).expanduser(), vocab_size, say)
     try:
         manifest = tokenize(split, encoder, to, asked=vocab_size, say=say)
@@ -81,7 +68,7 @@ def tokenize_corpus(
 
 def _open_corpus(corpus: str, field: str, invalid: str) -> Documents:
     check_choice("invalid", invalid, Invalid)
-    if corpus != EMBEDDED:
+    if corpus != "embedded":
         return open_documents(corpus, field=field, invalid=cast(Invalid, invalid))
     for name, got, default in (("field", field, "text"), ("invalid", invalid, "error")):
         if got != default:
@@ -101,9 +88,8 @@ def _trained_tokenizer(split: Split, to: Path, vocab_size: int, say: Say) -> Tok
         if plan.asked is None:
             expected = "--tokenizer, as it was made with one"
         fix = "choose another folder, or remove this one"
-        raise ConfigError(
-            message(what, where="--vocab-size", expected=expected, got=vocab_size, fix=fix)
-        )
+        where = "--vocab-size"
+        raise ConfigError(message(what, where=where, expected=expected, got=vocab_size, fix=fix))
     if plan is not None and (to / FILE).exists():
         with suppress(DamageError):  # then the same one is trained again
             found = load_tokenizer(to)

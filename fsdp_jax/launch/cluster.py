@@ -46,27 +46,17 @@ def use_virtual_devices(count: int) -> None:
     except RuntimeError:  # the backends have started, which is fine if they need no change
         if jax.default_backend() != "cpu" or jax.local_device_count() == count:
             return
-        raise ValueError(
-            message(
-                "jax has started already: the number of virtual devices is fixed",
-                where="train.devices",
-                expected=count,
-                got=jax.local_device_count(),
-                fix="call use_virtual_devices before anything that touches a device",
-            )
-        ) from None
-    _set_xla_flags(
-        {
-            # Agrees with jax's setting above, for processes that inherit the environment.
-            "--xla_force_host_platform_device_count": count,
-            # A busy machine may delay one device's thread; the default aborts after 40 s.
-            "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
-            "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
-        }
-    )
-
-
-def _set_xla_flags(flags: dict[str, int]) -> None:
+        what = "jax has started already: the number of virtual devices is fixed"
+        where, got = "train.devices", jax.local_device_count()
+        fix = "call use_virtual_devices before anything that touches a device"
+        raise ValueError(message(what, where=where, expected=count, got=got, fix=fix)) from None
+    flags = {
+        # Agrees with jax's setting above, for processes that inherit the environment.
+        "--xla_force_host_platform_device_count": count,
+        # A busy machine may delay one device's thread; the default aborts after 40 s.
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
+        "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
+    }
     present = os.environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in present if flag.partition("=")[0] not in flags]
     added = [f"{name}={value}" for name, value in flags.items()]
@@ -84,7 +74,7 @@ def join_cluster(
     """Joins this process into a run of several, and waits until all have joined and agree.
 
     From then on an error that ends one process, or its death, ends all of them: see
-    `fail_together`. `coordinator`, `processes` and `process` are None for a run of one process.
+    `fail_together`. A run of one process passes None three times.
 
     Args:
         coordinator: HOST:PORT where process 0 listens; jax's own service takes the next port.
@@ -102,24 +92,17 @@ def join_cluster(
     if coordinator is None and processes is None and process is None:
         return
     if coordinator is None or processes is None or process is None:
-        raise ConfigError(
-            message(
-                "an incomplete cluster",
-                where="cluster",
-                expected="coordinator, processes and process, or none of them",
-                got=f"coordinator={coordinator}, processes={processes}, process={process}",
-            )
-        )
+        what, expected = "an incomplete cluster", "coordinator, processes and process, or none"
+        got = f"coordinator={coordinator}, processes={processes}, process={process}"
+        raise ConfigError(message(what, where="cluster", expected=expected, got=got))
     host, port = _address(coordinator)
     if processes < 1:
-        where = "cluster.processes"
-        raise ConfigError(
-            message("an empty cluster", where=where, expected="1 or more", got=processes)
-        )
+        what, where = "an empty cluster", "cluster.processes"
+        raise ConfigError(message(what, where=where, expected="1 or more", got=processes))
     if not 0 <= process < processes:
-        where = "cluster.process"
+        what, where = "no such process", "cluster.process"
         expected = f"0 to {processes - 1} for {processes} processes"
-        raise ConfigError(message("no such process", where=where, expected=expected, got=process))
+        raise ConfigError(message(what, where=where, expected=expected, got=process))
     if _watch is not None:
         fix = "call leave_cluster before"
         raise ConfigError(message("this process has joined already", where="cluster", fix=fix))
@@ -153,7 +136,7 @@ def _end_all_on_uncaught_errors() -> None:
         previous(kind, error, at)
 
     sys.excepthook = report
-    atexit.register(_leave_at_exit)
+    atexit.register(lambda: _leave(AT_EXIT))
     os.register_at_fork(after_in_child=_forget)
 
 
@@ -197,10 +180,8 @@ def end_all(error: BaseException, *, stacks: bool = False) -> None:
 def require_same(what: str, facts: Mapping[str, object]) -> None:
     """Waits until every process has called this; ends all, with exit code 2, if the facts differ.
 
-    Args:
-        what: what the facts are about, the same in every process.
-        facts: by name; values that JSON can hold.
-
+    `what` says what the facts are about, the same in every process; facts are values that JSON can
+    hold, by name.
     """
     if _watch is not None:
         _watch.require_same(what, facts)
@@ -210,15 +191,10 @@ def _address(coordinator: str) -> tuple[str, int]:
     """Returns host and port. Raises ConfigError if there are none."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(
-            message(
-                "not an address",
-                where="cluster.coordinator",
-                expected="HOST:PORT, the same for every process",
-                got=coordinator,
-                fix="for example 10.0.0.1:1234: the host of process 0, and a free port there",
-            )
-        )
+        what, where = "not an address", "cluster.coordinator"
+        expected = "HOST:PORT, the same for every process"
+        fix = "for example 10.0.0.1:1234: the host of process 0, and a free port there"
+        raise ConfigError(message(what, where=where, expected=expected, got=coordinator, fix=fix))
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -228,10 +204,6 @@ def leave_cluster() -> None:
     A process that exits without this waits for the others too, but `AT_EXIT` seconds at most.
     """
     _leave(None)
-
-
-def _leave_at_exit() -> None:
-    _leave(AT_EXIT)
 
 
 def _leave(patience: float | None) -> None:

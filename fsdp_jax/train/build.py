@@ -1,8 +1,9 @@
 """Builds the objects of a run from its configuration."""
 
-import dataclasses
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
@@ -27,7 +28,6 @@ from fsdp_jax.train.config import (
     LoraConfig,
     ModelConfig,
     OffloadConfig,
-    PrecisionConfig,
     TrainConfig,
     UnitsConfig,
 )
@@ -38,34 +38,77 @@ from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.remat import Remat, RematPolicy, check_names
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Run:
-    """The objects that a configuration describes, before any array exists.
-
-    Attributes:
-        config: the configuration itself.
-        sharded: the sharded model and optimizer.
-        step: the training step; `step.lower(batch)` is the program that trains.
-        eval_step: the evaluation step.
-        schedule: optimizer updates so far -> learning rate.
-        batch: shapes and dtypes of the global batch.
-        work: tokens and FLOPs of a step.
-        family: the model's family.
-        shape: the model's own configuration.
-
-    """
+    """The objects that a configuration describes, before any array exists."""
 
     config: Config
     sharded: Sharded
-    step: CompiledStep
+    step: CompiledStep  # `step.lower(batch)` is the program that trains
     eval_step: CompiledStep
-    schedule: optax.Schedule
-    batch: Batch
-    work: Work
+    schedule: optax.Schedule  # optimizer updates so far -> learning rate
+    batch: Batch  # shapes and dtypes of the global batch
+    work: Work  # tokens and FLOPs of a step
     family: Family
-    shape: Any
+    shape: Any  # the model's own configuration
 
 
+# Where the library's errors are, in the words of a configuration.
+_KEY_OF = {
+    "accumulation": "train.accumulation",
+    "clip": "optimizer.clip",
+    "frozen": "model.frozen",
+    "offload.activations": "offload.activation_names",
+    "remat.save": "remat_save",
+    "remat.every": "remat_every",
+    "targets": "lora.targets",
+    "trainable": "lora.trained",
+    "LossSpikes.window": "train.spike_window",
+    "LossSpikes.threshold": "train.spike_threshold",
+}
+
+
+@contextlib.contextmanager
+def errors_about_keys() -> Iterator[None]:
+    """Raises the library's errors about arguments as ConfigErrors about the keys they come from."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for argument, key in _KEY_OF.items():
+            text = re.sub(rf"^(  where: +){re.escape(argument)}$", rf"\g<1>{key}", text, flags=re.M)
+        raise ConfigError(text) from error
+
+
+@errors_about_keys()
+def check_activation_names(run: Run) -> None:
+    """Raises ConfigError for a name of an activation that the model does not have.
+
+    Traces the step if names are set; the step that trains is traced no more.
+    """
+    if run.config.remat_save or run.config.offload.activation_names:
+        check_names(run.step.plan.activations, run.step.trace(run.batch).jaxpr)
+
+
+def start_devices(virtual: int | None) -> None:
+    """Chooses the platform, with `virtual` CPU devices if given, before JAX starts a backend."""
+    choose_platforms()
+    if virtual is not None:
+        use_virtual_devices(virtual)
+
+
+@errors_about_keys()
+def topology_devices(name: str) -> list[jax.Device]:
+    """Returns the devices of a machine that need not be present, for `build`.
+
+    Raises ConfigError for an unknown machine, or one for which there is no compiler.
+    """
+    topology = parse_topology(name)
+    start_devices(topology.size if topology.hardware.platform == "cpu" else None)
+    return topology.devices()
+
+
+@errors_about_keys()
 def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     """Builds the mesh, model, optimizer, layout and steps; allocates and compiles nothing.
 
@@ -80,69 +123,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     """
     if devices is None:
         start_devices(config.train.devices)
-    try:
-        return _build(config, devices)
-    except ValueError as error:  # of the library, about arguments that are keys here
-        raise _about_keys(error) from error
 
-
-# Where the library's errors are, in the words of a configuration.
-_KEY_OF = {
-    "accumulation": "train.accumulation",
-    "clip": "optimizer.clip",
-    "frozen": "model.frozen",
-    "offload.activations": "offload.activation_names",
-    "remat.save": "remat_save",
-    "remat.every": "remat_every",
-    "targets": "lora.targets",
-    "trainable": "lora.trained",
-}
-
-
-def _about_keys(error: ValueError) -> ConfigError:
-    """Returns an error of the library with the key in place of the argument that it names."""
-    text = str(error)
-    for argument, key in _KEY_OF.items():
-        text = re.sub(rf"^(  where: +){re.escape(argument)}$", rf"\g<1>{key}", text, flags=re.M)
-    return ConfigError(text)
-
-
-def check_activation_names(run: Run) -> None:
-    """Raises ConfigError for a name of an activation that the model does not have.
-
-    Traces the step if names are set; the step that trains is traced no more.
-    """
-    if not (run.config.remat_save or run.config.offload.activation_names):
-        return
-    try:
-        check_names(run.step.plan.activations, run.step.trace(run.batch).jaxpr)
-    except ValueError as error:
-        raise _about_keys(error) from error
-
-
-def start_devices(virtual: int | None) -> None:
-    """Chooses the platform, with `virtual` CPU devices if given, before JAX starts a backend."""
-    choose_platforms()
-    if virtual is not None:
-        use_virtual_devices(virtual)
-
-
-def topology_devices(name: str) -> list[jax.Device]:
-    """Returns the devices of a machine that need not be present, for `build`.
-
-    Raises:
-        ConfigError: an unknown machine, or no compiler for it.
-
-    """
-    topology = parse_topology(name)
-    try:
-        start_devices(topology.size if topology.hardware.platform == "cpu" else None)
-    except ValueError as error:  # JAX runs already, with fewer devices
-        raise ConfigError(str(error)) from error
-    return topology.devices()
-
-
-def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
     # The mesh and the model.
     train, data = config.train, config.data
     mesh = make_mesh(config.mesh.data, config.mesh.replica, devices=devices)
@@ -166,7 +147,7 @@ def _build(config: Config, devices: Sequence[jax.Device] | None) -> Run:
         mesh,
         config.strategy,
         make_units(config.units),
-        precision=make_precision(config.precision),
+        precision=Precision(**vars(config.precision)),
         remat=make_remat(config),
         prefetch=config.prefetch,
         offload=make_offload(config.offload),
@@ -205,9 +186,7 @@ def make_model(
 ) -> tuple[Callable[[nnx.Rngs], nnx.Module], tuple[str, ...]]:
     """Returns the constructor of the model, and patterns of its frozen parameters.
 
-    Raises:
-        ConfigError: keys that exclude each other, or attention that the platform lacks.
-
+    Raises ConfigError for keys that exclude each other, or attention that the platform lacks.
     """
     attention = make_attention(model.attention, platform)
 
@@ -242,17 +221,10 @@ def lora_scale(lora: LoraConfig) -> float | None:
     return 1.0 if lora.alpha is None else lora.alpha / lora.rank
 
 
-def make_precision(precision: PrecisionConfig) -> Precision:
-    """Returns the keys as `fully_shard` takes them."""
-    return Precision(**dataclasses.asdict(precision))
-
-
 def make_remat(config: Config) -> Remat:
     """Returns the keys as `fully_shard` takes them.
 
-    Raises:
-        ConfigError: keys that change nothing, since nothing is recomputed.
-
+    Raises ConfigError for keys that change nothing, since nothing is recomputed.
     """
     unused = {"remat_save": config.remat_save, "remat_every": config.remat_every > 1}
     for key, is_set in unused.items():
@@ -266,9 +238,7 @@ def make_remat(config: Config) -> Remat:
 def make_offload(offload: OffloadConfig) -> Offload:
     """Returns the keys as `fully_shard` takes them.
 
-    Raises:
-        ConfigError: both the units' inputs and names.
-
+    Raises ConfigError for both the units' inputs and names.
     """
     if offload.activations and offload.activation_names:
         what = "either the inputs of the units are offloaded, or activations by name"
@@ -282,18 +252,10 @@ def make_offload(offload: OffloadConfig) -> Offload:
 
 
 def make_loss_spikes(train: TrainConfig) -> LossSpikes | None:
-    """Returns the keys as `fully_shard` takes them.
-
-    Raises:
-        ConfigError: a window or a threshold out of range.
-
-    """
+    """Returns the keys as `fully_shard` takes them."""
     if train.spike == "ignore":
         return None
-    try:
-        return LossSpikes(train.spike_window, train.spike_threshold, train.spike == "skip")
-    except ValueError as error:
-        raise ConfigError(str(error).replace("LossSpikes.", "train.spike_")) from error
+    return LossSpikes(train.spike_window, train.spike_threshold, train.spike == "skip")
 
 
 def make_units(units: UnitsConfig) -> Units:
@@ -304,9 +266,7 @@ def make_units(units: UnitsConfig) -> Units:
 def make_loss(family: Family, chunk: int | None) -> Callable[..., Any]:
     """Returns the loss, (model, batch, *, train) -> (sum, count), in vocabulary chunks if given.
 
-    Raises:
-        ConfigError: chunks for a model without a vocabulary.
-
+    Raises ConfigError for chunks of a model without a vocabulary.
     """
     if chunk is None:
         return family.loss

@@ -1,30 +1,25 @@
 """The configuration of a run: one field per key with its type, default, limit and help text."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 
 @dataclass(frozen=True)
-class AtLeast:
-    """Smallest value of a number: `Annotated[int, AtLeast(1)]`, checked where a key is set."""
+class Range:
+    """Smallest and largest value of a number, as in `Annotated[int, Range(1)]`."""
 
-    value: float
-
-
-@dataclass(frozen=True)
-class AtMost:
-    """Largest value of a number, as `AtLeast`."""
-
-    value: float
+    least: float
+    most: float = math.inf
 
 
 # Steps, rows and tokens are counted in int32; bytes and parameters in int64.
-INT32, INT64 = AtMost(2**31 - 1), AtMost(2**63 - 1)
-Positive = Annotated[int, AtLeast(1), INT32]
-NonNegative = Annotated[int, AtLeast(0), INT32]
-Devices = Annotated[int, AtLeast(1), AtMost(4096)]  # virtual ones; each has a thread of its own
-MeshSize = Annotated[int, AtLeast(-1), INT32]
-NonNegativeFloat = Annotated[float, AtLeast(0)]
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+Positive = Annotated[int, Range(1, INT32)]
+NonNegative = Annotated[int, Range(0, INT32)]
+Devices = Annotated[int, Range(1, 4096)]  # virtual ones; each has a thread of its own
+MeshSize = Annotated[int, Range(-1, INT32)]
+NonNegativeFloat = Annotated[float, Range(0)]
 
 
 @dataclass(frozen=True)
@@ -40,9 +35,9 @@ class ModelConfig:
     # folder (config.json and safetensors); default: random.
     weights: str | None = None
     # Number of blocks; default: the preset's.
-    layers: Annotated[int, AtLeast(1), AtMost(4096)] | None = None
+    layers: Annotated[int, Range(1, 4096)] | None = None
     # Width of the residual stream; default: the preset's.
-    width: Annotated[int, AtLeast(1), AtMost(2**20)] | None = None
+    width: Annotated[int, Range(1, 2**20)] | None = None
     heads: Positive | None = None  # Attention heads; default: the preset's.
     vocab_size: Positive | None = None  # Vocabulary size of a text model; default: the preset's.
     # Classes of an image model; default: the preset's or the weights'. A number other than the
@@ -76,9 +71,8 @@ class MeshConfig:
 
     # Replicas of the state in hybrid strategies; -1: all devices that `data` leaves.
     replica: MeshSize = 1
-    data: MeshSize = (
-        -1
-    )  # Devices that the state is sharded over; -1: all devices that `replica` leaves.
+    # Devices that the state is sharded over; -1: all devices that `replica` leaves.
+    data: MeshSize = -1
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class UnitsConfig:
 
     classes: tuple[str, ...] = ()  # Module classes; each instance is a unit, such as Block.
     # Modules with at least this many parameters are units.
-    min_params: Annotated[int, AtLeast(0), INT64] | None = None
+    min_params: Annotated[int, Range(0, INT64)] | None = None
     scan: bool = False  # The body of the layer scan is the unit.
 
 
@@ -126,7 +120,7 @@ class OffloadConfig:
     # Groups of state that are on the device at once: one is updated while others travel.
     in_flight: Positive = 2
     # Bytes of a group on each device.
-    group_bytes: Annotated[int, AtLeast(1), INT64] = 64 * 2**20
+    group_bytes: Annotated[int, Range(1, INT64)] = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -191,7 +185,7 @@ class TrainConfig:
     # Vocabulary chunk size for the loss; logits are recomputed in the backward pass.
     loss_chunk: Positive | None = None
     # Seed of initialization, data order and dropout.
-    seed: Annotated[int, AtLeast(0), AtMost(2**32 - 1)] = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     # Virtual CPU devices per process where there is no accelerator; default: JAX's number.
     devices: Devices | None = None
     log_every: Positive = 10  # Steps between log lines.
@@ -200,7 +194,7 @@ class TrainConfig:
     eval_batches: Positive | None = 10  # Held-out batches per evaluation; None: all of them.
     # Tokens of the sample printed at the end (for images: predictions); 0: none. Each costs a
     # forward pass.
-    sample: Annotated[int, AtLeast(0), AtMost(2**16)] = 400
+    sample: Annotated[int, Range(0, 2**16)] = 400
     # Abort after this many consecutive skipped steps, whose loss, gradients or new state were not
     # finite; None: never.
     abort_after: Positive | None = 10

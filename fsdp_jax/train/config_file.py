@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,12 @@ import yaml
 from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.io.regular_files import open_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
-from fsdp_jax.train.typed_keys import (
-    convert,
-    key_types,
-    read_option,
-    split_arguments,
-    with_values,
-)
+from fsdp_jax.train.typed_keys import key_types, split_arguments
 
-KEY_TYPES = dict(key_types(Config))
+KEYS = {key.name: key for key in key_types(Config)}
 # A configuration of all keys has 3 kB, 150 nodes and a depth of 4.
 LONGEST_FILE, MOST_NODES, DEEPEST = 2**18, 10_000, 8
-SECTIONS = {key.partition(".")[0] for key in KEY_TYPES if "." in key}
+SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -33,13 +29,21 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             below its limit.
 
     """
-    config = with_values(Config(), dict(_file_values(Path(path))))
-    unnamed, options = split_arguments(overrides, KEY_TYPES)
+    unnamed, values = split_arguments(overrides, KEYS)
     if unnamed:
         what, expected = f"unexpected argument '{unnamed[0]}'", "--key value"
         raise ConfigError(message(what, where="command line", expected=expected))
-    values = {key: read_option(key, KEY_TYPES[key], texts) for key, texts in options.items()}
-    config = with_values(config, values)
+    return load_with(path, values)
+
+
+def load_with(path: str | Path, values: dict[str, Any]) -> Config:
+    """Reads a YAML file, then replaces the values of these dotted keys. Raises as `load` does."""
+    config = Config()
+    for key, value in (dict(_file_values(Path(path))) | values).items():
+        section, _, name = key.rpartition(".")
+        if section:
+            value = dataclasses.replace(getattr(config, section), **{name: value})
+        config = dataclasses.replace(config, **{section or name: value})
     units = config.units
     if sum(map(bool, (units.classes, units.min_params, units.scan))) > 1:
         what, expected = "units are set in more than one way", "classes, min_params or scan"
@@ -49,11 +53,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def dump(config: Config) -> str:
     """Returns the configuration as YAML, which `load` reads back unchanged."""
-    plain = dataclasses.asdict(
-        config,
-        dict_factory=lambda pairs: {k: list(v) if isinstance(v, tuple) else v for k, v in pairs},
-    )
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # lists for tuples
     return yaml.safe_dump(plain, sort_keys=False)
+
+
+def key_values(config: Config) -> dict[str, Any]:
+    """Returns the values of a configuration by dotted key."""
+    return {key: attrgetter(key)(config) for key in KEYS}
 
 
 def digest(config: Config) -> str:
@@ -83,10 +89,10 @@ def _file_values(path: Path) -> Iterator[tuple[str, Any]]:
         if name in SECTIONS:
             section = {f"{name}.{key}": value for key, value in _mapping(value, where).items()}
         for key, item in section.items():
-            if key not in KEY_TYPES:
-                fix = did_you_mean(str(key), [*KEY_TYPES, *SECTIONS])
+            if key not in KEYS:
+                fix = did_you_mean(str(key), [*KEYS, *SECTIONS])
                 raise ConfigError(message(f"unknown key '{key}'", where=str(path), fix=fix))
-            yield key, convert(KEY_TYPES[key], item, f"{path}: {key}")
+            yield key, KEYS[key].convert(item, f"{path}: {key}")
 
 
 def _parse(content: bytes, where: str) -> Any:
@@ -100,8 +106,7 @@ def _parse(content: bytes, where: str) -> Any:
             root = loader.get_single_node()
             if root is None:
                 return None
-            _check_extent(root, where)
-            _check_repeated(root, where, "", {})
+            _check_nodes(root, where)
             return loader.construct_document(root)
         finally:
             loader.dispose()
@@ -118,46 +123,39 @@ def _parse(content: bytes, where: str) -> Any:
         raise ConfigError(message(what, where=where, got=got)) from error
 
 
-def _check_extent(root: yaml.Node, where: str) -> None:
-    """Raises ConfigError for nodes that are many, or nested; an alias counts as what it names."""
-    count, pending = 0, [(root, 1)]
+def _check_nodes(root: yaml.Node, where: str) -> None:
+    """Raises ConfigError for nodes that are many, or nested, or keys that are set twice.
+
+    An alias counts as what it names. Of a key that is set twice YAML takes the last.
+    """
+    lines: dict[str, int] = {}  # of the keys
+    count = 0
+    # Nodes with their depth, and what the names of their keys begin with; None: they have no names.
+    pending: list[tuple[yaml.Node, int, str | None]] = [(root, 1, "")]
     while pending:
-        node, depth = pending.pop()
+        node, depth, prefix = pending.pop()
         count += 1
         if depth > DEEPEST or count > MOST_NODES:
             raise _too_nested(where)
         if isinstance(node, yaml.SequenceNode):
-            pending += [(item, depth + 1) for item in node.value]
+            pending += [(item, depth + 1, None) for item in node.value]
         elif isinstance(node, yaml.MappingNode):
-            pending += [(item, depth + 1) for pair in node.value for item in pair]
+            for key, value in node.value:
+                inner = None
+                if prefix is not None and isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                    name, line = prefix + key.value, key.start_mark.line + 1
+                    if name in lines:
+                        what = f"the key '{name}' is set twice"
+                        got, fix = f"lines {lines[name]} and {line}", "leave one of them out"
+                        raise ConfigError(message(what, where=where, got=got, fix=fix))
+                    lines[name] = line
+                    inner = f"{name}."
+                pending += [(key, depth + 1, None), (value, depth + 1, inner)]
 
 
 def _too_nested(where: str) -> ConfigError:
     what, expected = "the configuration is nested too deeply, or too large", "sections of keys"
     return ConfigError(message(what, where=where, expected=expected))
-
-
-def _check_repeated(node: yaml.Node, where: str, prefix: str, lines: dict[str, int]) -> None:
-    """Raises ConfigError for a key that is set twice, of which YAML takes the last.
-
-    Args:
-        node: a mapping; nothing else has keys.
-        where: the file.
-        prefix: of its keys, with a dot.
-        lines: of the keys before, which are added to.
-
-    """
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
-            continue
-        name, line = prefix + key.value, key.start_mark.line + 1
-        if name in lines:
-            what, got = f"the key '{name}' is set twice", f"lines {lines[name]} and {line}"
-            raise ConfigError(message(what, where=where, got=got, fix="leave one of them out"))
-        lines[name] = line
-        _check_repeated(value, where, f"{name}.", lines)
 
 
 def _mapping(content: Any, where: str) -> Mapping[str, Any]:

@@ -5,14 +5,12 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Self
 
-import flax
-import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdp_jax.checkpoint.manifest import package_versions
-from fsdp_jax.errors import FULL, human_bytes
+from fsdp_jax.errors import human_bytes, is_disk_full
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.train.build import Run
@@ -44,7 +42,7 @@ class Screen:
             self._console.print(text)
             sys.stdout.flush()  # for a log that is followed through a pipe
         except OSError as error:
-            if error.errno not in FULL:  # on a full disk the run goes on: checkpoints matter more
+            if not is_disk_full(error):  # then the run goes on: checkpoints matter more
                 raise
 
     def start_bar(self, step: int) -> None:
@@ -68,9 +66,7 @@ class Screen:
             self._bar.stop()
             self._bar = None
 
-    def show_step(
-        self, record: StepRecord, *, log: bool, more: Mapping[str, np.ndarray] | None = None
-    ) -> None:
+    def show_step(self, record: StepRecord, *, log: bool, more: Mapping[str, np.ndarray]) -> None:
         """Advances the bar by one step, and prints its metrics as a line if `log`.
 
         `more`: metrics of the loss's own, of which numbers are printed, and arrays are not.
@@ -80,7 +76,7 @@ class Screen:
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=record.step, description=description)
         if log:
-            self.say(self._line(record, more or {}))
+            self.say(self._line(record, more))
 
     def _line(self, record: StepRecord, more: Mapping[str, np.ndarray]) -> str:
         seconds_left = round((self._steps - record.step) * record.step_time_s)
@@ -104,7 +100,7 @@ class Screen:
         return "  ".join([*fields, f"eta {timedelta(seconds=seconds_left)}"])
 
 
-def banner(run: Run, *, corpus: str, checkpoints: str, resumed: int | None) -> str:
+def banner(run: Run, corpus: str, checkpoints: str, resumed: int | None) -> str:
     """Returns what a run prints before its first step."""
     layout = run.sharded.layout
     devices = layout.mesh.devices.flatten()
@@ -129,19 +125,20 @@ def banner(run: Run, *, corpus: str, checkpoints: str, resumed: int | None) -> s
         weights = f"of the checkpoint (the run started from {weights})"
         start = f"resumes at step {resumed}"
 
+    versions = package_versions() | {"python": sys.version.split()[0]}
+    shown = ("fsdp_jax", "jax", "flax", "python")
+    examples, tokens = run.config.train.global_batch_size, run.work.tokens
+    plural = "s" * (hosts > 1)
     rows = {
-        "versions": f"fsdp_jax {package_versions()['fsdp_jax']}, jax {jax.__version__}, "
-        f"flax {flax.__version__}, python {sys.version.split()[0]}",
-        "devices": f"{len(devices)} {devices[0].device_kind} on {hosts} host{'s' * (hosts > 1)}, "
-        f"mesh {mesh}",
+        "versions": ", ".join(f"{name} {versions[name]}" for name in shown),
+        "devices": f"{len(devices)} {devices[0].device_kind} on {hosts} host{plural}, mesh {mesh}",
         "parameters": count,
         "weights": weights,
         "state": layout.summary(),
         "replicated": replicated or "nothing larger than a counter",
         "rules": _rules(layout),
         "data": corpus,
-        "batch": f"{run.config.train.global_batch_size} examples, "
-        f"{run.work.tokens:,} tokens per step",
+        "batch": f"{examples} examples, {tokens:,} tokens per step",
         "checkpoints": f"{checkpoints}: {start}",
     }
     return "\n".join(f"{name + ':':<13}{text}" for name, text in rows.items())
@@ -159,15 +156,7 @@ def _rules(layout: Layout) -> str:
 
 
 def summary(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
-    """Returns what a run prints at its end: held-out loss, memory and a sample.
-
-    Args:
-        layout: of the training state.
-        held_out: loss in nats, or None without held-out data.
-        unit: what the loss is per: byte, token or image.
-        sample: generated text or predictions, or None.
-
-    """
+    """Returns what a run prints at its end: held-out loss in nats per `unit`, memory, a sample."""
     loss = "no held-out data"
     if held_out is not None:
         loss = f"held-out loss {held_out:.4f} nats per {unit}"

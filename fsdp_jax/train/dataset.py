@@ -19,24 +19,17 @@ from fsdp_jax.data.images import SIDE
 from fsdp_jax.data.loader import Batch
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.build import Run
-from fsdp_jax.train.config import DataConfig
 from fsdp_jax.train.initial_weights import tokenizer_beside, tokenizer_of
 from fsdp_jax.train.shapes import target_length
 
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run.
+    """The data of a run."""
 
-    Attributes:
-        loaded: the examples and their description.
-        loader: this process's training batches.
-        evaluation: returns an iterator over held-out batches; None without held-out examples.
-
-    """
-
-    loaded: LoadedData
-    loader: Loader
+    loaded: LoadedData  # the examples and their description
+    loader: Loader  # this process's training batches
+    # Returns an iterator over held-out batches; None without held-out examples.
     evaluation: Callable[[], Iterator[Batch]] | None
 
     @property
@@ -52,46 +45,29 @@ class Data:
         return "none" if self.loaded.tokenizer is None else self.loaded.tokenizer.digest
 
 
-def open_data(
-    settings: DataConfig, run: Run, weights: str | None, *, seed: int, eval_limit: int | None
-) -> Data:
-    """Opens the examples and returns this process's part of their batches.
+def open_data(run: Run) -> Data:
+    """Opens the examples of a run, and returns this process's part of their batches.
 
-    Args:
-        settings: the data keys.
-        run: the model and the batch that the examples must fit.
-        weights: `model.weights`, whose tokenizer is the default.
-        seed: of the examples' order.
-        eval_limit: the largest number of batches of an evaluation.
-
-    Raises:
-        ConfigError: what is missing, malformed or inconsistent, with its key or its place.
-
+    Raises ConfigError for what is missing, malformed or inconsistent, with its key or its place.
     """
+    config, task = run.config, run.family.task
+    settings, seed = config.data, config.train.seed
     # Text takes the tokenizer of the weights by default; token shards have their own.
-    task = run.family.task
-    beside = tokenizer_beside(weights) if task.is_text else None
+    beside = tokenizer_beside(config.model.weights) if task.is_text else None
     tokenizer = settings.tokenizer
     if task.is_text and tokenizer is None and settings.kind != "tokens":
         tokenizer = beside
-        if weights is not None and beside is None:
-            what = "no tokenizer beside the weights"
+        if config.model.weights is not None and beside is None:
+            what, got = "no tokenizer beside the weights", config.model.weights
             fix = "the tokenizer.json that they were trained with, or bytes if so"
-            raise ConfigError(message(what, where="data.tokenizer", got=weights, fix=fix))
+            raise ConfigError(message(what, where="data.tokenizer", got=got, fix=fix))
     # The examples, checked against the model.
+    keys = vars(settings) | {"tokenizer": tokenizer}
+    del keys["target_length"]
     options = DataOptions(
-        kind=settings.kind,
-        sequence_length=settings.sequence_length,
+        **keys,
         targets_length=target_length(settings) if "target_length" in task.data_keys else None,
-        path=settings.path,
-        split=settings.split,
-        field=settings.field,
-        tokenizer=tokenizer,
         vocab_size=getattr(run.shape, "vocab_size", None),
-        held_out=settings.held_out,
-        packing=settings.packing,
-        invalid=settings.invalid,
-        too_long=settings.too_long,
         seed=seed,
         image_size=getattr(run.shape, "image_size", SIDE),
         classes=getattr(run.shape, "classes", None),
@@ -107,9 +83,8 @@ def open_data(
     )
     evaluation = None
     if loaded.held_out is not None:
-        evaluation = partial(
-            eval_batches, loaded.held_out, batch_size=rows, limit=eval_limit, **process
-        )
+        limit = config.train.eval_batches
+        evaluation = partial(eval_batches, loaded.held_out, batch_size=rows, limit=limit, **process)
     return Data(loaded, loader, evaluation)
 
 
@@ -119,16 +94,11 @@ def _check_tokenizer(loaded: LoadedData, beside: str | None) -> None:
         return
     expected = tokenizer_of(Path(beside).expanduser())
     if loaded.tokenizer.digest != expected.digest:
-        raise ConfigError(
-            message(
-                "another tokenizer than the weights were trained with",
-                where="data.tokenizer",
-                expected=expected.name,
-                got=loaded.tokenizer.name,
-                fix="leave data.tokenizer out, or tokenize with theirs; "
-                "if this one is meant, put it beside the weights",
-            )
-        )
+        what, where = "another tokenizer than the weights were trained with", "data.tokenizer"
+        fix = "leave data.tokenizer out, or tokenize with theirs; "
+        fix += "if this one is meant, put it beside the weights"
+        got = loaded.tokenizer.name
+        raise ConfigError(message(what, where=where, expected=expected.name, got=got, fix=fix))
 
 
 def _check_rows(loaded: LoadedData, run: Run) -> None:

@@ -17,6 +17,7 @@ from fsdp_jax.checkpoint.verify import steps_of
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.data.tokenizer import FILE, SETTINGS
 from fsdp_jax.errors import ConfigError, human_bytes, message
+from fsdp_jax.io.atomic import UNFINISHED, write_durably
 from fsdp_jax.io.boxes import Box, box_view
 from fsdp_jax.io.safetensors_writer import exported_dtype, new_directory
 from fsdp_jax.lora import merge, merged_paths
@@ -43,28 +44,17 @@ AnyPath = str | os.PathLike[str]
 IMPORT_DTYPES = ("float32", "bfloat16")
 IS_IMPORT = "imported"
 """Key of a step's metadata: the name of the folder that was imported."""
-WRITING = ".writing"
-"""Suffix of a small file while it is written."""
 LEASE = "lease.json"
 
 
 def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
-    """Writes Hugging Face weights as step 0 of a new run, sharded over all devices.
+    """Writes Hugging Face weights as step 0 of a new run, and returns what to print.
 
+    The weights are sharded over all devices, and the folder's tokenizer is copied too.
     `config.json` is written last: an import that was killed before starts over.
 
-    Args:
-        folder: with `config.json` and safetensors; its tokenizer is copied too.
-        to: directory of the run, for `model.weights`.
-        dtype: of the parameters, float32 or bfloat16.
-
-    Returns:
-        What to print.
-
-    Raises:
-        ConfigError: another dtype, weights or a model that are not supported, by name, or a
-            directory that is not empty.
-
+    Raises ConfigError for a dtype other than float32 and bfloat16, weights or a model that are not
+    supported, by name, and a directory that is not empty.
     """
     if dtype not in IMPORT_DTYPES:
         what, expected = "not a dtype to train in", " or ".join(IMPORT_DTYPES)
@@ -73,7 +63,7 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     shape = read_config(source)
     family = family_of(shape)
     tokenizer = load_tokenizer(source) if _has_tokenizer(source, family) else None
-    tokens = _token_ids(source, family)
+    tokens = _token_ids(source, family, tokenizer)
     _require_free(target)
 
     # the parameters, in the shards that a run would have
@@ -95,7 +85,7 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
             shutil.rmtree(target / CHECKPOINTS)
         with CheckpointStore(target / CHECKPOINTS) as store:
             store.save(0, {"params": params}, data={}, metadata=metadata)
-        _write(target, shape, tokenizer, tokens)
+        write_model(target, shape, tokenizer, tokens)
 
     leaves = flatten(params).values()
     size = human_bytes(sum(leaf.nbytes for leaf in leaves))
@@ -110,7 +100,7 @@ def _require_free(target: Path) -> None:
         raise ConfigError(message("not a directory", where="--to", got=str(target), fix=fix))
     names = {each.name for each in target.iterdir()} if target.exists() else set()
     unfinished = {LEASE, CHECKPOINTS, FILE, SETTINGS, IMAGES}
-    unfinished |= {name + WRITING for name in (FILE, SETTINGS, IMAGES, CONFIG)}
+    unfinished |= {name + UNFINISHED for name in (FILE, SETTINGS, IMAGES, CONFIG)}
     others = sorted(names - unfinished)
     if not others and CHECKPOINTS in names and not _is_import(target / CHECKPOINTS):
         others = [CHECKPOINTS]
@@ -126,36 +116,32 @@ def _is_import(directory: Path) -> bool:
         return all(imported) and not store.foreign()
 
 
-def write_model(output: Path, shape: Any, tokenizer: Tokenizer | None) -> None:
-    """Writes what an export needs besides the arrays: `config.json` and the tokenizer's files."""
-    _write(output, shape, tokenizer, _tokenizer_ids(tokenizer))
+def write_model(
+    output: Path, shape: Any, tokenizer: Tokenizer | None, tokens: dict[str, Any] | None = None
+) -> None:
+    """Writes what an export needs besides the arrays: `config.json` and the tokenizer's files.
 
-
-def _write(output: Path, shape: Any, tokenizer: Tokenizer | None, tokens: dict[str, Any]) -> None:
+    `tokens`: ids in `config.json`; those of the tokenizer by default.
+    """
     files = {} if tokenizer is None else dict(tokenizer.files)
-    files |= config_files(shape, tokens=tokens)
+    files |= config_files(shape, tokens=_tokenizer_ids(tokenizer) if tokens is None else tokens)
     for name, content in files.items():
-        unfinished = output / (name + WRITING)
-        unfinished.write_bytes(content)
-        unfinished.replace(output / name)
+        write_durably(output / name, content)
 
 
 def _tokenizer_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Returns the ids that begin and end a text, as `config.json` names them, if they are known."""
-    ids: dict[str, Any] = {}
-    if tokenizer is not None and tokenizer.begin:
-        ids["bos_token_id"] = tokenizer.begin[-1]
-    if tokenizer is not None and tokenizer.end is not None:
-        ids["eos_token_id"] = tokenizer.end
-    return ids
+    if tokenizer is None:
+        return {}
+    begin = tokenizer.begin[-1] if tokenizer.begin else None
+    ids = {"bos_token_id": begin, "eos_token_id": tokenizer.end}
+    return {name: token for name, token in ids.items() if token is not None}
 
 
-def _token_ids(folder: Path, family: Family) -> dict[str, Any]:
+def _token_ids(folder: Path, family: Family, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Returns the ids of `config.json`, or where it has no end of text also the tokenizer's."""
     ids = token_ids(folder) if family.task.is_text else {}
-    if "eos_token_id" in ids or not _has_tokenizer(folder, family):
-        return ids
-    return ids | _tokenizer_ids(load_tokenizer(folder))
+    return ids if "eos_token_id" in ids else ids | _tokenizer_ids(tokenizer)
 
 
 def _has_tokenizer(folder: Path, family: Family) -> bool:
@@ -163,21 +149,15 @@ def _has_tokenizer(folder: Path, family: Family) -> bool:
 
 
 def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str | None) -> str:
-    """Verifies a step of a run, the newest if None, and writes it in Hugging Face's layout.
+    """Writes a verified step of a run, the newest if None, in Hugging Face's layout.
 
     LoRA adapters are merged into their kernels, one tensor at a time, in float32, and rounded once
     to the dtype that is written: the kernel's own where `dtype` is None. In bfloat16, with 8
     significant bits, what an adapter adds to an element is lost where it is below 1/512 of that
     element, as much of it often is; float32 keeps it, whatever dtype the frozen kernels have.
 
-    Returns:
-        What to print.
-
-    Raises:
-        ConfigError: an unknown dtype, no such step, no `config.json`, or a directory that exists
-            already.
-        DamageError, CheckpointError: it cannot be read or written.
-
+    Returns what to print. Raises ConfigError for an unknown dtype or step, no `config.json`, or a
+    directory that exists, and CheckpointError for what cannot be read or written.
     """
     run, target = Path(output).expanduser(), Path(to).expanduser()
     exported_dtype(np.dtype("float32"), dtype, "--dtype")
@@ -189,15 +169,14 @@ def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str |
         raise ConfigError(message("no such step", where="--step", expected=expected, got=chosen))
     shape = read_config(run)
     family = family_of(shape)
-    tokens = _token_ids(run, family)
-    tokenizer = run if _has_tokenizer(run, family) else None
-    if tokenizer is not None:
-        tokenizer_of(run)  # refuses another one than the run's
+    tokenizer = tokenizer_of(run) if _has_tokenizer(run, family) else None
+    tokens = _token_ids(run, family, tokenizer)
     with CheckpointStore(directory) as store:
         store.require_good(chosen)
         source, change = _merged_source(store, chosen)
+        folder = None if tokenizer is None else run
         done = export_weights(
-            source, shape, target, dtype=dtype, tokenizer=tokenizer, tokens=tokens, change=change
+            source, shape, target, dtype=dtype, tokenizer=folder, tokens=tokens, change=change
         )
     size = f"{human_bytes(done.size)} in {len(done.files)} files, in {done.directory}"
     return f"{done.tensors} tensors of step {chosen}, {size}, for Hugging Face"

@@ -54,31 +54,21 @@ def initial_params(
 ) -> PyTree | None:
     """Reads the parameters of a new run straight into their shards; None if all are random.
 
-    LoRA adapters are in no file and keep their initial values; so does the head of an image model
-    that has another number of classes than the weights.
+    The path is of a folder in Hugging Face's layout, or of a run, for its newest step, which
+    `verify` checks against its manifest first: that reads all files, the optimizer state too. LoRA
+    adapters are in no file and keep their initial values; so does the head of an image model that
+    has another number of classes than the weights.
 
-    Args:
-        path: of a folder in Hugging Face's layout, or of a run, for its newest step.
-        sharded: the model.
-        shape: its configuration.
-        verify: whether a run's step is checked against its manifest first, which reads all of its
-            files, the optimizer state too. A folder in Hugging Face's layout has no manifest.
-
-    Raises:
-        ConfigError: weights that do not fit the model, by name.
-        DamageError: a checkpoint that differs from its manifest, if that is verified.
-        CheckpointError: one that cannot be read.
-
+    Raises ConfigError for weights that do not fit the model, by name, DamageError for a checkpoint
+    that differs from its manifest, and CheckpointError for one that cannot be read.
     """
     if path is None:
         return None
     folder = Path(path).expanduser()
     # Adapters, and a head for other classes, start from random values.
     base = flatten(split_lora(sharded.checkpoint_target().params)[0])
-    saved_classes = getattr(weights_shape(path), "classes", None)
-    random: tuple[str, ...] = ()
-    if saved_classes != getattr(shape, "classes", None):
-        random = CLASSIFIER
+    saved_classes = getattr(read_config(folder), "classes", None)
+    random = CLASSIFIER if saved_classes != getattr(shape, "classes", None) else ()
     target = unflatten({path: leaf for path, leaf in base.items() if path not in random})
     # A Hugging Face folder.
     if not (folder / CHECKPOINTS).is_dir():

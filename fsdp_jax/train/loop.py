@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,15 @@ from fsdp_jax.train.build import Run, lora_scale
 from fsdp_jax.train.config_file import digest
 from fsdp_jax.train.console import Screen, banner, summary
 from fsdp_jax.train.dataset import Data
+from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.train.memory import cliff_of
 from fsdp_jax.train.metrics import JsonLines, StepRecord, device_memory, now, of_the_loss
-from fsdp_jax.train.optimizers import LearningRates
+from fsdp_jax.train.optimizers import learning_rates
 from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
-from fsdp_jax.tree import PyTree
 
+E = TypeVar("E", bound=Exception)
 DONE, STOPPED = 0, 75  # exit codes
 RETURNS = 3  # times that spikes may take a run back to one and the same step
 
@@ -79,13 +80,12 @@ class Training:
             self.layout.mesh.devices.flat[0].device_kind,
             run.sharded.precision.compute or jnp.float32,
         )
-        self.learning_rates = LearningRates(run.schedule)
+        self.learning_rate = learning_rates(run.schedule)
 
         self.state: TrainState
         self.steps_done = 0
         self.skipped = 0  # steps whose update was not applied
         self.skipped_in_a_row = 0
-        self.spike: str | None = None  # of the last recorded step, if it is to be gone back from
         self.returns: dict[int, int] = {}  # step -> times that the run went back to it
         self.resumed: int | None = None  # the step that the run resumed from
         self.held_out_loss: float | None = None
@@ -102,32 +102,27 @@ class Training:
         self.metrics: JsonLines | None = None
         self.evals: JsonLines | None = None
 
-    def resume(self, resuming: Resuming, initial: Callable[[], PyTree | None]) -> None:
-        """Restores the checkpoint to resume from, or initializes with the `initial` parameters.
+    def resume(self, resuming: Resuming) -> None:
+        """Restores the checkpoint to resume from, or initializes, from the weights if named.
 
-        Raises:
-            ConfigError: the checkpoint is of another corpus or another state, or the weights do not
-                fit.
-            DamageError: the checkpoint is damaged.
-
+        Raises ConfigError if the checkpoint is of another corpus or state, or the weights do not
+        fit, and DamageError if the checkpoint is damaged.
         """
         self.resuming = resuming
         point = resuming.choose()
         if point is None:
-            self.state = self.run.sharded.init(self.config.seed, initial())
-            self._check_initial()
-            return
-        self.data.loader.set_state(resuming.check(point.step, self.metadata))
-        self.state = resuming.restore(point.step, self.run.sharded)
-        assert int(self.state.step) == point.step, "the state counts its own steps"
-        resuming.set_aside(point)  # last: a refused checkpoint stays as it was
-        self.metadata["stated"] = point.stated
-        self.steps_done = self.resumed = self.saved = point.step
-        self.skipped = int(self.state.skipped)
-        self._check_initial()
-
-    def _check_initial(self) -> None:
-        """Reports what is not finite before the first step; it may stay so, as a mask of -inf."""
+            weights, verify = self.run.config.model.weights, self.checkpoint.verify
+            params = initial_params(weights, self.run.sharded, self.run.shape, verify=verify)
+            self.state = self.run.sharded.init(self.config.seed, params)
+        else:
+            self.data.loader.set_state(resuming.check(point.step, self.metadata))
+            self.state = resuming.restore(point.step, self.run.sharded)
+            assert int(self.state.step) == point.step, "the state counts its own steps"
+            resuming.set_aside(point)  # last: a refused checkpoint stays as it was
+            self.metadata["stated"] = point.stated
+            self.steps_done = self.resumed = self.saved = point.step
+            self.skipped = int(self.state.skipped)
+        # What is not finite before the first step may stay so, as a mask of -inf.
         self.not_finite_at_start = set(not_finite(self._to_save()))
         if self.not_finite_at_start:
             paths = ", ".join(sorted(self.not_finite_at_start))
@@ -135,14 +130,8 @@ class Training:
 
     def train(self) -> int:
         """Trains to the last step, or until asked to stop; returns the exit code."""
-        self.screen.say(
-            banner(
-                self.run,
-                corpus=self.data.loaded.description,
-                checkpoints=str(self.store.directory),
-                resumed=self.resumed,
-            )
-        )
+        corpus, checkpoints = self.data.loaded.description, str(self.store.directory)
+        self.screen.say(banner(self.run, corpus, checkpoints, self.resumed))
         for defect in known_defects(self.run.step.plan, jax.process_count()):
             self.screen.say(str(defect))
         steps = self.config.steps
@@ -151,8 +140,9 @@ class Training:
         self._open_metrics(evaluates=complete or self.resumed is None)
         try:
             if complete:
-                done = f"{self.steps_done} of {steps} steps are done"
-                self.screen.say(f"this run is complete: {done}")
+                self.screen.say(
+                    f"this run is complete: {self.steps_done} of {steps} steps are done"
+                )
                 return self._finish(save=False)
             stopped = self._is_unevaluated() and self._evaluate()
             with self.step_timeout:
@@ -167,14 +157,10 @@ class Training:
         Where the current step `evaluates` next, its held-out loss is dropped too.
         """
         if is_lead():
-            output = Path(self.run.config.output)
-            self.metrics, self.evals = (
-                JsonLines(output / name, after=after, say=self.screen.say)
-                for name, after in (
-                    ("metrics.jsonl", self.steps_done),
-                    ("evals.jsonl", self.steps_done - evaluates),
-                )
-            )
+            output, say = Path(self.run.config.output), self.screen.say
+            after = self.steps_done - evaluates
+            self.metrics = JsonLines(output / "metrics.jsonl", after=self.steps_done, say=say)
+            self.evals = JsonLines(output / "evals.jsonl", after=after, say=say)
 
     def _close_metrics(self) -> None:
         for file in (self.metrics, self.evals):
@@ -212,11 +198,9 @@ class Training:
                 if is_lead() and (cliff := cliff_of(self.run)):
                     self.screen.say(str(cliff))
             self.steps_done += 1
-            if pending is not None:
-                self._record(pending)
-                if self.spike is not None and self._go_back():
-                    pending = None
-                    continue
+            if pending is not None and self._record(pending):
+                pending = None
+                continue
             pending = Pending(self.steps_done, metrics, data_wait)
 
             # Decide what interrupts the loop; every process decides the same.
@@ -230,9 +214,9 @@ class Training:
             last = self.steps_done == self.config.steps
             if stopped or save or evaluate or last:
                 # Wait for all steps, so that no other work counts as theirs.
-                self._record(pending)
+                went_back = self._record(pending)
                 pending = None
-                if self.spike is not None and self._go_back():
+                if went_back:
                     if stopped:
                         return True
                     continue
@@ -248,15 +232,12 @@ class Training:
                 return True
         return False
 
-    def _go_back(self) -> bool:
+    def _go_back(self, what: str) -> bool:
         """Restores the newest good checkpoint after a spike, if there is one; the data goes on.
 
-        Raises:
-            DamageError: the newest is damaged and the policy is to stop, or all are.
-            LossSpikeError: the run went back to that step as often as it may.
-
+        Raises DamageError if the newest is damaged and the policy is to stop, or all are, and
+        LossSpikeError if the run went back to that step as often as it may.
         """
-        what, self.spike = self.spike, None
         self.run.step.finish()
         self._check_previous_save("going back to an older one")
         # Verified, as when a run resumes, but whichever step this one began from.
@@ -297,31 +278,31 @@ class Training:
         self.saved_at = time.monotonic()  # the agreed answer comes a step later
         return True
 
-    def _record(self, pending: Pending) -> None:
-        """Waits for a step, and writes and shows its metrics."""
+    def _record(self, pending: Pending) -> bool:
+        """Waits for a step, writes and shows its metrics; returns True if it takes the run back."""
         values = {name: np.asarray(value) for name, value in pending.metrics.items()}
         metrics = {name: float(values.pop(name)) for name in OWN}
         self.step_timeout.restart()  # from the first step that all processes have done
         finish = time.perf_counter()
         seconds = finish - self.previous_finish
         self.previous_finish = finish
-        assert self.run.work.tokens is not None, "known of a run"
-        assert self.run.work.flops is not None, "known of a run"
-        flops_per_device = self.run.work.flops / seconds / self.layout.mesh.size
+        tokens, flops = self.run.work.tokens, self.run.work.flops
+        assert tokens is not None, "known of a run"
+        assert flops is not None, "known of a run"
+        flops_per_device = flops / seconds / self.layout.mesh.size
         # The optimizer and its schedule count the updates that were applied.
         update = pending.step - 1 - self.skipped
         self.skipped = int(metrics["skipped"])
         self.skipped_in_a_row = int(metrics["skipped_in_a_row"])
-        self._look_for_a_spike(pending.step, metrics["loss"], values)
         record = StepRecord(
             step=pending.step,
             loss=metrics["loss"],
             grad_norm=metrics["grad_norm"],
-            learning_rate=self.learning_rates[update],
-            tokens=pending.step * self.run.work.tokens,
+            learning_rate=self.learning_rate(update),
+            tokens=pending.step * tokens,
             step_time_s=seconds,
             data_wait_s=pending.data_wait,
-            tokens_per_s=self.run.work.tokens / seconds,
+            tokens_per_s=tokens / seconds,
             tflops_per_device=flops_per_device / 1e12,
             mfu=flops_per_device / self.peak_flops if self.peak_flops else None,
             memory_valley_bytes=self.steady_bytes,
@@ -341,20 +322,19 @@ class Training:
         log = pending.step % self.config.log_every == 0 or pending.step == self.config.steps
         self.screen.show_step(record, log=log, more=values)
 
-    def _look_for_a_spike(self, step: int, loss: float, values: dict[str, np.ndarray]) -> None:
-        """Warns of a spike of the loss, or asks to go back."""
+        # A spike of the loss is told, or taken back.
         spikes = self.run.sharded.loss_spikes
-        if spikes is None or not float(values[LOSS_Z_SCORE]) > spikes.threshold:
-            return
+        if spikes is None or not scale[LOSS_Z_SCORE] > spikes.threshold:
+            return False
         what = (
-            f"the loss of step {step}, {loss:.4f}, is {float(values[LOSS_Z_SCORE]):.1f} standard "
+            f"the loss of step {pending.step}, {record.loss:.4f}, is {scale[LOSS_Z_SCORE]:.1f} "
+            f"standard deviations (robust) above the median of the {spikes.window} before it"
         )
-        what += f"deviations (robust) above the median of the {spikes.window} before it"
         if self.config.spike == "back":
-            self.spike = what
-        else:
-            skipped = ", and its update was skipped" if spikes.skip else ""
-            self.screen.say(f"warning: {what}{skipped}")
+            return self._go_back(what)
+        skipped = ", and its update was skipped" if spikes.skip else ""
+        self.screen.say(f"warning: {what}{skipped}")
+        return False
 
     def _evaluate(self) -> bool:
         """Measures the held-out loss in nats per token; returns True if asked to stop meanwhile."""
@@ -384,10 +364,8 @@ class Training:
         While steps are skipped nothing is saved; where the run `ends` the state before them is, but
         no older step is deleted. A state that is not finite is never saved.
 
-        Raises:
-            DamageError: the data turned out damaged.
-            NonFiniteError: the run ends, and its state is not finite.
-
+        Raises DamageError if the data turned out damaged, and NonFiniteError if the run ends and
+        its state is not finite.
         """
         started = time.perf_counter()
         self._check_previous_save(f"saving step {self.steps_done} instead")
@@ -430,21 +408,14 @@ class Training:
 
         Raises CheckpointError the second time.
         """
-        error = None
-        try:
-            self.store.wait()
-        except CheckpointError as failure:
-            error = failure
-        failed = anywhere(error is not None)
-        if failed:
-            error = error or CheckpointError(
-                "a checkpoint could not be written, in another process"
-            )
+        elsewhere = "a checkpoint could not be written, in another process"
+        error = _error_anywhere(self.store.wait, CheckpointError, elsewhere)
+        if error is not None:
             if self.save_failed:
                 raise error
             self.screen.say(f"warning: step {self.saved} was not saved; {instead}\n{error}")
             self.saved = None
-        self.save_failed = failed
+        self.save_failed = error is not None
 
     def _check_data(self, *, wait: bool = False) -> None:
         """Raises DamageError in every process if one has found that its data are damaged.
@@ -455,19 +426,15 @@ class Training:
         shards = self.data.loaded.shards
         if shards is None:
             return
-        error = None
-        try:
-            if shards.check is not None:
-                if wait and not shards.check.wait(0):
-                    self.screen.say("comparing the rest of the token shards with their digests")
-                while wait and not (shards.check.wait(0.2) or self.stop.asked):
-                    pass
-                shards.check.raise_if_damaged()
-        except DamageError as damage:
-            error = damage
-        if anywhere(error is not None):
-            what = "the data are damaged, in another process"
-            raise error or DamageError(message(what, where=str(shards.folder)))
+        if wait and shards.check is not None and not shards.check.wait(0):
+            self.screen.say("comparing the rest of the token shards with their digests")
+            while not (shards.check.wait(0.2) or self.stop.asked):
+                pass
+        raise_if_damaged = shards.check.raise_if_damaged if shards.check else lambda: None
+        elsewhere = message("the data are damaged, in another process", where=str(shards.folder))
+        error = _error_anywhere(raise_if_damaged, DamageError, elsewhere)
+        if error is not None:
+            raise error
 
     def _stop(self) -> int:
         self.screen.end_bar()
@@ -487,23 +454,19 @@ class Training:
         self.store.wait()
         if stopped:
             return self._stop()
-        sample = self._sample() if self.config.sample else None
+        sample = make_sample(self.run, self.state, self.data.loaded) if self.config.sample else None
         self.screen.say(summary(self.layout, self.held_out_loss, self.data.unit, sample))
         return DONE
 
-    def _sample(self) -> str:
-        """Returns text or predictions of the trained model for the first held-out example."""
-        loaded = self.data.loaded
-        window = getattr(self.run.shape, "sequence_length", 0)
-        if "tokens" in self.run.batch:
-            window = min(window, self.run.batch["tokens"].shape[1] - 1)
-        return make_sample(
-            self.run.sharded,
-            self.state,
-            self.run.family.task,
-            loaded.held_out or loaded.train,
-            loaded.tokenizer,
-            length=self.config.sample,
-            window=window,
-            seed=self.config.seed,
-        )
+
+def _error_anywhere(check: Callable[[], None], kind: type[E], elsewhere: str) -> E | None:
+    """Returns the error of a check in this process, or one that says `elsewhere` if others have it.
+
+    Every process makes the same calls.
+    """
+    error = None
+    try:
+        check()
+    except kind as failure:
+        error = failure
+    return (error or kind(elsewhere)) if anywhere(error is not None) else None

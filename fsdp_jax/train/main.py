@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ from fsdp_jax.launch import fail_together, is_lead, join_cluster, leave_cluster,
 from fsdp_jax.sharding.report import layout_json
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import dump, load
+from fsdp_jax.train.config_file import dump, key_values, load
 from fsdp_jax.train.console import Screen
 from fsdp_jax.train.dataset import Data, open_data
 from fsdp_jax.train.huggingface import write_model
-from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.memory import check_fits
 from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.signals import StopSignal
-from fsdp_jax.train.typed_keys import key_values
 
 # Keys that need not be equal in all processes: addresses, and paths of what has a digest.
 MAY_DIFFER = ("cluster.", "data.path", "data.tokenizer")
@@ -33,14 +30,9 @@ def train(config: Config) -> int:
     """Trains; returns 0 when all steps are done, 75 when a signal stopped the run after saving."""
     start_devices(config.train.devices)
     cluster = config.cluster
-    facts = {key: value for key, value in key_values(config) if not key.startswith(MAY_DIFFER)}
-    join_cluster(
-        cluster.coordinator,
-        cluster.processes,
-        cluster.process,
-        timeout=cluster.timeout,
-        facts=facts,
-    )
+    facts = {k: value for k, value in key_values(config).items() if not k.startswith(MAY_DIFFER)}
+    processes = (cluster.coordinator, cluster.processes, cluster.process)
+    join_cluster(*processes, timeout=cluster.timeout, facts=facts)
     # Errors are made known before the stack unwinds, which may wait for other processes.
     with ExitStack() as stack, fail_together():
         code = _train(config, stack)
@@ -56,33 +48,27 @@ def _train(config: Config, stack: ExitStack) -> int:
     run = build(config)
     check_fits(run)
     check_activation_names(run)
-    data = open_data(
-        config.data,
-        run,
-        config.model.weights,
-        seed=settings.seed,
-        eval_limit=settings.eval_batches,
-    )
+    data = open_data(run)
     stack.callback(data.loader.close)
     digests = {"data.path": data.loaded.digest, "data.tokenizer": data.tokenizer}
     require_same("the data", digests | _position(data))
-    _lock(output, stack)
-    store = stack.enter_context(
-        CheckpointStore(
-            output / "checkpoints",
-            keep=checkpoint.keep,
-            keep_every=checkpoint.keep_every,
-            asynchronous=checkpoint.asynchronous,
-        )
+    try:
+        stack.enter_context(Lease(output))
+    except OSError as error:
+        what = "the output directory cannot be used"
+        raise ConfigError(message(what, where="output", got=error)) from error
+    store = CheckpointStore(
+        output / "checkpoints",
+        keep=checkpoint.keep,
+        keep_every=checkpoint.keep_every,
+        asynchronous=checkpoint.asynchronous,
     )
+    stack.enter_context(store)
     screen = stack.enter_context(Screen(settings.steps, quiet=not is_lead()))
 
     # Resume or initialize.
     training = Training(run, data, store, stop, screen)
-    weights = partial(
-        initial_params, config.model.weights, run.sharded, run.shape, verify=checkpoint.verify
-    )
-    training.resume(Resuming(store, checkpoint, screen.say), weights)
+    training.resume(Resuming(store, checkpoint, screen.say))
     require_same("the checkpoint", {"step": training.resumed} | _position(data))
 
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
@@ -100,9 +86,7 @@ def _position(data: Data) -> dict[str, Any]:
 def _describe(output: Path, config: Config, run: Run, data: Data) -> None:
     """Writes the files that describe a run; of each, all of it or nothing.
 
-    Raises:
-        CheckpointError: the disk does not take them; nor would it take a checkpoint.
-
+    Raises CheckpointError if the disk does not take them; nor would it take a checkpoint.
     """
     layout = json.dumps(layout_json(run.sharded.layout), indent=1)
     try:
@@ -120,23 +104,14 @@ def _say_changes(file: Path, config: Config, say: Callable[[str], None]) -> None
     if not file.is_file():
         return
     try:
-        before = dict(key_values(load(file)))
+        before = key_values(load(file))
     except ConfigError:
         say(f"note: {file} is of another release, so changed keys are not known")
         return
     changed = [
         f"{key} {before[key]} -> {value}"
-        for key, value in key_values(config)
+        for key, value in key_values(config).items()
         if value != before[key]
     ]
     if changed:
         say(f"changed since the run last started: {', '.join(changed)}")
-
-
-def _lock(output: Path, stack: ExitStack) -> None:
-    """Takes the lease of the output directory. Raises ConfigError if that cannot be used."""
-    try:
-        stack.enter_context(Lease(output))
-    except OSError as error:
-        what = "the output directory cannot be used"
-        raise ConfigError(message(what, where="output", got=error)) from error

@@ -18,13 +18,9 @@ from fsdp_jax.train.planning import make_step_of, settings_of
 
 
 def check_fits(run: Run) -> None:
-    """Checks that the state and a batch, without activations, fit this machine, before they exist.
+    """Raises FitError if the state and a batch, without activations, do not fit this machine.
 
-    What the machine does not tell is not checked.
-
-    Raises:
-        FitError: they do not fit.
-
+    They need not exist yet. What the machine does not tell is not checked.
     """
     layout = run.sharded.layout
     devices = layout.mesh.local_devices
@@ -34,12 +30,12 @@ def check_fits(run: Run) -> None:
         "state in host memory": layout.per_device(host=True) * len(devices),
         "a batch": rows // jax.process_count(),
     }
-    on_host = sum(needs.values()) - layout.per_device()
-    limits = [(needs["state on a device"], (devices[0].memory_stats() or {}).get("bytes_limit"))]
+    on_device = needs["state on a device"]
+    on_host = needs["state in host memory"] + needs["a batch"]
     if devices[0].platform == "cpu":  # whose memory is the host's
-        on_host += layout.per_device() * len(devices)
-    limits.append((on_host, _host_bytes()))
-    for needed, limit in limits:
+        on_host += on_device * len(devices)
+    allocator = (devices[0].memory_stats() or {}).get("bytes_limit")
+    for needed, limit in ((on_device, allocator), (on_host, _host_bytes())):
         if limit is not None and needed > limit:
             got = ", ".join(f"{name} {human_bytes(count)}" for name, count in needs.items())
             what, expected = "the run does not fit this machine's memory", human_bytes(limit)

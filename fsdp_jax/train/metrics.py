@@ -66,14 +66,16 @@ class JsonLines:
         content = b""
         if os.path.lexists(self._path):
             content = read_regular(self._path, follow_link=False)
-        records, damage = parse_lines(content)
-        kept = [record for record in records if record.step <= self._after]
-        end = max((record.end for record in kept), default=0)
-        self.continued_at = max((record.step for record in kept), default=None)
-        if damage:
-            what = f"warning: {len(damage)} lines of metrics cannot be read"
-            got = first_lines([line.text for line in damage], 5)
-            dropped = sum(line.end > end for line in damage)
+        lines = parse_lines(content)
+        damaged = [line for line in lines if line.step is None]
+        ends = {line.step: line.end for line in lines if line.step is not None}
+        kept = [step for step in ends if step <= self._after]
+        self.continued_at = max(kept, default=None)
+        end = max((ends[step] for step in kept), default=0)
+        if damaged:
+            what = f"warning: {len(damaged)} lines of metrics cannot be read"
+            got = first_lines([line.start for line in damaged], 5)
+            dropped = sum(line.end > end for line in damaged)
             fix = f"none: {dropped} at the end are dropped, others left as they are"
             self._say(message(what, where=str(self._path), got=got, fix=fix))
         file = FileIO(self._path, "ab", opener=regular_opener(follow_link=False))
@@ -116,40 +118,27 @@ class JsonLines:
             self._say(message(what, where=str(self._path), got=got))
 
 
-class JsonRecord(NamedTuple):
-    """A record of a file of metrics, its step, and where its line ends in the file."""
+class Line(NamedTuple):
+    """A line of a file of metrics; it is a record if it is whole and a JSON object with a step."""
 
-    fields: dict[str, Any]
-    step: int
-    end: int
-
-
-class DamagedLine(NamedTuple):
-    """A line that is no record: its number and start, and where it ends in the file."""
-
-    text: str
-    end: int
+    step: int | None  # None if it is no record
+    end: int  # where it ends in the file
+    start: str  # its number and first characters
 
 
-def parse_lines(content: bytes) -> tuple[list[JsonRecord], list[DamagedLine]]:
-    """Returns the records of a file of metrics, and the lines that are none.
-
-    A line is a record if it is whole and a JSON object with a `step`.
-    """
-    records, damage, end = [], [], 0
+def parse_lines(content: bytes) -> list[Line]:
+    """Returns the lines of a file of metrics."""
+    lines, end = [], 0
     for number, line in enumerate(BytesIO(content), 1):
         end += len(line)
         try:
-            fields = json.loads(line)
-            step = fields["step"]
-            whole = line.endswith(b"\n") and type(step) is int
+            step = json.loads(line)["step"]
         except (ValueError, LookupError, TypeError, RecursionError):
-            whole = False
-        if whole:
-            records.append(JsonRecord(fields, step, end))
-        else:
-            damage.append(DamagedLine(f"line {number}: {ascii(line[:60])[2:-1]}", end))
-    return records, damage
+            step = None
+        is_record = line.endswith(b"\n") and type(step) is int
+        start = f"line {number}: {ascii(line[:60])[2:-1]}"
+        lines.append(Line(step if is_record else None, end, start))
+    return lines
 
 
 def of_the_loss(values: Mapping[str, np.ndarray]) -> dict[str, Any]:

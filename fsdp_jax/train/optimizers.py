@@ -1,5 +1,8 @@
 """Optimizers and schedules by name."""
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,8 @@ import optax
 from fsdp_jax import optim
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.config import OptimizerConfig
+
+BLOCK = 4096  # updates whose learning rates are evaluated at once
 
 
 def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -26,27 +31,17 @@ def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after_warmup], [warmup])
 
 
-class LearningRates:
-    """The learning rate of each update, evaluated for many updates at once.
+def learning_rates(schedule: optax.Schedule) -> Callable[[int], float]:
+    """Returns update, counted from 0 -> learning rate; evaluates the schedule for many at once.
 
     In the loop, every evaluation of the schedule would queue behind the step.
     """
 
-    BLOCK = 4096  # updates
+    @lru_cache(maxsize=1)
+    def block(first: int) -> np.ndarray:
+        return np.asarray(jax.vmap(schedule)(jnp.arange(first, first + BLOCK)))
 
-    def __init__(self, schedule: optax.Schedule) -> None:
-        self._schedule = schedule
-        self._first = -1
-        self._block: np.ndarray
-
-    def __getitem__(self, update: int) -> float:
-        """Returns the rate of an update, counted from 0."""
-        first = update - update % self.BLOCK
-        if first != self._first:
-            updates = jnp.arange(first, first + self.BLOCK)
-            self._block = np.asarray(jax.vmap(self._schedule)(updates))
-            self._first = first
-        return float(self._block[update - first])
+    return lambda update: float(block(update - update % BLOCK)[update % BLOCK])
 
 
 def make_optimizer(

@@ -18,7 +18,6 @@ from fsdp_jax.planner import (
 )
 from fsdp_jax.planner.search import Progress, Search, SearchResult
 from fsdp_jax.planner.settings import MakeStep, StepSettings, fixes, lever
-from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.build import build, make_offload, start_devices
 from fsdp_jax.train.config import Config
@@ -31,15 +30,8 @@ def plan_of(
 ) -> Plan:
     """Returns the plan of the step that `train` would run, with fixes where memory is short.
 
-    Args:
-        config: the resolved configuration.
-        topology: to plan for.
-        analytic: without any compiler.
-        cache: folder of compiled programs; None does not cache.
-
-    Raises:
-        ConfigError: keys that do not go together, or no compiler for that machine.
-
+    An `analytic` one needs no compiler; `cache` is a folder for compiled programs. Raises
+    ConfigError for keys that do not go together, or where there is no compiler for that machine.
     """
     if analytic:
         run = build(config, fake_devices(topology))
@@ -52,16 +44,12 @@ def plan_of(
         return plan
     changes = fixes(plan, settings_of(config), make_step_of(config), topology, run.work)
     cliff = plan.cliff and replace(plan.cliff, lever=lever(changes, plan.cliff.free_bytes))
-    return replace(plan, fixes=changes, cliff=cliff, notes=(*plan.notes, search_note(topology)))
-
-
-def search_note(topology: Topology) -> str:
-    """Returns what finds settings, and a machine, that fit."""
-    chip = topology.hardware.name
-    return (
+    note = (
         f"`fsdp-jax plan CONFIG --search --topology {topology.name}` finds the fastest settings"
-        f" that fit; with `--topology {chip}`, the smallest machine: more devices hold less each"
+        f" that fit; with `--topology {topology.hardware.name}`, the smallest machine: more devices"
+        " hold less each"
     )
+    return replace(plan, fixes=changes, cliff=cliff, notes=(*plan.notes, note))
 
 
 @dataclass(frozen=True)
@@ -101,10 +89,8 @@ def choose(
         cache: folder of compiled programs.
         progress: receives a line for each plan.
 
-    Raises:
-        ConfigError: no such machine, or a batch that cannot be split evenly.
-        FitError: nothing fits.
-
+    Raises ConfigError for an unknown machine or a batch that cannot be split evenly, and FitError
+    where nothing fits.
     """
     rows = config.train.global_batch_size
     search = Search(make_step_of(config), rows, _work(config), cache, progress)
@@ -135,26 +121,21 @@ def settings_of(config: Config) -> StepSettings:
     )
 
 
-def _with_offload(config: Config, offload: Offload) -> Config:
-    """Returns the configuration with another choice of what is kept in host memory."""
-    names = offload.activations if isinstance(offload.activations, tuple) else ()
-    keys = replace(
-        config.offload,
-        params=offload.params,
-        optimizer=offload.fraction,
-        activations=offload.activations is True,
-        activation_names=names,
-    )
-    return replace(config, offload=keys)
-
-
 def with_settings(config: Config, settings: StepSettings) -> Config:
     """Returns the configuration with other settings."""
     train = replace(config.train, accumulation=settings.accumulation, devices=None)
     if settings.loss_chunk is not None:
         train = replace(train, loss_chunk=settings.loss_chunk)
+    offload = settings.offload
     return replace(
-        _with_offload(config, settings.offload),
+        config,
+        offload=replace(
+            config.offload,
+            params=offload.params,
+            optimizer=offload.fraction,
+            activations=offload.activations is True,
+            activation_names=offload.activations if isinstance(offload.activations, tuple) else (),
+        ),
         strategy=settings.strategy,
         mesh=replace(config.mesh, replica=settings.replica, data=-1),
         remat=settings.remat,

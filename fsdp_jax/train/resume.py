@@ -13,39 +13,27 @@ from fsdp_jax.io.array_specs import describe, parse_description
 from fsdp_jax.launch import barrier, is_lead
 from fsdp_jax.sharding.mesh import replicated
 from fsdp_jax.step.state import LOSS_SCALE, RECENT_LOSSES, TrainState
+from fsdp_jax.train.build import errors_about_keys
 from fsdp_jax.train.config import CheckpointConfig
 
 # Fields of the state that not every run has: name -> what it is.
 OPTIONAL_FIELDS = {LOSS_SCALE: "loss scale", RECENT_LOSSES: "window of recent losses"}
-# Metadata that a checkpoint must share with the run: name -> (error, fix).
+# Metadata that a checkpoint must share with the run: name -> (what it is, fix).
 MUST_MATCH = {
-    "corpus": ("the corpus has changed since the checkpoint", "restore the text it was trained on"),
-    "tokenizer": (
-        "the tokenizer has changed since the checkpoint",
-        "use the tokenizer it was trained with",
-    ),
-    "lora_scale": (
-        "LoRA's scale has changed since the checkpoint",
-        "set lora.alpha and lora.rank as they were",
-    ),
+    "corpus": ("the corpus", "restore the text it was trained on"),
+    "tokenizer": ("the tokenizer", "use the tokenizer it was trained with"),
+    "lora_scale": ("LoRA's scale", "set lora.alpha and lora.rank as they were"),
 }
 MAY_DIFFER = ("config", "strategy", "mesh")
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to resume from.
-
-    Attributes:
-        step: its step.
-        aside: steps to rename once the checkpoint is restored -> why.
-        stated: `checkpoint.step` that this run resumed from, now or before; None if not set.
-
-    """
+    """The checkpoint to resume from."""
 
     step: int
-    aside: dict[int, str]
-    stated: int | None
+    aside: dict[int, str]  # steps to rename once the checkpoint is restored -> why
+    stated: int | None  # `checkpoint.step` that this run resumed from, now or before
 
 
 @dataclass(frozen=True)
@@ -59,11 +47,8 @@ class Resuming:
     def choose(self) -> ResumePoint | None:
         """Returns the checkpoint to resume from, or None if there is none yet. Renames nothing.
 
-        Raises:
-            ConfigError: the stated step does not exist, or another directory has the name of a
-                later one.
-            DamageError: the newest checkpoint is damaged and the policy is to stop, or all are.
-
+        Raises ConfigError if the stated step does not exist, or another directory has the name of a
+        later one, and DamageError if the newest is damaged and the policy is to stop, or all are.
         """
         # A stated step must exist; once a run has resumed from it, the newest step is taken.
         steps = self.store.steps()
@@ -77,20 +62,18 @@ class Resuming:
             raise ConfigError(message("no such step", where=where, got=stated, fix=fix))
 
         # The newest good step is taken; damaged ones and later ones are renamed.
-        damaged: list[int] = []
+        aside: dict[int, str] = {}
+        if stated is not None:
+            aside = dict.fromkeys([step for step in steps if step > stated], "superseded")
         candidates = sorted(steps, reverse=True) if stated is None else [stated]
         for step in candidates:
-            if not self._is_good(step, stated):
-                damaged.append(step)
-                continue
-            aside = dict.fromkeys(damaged, "damaged")
-            if stated is not None:
-                aside |= dict.fromkeys([s for s in steps if s > step], "superseded")
-            self._check_foreign(step)
-            return ResumePoint(step, aside, self.settings.step)
-        if damaged:
+            if self._is_good(step, stated):
+                self._check_foreign(step)
+                return ResumePoint(step, aside, self.settings.step)
+            aside[step] = "damaged"
+        if candidates:
             fix = "restore one from elsewhere, or choose another `output`"
-            what, got = "every checkpoint is damaged", f"steps {damaged}"
+            what, got = "every checkpoint is damaged", f"steps {candidates}"
             raise DamageError(message(what, where=where, got=got, fix=fix))
         self._check_foreign(0)
         self.say(f"no checkpoint in {self.store.directory}: starting from step 0")
@@ -99,9 +82,7 @@ class Resuming:
     def check(self, step: int, metadata: dict[str, Any]) -> dict[str, Any]:
         """Returns the data position of a step.
 
-        Raises:
-            ConfigError: the step is an import, or of another corpus, tokenizer or LoRA scale.
-
+        Raises ConfigError if the step is an import, or of another corpus, tokenizer or LoRA scale.
         """
         record = self.store.record(step)
         saved = record["metadata"]
@@ -112,6 +93,7 @@ class Resuming:
             raise ConfigError(message(what, where=where, got=saved["imported"], fix=fix))
         for name, (what, fix) in MUST_MATCH.items():
             if saved.get(name) != metadata[name]:
+                what = f"{what} has changed since the checkpoint"
                 expected, got = f"{name} {saved.get(name)}", f"{name} {metadata[name]}"
                 fix = f"{fix}, or choose another `output`"
                 raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
@@ -123,17 +105,13 @@ class Resuming:
     def restore(self, step: int, sharded: Sharded) -> TrainState:
         """Returns the state of a step, sharded as this run is.
 
-        Raises:
-            ConfigError: the state does not fit; lists every path that differs, before any is read.
-
+        Raises ConfigError if it does not fit, with every path that differs, before any is read.
         """
         target = self._with_optional_fields_of(step, sharded)
         allow_cast = self.settings.allow_cast
         plan = self.store.preflight(step, target, allow_cast=allow_cast)
-        try:
+        with errors_about_keys():
             plan.require_fit(by="--checkpoint.allow_cast True")
-        except ValueError as refusal:
-            raise ConfigError(str(refusal)) from refusal
         self.say(str(plan))
         saved, *_ = self.store.restore(step, target, allow_cast=allow_cast, verify=False)
         return sharded.from_checkpoint(saved)

@@ -6,55 +6,41 @@ import jax
 import numpy as np
 
 from fsdp_jax.api import Sharded
-from fsdp_jax.data import Examples, Tokenizer
+from fsdp_jax.data import LoadedData
 from fsdp_jax.data.examples import Row
-from fsdp_jax.models.tasks import Task
 from fsdp_jax.step.state import TrainState
+from fsdp_jax.train.build import Run
 
 TEMPERATURE = 0.7
 IMAGES = 16
 
 
-def make_sample(
-    sharded: Sharded,
-    state: TrainState,
-    task: Task,
-    examples: Examples,
-    tokenizer: Tokenizer | None,
-    *,
-    length: int,
-    window: int,
-    seed: int,
-) -> str:
-    """Returns text of at most `length` tokens, or predictions for a few images.
+def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
+    """Returns text that continues the first held-out example, or predictions for a few images.
 
     A model with an encoder writes no more than the targets that it is trained on.
-
-    Args:
-        sharded: the model.
-        state: its parameters.
-        task: of its family.
-        examples: the first one is the prompt.
-        tokenizer: None for images.
-        length: tokens to write.
-        window: tokens that the model sees at most.
-        seed: of what is drawn.
-
     """
+    task, config = run.family.task, run.config.train
+    examples = loaded.held_out or loaded.train
     if task.prompt is None or task.write is None:
         count = min(IMAGES, len(examples))
-        return _predictions(sharded, state, [examples[index] for index in range(count)])
-    assert tokenizer is not None, "text has one"
-    example, write = examples[0], task.write
+        return _predictions(run.sharded, state, [examples[index] for index in range(count)])
+    assert loaded.tokenizer is not None, "text has one"
+    example, tokenizer, write = examples[0], loaded.tokenizer, task.write
     prompt = task.prompt(example)
+    length = config.sample
     if "targets" in example:
         length = min(length, len(example["targets"]))
-    settings: dict[str, Any] = {"temperature": TEMPERATURE, "key": jax.random.key(seed)}
+    # Tokens that the model sees at most.
+    window = getattr(run.shape, "sequence_length", 0)
+    if "tokens" in run.batch:
+        window = min(window, run.batch["tokens"].shape[1] - 1)
+    settings: dict[str, Any] = {"temperature": TEMPERATURE, "key": jax.random.key(config.seed)}
 
-    def run(model: Any, prompt: jax.Array) -> jax.Array:
+    def generate(model: Any, prompt: jax.Array) -> jax.Array:
         return write(model, prompt, length, window=window, **settings)
 
-    written: np.ndarray = np.asarray(sharded.apply(run)(state, prompt))
+    written: np.ndarray = np.asarray(run.sharded.apply(generate)(state, prompt))
     if tokenizer.end in written:
         written = written[: list(written).index(tokenizer.end)]
     return tokenizer.decode(prompt) + task.separator + tokenizer.decode(written)

@@ -20,20 +20,14 @@ CONVENTION = "6 N + 12 L D T a token, attention in full"
 def make_shape(model: ModelConfig, data: DataConfig, weights: Any | None = None) -> Any:
     """Returns the model's own configuration, of its family's class.
 
-    Args:
-        model: its keys.
-        data: the lengths that text models are made for.
-        weights: the configuration of the weights that it starts from, of any family.
-
-    Raises:
-        ConfigError: keys that do not go together.
-
+    `weights` is that of the weights that it starts from, of any family. Raises ConfigError for keys
+    that do not go together.
     """
     family = FAMILIES[model.family]
     _check_data(model.family, family, data)
     fields = _field_overrides(model, family)
     if weights is not None:
-        return _shape_of_weights(model, family, data, weights)
+        return _shape_of_weights(model, family, data, weights, fields)
     preset = model.preset or next(iter(family.presets))
     if preset not in family.presets:
         _refuse_preset(model.family, preset)
@@ -86,7 +80,9 @@ def _field_overrides(model: ModelConfig, family: Family) -> dict[str, Any]:
     return {"scan_layers": model.scan_layers, **fields}
 
 
-def _shape_of_weights(model: ModelConfig, family: Family, data: DataConfig, weights: Any) -> Any:
+def _shape_of_weights(
+    model: ModelConfig, family: Family, data: DataConfig, weights: Any, overrides: dict[str, Any]
+) -> Any:
     """Returns the configuration of the weights, checked against the keys of the model."""
     name, where = family_of(weights).name, "model.weights"
     if name != model.family:
@@ -104,28 +100,18 @@ def _shape_of_weights(model: ModelConfig, family: Family, data: DataConfig, weig
         what, got = "the weights have a shape of their own", ", ".join(differing)
         raise ConfigError(message(what, where=where, got=got, fix="leave them out"))
 
-    # keys that change it
-    changes: dict[str, Any] = {"scan_layers": model.scan_layers}
-    lengths = length_fields(family, data)
-    if family.task.any_length:
-        changes |= lengths
-    else:
-        _check_lengths(lengths, weights)
-    if model.classes is not None:  # a new head: see `initial_params`
-        changes["classes"] = model.classes
-    if model.dropout:
-        changes["dropout"] = _field_overrides(model, family)["dropout"]
-    return dataclasses.replace(weights, **changes)
-
-
-def _check_lengths(lengths: dict[str, int], weights: Any) -> None:
-    """Raises ConfigError for sequences longer than the weights' own."""
-    for name, length in lengths.items():
+    # keys that change it; another number of classes has a new head: see `initial_params`
+    changeable = ("scan_layers", "classes", "dropout")
+    changes = {name: overrides[name] for name in changeable if name in overrides}
+    for name, length in length_fields(family, data).items():
         longest = getattr(weights, name)
-        if length > longest:
+        if family.task.any_length:
+            changes[name] = length
+        elif length > longest:
             what, where = "the sequence is too long", "data.sequence_length"
             fix = f"use {longest}, the length that the weights were made for"
             raise ConfigError(message(what, where=where, got=length, fix=fix))
+    return dataclasses.replace(weights, **changes)
 
 
 def _refuse_preset(name: str, preset: str) -> None:

@@ -21,7 +21,6 @@ from fsdp_jax.sharding.rules import Rules
 from fsdp_jax.train import config_file
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.typed_keys import key_values
 from fuzz import mutations
 from fuzz.harness import Case, RefusedError, Running, Target
 
@@ -66,7 +65,7 @@ def keys_of(kind: Any = Config, prefix: str = "") -> dict[str, Any]:
 
 
 KEYS = keys_of()
-DEFAULTS = dict(key_values(Config()))
+DEFAULTS = config_file.key_values(Config())
 
 
 def typed(kind: Any, value: Any) -> Any:
@@ -74,7 +73,7 @@ def typed(kind: Any, value: Any) -> Any:
     if get_origin(kind) is Annotated:
         inner, limit, *_ = get_args(kind)
         result = typed(inner, value)
-        if result is not None and result < limit.value:
+        if result is not None and result < limit.least:
             raise RefusedError(f"{result} is below the limit")
         return result
     if get_origin(kind) in (Union, types.UnionType):
@@ -157,7 +156,7 @@ class ConfigTarget(Target):
             build(
                 dataclasses.replace(config, train=dataclasses.replace(config.train, devices=None))
             )
-        return dict(key_values(config))
+        return config_file.key_values(config)
 
     def reference(self, case: Case) -> Any:
         try:
@@ -245,7 +244,7 @@ class CommandLineTarget(Target):
         from fsdp_jax.train import build, huggingface, main, planning
 
         def reached(*args: Any, **kwargs: Any) -> int:
-            Running.result = dict(key_values(args[0])) if isinstance(args[0], Config) else {}
+            Running.result = config_file.key_values(args[0]) if isinstance(args[0], Config) else {}
             raise FitError("the work begins here")
 
         for module, name in (

@@ -9,10 +9,17 @@ import pytest
 from processes import JOIN, PATIENCE, free_port, start
 
 from fsdp_jax.errors import ConfigError, ProcessLostError
-from fsdp_jax.launch import watch
+from fsdp_jax.launch import hub, watch
 from fsdp_jax.launch.watch import Watch
 
 pytestmark = pytest.mark.releases
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Processes that say every 0.2 seconds who is waited for."""
+    for module in (hub, watch):
+        monkeypatch.setattr(module, "SAY_SECONDS", 0.2)
 
 
 def join(*numbers, facts=(), patience=30.0, processes=None):
@@ -64,8 +71,7 @@ def test_two_processes_of_one_number_are_named(twice):
         assert str(error).count("host ") == 2
 
 
-def test_a_process_that_never_comes_is_named_meanwhile_and_in_the_end(monkeypatch, capsys):
-    monkeypatch.setattr(watch, "SAY_SECONDS", 0.2)
+def test_a_process_that_never_comes_is_named_meanwhile_and_in_the_end(impatient, capsys):
     for error in join(0, 2, processes=4, patience=1.5):
         assert isinstance(error, ProcessLostError)
         assert "processes 1, 3 did not join" in str(error)
@@ -76,8 +82,7 @@ def test_a_process_that_never_comes_is_named_meanwhile_and_in_the_end(monkeypatc
         assert f"process {process}: waiting for processes 1, 3 of 4 to join: 0 of at most" in said
 
 
-def test_process_0_that_does_not_answer_is_named_meanwhile_and_in_the_end(monkeypatch, capsys):
-    monkeypatch.setattr(watch, "SAY_SECONDS", 0.2)
+def test_process_0_that_does_not_answer_is_named_meanwhile_and_in_the_end(impatient, capsys):
     (error,) = join(1, processes=2, patience=1.5)
     assert isinstance(error, ProcessLostError)
     assert "process 0 does not answer" in str(error)
@@ -85,8 +90,7 @@ def test_process_0_that_does_not_answer_is_named_meanwhile_and_in_the_end(monkey
     assert "process 1: waiting for process 0 at 127.0.0.1:" in capsys.readouterr().err
 
 
-def test_a_port_that_something_else_listens_on(monkeypatch):
-    monkeypatch.setattr(watch, "SAY_SECONDS", 0.2)
+def test_a_port_that_something_else_listens_on(impatient):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"cannot listen\n[^$]*127\.0\.0\.1:{port}.*in use"):
@@ -94,8 +98,7 @@ def test_a_port_that_something_else_listens_on(monkeypatch):
 
 
 @pytest.mark.parametrize("answer", [b"5\n", b"[" * 100_000 + b"\n", b"{}\n", b"\xff\n", b"\n"])
-def test_a_stranger_in_place_of_process_0_is_told(monkeypatch, capsys, answer):
-    monkeypatch.setattr(watch, "SAY_SECONDS", 0.2)
+def test_a_stranger_in_place_of_process_0_is_told(impatient, capsys, answer):
 
     def serve(listener):
         with contextlib.suppress(OSError):

@@ -110,7 +110,7 @@ def test_a_run_does_not_go_back_for_ever(run, capsys):
 def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
     go_back, damaged = Training._go_back, []
 
-    def damage(training):
+    def damage(training, what):
         path = training.store.path(8)
         if path.parent.parent.name not in damaged:
             damaged.append(path.parent.parent.name)
@@ -119,7 +119,7 @@ def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
             content = bytearray(file.read_bytes())
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
-        return go_back(training)
+        return go_back(training, what)
 
     monkeypatch.setattr(Training, "_go_back", damage)
     every = ("--checkpoint.every", "4")
@@ -143,8 +143,9 @@ def test_a_signal_at_a_spike_does_not_save_what_is_gone_back_from(run, monkeypat
     record = Training._record
 
     def stopping(training, pending):
-        record(training, pending)
+        went_back = record(training, pending)
         training.stop.asked |= pending.step == 8
+        return went_back
 
     monkeypatch.setattr(Training, "_record", stopping)
     assert spiking(run, "stopped", "back", 1e-6, "--checkpoint.every", "4") == 75

@@ -11,8 +11,7 @@ from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.train.build import build, make_model, make_offload, make_remat
 from fsdp_jax.train.config import Config, LoraConfig, ModelConfig
-from fsdp_jax.train.config_file import KEY_TYPES, digest, dump, load
-from fsdp_jax.train.typed_keys import inner_type, option_name
+from fsdp_jax.train.config_file import KEYS, digest, dump, load
 from fsdp_jax.units.remat import RematPolicy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -212,7 +211,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path):
 
 
 def number_keys(wanted):
-    return [key for key, kind in KEY_TYPES.items() if inner_type(kind)[0] is wanted]
+    return [name for name, key in KEYS.items() if key.type is wanted]
 
 
 @pytest.mark.parametrize("key", number_keys(float))
@@ -229,7 +228,7 @@ def test_no_number_is_infinite(written, key):
 @pytest.mark.parametrize("key", number_keys(int))
 def test_no_whole_number_is_without_limits(written, key):
     for value in (-2, 10**30, "True", "1.5"):
-        with pytest.raises(ConfigError, match=rf"where: +{option_name(key)}"):
+        with pytest.raises(ConfigError, match=rf"where: +{KEYS[key].option}"):
             load(written(""), [f"--{key}={value}"])
 
 
@@ -277,7 +276,7 @@ def test_booleans_in_any_case(written, value):
 def test_help_shows_every_key_with_its_type_default_and_meaning(written, capsys, command):
     assert main([command, str(written("train: {steps: 77}")), "--help"]) == 0
     shown = capsys.readouterr()
-    assert [key for key in KEY_TYPES if f"--{key} " not in shown.out] == []
+    assert [key for key in KEYS if f"--{key} " not in shown.out] == []
     assert "Optimizer steps. (default: 77)" in shown.out
     assert "{none,full,dots,selective}" in shown.out
     assert shown.err == ""

@@ -168,7 +168,7 @@ def test_a_killed_import_starts_over(theirs, tmp_path, monkeypatch, when):
             import_run(theirs, run, dtype="float32")
     assert not (run / "config.json").exists()
     (run / "lease.json").write_text("{}")  # which a killed process leaves
-    (run / "tokenizer.json.writing").write_text("{")
+    (run / "tokenizer.json.unfinished").write_text("{")
     import_run(theirs, run, dtype="bfloat16")
     export_model(run, tmp_path / "out", step=None, dtype=None)
     assert (

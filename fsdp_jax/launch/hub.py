@@ -1,0 +1,282 @@
+"""Process 0's side of the watch: compares facts, passes errors on, and notices who is gone.
+
+Process 0 listens at the address of the run, and each process, 0 included, keeps a connection to it.
+The kernel closes the connection of a process that dies, however it dies, and answers the keep-alive
+probes of one that compiles, computes or holds the interpreter's lock: who is silent is not dead.
+
+Both directions carry lines of JSON: `same` (facts, and that they agree), `failed`, `left`, `say`.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_jax.errors import LOST, UNUSABLE, first_lines, message
+
+JOIN = "the configuration"  # what is compared first, when the processes join
+LONGEST_LINE = 1 << 20  # bytes
+EVERY = -1  # in place of the number of a process that failed
+SAY_SECONDS = 5  # between lines that say who is waited for
+# A machine that is gone is noticed after 10 + 6 x 5 seconds; a broken network may last as long.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 40_000}
+
+Line = dict[str, Any]
+
+
+def encode(line: Line) -> bytes:
+    """Returns a line as it is sent."""
+    return json.dumps(line).encode() + b"\n"
+
+
+def failure(text: str, code: int, *, process: int = EVERY, stacks: bool = False) -> Line:
+    """Returns the line that ends every process: an error block and an exit code."""
+    return {"failed": process, "text": text, "code": code, "stacks": stacks}
+
+
+def lost(process: int, where: str) -> Line:
+    """Returns the failure of a process that is gone without a word."""
+    text = message(
+        f"error: process {process} is gone",
+        where=where,
+        got="its connection closed: it was killed (out of memory?), or its machine was lost",
+        fix="look at its own log, and at its machine's; then run the same command again to resume "
+        "from the last checkpoint",
+    )
+    return failure(text, LOST, process=process)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Makes the kernel notice when the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _listen(port: int) -> socket.socket:
+    """Returns a socket that listens on every address. Raises OSError if the port is in use."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def _free_port(preferred: int) -> int:
+    for port in (preferred, 0):
+        with contextlib.suppress(OSError, OverflowError), _listen(port) as probe:
+            return int(probe.getsockname()[1])
+    raise OSError("no port is free")
+
+
+def _disagreement(process: int, what: str, facts: Line, expected: Line) -> str:
+    """Returns the keys whose values differ between process 0 and another; empty if none does."""
+    lines = [
+        f"{key}: {expected.get(key, 'missing')} in process 0, "
+        f"{facts.get(key, 'missing')} in process {process}"
+        for key in {**expected, **facts}
+        if facts.get(key) != expected.get(key)
+    ]
+    if not lines:
+        return ""
+    where = lines[0].partition(":")[0] if len(lines) == 1 else f"{len(lines)} keys"
+    return message(
+        f"error: the processes disagree about {what}",
+        where=where,
+        got=first_lines(lines, 10),
+        fix="give every process the same command, files, packages and environment",
+    )
+
+
+@dataclass
+class Peer:
+    """A process as process 0 knows it."""
+
+    writer: asyncio.StreamWriter
+    where: str  # host and pid
+    token: str  # the same for all connections of a process
+
+
+class Hub:
+    """Serves the connections of all processes, in a thread of its own.
+
+    Raises OSError if the port is in use.
+    """
+
+    def __init__(self, port: int, processes: int, patience: float):
+        self._processes = processes
+        self._patience = patience
+        self._listener = _listen(port)
+        self._server: asyncio.Server
+        self._coordinator_port = port + 1  # of jax's own service, unless it is taken
+        self._peers: dict[int, Peer] = {}
+        self._left: set[int] = set()
+        self._facts: dict[str, dict[int, Line]] = {}  # of the comparisons under way
+        self._started = False  # all have joined
+        self._ending = False
+        self._refusal: Line | None = None  # why the processes cannot join
+        self._refused: set[str] = set()  # tokens of those that know
+        self._alone = threading.Event()  # the others are gone
+        self._loop = asyncio.new_event_loop()
+        run = self._loop.run_until_complete
+        threading.Thread(target=run, args=[self._main()], name="processes-hub", daemon=True).start()
+
+    def wait_until_alone(self, seconds: float) -> None:
+        """Waits until the other processes are gone; refused ones that come late too."""
+        self._loop.call_soon_threadsafe(self._end)
+        self._alone.wait(seconds)
+        self._loop.call_soon_threadsafe(self._server.close)
+
+    def handles(self) -> list[int]:
+        """Returns the numbers of the open files of all connections."""
+        sockets = [peer.writer.get_extra_info("socket") for peer in self._peers.values()]
+        return [each.fileno() for each in (self._listener, *sockets)]
+
+    def _end(self) -> None:
+        self._ending = True
+        self._check_alone()
+
+    def _check_alone(self) -> None:
+        others = self._peers.keys() - {0} - self._left
+        late = self._refusal is not None and len(self._refused) < self._processes
+        if self._ending and not others and not late:
+            self._tell({"left": 0})
+            self._alone.set()
+
+    async def _main(self) -> None:
+        """Listens, and says every few seconds who is waited for."""
+        # asyncio's own `limit` bounds what a stranger may make this process store
+        self._server = await asyncio.start_server(
+            self._serve, sock=self._listener, limit=LONGEST_LINE
+        )
+        started = time.monotonic()
+        seconds = 0.0
+        for tick in range(1, sys.maxsize):
+            await asyncio.sleep(min(SAY_SECONDS, max(self._patience - seconds, 1.0)))
+            seconds = time.monotonic() - started
+            if not self._started and not self._ending:
+                self._await_joins(seconds)
+            elif tick % 12 == 0:
+                for what, facts in self._facts.items():
+                    missing = self._all_but(facts)
+                    self._tell({"say": f"waiting for {missing} to agree on {what}"})
+
+    def _await_joins(self, seconds: float) -> None:
+        missing = self._all_but(self._peers)
+        if seconds < self._patience:
+            limit = f"{seconds:.0f} of at most {self._patience:.0f} s (cluster.timeout)"
+            self._tell({"say": f"waiting for {missing} of {self._processes} to join: {limit}"})
+            return
+        text = message(
+            f"error: {missing} did not join",
+            where="cluster",
+            expected=f"{self._processes} processes within {self._patience:.0f} s",
+            got=", ".join(f"process {k} ({peer.where})" for k, peer in self._peers.items()),
+            fix="look at the log of those that are missing: did they start, with this address?",
+        )
+        self._fail(failure(text, LOST))
+
+    def _all_but(self, known: dict[int, Any]) -> str:
+        """Returns `process 1` or `processes 1, 3`: those that are not known."""
+        missing = [str(k) for k in range(self._processes) if k not in known]
+        shown = ", ".join(missing[:20]) + (", ..." if len(missing) > 20 else "")
+        return f"process{'es' * (len(missing) > 1)} {shown}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one connection until it closes."""
+        process = -1
+        try:
+            keep_alive(writer.get_extra_info("socket"))
+            async with asyncio.timeout(10):
+                hello = json.loads(await reader.readline())
+            process = self._admit(hello, writer)
+            if process >= 0:
+                self._compare(process, JOIN, hello["facts"])
+                while line := await reader.readline():
+                    self._receive(process, json.loads(line))
+        except Exception:
+            pass  # a stranger, or a connection that broke
+        peer = self._peers.get(process)
+        if peer is not None and peer.writer is writer:
+            self._lose(process)
+        writer.close()
+
+    def _admit(self, hello: Line, writer: asyncio.StreamWriter) -> int:
+        """Returns the number of a process that joins, or -1 if it may not."""
+        process, where, token = int(hello["process"]), str(hello["where"]), str(hello["token"])
+        if not self._started and not self._ending:
+            other = self._peers.get(process)
+            if other is None or other.token == token:
+                self._peers[process] = Peer(writer, where, token)
+                writer.write(encode({"say": ""}))
+                return process
+            # Which of the two is right is unknown.
+            what = f"error: two processes have the number {process}"
+            fix = "give each process its own cluster.process, from 0"
+            got = f"{other.where} and {where}"
+            self._refuse(message(what, where="cluster.process", got=got, fix=fix))
+        if self._refusal is not None:
+            self._refused.add(token)
+            writer.write(encode(self._refusal))
+            self._check_alone()
+        elif not self._ending:
+            what = "error: a run is under way at this address"
+            fix = "wait for its end, or choose another address"
+            text = message(what, where="cluster.coordinator", got=where, fix=fix)
+            writer.write(encode(failure(text, UNUSABLE)))
+        return -1  # as the run ends, it tries again, until another run listens here
+
+    def _receive(self, process: int, line: Line) -> None:
+        if "same" in line:
+            self._compare(process, line["same"], line["facts"])
+        elif "failed" in line:
+            self._fail(line)
+        elif "left" in line:
+            self._left.add(process)
+            self._check_alone()
+
+    def _compare(self, process: int, what: str, facts: Line) -> None:
+        """Compares facts as they come with those of process 0; tells all once all agree."""
+        known = self._facts.setdefault(what, {})
+        known[process] = facts
+        comparable = list(known) if process == 0 else [process]
+        for other in comparable if 0 in known else []:
+            if text := _disagreement(other, what, known[other], known[0]):
+                self._refuse(text)
+                return
+        if len(known) == self._processes:
+            del self._facts[what]
+            agreed: Line = {"same": what}
+            if not self._started:
+                self._started = True
+                agreed["port"] = _free_port(self._coordinator_port)
+            self._tell(agreed)
+
+    def _refuse(self, text: str) -> None:
+        """Ends all processes because of what they were given."""
+        refusal = failure(text, UNUSABLE)
+        self._fail(refusal)
+        if not self._started:
+            self._refusal = refusal
+            self._refused = {peer.token for peer in self._peers.values()}
+
+    def _lose(self, process: int) -> None:
+        """Takes note that a connection has closed."""
+        peer = self._peers.pop(process)
+        if not self._started:
+            self._facts.get(JOIN, {}).pop(process, None)  # it may start again
+        elif process not in self._left and not self._ending:
+            self._fail(lost(process, peer.where))
+        self._check_alone()
+
+    def _fail(self, line: Line) -> None:
+        self._ending = True
+        self._tell(line)
+
+    def _tell(self, line: Line) -> None:
+        for peer in self._peers.values():
+            peer.writer.write(encode(line))
