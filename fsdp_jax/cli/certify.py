@@ -23,7 +23,6 @@ from fsdp_jax.train.build import (
     start_devices,
 )
 from fsdp_jax.train.config import Config, DataConfig
-from fsdp_jax.train.initial_weights import weights_shape
 from fsdp_jax.train.optimizers import make_optimizer
 from fsdp_jax.train.shapes import Batch, batch_shapes, length_fields, make_shape
 
@@ -67,7 +66,7 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
     model = dataclasses.replace(config.model, attention="blockwise", dropout=0.0)
     data = dataclasses.replace(config.data, sequence_length=LENGTH, target_length=None)
     family = FAMILIES[model.family]
-    configured = make_shape(model, config.data, weights_shape(model.weights))
+    configured = make_shape(model, config.data)
     shape = small_shape(configured, length_fields(family, data))
     make, frozen = make_model(model, config.lora, family, shape, "cpu")
     rows = len(jax.devices()) * max(ACCUMULATION)

@@ -212,7 +212,8 @@ class TokenizeCommand:
     vocab_size: Annotated[VocabSize | None, NUMBER] = None
     field: str = "text"  # Field of a record that holds the text.
     held_out: NonNegativeFloat = 0.05  # Share held out for evaluation.
-    invalid: str = "error"  # Text that is not UTF-8: error, replace or skip.
+    # Text that is not UTF-8: raise an error, replace its bytes, or skip its document (counted).
+    invalid: Literal["error", "replace", "skip"] = "error"
 
     def run(self) -> int:
         """Writes the shards and returns 0."""
@@ -222,8 +223,7 @@ class TokenizeCommand:
             raise ConfigError(message(what, where="command line", expected=expected, got=got))
         from fsdp_jax.cli.tokenize import tokenize_corpus
 
-        options = {name: value for name, value in vars(self).items() if name != "corpus"}
-        print(tokenize_corpus(self.corpus, **options, say=print_progress))
+        print(tokenize_corpus(**vars(self), say=print_progress))
         return OK
 
 
@@ -237,7 +237,7 @@ class ImportCommand:
 
     folder: Annotated[str, HF_FOLDER, Suppress]
     to: Annotated[str, arg(metavar="RUN", help="Directory of the run, which is created.")]
-    dtype: str = "float32"  # float32 or bfloat16.
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of the parameters.
     # Virtual CPU devices where there is no accelerator.
     devices: Annotated[Devices | None, NUMBER] = None
 

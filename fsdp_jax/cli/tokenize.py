@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 from fsdp_jax.data import (
     embedded_documents,
@@ -12,7 +11,7 @@ from fsdp_jax.data import (
     tokenize,
     train_bpe,
 )
-from fsdp_jax.data.checks import check_choice, ignored_key_error
+from fsdp_jax.data.checks import ignored_key_error
 from fsdp_jax.data.documents import Documents, Split
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.records import Invalid
@@ -30,7 +29,7 @@ def tokenize_corpus(
     vocab_size: int | None,
     field: str,
     held_out: float,
-    invalid: str,
+    invalid: Invalid,
     say: Say,
 ) -> str:
     """Writes token shards, or resumes writing them; returns the line to print.
@@ -66,10 +65,9 @@ def tokenize_corpus(
     )
 
 
-def _open_corpus(corpus: str, field: str, invalid: str) -> Documents:
-    check_choice("invalid", invalid, Invalid)
+def _open_corpus(corpus: str, field: str, invalid: Invalid) -> Documents:
     if corpus != "embedded":
-        return open_documents(corpus, field=field, invalid=cast(Invalid, invalid))
+        return open_documents(corpus, field=field, invalid=invalid)
     for name, got, default in (("field", field, "text"), ("invalid", invalid, "error")):
         if got != default:
             raise ignored_key_error(name, got, where=f"--{name}")

@@ -136,7 +136,7 @@ def _end_all_on_uncaught_errors() -> None:
         previous(kind, error, at)
 
     sys.excepthook = report
-    atexit.register(lambda: _leave(AT_EXIT))
+    atexit.register(lambda: leave_cluster(AT_EXIT))
     os.register_at_fork(after_in_child=_forget)
 
 
@@ -164,15 +164,11 @@ def fail_together() -> Iterator[None]:
         _watch.fail(error)
 
 
-def end_all(error: BaseException, *, stacks: bool = False) -> None:
-    """Prints an error and ends every process of the run with its exit code; returns in none.
-
-    With `stacks` every process prints the stacks of its threads before.
-    """
+def end_all(error: BaseException) -> None:
+    """Ends every process of the run with an error, after the stacks of its threads."""
     if _watch is not None:
-        _watch.fail(error, stacks=stacks)
-    if stacks:
-        print_stacks()
+        _watch.fail(error, stacks=True)
+    print_stacks()
     print(error_block(error), file=sys.stderr, flush=True)
     os._exit(exit_code(error))
 
@@ -198,15 +194,12 @@ def _address(coordinator: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def leave_cluster() -> None:
-    """Leaves the cluster once all processes do, however late; does nothing if this one is in none.
+def leave_cluster(patience: float | None = None) -> None:
+    """Leaves the cluster once all processes do; does nothing if this one is in none.
 
-    A process that exits without this waits for the others too, but `AT_EXIT` seconds at most.
+    Waits as long as the others need, or ends them all if they need more than `patience` seconds:
+    `AT_EXIT` where a process exits without having called this.
     """
-    _leave(None)
-
-
-def _leave(patience: float | None) -> None:
     global _watch
     if _watch is None:
         return

@@ -43,4 +43,4 @@ class StepTimeout:
         what = f"no step was done in {self._seconds:g} s"
         where = "cluster.step_timeout"
         fix = "look at the stacks above of every process: where does each wait?"
-        end_all(ProcessLostError(message(what, where=where, fix=fix)), stacks=True)
+        end_all(ProcessLostError(message(what, where=where, fix=fix)))

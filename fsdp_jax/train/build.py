@@ -31,7 +31,6 @@ from fsdp_jax.train.config import (
     TrainConfig,
     UnitsConfig,
 )
-from fsdp_jax.train.initial_weights import weights_shape
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
 from fsdp_jax.train.shapes import Batch, batch_shapes, make_shape, work_of
 from fsdp_jax.units.auto_wrap import Units
@@ -130,7 +129,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     _check_batch(train.global_batch_size, mesh_axes(mesh).batch_shards, train.accumulation)
     family = FAMILIES[config.model.family]
     _check_attention(config.model, family, data.sequence_length)
-    shape = make_shape(config.model, data, weights_shape(config.model.weights))
+    shape = make_shape(config.model, data)
     platform = mesh.devices.flat[0].platform
     make, frozen = make_model(config.model, config.lora, family, shape, platform)
     if config.precision.frozen is not None and not frozen:

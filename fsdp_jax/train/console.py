@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Self
 
 import numpy as np
 from rich.console import Console
@@ -27,12 +26,6 @@ class Screen:
             file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True
         )
         self._bar: Progress | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end_bar()
 
     def say(self, text: str) -> None:
         """Prints text on lines of its own."""

@@ -41,7 +41,6 @@ from fsdp_jax.weights import (
 from fsdp_jax.weights.export import Change
 
 AnyPath = str | os.PathLike[str]
-IMPORT_DTYPES = ("float32", "bfloat16")
 IS_IMPORT = "imported"
 """Key of a step's metadata: the name of the folder that was imported."""
 LEASE = "lease.json"
@@ -53,12 +52,9 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     The weights are sharded over all devices, and the folder's tokenizer is copied too.
     `config.json` is written last: an import that was killed before starts over.
 
-    Raises ConfigError for a dtype other than float32 and bfloat16, weights or a model that are not
-    supported, by name, and a directory that is not empty.
+    Raises ConfigError for weights or a model that are not supported, by name, and for a directory
+    that is not empty.
     """
-    if dtype not in IMPORT_DTYPES:
-        what, expected = "not a dtype to train in", " or ".join(IMPORT_DTYPES)
-        raise ConfigError(message(what, where="--dtype", expected=expected, got=dtype))
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     shape = read_config(source)
     family = family_of(shape)

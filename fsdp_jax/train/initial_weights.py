@@ -19,11 +19,6 @@ CLASSIFIER = ("head/kernel", "head/bias")
 """Parameters that stay random where the weights have another number of classes."""
 
 
-def weights_shape(path: str | None) -> Any | None:
-    """Returns the model configuration of a folder of weights; None where no weights are named."""
-    return None if path is None else read_config(Path(path).expanduser())
-
-
 def tokenizer_beside(path: str | None) -> str | None:
     """Returns the folder of the weights if it has a tokenizer too."""
     return path if path is not None and (Path(path).expanduser() / TOKENIZER).exists() else None

@@ -34,7 +34,7 @@ from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.train.memory import cliff_of
 from fsdp_jax.train.metrics import JsonLines, StepRecord, device_memory, now, of_the_loss
 from fsdp_jax.train.optimizers import learning_rates
-from fsdp_jax.train.resume import Resuming
+from fsdp_jax.train.resume import ResumePoint, Resuming
 from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
 
@@ -116,17 +116,21 @@ class Training:
             self.state = self.run.sharded.init(self.config.seed, params)
         else:
             self.data.loader.set_state(resuming.check(point.step, self.metadata))
-            self.state = resuming.restore(point.step, self.run.sharded)
-            assert int(self.state.step) == point.step, "the state counts its own steps"
-            resuming.set_aside(point)  # last: a refused checkpoint stays as it was
+            self._restore(resuming, point)
             self.metadata["stated"] = point.stated
-            self.steps_done = self.resumed = self.saved = point.step
-            self.skipped = int(self.state.skipped)
+            self.resumed = point.step
         # What is not finite before the first step may stay so, as a mask of -inf.
         self.not_finite_at_start = set(not_finite(self._to_save()))
         if self.not_finite_at_start:
             paths = ", ".join(sorted(self.not_finite_at_start))
             self.screen.say(f"warning: the state is infinite or NaN before the first step: {paths}")
+
+    def _restore(self, resuming: Resuming, point: ResumePoint) -> None:
+        self.state = resuming.restore(point, self.run.sharded)
+        assert int(self.state.step) == point.step, "the state counts its own steps"
+        self.steps_done = self.saved = point.step
+        self.skipped = int(self.state.skipped)
+        self.skipped_in_a_row = int(self.state.skipped_in_a_row)
 
     def train(self) -> int:
         """Trains to the last step, or until asked to stop; returns the exit code."""
@@ -255,11 +259,7 @@ class Training:
         # Free the state before its successor is read.
         for array in jax.tree.leaves(self.state):
             array.delete()
-        self.state = resuming.restore(step, self.run.sharded)
-        resuming.set_aside(point)
-        self.steps_done = self.saved = step
-        self.skipped = int(self.state.skipped)
-        self.skipped_in_a_row = int(self.state.skipped_in_a_row)
+        self._restore(resuming, point)
         self.save_postponed = False
         self._close_metrics()
         self._open_metrics()

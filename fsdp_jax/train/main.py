@@ -64,7 +64,8 @@ def _train(config: Config, stack: ExitStack) -> int:
         asynchronous=checkpoint.asynchronous,
     )
     stack.enter_context(store)
-    screen = stack.enter_context(Screen(settings.steps, quiet=not is_lead()))
+    screen = Screen(settings.steps, quiet=not is_lead())
+    stack.callback(screen.end_bar)
 
     # Resume or initialize.
     training = Training(run, data, store, stop, screen)

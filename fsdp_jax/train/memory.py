@@ -67,7 +67,10 @@ def cliff_of(run: Run) -> MemoryCliff | None:
     allocator = (device.memory_stats() or {}).get("bytes_limit")
     limit = compiler_limit(chip, module, allocator)
     sent = read_program(text, run.sharded.layout.mesh.shape).collectives
-    cliff = memory_cliff(module, sent, _peak_bytes(run), limit)
+    stats = run.step.compiled.memory_analysis()
+    used = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    peak = int(used + stats.output_size_in_bytes - stats.alias_size_in_bytes)
+    cliff = memory_cliff(module, sent, peak, limit)
     topology = _topology_of(run)
     if cliff is None or topology is None:
         return cliff
@@ -76,13 +79,6 @@ def cliff_of(run: Run) -> MemoryCliff | None:
     make_step = make_step_of(run.config)
     changes = fixes(plan, settings_of(run.config), make_step, topology, run.work)
     return replace(cliff, lever=lever(changes, cliff.free_bytes))
-
-
-def _peak_bytes(run: Run) -> int:
-    """Returns the device memory of the compiled step, arguments included."""
-    stats = run.step.compiled.memory_analysis()
-    used = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    return int(used + stats.output_size_in_bytes - stats.alias_size_in_bytes)
 
 
 def _topology_of(run: Run) -> Topology | None:

@@ -118,7 +118,7 @@ class JsonLines:
             self._say(message(what, where=str(self._path), got=got))
 
 
-class Line(NamedTuple):
+class MetricsLine(NamedTuple):
     """A line of a file of metrics; it is a record if it is whole and a JSON object with a step."""
 
     step: int | None  # None if it is no record
@@ -126,7 +126,7 @@ class Line(NamedTuple):
     start: str  # its number and first characters
 
 
-def parse_lines(content: bytes) -> list[Line]:
+def parse_lines(content: bytes) -> list[MetricsLine]:
     """Returns the lines of a file of metrics."""
     lines, end = [], 0
     for number, line in enumerate(BytesIO(content), 1):
@@ -137,7 +137,7 @@ def parse_lines(content: bytes) -> list[Line]:
             step = None
         is_record = line.endswith(b"\n") and type(step) is int
         start = f"line {number}: {ascii(line[:60])[2:-1]}"
-        lines.append(Line(step if is_record else None, end, start))
+        lines.append(MetricsLine(step if is_record else None, end, start))
     return lines
 
 

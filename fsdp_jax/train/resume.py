@@ -102,11 +102,12 @@ class Resuming:
             self.say(f"note: {', '.join(changed)} changed since the checkpoint at step {step}")
         return record["data"]
 
-    def restore(self, step: int, sharded: Sharded) -> TrainState:
-        """Returns the state of a step, sharded as this run is.
+    def restore(self, point: ResumePoint, sharded: Sharded) -> TrainState:
+        """Returns the state of a checkpoint, sharded as this run is, and renames later ones.
 
         Raises ConfigError if it does not fit, with every path that differs, before any is read.
         """
+        step = point.step
         target = self._with_optional_fields_of(step, sharded)
         allow_cast = self.settings.allow_cast
         plan = self.store.preflight(step, target, allow_cast=allow_cast)
@@ -114,7 +115,15 @@ class Resuming:
             plan.require_fit(by="--checkpoint.allow_cast True")
         self.say(str(plan))
         saved, *_ = self.store.restore(step, target, allow_cast=allow_cast, verify=False)
-        return sharded.from_checkpoint(saved)
+        state = sharded.from_checkpoint(saved)
+
+        # Last: where a checkpoint is refused, all stay as they were. None is deleted.
+        for other, why in point.aside.items():
+            if is_lead():
+                self.say(f"step {other} is set aside as {self.store.set_aside(other, why).name}")
+        if point.aside:
+            barrier("set aside")
+        return state
 
     def _with_optional_fields_of(self, step: int, sharded: Sharded) -> TrainState:
         """Returns the target of a restore, with the optional fields that the checkpoint has.
@@ -137,14 +146,6 @@ class Resuming:
                 self.say(f"note: the checkpoint has no {what} of this run's; it starts anew")
             target = replace(target, **{name: saved})
         return target
-
-    def set_aside(self, point: ResumePoint) -> None:
-        """Renames the steps that are not resumed from; deletes nothing."""
-        for step, why in point.aside.items():
-            if is_lead():
-                self.say(f"step {step} is set aside as {self.store.set_aside(step, why).name}")
-        if point.aside:
-            barrier("set aside")
 
     def _already_resumed(self, steps: list[int]) -> bool:
         """Returns whether the newest step continues the stated one: the command was repeated."""

@@ -1,6 +1,7 @@
 """Shapes of a run: the model's configuration, the arrays of a batch, and the work of a step."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,21 +13,22 @@ from fsdp_jax.models.families import family_of
 from fsdp_jax.models.tasks import Lengths
 from fsdp_jax.planner import Work
 from fsdp_jax.train.config import DataConfig, ModelConfig
+from fsdp_jax.weights import read_config
 
 Batch = dict[str, jax.ShapeDtypeStruct]
 CONVENTION = "6 N + 12 L D T a token, attention in full"
 
 
-def make_shape(model: ModelConfig, data: DataConfig, weights: Any | None = None) -> Any:
-    """Returns the model's own configuration, of its family's class.
+def make_shape(model: ModelConfig, data: DataConfig) -> Any:
+    """Returns the model's own configuration, of its family's class: the preset's or the weights'.
 
-    `weights` is that of the weights that it starts from, of any family. Raises ConfigError for keys
-    that do not go together.
+    Raises ConfigError for keys that do not go together.
     """
     family = FAMILIES[model.family]
     _check_data(model.family, family, data)
     fields = _field_overrides(model, family)
-    if weights is not None:
+    if model.weights is not None:
+        weights = read_config(Path(model.weights).expanduser())
         return _shape_of_weights(model, family, data, weights, fields)
     preset = model.preset or next(iter(family.presets))
     if preset not in family.presets:

@@ -87,25 +87,39 @@ class Key:
         """
         if value is None and self.takes_none:
             return None
+
+        # Choices and lists of texts.
         if get_origin(self.type) is Literal:
-            return _check_choice(value, get_args(self.type), where)
+            choices = get_args(self.type)
+            if value in choices:
+                return value
+            what, fix = f"unknown value '{value}'", did_you_mean(str(value), choices)
+            raise ConfigError(message(what, where=where, expected=", ".join(choices), fix=fix))
+        wrong_type = "a value of the wrong type"
         if get_origin(self.type) is tuple:
             items = [value] if isinstance(value, str) else value
             if isinstance(items, list) and all(isinstance(item, str) for item in items):
                 return tuple(check_text(item, where) for item in items)
-            raise _wrong_type("a list of names", value, where)
+            raise _refusal(wrong_type, where, "a list of names", repr(value))
+
+        # Numbers and texts.
         if self.type is float and isinstance(value, int | str) and not isinstance(value, bool):
             value = _number(float, value)  # YAML 1.1 reads 1e-3 as text
         if type(value) is not self.type:
-            raise _wrong_type(TYPE_NAMES[self.type], value, where)
+            raise _refusal(wrong_type, where, TYPE_NAMES[self.type], repr(value))
         if self.type is float and not abs(value) <= LARGEST_FLOAT:
-            what = "a number that is not finite in float32"
             expected = f"from -{LARGEST_FLOAT} to {LARGEST_FLOAT}"
-            raise ConfigError(message(what, where=where, expected=expected, got=value))
-        for note in self.notes:
-            if isinstance(note, Range):
-                _check_range(value, note, where)
+            raise _refusal("a number that is not finite in float32", where, expected, value)
+        for limits in (note for note in self.notes if isinstance(note, Range)):
+            if not value >= limits.least:
+                raise _refusal("a value is too small", where, f"{limits.least} or more", value)
+            if not value <= limits.most:
+                raise _refusal("a value is too large", where, f"{limits.most:,} or less", value)
         return check_text(value, where) if self.type is str else value
+
+
+def _refusal(what: str, where: str, expected: str, got: object) -> ConfigError:
+    return ConfigError(message(what, where=where, expected=expected, got=got))
 
 
 def key_types(kind: Any, prefix: str = "") -> Iterator[Key]:
@@ -136,22 +150,19 @@ def split_arguments(
             positional.append(argument)
             continue
         name, equals, value = argument[2:].partition("=")
-        key = keys.get(name.replace("-", "_"))
-        if key is None:
-            raise _unknown_option(name.replace("-", "_"), keys)
+        name = name.replace("-", "_")
+        if name not in keys:
+            # Keys of a section are suggested as in a file, others as on a command line.
+            shown = [key.name if "." in key.name else key.option for key in keys.values()]
+            fix = did_you_mean(name if "." in name else f"--{name.replace('_', '-')}", shown)
+            raise ConfigError(message(f"unknown key '{name}'", where="command line", fix=fix))
+        key = keys[name]
         texts = [value] if equals else []
         most = math.inf if get_origin(key.type) is tuple else int(not key.is_flag)
         while remaining and not remaining[0].startswith("--") and len(texts) < most:
             texts.append(remaining.popleft())
         values[key.name] = key.read(texts)
     return positional, values
-
-
-def _unknown_option(name: str, keys: Mapping[str, Key]) -> ConfigError:
-    # Keys of a section are suggested as in a file, others as they are written on a command line.
-    shown = [key.name if "." in key.name else key.option for key in keys.values()]
-    fix = did_you_mean(name if "." in name else f"--{name.replace('_', '-')}", shown)
-    return ConfigError(message(f"unknown key '{name}'", where="command line", fix=fix))
 
 
 def check_text(text: str, where: str) -> str:
@@ -168,23 +179,6 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
-def _check_choice(value: Any, choices: Sequence[Any], where: str) -> Any:
-    if value in choices:
-        return value
-    what, fix = f"unknown value '{value}'", did_you_mean(str(value), choices)
-    raise ConfigError(message(what, where=where, expected=", ".join(choices), fix=fix))
-
-
-def _check_range(value: float, limits: Range, where: str) -> None:
-    if not value >= limits.least:
-        what, expected = "a value is too small", f"{limits.least} or more"
-    elif not value <= limits.most:
-        what, expected = "a value is too large", f"{limits.most:,} or less"
-    else:
-        return
-    raise ConfigError(message(what, where=where, expected=expected, got=value))
-
-
 def _number(kind: type[int] | type[float], value: str | int) -> float | str:
     """Returns the number that a text spells, or the text itself for `Key.convert` to refuse."""
     try:
@@ -193,8 +187,3 @@ def _number(kind: type[int] | type[float], value: str | int) -> float | str:
         return value
     except OverflowError:  # an int of more than 308 digits
         return math.inf
-
-
-def _wrong_type(expected: str, value: Any, where: str) -> ConfigError:
-    what = "a value of the wrong type"
-    return ConfigError(message(what, where=where, expected=expected, got=repr(value)))

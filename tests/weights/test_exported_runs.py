@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from tiny import folder_of, laid_out, target_of
 
 from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.cli.main import main
 from fsdp_jax.data import load_tokenizer, train_bpe
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train import huggingface
@@ -199,12 +200,14 @@ def test_an_import_replaces_no_other_files(theirs, tmp_path):
         import_run(theirs, tmp_path / "file", dtype="float32")
 
 
-def test_an_unknown_dtype_is_refused_first(tmp_path):
-    for action in (import_run, lambda *given, dtype: export_model(*given, step=None, dtype=dtype)):
-        with pytest.raises(ConfigError, match=r"where:\s+--dtype[^$]*expected:\s+float32[^$]*int8"):
-            action(tmp_path / "nowhere", tmp_path / "out", dtype="int8")
-    with pytest.raises(ConfigError, match="--dtype"):
-        import_run(tmp_path / "nowhere", tmp_path / "out", dtype="float16")
+def test_an_unknown_dtype_is_refused_first(tmp_path, capsys):
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(ConfigError, match=r"where:\s+--dtype[^$]*expected:\s+float32[^$]*int8"):
+        export_model(nowhere, tmp_path / "out", step=None, dtype="int8")
+    for dtype in ("int8", "float16"):
+        assert main(["import", str(nowhere), "--to", str(tmp_path / "out"), "--dtype", dtype]) == 2
+        error = capsys.readouterr().err
+        assert f"'{dtype}'\n  where:    --dtype\n  expected: float32, bfloat16\n" in error
 
 
 def test_the_home_directory_is_expanded(theirs, tmp_path, monkeypatch):
