@@ -493,6 +493,7 @@ def killed_command(job: Job, kind: str, numbers: random.Random, outcome: Outcome
             outcome.failures.append(f"{kind} {variant}: {ended}")
     outcome.notes[f"{kind}s that were complete when they were killed"] += complete
     leftovers = [path.name for path in to.parent.rglob("*.unfinished")]
+    leftovers += [path.name for path in to.parent.rglob("*.writing")]
     leftovers += [path.name for path in to.parent.rglob("*.unsealed*")]
     if leftovers and not complete:
         outcome.failures.append(f"{kind} {variant} leaves {leftovers}")

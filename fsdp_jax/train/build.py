@@ -28,7 +28,6 @@ from fsdp_jax.train.config import (
     LoraConfig,
     ModelConfig,
     OffloadConfig,
-    TrainConfig,
     UnitsConfig,
 )
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
@@ -140,6 +139,9 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
 
     # The sharded training state.
     schedule = make_schedule(config.optimizer, train.steps)
+    spikes = None
+    if train.spike != "ignore":
+        spikes = LossSpikes(train.spike_window, train.spike_threshold, train.spike == "skip")
     sharded = fully_shard(
         make,
         make_optimizer(config.optimizer, schedule),
@@ -150,7 +152,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         remat=make_remat(config),
         prefetch=config.prefetch,
         offload=make_offload(config.offload),
-        loss_spikes=make_loss_spikes(train),
+        loss_spikes=spikes,
         frozen=frozen,
     )
     if not any(leaf.trainable for leaf in sharded.layout.by_path.values()):
@@ -248,13 +250,6 @@ def make_offload(offload: OffloadConfig) -> Offload:
     return Offload(
         offload.params, offload.optimizer, activations, offload.in_flight, offload.group_bytes
     )
-
-
-def make_loss_spikes(train: TrainConfig) -> LossSpikes | None:
-    """Returns the keys as `fully_shard` takes them."""
-    if train.spike == "ignore":
-        return None
-    return LossSpikes(train.spike_window, train.spike_threshold, train.spike == "skip")
 
 
 def make_units(units: UnitsConfig) -> Units:

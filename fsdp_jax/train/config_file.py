@@ -102,14 +102,11 @@ def _parse(content: bytes, where: str) -> Any:
         raise ConfigError(message(what, where=where, expected=expected))
     try:
         loader = yaml.SafeLoader(content.decode())
-        try:
-            root = loader.get_single_node()
-            if root is None:
-                return None
-            _check_nodes(root, where)
-            return loader.construct_document(root)
-        finally:
-            loader.dispose()
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_nodes(root, where)
+        return loader.construct_document(root)
     except ConfigError:
         raise
     except RecursionError:
