@@ -65,6 +65,7 @@ class Training:
         self.screen = screen
         self.config = run.config.train
         self.checkpoint = run.config.checkpoint
+        self.resuming = Resuming(store, self.checkpoint, screen.say)
         self.layout = run.sharded.layout
         self.agree = Agreement(self.layout.mesh)
         self.step_timeout = StepTimeout(run.config.cluster.step_timeout)
@@ -102,21 +103,20 @@ class Training:
         self.metrics: JsonLines | None = None
         self.evals: JsonLines | None = None
 
-    def resume(self, resuming: Resuming) -> None:
+    def resume(self) -> None:
         """Restores the checkpoint to resume from, or initializes, from the weights if named.
 
         Raises ConfigError if the checkpoint is of another corpus or state, or the weights do not
         fit, and DamageError if the checkpoint is damaged.
         """
-        self.resuming = resuming
-        point = resuming.choose()
+        point = self.resuming.choose()
         if point is None:
             weights, verify = self.run.config.model.weights, self.checkpoint.verify
             params = initial_params(weights, self.run.sharded, self.run.shape, verify=verify)
             self.state = self.run.sharded.init(self.config.seed, params)
         else:
-            self.data.loader.set_state(resuming.check(point.step, self.metadata))
-            self._restore(resuming, point)
+            self.data.loader.set_state(self.resuming.check(point.step, self.metadata))
+            self._restore(point)
             self.metadata["stated"] = point.stated
             self.resumed = point.step
         # What is not finite before the first step may stay so, as a mask of -inf.
@@ -125,8 +125,8 @@ class Training:
             paths = ", ".join(sorted(self.not_finite_at_start))
             self.screen.say(f"warning: the state is infinite or NaN before the first step: {paths}")
 
-    def _restore(self, resuming: Resuming, point: ResumePoint) -> None:
-        self.state = resuming.restore(point, self.run.sharded)
+    def _restore(self, point: ResumePoint) -> None:
+        self.state = self.resuming.restore(point, self.run.sharded)
         assert int(self.state.step) == point.step, "the state counts its own steps"
         self.steps_done = self.saved = point.step
         self.skipped = int(self.state.skipped)
@@ -259,7 +259,7 @@ class Training:
         # Free the state before its successor is read.
         for array in jax.tree.leaves(self.state):
             array.delete()
-        self._restore(resuming, point)
+        self._restore(point)
         self.save_postponed = False
         self._close_metrics()
         self._open_metrics()

@@ -19,7 +19,6 @@ from fsdp_jax.train.dataset import Data, open_data
 from fsdp_jax.train.huggingface import write_model
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.memory import check_fits
-from fsdp_jax.train.resume import Resuming
 from fsdp_jax.train.signals import StopSignal
 
 # Keys that need not be equal in all processes: addresses, and paths of what has a digest.
@@ -69,7 +68,7 @@ def _train(config: Config, stack: ExitStack) -> int:
 
     # Resume or initialize.
     training = Training(run, data, store, stop, screen)
-    training.resume(Resuming(store, checkpoint, screen.say))
+    training.resume()
     require_same("the checkpoint", {"step": training.resumed} | _position(data))
 
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.

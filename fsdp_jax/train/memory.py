@@ -12,9 +12,9 @@ from fsdp_jax.hlo.parser import parse
 from fsdp_jax.planner import analytic_plan, fake_devices, hardware_of, parse_topology
 from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.planner.memory_cliff import MemoryCliff, compiler_limit, memory_cliff
-from fsdp_jax.planner.settings import fixes, lever
+from fsdp_jax.planner.settings import lever
 from fsdp_jax.train.build import Run, build
-from fsdp_jax.train.planning import make_step_of, settings_of
+from fsdp_jax.train.planning import fixes_of
 
 
 def check_fits(run: Run) -> None:
@@ -76,8 +76,7 @@ def cliff_of(run: Run) -> MemoryCliff | None:
         return cliff
     planned = build(run.config, fake_devices(topology))
     plan = analytic_plan(planned.step, planned.batch, topology, run.work)
-    make_step = make_step_of(run.config)
-    changes = fixes(plan, settings_of(run.config), make_step, topology, run.work)
+    changes = fixes_of(run.config, plan, topology, run.work)
     return replace(cliff, lever=lever(changes, cliff.free_bytes))
 
 

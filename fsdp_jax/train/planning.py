@@ -16,6 +16,7 @@ from fsdp_jax.planner import (
     fake_devices,
     parse_topology,
 )
+from fsdp_jax.planner.plan import Fix
 from fsdp_jax.planner.search import Progress, Search, SearchResult
 from fsdp_jax.planner.settings import MakeStep, StepSettings, fixes, lever
 from fsdp_jax.step.compiled_step import CompiledStep
@@ -42,7 +43,7 @@ def plan_of(
         plan = compiled_plan(run.step, run.batch, topology, run.work, cache)
     if plan.fits and plan.cliff is None:
         return plan
-    changes = fixes(plan, settings_of(config), make_step_of(config), topology, run.work)
+    changes = fixes_of(config, plan, topology, run.work)
     cliff = plan.cliff and replace(plan.cliff, lever=lever(changes, plan.cliff.free_bytes))
     note = (
         f"`fsdp-jax plan CONFIG --search --topology {topology.name}` finds the fastest settings"
@@ -93,7 +94,7 @@ def choose(
     where nothing fits.
     """
     rows = config.train.global_batch_size
-    search = Search(make_step_of(config), rows, _work(config), cache, progress)
+    search = Search(_make_step_of(config), rows, _work(config), cache, progress)
     chip = HARDWARE.get(where.strip().lower())
     if chip is not None:
         topology = search.smallest_topology(chip, devices)
@@ -109,9 +110,9 @@ def choose(
     return Choice(result, with_settings(config, result.best.settings))
 
 
-def settings_of(config: Config) -> StepSettings:
-    """Returns a configuration's settings."""
-    return StepSettings(
+def fixes_of(config: Config, plan: Plan, topology: Topology, work: Work) -> tuple[Fix, ...]:
+    """Returns changes of a configuration's settings that lower the peak of its plan."""
+    settings = StepSettings(
         config.strategy,
         config.mesh.replica,
         config.remat,
@@ -119,6 +120,7 @@ def settings_of(config: Config) -> StepSettings:
         config.train.accumulation,
         offload=make_offload(config.offload),
     )
+    return fixes(plan, settings, _make_step_of(config), topology, work)
 
 
 def with_settings(config: Config, settings: StepSettings) -> Config:
@@ -146,7 +148,7 @@ def with_settings(config: Config, settings: StepSettings) -> Config:
     )
 
 
-def make_step_of(config: Config) -> MakeStep:
+def _make_step_of(config: Config) -> MakeStep:
     """Returns what builds the step of a configuration with other settings."""
 
     def make_step(settings: StepSettings, devices: Sequence[Any]) -> tuple[CompiledStep, PyTree]:
