@@ -68,7 +68,7 @@ def planted(kind: type[Target]) -> Target:
     class Planted(kind):  # type: ignore[misc, valid-type]
         def start(self) -> None:
             super().start()
-            options.load = with_fault(options.load)  # for the command line, which calls no `read`
+            options.load_with = with_fault(options.load_with)  # the command line calls no `read`
 
         def make(self, case: Case) -> None:
             case.rng = First()
