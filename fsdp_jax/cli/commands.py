@@ -81,8 +81,7 @@ class InspectCommand:
             holds = contract.holds
         if self.html is not None:
             Path(self.html).write_text(layout_html(layout))
-        _print(text, fields, self.json)
-        return OK if holds else BROKEN
+        return _report(text, fields, self.json, holds)
 
 
 @dataclass(frozen=True)
@@ -116,11 +115,11 @@ class PlanCommand:
         self._check()
         files = [replace(self.config, path=path) for path in self.compare] or [self.config]
         configs = [file.load() for file in files]
-        from fsdp_jax.planner import cache_folder, parse_topology, plans_table
+        from fsdp_jax import planner
         from fsdp_jax.train.planning import choose, plan_of
 
         assert self.topology is not None, "checked"
-        cache = None if self.no_cache else cache_folder()
+        cache = None if self.no_cache else planner.cache_folder()
         if self.search:
             choice = choose(configs[0], self.topology, self.devices, cache, print_progress)
             target = Path(self.to or f"{Path(str(self.config.path)).stem}.planned.yaml")
@@ -129,20 +128,18 @@ class PlanCommand:
             fields: Any = choice.to_json() | {"written": str(target)}
             text: Any = f"{choice.result}\nwritten to {target}"
         else:
-            topology = parse_topology(self.topology)
+            topology = planner.parse_topology(self.topology)
             plans = [
                 plan_of(config, topology, analytic=self.analytic, cache=cache) for config in configs
             ]
             text, fields = plans[0], plans[0].to_json()
             if self.compare:
-                text, fields = plans_table(self.compare, plans), [plan.to_json() for plan in plans]
-        _print(text, fields, self.json)
+                text = planner.plans_table(self.compare, plans)
+                fields = [plan.to_json() for plan in plans]
         if self.html is not None:
-            from fsdp_jax.planner import compare_html, plan_html
-
-            page = compare_html(plans) if self.compare else plan_html(plans[0])
+            page = planner.compare_html(plans) if self.compare else planner.plan_html(plans[0])
             Path(self.html).write_text(page, encoding="utf-8")
-        return OK if all(plan.fits for plan in plans) else BROKEN
+        return _report(text, fields, self.json, all(plan.fits for plan in plans))
 
     def _check(self) -> None:
         """Raises ConfigError for options that are missing or do not go together."""
@@ -192,8 +189,7 @@ class CertifyCommand:
         except CertifyError as error:
             certificate = error.certificate
             text = str(error)
-        _print(text, certificate.to_json(), self.json)
-        return OK if certificate.holds else BROKEN
+        return _report(text, certificate.to_json(), self.json, certificate.holds)
 
 
 @dataclass(frozen=True)
@@ -291,12 +287,13 @@ class VerifyCommand:
         from fsdp_jax.checkpoint.verify import verify_run
 
         report = verify_run(self.output)
-        _print(report, report.to_json(), self.json)
-        return OK if report.good else BROKEN
+        return _report(report, report.to_json(), self.json, report.good)
 
 
-def _print(text: object, fields: Any, as_json: bool) -> None:
+def _report(text: object, fields: Any, as_json: bool, holds: bool) -> int:
+    """Prints a result, and returns the exit code for whether it is as it should be."""
     print(json_format.dumps(fields, indent=1) if as_json else text)
+    return OK if holds else BROKEN
 
 
 def _check_page(path: str | None) -> None:
