@@ -162,7 +162,7 @@ def test_a_killed_import_starts_over(theirs, tmp_path, monkeypatch, when):
         if when == "saving":
             patch.setattr(CheckpointStore, "_seal", killed)
         elif when == "between":
-            patch.setattr(huggingface, "_write", killed)
+            patch.setattr(huggingface, "write_model", killed)
         else:
             patch.setattr(huggingface, "config_files", killed)
         with pytest.raises(KeyboardInterrupt):
