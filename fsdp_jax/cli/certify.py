@@ -54,10 +54,8 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
     blockwise, the weights are random and the learning rate is the peak. Dropout is off: with local
     batches each device draws its own mask, which no reference reproduces.
 
-    Raises:
-        CertifyError: a setting differs from a single device.
-        ConfigError: keys that do not fit, by name.
-
+    Raises CertifyError if a setting differs from a single device, and ConfigError for keys that do
+    not fit, by name.
     """
     jax.config.update("jax_platforms", "cpu")  # the accelerators may be training
     start_devices(config.train.devices or DEVICES)

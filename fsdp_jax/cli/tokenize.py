@@ -37,11 +37,8 @@ def tokenize_corpus(
     The arguments are those of the command, of which either `tokenizer` or `vocab_size` is None. A
     tokenizer that was trained for the same shards is used again.
 
-    Raises:
-        ConfigError: the corpus cannot be read, or the folder holds other files or shards made with
-            other settings.
-        CheckpointError: the shards cannot be written.
-
+    Raises ConfigError if the corpus cannot be read, or the folder holds other files or shards made
+    with other settings, and CheckpointError if the shards cannot be written.
     """
     split = split_documents(_open_corpus(corpus, field, invalid), held_out=held_out)
     if tokenizer is not None:

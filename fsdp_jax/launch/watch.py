@@ -71,10 +71,8 @@ class Watch:
     def join(self, facts: Mapping[str, object]) -> str:
         """Waits until all processes have joined and agree; returns the address of jax's service.
 
-        Raises:
-            ConfigError: they disagree, two have one number, or the port is in use.
-            ProcessLostError: some did not come in time.
-
+        Raises ConfigError if they disagree, two have one number, or the port is in use, and
+        ProcessLostError if some did not come in time.
         """
         taken: OSError | None = None
         if self._process == 0:

@@ -110,14 +110,8 @@ def topology_devices(name: str) -> list[jax.Device]:
 def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     """Builds the mesh, model, optimizer, layout and steps; allocates and compiles nothing.
 
-    Args:
-        config: the configuration.
-        devices: the devices of the mesh, which need not be present. Default: this machine's, or
-            `train.devices` virtual ones.
-
-    Raises:
-        ConfigError: keys that do not fit, by name.
-
+    The devices of the mesh need not be present; by default they are this machine's, or
+    `train.devices` virtual ones. Raises ConfigError for keys that do not fit, by name.
     """
     if devices is None:
         start_devices(config.train.devices)

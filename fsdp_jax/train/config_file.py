@@ -24,10 +24,8 @@ SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, then applies dotted overrides such as `--train.steps 20`.
 
-    Raises:
-        ConfigError: a file that cannot be read, an unknown key, or a value of the wrong type or
-            below its limit.
-
+    Raises ConfigError for a file that cannot be read, an unknown key, or a value of the wrong type
+    or out of range.
     """
     unnamed, values = split_arguments(overrides, KEYS)
     if unnamed:
