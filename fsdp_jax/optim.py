@@ -19,6 +19,7 @@ so that a checkpoint is restored on any number of devices.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -149,15 +150,15 @@ def scale_by_adam(
             mu, nu = _rounded(state.mu, of_mu), _rounded(state.nu, of_nu)
             none = jax.tree.map(lambda _: None, mu)
             return StoredAdamState(state.count, mu, nu, none, none)
-        mu, mu_scale = _encoded(state.mu, encode_first, block, of_mu)
-        nu, nu_scale = _encoded(state.nu, encode_second, block, of_nu)
+        mu, mu_scale = _encoded(state.mu, FIRST, block, of_mu)
+        nu, nu_scale = _encoded(state.nu, SECOND, block, of_nu)
         return StoredAdamState(state.count, mu, nu, mu_scale, nu_scale)
 
     def update(
         updates: PyTree, state: StoredAdamState, params: PyTree = None
     ) -> tuple[PyTree, StoredAdamState]:
-        mu = _decoded(state.mu, state.mu_scale, decode_first)
-        nu = _decoded(state.nu, state.nu_scale, decode_second)
+        mu = _decoded(state.mu, state.mu_scale, FIRST)
+        nu = _decoded(state.nu, state.nu_scale, SECOND)
         wide = optax.tree.cast(updates, jnp.float32)
         wide, new = inner.update(wide, optax.ScaleByAdamState(state.count, mu, nu), params)
         return wide, stored(new)
@@ -172,14 +173,12 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
     """
     inner = optax.with_extra_args_support(tx)
 
-    def wide(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
     def init(params: PyTree) -> PyTree:
-        return inner.init(wide(params))
+        return inner.init(optax.tree.cast(params, jnp.float32))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> PyTree:
-        return inner.update(wide(updates), state, wide(params), **extra)
+        updates, params = optax.tree.cast((updates, params), jnp.float32)
+        return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -191,24 +190,22 @@ def _rounded(tree: PyTree, seed: Seed) -> PyTree:
     )
 
 
-def _encoded(
-    tree: PyTree, encode: Callable[..., Any], block: int, seed: Seed
-) -> tuple[PyTree, PyTree]:
+def _encoded(tree: PyTree, code: "MomentCode", block: int, seed: Seed) -> tuple[PyTree, PyTree]:
     """Returns (codes, scales) of a moment; small parameters stay float32, with None for a scale."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     pairs = []
     for path, leaf in leaves:
         blocks = block_of(leaf.shape, block)
         own = path_seed(seed, jax.tree_util.keystr(path))
-        pairs.append((leaf, None) if blocks is None else encode(leaf, *blocks, own))
+        pairs.append((leaf, None) if blocks is None else code.encode(leaf, *blocks, own))
     codes, scales = zip(*pairs, strict=True) if pairs else ((), ())
     return jax.tree.unflatten(structure, codes), jax.tree.unflatten(structure, scales)
 
 
-def _decoded(codes: PyTree, scales: PyTree, decode: Callable[..., jax.Array]) -> PyTree:
+def _decoded(codes: PyTree, scales: PyTree, code: "MomentCode") -> PyTree:
     """Returns a moment in float32."""
     return jax.tree.map(
-        lambda leaf, scale: leaf.astype(jnp.float32) if scale is None else decode(leaf, scale),
+        lambda leaf, scale: leaf.astype(jnp.float32) if scale is None else code.decode(leaf, scale),
         codes,
         scales,
     )
@@ -246,91 +243,66 @@ def _size(dim: int, block: int) -> int:
     return min(dim & -dim, block)
 
 
-def encode_first(moment: jax.Array, dim: int, size: int, seed: Seed) -> tuple[jax.Array, jax.Array]:
-    """Returns (codes int8 of the same shape, scales float32) of a moment with a sign."""
-    blocks, scale = _scaled(moment, dim, size)
-    codes = _code(blocks, jnp.cbrt(blocks) * 127, _third, 127, moment, seed)
-    return codes.astype(jnp.int8).reshape(moment.shape), scale
+@dataclass(frozen=True)
+class MomentCode:
+    """How numbers of -1 to 1 are stored in 8 bits: as codes of their roots.
 
-
-def decode_first(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns the moment, float32."""
-    return _unscaled(_third(codes.astype(jnp.float32) / 127), scale)
-
-
-def encode_second(
-    moment: jax.Array, dim: int, size: int, seed: Seed
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (codes uint8 of the same shape, scales float32) of a moment without a sign.
-
-    What is not zero has a code that is not.
-    """
-    blocks, scale = _scaled(moment, dim, size)
-    codes = _code(blocks, jnp.sqrt(jnp.sqrt(blocks)) * 255, _fourth, 255, moment, seed)
-    codes = jnp.where(blocks > 0, jnp.maximum(codes, 1), 0).astype(jnp.uint8)
-    return codes.reshape(moment.shape), scale
-
-
-def decode_second(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns the moment, float32."""
-    return _unscaled(_fourth(codes.astype(jnp.float32) / 255), scale)
-
-
-def _third(root: jax.Array) -> jax.Array:
-    return root * root * root
-
-
-def _fourth(root: jax.Array) -> jax.Array:
-    return jnp.square(jnp.square(root))
-
-
-def _code(
-    blocks: jax.Array,
-    root: jax.Array,
-    power: Callable[[jax.Array], jax.Array],
-    largest: int,
-    moment: jax.Array,
-    seed: Seed,
-) -> jax.Array:
-    """Returns the code below or above at random, so that the mean of what is decoded is exact.
-
-    Args:
-        blocks: -1 to 1, the moment over its block's scale.
-        root: of these, times the largest code.
-        power: the inverse of the root.
+    Attributes:
+        dtype: of the codes; unsigned, what is not zero has a code that is not.
         largest: code.
-        moment: what is encoded, whose elements have the noise.
-        seed: of it.
+        root: of the numbers.
+        power: its inverse.
 
     """
-    below = jnp.floor(root)
-    low, high = power(below / largest), power((below + 1) / largest)
-    share = (blocks - low) / (high - low)
-    # Of the leading bits: the last ones may differ between programs, such as with offload.
-    leading = lax.bitcast_convert_type(moment, jnp.uint32) & jnp.uint32(0xFFFF0000)
-    leading = lax.bitcast_convert_type(leading, jnp.float32)
-    uniform = (noise(leading, seed) >> 8).astype(jnp.float32).reshape(blocks.shape) * 2.0**-24
-    return jnp.clip(below + jnp.where(uniform < share, 1, 0), -largest, largest)
 
+    dtype: Any
+    largest: int
+    root: Callable[[jax.Array], jax.Array]
+    power: Callable[[jax.Array], jax.Array]
 
-def _scaled(moment: jax.Array, dim: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (the moment over its block's scale, with a dim of blocks more, and the scales)."""
-    shape = moment.shape
-    blocks = moment.reshape(*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
-    scale = jnp.abs(blocks).max(dim + 1)
-    divisor = jnp.where(scale > 0, scale, 1)
-    return blocks / _repeated(divisor, dim, blocks.shape), scale
+    def encode(
+        self, moment: jax.Array, dim: int, size: int, seed: Seed
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (codes of the same shape, scales float32) of a float32 moment.
 
+        A code is the one below or above at random, so that the mean of what is decoded is exact.
+        """
+        shape = moment.shape
+        blocks = moment.reshape(*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
+        scale = jnp.abs(blocks).max(dim + 1)
+        blocks = blocks / _repeated(jnp.where(scale > 0, scale, 1), dim, blocks.shape)
+        below = jnp.floor(self.root(blocks) * self.largest)
+        low, high = self.power(below / self.largest), self.power((below + 1) / self.largest)
+        share = (blocks - low) / (high - low)
+        # Of the leading bits: the last ones may differ between programs, such as with offload.
+        leading = lax.bitcast_convert_type(moment, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        leading = lax.bitcast_convert_type(leading, jnp.float32)
+        uniform = (noise(leading, seed) >> 8).astype(jnp.float32).reshape(blocks.shape) * 2.0**-24
+        codes = jnp.clip(below + jnp.where(uniform < share, 1, 0), -self.largest, self.largest)
+        if jnp.issubdtype(self.dtype, jnp.unsignedinteger):
+            codes = jnp.where(blocks > 0, jnp.maximum(codes, 1), 0)
+        return codes.astype(self.dtype).reshape(shape), scale
 
-def _unscaled(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns values of the shape of a parameter times the scales of their blocks."""
-    pairs = zip(values.shape, scale.shape, strict=True)
-    dim = next((dim for dim, (size, count) in enumerate(pairs) if size != count), 0)
-    shape, count = values.shape, scale.shape[dim]
-    blocks = values.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
-    return (blocks * _repeated(scale, dim, blocks.shape)).reshape(shape)
+    def decode(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
+        """Returns the moment, float32."""
+        values = self.power(codes.astype(jnp.float32) / self.largest)
+        shape = values.shape
+        pairs = zip(shape, scale.shape, strict=True)
+        dim = next((dim for dim, (size, count) in enumerate(pairs) if size != count), 0)
+        count = scale.shape[dim]
+        blocks = values.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
+        return (blocks * _repeated(scale, dim, blocks.shape)).reshape(shape)
 
 
 def _repeated(scale: jax.Array, dim: int, shape: tuple[int, ...]) -> jax.Array:
     """Returns the scales for each element of their blocks, of this shape."""
     return jnp.broadcast_to(jnp.expand_dims(scale, dim + 1), shape)
+
+
+FIRST = MomentCode(jnp.int8, 127, jnp.cbrt, lambda root: root * root * root)
+SECOND = MomentCode(
+    jnp.uint8,
+    255,
+    lambda moment: jnp.sqrt(jnp.sqrt(moment)),
+    lambda root: jnp.square(jnp.square(root)),
+)

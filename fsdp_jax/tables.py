@@ -37,3 +37,8 @@ def html_table(
         f"<table><caption>{escape(caption)}</caption>"
         f"<thead>{line('th', columns)}</thead><tbody>{body}</tbody></table>"
     )
+
+
+def shortened(text: str, width: int) -> str:
+    """Returns a text of at most `width` characters; an ellipsis stands for what is cut."""
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -37,12 +37,12 @@ def test_errors_are_less_than_one_code(magnitudes, seed):
     largest = np.abs(first).reshape(16, 2, 32).max(2, keepdims=True)
     share = np.abs(first).reshape(16, 2, 32) / np.where(largest > 0, largest, 1)
     noise = jnp.uint32(seed), jnp.uint32(7)
-    decoded = optim.decode_first(*optim.encode_first(jnp.asarray(first), 1, 32, noise))
+    decoded = optim.FIRST.decode(*optim.FIRST.encode(jnp.asarray(first), 1, 32, noise))
     error = np.abs(np.asarray(decoded) - first).reshape(16, 2, 32)
     assert (error <= 1.001 * largest * one_code(share, 3, 127) + 1e-6 * np.abs(first).max()).all()
 
     decoded = np.asarray(
-        optim.decode_second(*optim.encode_second(jnp.asarray(second), 1, 32, noise))
+        optim.SECOND.decode(*optim.SECOND.encode(jnp.asarray(second), 1, 32, noise))
     )
     error = np.abs(decoded - second).reshape(16, 2, 32)
     smallest = 255.0**-4
@@ -56,9 +56,9 @@ def test_errors_are_less_than_one_code(magnitudes, seed):
 def test_the_mean_of_what_is_decoded_is_exact(share):
     moment = jnp.full((4096, 64), share, jnp.float32).at[:, 0].set(1)
     seed = jnp.uint32(1), jnp.uint32(2)
-    decoded = [optim.decode_first(*optim.encode_first(moment, 1, 64, seed))]
+    decoded = [optim.FIRST.decode(*optim.FIRST.encode(moment, 1, 64, seed))]
     if share > 0:
-        decoded.append(optim.decode_second(*optim.encode_second(moment, 1, 64, seed)))
+        decoded.append(optim.SECOND.decode(*optim.SECOND.encode(moment, 1, 64, seed)))
     for each in decoded:
         np.testing.assert_array_equal(each[:, 0], 1)
         values = np.asarray(each[:, 1:], np.float64)

@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from fsdp_jax.sharding.logical_axes import Dropped, LogicalAxes, expand_fsdp
-from fsdp_jax.sharding.mesh import Entry, axes_of, entry_of
+from fsdp_jax.sharding.mesh import Entry, entry_of, spec_axes
 from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec
 from fsdp_jax.sharding.rules import (
     HEURISTIC,
-    MIN_SIZE,
     Finding,
     ParamLeaf,
     Rules,
@@ -26,7 +26,7 @@ from fsdp_jax.sharding.rules import (
     read_leaves,
     rules_for,
 )
-from fsdp_jax.tables import html_table, text_table
+from fsdp_jax.tables import html_table, shortened, text_table
 from fsdp_jax.tree import PyTree, flatten
 
 WIDTH = 40  # of a reason in the text; `rows` and the HTML have it in full
@@ -60,7 +60,7 @@ class MatchTable:
 
     def __str__(self) -> str:
         lines = [str(finding) for finding in (*self.findings, *self.notes)]
-        rows = [(*cells, _cut(reason)) for *cells, reason in self.rows]
+        rows = [(*cells, shortened(reason, WIDTH)) for *cells, reason in self.rows]
         return "\n".join([self.summary(), text_table(COLUMNS, rows), *lines])
 
     def _repr_html_(self) -> str:
@@ -68,28 +68,21 @@ class MatchTable:
         return html_table(COLUMNS, self.rows, caption=self.summary()) + f"<ul>{found}</ul>"
 
 
-def _cut(reason: str) -> str:
-    """Returns a reason that is not too long for a terminal."""
-    return reason if len(reason) <= WIDTH else reason[: WIDTH - 1] + "…"
-
-
 def match_table(
     params: PyTree,
     rules: Sequence[Rule] | Mapping[Pattern, Spec],
     mesh: Mesh | AbstractMesh,
-    *,
-    logical_axes: LogicalAxes | None = None,
-    min_size: int = MIN_SIZE,
-    strict: bool = False,
-    axes: str | tuple[str, ...] | None = None,
+    **settings: Any,
 ) -> MatchTable:
     """Returns what `partition_specs` makes of each parameter, and why; also where it would raise.
+
+    `settings`: logical_axes, min_size, strict and axes, as `partition_specs` takes them.
 
     Raises:
         ValueError: malformed rules, or axes to shard along that the mesh lacks.
 
     """
-    chosen, mesh = rules_for(mesh, rules, logical_axes, min_size, strict, axes)
+    chosen, mesh = rules_for(mesh, rules, **settings)
     leaves = read_leaves(params)
     findings = chosen.lint(leaves, mesh)
     refused = {finding.where: finding for finding in findings}
@@ -109,7 +102,7 @@ def match_table(
 def _notes(rules: Rules, leaves: Mapping[str, ParamLeaf], mesh: Mesh) -> tuple[Finding, ...]:
     """Returns names that no parameter has, and one note for each other thing that is dropped."""
     specs = [leaf.names or () for leaf in leaves.values()] + [spec for _, spec in rules.pairs]
-    used = {name for spec in specs for entry in spec for name in axes_of(entry)}
+    used = {name for spec in specs for name in spec_axes(spec)}
     notes = []
     unused = sorted({name for name, _ in rules.table} - used)
     if unused:

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import SlowerWarning, human_bytes
-from fsdp_jax.sharding.mesh import MeshAxes, shards_of
+from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes
 from fsdp_jax.sharding.offload import HOST, NO_OFFLOAD, Offload, worth_sending
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
 from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
@@ -26,9 +26,7 @@ from fsdp_jax.tables import html_table, text_table
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, unflatten
 
 COLUMNS = ("part", "path", "shape", "dtype", "spec", "per device", "rule", "reason")
-COPIES = (
-    "copies"  # the entry of `Layout.other` with the replicated copies that a step computes with
-)
+COPIES = "copies"  # the entry of `Layout.other` with replicated copies that a step computes with
 MODEL_STATE = "model_state"  # the entry with the model's state that is no parameter
 NOT_PLACED = "no rule or annotation places this state: replicated"
 Part = Literal["params", "optimizer", "other"]
@@ -82,7 +80,7 @@ class Leaf:
 
     @property
     def on_device(self) -> NamedSharding:
-        """Its sharding in the device's memory."""
+        """Its sharding between steps, but in the device's memory."""
         return NamedSharding(self.mesh, self.spec)
 
     @property
@@ -108,7 +106,7 @@ class Leaf:
     @property
     def bytes_per_device(self) -> int:
         """Bytes of each device's part between steps, in its own memory or in the host's."""
-        return self.bytes // prod(shards_of(self.mesh, entry) for entry in self.spec)
+        return self.bytes // shards_of(self.mesh, spec_axes(self.spec))
 
     @property
     def wasted_bytes(self) -> int:
@@ -119,6 +117,23 @@ class Leaf:
     def is_replicated(self) -> bool:
         """Whether every device holds all of it."""
         return self.bytes_per_device == self.bytes
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns its row of a table: `COLUMNS` without the part."""
+        reason = self.reason
+        if self.wasted_bytes:
+            reason += f", {human_bytes(self.wasted_bytes)} more on every device"
+        elif reason == NOT_PLACED:
+            reason += f", {human_bytes(self.bytes)} on every device"
+        return (
+            self.path,
+            str(self.shape).replace(" ", ""),
+            str(self.dtype),
+            str(self.axes.user_spec(self.spec)).replace("PartitionSpec", "P"),
+            human_bytes(self.bytes_per_device),
+            self.rule,
+            "in host memory; " * self.on_host + reason,
+        )
 
 
 @dataclass(frozen=True)
@@ -172,12 +187,14 @@ class Layout:
         flat = flatten(tree)
         return unflatten({p: leaf for p, leaf in flat.items() if self.by_path[p].trainable})
 
+    def by_bytes(self, part: Part) -> list[Leaf]:
+        """Returns the leaves of a part, those of most bytes per device first."""
+        leaves = [leaf for leaf in self if leaf.part == part]
+        return sorted(leaves, key=lambda leaf: (-leaf.bytes_per_device, leaf.path))
+
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns a table row per leaf; in each part those of most bytes per device first."""
-        leaves = sorted(
-            self, key=lambda leaf: (PARTS.index(leaf.part), -leaf.bytes_per_device, leaf.path)
-        )
-        return [_row(leaf) for leaf in leaves]
+        """Returns a table row per leaf, part by part, as `by_bytes` orders them."""
+        return [(part, *leaf.cells()) for part in PARTS for leaf in self.by_bytes(part)]
 
     def summary(self) -> str:
         """Returns one line: strategy, mesh, bytes per device against replicated."""
@@ -200,26 +217,6 @@ class Layout:
     def _repr_html_(self) -> str:
         caption = self.summary() + (f"; units: {self.units}" if self.units else "")
         return html_table(COLUMNS, self.rows(), caption=caption)
-
-
-def _row(leaf: Leaf) -> tuple[str, ...]:
-    reason = leaf.reason
-    if leaf.wasted_bytes:
-        reason += f", {human_bytes(leaf.wasted_bytes)} more on every device"
-    elif reason == NOT_PLACED:
-        reason += f", {human_bytes(leaf.bytes)} on every device"
-    if leaf.on_host:
-        reason += ", in host memory"
-    return (
-        leaf.part,
-        leaf.path,
-        str(leaf.shape).replace(" ", ""),
-        str(leaf.dtype),
-        str(leaf.axes.user_spec(leaf.spec)).replace("PartitionSpec", "P"),
-        human_bytes(leaf.bytes_per_device),
-        leaf.rule,
-        reason,
-    )
 
 
 def make_layout(
@@ -263,23 +260,18 @@ def make_layout(
 
     """
     # Parameters: stored one way, and updated by the optimizer in another under zero1.
-    updated = {p: strategy.grad_placement(place, axes) for p, place in placements.items()}
+    updated = {path: strategy.grad_placement(place, axes) for path, place in placements.items()}
 
-    def param(path: str, array: Any) -> Leaf:
+    def param_leaf(path: str, array: Any) -> Leaf:
         has_copy = path in copied and strategy.gathers_updates
         stored = strategy.param_placement(placements[path], axes, has_copy=has_copy)
-        extra = {"trainable": path not in frozen, "stacked": stacked.get(path, 0)}
-        return _leaf("params", path, array, stored, axes, grad_spec=updated[path].spec, **extra)
-
-    params_laid_out = map_with_path(param, params)
+        leaf = _leaf("params", path, array, stored, axes)
+        trainable, layers = path not in frozen, stacked.get(path, 0)
+        return replace(leaf, grad_spec=updated[path].spec, trainable=trainable, stacked=layers)
 
     # Optimizer state follows the parameters as they are updated.
-    trained = {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        for path, leaf in flatten(params_laid_out).items()
-        if leaf.trainable
-    }
-    abstract, opt_placements = optimizer_placements(
+    trained = {path: array for path, array in flatten(params).items() if path not in frozen}
+    abstract, optimizer = optimizer_placements(
         tx, unflatten(trained), {path: updated[path] for path in trained}, rules, axes.mesh
     )
 
@@ -289,32 +281,47 @@ def make_layout(
     # All else: a copy to compute with, state that is placed by name, and small state.
     def other_leaf(path: str, array: Any) -> Leaf:
         part, _, name = path.partition(SEPARATOR)
-        spec, reason = PartitionSpec(), "small state is replicated"
+        placement = Placement(PartitionSpec(), "state", "small state is replicated")
         if part == COPIES:
             spec = strategy.param_placement(placements[name], axes).spec
-            reason = f"{strategy.name} computes with this copy"
+            placement = Placement(spec, "state", f"{strategy.name} computes with this copy")
         elif part == MODEL_STATE and name in state:
-            return _leaf("other", path, array, strategy.param_placement(state[name], axes), axes)
+            placement = strategy.param_placement(state[name], axes)
         elif prod(array.shape) >= rules.min_size:
-            reason = NOT_PLACED
-        return _leaf("other", path, array, Placement(spec, "state", reason), axes)
+            placement = replace(placement, reason=NOT_PLACED)
+        return _leaf("other", path, array, placement, axes)
 
     layout = Layout(
         axes,
         strategy,
-        params_laid_out,
-        map_with_path(optimizer_leaf, abstract, opt_placements),
+        map_with_path(param_leaf, params),
+        map_with_path(optimizer_leaf, abstract, optimizer),
         map_with_path(other_leaf, other),
         units,
     )
-    layout = in_host_memory(layout, offload, rules.min_size)
+    layout = _in_host_memory(layout, offload, rules.min_size)
     _warn_of_waste(layout)
     if strategy.shards_params and shards_of(axes.mesh, rules.axes) > 1:
         _warn_of_large_state(layout)
     return layout
 
 
-def in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
+def _leaf(part: Part, path: str, array: Any, placement: Placement, axes: MeshAxes) -> Leaf:
+    return Leaf(
+        path=path,
+        part=part,
+        shape=tuple(array.shape),
+        dtype=array.dtype,
+        spec=placement.spec,
+        grad_spec=placement.spec,
+        rule=placement.rule,
+        reason=placement.reason,
+        axes=axes,
+        missed_shards=placement.missed_shards,
+    )
+
+
+def _in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
     """Returns the layout with the memory kind of what is kept on the host.
 
     Arrays that are not `worth_sending` stay on the device.
@@ -326,23 +333,18 @@ def in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
     large = [
         leaf for leaf in layout if worth_sending(leaf.shape, stacked.get(leaf.shape, 0), min_size)
     ]
-    chosen: set[tuple[str, str]] = set()
+    chosen: list[Leaf] = []
     if offload.params:
         copies = COPIES + SEPARATOR
-        chosen |= {
-            (leaf.part, leaf.path)
-            for leaf in large
-            if leaf.part == "params" or (leaf.part == "other" and leaf.path.startswith(copies))
-        }
+        chosen += [leaf for leaf in large if leaf.part == "params"]
+        chosen += [leaf for leaf in large if leaf.part == "other" and leaf.path.startswith(copies)]
     # Of the optimizer state the largest first, until the fraction is reached.
     remaining = offload.fraction * layout.total("optimizer")
     moments = [leaf for leaf in large if leaf.part == "optimizer"]
     for leaf in sorted(moments, key=lambda leaf: (-leaf.bytes, leaf.path)):
-        if remaining <= 0:
-            break
-        chosen.add((leaf.part, leaf.path))
-        remaining -= leaf.bytes
-
+        if remaining > 0:
+            chosen.append(leaf)
+            remaining -= leaf.bytes
     if not chosen:
         warnings.warn(
             "offload keeps nothing in host memory: no array has "
@@ -350,32 +352,14 @@ def in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
             SlowerWarning,
             stacklevel=4,  # the caller of fully_shard
         )
+    places = {(leaf.part, leaf.path) for leaf in chosen}
 
     def with_kind(leaf: Leaf) -> Leaf:
-        return replace(leaf, memory_kind=HOST) if (leaf.part, leaf.path) in chosen else leaf
+        return replace(leaf, memory_kind=HOST) if (leaf.part, leaf.path) in places else leaf
 
-    params, optimizer, other = (
-        jax.tree.map(with_kind, part) for part in (layout.params, layout.optimizer, layout.other)
-    )
+    parts = (layout.params, layout.optimizer, layout.other)
+    params, optimizer, other = jax.tree.map(with_kind, parts)
     return replace(layout, params=params, optimizer=optimizer, other=other)
-
-
-def _leaf(
-    part: Part, path: str, array: Any, placement: Placement, axes: MeshAxes, **fields: Any
-) -> Leaf:
-    """Returns a Leaf; `fields` are those that only parameters have."""
-    return Leaf(
-        path=path,
-        part=part,
-        shape=tuple(array.shape),
-        dtype=array.dtype,
-        spec=placement.spec,
-        rule=placement.rule,
-        reason=placement.reason,
-        axes=axes,
-        missed_shards=placement.missed_shards,
-        **{"grad_spec": placement.spec} | fields,
-    )
 
 
 def _warn_of_large_state(layout: Layout) -> None:
@@ -395,6 +379,7 @@ def _warn_of_large_state(layout: Layout) -> None:
 
 
 def _warn_of_waste(layout: Layout) -> None:
+    """Warns of leaves that stay replicated because no dim is divisible."""
     wasteful = [leaf for leaf in layout if leaf.wasted_bytes]
     if wasteful:
         largest = max(wasteful, key=lambda leaf: leaf.wasted_bytes)

@@ -11,11 +11,11 @@ axes, `data_0`, `data_1`, ..., one per physical dim in the order of the devices.
 them; to the user they stay `data` in rules and reports.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, count
 from math import prod
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import did_you_mean, either, message
 
 REPLICA = "replica"
 DATA = "data"
@@ -67,38 +67,28 @@ def make_mesh(
 def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -> tuple[int, int]:
     """Returns (replica, data) with the -1 filled in, checked against the devices."""
     sizes = [replica, data]
-    got = f"replica={replica}, data={data} on {available} devices"
+    what = expected = fix = ""
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         what = "mesh sizes are positive, and at most one is -1"
-        raise ValueError(message(what, where="mesh", got=got))
-
-    # Fill in the -1.
-    known = prod(size for size in sizes if size != -1)
-    if -1 in sizes:
+    elif -1 in sizes:
+        known = max(sizes)
+        sizes[sizes.index(-1)] = available // known
         if available % known:
+            what = "the number of devices is not divisible by the mesh"
             divisors = [n for n in range(1, available + 1) if available % n == 0]
             fix = f"use a divisor, one of {divisors}"
-            what = "the number of devices is not divisible by the mesh"
-            raise ValueError(message(what, where="mesh", got=got, fix=fix))
-        sizes[sizes.index(-1)] = available // known
-
-    # Compare with the devices.
-    needed = prod(sizes)
-    if needed > available:
-        expected = f"{needed} devices"
-        fix = (
-            "ask for fewer; or, before jax starts, fsdp_jax.launch.use_virtual_devices(n) "
-            "(train.devices in a config)"
-        )
+    elif prod(sizes) > available:
         what = "the mesh has more devices than there are"
-        raise ValueError(message(what, where="mesh", expected=expected, got=got, fix=fix))
-    if needed < available and not allow_fewer:
-        expected = f"{available} devices"
-        fix = (
-            "set one size to -1, which takes all devices; "
-            "make_mesh(allow_fewer=True) leaves devices idle on purpose"
-        )
+        expected = f"{prod(sizes)} devices"
+        fix = "ask for fewer; or, before jax starts, fsdp_jax.launch.use_virtual_devices(n) "
+        fix += "(train.devices in a config)"
+    elif prod(sizes) < available and not allow_fewer:
         what = "the mesh would leave devices idle"
+        expected = f"{available} devices"
+        fix = "set one size to -1, which takes all devices; "
+        fix += "make_mesh(allow_fewer=True) leaves devices idle on purpose"
+    if what:
+        got = f"replica={replica}, data={data} on {available} devices"
         raise ValueError(message(what, where="mesh", expected=expected, got=got, fix=fix))
     return sizes[0], sizes[1]
 
@@ -188,32 +178,26 @@ class MeshAxes:
     def shape(self) -> dict[str, int]:
         """{axis: size} as the user knows the mesh."""
         names = dict.fromkeys(map(self._user_axis, self.mesh.axis_names))
-        return {name: shards_of(self.mesh, self._split_axes(name)) for name in names}
+        return {name: shards_of(self.mesh, self.named_by_user([name])) for name in names}
 
     def _user_axis(self, axis: str) -> str:
         return self.unsplit if self.unsplit and axis in self.data else axis
 
-    def _split_axes(self, axis: str) -> tuple[str, ...]:
-        return self.data if self.unsplit and axis == self.unsplit else (axis,)
-
-    def user_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns mesh axes as the user knows them: `data` for all its parts, `data_1` for one."""
-        if not set(self.data) <= set(axes):
-            return tuple(axes)
-        return tuple(dict.fromkeys(map(self._user_axis, axes)))
-
     def user_spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns a spec with the axes that the user knows."""
-        return PartitionSpec(*(entry_of(self.user_axes(axes_of(entry))) for entry in spec))
+        """Returns a spec as the user knows it: `data` for all its parts, `data_1` for one."""
+        entries = []
+        for axes in map(axes_of, spec):
+            is_whole = set(self.data) <= set(axes)
+            entries.append(dict.fromkeys(map(self._user_axis, axes)) if is_whole else axes)
+        return PartitionSpec(*(entry_of(tuple(entry)) for entry in entries))
 
     def user_name(self, axes: Iterable[str]) -> str:
         """Returns `replica+data` for any axes of the mesh; a part of `data` is `data`."""
         return "+".join(dict.fromkeys(map(self._user_axis, axes)))
 
-    def named_by_user(self, axes: Iterable[str]) -> tuple[str, ...]:
+    def named_by_user(self, names: Collection[str]) -> tuple[str, ...]:
         """Returns the mesh axes that the user's names stand for, in the mesh's order."""
-        named = {part for axis in axes for part in self._split_axes(axis)}
-        return tuple(axis for axis in self.mesh.axis_names if axis in named)
+        return tuple(axis for axis in self.mesh.axis_names if self._user_axis(axis) in names)
 
     def model_spec(self, spec: PartitionSpec) -> PartitionSpec:
         """Returns what is left of a spec once the array is gathered: the model's own axes."""
@@ -223,7 +207,7 @@ class MeshAxes:
     def batch_spec_axes(self, spec: PartitionSpec) -> tuple[str, ...]:
         """Returns the axes of a spec that an array is gathered along, dim by dim."""
         batch = self.batch
-        return tuple(axis for entry in spec for axis in axes_of(entry) if axis in batch)
+        return tuple(axis for axis in spec_axes(spec) if axis in batch)
 
     @contextmanager
     def ambient(self) -> Iterator[None]:
@@ -316,12 +300,13 @@ def mesh_axes(
     if len(set(names)) < len(names):
         fix = "give every axis a name of its own"
         raise ValueError(message("axis names repeat", where="mesh", got=names, fix=fix))
-    replica_axes = _named("replica", replica, names)
-    if replica is None and REPLICA in names:
-        replica_axes = (REPLICA,)
-    data_axes = _named("data", data, names)
+    replica_axes: tuple[str, ...] = (REPLICA,) if REPLICA in names else ()
+    if replica is not None:
+        replica_axes = named_axes("replica", replica, names)
     if data is None:
         data_axes = default_data(mesh, replica_axes)
+    else:
+        data_axes = named_axes("data", data, names)
     if both := set(data_axes) & set(replica_axes):
         what = f"mesh axis '{both.pop()}' is in both data and replica"
         got = f"data={data_axes}, replica={replica_axes}"
@@ -336,24 +321,22 @@ def mesh_axes(
     return axes if stays else split_data(axes)
 
 
-def _named(
-    argument: str, given: str | Sequence[str] | None, names: Sequence[str]
-) -> tuple[str, ...]:
+def named_axes(argument: str, given: str | Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes that an argument names. Raises ValueError where the mesh lacks one."""
-    axes = (given,) if isinstance(given, str) else ()
-    if isinstance(given, list | tuple):
-        axes = tuple(given)
-    for axis in axes:
+    axes = (given,) if isinstance(given, str) else given
+    is_ordered = isinstance(axes, list | tuple)
+    likely = next((axis for axis in (FSDP, DATA, *names) if axis in names), DATA)
+    fix = f'{argument}=("{likely}",)'
+    for axis in axes if is_ordered else ():
         if axis not in names:
             what = f"the mesh has no axis '{axis}'"
-            fix = did_you_mean(str(axis), map(str, names))
-            raise ValueError(message(what, where=argument, expected=list(names), fix=fix))
-    unordered = given is not None and not isinstance(given, str | list | tuple)
-    missing = argument == "data" and given is not None and not axes
-    if unordered or missing or len(set(axes)) != len(axes):
-        fix = "name each axis once, such as data='data'"
-        raise ValueError(message("not mesh axes", where=argument, got=given, fix=fix))
-    return axes
+            fix = either(did_you_mean(str(axis), map(str, names)), f"for instance {fix}")
+            raise ValueError(message(what, where=argument, expected=names, got=given, fix=fix))
+    is_missing = argument != "replica" and not axes
+    if not is_ordered or is_missing or len(set(axes)) != len(axes):
+        fix = f"name each axis once, such as {fix}"
+        raise ValueError(message("not mesh axes", where=argument, got=repr(given), fix=fix))
+    return tuple(axes)
 
 
 def default_data(
@@ -401,8 +384,6 @@ def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Me
 
     """
     user = axes.user
-    if not user.model and user.data == (DATA,) and user.replica in ((), (REPLICA,)):
-        return make_mesh(-1, replica, devices=devices)
     inner = {axis: user.mesh.shape[axis] for axis in (*user.data[1:], *user.model)}
     outer, rest = _resolve_sizes(replica, -1, len(devices), allow_fewer=False)
     if rest % prod(inner.values()):
@@ -457,31 +438,22 @@ def _box_sizes(row: Sequence[jax.Device]) -> tuple[int, ...]:
     if row[0].platform == "tpu":
         places = [_coordinates(device) for device in row]
     else:
-        places = _host_coordinates([device.process_index for device in row])
-    values = [sorted(set(along)) for along in zip(*places, strict=True)]
+        numbers: defaultdict[int, Iterator[int]] = defaultdict(count)
+        places = [(device.process_index, next(numbers[device.process_index])) for device in row]
+    sizes = [len(set(values)) for values in zip(*places, strict=True)]
 
     # A dim that changes slowly comes first.
     first_change = {
         dim: next(i for i, place in enumerate(places) if place[dim] != places[0][dim])
-        for dim, along in enumerate(values)
-        if len(along) > 1
+        for dim, size in enumerate(sizes)
+        if size > 1
     }
     dims = sorted(first_change, key=lambda dim: -first_change[dim])
 
-    # The devices must run through the box of all values in that order.
-    box = list(product(*(values[dim] for dim in dims)))
-    fits = [tuple(place[dim] for dim in dims) for place in places] == box
-    return tuple(len(values[dim]) for dim in dims) if fits and dims else (len(row),)
-
-
-def _host_coordinates(hosts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns (host, number on that host) of each device."""
-    counts: Counter[int] = Counter()
-    places: list[tuple[int, ...]] = []
-    for host in hosts:
-        places.append((host, counts[host]))
-        counts[host] += 1
-    return places
+    # The devices must fill a box, and run through it in that order.
+    ordered = [tuple(place[dim] for dim in dims) for place in places]
+    fits = prod(sizes) == len(row) and ordered == sorted(ordered)
+    return tuple(sizes[dim] for dim in dims) if fits and dims else (len(row),)
 
 
 # Specs
@@ -497,6 +469,11 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def spec_axes(spec: Iterable[Entry]) -> tuple[str, ...]:
+    """Returns the mesh axes of all entries of a PartitionSpec, dim by dim."""
+    return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
 def entry_of(axes: Sequence[str]) -> Entry:

@@ -23,8 +23,16 @@ from jax.sharding import (
 )
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.mesh import axes_of, shards_of, spec_of
-from fsdp_jax.sharding.rules import MIN_SIZE, Placement, Rules, is_box, rules_for, unboxed
+from fsdp_jax.sharding.mesh import shards_of, spec_axes, spec_of
+from fsdp_jax.sharding.rules import (
+    MIN_SIZE,
+    ParamLeaf,
+    Placement,
+    Rules,
+    is_box,
+    rules_for,
+    unboxed,
+)
 from fsdp_jax.tree import PyTree, flatten, map_with_path, prefixes, suffixes
 
 
@@ -80,7 +88,7 @@ def _given(path: str, given: Mapping[str, Any], mesh: Mesh) -> Placement:
         what = "a parameter has no PartitionSpec"
         fix = "specs = fsdp_jax.partition_specs(params, rules, mesh), for the same params"
         raise ValueError(message(what, where=path, got=repr(spec), fix=fix))
-    for axis in {axis for entry in spec for axis in axes_of(entry)} - set(mesh.axis_names):
+    for axis in set(spec_axes(spec)) - set(mesh.axis_names):
         what = f"the mesh has no axis '{axis}'"
         fix = did_you_mean(axis, mesh.axis_names)
         raise ValueError(message(what, where=path, expected=mesh.axis_names, got=spec, fix=fix))
@@ -112,22 +120,24 @@ def optimizer_placements(
         return abstract, map_with_path(lambda *_: replicated, abstract, is_leaf=_is_boxed_array)
     traced = _traced_specs(tx, params, placements, mesh)
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params).items()}
+    by_size = Rules(min_size=rules.min_size, axes=rules.axes)  # a user's rules are for parameters
 
     def place(path: str, leaf: Any) -> Placement:
         if traced.get(path):
             return Placement(traced[path], "optimizer", "follows its parameter through tx.init")
-        array = unboxed(leaf)
-        owner, extra = _owner(path, tuple(array.shape), shapes)
-        blocked = None if owner else _blocked(path, tuple(array.shape), shapes)
-        if blocked is not None:
-            least = rules.min_size
-            return _of_blocks(blocked, array.shape, placements[blocked], mesh, least)
-        if owner is None:
-            return _heuristic(rules, _shape(array), mesh)
-        of_owner = placements[owner]
-        spec = PartitionSpec(*[None] * extra, *of_owner.spec) if of_owner.spec else PartitionSpec()
-        reason = f"as parameter {owner}, by path and shape"
-        return Placement(spec, "optimizer", reason, of_owner.missed_shards)
+        shape = tuple(unboxed(leaf).shape)
+        # It belongs to the parameter with the longest path that ends its own.
+        owner = next((name for name in suffixes(path) if name in shapes), None)
+        if owner is not None:
+            placement = placements[owner]
+            extra = len(shape) - len(shapes[owner])
+            if extra >= 0 and shape[extra:] == shapes[owner]:
+                spec = PartitionSpec(*[None] * (extra if placement.spec else 0), *placement.spec)
+                reason = f"as parameter {owner}, by path and shape"
+                return Placement(spec, "optimizer", reason, placement.missed_shards)
+            if _is_blocked(shapes[owner], shape):
+                return _of_blocks(owner, shape, placement, mesh, rules.min_size)
+        return by_size.place_leaf(path, ParamLeaf(shape, names=None, stacked=0), mesh)
 
     return abstract, map_with_path(place, abstract, is_leaf=_is_boxed_array)
 
@@ -140,12 +150,6 @@ def _is_boxed_array(leaf: Any) -> bool:
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of a parameter, without the sharding that it may have."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _heuristic(rules: Rules, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Placement:
-    """Returns the size heuristic's placement: a user's rules are about parameters."""
-    by_size = Rules(min_size=rules.min_size, axes=rules.axes)
-    return by_size.place({"leaf": leaf}, mesh, stacked={})["leaf"]
 
 
 def _traced_specs(
@@ -171,23 +175,18 @@ def _traced_specs(
         # The same trace without shardings succeeded: `tx.init` does what no sharding survives, such
         # as the reshapes of `optax.flatten`.
         return {}
-    specs = {}
-    for path, leaf in flatten(state).items():
-        specs[path] = spec_of(getattr(leaf.sharding, "spec", None) or ())
-    return specs
+    return {
+        path: spec_of(getattr(leaf.sharding, "spec", None) or ())
+        for path, leaf in flatten(state).items()
+    }
 
 
-def _blocked(
-    path: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
-) -> str | None:
-    """Returns the parameter of whose blocks a leaf holds the scales: one dim is a part of its."""
-    owner = next((name for name in suffixes(path) if name in shapes), None)
-    if owner is None or len(shapes[owner]) != len(shape):
-        return None
-    pairs = zip(shapes[owner], shape, strict=True)
-    others = [(size, count) for size, count in pairs if size != count]
-    is_blocked = len(others) == 1 and others[0][1] > 1 and others[0][0] % others[0][1] == 0
-    return owner if is_blocked else None
+def _is_blocked(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:
+    """Whether an array holds scales of a parameter's blocks: one dim divides the parameter's."""
+    if len(shape) != len(counts):
+        return False
+    others = [(size, count) for size, count in zip(shape, counts, strict=True) if size != count]
+    return len(others) == 1 and others[0][1] > 1 and others[0][0] % others[0][1] == 0
 
 
 def _of_blocks(
@@ -204,19 +203,3 @@ def _of_blocks(
             reason += f"; {shape[dim]} blocks of dim {dim} are not divisible by {shards}"
     missed = missed if prod(shape) >= least else 1
     return Placement(PartitionSpec(*entries), "optimizer", reason, missed)
-
-
-def _owner(
-    path: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[str | None, int]:
-    """Returns the parameter that a leaf of the state belongs to, and how many dims precede its own.
-
-    That is the parameter with the longest path that ends the leaf's; (None, 0) if there is none, or
-    if the leaf's last dims are not its shape.
-    """
-    for name in suffixes(path):
-        if name in shapes:
-            extra = len(shape) - len(shapes[name])
-            fits = extra >= 0 and shape[extra:] == shapes[name]
-            return (name, extra) if fits else (None, 0)
-    return None, 0

@@ -4,16 +4,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.sharding.layout import PARTS, Layout, Leaf, Part
-from fsdp_jax.sharding.mesh import Entry, axes_of
-from fsdp_jax.tables import text_table
+from fsdp_jax.sharding.layout import COLUMNS, PARTS, Layout, Leaf, Part
+from fsdp_jax.sharding.mesh import axes_of
+from fsdp_jax.tables import shortened, text_table
 
 LARGEST = 5  # replicated leaves shown first
 WIDTH = 130  # columns of the terminal that a row may take
-COLUMNS = ("path", "shape", "dtype", "spec", "per device", "rule", "reason")
+LEAF_COLUMNS = COLUMNS[1:]
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:
@@ -30,24 +28,19 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 
 def _leaf_json(leaf: Leaf) -> dict[str, Any]:
+    spec = [list(axes_of(entry)) or None for entry in leaf.axes.user_spec(leaf.spec)]
     return {
         "path": leaf.path,
         "part": leaf.part,
         "shape": list(leaf.shape),
         "dtype": str(leaf.dtype),
-        "spec": [list(axes_of(entry)) or None for entry in _entries(leaf)],
+        "spec": spec + [None] * (len(leaf.shape) - len(spec)),
         "rule": leaf.rule,
         "reason": leaf.reason,
         "memory": "host" if leaf.on_host else "device",
         "bytes": leaf.bytes,
         "bytes_per_device": leaf.bytes_per_device,
     }
-
-
-def _entries(leaf: Leaf) -> list[Entry]:
-    """Returns the spec with an entry for every dim."""
-    spec = leaf.axes.user_spec(leaf.spec)
-    return [*spec, *[None] * (len(leaf.shape) - len(spec))]
 
 
 def totals(layout: Layout) -> list[tuple[str, int, int, int]]:
@@ -69,16 +62,15 @@ def totals(layout: Layout) -> list[tuple[str, int, int, int]]:
 
 def totals_table(layout: Layout) -> str:
     """Returns a table of the bytes per device of each part, against a replicated run."""
-    columns = ["state", "per device", "replicated", "ratio"]
+    columns = ["state", "per device", "on the host", "replicated", "ratio"]
     rows = []
     for part, replicated, sharded, host in totals(layout):
         stored = sharded + host
         ratio = f"{replicated / stored:.2f}" if stored else "-"
-        rows.append([part, human_bytes(sharded), human_bytes(replicated), ratio])
-    if layout.per_device(host=True):
-        columns.insert(2, "on the host")
-        for row, (*_, host) in zip(rows, totals(layout), strict=True):
-            row.insert(2, human_bytes(host))
+        rows.append([part, *map(human_bytes, (sharded, host, replicated)), ratio])
+    if not layout.per_device(host=True):
+        for row in (columns, *rows):
+            del row[2]
     return text_table(columns, rows, right=columns[1:])
 
 
@@ -88,10 +80,10 @@ def layout_report(layout: Layout) -> str:
         layout.summary(),
         totals_table(layout),
         "largest replicated leaves\n" + _leaf_table(largest_replicated(layout)),
-        "parameters\n" + _leaf_table(_by_bytes(layout, "params")),
+        "parameters\n" + _leaf_table(layout.by_bytes("params")),
         "optimizer state (leaves alike in all but their path share a row)\n"
-        + _grouped_table(_by_bytes(layout, "optimizer")),
-        "other state\n" + _leaf_table(_by_bytes(layout, "other")),
+        + _grouped_table(layout.by_bytes("optimizer")),
+        "other state\n" + _leaf_table(layout.by_bytes("other")),
     ]
     return "\n\n".join(blocks)
 
@@ -114,36 +106,15 @@ def largest_replicated(layout: Layout, count: int = LARGEST) -> list[Leaf]:
     return sorted(leaves, key=lambda leaf: (-leaf.bytes, leaf.path))[:count]
 
 
-def _by_bytes(layout: Layout, part: Part) -> list[Leaf]:
-    leaves = [leaf for leaf in layout if leaf.part == part]
-    return sorted(leaves, key=lambda leaf: (-leaf.bytes_per_device, leaf.path))
-
-
-def _leaf_table(leaves: Sequence[Leaf]) -> str:
-    return _fitted_table([(leaf.path, *_cells(leaf)) for leaf in leaves])
-
-
-def _cells(leaf: Leaf) -> tuple[str, ...]:
-    return (
-        "x".join(map(str, leaf.shape)) or "scalar",
-        str(leaf.dtype),
-        _spec_text(leaf.axes.user_spec(leaf.spec)),
-        human_bytes(leaf.bytes_per_device),
-        leaf.rule,
-        "in host memory; " * leaf.on_host + leaf.reason,
-    )
-
-
-def _spec_text(spec: PartitionSpec) -> str:
-    """Returns the axes of each dim: `-, data`."""
-    return ", ".join("+".join(axes_of(entry)) or "-" for entry in spec) or "replicated"
+def _leaf_table(leaves: Iterable[Leaf]) -> str:
+    return _fitted_table([leaf.cells() for leaf in leaves])
 
 
 def _grouped_table(leaves: Iterable[Leaf]) -> str:
     """Puts leaves alike in all but their path into one row: `0/mu/a (+3)`."""
     groups: dict[tuple[str, ...], list[Leaf]] = {}
     for leaf in leaves:
-        groups.setdefault(_cells(leaf), []).append(leaf)
+        groups.setdefault(leaf.cells()[1:], []).append(leaf)
     rows = []
     for (*left, _, rule, reason), group in groups.items():
         more = f" (+{len(group) - 1})" if len(group) > 1 else ""
@@ -156,9 +127,8 @@ def _fitted_table(rows: Sequence[tuple[str, ...]]) -> str:
     """Returns a table no wider than WIDTH; reasons are cut, the JSON has them in full."""
     if not rows:
         return "none"
-    widths = [max(len(row[i]) for row in (COLUMNS, *rows)) + 2 for i in range(len(COLUMNS) - 1)]
+    cells = [row[:-1] for row in (LEAF_COLUMNS, *rows)]
+    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
     width = max(20, WIDTH - sum(widths))
-    fitted = []
-    for *cells, reason in rows:
-        fitted.append((*cells, reason if len(reason) <= width else reason[: width - 1] + "…"))
-    return text_table(COLUMNS, fitted, right=("per device",))
+    fitted = [(*row[:-1], shortened(row[-1], width)) for row in rows]
+    return text_table(LEAF_COLUMNS, fitted, right=("per device",))

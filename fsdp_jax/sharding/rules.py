@@ -15,7 +15,7 @@ remains, the heuristic: the largest divisible dim, never a stacked layer dim, no
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product, zip_longest
+from itertools import product
 from math import prod
 from numbers import Real
 from typing import Any, cast
@@ -41,12 +41,14 @@ from fsdp_jax.sharding.mesh import (
     axes_of,
     default_data,
     entry_of,
+    named_axes,
     shard_axes,
     shards_of,
+    spec_axes,
     spec_of,
 )
 from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec, matches, pattern_name, read_rules
-from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
+from fsdp_jax.tree import PyTree, flatten, map_with_path, prefixes
 
 MIN_SIZE = 2**14
 HEURISTIC = "heuristic"
@@ -103,7 +105,7 @@ class Rules:
     """
 
     rules: Sequence[Rule] | Mapping[Pattern, Spec] = ()
-    logical_axes: LogicalAxes = ()
+    logical_axes: LogicalAxes | None = None
     min_size: int = MIN_SIZE
     strict: bool = False
     axes: tuple[str, ...] = (DATA,)
@@ -158,7 +160,7 @@ class Rules:
             misfits = _misfits("the rule", path, place.spec, leaves[path], mesh)
             if misfits:
                 reason = f"{misfits[0].kind} for this rule: replicated, since it is no parameter"
-                missed = shards_of(mesh, tuple(_used(place.spec)))
+                missed = shards_of(mesh, spec_axes(place.spec))
                 placements[path] = Placement(PartitionSpec(), place.rule, reason, missed)
         return placements
 
@@ -166,23 +168,28 @@ class Rules:
         """Returns the placement of one parameter that the rules fit."""
         index = self._first_match(path)
         assigned = self.assign(path, leaf, mesh)
+        spec, dropped = assigned.spec, assigned.dropped_names
+        named = tuple(axis for axis in self.axes if axis in spec_axes(spec))
+        notes = assigned.text
+        if named not in ((), self.axes):
+            notes += f"; along {named} alone of {self.axes}"
         if index is not None:
-            reason = f"first rule that matches{assigned.text}{self._partly(assigned.spec)}"
             name = pattern_name(self.pairs[index][0])
-            return Placement(assigned.spec, name, reason, dropped=assigned.dropped_names)
+            return Placement(spec, name, f"first rule that matches{notes}", dropped=dropped)
 
         # Of an annotation, what the mesh has; and where nothing remains, the heuristic.
-        if leaf.names is not None and assigned.remains:
-            return self._annotated(leaf, assigned, mesh)
-        spec, reason, missed = self._by_size(leaf, mesh)
-        if leaf.names is not None:
-            reason += f"; nothing remains of annotation {leaf.names}{assigned.text}"
-        return Placement(spec, HEURISTIC, reason, missed, assigned.dropped_names)
+        if leaf.names is None or not assigned.remains:
+            spec, reason, missed = self._by_size(leaf, mesh, PartitionSpec())
+            if leaf.names is not None:
+                reason += f"; nothing remains of annotation {leaf.names}{notes}"
+            return Placement(spec, HEURISTIC, reason, missed, dropped)
 
-    def _partly(self, spec: PartitionSpec) -> str:
-        """Returns which of `axes` alone a spec names, to follow a reason; empty for all or none."""
-        named = tuple(axis for axis in self.axes if axis in _used(spec))
-        return f"; along {named} alone of {self.axes}" if named not in ((), self.axes) else ""
+        # The heuristic completes an annotation that names none of `axes`.
+        reason, missed = f"logical axes {leaf.names}{notes}", 1
+        if spec and not named:
+            spec, why, missed = self._by_size(leaf, mesh, spec)
+            reason += f"; then {why}"
+        return Placement(spec, "annotation", reason, missed, dropped)
 
     def assign(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Assigned:
         """Returns the mesh axes that the first rule, or else the annotation, names."""
@@ -194,74 +201,54 @@ class Rules:
     def _assign(self, names: Iterable[Entry], mesh: Mesh, table: Table = ()) -> Assigned:
         return assign_axes(names, (*self.table, *table), mesh.axis_names, self.axes)
 
-    def _annotated(self, leaf: "ParamLeaf", assigned: Assigned, mesh: Mesh) -> Placement:
-        """Returns the placement by an annotation; the heuristic completes one not along `axes`.
-
-        It shards what is left of the array on each device.
-        """
-        spec = assigned.spec
-        reason = f"logical axes {leaf.names}{assigned.text}{self._partly(spec)}"
-        placement = Placement(spec, "annotation", reason, dropped=assigned.dropped_names)
-        if not spec or not _used(spec).isdisjoint(self.axes):
-            return placement
-        entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
-        shards = [shards_of(mesh, entry) for entry in entries]
-        local = tuple(size // count for size, count in zip(leaf.shape, shards, strict=True))
-        free = [dim for dim, entry in enumerate(entries) if entry is None]
-        added, why, missed = self._by_size(replace(leaf, shape=local), mesh, prefer=free)
-        both = [
-            entry_of((*axes_of(own), *axes_of(more))) for own, more in zip_longest(entries, added)
-        ]
-        reason = f"{reason}; then {why}"
-        return replace(placement, spec=spec_of(both), reason=reason, missed_shards=missed)
-
     def _by_size(
-        self, leaf: "ParamLeaf", mesh: Mesh, prefer: Collection[int] = ()
+        self, leaf: "ParamLeaf", mesh: Mesh, own: PartitionSpec
     ) -> tuple[PartitionSpec, str, int]:
         """Returns (spec, reason, missed shards) by the size heuristic; never a stacked dim.
 
-        `prefer`: dims that come before others, however small.
+        `own`: what shards the array before. It stays, and dims that it leaves whole come first.
         """
-        shape = leaf.shape
+        entries = [*own, *[None] * (len(leaf.shape) - len(own))]
+        divisors = [shards_of(mesh, entry) for entry in entries]
+        shape = tuple(size // count for size, count in zip(leaf.shape, divisors, strict=True))
         shards = shards_of(mesh, self.axes)
         size = prod(shape[leaf.stacked :])
         if len(shape) <= leaf.stacked:
-            return PartitionSpec(), "a scalar is replicated", 1
+            return own, "a scalar is replicated", 1
         if size < self.min_size:
-            return PartitionSpec(), f"{size} elements, below min_size {self.min_size}", 1
+            return own, f"{size} elements, below min_size {self.min_size}", 1
 
-        # One dim takes all axes if any can ...
+        # One dim takes all axes if any can, or else several dims share them.
         dims = range(leaf.stacked, len(shape))
         divisible = [dim for dim in dims if shape[dim] % shards == 0 and shape[dim] > 0]
         if divisible:
-            dim = max(divisible, key=lambda d: (d in prefer, shape[d], -d))
+            dim = max(divisible, key=lambda d: (entries[d] is None, shape[d], -d))
+            added = {dim: self.axes}
             reason = f"largest dim divisible by {shards} is dim {dim}"
             if leaf.stacked:
                 reason += f", {leaf.stacked} stacked layer dim not sharded"
-            return PartitionSpec(*[None] * dim, entry_of(self.axes)), reason, 1
+        else:
+            added = self._over_dims(dims, shape, mesh)
+            if not added:
+                return own, f"no dim of {shape} is divisible by {shards}: replicated", shards
+            over = [f"dim {dim} in {shards_of(mesh, added[dim])}" for dim in sorted(added)]
+            reason = f"no dim is divisible by {shards}: {' and '.join(over)}"
+        both = [(*axes_of(entry), *added.get(dim, ())) for dim, entry in enumerate(entries)]
+        return spec_of(map(entry_of, both)), reason, 1
 
-        # ... or else several dims share them.
-        spec = self._over_dims(shape, leaf.stacked, mesh)
-        if spec is None:
-            reason = f"no dim of {shape} is divisible by {shards}: replicated"
-            return PartitionSpec(), reason, shards
-        parts = [(dim, shards_of(mesh, entry)) for dim, entry in enumerate(spec) if entry]
-        over = " and ".join(f"dim {dim} in {count}" for dim, count in parts)
-        return spec, f"no dim is divisible by {shards}: {over}", 1
-
-    def _over_dims(self, shape: tuple[int, ...], stacked: int, mesh: Mesh) -> PartitionSpec | None:
-        """Returns a spec of the mesh axes over as few dims as possible; None if none fits."""
+    def _over_dims(
+        self, dims: Sequence[int], shape: tuple[int, ...], mesh: Mesh
+    ) -> dict[int, tuple[str, ...]]:
+        """Returns {dim: mesh axes} of as few of these dims as possible; empty if none fit."""
         axes = [axis for axis in self.axes if mesh.shape[axis] > 1]
-        choices = product(range(stacked, len(shape)), repeat=len(axes))  # a dim for each axis
-        for dims in sorted(choices, key=lambda dims: (len(set(dims)), dims)):
-            axes_by_dim = [
-                tuple(axis for axis, d in zip(axes, dims, strict=True) if d == dim)
-                for dim in range(len(shape))
-            ]
-            shards = [shards_of(mesh, entry) for entry in axes_by_dim]
-            if all(size % count == 0 for size, count in zip(shape, shards, strict=True)):
-                return spec_of(map(entry_of, axes_by_dim))
-        return None
+        choices = product(dims, repeat=len(axes))  # a dim for each axis
+        for chosen in sorted(choices, key=lambda choice: (len(set(choice)), choice)):
+            added: dict[int, tuple[str, ...]] = {}
+            for axis, dim in zip(axes, chosen, strict=True):
+                added[dim] = (*added.get(dim, ()), axis)
+            if all(shape[dim] % shards_of(mesh, part) == 0 for dim, part in added.items()):
+                return added
+        return {}
 
     def lint(
         self, leaves: Mapping[str, "ParamLeaf"], mesh: Mesh, others: Collection[str] = ()
@@ -373,14 +360,13 @@ def lint(
     params: PyTree,
     rules: Sequence[Rule] | Mapping[Pattern, Spec],
     mesh: Mesh | AbstractMesh,
-    *,
-    logical_axes: LogicalAxes | None = None,
-    min_size: int = MIN_SIZE,
-    strict: bool = False,
-    axes: str | tuple[str, ...] | None = None,
+    **settings: Any,
 ) -> list[Finding]:
-    """Returns what `partition_specs` would refuse; an empty list if the rules fit."""
-    chosen, mesh = rules_for(mesh, rules, logical_axes, min_size, strict, axes)
+    """Returns what `partition_specs` would refuse; an empty list if the rules fit.
+
+    `settings`: logical_axes, min_size, strict and axes, as `partition_specs` takes them.
+    """
+    chosen, mesh = rules_for(mesh, rules, **settings)
     return chosen.lint(read_leaves(params), mesh)
 
 
@@ -401,22 +387,11 @@ def rules_for(
     if not isinstance(mesh, Mesh | AbstractMesh):
         fix = "partition_specs(params, rules, mesh), with jax.make_mesh((n,), ('fsdp',)) for one"
         raise ValueError(message("not a mesh", where="mesh", got=type(mesh).__name__, fix=fix))
-    along: Entry = axes
     if axes is None:
         along = shard_axes(mesh, default_data(mesh, (REPLICA,), where="axes"), (REPLICA,))
-    expected = mesh.axis_names
-    named = [axis for axis in (FSDP, DATA) if axis in expected] or expected
-    fix = f'axes=("{named[0]}",)'
-    if not is_entry(along) or not along:
-        what = "not mesh axes to shard along"
-        raise ValueError(message(what, where="axes", expected=expected, got=repr(axes), fix=fix))
-    for axis in axes_of(along):
-        if axis not in expected:
-            what = f"the mesh has no axis '{axis}'"
-            fix = either(did_you_mean(axis, expected), f"for instance {fix}")
-            raise ValueError(message(what, where="axes", expected=expected, got=axes, fix=fix))
-    table = () if logical_axes is None else logical_axes
-    return Rules(rules, table, min_size, strict, axes_of(along)), cast(Mesh, mesh)
+    else:
+        along = named_axes("axes", axes, mesh.axis_names)
+    return Rules(rules, logical_axes, min_size, strict, along), cast(Mesh, mesh)
 
 
 def found(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
@@ -426,11 +401,6 @@ def found(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
         close = did_you_mean(drop.name, known)
         text += f"; {close}" if close.endswith("?") else ""  # otherwise it lists them all
     return Finding(drop.kind, where, text)
-
-
-def _used(spec: PartitionSpec) -> set[str]:
-    """Returns the mesh axes of a spec."""
-    return {axis for entry in spec for axis in axes_of(entry)}
 
 
 def _misfits(
@@ -467,24 +437,17 @@ def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     for a stack by mistake is sharded along another dim, or stays replicated where it is small
     without the leading one.
     """
+    subtrees: dict[str, list[str]] = {}
+    for path in shapes:
+        for root in prefixes(path)[1:]:
+            subtrees.setdefault(root, []).append(path)
     stacked: dict[str, int] = {}
-    by_parts = {tuple(path.split(SEPARATOR)): tuple(shape) for path, shape in shapes.items()}
-
-    def visit(depth: int, subtree: dict[tuple[str, ...], tuple[int, ...]]) -> None:
-        leading = {shape[0] if shape else 0 for shape in subtree.values()}
-        rank = max((len(shape) for shape in subtree.values()), default=0)
-        features = max((size for shape in subtree.values() for size in shape[1:]), default=0)
-        if len(subtree) > 1 and rank >= 3 and len(leading) == 1 and features >= max(leading):
-            stacked.update({SEPARATOR.join(parts): 1 for parts in subtree})
-            return
-        children: dict[str, dict[tuple[str, ...], tuple[int, ...]]] = {}
-        for parts, shape in subtree.items():
-            if len(parts) > depth + 1:
-                children.setdefault(parts[depth], {})[parts] = shape
-        for child in children.values():
-            visit(depth + 1, child)
-
-    visit(0, by_parts)
+    for paths in subtrees.values():
+        leading = {shapes[path][0] if shapes[path] else 0 for path in paths}
+        rank = max(len(shapes[path]) for path in paths)
+        features = max((size for path in paths for size in shapes[path][1:]), default=0)
+        if len(paths) > 1 and rank >= 3 and len(leading) == 1 and features >= max(leading):
+            stacked |= dict.fromkeys(paths, 1)
     return stacked
 
 

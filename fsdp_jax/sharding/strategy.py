@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.mesh import MeshAxes, axes_of, shard_axes
+from fsdp_jax.sharding.mesh import MeshAxes, shard_axes, spec_axes
 from fsdp_jax.sharding.rules import Placement
 
 
@@ -81,8 +81,8 @@ class Strategy:
     def check_placements(self, placements: Mapping[str, Placement], axes: MeshAxes) -> None:
         """Raises ValueError where a hybrid strategy's placement shards along a replica axis."""
         for path, placement in placements.items():
-            used = [axis for entry in placement.spec for axis in axes_of(entry)]
-            if self.hybrid and (replicas := sorted(set(used) & set(axes.replica))):
+            replicas = sorted(set(spec_axes(placement.spec)) & set(axes.replica))
+            if self.hybrid and replicas:
                 what = f"{self.name} replicates along '{replicas[0]}'"
                 where = f"{path}, by {placement.rule}"
                 fix = f"use 'fsdp' or '{axes.user.data[0]}', or strategy full_shard"

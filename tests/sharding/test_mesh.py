@@ -384,13 +384,10 @@ def test_a_split_mesh_is_one_axis_to_the_user():
     assert axes.user == mesh_axes(mesh)
     assert axes.batch_shards == 8
     assert axes.shape == {REPLICA: 2, DATA: 4}
-    assert axes.user_axes(("data_0", "data_1")) == (DATA,)
-    assert axes.user_axes(names) == (REPLICA, DATA)
-    assert axes.user_axes(("data_1",)) == ("data_1",)
     assert axes.user_name(names) == axes.user_name((REPLICA, "data_1")) == "replica+data"
     assert axes.named_by_user(("data", "replica")) == names
-    spec = PartitionSpec(None, ("data_0", "data_1"))
-    assert axes.user_spec(spec) == PartitionSpec(None, DATA)
+    spec = PartitionSpec(None, ("data_0", "data_1"), names)
+    assert axes.user_spec(spec) == PartitionSpec(None, DATA, (REPLICA, DATA))
     assert axes.user_spec(PartitionSpec("data_1", "data_0")) == PartitionSpec("data_1", "data_0")
 
 

@@ -422,7 +422,7 @@ def test_a_mesh_that_does_not_say_its_axis_is_refused_with_one_that_works(axes):
 
 @pytest.mark.parametrize("axes", [(), 3, ("data", 3)])
 def test_axes_that_are_none_are_refused(mesh, axes):
-    with pytest.raises(ValueError, match=r"not mesh axes(?s:.*)axes=\(\"data\",\)"):
+    with pytest.raises(ValueError, match=r"(not mesh axes|no axis '3')(?s:.*)axes=\(\"data\",\)"):
         partition_specs(mlp(), [], mesh, axes=axes)
 
 
@@ -665,7 +665,7 @@ def test_every_axis_is_used_once_and_every_dim_divides(shape, sizes):
     ("arguments", "what"),
     [
         ({"min_size": "16"}, "not a number of elements\n  where:    min_size"),
-        ({"axes": jnp.arange(2)}, "not mesh axes to shard along"),
+        ({"axes": jnp.arange(2)}, "not mesh axes"),
         ({"logical_axes": jnp.arange(2)}, "where:    logical_axes"),
         ({"rules": [((3,), ("data",))]}, "where:    rule '3'\n  expected: text"),
         ({"rules": [("a{1,99999999999}", None)]}, "the repetition number is too large"),
