@@ -39,24 +39,26 @@ class BatchSplit:
     axes: tuple[str, ...]
     rows: int | None
 
+    @property
+    def shards(self) -> int:
+        """The number of shards of the batch."""
+        return prod(self.mesh.shape[axis] for axis in self.axes)
+
 
 _SPLIT: ContextVar[BatchSplit | None] = ContextVar("fsdp_jax_batch_split", default=None)
 
 
 @contextmanager
-def _split_as(split: BatchSplit | None) -> Iterator[None]:
+def batch_split(
+    mesh: Mesh | None, axes: tuple[str, ...] = (), rows: int | None = None
+) -> Iterator[None]:
+    """Sets the batch split while a step on the global batch is traced; without a mesh, to none."""
+    split = None if mesh is None or mesh.size == 1 else BatchSplit(mesh, axes, rows)
     token = _SPLIT.set(split)
     try:
         yield
     finally:
         _SPLIT.reset(token)
-
-
-@contextmanager
-def batch_split(mesh: Mesh, axes: tuple[str, ...], rows: int | None) -> Iterator[None]:
-    """Sets the batch split while a step on the global batch is traced."""
-    with _split_as(BatchSplit(mesh, axes, rows) if mesh.size > 1 else None):
-        yield
 
 
 def on_local_rows(
@@ -82,12 +84,10 @@ def on_local_rows(
 
     """
     where = f"on_local_rows({getattr(fn, '__name__', fn)})"
-    numbers = isinstance(replicated, Collection) and all(isinstance(n, int) for n in replicated)
-    if not numbers:
-        fix = "replicated=(1,)"
-        raise ValueError(
-            message("not positions of arguments", where=where, got=replicated, fix=fix)
-        )
+    are_numbers = isinstance(replicated, Collection) and all(isinstance(n, int) for n in replicated)
+    if not are_numbers:
+        what, fix = "not positions of arguments", "replicated=(1,)"
+        raise ValueError(message(what, where=where, got=replicated, fix=fix))
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
@@ -95,7 +95,7 @@ def on_local_rows(
         if split is None:
             return fn(*args)
         rows = _row_counts(args, replicated, where)
-        devices = prod(split.mesh.shape[axis] for axis in split.axes)
+        devices = split.shards
         if any(count % devices for count in rows):
             # Those of a step are divisible: these are others.
             if split.rows is not None:
@@ -144,7 +144,7 @@ def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callab
     """Returns `fn` with no batch split inside. Raises ValueError where results have other rows."""
 
     def run(*args: Any) -> Any:
-        with _split_as(None):
+        with batch_split(None):
             out = fn(*args)
         for leaf in jax.tree.leaves(out):
             if not jnp.ndim(leaf) or leaf.shape[0] not in {1, *rows}:
@@ -161,9 +161,7 @@ def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callab
 def beside_model_axes() -> bool:
     """Returns whether a step is being traced on a mesh with axes that do not shard the batch."""
     split = _SPLIT.get()
-    return (
-        split is not None and prod(split.mesh.shape[axis] for axis in split.axes) < split.mesh.size
-    )
+    return split is not None and split.shards < split.mesh.size
 
 
 def pin_rows(tree: PyTree) -> PyTree:

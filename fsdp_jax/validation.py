@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from fsdp_jax.errors import SlowerWarning, did_you_mean, message
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import Layout
-from fsdp_jax.sharding.mesh import MeshAxes, axes_of
-from fsdp_jax.sharding.offload import HOST, Offload
+from fsdp_jax.sharding.mesh import MeshAxes, spec_axes
+from fsdp_jax.sharding.offload import HOST, Offload, is_count
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.tree import flatten, search
@@ -37,24 +37,24 @@ def check_arguments(
     min_size: Any,
 ) -> None:
     """Checks arguments of `fully_shard`."""
-    if not isinstance(mesh, Mesh | MeshAxes):
-        fix = "fsdp_jax.make_mesh(data=8)"
-        raise ValueError(message("not a mesh", where="mesh", got=type(mesh), fix=fix))
-    if not hasattr(tx, "init") or not hasattr(tx, "update"):
-        what = "not an optax transformation"
-        raise ValueError(message(what, where="tx", got=tx, fix="optax.adamw(3e-4)"))
-    if precision is not None and not isinstance(precision, Precision):
-        fix = 'Precision(compute="bfloat16")'
-        raise ValueError(message("not a Precision", where="precision", got=precision, fix=fix))
-    if offload is not None and not isinstance(offload, Offload):
-        fix = "Offload(optimizer=True)"
-        raise ValueError(message("not an Offload", where="offload", got=offload, fix=fix))
+    is_optax = hasattr(tx, "init") and hasattr(tx, "update")
+    is_precision = isinstance(precision, Precision | None)
+    is_offload = isinstance(offload, Offload | None)
+    checks = [
+        (isinstance(mesh, Mesh | MeshAxes), "a mesh", "mesh", mesh, "fsdp_jax.make_mesh(data=8)"),
+        (is_optax, "an optax transformation", "tx", tx, "optax.adamw(3e-4)"),
+        (is_precision, "a Precision", "precision", precision, 'Precision(compute="bfloat16")'),
+        (is_offload, "an Offload", "offload", offload, "Offload(optimizer=True)"),
+        (is_count(min_size, least=0), "a number of elements", "min_size", min_size, "2**14"),
+    ]
+    for holds, kind, where, got, fix in checks:
+        if not holds:
+            raise ValueError(message(f"not {kind}", where=where, got=got, fix=fix))
     _check_units(units)
-    if not _is_count(min_size, least=0):
-        what = "min_size is a number of elements"
-        raise ValueError(message(what, where="min_size", got=min_size, fix="min_size=2**14"))
     as_policy(remat)
-    _check_choice("prefetch", prefetch, get_args(Prefetch))
+    if prefetch not in get_args(Prefetch):
+        fix = did_you_mean(str(prefetch), get_args(Prefetch))
+        raise ValueError(message(f"unknown prefetch '{prefetch}'", where="prefetch", fix=fix))
 
 
 def check_host_memory(offload: Offload | None, mesh: Mesh) -> None:
@@ -71,26 +71,14 @@ def check_host_memory(offload: Offload | None, mesh: Mesh) -> None:
         raise ValueError(message(what, where="offload", got=got, fix=fix))
 
 
-def _is_count(value: Any, least: int) -> bool:
-    """Returns whether a value is an integer, of Python or NumPy, and at least `least`."""
-    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return bool(is_int and value >= least)
-
-
 def _check_units(units: Any) -> None:
     """Checks that `units` is a choice, a number of parameters, or classes or their names."""
     names = isinstance(units, list | tuple | set) and all(isinstance(u, str | type) for u in units)
-    if _is_count(units, least=1) or (units and (names or isinstance(units, str))):
+    if is_count(units) or (units and (names or isinstance(units, str))):
         return
     expected = "classes or their names, a least number of parameters, 'auto', 'scan' or 'model'"
     fix = "units=[Block], units='model' for one unit, or leave it out for the repeated blocks"
     raise ValueError(message("no units", where="units", expected=expected, got=units, fix=fix))
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        fix = did_you_mean(str(value), choices)
-        raise ValueError(message(f"unknown {name} '{value}'", where=name, fix=fix))
 
 
 def check_train_step(
@@ -104,7 +92,7 @@ def check_train_step(
     clip: Any,
 ) -> None:
     """Checks arguments of `Sharded.make_train_step`."""
-    if not _is_count(accumulation, least=1):
+    if not is_count(accumulation):
         what = "accumulation is a whole number, at least 1"
         raise ValueError(message(what, where="accumulation", got=accumulation))
     is_number = isinstance(clip, int | float | np.number) and not isinstance(clip, bool)
@@ -114,24 +102,20 @@ def check_train_step(
         fix = "True if loss_fn is a sum over examples, or else False"
         raise ValueError(message("not a bool", where="local_batch", got=local_batch, fix=fix))
     if local_batch:
-        _check_stacks(layout)
-        _check_model_axes(layout.axes)
+        _check_local_batch(layout)
     else:
         _check_global_batch(precision, prefetch, deferred)
 
 
-def _check_stacks(layout: Layout) -> None:
-    """Refuses stacks of layers that are sharded along their layers."""
+def _check_local_batch(layout: Layout) -> None:
+    """Refuses stacks that are sharded along their layers, and axes of the model's own."""
     for path, leaf in layout.by_path.items():
         if any(leaf.spec[: leaf.stacked]):
             what = "a stack of layers is sharded along its layers"
             expected = "a spec that leaves that dim unsharded"
             fix = "shard another dim, or leave local_batch out"
             raise ValueError(message(what, where=path, expected=expected, got=leaf.spec, fix=fix))
-
-
-def _check_model_axes(axes: MeshAxes) -> None:
-    """Refuses local batches on a mesh with axes of the model's own."""
+    axes = layout.axes
     if axes.model_shards > 1:
         what = "local_batch=True needs a mesh without axes of the model's own"
         got = f"{list(axes.model)} beside data={list(axes.user.data)}"
@@ -200,9 +184,7 @@ def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> No
         SlowerWarning: with the axis, and the argument that would name it.
 
     """
-    used = {
-        axis for place in placements.values() for entry in place.spec for axis in axes_of(entry)
-    }
+    used = {axis for place in placements.values() for axis in spec_axes(place.spec)}
     lacking = sorted({name for place in placements.values() for name in place.dropped})
     for axis in axes.model:
         size = axes.mesh.shape[axis]
@@ -262,25 +244,20 @@ def adapt(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> Mod
         got = model if isinstance(model, type) else type(model)
         expected = "a function of nnx.Rngs that makes an NNX model, or an unbound Linen module"
         raise ValueError(message(what, where="model", expected=expected, got=got.__name__, fix=fix))
-    if not isinstance(model, nn.Module):
-        _check_takes_rngs(model)
-        return NnxModel(model)
-    if inputs is None:
-        fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
-        raise ValueError(message("a Linen model needs example inputs", where="inputs", fix=fix))
-    return LinenModel(model, inputs)
-
-
-def _check_takes_rngs(make_model: Any) -> None:
-    """Checks that a function can be called with one argument, the random streams."""
+    if isinstance(model, nn.Module):
+        if inputs is None:
+            fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
+            raise ValueError(message("a Linen model needs example inputs", where="inputs", fix=fix))
+        return LinenModel(model, inputs)
+    make_model = "lambda rngs: Model(..., rngs=rngs)"
     try:
-        inspect.signature(make_model).bind(None)
+        inspect.signature(model).bind(None)  # the random streams
     except TypeError as error:
         what = "the function that makes the model does not take random streams alone"
-        fix = "lambda rngs: Model(..., rngs=rngs)"
-        raise ValueError(message(what, where="model", got=error, fix=fix)) from error
+        raise ValueError(message(what, where="model", got=error, fix=make_model)) from error
     except ValueError:  # of a function that is not written in Python
-        return
+        pass
+    return NnxModel(model)
 
 
 def _mistake(model: Any) -> tuple[str, str] | None:

@@ -82,7 +82,7 @@ def match_table(
         ValueError: malformed rules, or axes to shard along that the mesh lacks.
 
     """
-    chosen, mesh = rules_for(mesh, rules, **settings)
+    chosen, mesh = rules_for(mesh, rules=rules, **settings)
     leaves = read_leaves(params)
     findings = chosen.lint(leaves, mesh)
     refused = {finding.where: finding for finding in findings}

@@ -239,19 +239,18 @@ def make_layout(
 
     Args:
         params: abstract parameters in the dtypes they are stored in, nested dicts.
-        placements: path -> how the rules shard it.
+        placements: path -> how the rules shard the parameter.
         other: abstract rest of the state.
         tx: the optimizer.
-        axes: the mesh, and what its axes are for.
+        axes: of the mesh.
         strategy: what is sharded.
         rules: their heuristic, for optimizer state that follows no parameter.
         stacked: path -> leading dims that stack layers.
         frozen: paths of parameters without gradients and optimizer state.
         copied: paths of parameters of which `other` has a copy to compute with. They are sharded,
             also where the strategy replicates the copy.
-        units: what is gathered together, in words.
-        state: path in the model -> how a rule or an annotation places that array of its other
-            state.
+        units: as the Layout has it.
+        state: path -> how a rule or an annotation places an array of the model's other state.
         offload: what is kept in host memory.
 
     Warns:

@@ -18,6 +18,12 @@ def is_names(names: Any) -> bool:
     return is_sequence and all(isinstance(name, str) and name for name in names)
 
 
+def is_count(value: Any, least: int = 1) -> bool:
+    """Returns whether a value is an integer, of Python or NumPy, and at least `least`."""
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return bool(is_int and value >= least)
+
+
 @dataclass(frozen=True)
 class Offload:
     """What is kept in host memory; PyTorch's `CPUOffloadPolicy`, DeepSpeed's ZeRO-Offload.
@@ -48,29 +54,22 @@ class Offload:
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, bool):
-            what = "offload of parameters is all or none"
-            fix = "Offload(params=True)"
+            what, fix = "offload of parameters is all or none", "Offload(params=True)"
             raise ValueError(message(what, where="offload.params", got=self.params, fix=fix))
         is_number = isinstance(self.optimizer, bool | int | float | np.number)
         if not (is_number and 0 <= float(self.optimizer) <= 1):
-            what = "not a fraction"
-            where = "offload.optimizer"
+            what, where, got = "not a fraction", "offload.optimizer", self.optimizer
             expected, fix = "True, or a number from 0 to 1", "0.5 keeps half of it on the host"
-            raise ValueError(
-                message(what, where=where, expected=expected, got=self.optimizer, fix=fix)
-            )
+            raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
         if not isinstance(self.activations, bool):
-            names = self.activations
-            if not is_names(names):
-                what = "neither True nor names of activations"
-                where = "offload.activations"
+            if not is_names(self.activations):
+                what, where = "neither True nor names of activations", "offload.activations"
                 fix = 'Offload(activations=("attention",)), for checkpoint_name(x, "attention")'
-                raise ValueError(message(what, where=where, got=names, fix=fix))
-            object.__setattr__(self, "activations", tuple(names))
+                raise ValueError(message(what, where=where, got=self.activations, fix=fix))
+            object.__setattr__(self, "activations", tuple(self.activations))
         for name in ("in_flight", "group_bytes"):
             value = getattr(self, name)
-            is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not is_int or value < 1:
+            if not is_count(value):
                 what = f"{name} is a whole number, at least 1"
                 raise ValueError(message(what, where=f"offload.{name}", got=value))
 
@@ -89,16 +88,10 @@ NO_OFFLOAD = Offload()
 
 
 def worth_sending(shape: Sequence[int], stacked: int, min_size: int) -> bool:
-    """Returns whether an array may be kept in host memory.
+    """Returns whether an array with `stacked` leading dims of layers may be kept in host memory.
 
     Not one with fewer elements in a layer than `min_size`: to send it would take longer than it
     saves. Nor a stack of vectors: XLA:TPU cannot fetch one row of such a stack in 16 bits.
-
-    Args:
-        shape: of the array.
-        stacked: leading dims that stack layers.
-        min_size: elements.
-
     """
     layer = shape[stacked:]
     return prod(layer) >= max(min_size, 2) and not (stacked and len(layer) < 2)

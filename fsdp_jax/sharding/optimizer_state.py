@@ -107,10 +107,9 @@ def optimizer_placements(
     Args:
         tx: any optax transformation.
         params: abstract parameters that are trained, in any tree.
-        placements: path -> how the optimizer updates that parameter: sharded also where the
-            parameter itself is not.
+        placements: path -> how the optimizer updates that parameter.
         rules: the heuristic's settings, for leaves that belong to no parameter.
-        mesh: the run's mesh.
+        mesh: of the specs.
 
     """
     abstract = jax.eval_shape(tx.init, jax.tree.map(_shape, params))

@@ -94,14 +94,7 @@ class ReplicationWarning(UserWarning):
 class Rules:
     """Ordered rules, and what applies where none of them matches.
 
-    Attributes:
-        rules: ordered (pattern, spec) pairs, or a dict.
-        logical_axes: logical name -> mesh axis, several axes, or None; or Flax's table of pairs.
-        min_size: parameters with fewer elements (of one layer) stay replicated unless a rule names
-            them.
-        strict: a parameter that no rule and no annotation matches is an error.
-        axes: the mesh axes that `fsdp` and the heuristic shard along.
-
+    The attributes are arguments of `partition_specs`; `axes` are named.
     """
 
     rules: Sequence[Rule] | Mapping[Pattern, Spec] = ()
@@ -137,8 +130,7 @@ class Rules:
         """Returns {path: Placement} for every leaf of `params` (anything with shape and dtype).
 
         Args:
-            params: abstract parameters; Flax's partitioning boxes and Variables are read for their
-                logical axes.
+            params: arrays or shapes, in Flax's boxes and Variables or not.
             mesh: its axis names and sizes are all that is used.
             stacked: path -> number of leading dims that stack layers; by default as `stacked_dims`
                 detects them.
@@ -157,8 +149,7 @@ class Rules:
         placements = {path: self.place_leaf(path, leaf, mesh) for path, leaf in leaves.items()}
         for path in others:
             place = placements[path]
-            misfits = _misfits("the rule", path, place.spec, leaves[path], mesh)
-            if misfits:
+            if misfits := _misfits("the rule", path, place.spec, leaves[path], mesh):
                 reason = f"{misfits[0].kind} for this rule: replicated, since it is no parameter"
                 missed = shards_of(mesh, spec_axes(place.spec))
                 placements[path] = Placement(PartitionSpec(), place.rule, reason, missed)
@@ -194,9 +185,9 @@ class Rules:
     def assign(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Assigned:
         """Returns the mesh axes that the first rule, or else the annotation, names."""
         index = self._first_match(path)
-        if index is not None:
-            return self._assign(self.pairs[index][1], mesh)
-        return self._assign(leaf.names or (), mesh, leaf.table)
+        if index is None:
+            return self._assign(leaf.names or (), mesh, leaf.table)
+        return self._assign(self.pairs[index][1], mesh)
 
     def _assign(self, names: Iterable[Entry], mesh: Mesh, table: Table = ()) -> Assigned:
         return assign_axes(names, (*self.table, *table), mesh.axis_names, self.axes)
@@ -336,7 +327,8 @@ def partition_specs(
 
     Args:
         params: arrays, or shapes from `jax.eval_shape`.
-        rules: ordered (pattern, spec); see `Rules`. Tables of paths of other trainers are rules.
+        rules: ordered (pattern, spec) pairs, or a dict, as the module describes them. Tables of
+            paths of other trainers are rules.
         mesh: a Mesh, or an AbstractMesh, with axes of any type.
         logical_axes: what the names in rules and annotations stand for: a dict, or a table such as
             Flax's `logical_axis_rules`.
@@ -351,7 +343,8 @@ def partition_specs(
         ValueError: the rules do not fit; every finding of the lint is in the message.
 
     """
-    chosen, mesh = rules_for(mesh, rules, logical_axes, min_size, strict, axes)
+    settings = {"logical_axes": logical_axes, "min_size": min_size, "strict": strict}
+    chosen, mesh = rules_for(mesh, rules=rules, axes=axes, **settings)
     placements = chosen.place(params, mesh)
     return map_with_path(lambda path, _: placements[path].spec, params, is_leaf=is_box)
 
@@ -366,17 +359,12 @@ def lint(
 
     `settings`: logical_axes, min_size, strict and axes, as `partition_specs` takes them.
     """
-    chosen, mesh = rules_for(mesh, rules, **settings)
+    chosen, mesh = rules_for(mesh, rules=rules, **settings)
     return chosen.lint(read_leaves(params), mesh)
 
 
 def rules_for(
-    mesh: Mesh | AbstractMesh,
-    rules: Sequence[Rule] | Mapping[Pattern, Spec] = (),
-    logical_axes: LogicalAxes | None = None,
-    min_size: int = MIN_SIZE,
-    strict: bool = False,
-    axes: str | tuple[str, ...] | None = None,
+    mesh: Mesh | AbstractMesh, *, axes: str | tuple[str, ...] | None = None, **settings: Any
 ) -> tuple[Rules, Mesh]:
     """Returns the rules of `partition_specs`, with its default for `axes`, and the mesh.
 
@@ -391,7 +379,7 @@ def rules_for(
         along = shard_axes(mesh, default_data(mesh, (REPLICA,), where="axes"), (REPLICA,))
     else:
         along = named_axes("axes", axes, mesh.axis_names)
-    return Rules(rules, logical_axes, min_size, strict, along), cast(Mesh, mesh)
+    return Rules(**settings, axes=along), cast(Mesh, mesh)
 
 
 def found(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
