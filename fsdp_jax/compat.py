@@ -9,13 +9,7 @@ T = TypeVar("T")
 def scan_arguments(
     params: Mapping[str, Any], values: Sequence[T]
 ) -> tuple[list[T], list[T], list[T]]:
-    """Returns (constants, carry, slices) of the operands of a `scan`.
-
-    Args:
-        params: of the `scan` equation.
-        values: its operands, or anything in their order.
-
-    """
+    """Returns (constants, carry, slices) of a `scan`'s operands, or of anything in their order."""
     if "ft_in" in params:  # since jax 0.12 a tree says which operand is which
         consts, carry, xs = map(list, params["ft_in"].update(values).unpack())
         carry_out = params["ft_out"].unpack()[0]

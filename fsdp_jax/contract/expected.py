@@ -66,7 +66,7 @@ def expected_of(plan: StepPlan) -> list[Expected]:
     for path, leaf in plan.layout.by_path.items():
         transform = plan.comms[path].transform
         # As the model computes with it: still sharded along the model's own axes.
-        gathered = NamedSharding(leaf.mesh, axes.model_spec(leaf.grad_spec))
+        gathered = NamedSharding(leaf.axes.mesh, axes.model_spec(leaf.grad_spec))
         shape = gathered.shard_shape(leaf.shape)
         size = prod(shape)
         shapes = (shape[leaf.stacked :], shape)
@@ -89,7 +89,7 @@ def expected_of(plan: StepPlan) -> list[Expected]:
         others = [axis for axis in axes.batch if axis not in scattered]
         part = leaf.grad_sharding.shard_shape(leaf.shape)
         shapes = part[leaf.stacked :], part
-        elements //= prod(leaf.mesh.shape[axis] for axis in scattered)
+        elements //= prod(leaf.axes.mesh.shape[axis] for axis in scattered)
         rows.append(_in_ring(leaf, "all-reduce", dtype, others, elements, shapes))
     return [each for each in rows if each.bytes]
 
@@ -98,7 +98,7 @@ def _in_ring(
     leaf: Leaf, op: str, dtype: np.dtype, along: Sequence[str], elements: int, shapes: Shapes
 ) -> Expected:
     """Returns the traffic of an operation on `elements` a step, in a ring along these axes."""
-    mesh = leaf.mesh
+    mesh = leaf.axes.mesh
     n = prod(mesh.shape[axis] for axis in along)
     dtype = _on_wire(dtype, mesh.devices.flat[0].platform)
     sent = elements * dtype.itemsize * (n - 1) // n * (2 if op == "all-reduce" else 1)

@@ -63,30 +63,25 @@ class Leaf:
     memory_kind: str | None = None
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh that it is sharded over."""
-        return self.axes.mesh
-
-    @property
     def sharding(self) -> NamedSharding:
         """Its sharding between steps."""
-        sharding = NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)
+        sharding = NamedSharding(self.axes.mesh, self.spec, memory_kind=self.memory_kind)
         if sharding.memory_kind == self.memory_kind or self.memory_kind is None:
             return sharding
         # GPUs that are only compiled for report no memories, and JAX drops the kind in silence. A
         # mesh without devices keeps it.
-        abstract = self.mesh.abstract_mesh
+        abstract = self.axes.mesh.abstract_mesh
         return NamedSharding(abstract, self.spec, memory_kind=self.memory_kind)
 
     @property
     def on_device(self) -> NamedSharding:
         """Its sharding between steps, but in the device's memory."""
-        return NamedSharding(self.mesh, self.spec)
+        return NamedSharding(self.axes.mesh, self.spec)
 
     @property
     def grad_sharding(self) -> NamedSharding:
         """The sharding of its reduced gradient, in the device's memory."""
-        return NamedSharding(self.mesh, self.grad_spec)
+        return NamedSharding(self.axes.mesh, self.grad_spec)
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
@@ -106,7 +101,7 @@ class Leaf:
     @property
     def bytes_per_device(self) -> int:
         """Bytes of each device's part between steps, in its own memory or in the host's."""
-        return self.bytes // shards_of(self.mesh, spec_axes(self.spec))
+        return self.bytes // shards_of(self.axes.mesh, spec_axes(self.spec))
 
     @property
     def wasted_bytes(self) -> int:

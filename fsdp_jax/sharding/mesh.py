@@ -293,8 +293,7 @@ def mesh_axes(
 
     """
     if isinstance(mesh, MeshAxes):
-        assert data is None, "MeshAxes name their axes"
-        assert replica is None, "MeshAxes name their axes"
+        assert (data, replica) == (None, None), "MeshAxes name their axes"
         return mesh
     names = tuple(mesh.axis_names)
     if len(set(names)) < len(names):
@@ -332,8 +331,8 @@ def named_axes(argument: str, given: str | Sequence[str], names: Sequence[str]) 
             what = f"the mesh has no axis '{axis}'"
             fix = either(did_you_mean(str(axis), map(str, names)), f"for instance {fix}")
             raise ValueError(message(what, where=argument, expected=names, got=given, fix=fix))
-    is_missing = argument != "replica" and not axes
-    if not is_ordered or is_missing or len(set(axes)) != len(axes):
+    least = 0 if argument == "replica" else 1
+    if not is_ordered or len(axes) < least or len(set(axes)) < len(axes):
         fix = f"name each axis once, such as {fix}"
         raise ValueError(message("not mesh axes", where=argument, got=repr(given), fix=fix))
     return tuple(axes)
@@ -407,19 +406,14 @@ def split_data(axes: MeshAxes, sizes: Sequence[int] | None = None) -> MeshAxes:
 
     `sizes`: of these axes; by default those of the machine's physical dims.
     """
-    if len(axes.data) > 1:
-        return axes
-    mesh, (name,) = axes.mesh, axes.data
+    mesh, name = axes.mesh, axes.data[0]
     dim = mesh.axis_names.index(name)
-    if sizes is None:
-        sizes = _physical_sizes(np.moveaxis(mesh.devices, dim, -1))
-    if len(sizes) < 2:
+    sizes = sizes or _physical_sizes(np.moveaxis(mesh.devices, dim, -1))
+    parts = tuple(f"{name}_{number}" for number in range(len(sizes)))
+    if len(axes.data) > 1 or len(sizes) < 2 or set(parts) & set(mesh.axis_names):
         return axes
     assert prod(sizes) == mesh.shape[name], (sizes, mesh.shape)
     shape = (*mesh.devices.shape[:dim], *sizes, *mesh.devices.shape[dim + 1 :])
-    parts = tuple(f"{name}_{number}" for number in range(len(sizes)))
-    if set(parts) & set(mesh.axis_names):
-        return axes
     names = (*mesh.axis_names[:dim], *parts, *mesh.axis_names[dim + 1 :])
     return MeshAxes(_auto_mesh(mesh.devices.reshape(shape), names), parts, axes.replica, name)
 

@@ -1,18 +1,20 @@
 """Mixed precision: the dtype of parameters, compute, gradient reduction and the model's output."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import did_you_mean, either, message
 from fsdp_jax.tree import check_regexes, search_any
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_FLOAT8 = {"gather": "float8_e4m3fn", "matmul": "float8"}
+_DTYPES = dict.fromkeys(("param", "compute", "reduce", "output", "frozen"), _FLOATS)
+_DTYPES |= {"gather": ("float8_e4m3fn",), "matmul": ("float8",)}
 
 
 @dataclass(frozen=True)
@@ -42,23 +44,19 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            got = getattr(self, field.name)
-            if isinstance(got, bool) or not isinstance(got, int | float):
-                what, where = "not a number", f"precision.loss_scale.{field.name}"
-                raise ValueError(message(what, where=where, got=got))
         largest = float(np.finfo(np.float32).max)
-        limits = {
-            "growth_interval": ("1 or more", self.growth_interval >= 1),
-            "growth": ("1 or more", 1 <= self.growth < math.inf),
-            "backoff": ("above 0 and at most 1", 0 < self.backoff <= 1),
-            "minimum": ("above 0", self.minimum > 0),
-            "initial": ("at least `minimum`, a float32", self.minimum <= self.initial <= largest),
+        limits: dict[str, tuple[str, Callable[[float], bool]]] = {
+            "growth_interval": ("1 or more", lambda n: n >= 1),
+            "growth": ("1 or more", lambda n: 1 <= n < math.inf),
+            "backoff": ("above 0 and at most 1", lambda n: 0 < n <= 1),
+            "minimum": ("above 0", lambda n: n > 0),
+            "initial": ("at least `minimum`, a float32", lambda n: self.minimum <= n <= largest),
         }
         for name, (expected, holds) in limits.items():
-            if not holds:
+            got = getattr(self, name)
+            is_number = isinstance(got, int | float) and not isinstance(got, bool)
+            if not is_number or not holds(got):
                 what, where = "a loss scale out of its limits", f"precision.loss_scale.{name}"
-                got = getattr(self, name)
                 raise ValueError(message(what, where=where, expected=expected, got=got))
 
 
@@ -106,23 +104,16 @@ class Precision:
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("param", "compute", "reduce", "output", "frozen"):
+        for field, known in _DTYPES.items():
             name = getattr(self, field)
             if name is not None and not isinstance(name, str):
-                name = jnp.dtype(name).name  # `jnp.bfloat16` as `bfloat16`
-                object.__setattr__(self, field, name)
-            if name is not None and name not in _FLOATS:
-                what = f"unknown dtype '{name}'"
-                where = f"precision.{field}"
-                fix = did_you_mean(name, _FLOATS)
-                raise ValueError(message(what, where=where, expected=_FLOATS, fix=fix))
-        for field, known in _FLOAT8.items():
-            name = getattr(self, field)
-            if name not in (None, known):
-                what = f"unknown dtype '{name}'"
-                where = f"precision.{field}"
-                fix = f"{field}='{known}', or leave it out"
-                raise ValueError(message(what, where=where, expected=(known,), fix=fix))
+                with suppress(TypeError):  # `jnp.bfloat16` as `bfloat16`
+                    name = jnp.dtype(name).name
+                    object.__setattr__(self, field, name)
+            if name is not None and name not in known:
+                what, where = f"unknown dtype '{name}'", f"precision.{field}"
+                fix = either(did_you_mean(str(name), known), "leave it out")
+                raise ValueError(message(what, where=where, expected=known, fix=fix))
         check_regexes(self.keep_float32, where="precision.keep_float32")
         if self.param == "float16":
             what = "the optimizer would compute in float16, where squares of gradients vanish"
@@ -179,12 +170,9 @@ class Precision:
         return any(search_any(self.keep_float32, name) for name in names)
 
     def comm_dtypes(self, keep: bool, stored: DTypeLike) -> tuple[np.dtype, np.dtype]:
-        """Returns the (compute, reduce) dtypes of a parameter.
+        """Returns the (compute, reduce) dtypes of a parameter; what is no float keeps its own.
 
-        Args:
-            keep: it is gathered in float32.
-            stored: the dtype it is stored in; if that is not a float, it is used for both.
-
+        `keep`: it is gathered in float32. `stored`: the dtype it is stored in.
         """
         stored = jnp.dtype(stored)
         if not jnp.issubdtype(stored, jnp.floating):

@@ -27,12 +27,7 @@ def path_seed(seed: Seed, path: str) -> Seed:
 def round_stochastically(value: jax.Array, seed: Seed) -> jax.Array:
     """Returns float32 values in bfloat16, each rounded up or down so that the mean is exact.
 
-    What bfloat16 holds exactly, infinities and NaN stay as they are.
-
-    Args:
-        value: float32, of any shape.
-        seed: of this array.
-
+    What bfloat16 holds exactly, infinities and NaN stay as they are. `seed`: of this array.
     """
     assert value.dtype == jnp.float32, value.dtype
     bits = lax.bitcast_convert_type(value, jnp.uint32)

@@ -162,7 +162,7 @@ class _StateShapes:
         self.layer_shards: dict[tuple[int, ...], int] = {}
         self.gradients: set[tuple[int, ...]] = set()
         for leaf in layout:
-            shards = prod(shards_of(leaf.mesh, entry) for entry in leaf.grad_spec)
+            shards = prod(shards_of(leaf.axes.mesh, entry) for entry in leaf.grad_spec)
             self.shards[leaf.shape] = max(self.shards.get(leaf.shape, 1), shards)
             if leaf.stacked:
                 self.layer_shards[leaf.shape[1:]] = shards
