@@ -145,13 +145,9 @@ def scale_by_adam(
 
     def stored(state: optax.ScaleByAdamState) -> StoredAdamState:
         step = state.count.astype(jnp.uint32)
-        of_mu, of_nu = (step, jnp.uint32(1)), (step, jnp.uint32(2))
-        if moments == "bfloat16":
-            mu, nu = _rounded(state.mu, of_mu), _rounded(state.nu, of_nu)
-            none = jax.tree.map(lambda _: None, mu)
-            return StoredAdamState(state.count, mu, nu, none, none)
-        mu, mu_scale = _encoded(state.mu, FIRST, block, of_mu)
-        nu, nu_scale = _encoded(state.nu, SECOND, block, of_nu)
+        size = block if moments == "int8" else 0
+        mu, mu_scale = _encoded(state.mu, FIRST, size, (step, jnp.uint32(1)))
+        nu, nu_scale = _encoded(state.nu, SECOND, size, (step, jnp.uint32(2)))
         return StoredAdamState(state.count, mu, nu, mu_scale, nu_scale)
 
     def update(
@@ -183,21 +179,21 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _rounded(tree: PyTree, seed: Seed) -> PyTree:
-    """Returns a moment in bfloat16, rounded stochastically."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: round_stochastically(x, path_seed(seed, jax.tree_util.keystr(path))), tree
-    )
-
-
 def _encoded(tree: PyTree, code: "MomentCode", block: int, seed: Seed) -> tuple[PyTree, PyTree]:
-    """Returns (codes, scales) of a moment; small parameters stay float32, with None for a scale."""
+    """Returns (codes, scales) of a moment; without blocks it is in bfloat16, without scales.
+
+    Small parameters stay float32.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    pairs = []
+    pairs: list[tuple[jax.Array, jax.Array | None]] = []
     for path, leaf in leaves:
-        blocks = block_of(leaf.shape, block)
         own = path_seed(seed, jax.tree_util.keystr(path))
-        pairs.append((leaf, None) if blocks is None else code.encode(leaf, *blocks, own))
+        if not block:
+            pairs.append((round_stochastically(leaf, own), None))
+        elif blocks := block_of(leaf.shape, block):
+            pairs.append(code.encode(leaf, *blocks, own))
+        else:
+            pairs.append((leaf, None))
     codes, scales = zip(*pairs, strict=True) if pairs else ((), ())
     return jax.tree.unflatten(structure, codes), jax.tree.unflatten(structure, scales)
 

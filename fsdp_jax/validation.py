@@ -118,7 +118,7 @@ def _check_local_batch(layout: Layout) -> None:
     axes = layout.axes
     if axes.model_shards > 1:
         what = "local_batch=True needs a mesh without axes of the model's own"
-        got = f"{list(axes.model)} beside data={list(axes.user.data)}"
+        got = f"{list(axes.model)} beside data={list(axes.user_data)}"
         fix = "leave local_batch out: XLA then inserts the collectives along all axes; "
         fix += "or, if these axes shard state or batch, name them in data or replica"
         raise ValueError(message(what, where="local_batch", got=got, fix=fix))

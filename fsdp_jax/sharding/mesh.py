@@ -167,12 +167,9 @@ class MeshAxes:
         return shards_of(self.mesh, self.model)
 
     @property
-    def user(self) -> "MeshAxes":
-        """The mesh as the user knows it: `data` is not split."""
-        if not self.unsplit:
-            return self
-        mesh = _auto_mesh(self.mesh.devices.reshape(tuple(self.shape.values())), [*self.shape])
-        return MeshAxes(mesh, (self.unsplit,), self.replica)
+    def user_data(self) -> tuple[str, ...]:
+        """The data axes as the user knows them."""
+        return (self.unsplit,) if self.unsplit else self.data
 
     @property
     def shape(self) -> dict[str, int]:
@@ -382,19 +379,18 @@ def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Me
         ValueError: sizes that do not fit the devices.
 
     """
-    user = axes.user
-    inner = {axis: user.mesh.shape[axis] for axis in (*user.data[1:], *user.model)}
+    first, *others = axes.user_data
+    inner = {axis: axes.shape[axis] for axis in (*others, *axes.model)}
     outer, rest = _resolve_sizes(replica, -1, len(devices), allow_fewer=False)
     if rest % prod(inner.values()):
         what = "the number of devices is not divisible by the mesh"
         got = f"{replica} replicas x {inner} on {len(devices)} devices"
         raise ValueError(message(what, where="mesh", got=got, fix="take a larger machine"))
-    replicas = user.replica or (REPLICA,) * (outer > 1)
+    replicas = axes.replica or (REPLICA,) * (outer > 1)
     sizes = dict.fromkeys(replicas, 1) | dict.fromkeys(replicas[:1], outer)
-    sizes |= {user.data[0]: rest // prod(inner.values())} | inner
+    sizes |= {first: rest // prod(inner.values())} | inner
     ordered = _ordered(list(devices), (outer, rest)).reshape(tuple(sizes.values()))
-    names = [axis for axis in sizes if axis not in user.mesh.axis_names]
-    names += user.mesh.axis_names
+    names = [axis for axis in sizes if axis not in axes.shape] + [*axes.shape]
     return _auto_mesh(ordered.transpose([list(sizes).index(axis) for axis in names]), names)
 
 

@@ -13,8 +13,11 @@ from fsdp_jax.errors import did_you_mean, either, message
 from fsdp_jax.tree import check_regexes, search_any
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_DTYPES = dict.fromkeys(("param", "compute", "reduce", "output", "frozen"), _FLOATS)
-_DTYPES |= {"gather": ("float8_e4m3fn",), "matmul": ("float8",)}
+_DTYPES = {
+    **dict.fromkeys(("param", "compute", "reduce", "output", "frozen"), _FLOATS),
+    "gather": ("float8_e4m3fn",),
+    "matmul": ("float8",),
+}
 
 
 @dataclass(frozen=True)

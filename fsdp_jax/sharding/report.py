@@ -5,12 +5,12 @@ from html import escape
 from typing import Any
 
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.sharding.layout import COLUMNS, PARTS, Layout, Leaf, Part
+from fsdp_jax.sharding.layout import COLUMNS, PARTS, Layout, Leaf
 from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.tables import shortened, text_table
 
 LARGEST = 5  # replicated leaves shown first
-WIDTH = 130  # columns of the terminal that a row may take
+WIDTH = 140  # columns of the terminal that a row may take
 LEAF_COLUMNS = COLUMNS[1:]
 
 
@@ -20,10 +20,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
         "mesh": layout.axes.shape,
         "strategy": layout.strategy.name,
         "leaves": [_leaf_json(leaf) for leaf in layout],
-        "totals": {
-            part: {"bytes": replicated, "bytes_per_device": sharded, "host_bytes_per_device": host}
-            for part, replicated, sharded, host in totals(layout)
-        },
+        "totals": _totals(layout),
     }
 
 
@@ -43,28 +40,24 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
     }
 
 
-def totals(layout: Layout) -> list[tuple[str, int, int, int]]:
-    """Returns (part, bytes replicated, on each device, in host memory for it) of each, and of all.
-
-    The last of them are `total`.
-    """
-    parts: list[Part | None] = [*PARTS, None]
-    return [
-        (
-            part or "total",
-            layout.total(part),
-            layout.per_device(part),
-            layout.per_device(part, host=True),
-        )
-        for part in parts
-    ]
+def _totals(layout: Layout) -> dict[str, dict[str, int]]:
+    """Returns {part: bytes replicated, on each device, in host memory for it}, and the `total`."""
+    return {
+        part or "total": {
+            "bytes": layout.total(part),
+            "bytes_per_device": layout.per_device(part),
+            "host_bytes_per_device": layout.per_device(part, host=True),
+        }
+        for part in (*PARTS, None)
+    }
 
 
 def totals_table(layout: Layout) -> str:
     """Returns a table of the bytes per device of each part, against a replicated run."""
     columns = ["state", "per device", "on the host", "replicated", "ratio"]
     rows = []
-    for part, replicated, sharded, host in totals(layout):
+    for part, counts in _totals(layout).items():
+        replicated, sharded, host = counts.values()
         stored = sharded + host
         ratio = f"{replicated / stored:.2f}" if stored else "-"
         rows.append([part, *map(human_bytes, (sharded, host, replicated)), ratio])

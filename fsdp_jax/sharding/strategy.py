@@ -85,7 +85,7 @@ class Strategy:
             if self.hybrid and replicas:
                 what = f"{self.name} replicates along '{replicas[0]}'"
                 where = f"{path}, by {placement.rule}"
-                fix = f"use 'fsdp' or '{axes.user.data[0]}', or strategy full_shard"
+                fix = f"use 'fsdp' or '{axes.user_data[0]}', or strategy full_shard"
                 raise ValueError(message(what, where=where, got=placement.spec, fix=fix))
 
 

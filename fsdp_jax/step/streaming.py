@@ -249,7 +249,7 @@ class _Stack:
         names = [name for part in self.parts for name in part.names]
         on_host = [name for name in names if self.traced.leaves[name].on_host]
         leaves = [self.traced.leaves[name] for name in on_host]
-        device = leaves[0].mesh.devices.flat[0]
+        device = leaves[0].axes.mesh.devices.flat[0]
         # What only stands for a device has no compiler to ask; its step is traced, not compiled.
         if device.platform != "tpu" or not isinstance(device, jax.Device):
             return {}

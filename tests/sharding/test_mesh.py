@@ -381,7 +381,7 @@ def test_a_split_mesh_is_one_axis_to_the_user():
     names = (REPLICA, "data_0", "data_1")
     assert axes.mesh.axis_names == axes.batch == names
     assert mesh_axes(axes) is split_data(axes, (4,)) is axes, "once is enough"
-    assert axes.user == mesh_axes(mesh)
+    assert axes.user_data == (DATA,)
     assert axes.batch_shards == 8
     assert axes.shape == {REPLICA: 2, DATA: 4}
     assert axes.user_name(names) == axes.user_name((REPLICA, "data_1")) == "replica+data"
