@@ -6,7 +6,7 @@ All that a step is built from takes a Layout, and no ambient mesh.
 import warnings
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
@@ -259,7 +259,7 @@ def make_layout(
     def param_leaf(path: str, array: Any) -> Leaf:
         has_copy = path in copied and strategy.gathers_updates
         stored = strategy.param_placement(placements[path], axes, has_copy=has_copy)
-        leaf = _leaf("params", path, array, stored, axes)
+        leaf = _leaf(axes, "params", path, array, stored)
         trainable, layers = path not in frozen, stacked.get(path, 0)
         return replace(leaf, grad_spec=updated[path].spec, trainable=trainable, stacked=layers)
 
@@ -268,9 +268,6 @@ def make_layout(
     abstract, optimizer = optimizer_placements(
         tx, unflatten(trained), {path: updated[path] for path in trained}, rules, axes.mesh
     )
-
-    def optimizer_leaf(path: str, array: Any, placement: Placement) -> Leaf:
-        return _leaf("optimizer", path, array, placement, axes)
 
     # All else: a copy to compute with, state that is placed by name, and small state.
     def other_leaf(path: str, array: Any) -> Leaf:
@@ -283,24 +280,22 @@ def make_layout(
             placement = strategy.param_placement(state[name], axes)
         elif prod(array.shape) >= rules.min_size:
             placement = replace(placement, reason=NOT_PLACED)
-        return _leaf("other", path, array, placement, axes)
+        return _leaf(axes, "other", path, array, placement)
 
     layout = Layout(
         axes,
         strategy,
         map_with_path(param_leaf, params),
-        map_with_path(optimizer_leaf, abstract, optimizer),
+        map_with_path(partial(_leaf, axes, "optimizer"), abstract, optimizer),
         map_with_path(other_leaf, other),
         units,
     )
     layout = _in_host_memory(layout, offload, rules.min_size)
-    _warn_of_waste(layout)
-    if strategy.shards_params and shards_of(axes.mesh, rules.axes) > 1:
-        _warn_of_large_state(layout)
+    _warn_of_replicas(layout, rules)
     return layout
 
 
-def _leaf(part: Part, path: str, array: Any, placement: Placement, axes: MeshAxes) -> Leaf:
+def _leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Placement) -> Leaf:
     return Leaf(
         path=path,
         part=part,
@@ -356,24 +351,8 @@ def _in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
     return replace(layout, params=params, optimizer=optimizer, other=other)
 
 
-def _warn_of_large_state(layout: Layout) -> None:
-    """Warns of state of the model that is large, and that neither rule nor annotation shards."""
-    leaves = [leaf for leaf in layout if leaf.reason == NOT_PLACED]
-    total = sum(leaf.bytes for leaf in leaves)
-    if total >= LARGE_BYTES:
-        largest = max(leaves, key=lambda leaf: leaf.bytes)
-        path = largest.path.removeprefix(MODEL_STATE + SEPARATOR)
-        warnings.warn(
-            f"{human_bytes(total)} of the model's other state is replicated on every device; the "
-            f"largest is '{path}' {largest.shape}: a rule such as ('{path}', ('fsdp',)) shards it "
-            "between steps",
-            ReplicationWarning,
-            stacklevel=4,  # the caller of fully_shard
-        )
-
-
-def _warn_of_waste(layout: Layout) -> None:
-    """Warns of leaves that stay replicated because no dim is divisible."""
+def _warn_of_replicas(layout: Layout, rules: Rules) -> None:
+    """Warns of what no dim divides, and of large other state that nothing places."""
     wasteful = [leaf for leaf in layout if leaf.wasted_bytes]
     if wasteful:
         largest = max(wasteful, key=lambda leaf: leaf.wasted_bytes)
@@ -382,6 +361,19 @@ def _warn_of_waste(layout: Layout) -> None:
             f"{len(wasteful)} arrays stay replicated, {total} more on every device than if they "
             f"were sharded; the largest is {largest.part} '{largest.path}' {largest.shape}: "
             f"{largest.reason}",
+            ReplicationWarning,
+            stacklevel=4,  # the caller of fully_shard
+        )
+    unplaced = [leaf for leaf in layout if leaf.reason == NOT_PLACED]
+    others = sum(leaf.bytes for leaf in unplaced)
+    would_shard = layout.strategy.shards_params and shards_of(layout.mesh, rules.axes) > 1
+    if would_shard and others >= LARGE_BYTES:
+        largest = max(unplaced, key=lambda leaf: leaf.bytes)
+        path = largest.path.removeprefix(MODEL_STATE + SEPARATOR)
+        warnings.warn(
+            f"{human_bytes(others)} of the model's other state is replicated on every device; the "
+            f"largest is '{path}' {largest.shape}: a rule such as ('{path}', ('fsdp',)) shards it "
+            "between steps",
             ReplicationWarning,
             stacklevel=4,  # the caller of fully_shard
         )

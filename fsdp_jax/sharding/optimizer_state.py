@@ -69,16 +69,11 @@ def optimizer_specs(
         fix = "such as optax.adamw(3e-4)"
         raise ValueError(message("not an optax transformation", where="tx", got=got, fix=fix))
     rules, mesh = rules_for(mesh, min_size=min_size, axes=axes)
-    given = {
-        path: getattr(spec, "spec", spec) for path, spec in flatten(specs, is_leaf=_is_spec).items()
-    }
+    by_path = flatten(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec | NamedSharding))
+    given = {path: getattr(spec, "spec", spec) for path, spec in by_path.items()}
     placements = {path: _given(path, given, mesh) for path in flatten(params, is_leaf=is_box)}
     _, places = optimizer_placements(tx, params, placements, rules, mesh)
     return jax.tree.map(lambda placement: placement.spec, places)
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, PartitionSpec | NamedSharding)
 
 
 def _given(path: str, given: Mapping[str, Any], mesh: Mesh) -> Placement:
@@ -112,7 +107,8 @@ def optimizer_placements(
         mesh: of the specs.
 
     """
-    abstract = jax.eval_shape(tx.init, jax.tree.map(_shape, params))
+    unsharded = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    abstract = jax.eval_shape(tx.init, unsharded)
     if not any(placement.spec or placement.missed_shards > 1 for placement in placements.values()):
         reason = "replicated, as every parameter is for the optimizer"
         replicated = Placement(PartitionSpec(), "optimizer", reason)
@@ -144,11 +140,6 @@ def optimizer_placements(
 def _is_boxed_array(leaf: Any) -> bool:
     """Whether a leaf is Flax's box of one array; of a masked parameter nothing is in it."""
     return is_box(leaf) and hasattr(unboxed(leaf), "shape")
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of a parameter, without the sharding that it may have."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _traced_specs(
