@@ -232,21 +232,12 @@ def make_layout(
 ) -> Layout:
     """Returns the layout of a state that exists only as shapes.
 
-    Args:
-        params: abstract parameters in the dtypes they are stored in, nested dicts.
-        placements: path -> how the rules shard the parameter.
-        other: abstract rest of the state.
-        tx: the optimizer.
-        axes: of the mesh.
-        strategy: what is sharded.
-        rules: their heuristic, for optimizer state that follows no parameter.
-        stacked: path -> leading dims that stack layers.
-        frozen: paths of parameters without gradients and optimizer state.
-        copied: paths of parameters of which `other` has a copy to compute with. They are sharded,
-            also where the strategy replicates the copy.
-        units: as the Layout has it.
-        state: path -> how a rule or an annotation places an array of the model's other state.
-        offload: what is kept in host memory.
+    `params` are nested dicts of shapes, in the dtypes they are stored in, and `other` the rest of
+    the state. The rules have made the `placements` of parameters and, where a rule or an annotation
+    names it, of the model's other `state`, both by path; their heuristic is for optimizer state
+    that follows no parameter. Parameters that are `frozen` have none. Of those that are `copied`,
+    `other` has a copy to compute with: they are sharded, also where the strategy replicates it.
+    `stacked` has the leading dims that stack layers, by path.
 
     Warns:
         ReplicationWarning: large leaves that stay replicated because no dim is divisible, or since

@@ -129,13 +129,8 @@ def assign_axes(
 ) -> Assigned:
     """Returns the mesh axes that each dim's names stand for.
 
-    Args:
-        names: an entry per dim: a name, several, or None. A name is one of the table, or else a
-            mesh axis.
-        table: logical axes, in order of precedence.
-        mesh_axes: all axes of the mesh.
-        fsdp: what `fsdp` stands for, where no mesh axis has that name.
-
+    `names` has an entry per dim: a name, several, or None. A name is one of the table, or else a
+    mesh axis, or `fsdp`, which stands for other axes unless the mesh has one of that name.
     """
     # The table's entries, in order: each serves the first dim of its name that has none yet,
     # unless the mesh has none of its axes.

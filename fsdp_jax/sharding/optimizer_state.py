@@ -99,13 +99,8 @@ def optimizer_placements(
 ) -> tuple[PyTree, PyTree]:
     """Returns (abstract optimizer state, the same tree of Placements).
 
-    Args:
-        tx: any optax transformation.
-        params: abstract parameters that are trained, in any tree.
-        placements: path -> how the optimizer updates that parameter.
-        rules: the heuristic's settings, for leaves that belong to no parameter.
-        mesh: of the specs.
-
+    `params`: shapes of those that are trained, in any tree; `placements`: how the optimizer updates
+    them, by path; `rules`: their heuristic is for leaves that belong to no parameter.
     """
     unsharded = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     abstract = jax.eval_shape(tx.init, unsharded)

@@ -127,15 +127,11 @@ class Rules:
         stacked: Mapping[str, int] | None = None,
         others: Collection[str] = (),
     ) -> dict[str, Placement]:
-        """Returns {path: Placement} for every leaf of `params` (anything with shape and dtype).
+        """Returns {path: Placement} for every leaf of `params`, as `partition_specs` takes them.
 
-        Args:
-            params: arrays or shapes, in Flax's boxes and Variables or not.
-            mesh: its axis names and sizes are all that is used.
-            stacked: path -> number of leading dims that stack layers; by default as `stacked_dims`
-                detects them.
-            others: paths of what is no parameter: `strict` does not ask for it, and where a rule
-                for parameters does not fit, it is replicated.
+        `stacked`: path -> number of leading dims that stack layers; by default as `stacked_dims`
+        detects them. `others`: paths of what is no parameter: `strict` does not ask for it, and
+        where a rule for parameters does not fit, it is replicated.
 
         Raises:
             ValueError: the mesh lacks all of `logical_axes`; all that `lint` finds, at once.
