@@ -1,6 +1,6 @@
 """A layout for people and for programs: how every array is sharded, why, and its bytes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -75,7 +75,7 @@ def layout_report(layout: Layout) -> str:
         "largest replicated leaves\n" + _leaf_table(largest_replicated(layout)),
         "parameters\n" + _leaf_table(layout.by_bytes("params")),
         "optimizer state (leaves alike in all but their path share a row)\n"
-        + _grouped_table(layout.by_bytes("optimizer")),
+        + _leaf_table(layout.by_bytes("optimizer"), grouped=True),
         "other state\n" + _leaf_table(layout.by_bytes("other")),
     ]
     return "\n\n".join(blocks)
@@ -99,29 +99,23 @@ def largest_replicated(layout: Layout, count: int = LARGEST) -> list[Leaf]:
     return sorted(leaves, key=lambda leaf: (-leaf.bytes, leaf.path))[:count]
 
 
-def _leaf_table(leaves: Iterable[Leaf]) -> str:
-    return _fitted_table([leaf.cells() for leaf in leaves])
+def _leaf_table(leaves: Iterable[Leaf], *, grouped: bool = False) -> str:
+    """Returns a table no wider than WIDTH; reasons are cut, the JSON has them in full.
 
-
-def _grouped_table(leaves: Iterable[Leaf]) -> str:
-    """Puts leaves alike in all but their path into one row: `0/mu/a (+3)`."""
+    `grouped`: leaves alike in all but their path share a row, `0/mu/a (+3)`, and add up.
+    """
     groups: dict[tuple[str, ...], list[Leaf]] = {}
     for leaf in leaves:
-        groups.setdefault(leaf.cells()[1:], []).append(leaf)
-    rows = []
-    for (*left, _, rule, reason), group in groups.items():
+        groups.setdefault(leaf.cells()[1:] if grouped else (leaf.path,), []).append(leaf)
+    if not groups:
+        return "none"
+    rows: list[tuple[str, ...]] = [LEAF_COLUMNS]
+    for group in groups.values():
+        path, *left, _, rule, reason = group[0].cells()
         more = f" (+{len(group) - 1})" if len(group) > 1 else ""
         total = human_bytes(sum(leaf.bytes_per_device for leaf in group))
-        rows.append((group[0].path + more, *left, total, rule, reason))
-    return _fitted_table(rows)
-
-
-def _fitted_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Returns a table no wider than WIDTH; reasons are cut, the JSON has them in full."""
-    if not rows:
-        return "none"
-    cells = [row[:-1] for row in (LEAF_COLUMNS, *rows)]
-    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
+        rows.append((path + more, *left, total, rule, reason))
+    *widths, _ = (max(map(len, column)) + 2 for column in zip(*rows, strict=True))
     width = max(20, WIDTH - sum(widths))
-    fitted = [(*row[:-1], shortened(row[-1], width)) for row in rows]
+    fitted = [(*cells, shortened(reason, width)) for *cells, reason in rows[1:]]
     return text_table(LEAF_COLUMNS, fitted, right=("per device",))
