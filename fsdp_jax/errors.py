@@ -14,6 +14,7 @@ FAILED, UNUSABLE, BROKEN, LOST, INTERRUPTED = 1, 2, 3, 69, 130
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_TEXTS = ("No space left", "File too large", "quota")
 PACKAGE = __name__.partition(".")[0]
+OWN_FOLDER = Path(__file__).parent
 STANDARD_LIBRARY = f"{Path(traceback.__file__).parent}/"
 LONGEST_FIELD = 4000  # characters of a field of a message
 # What Python raises where code is wrong; the rest comes from the machine or from a library.
@@ -136,16 +137,13 @@ def _last_frame(error: BaseException) -> tuple[str, bool]:
     What libraries raise is the affair of who called them: this package, or a user's own code.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    callers = [frame for frame in frames if _is_ours(frame) or not _is_library(frame)]
     if not frames:
         return "", True
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(OWN_FOLDER)]
+    callers = [frame for frame in frames if frame in ours or not _is_library(frame)]
     frame = (callers or frames)[-1]
     shown = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
-    return shown, _is_ours(frame) or not callers
-
-
-def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return Path(frame.filename).is_relative_to(Path(__file__).parent)
+    return shown, frame in ours or not callers
 
 
 def _is_library(frame: traceback.FrameSummary) -> bool:
