@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Unpack
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -22,6 +22,7 @@ from fsdp_jax.sharding.rules import (
     Finding,
     ParamLeaf,
     Rules,
+    RuleSettings,
     found,
     read_leaves,
     rules_for,
@@ -72,17 +73,17 @@ def match_table(
     params: PyTree,
     rules: Sequence[Rule] | Mapping[Pattern, Spec],
     mesh: Mesh | AbstractMesh,
-    **settings: Any,
+    *,
+    axes: str | tuple[str, ...] | None = None,
+    **settings: Unpack[RuleSettings],
 ) -> MatchTable:
     """Returns what `partition_specs` makes of each parameter, and why; also where it would raise.
-
-    `settings`: logical_axes, min_size, strict and axes, as `partition_specs` takes them.
 
     Raises:
         ValueError: malformed rules, or axes to shard along that the mesh lacks.
 
     """
-    chosen, mesh = rules_for(mesh, rules=rules, **settings)
+    chosen, mesh = rules_for(mesh, rules, axes=axes, **settings)
     leaves = read_leaves(params)
     findings = chosen.lint(leaves, mesh)
     refused = {finding.where: finding for finding in findings}

@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 from numbers import Real
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -305,6 +305,14 @@ class Rules:
         return findings
 
 
+class RuleSettings(TypedDict, total=False):
+    """Optional arguments of `partition_specs`, which documents them."""
+
+    logical_axes: LogicalAxes | None
+    min_size: int
+    strict: bool
+
+
 def partition_specs(
     params: PyTree,
     rules: Sequence[Rule] | Mapping[Pattern, Spec],
@@ -339,8 +347,9 @@ def partition_specs(
         ValueError: the rules do not fit; every finding of the lint is in the message.
 
     """
-    settings = {"logical_axes": logical_axes, "min_size": min_size, "strict": strict}
-    chosen, mesh = rules_for(mesh, rules=rules, axes=axes, **settings)
+    chosen, mesh = rules_for(
+        mesh, rules, logical_axes=logical_axes, min_size=min_size, strict=strict, axes=axes
+    )
     placements = chosen.place(params, mesh)
     return map_with_path(lambda path, _: placements[path].spec, params, is_leaf=is_box)
 
@@ -349,18 +358,21 @@ def lint(
     params: PyTree,
     rules: Sequence[Rule] | Mapping[Pattern, Spec],
     mesh: Mesh | AbstractMesh,
-    **settings: Any,
+    *,
+    axes: str | tuple[str, ...] | None = None,
+    **settings: Unpack[RuleSettings],
 ) -> list[Finding]:
-    """Returns what `partition_specs` would refuse; an empty list if the rules fit.
-
-    `settings`: logical_axes, min_size, strict and axes, as `partition_specs` takes them.
-    """
-    chosen, mesh = rules_for(mesh, rules=rules, **settings)
+    """Returns what `partition_specs` would refuse; an empty list if the rules fit."""
+    chosen, mesh = rules_for(mesh, rules, axes=axes, **settings)
     return chosen.lint(read_leaves(params), mesh)
 
 
 def rules_for(
-    mesh: Mesh | AbstractMesh, *, axes: str | tuple[str, ...] | None = None, **settings: Any
+    mesh: Mesh | AbstractMesh,
+    rules: Sequence[Rule] | Mapping[Pattern, Spec] = (),
+    *,
+    axes: str | tuple[str, ...] | None = None,
+    **settings: Unpack[RuleSettings],
 ) -> tuple[Rules, Mesh]:
     """Returns the rules of `partition_specs`, with its default for `axes`, and the mesh.
 
@@ -375,7 +387,7 @@ def rules_for(
         along = shard_axes(mesh, default_data(mesh, (REPLICA,), where="axes"), (REPLICA,))
     else:
         along = named_axes("axes", axes, mesh.axis_names)
-    return Rules(**settings, axes=along), cast(Mesh, mesh)
+    return Rules(rules, **settings, axes=along), cast(Mesh, mesh)
 
 
 def found(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
