@@ -18,10 +18,10 @@ from fsdp_jax.prefetch.vjp import (
     Operands,
     gather_after,
     gather_all,
+    only_shards,
     operand_cotangents,
     reduce_gradients,
     run_layer,
-    shards_of,
     without_float0,
     zero_cotangent,
 )
@@ -101,7 +101,7 @@ class LayerScan:
 
     def gather_layer(self, operands: Operands, layer: Any) -> Arrays:
         """Returns that layer's gathered parameters."""
-        return gather_all(self.comms, self.slice_of(shards_of(operands), layer))
+        return gather_all(self.comms, self.slice_of(only_shards(operands), layer))
 
     def _forward(
         self,
@@ -179,7 +179,7 @@ class _Backward:
 
         Returns the cotangents behind the second layer, and the first one's parameters.
         """
-        scan, shards = self.scan, shards_of(self.operands)
+        scan, shards = self.scan, only_shards(self.operands)
         last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:
@@ -205,7 +205,7 @@ class _Backward:
 
         Returns what `_pre` does.
         """
-        scan, shards = self.scan, shards_of(self.operands)
+        scan, shards = self.scan, only_shards(self.operands)
         last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:

@@ -16,10 +16,10 @@ from fsdp_jax.prefetch.vjp import (
     Operands,
     gather_after,
     gather_all,
+    only_shards,
     operand_cotangents,
     reduce_gradients,
     run_layer,
-    shards_of,
     without_float0,
     zero_cotangent,
 )
@@ -73,7 +73,7 @@ class UnitChain:
     ) -> tuple[list[Any], Arrays]:
         """Returns (the results, with `pre` the last stage's parameters); appends to `vjps`."""
         env = dict(external)
-        shards = [shards_of(operands) for operands in inputs]
+        shards = [only_shards(operands) for operands in inputs]
         following = gather_all(self.comms, shards[0]) if self.pre else {}
         gathered: Arrays = {}
         for number, stage in enumerate(self.stages):
@@ -100,7 +100,7 @@ class UnitChain:
     ) -> Any:
         """Returns the cotangents of the two arguments of `run`, given those of its results."""
         last = len(self.stages) - 1
-        shards = [shards_of(operands) for operands in inputs]
+        shards = [only_shards(operands) for operands in inputs]
         # Sums of the cotangents of each value so far, by its number.
         sums = {i: x for i, x in zip(self.results, cotangents, strict=True) if x is not None}
         reduced: list[Arrays] = [{} for _ in inputs]

@@ -85,7 +85,7 @@ def run_layer(
     return outputs, LayerVjp(pullback, gathered, consts, outputs)
 
 
-def shards_of(operands: Operands) -> Arrays:
+def only_shards(operands: Operands) -> Arrays:
     """Returns {path: shard}."""
     return {path: read[0] for path, read in operands.items()}
 
@@ -143,7 +143,7 @@ def gather_after_layers(
 
     @jax.custom_vjp
     def run(operands: Operands, outputs: list[jax.Array]) -> tuple[list[jax.Array], Arrays]:
-        return outputs, gather_all(comms, shards_of(operands))
+        return outputs, gather_all(comms, only_shards(operands))
 
     def forward(operands: Operands, outputs: list[jax.Array]) -> Any:
         return run(operands, outputs), None
