@@ -29,11 +29,7 @@ from fsdp_jax.sharding.mesh import (
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.precision import AS_MADE, Precision
-from fsdp_jax.sharding.rules import (
-    MIN_SIZE,
-    Rules,
-    stacked_dims,
-)
+from fsdp_jax.sharding.rules import MIN_SIZE, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
 from fsdp_jax.step.automatic_units import call_by_units, warn_whole_model
 from fsdp_jax.step.batch import BatchPlacement
@@ -44,12 +40,11 @@ from fsdp_jax.step.state import (
     OPTIONAL,
     TrainState,
     abstract_rest,
-    abstract_state,
     check_given,
     init_state,
     make_copies,
     start_optional,
-    state_shardings,
+    state_like,
 )
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.step.xla_options import check_options_of_caller, offload_options
@@ -61,7 +56,7 @@ from fsdp_jax.units.auto_wrap import (
     describe_units,
     recomputed_units,
 )
-from fsdp_jax.units.collectives import Mode, ParamComm
+from fsdp_jax.units.collectives import Mode
 from fsdp_jax.units.model import LossFn, Model
 from fsdp_jax.units.param_comms import (
     boundaries,
@@ -170,18 +165,19 @@ def fully_shard(
         SlowerWarning: a large model in which no block is found is gathered at once.
 
     """
+    arguments = dict(locals())  # for `Sharded.on`
     # Check what needs no model, then trace the model for its shapes.
     check_arguments(tx, mesh, units, precision, remat, prefetch, offload, min_size)
-    mesh_and_axes = mesh_axes(mesh, data, replica)
-    check_host_memory(offload, mesh_and_axes.mesh)
+    axes = mesh_axes(mesh, data, replica)
+    check_host_memory(offload, axes.mesh)
     resolved = get_strategy(strategy)
-    dtypes = precision or AS_MADE
+    dtypes, offloaded, policy = precision or AS_MADE, offload or NO_OFFLOAD, as_policy(remat)
     if dtypes.matmul is not None:
         # imported here: those who train without float8 never load the planner
         from fsdp_jax.planner import check_float8_matmuls
 
-        check_float8_matmuls(mesh_and_axes.mesh.devices.flat[0])
-    with mesh_and_axes.ambient():
+        check_float8_matmuls(axes.mesh.devices.flat[0])
+    with axes.ambient():
         adapter = adapt(model, inputs)
 
     # Parameters: which are stacked, which are frozen, and what the rules make of them.
@@ -192,21 +188,15 @@ def fully_shard(
     else:
         layer_dims = dict.fromkeys(matches(stacked, shapes, "stacked"), 1)
     frozen_paths = matches(frozen, shapes, "frozen")
-    by_rules = Rules(
-        rules,
-        split_axes(logical_axes, mesh_and_axes),
-        min_size,
-        strict,
-        axes=resolved.shard_axes(mesh_and_axes),
-    )
-    placements, state_placements = place(by_rules, adapter, mesh_and_axes.mesh, layer_dims)
-    resolved.check_placements(placements | state_placements, mesh_and_axes)
-    warn_of_idle_axes(placements | state_placements, mesh_and_axes)
+    table = split_axes(logical_axes, axes)
+    by_rules = Rules(rules, table, min_size, strict, axes=resolved.shard_axes(axes))
+    placements, state_placements = place(by_rules, adapter, axes.mesh, layer_dims)
+    resolved.check_placements(placements | state_placements, axes)
+    warn_of_idle_axes(placements | state_placements, axes)
 
     # Units; where nothing is gathered or recomputed by them, they need not be found.
-    by_units = resolved.gathers_per_unit and shards_of(mesh_and_axes.mesh, by_rules.axes) > 1
+    by_units = resolved.gathers_per_unit and shards_of(axes.mesh, by_rules.axes) > 1
     automatic = units == "auto"
-    policy, offloaded = as_policy(remat), offload or NO_OFFLOAD
     recomputes = policy.policy != "none" or bool(offloaded.activations)
     by_name = recomputes or dtypes.float8 or not automatic
     searched = units if by_units or by_name else "model"
@@ -214,10 +204,9 @@ def fully_shard(
     candidates = recomputed_units(adapter.modules, searched, owners, layer_dims)
     activations = unit_activations(adapter.modules, candidates, policy, offloaded)
     description = describe_units(adapter.modules, owners, shapes) if by_units else ""
-    found = any(unit for unit in owners.values())
-    why = "the outermost repeated modules" if found else UNFOUND
+    found = any(owners.values())
     if by_units and automatic:
-        description += f" ({why})"
+        description += f" ({'the outermost repeated modules' if found else UNFOUND})"
 
     # The state as it is stored, and its layout.
     stored = {
@@ -233,15 +222,7 @@ def fully_shard(
     dims = {path: len(shape) - layer_dims.get(path, 0) for path, shape in shapes.items()}
     kernels = float8_kernels(adapter, dtypes, owners, dims)
     copies = copies_of(
-        resolved,
-        placements,
-        trained,
-        dtypes,
-        float32,
-        kernels,
-        layer_dims,
-        offloaded,
-        min_size,
+        resolved, placements, trained, dtypes, float32, kernels, layer_dims, offloaded, min_size
     )
     optimizer = in_float32(tx) if dtypes.stochastic_rounding else tx
     layout = make_layout(
@@ -249,7 +230,7 @@ def fully_shard(
         placements,
         abstract_rest(adapter, unflatten(copies), dtypes.scaling, loss_spikes),
         optimizer,
-        mesh_and_axes,
+        axes,
         resolved,
         by_rules,
         stacked=layer_dims,
@@ -259,28 +240,14 @@ def fully_shard(
         state=state_placements,
         offload=offloaded,
     )
-    relayout = functools.partial(
-        fully_shard,
-        model=model,
-        tx=tx,
-        strategy=strategy,
-        units=units,
-        data=data,
-        replica=replica,
-        inputs=inputs,
-        precision=precision,
-        remat=remat,
-        prefetch=prefetch,
-        offload=offload,
-        loss_spikes=loss_spikes,
-        rules=rules,
-        logical_axes=logical_axes,
-        min_size=min_size,
-        strict=strict,
-        stacked=stacked,
-        frozen=frozen,
-    )
-    sharded = Sharded(
+    if automatic and not found:
+        if policy.policy != "none":
+            what = "remat recomputes the whole model at once, which saves no memory: no units were "
+            what += f"found ({UNFOUND}); units=[YourBlock] names them"
+            warnings.warn(what, SlowerWarning, stacklevel=2)
+        comms = param_comms(adapter, layout, dtypes, owners, "annotate", deferred=False)
+        warn_whole_model(layout, comms, UNFOUND, stacklevel=3)
+    return Sharded(
         adapter,
         optimizer,
         layout,
@@ -292,18 +259,8 @@ def fully_shard(
         owners,
         activations,
         automatic and found,
-        relayout,
+        functools.partial(fully_shard, **arguments),
     )
-    if automatic and not found and policy.policy != "none":
-        warnings.warn(
-            "remat recomputes the whole model at once, which saves no memory: no units were found "
-            f"({UNFOUND}); units=[YourBlock] names them",
-            SlowerWarning,
-            stacklevel=2,
-        )
-    if automatic and not found:
-        warn_whole_model(layout, sharded._comms("annotate"), why, stacklevel=3)
-    return sharded
 
 
 @dataclass(frozen=True)
@@ -367,29 +324,22 @@ class Sharded:
 
         """
         # imported here: those who only train never load the planner
-        from fsdp_jax.planner import (
-            Work,
-            analytic_plan,
-            cache_folder,
-            compiled_plan,
-            fake_devices,
-            parse_topology,
-        )
+        from fsdp_jax import planner
 
-        check_plan(topology, batch, self.layout.axes, analytic=analytic)
-        machine = parse_topology(topology)
-        devices = fake_devices(machine) if analytic else machine.devices()
         axes = self.layout.axes
+        check_plan(topology, batch, axes, analytic=analytic)
+        machine = planner.parse_topology(topology)
+        devices = planner.fake_devices(machine) if analytic else machine.devices()
         if replica is None:
             replica = shards_of(axes.mesh, axes.replica) if self.layout.strategy.hybrid else 1
         sharded = self.on(mesh_like(axes, devices, replica))
+        if analytic:  # needs the shapes of one device, which an annotated program does not have
+            settings["local_batch"] = True
+        step, work = sharded.make_train_step(loss_fn, **settings), work or planner.Work()
         if analytic:
-            # An estimate needs the shapes of one device, which an annotated program does not have.
-            step = sharded.make_train_step(loss_fn, **(settings | {"local_batch": True}))
-            return analytic_plan(step, batch, machine, work or Work())
-        step = sharded.make_train_step(loss_fn, **settings)
-        folder = cache_folder() if cache else None
-        return compiled_plan(step, batch, machine, work or Work(), folder)
+            return planner.analytic_plan(step, batch, machine, work)
+        folder = planner.cache_folder() if cache else None
+        return planner.compiled_plan(step, batch, machine, work, folder)
 
     def init(self, seed: int | jax.Array = 0, params: PyTree | None = None) -> TrainState:
         """Returns a fresh state, every array made on the devices that hold it.
@@ -407,24 +357,17 @@ class Sharded:
         """
         given = check_given(params or {}, self.layout)
         seed_or_data = as_seed(seed)
+        optional = self.precision.scaling, self.loss_spikes
         with self.layout.axes.ambient():
-            return init_state(
-                self._model,
-                self._tx,
-                self.layout,
-                seed_or_data,
-                given,
-                self.precision.scaling,
-                self.loss_spikes,
-            )
+            return init_state(self._model, self._tx, self.layout, seed_or_data, given, *optional)
 
     def abstract_state(self) -> TrainState:
         """Returns shapes, dtypes and shardings of the state: the target of a restore."""
-        return abstract_state(self.layout)
+        return state_like(self.layout, lambda leaf: leaf.abstract)
 
     def state_shardings(self) -> TrainState:
         """Returns a NamedSharding for every array of the state, as `in_shardings` takes them."""
-        return state_shardings(self.layout)
+        return state_like(self.layout, lambda leaf: leaf.sharding)
 
     def to_checkpoint(self, state: TrainState) -> TrainState:
         """Returns what to save of a state: all but `copies`, which another layout may not have."""
@@ -440,14 +383,14 @@ class Sharded:
         A loss scale and recent losses that this run has not are left out; those that the checkpoint
         has not, or for a window of another size, start anew.
         """
-        scaling, shardings = self.precision.scaling, self.state_shardings()
-        make = jax.jit(
-            lambda params: (
-                make_copies(self.layout, params),
-                start_optional(scaling, self.loss_spikes),
-            ),
-            out_shardings=(shardings.copies, {name: getattr(shardings, name) for name in OPTIONAL}),
-        )
+
+        def make_missing(params: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+            optional = start_optional(self.precision.scaling, self.loss_spikes)
+            return make_copies(self.layout, params), optional
+
+        shardings = self.state_shardings()
+        optional_shardings = {name: getattr(shardings, name) for name in OPTIONAL}
+        make = jax.jit(make_missing, out_shardings=(shardings.copies, optional_shardings))
         with self.layout.axes.ambient():
             copies, optional = make(saved.params)
         for name, started in optional.items():
@@ -506,12 +449,24 @@ class Sharded:
             SlowerWarning: when the step is compiled, what `prefetch` could not move.
 
         """
-        plan = self._train_plan(
-            loss_fn,
+        check_train_step(
+            self.layout,
+            self.precision,
+            self.prefetch,
             accumulation=accumulation,
-            deferred_reduction=deferred_reduction,
+            deferred=deferred_reduction,
             local_batch=local_batch,
             clip=clip,
+        )
+        local_batch = local_batch and self.layout.axes.batch_shards > 1
+        plan = self._step_plan(
+            as_loss(loss_fn),
+            takes_key=takes_key(loss_fn),
+            accumulation=accumulation,
+            deferred=deferred_reduction and local_batch and accumulation > 1,
+            clip=clip,
+            prefetch=self.prefetch if local_batch else "none",
+            local_batch=local_batch,
         )
         outputs = self.state_shardings(), replicated(self.layout.mesh)
         return CompiledStep(
@@ -538,7 +493,7 @@ class Sharded:
             ValueError: as `make_train_step` does; rows that cannot be split evenly.
 
         """
-        plan = self._train_plan(loss_fn, **settings)
+        plan = self.make_train_step(loss_fn, abort_after=None, **settings).plan
         check_options_of_caller(plan)
         placement = BatchPlacement(self.layout.axes, plan.accumulation)
         shardings = self.state_shardings()
@@ -551,41 +506,6 @@ class Sharded:
                 return jax.lax.with_sharding_constraint(state, shardings), metrics
 
         return step
-
-    def _train_plan(
-        self,
-        loss_fn: LossFn,
-        *,
-        accumulation: int = 1,
-        deferred_reduction: bool = False,
-        local_batch: bool = False,
-        clip: float | None = None,
-    ) -> StepPlan:
-        """Returns what a training step is made from; see `make_train_step`."""
-        check_train_step(
-            self.layout,
-            self.precision,
-            self.prefetch,
-            accumulation=accumulation,
-            deferred=deferred_reduction,
-            local_batch=local_batch,
-            clip=clip,
-        )
-        local_batch = local_batch and self.layout.axes.batch_shards > 1
-        deferred = deferred_reduction and local_batch and accumulation > 1
-        return self._step_plan(
-            as_loss(loss_fn),
-            "manual" if local_batch else "annotate",
-            takes_key=takes_key(loss_fn),
-            accumulation=accumulation,
-            deferred=deferred,
-            clip=clip,
-            scaling=self.precision.scaling,
-            spikes=self.loss_spikes,
-            stochastic_rounding=self.precision.stochastic_rounding,
-            prefetch=self.prefetch if local_batch else "none",
-            local_batch=local_batch,
-        )
 
     def make_eval_step(self, loss_fn: LossFn) -> CompiledStep:
         """Returns `step(state, batch) -> (sum, count)` in inference mode; nothing is donated.
@@ -644,37 +564,29 @@ class Sharded:
         )
         return self._model.build(params, state.model_state)
 
-    def _step_plan(
-        self, fn: LossFn, mode: Mode = "annotate", *, deferred: bool = False, **settings: Any
-    ) -> StepPlan:
-        def whole_model(why: str) -> StepPlan:
-            return self._as_one_unit(why)._step_plan(fn, mode, deferred=deferred, **settings)
+    def _step_plan(self, fn: LossFn, **settings: Any) -> StepPlan:
+        """Returns what a step is made from; `settings` are fields of `StepPlan`."""
 
+        def whole_model(why: str) -> StepPlan:
+            layout = replace(self.layout, units=f"the whole model ({why})")
+            units: dict[str, str | None] = dict.fromkeys(self.units, ROOT)
+            one = replace(self, layout=layout, units=units, _activations={}, _automatic=False)
+            return one._step_plan(fn, **settings)
+
+        mode: Mode = "manual" if settings.get("local_batch") else "annotate"
+        deferred = settings.get("deferred", False)
+        chosen = not self._automatic
         return StepPlan(
             self._model,
             self.layout,
+            self.precision,
             self._tx,
-            self._comms(mode, deferred),
-            boundaries(
-                self._model,
-                self.precision,
-                self.units,
-                self._activations,
-                chosen=not self._automatic,
-            ),
+            param_comms(self._model, self.layout, self.precision, self.units, mode, deferred),
+            boundaries(self._model, self.precision, self.units, self._activations, chosen=chosen),
             fn,
             activations=activations_of(as_policy(self.remat), self.offload)[0],
-            deferred=deferred,
+            spikes=self.loss_spikes,
             offload=self.offload,
             whole_model=whole_model if self._automatic else None,
             **settings,
         )
-
-    def _as_one_unit(self, why: str) -> "Sharded":
-        """Returns the same with the whole model as the unit, and the reason in its layout."""
-        layout = replace(self.layout, units=f"the whole model ({why})")
-        units: dict[str, str | None] = dict.fromkeys(self.units, ROOT)
-        return replace(self, layout=layout, units=units, _activations={}, _automatic=False)
-
-    def _comms(self, mode: Mode, deferred: bool = False) -> dict[str, ParamComm]:
-        return param_comms(self._model, self.layout, self.precision, self.units, mode, deferred)

@@ -3,8 +3,9 @@
 Gathers are found by the name that `units.collectives.gather` leaves in the program.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -19,6 +20,14 @@ CALLS = ("jit", "pjit", "closed_call", "core_call")
 def inner_jaxprs(eqn: jex.JaxprEqn) -> list[jex.Jaxpr]:
     """Returns the jaxprs that an equation runs."""
     return list(jex.jaxprs_in_params(eqn.params))
+
+
+def all_eqns(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
+    """Yields the equations of a program, each before those inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from all_eqns(inner)
 
 
 def inputs_of(jaxpr: jex.Jaxpr) -> list[Any]:
@@ -59,6 +68,39 @@ def evaluate_unchanged(
     )
     values = jex.jaxpr_as_fun(jex.ClosedJaxpr(part, ()))(*values_of(env, invars))
     env.update(zip(outvars, values, strict=True))
+
+
+def evaluate_calls(
+    jaxpr: jex.Jaxpr,
+    args: Sequence[Any],
+    is_call: Callable[[jex.JaxprEqn], bool],
+    call: Callable[[jex.JaxprEqn, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Returns the outputs of a jaxpr whose calls are replaced, and the other equations are not.
+
+    Args:
+        jaxpr: to evaluate.
+        args: its constants and arguments.
+        is_call: of an equation; asked in order, each when those before the last call have run.
+        call: (equation, values that it reads) -> its results.
+
+    """
+    env = dict(zip(inputs_of(jaxpr), args, strict=True))
+    for replaced, eqns in groupby(jaxpr.eqns, key=is_call):
+        if not replaced:
+            evaluate_unchanged(jaxpr, list(eqns), env)
+            continue
+        for eqn in eqns:
+            with scope_of(eqn):
+                values = call(eqn, values_of(env, eqn.invars))
+            env.update(zip(eqn.outvars, values, strict=True))
+    return values_of(env, jaxpr.outvars)
+
+
+def inner_program(eqn: jex.JaxprEqn) -> tuple[jex.Jaxpr, Sequence[Any]]:
+    """Returns the one jaxpr that a call runs, and its constants."""
+    (inner,) = inner_jaxprs(eqn)
+    return inner, getattr(eqn.params.get("jaxpr"), "consts", ())
 
 
 def scope_of(eqn: jex.JaxprEqn) -> Any:

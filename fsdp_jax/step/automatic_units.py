@@ -23,13 +23,7 @@ from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.sharding.rules import LARGE_BYTES
 from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.train_step import StepPlan
-from fsdp_jax.step.xla_options import (
-    gathers_in_branches,
-    repeated_gathers,
-    warn_of_repeated_gathers,
-    warn_of_unprefetched,
-    warn_of_unrolled_offload,
-)
+from fsdp_jax.step.xla_options import costs, gathers_in_branches, repeated_gathers
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.collectives import ParamComm
 from fsdp_jax.units.remat import check_names
@@ -41,15 +35,7 @@ BY_DEFAULT = (
 
 
 def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[StepPlan, Any]:
-    """Returns (the plan that was used, `trace(plan)`, a `jax.stages.Traced`); see the note.
-
-    Raises:
-        Exception: what the model or the loss raises.
-
-    Warns:
-        SlowerWarning: a large model is gathered at once, with its bytes, and why.
-
-    """
+    """Returns (the plan that was used, `trace(plan)`, a `jax.stages.Traced`); see the note."""
     if plan.whole_model is None:
         return plan, trace(plan)
     try:
@@ -75,37 +61,21 @@ def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[St
 
 def call_by_units(plan: StepPlan, fn: Callable[..., Any], *args: Any, check: bool = False) -> Any:
     """Returns `fn(plan, *args)`, inside a trace; see the note. `check`: by `check_traced`."""
-    jitted: list[Any] = []
-
-    def trace(plan: StepPlan) -> Any:
-        jitted.append(jax.jit(functools.partial(fn, plan)))
-        return jitted[-1].trace(*args)
-
-    used, traced = trace_by_units(plan, trace)
+    jitted = functools.cache(lambda plan: jax.jit(functools.partial(fn, plan)))
+    used, traced = trace_by_units(plan, lambda plan: jitted(plan).trace(*args))
     if check:
         check_traced(used, traced)
-    return jitted[-1](*args)
+    return jitted(used)(*args)
 
 
 def check_traced(plan: StepPlan, traced: Any) -> None:
-    """Checks what only the traced program shows.
-
-    Raises:
-        ValueError: with local batches, a value that devices must agree on and may not; names of
-            activations that no activation has.
-
-    Warns:
-        SlowerWarning: units that are gathered repeatedly, parameters that are not prefetched,
-            activations that are sent to the host too late.
-
-    """
+    """Checks what only the traced program shows, and warns of what does not overlap in it."""
     program = traced.jaxpr.jaxpr
     check_names(plan.activations, program)
     if plan.local_batch:
         check_local_program(program, list(flatten(plan.layout.other["model_state"])))
-    warn_of_repeated_gathers(plan, program)
-    warn_of_unprefetched(plan)
-    warn_of_unrolled_offload(plan)
+    for cost in costs(plan, program):
+        warnings.warn(cost, SlowerWarning, stacklevel=2)
 
 
 def _problem(plan: StepPlan, traced: Any) -> str:
@@ -120,12 +90,7 @@ def _problem(plan: StepPlan, traced: Any) -> str:
 def warn_whole_model(
     layout: Layout, comms: Mapping[str, ParamComm], why: str, *, stacklevel: int
 ) -> None:
-    """Warns of a large model that is gathered at once though the user did not ask for it.
-
-    Warns:
-        SlowerWarning: with the bytes of the gathered copy, and the reason.
-
-    """
+    """Warns of a large model that is gathered at once though the user did not ask for it."""
     gathered = sum(
         prod(layout.by_path[path].shape) * comm.transform.wire.itemsize
         for path, comm in comms.items()

@@ -44,8 +44,6 @@ class BatchPlacement:
     def __init__(self, axes: MeshAxes, accumulation: int) -> None:
         self._accumulation = accumulation
         self._axes = axes
-        self._shards = axes.batch_shards
-        self._which = "devices" if axes.model_shards == 1 else "shards of the batch"
         self.processes = len({device.process_index for device in axes.mesh.devices.flat})
         self._rows = NamedSharding(axes.mesh, PartitionSpec(axes.batch))
         self.sharding = self._rows
@@ -65,9 +63,7 @@ class BatchPlacement:
             fix = "put the batch with the step that takes it"
             got = batch.accumulation
             raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
-        leaves, tree = jax.tree.flatten(batch)
-        which = f"{self._which} of this process"
-        leaves = self._checked(leaves, batch, len(self.local_shards), which)
+        leaves, tree = self._checked(batch, local=True)
         return GlobalBatch(jax.tree.unflatten(tree, self._placed(leaves)), self._accumulation)
 
     def abstract(self, batch: PyTree) -> GlobalBatch:
@@ -75,18 +71,17 @@ class BatchPlacement:
         k = self._accumulation
 
         def placed(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+            return jax.ShapeDtypeStruct(shape, canonicalize_dtype(dtype), sharding=self.sharding)
 
         if isinstance(batch, GlobalBatch):
             leaves = jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), batch.leaves)
             return GlobalBatch(leaves, k)
-        leaves, tree = jax.tree.flatten(batch)
-        leaves = self._checked(leaves, batch, self._shards, self._which)
-        abstract = []
-        for leaf in leaves:
-            cut = (k, leaf.shape[0] // k, *leaf.shape[1:]) if k > 1 else leaf.shape
-            abstract.append(placed(cut, canonicalize_dtype(leaf.dtype)))
-        return GlobalBatch(jax.tree.unflatten(tree, abstract), k)
+        leaves, tree = self._checked(batch)
+        cut = [
+            placed((k, x.shape[0] // k, *x.shape[1:]) if k > 1 else x.shape, x.dtype)
+            for x in leaves
+        ]
+        return GlobalBatch(jax.tree.unflatten(tree, cut), k)
 
     @cached_property
     def local_shards(self) -> tuple[int, ...]:
@@ -96,7 +91,7 @@ class BatchPlacement:
         """
         mesh = self._axes.mesh
         dims = [mesh.axis_names.index(axis) for axis in (*self._axes.batch, *self._axes.model)]
-        devices = mesh.devices.transpose(dims).reshape(self._shards, -1)
+        devices = mesh.devices.transpose(dims).reshape(self._axes.batch_shards, -1)
         process = jax.process_index()
         return tuple(
             n for n, row in enumerate(devices) if process in {d.process_index for d in row}
@@ -104,8 +99,7 @@ class BatchPlacement:
 
     def cut(self, batch: PyTree) -> PyTree:
         """Returns [accumulation, microbatch rows, ...] of a traced batch [global rows, ...]."""
-        leaves, tree = jax.tree.flatten(batch)
-        leaves = self._checked(leaves, batch, self._shards, self._which)
+        leaves, tree = self._checked(batch)
         cut = [leaf.reshape(self._accumulation, -1, *leaf.shape[1:]) for leaf in leaves]
         sharding = NamedSharding(self._rows.mesh, PartitionSpec(None, *self._rows.spec))
         return jax.tree.unflatten(tree, jax.lax.with_sharding_constraint(cut, sharding))
@@ -131,24 +125,27 @@ class BatchPlacement:
         k = self._accumulation
         return leaf.reshape(k, -1, *leaf.shape[1:]) if k > 1 else leaf
 
-    def _checked(self, leaves: list[Any], batch: PyTree, devices: int, which: str) -> list[Any]:
-        """Returns the leaves as arrays.
+    def _checked(self, batch: PyTree, *, local: bool = False) -> tuple[list[Any], Any]:
+        """Returns the leaves as arrays, and the tree.
+
+        `local`: the rows are those of this process, and not of the global batch.
 
         Raises:
             ValueError: no leaves, a leaf without rows or of no numbers, leaves that differ in their
-                rows, or a number of rows that is not divisible by `devices` x accumulation.
+                rows, or a number of rows that is not divisible by shards x accumulation.
 
         """
+        leaves, tree = jax.tree.flatten(batch)
         if not leaves:
-            expected = "arrays [rows, ...]"
-            what = "the batch is empty"
+            what, expected = "the batch is empty", "arrays [rows, ...]"
             raise ValueError(message(what, where="batch", expected=expected, got=batch))
         leaves = [leaf if isinstance(leaf, _ARRAYS) else np.asarray(leaf) for leaf in leaves]
         for number, leaf in enumerate(leaves):
             if not leaf.ndim or not isinstance(leaf.dtype, np.dtype) or leaf.dtype.kind in "OSUmM":
                 raise _no_rows_of_numbers(list(flatten(batch))[number], leaf)
         # A global array counts with the share of its rows that these devices hold.
-        share = devices / self._shards
+        shards = len(self.local_shards) if local else self._axes.batch_shards
+        share = shards / self._axes.batch_shards
         rows = [
             leaf.shape[0] if share == 1 or self.is_local(leaf) else leaf.shape[0] * share
             for leaf in leaves
@@ -157,16 +154,17 @@ class BatchPlacement:
             what = "leaves of the batch differ in their rows"
             counts = {path: int(count) for path, count in zip(flatten(batch), rows, strict=True)}
             raise ValueError(message(what, where="batch", got=counts))
-        parts = devices * self._accumulation
+        parts = shards * self._accumulation
         if rows[0] == 0 or rows[0] % parts:
             what = "the batch cannot be split evenly"
-            expected = f"a multiple of {parts} rows: {devices} {which}"
-            expected += f" x accumulation {self._accumulation}"
+            which = "devices" if self._axes.model_shards == 1 else "shards of the batch"
+            expected = f"a multiple of {parts} rows: {shards} {which}"
+            expected += " of this process" * local + f" x accumulation {self._accumulation}"
             got = int(rows[0])
             near = max(parts, got // parts * parts)
             fix = f"use {near} or {near + parts} rows"
             raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
-        return leaves
+        return leaves, tree
 
 
 def _no_rows_of_numbers(path: str, leaf: Any) -> ValueError:

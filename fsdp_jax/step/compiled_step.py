@@ -21,10 +21,7 @@ from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.step.train_step import STATE_FINITE, StepPlan
-from fsdp_jax.step.xla_options import (
-    compile_overlapped,
-    offload_options,
-)
+from fsdp_jax.step.xla_options import compile_overlapped, offload_options
 from fsdp_jax.tree import PyTree, flatten
 
 # Steps that may be in flight before a counter is read: every process reads the same one, and none
@@ -46,6 +43,7 @@ class CompiledStep:
     Attributes:
         plan: what the step is made from.
         batch_sharding: of each leaf of a placed batch.
+        compiled: the compiled program; None before the first call.
 
     """
 
@@ -71,15 +69,17 @@ class CompiledStep:
             return fn(plan, state, leaves)
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        self._make_jit = lambda plan: jax.jit(
-            functools.partial(run, plan),
-            in_shardings=(shardings, self.batch_sharding),
-            out_shardings=outputs,
-            donate_argnums=(0,) if donate else (),
+        # One jitted function for a plan: what is traced once is traced the same again.
+        self._jitted = functools.cache(
+            lambda plan: jax.jit(
+                functools.partial(run, plan),
+                in_shardings=(shardings, self.batch_sharding),
+                out_shardings=outputs,
+                donate_argnums=(0,) if donate else (),
+            )
         )
-        self._jitted: tuple[StepPlan, Any] | None = None
         self._first_rows: np.ndarray | None = None  # `_rows_and_hash` of this process's first batch
-        self._compiled: Any = None
+        self.compiled: Any = None
         self._signature: dict[str, Any] = {}
         self._in_flight: deque[Any] = deque()
 
@@ -116,19 +116,10 @@ class CompiledStep:
         """Traces the step; one that cannot run by automatic units has another plan from now on."""
         placed = self._placement.abstract(batch)
 
-        def trace(plan: StepPlan) -> Any:
-            # One jitted function for a plan: what is traced once is traced the same again.
-            if self._jitted is None or self._jitted[0] is not plan:
-                self._jitted = plan, self._make_jit(plan)
-            return self._jitted[1].trace(self._state, placed)
-
-        self.plan, traced = trace_by_units(self.plan, trace)
+        self.plan, traced = trace_by_units(
+            self.plan, lambda plan: self._jitted(plan).trace(self._state, placed)
+        )
         return traced
-
-    @property
-    def compiled(self) -> Any:
-        """The compiled program; None before the first call."""
-        return self._compiled
 
     def compile(self, batch: PyTree) -> Any:
         """Returns the compiled program for a batch of arrays or shapes [global rows, ...]."""
@@ -150,16 +141,16 @@ class CompiledStep:
             what = "this state was donated to an earlier step"
             fix = "use the state that the step returned: state, metrics = step(state, batch)"
             raise ValueError(message(what, where="state", fix=fix))
-        if self._compiled is None:
+        if self.compiled is None:
             self._check_processes()
             if self.plan.offloads:
                 platform = self.plan.layout.mesh.devices.flat[0].platform
                 check_offload(platform, tuple(offload_options(self.plan).items()))
-            self._compiled = self.compile(placed)
+            self.compiled = self.compile(placed)
         # Before the state is donated: whoever catches the error still has it.
         while len(self._in_flight) >= _LAG:
             self._abort_if(*self._in_flight.popleft())
-        out = self._compiled(state, placed)
+        out = self.compiled(state, placed)
         if not isinstance(out[0], TrainState):  # of an evaluation
             return as_ambient(out)
         new, metrics = out
@@ -242,7 +233,7 @@ class CompiledStep:
     def _check_signature(self, state: TrainState, batch: GlobalBatch) -> None:
         """Raises ValueError for another state or, after the first call, another batch."""
         signature = {f"batch/{path}": leaf for path, leaf in _signature(batch.leaves).items()}
-        if self._compiled is None:
+        if self.compiled is None:
             self._signature = signature
             expected, got = _signature(self._state), _signature(state)
             fix = "pass a state of the same model and optimizer"
@@ -254,15 +245,10 @@ class CompiledStep:
             fix = "pass the same names and structure in every call"
         for path in sorted({*expected, *got}):
             if expected.get(path) != got.get(path):
-                raise ValueError(
-                    message(
-                        "the step was compiled for another signature",
-                        where=path,
-                        expected=expected.get(path, "nothing"),
-                        got=got.get(path, "nothing"),
-                        fix=fix,
-                    )
-                )
+                what = "the step was compiled for another signature"
+                was, got_now = expected.get(path, "nothing"), got.get(path, "nothing")
+                text = message(what, where=path, expected=was, got=got_now, fix=fix)
+                raise ValueError(text)
 
 
 def _signature(tree: PyTree) -> dict[str, str]:

@@ -20,13 +20,13 @@ from jax import lax
 from fsdp_jax.compat import scan_arguments
 from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.prefetch.gather_sites import (
-    evaluate_unchanged,
+    all_eqns,
+    evaluate_calls,
     inner_jaxprs,
+    inner_program,
     inputs_of,
     is_checkpoint,
     is_transparent,
-    scope_of,
-    values_of,
 )
 from fsdp_jax.units import float8
 from fsdp_jax.units.collectives import FLOAT8
@@ -43,10 +43,7 @@ Paths = dict[Any, str]
 
 
 def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` with the same arguments and results, its kernels multiplied with in float8.
-
-    Args:
-        fn: a pure function of pytrees of arrays.
+    """Returns a pure function of pytrees of arrays with its kernels multiplied with in float8.
 
     Warns:
         SlowerWarning: kernels that no matmul takes that could be replaced, when it is traced.
@@ -89,38 +86,26 @@ class _Replacer:
     ) -> tuple[list[Any], list[str | None]]:
         """Returns a jaxpr's outputs, and the paths of the kernels that they hold.
 
-        Args:
-            jaxpr: to evaluate.
-            args: its constants and arguments.
-            held: of each of these, the path of the kernel that it holds.
-
+        `args`: its constants and arguments; `held`: the path of the kernel that each of them holds.
         """
-        env = dict(zip(inputs_of(jaxpr), args, strict=True))
         paths = {v: path for v, path in zip(inputs_of(jaxpr), held, strict=True) if path}
-        unchanged: list[jex.JaxprEqn] = []
-        for eqn in jaxpr.eqns:
-            if not self._changes(eqn, paths):
-                unchanged.append(eqn)
-                continue
-            evaluate_unchanged(jaxpr, unchanged, env)
-            unchanged = []
-            with scope_of(eqn):
-                values, made = self._changed(eqn, values_of(env, eqn.invars), _held(eqn, paths))
-            env.update(zip(eqn.outvars, values, strict=True))
+
+        def call(eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
+            values, made = self._changed(eqn, args, _paths_of(eqn.invars, paths))
             paths.update({v: path for v, path in zip(eqn.outvars, made, strict=False) if path})
-        evaluate_unchanged(jaxpr, unchanged, env)
-        return values_of(env, jaxpr.outvars), _paths_of(jaxpr.outvars, paths)
+            return values
+
+        outputs = evaluate_calls(jaxpr, args, lambda eqn: self._changes(eqn, paths), call)
+        return outputs, _paths_of(jaxpr.outvars, paths)
 
     def _changes(self, eqn: jex.JaxprEqn, paths: Paths) -> bool:
         """Returns whether an equation must not run as it is; notes the kernels that it makes."""
-        path = _named(eqn)
-        held = _held(eqn, paths)
-        if path is None and eqn.primitive.name in _REARRANGING:
-            path = held[0]
+        name, held = _named(eqn), _paths_of(eqn.invars, paths)
+        path = held[0] if name is None and eqn.primitive.name in _REARRANGING else name
         if path is not None:
             paths.update(dict.fromkeys(eqn.outvars, path))
             self.kernels.add(path)
-            return _named(eqn) is not None
+            return name is not None
         if eqn.primitive.name == "dot_general":
             avals: list[Any] = [v.aval for v in eqn.invars]
             floats = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
@@ -147,8 +132,7 @@ class _Replacer:
             return [float8.dot(*args, dims, out.dtype)], []
         if eqn.primitive.name == "scan":
             return self._scan(eqn, args, held), []
-        (inner,) = inner_jaxprs(eqn)
-        consts = list(getattr(eqn.params.get("jaxpr"), "consts", ()))
+        inner, consts = inner_program(eqn)
         made: list[str | None] = []
 
         def call(args: list[Any]) -> list[Any]:
@@ -185,13 +169,8 @@ def _named(eqn: jex.JaxprEqn) -> str | None:
 
 def _names_in(eqn: jex.JaxprEqn) -> set[str]:
     """Returns the paths of the kernels that are named inside an equation."""
-    inside = [each for jaxpr in inner_jaxprs(eqn) for each in jaxpr.eqns]
-    own = {path for path in map(_named, inside) if path is not None}
-    return own.union(*map(_names_in, inside))
-
-
-def _held(eqn: jex.JaxprEqn, paths: Paths) -> list[str | None]:
-    return _paths_of(eqn.invars, paths)
+    inside = [each for jaxpr in inner_jaxprs(eqn) for each in all_eqns(jaxpr)]
+    return {path for path in map(_named, inside) if path is not None}
 
 
 def _paths_of(variables: Sequence[Any], paths: Paths) -> list[str | None]:

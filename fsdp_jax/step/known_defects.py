@@ -21,7 +21,7 @@ class KnownDefect:
     """A defect of some releases of jaxlib.
 
     Attributes:
-        source: the thread that reports it.
+        source: the thread that reports it, on GitHub.
         platform: gpu, tpu or cpu.
         first: the first release that is known to have it.
         last: the last one.
@@ -148,17 +148,10 @@ KNOWN_DEFECTS = (
         "use jaxlib 0.11.0",
     ),
 )
-"""`KnownDefect.source` is a thread on GitHub."""
 
 
 def known_defects(plan: StepPlan, processes: int = 1) -> list[KnownDefect]:
-    """Returns the defects of the installed jaxlib that hit a step, and that no flag avoids.
-
-    Args:
-        plan: of the step.
-        processes: of the run.
-
-    """
+    """Returns the defects of the installed jaxlib that hit a step, and that no flag avoids."""
     device = plan.layout.mesh.devices.flat[0]
     flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     flags += f" {offload_options(plan)}"  # by which the step is compiled

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import message
-from fsdp_jax.tree import SEPARATOR
+from fsdp_jax.tree import path_of
 
 Metrics = dict[str, tuple[jax.Array, jax.Array | None]]
 """name -> (sum, the count that it is divided by or None), in float32"""
@@ -39,12 +39,7 @@ EXPECTED = "(sum, count) or (sum, count, metrics)"
 
 
 def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array, Metrics]]:
-    """Returns the user's loss with its result checked, `(sum, count, metrics)` in float32.
-
-    Raises:
-        ValueError: when called, a result or metrics that are something else.
-
-    """
+    """Returns the user's loss with its result checked, `(sum, count, metrics)` in float32."""
 
     def loss(model: Any, batch: Any, *key: jax.Array) -> Any:
         out = loss_fn(model, batch, *key)
@@ -130,13 +125,16 @@ def _metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
         got = _type_of(tree)
         raise ValueError(message(what, where="loss_fn", expected="a dict", got=got, fix=fix))
     metrics: Metrics = {}
-    for name, value in _by_path(tree):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, lambda x: not isinstance(x, Mapping))
+    for keys, value in leaves:
+        name = path_of(keys)
         if name in RESERVED or name in metrics:
             what = f"two metrics are called '{name}'"
             of_step = name in RESERVED
             other = "one of the step's own metrics" if of_step else "another one of the loss"
             fix = f"another name, such as 'my_{name}'"
             raise ValueError(message(what, where="loss_fn", got=other, fix=fix))
+        where = f"metrics['{name}'] of loss_fn"
         total, own = value if isinstance(value, tuple) and len(value) == 2 else (value, count)
         fits = _is_number(total) and (own is None or _is_number(own))
         if not fits or (own is not None and jnp.shape(own) not in ((), jnp.shape(total))):
@@ -144,7 +142,6 @@ def _metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
             expected = "a sum, (sum, count) or (sum, None), of numbers or arrays of one shape"
             got = _type_of(value)
             fix = "add it up: hits.sum(), or (hits.sum(), hits.size) for a mean of its own"
-            where = f"metrics['{name}'] of loss_fn"
             raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
         shape = jnp.shape(total)
         # Of one row, [1, ...] is what the fix makes of another array.
@@ -153,23 +150,10 @@ def _metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
             expected = "a sum over the rows: microbatches and devices are added up"
             fix = "add it up, x.sum(0); or if its values are of something else, such as the bins "
             fix += "of a histogram, put a dim before them, x[None]"
-            where = f"metrics['{name}'] of loss_fn"
-            text = message(what, where=where, expected=expected, got=_type_of(total), fix=fix)
-            raise ValueError(text)
+            got = _type_of(total)
+            raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
         metrics[name] = _float32(total), None if own is None else _float32(own)
     return metrics
-
-
-def _by_path(tree: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Returns (slash-joined path, leaf) of nested dicts; whatever else there is is a leaf."""
-    found = []
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            inner = _by_path(value)
-            found += [(f"{name}{SEPARATOR}{path}", leaf) for path, leaf in inner]
-        else:
-            found.append((str(name), value))
-    return found
 
 
 def _is_number(x: Any) -> bool:

@@ -1,6 +1,6 @@
 """The state that a step carries from one call to the next, abstract and created sharded."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.layout import COPIES, Layout
+from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.loss_spikes import LossSpikes
@@ -64,43 +64,27 @@ def start_optional(scaling: LossScale | None, spikes: LossSpikes | None) -> dict
     return {LOSS_SCALE: loss_scaling.start(scaling), RECENT_LOSSES: loss_spikes.start(spikes)}
 
 
+def _start_small(
+    key: jax.Array, scaling: LossScale | None, spikes: LossSpikes | None
+) -> dict[str, PyTree]:
+    """Returns the fields of a new state that are neither the model's nor the optimizer's."""
+    counters = {name: jnp.zeros((), jnp.int32) for name in COUNTERS}
+    return {"rng": key, **counters, **start_optional(scaling, spikes)}
+
+
 def abstract_rest(
-    model: Model,
-    copies: PyTree,
-    scaling: LossScale | None = None,
-    spikes: LossSpikes | None = None,
+    model: Model, copies: PyTree, scaling: LossScale | None, spikes: LossSpikes | None
 ) -> PyTree:
-    """Returns shapes of all that is neither parameter nor optimizer state.
-
-    Args:
-        model: the adapter.
-        copies: of the parameters that have a copy.
-        scaling: of the loss, if it is scaled.
-        spikes: of the loss, if they are detected.
-
-    """
-    counters = {name: jax.ShapeDtypeStruct((), jnp.int32) for name in COUNTERS}
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    optional = jax.eval_shape(lambda: start_optional(scaling, spikes))
-    rest = {"rng": key, "model_state": model.rest, COPIES: copies}
-    return {**counters, **rest, **optional}
+    """Returns shapes of all that is neither parameter nor optimizer state."""
+    small = jax.eval_shape(lambda: _start_small(jax.random.key(0), scaling, spikes))
+    return {**small, "model_state": model.rest, COPIES: copies}
 
 
-def state_like(layout: Layout, leaf_to: Any) -> TrainState:
+def state_like(layout: Layout, leaf_to: Callable[[Leaf], Any]) -> TrainState:
     """Returns a TrainState with `leaf_to(Leaf)` in place of every array."""
     parts = (layout.params, layout.optimizer, layout.other)
     params, opt_state, other = (jax.tree.map(leaf_to, part) for part in parts)
     return TrainState(params=params, opt_state=opt_state, **other)
-
-
-def state_shardings(layout: Layout) -> TrainState:
-    """Returns a NamedSharding for every array of the state."""
-    return state_like(layout, lambda leaf: leaf.sharding)
-
-
-def abstract_state(layout: Layout) -> TrainState:
-    """Returns shape, dtype and sharding of every array of the state."""
-    return state_like(layout, lambda leaf: leaf.abstract)
 
 
 def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
@@ -123,10 +107,8 @@ def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
             what = "a parameter does not fit"
             wanted, got = (f"{x.dtype}{list(x.shape)}" for x in (leaf, array))
             raise ValueError(message(what, where=path, expected=wanted, got=got, fix=fix))
-        is_placed = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(
-            leaf.sharding, array.ndim
-        )
-        if not is_placed:
+        sharding = getattr(array, "sharding", None)
+        if sharding is None or not sharding.is_equivalent_to(leaf.sharding, array.ndim):
             given[path] = jax.device_put(array, leaf.sharding)
     return given
 
@@ -141,9 +123,8 @@ def _on_device(layout: Layout, params: PyTree) -> PyTree:
     """Returns parameters in device memory, within a jit: the devices compute, not the host."""
 
     def fetched(path: str, value: jax.Array) -> jax.Array:
-        if not layout.by_path[path].on_host:
-            return value
-        return jax.device_put(value, jax.memory.Space.Device)
+        on_host = layout.by_path[path].on_host
+        return jax.device_put(value, jax.memory.Space.Device) if on_host else value
 
     return map_with_path(fetched, params)
 
@@ -154,8 +135,8 @@ def init_state(
     layout: Layout,
     seed: Any,
     given: Mapping[str, jax.Array],
-    scaling: LossScale | None = None,
-    spikes: LossSpikes | None = None,
+    scaling: LossScale | None,
+    spikes: LossSpikes | None,
 ) -> TrainState:
     """Returns a state whose every array is created on the devices that hold it, never unsharded.
 
@@ -172,9 +153,7 @@ def init_state(
         spikes: of the loss, if they are detected.
 
     """
-    shardings = state_shardings(layout)
-    param_shardings = flatten(shardings.params)
-    dtypes = {path: leaf.dtype for path, leaf in flatten(layout.params).items()}
+    shardings = state_like(layout, lambda leaf: leaf.sharding)
     is_data = jnp.ndim(seed) > 0
     key = jax.random.wrap_key_data(jnp.asarray(seed)) if is_data else jax.random.key(seed)
     init_key, run_key = jax.random.split(key)
@@ -182,12 +161,12 @@ def init_state(
     def params_and_model_state(key: jax.Array) -> tuple[dict[str, jax.Array], PyTree]:
         params, model_state = model.init(key)
         drawn = {path: x for path, x in flatten(params).items() if path not in given}
-        return {path: x.astype(dtypes[path]) for path, x in drawn.items()}, model_state
+        return {p: x.astype(layout.by_path[p].dtype) for p, x in drawn.items()}, model_state
 
-    drawn_shardings = {path: each for path, each in param_shardings.items() if path not in given}
+    drawn_shardings = {p: leaf.sharding for p, leaf in layout.by_path.items() if p not in given}
     init = jax.jit(params_and_model_state, out_shardings=(drawn_shardings, shardings.model_state))
     drawn, model_state = init(init_key)
-    params = unflatten({path: given.get(path, drawn.get(path)) for path in param_shardings})
+    params = unflatten({path: given.get(path, drawn.get(path)) for path in layout.by_path})
     copy = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)
     copies = copy(params)
     init_optimizer = jax.jit(
@@ -196,13 +175,8 @@ def init_state(
     opt_state = init_optimizer(layout.trainable(params))
 
     # Inside jit each counter has a buffer of its own, as donation needs.
-    def key_and_counters(key: jax.Array) -> dict[str, Any]:
-        counters = {name: jnp.zeros((), jnp.int32) for name in COUNTERS}
-        return {"rng": key, **start_optional(scaling, spikes), **counters}
-
-    names = ("rng", *OPTIONAL, *COUNTERS)
-    counter_shardings = {name: getattr(shardings, name) for name in names}
-    counters = jax.jit(key_and_counters, out_shardings=counter_shardings)(run_key)
+    small_shardings = {name: getattr(shardings, name) for name in ("rng", *OPTIONAL, *COUNTERS)}
+    start = jax.jit(lambda key: _start_small(key, scaling, spikes), out_shardings=small_shardings)
     return TrainState(
-        params=params, copies=copies, opt_state=opt_state, model_state=model_state, **counters
+        params=params, copies=copies, opt_state=opt_state, model_state=model_state, **start(run_key)
     )

@@ -37,16 +37,14 @@ from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
-from fsdp_jax.sharding.precision import LossScale
-from fsdp_jax.sharding.rounding import Seed
+from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.sharding.rounding import Seed, apply_updates, step_seed
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikes
-from fsdp_jax.step.rounding import apply_updates, step_seed
 from fsdp_jax.step.state import LOSS_SCALE, TrainState
 from fsdp_jax.step.streaming import StreamReport, stays_finite, streamed
-from fsdp_jax.step.traced_update import Arrays
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model, ModelCall, along_one
@@ -58,14 +56,11 @@ LOSS_Z_SCORE, STATE_FINITE = "loss_z_score", "state_finite"  # metrics that only
 _LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """All that a step is made from.
 
     Attributes:
-        model: the adapter.
-        layout: of the state.
-        tx: the optimizer.
         comms: path -> how that parameter is communicated.
         boundaries: module path -> what happens as a call enters and leaves it.
         loss_fn: `(model, batch) -> (sum, count, metrics)`, as `step.loss.as_loss` makes it; of a
@@ -75,11 +70,7 @@ class StepPlan:
         accumulation: microbatches per step.
         deferred: whether gradients are reduced once, after the last microbatch.
         clip: largest global norm of the gradient; None does not clip.
-        scaling: how the loss is scaled; None does not scale.
         spikes: how spikes of the loss are detected; None does not.
-        stochastic_rounding: updated parameters are rounded at random; `tx` computes in float32.
-        prefetch: when the next unit is gathered.
-        offload: what is kept in host memory.
         stream_report: how state in host memory is updated, once the step is traced.
         report: which gathers prefetch moved, once the step is traced.
         local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
@@ -91,6 +82,7 @@ class StepPlan:
 
     model: Model
     layout: Layout
+    precision: Precision
     tx: optax.GradientTransformation
     comms: dict[str, ParamComm]
     boundaries: dict[str, Boundary]
@@ -100,9 +92,7 @@ class StepPlan:
     accumulation: int = 1
     deferred: bool = False
     clip: float | None = None
-    scaling: LossScale | None = None
     spikes: LossSpikes | None = None
-    stochastic_rounding: bool = False
     prefetch: Prefetch = "none"
     offload: Offload = NO_OFFLOAD
     stream_report: StreamReport = field(default_factory=StreamReport, repr=False)
@@ -120,6 +110,11 @@ class StepPlan:
         """Whether parameters are gathered unit by unit, and not once for the step."""
         return self.layout.strategy.gathers_per_unit
 
+    @property
+    def trained(self) -> list[str]:
+        """Paths of the parameters that are trained."""
+        return [path for path, leaf in self.layout.by_path.items() if leaf.trainable]
+
 
 def train_step(
     plan: StepPlan, state: TrainState, batch: PyTree
@@ -132,11 +127,7 @@ def train_step(
     float32, see `step.loss`. Where the loss, the gradients or the new state are not finite, the
     step is skipped: only the counters, the scale and the recent losses of the state change.
 
-    Args:
-        plan: of the step.
-        state: before it.
-        batch: leaves [accumulation, microbatch, ...], the second dim over all mesh axes.
-
+    `batch`: leaves [accumulation, microbatch, ...], the second dim over all mesh axes.
     """
     microbatches, rows = jax.tree.leaves(batch)[0].shape[:2]
     factor = loss_scaling.loss_factor(state.loss_scale, microbatches * rows)
@@ -166,16 +157,16 @@ def train_step(
         own[STATE_FINITE] = sound.astype(jnp.int32)
     model_state = _if(applied, model_state, state.model_state)
     # Count.
+    scaling, scale = plan.precision.scaling, state.loss_scale
     skipped = state.skipped + jnp.where(applied, 0, 1)
-    counts = loss_scaling.counts_as_skipped(plan.scaling, state.loss_scale)
+    counts = loss_scaling.counts_as_skipped(scaling, scale)
     # The scale falls only where the gradients were not finite; other skips count at any scale.
     counts = jnp.where(finite, 1, counts)
     in_a_row = jnp.where(applied, 0, state.skipped_in_a_row + counts)
     own |= dict(zip(OWN, (loss, norm, count, skipped, in_a_row), strict=True))
-    scale = state.loss_scale
-    if plan.scaling is not None:
+    if scaling is not None:
         own[LOSS_SCALE] = scale["scale"]
-        scale = loss_scaling.after_step(plan.scaling, scale, finite)
+        scale = loss_scaling.after_step(scaling, scale, finite)
     new = TrainState(
         step=state.step + 1,
         params=params,
@@ -194,9 +185,8 @@ def train_step(
 def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None) -> Any:
     """Returns `loss_fn(model, batch)` in inference mode; nothing is differentiated, no state kept.
 
-    A function that takes a key gets the same one each time, which no training step has.
-
-    `rows`: of the batch; None where the function takes something else.
+    A function that takes a key gets the same one each time, which no training step has. `rows`: of
+    the batch; None where the function takes something else.
     """
     params = _gathered_once(plan, _compute_params(state))
     with _batch_split(plan, rows):
@@ -241,11 +231,7 @@ def _model_params(
 ) -> PyTree:
     """Returns what the model is built around: Shards where a unit gathers, arrays elsewhere.
 
-    Args:
-        plan: of the step.
-        params: as `_gathered_once` returns them.
-        variables: what is differentiated, by path; see the note.
-
+    `params`: as `_gathered_once` returns them; `variables`: what is differentiated, by path.
     """
 
     def model_param(path: str, value: jax.Array) -> Any:
@@ -315,17 +301,8 @@ def _accumulate(
 
     `device`: number of the device with local batches, otherwise None.
     """
-    leaves = plan.layout.by_path
-    trained = [path for path, leaf in leaves.items() if leaf.trainable]
     flat = _gathered_once(plan, params)
-    # What is differentiated; see the note.
-    variables = {path: flat[path] for path in trained}
-    for path in trained if plan.per_unit else ():
-        comm = plan.comms[path]
-        if comm.deferred:
-            variables[path] = jnp.zeros(leaves[path].shape, comm.transform.reduce)
-        elif comm.on_host:  # an array in host memory has no gradient
-            variables[path] = _zero_gradient(plan, path, comm.transform.param)
+    variables = {path: _differentiated(plan, path, flat[path]) for path in plan.trained}
 
     def loss(
         variables: dict[str, jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
@@ -336,9 +313,7 @@ def _accumulate(
         )
         return sums[0] if factor is None else sums[0] * factor, (sums, new_state)
 
-    def microbatch(
-        model_state: PyTree, batch: PyTree, index: Any
-    ) -> tuple[dict[str, jax.Array], Any, PyTree]:
+    def microbatch(model_state: PyTree, batch: PyTree, index: Any) -> tuple[Any, Any, PyTree]:
         # Also after a change of accumulation no key is used twice.
         key = jax.random.fold_in(jax.random.fold_in(rng, step), index)
         fn = loss
@@ -349,8 +324,24 @@ def _accumulate(
         )
         _check_model_state(model_state, new_state)
         if not (plan.per_unit or plan.deferred):
-            gradients = {path: reduce(plan.comms[path], gradients[path]) for path in trained}
+            gradients = _reduced(plan, gradients)
         return gradients, sums, new_state
+
+    gradients, sums, model_state = _summed(plan, microbatch, model_state, batch)
+    if plan.deferred:
+        gradients = _reduced(plan, gradients)
+    cast = {path: g.astype(_gradient_dtype(plan, path)) for path, g in gradients.items()}
+    return unflatten(cast), sums, model_state
+
+
+def _summed(
+    plan: StepPlan, microbatch: Callable[..., Any], model_state: PyTree, batch: PyTree
+) -> tuple[dict[str, jax.Array], Any, PyTree]:
+    """Returns the sums of `microbatch(model_state, batch, index)`, in float32 at least."""
+    if plan.accumulation == 1:
+        first = jax.tree.map(lambda x: x[0], batch)
+        gradients, sums, model_state = microbatch(model_state, first, 0)
+        return gradients, sums, model_state
 
     def add(carry: Any, batch_and_index: Any) -> Any:
         totals, model_state = carry
@@ -362,40 +353,41 @@ def _accumulate(
         )
         return (totals, model_state), metrics
 
-    # Sum over the microbatches.
-    if plan.accumulation == 1:
-        first = jax.tree.map(lambda x: x[0], batch)
-        gradients, sums, model_state = microbatch(model_state, first, 0)
-    else:
-        # In float32 at least.
-        dtypes = {path: plan.comms[path].transform.param for path in trained}
-        zeros = {
-            path: _zero_gradient(plan, path, jnp.promote_types(dtype, jnp.float32))
-            for path, dtype in dtypes.items()
-        }
-        start = (zeros, jnp.zeros(()), jnp.zeros(())), model_state
-        microbatches = (batch, jnp.arange(plan.accumulation))
-        ((gradients, loss_sum, count), model_state), each = lax.scan(add, start, microbatches)
-        # Stacked: what metrics there are is known once the loss is traced, in the scan.
-        sums = loss_sum, count, jax.tree.map(lambda x: x.sum(0), each)
-    # Reduce at the end, where that is deferred.
-    if plan.deferred:
-        gradients = {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
-    cast = {path: g.astype(_gradient_dtype(plan, path)) for path, g in gradients.items()}
-    return unflatten(cast), sums, model_state
+    dtypes = {path: plan.comms[path].transform.param for path in plan.trained}
+    zeros = {
+        path: _zero_gradient(plan, path, jnp.promote_types(dtype, jnp.float32))
+        for path, dtype in dtypes.items()
+    }
+    start = (zeros, jnp.zeros(()), jnp.zeros(())), model_state
+    microbatches = (batch, jnp.arange(plan.accumulation))
+    ((gradients, loss_sum, count), model_state), each = lax.scan(add, start, microbatches)
+    # Stacked: what metrics there are is known once the loss is traced, in the scan.
+    return gradients, (loss_sum, count, jax.tree.map(lambda x: x.sum(0), each)), model_state
+
+
+def _differentiated(plan: StepPlan, path: str, param: jax.Array) -> jax.Array:
+    """Returns what the loss is differentiated by for a trained parameter; see the note."""
+    comm = plan.comms[path]
+    if plan.per_unit and comm.deferred:
+        return jnp.zeros(plan.layout.by_path[path].shape, comm.transform.reduce)
+    if plan.per_unit and comm.on_host:  # an array in host memory has no gradient
+        return _zero_gradient(plan, path, comm.transform.param)
+    return param
+
+
+def _reduced(plan: StepPlan, gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
 
 
 def _gradient_dtype(plan: StepPlan, path: str) -> np.dtype:
     """Returns the dtype that the optimizer gets a gradient in."""
     stored = plan.comms[path].transform.param
-    return jnp.promote_types(stored, jnp.float32) if plan.stochastic_rounding else stored
+    rounds = plan.precision.stochastic_rounding
+    return jnp.promote_types(stored, jnp.float32) if rounds else stored
 
 
 def _check_model_state(before: PyTree, after: PyTree) -> None:
-    """Raises ValueError where the model's new state has another structure, shape or dtype.
-
-    The next step could not take it.
-    """
+    """Raises ValueError for another structure, shape or dtype, which the next step cannot take."""
     expected = flatten(before)
     for path, new in flatten(after).items():
         if path not in expected:
@@ -478,10 +470,7 @@ def _run_model(
 
 
 def _computes_with_a_key(plan: StepPlan, error: Exception) -> ValueError:
-    """Returns the error for a loss that computes with a random key, its own or a guard's.
-
-    Guards are keys that stand beside the parameters of units; see `Shard`.
-    """
+    """Returns the error for a loss that computes with a random key: its own, or `Shard.guard`."""
     got = str(error).splitlines()[0]
     if plan.takes_key:
         what = "the loss computes with a random key"
@@ -514,8 +503,9 @@ def _update(
     is updated in groups, see `streaming`; when the last is checked, others have been sent back, so
     there the caller is told.
     """
-    trained = plan.layout.trainable(state.params)
-    seed = step_seed(state.rng, state.step) if plan.stochastic_rounding else None
+    layout = plan.layout
+    trained = layout.trainable(state.params)
+    seed = step_seed(state.rng, state.step) if plan.precision.stochastic_rounding else None
     if not plan.offload.state:
         old = trained, state.opt_state
         # XLA computes what is cheap twice, for the check and as it is written, and keeps no second
@@ -525,46 +515,27 @@ def _update(
         params, opt_state = _if(apply, updated, old)
         copies, sound = _copies(plan, params), jnp.bool_(True)
     else:
-        # All arrays by name, in the order of the trees.
-        trees = trained, state.copies, state.opt_state
-        layout = plan.layout
-        leaf_trees = layout.trainable(layout.params), layout.other[COPIES], layout.optimizer
-        names = _numbered(leaf_trees)
-        param_names = dict(zip(flatten(trained), names, strict=False))  # the first of them
 
-        def update(arrays: Arrays, gradients: Arrays, scalars: Any) -> Arrays:
-            params, _, opt_state = jax.tree.unflatten(
-                jax.tree.structure(trees), list(arrays.values())
-            )
-            by_path = {path: gradients[name] for path, name in param_names.items()}
+        def update(trees: PyTree, gradients: PyTree, scalars: Any) -> PyTree:
+            params, _, opt_state = trees
             loss, apply, seed = scalars
             old = params, opt_state
-            updated = _updated(plan, *old, unflatten(by_path), loss, seed)
+            updated = _updated(plan, *old, gradients, loss, seed)
             params, opt_state = _if(apply, updated, old)
-            new = params, _copies(plan, params), opt_state
-            return dict(zip(names, jax.tree.leaves(new), strict=True))
+            return params, _copies(plan, params), opt_state
 
-        new, sound = streamed(
+        stored = layout.trainable(layout.params), layout.other[COPIES], layout.optimizer
+        (params, copies, opt_state), sound = streamed(
             update,
-            dict(zip(names, jax.tree.leaves(trees), strict=True)),
-            {param_names[path]: g for path, g in flatten(gradients).items()},
+            (trained, state.copies, state.opt_state),
+            gradients,
             (loss, apply, seed),
-            dict(zip(names, jax.tree.leaves(leaf_trees), strict=True)),
+            jax.tree.leaves(stored),
             plan.offload,
             plan.stream_report,
         )
-        params, copies, opt_state = jax.tree.unflatten(
-            jax.tree.structure(trees), [new[name] for name in names]
-        )
-    applied = flatten(params)
-    before = flatten(state.params)
-    params = unflatten({path: applied.get(path, old) for path, old in before.items()})
+    params = unflatten(flatten(state.params) | flatten(params))
     return params, copies, opt_state, apply, sound
-
-
-def _numbered(tree: PyTree) -> list[str]:
-    """Returns a name for every leaf; sorted, they are in the tree's order."""
-    return [f"{number:06d}" for number in range(len(jax.tree.leaves(tree)))]
 
 
 def _updated(

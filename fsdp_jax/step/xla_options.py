@@ -3,6 +3,7 @@
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from types import MappingProxyType
@@ -12,6 +13,7 @@ import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning, message
+from fsdp_jax.prefetch.gather_sites import all_eqns, inner_jaxprs
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.units.collectives import SITE
 
@@ -23,9 +25,9 @@ GPU = ("gpu", "cuda")
 NO_TILES = "find output tile sizes"
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
-# XLA:GPU reads what a loop over layers saved in host memory by strides that it derives from the
-# loop, and takes those of the backward loop for ascending ones: silently wrong gradients
-# (openxla/xla#46231). Without this pass it computes the index.
+# XLA:GPU reads what a loop over layers has in host memory, parameters and saved activations, by
+# strides that it derives from the loop, and takes those of the backward loop for ascending ones:
+# silently wrong gradients (openxla/xla#46231). Without this pass it computes the index.
 ANNOTATOR = "dynamic-slice-annotator"
 
 _GATHER_SCOPE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*?)"))
@@ -68,9 +70,15 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
     without it, and nothing at all is hidden.
     """
     needed = offload_options(plan)
-    if plan.layout.mesh.devices.flat[0].platform not in GPU or not plan.report.prefetched:
+    if not _on_gpu(plan) or not plan.report.prefetched:
         return needed
-    largest = max(_unit_bytes(plan).values())
+    # Of a unit, or of one layer where layers are stacked.
+    unit_bytes: Counter[str | None] = Counter()
+    for path in plan.report.prefetched:
+        comm, leaf = plan.comms[path], plan.layout.by_path[path]
+        itemsize = max(comm.transform.wire.itemsize, comm.transform.reduce.itemsize)
+        unit_bytes[comm.unit] += prod(leaf.shape[comm.stacked :]) * itemsize
+    largest = max(unit_bytes.values())
     return needed | {
         "xla_gpu_all_gather_combine_threshold_bytes": largest,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": largest,
@@ -79,13 +87,8 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
 
 
 def offload_options(plan: StepPlan) -> dict[str, Any]:
-    """Returns XLA options without which what is offloaded gives wrong gradients.
-
-    On GPUs the backward pass of a scan would read slices of arrays in host memory in the order of
-    the forward pass: activations that were saved there, and parameters.
-    """
-    on_gpu = plan.layout.mesh.devices.flat[0].platform in GPU
-    return {"xla_disable_hlo_passes": ANNOTATOR} if on_gpu and plan.offloads else {}
+    """Returns XLA options without which what is offloaded gives wrong gradients; see ANNOTATOR."""
+    return {"xla_disable_hlo_passes": ANNOTATOR} if _on_gpu(plan) and plan.offloads else {}
 
 
 def check_options_of_caller(plan: StepPlan) -> None:
@@ -96,72 +99,29 @@ def check_options_of_caller(plan: StepPlan) -> None:
         raise ValueError(message(what, where="offload", fix=fix))
 
 
-def _unit_bytes(plan: StepPlan) -> dict[str, int]:
-    """Returns {unit: bytes of its gathered parameters}, of one layer where layers are stacked."""
-    units: dict[str, int] = {}
-    for path in plan.report.prefetched:
-        comm, leaf = plan.comms[path], plan.layout.by_path[path]
-        elements = prod(leaf.shape[comm.stacked :])
-        itemsize = max(comm.transform.wire.itemsize, comm.transform.reduce.itemsize)
-        units[str(comm.unit)] = units.get(str(comm.unit), 0) + elements * itemsize
-    return units
+def _on_gpu(plan: StepPlan) -> bool:
+    return plan.layout.mesh.devices.flat[0].platform in GPU
 
 
-def warn_of_unprefetched(plan: StepPlan) -> None:
-    """Warns of parameters that prefetch was asked to gather ahead and could not.
-
-    Warns:
-        SlowerWarning: with a path and the reason.
-
-    """
-    if plan.prefetch == "none" or not plan.per_unit:
-        return
-    unprefetched = plan.report.not_prefetched
-    if unprefetched:
-        path, reason = next(iter(unprefetched.items()))
-        warning = f"prefetch: {len(unprefetched)} parameters are gathered where they are used, "
-        warning += f"such as '{path}': {reason}"
-        warnings.warn(warning, SlowerWarning, stacklevel=2)
-    elif not plan.report.prefetched:
-        fix = "two units or more, such as units=[Block] or units='scan'"
-        warning = f"prefetch: no unit follows another, so none is gathered ahead; {fix}"
-        warnings.warn(warning, SlowerWarning, stacklevel=2)
-
-
-def warn_of_unrolled_offload(plan: StepPlan) -> None:
-    """Warns of activations that XLA:GPU does not send to the host in time, which saves no memory.
-
-    Outside a loop it sends them in the backward pass, just before they are fetched again.
-
-    Warns:
-        SlowerWarning: with a unit that no layer scan runs.
-
-    """
-    if not plan.activations.offload or plan.layout.mesh.devices.flat[0].platform not in GPU:
-        return
-    units = [comm.unit for comm in plan.comms.values() if comm.unit and not comm.stacked]
-    if units:
-        warning = f"offload.activations saves little memory in unrolled units, such as '{units[0]}'"
-        warning += ": XLA:GPU sends their activations to the host in the backward pass only; "
-        warning += "stack the layers (scan_layers=True, jax.lax.scan), or leave it out"
-        warnings.warn(warning, SlowerWarning, stacklevel=3)
-
-
-def warn_of_repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> None:
-    """Warns of units inside a loop of the model's own, each iteration of which gathers them.
-
-    Args:
-        plan: of the step.
-        program: the traced step.
-
-    Warns:
-        SlowerWarning: with the unit, and how often.
-
-    """
+def costs(plan: StepPlan, program: jex.Jaxpr) -> Iterator[str]:
+    """Yields what a traced step was asked to overlap or to save and does not, each as a text."""
     for unit, often in repeated_gathers(plan, program).items():
-        warning = f"unit '{unit}' is gathered {often}, because it runs inside a loop of the "
-        warning += "model's own; make the module around the loop the unit, and it is gathered once"
-        warnings.warn(warning, SlowerWarning, stacklevel=3)
+        text = f"unit '{unit}' is gathered {often}, because it runs inside a loop of the model's "
+        yield text + "own; make the module around the loop the unit, and it is gathered once"
+    if plan.prefetch != "none" and plan.per_unit:
+        unprefetched = plan.report.not_prefetched
+        for path, reason in list(unprefetched.items())[:1]:
+            text = f"prefetch: {len(unprefetched)} parameters are gathered where they are used, "
+            yield text + f"such as '{path}': {reason}"
+        if not unprefetched and not plan.report.prefetched:
+            fix = "two units or more, such as units=[Block] or units='scan'"
+            yield f"prefetch: no unit follows another, so none is gathered ahead; {fix}"
+    # Outside a loop XLA:GPU sends activations just before they are fetched again.
+    unrolled = [comm.unit for comm in plan.comms.values() if comm.unit and not comm.stacked]
+    if unrolled and plan.activations.offload and _on_gpu(plan):
+        text = f"offload.activations saves little memory in unrolled units, such as '{unrolled[0]}'"
+        text += ": XLA:GPU sends their activations to the host in the backward pass only; "
+        yield text + "stack the layers (scan_layers=True, jax.lax.scan), or leave it out"
 
 
 def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
@@ -183,13 +143,11 @@ def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
     return repeated
 
 
-def gathers_in_branches(program: jex.Jaxpr, inside: bool = False) -> set[str]:
+def gathers_in_branches(program: jex.Jaxpr) -> set[str]:
     """Returns the parameters that are gathered inside a branch, which a device may not take."""
-    found = {path for path, _, _ in _gathers(program, 1)} if inside else set()
-    for eqn in program.eqns if not inside else ():
-        for inner in jex.jaxprs_in_params(eqn.params):
-            found |= gathers_in_branches(inner, eqn.primitive.name == "cond")
-    return found
+    conds = [eqn for eqn in all_eqns(program) if eqn.primitive.name == "cond"]
+    branches = [branch for eqn in conds for branch in inner_jaxprs(eqn)]
+    return {path for branch in branches for path, _, _ in _gathers(branch, 1)}
 
 
 def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, int, int | None]]:
@@ -205,5 +163,5 @@ def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, 
             inside = None
         elif name == "scan" and executions is not None:
             inside = executions * eqn.params["length"]
-        for inner in jex.jaxprs_in_params(eqn.params):
+        for inner in inner_jaxprs(eqn):
             yield from _gathers(inner, inside)

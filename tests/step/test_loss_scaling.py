@@ -89,7 +89,7 @@ def test_float16_trains_as_one_device_in_float32(strategy, settings):
     mesh = make_mesh(8 // replica, replica)
     found, step = train(CASE, mesh, strategy, precision=HALF, **settings)
     wanted = control("nnx-gpt-scanned", settings.get("accumulation", 1), settings.get("clip"))
-    assert step.plan.scaling == LossScale()
+    assert step.plan.precision.scaling == LossScale()
     np.testing.assert_allclose(found[0], wanted[0], rtol=3e-5)
     # Adam moves a parameter by the learning rate at most: a skipped step would show in the mean.
     differences = [np.abs(found[1][path] - value).ravel() for path, value in wanted[1].items()]

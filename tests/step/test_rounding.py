@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 import fsdp_jax as fsdp
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.sharding.rounding import path_seed, round_stochastically
-from fsdp_jax.step.rounding import apply_updates, step_seed
+from fsdp_jax.sharding.rounding import (
+    apply_updates,
+    path_seed,
+    round_stochastically,
+    step_seed,
+)
 from tests.reference import CASES, by_path, make_model
 
 CASE = CASES["nnx-gpt-scanned"]

@@ -192,7 +192,7 @@ def after_momentum(change, init=lambda params: optax.EmptyState()):
     return optax.chain(optax.trace(0.9), changed, optax.scale(-1e-2))
 
 
-def for_one_layer(u):
+def for_all_layers(u):
     assert u.ndim < 3 or u.shape[0] == 2, "the model has two layers"
     return u
 
@@ -202,16 +202,17 @@ def for_one_layer(u):
     [
         lambda u: u / u.shape[0],
         jax.jit(lambda u: u * 2 if u.shape[0] > 1 else u * 3),
-        for_one_layer,
+        for_all_layers,
     ],
     ids=["literal", "branch", "error"],
 )
-def test_an_update_that_looks_at_the_number_of_layers_is_not_made_of_fewer(change):
+def test_an_update_that_looks_at_the_number_of_layers_sees_all_of_them(change):
+    """It is traced once; some layers at a time run what was traced."""
     tx = after_momentum(lambda tree: jax.tree.map(change, tree))
     _, expected, _ = train(shard(tx=tx, data=2), steps=1)
     _, found, step = train(shard(tx=tx, data=2, offload=ALL), steps=1)
     check_equal(arrays(found.params), arrays(expected.params))
-    assert "blocks/mlp/up/kernel" in step.plan.stream_report.moved_whole
+    assert "blocks/mlp/up/kernel" not in step.plan.stream_report.moved_whole
 
 
 def test_an_update_may_read_the_gradient_of_another_parameter():

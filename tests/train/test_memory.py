@@ -41,7 +41,7 @@ def run_like(tmp_path):
     file = tmp_path / "empty.yaml"
     file.write_text("train: {}")
     run = build(load(file, WORDS.split()))
-    run.step._compiled = Compiled()
+    run.step.compiled = Compiled()
     return run
 
 
@@ -55,7 +55,7 @@ def test_a_run_names_the_lever_of_its_cliff(run_like, monkeypatch):
     cliff = memory.cliff_of(run_like)
     assert (cliff.rematerialized, cliff.free_bytes) == (1, 256)
     assert "which frees" in cliff.lever
-    run_like.step._compiled = None
+    run_like.step.compiled = None
     assert memory.cliff_of(run_like) is None
 
 
