@@ -1,19 +1,15 @@
-"""Defects of compiler releases that hit sharded training, with the threads that report them.
-
-A version stands here only where the thread names it, or where a compiled program shows the defect;
-a release that is not listed is not known to be free of it.
-"""
+"""Defects of compiler releases that hit sharded training, from `known_defects.toml`."""
 
 import os
 import re
+import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib import resources
 from importlib.metadata import version
 
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.step.xla_options import offload_options
-
-GPU, TPU, CPU = "gpu", "tpu", "cpu"
 
 
 @dataclass(frozen=True)
@@ -56,97 +52,10 @@ class KnownDefect:
         return f"known defect of this jaxlib: {self.symptom} ({self.source}); {self.fix}"
 
 
-KNOWN_DEFECTS = (
-    KnownDefect(
-        "openxla/xla#46231",
-        GPU,
-        "0.10.2",  # read in the compiled program; the thread reproduces it on 0.11.0
-        "0.11.0",
-        "activations and parameters of scanned layers in host memory are read in the wrong order in"
-        " the backward pass, so that gradients are wrong without an error",
-        "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator",
-        needs=frozenset({"offload"}),
-    ),
-    KnownDefect(
-        "openxla/xla#49143",
-        TPU,
-        "0.11.2",
-        "0.11.2",
-        "gradients of an embedding may be wrong where microbatches are accumulated in a loop",
-        "--train.local_batch True, or LIBTPU_INIT_ARGS="
-        "--xla_disable_hlo_passes=while-loop-all-reduce-code-motion",
-        needs=frozenset({"accumulation", "annotations"}),
-    ),
-    KnownDefect(
-        "jax-ml/jax#40633",
-        GPU,
-        "0.11.0",
-        "0.11.1",
-        "kernels return wrong values with CUDA 13",
-        "use jaxlib 0.10.2",
-        device_kind="NVIDIA RTX A6000",
-    ),
-    KnownDefect(
-        "openxla/xla#17922",
-        GPU,
-        "0.4.33",
-        "0.4.34",
-        "gradients of large scanned models with hybrid sharding explode",
-        "use jaxlib 0.4.30, or layers that are not scanned",
-        needs=frozenset({"hybrid"}),
-    ),
-    KnownDefect(
-        "jax-ml/jax#25404",
-        GPU,
-        "0.4.35",
-        "0.4.35",
-        "the latency-hiding scheduler, which prefetch asks for, aborts the process",
-        "use another release, or --prefetch none",
-        needs=frozenset({"prefetch"}),
-    ),
-    KnownDefect(
-        "jax-ml/jax#20763",
-        GPU,
-        "0.4.25",
-        "0.4.35",
-        "the latency-hiding scheduler takes several times the memory where layers are not scanned",
-        "scan the layers, or --prefetch none",
-        needs=frozenset({"prefetch", "unrolled"}),
-    ),
-    KnownDefect(
-        "jax-ml/jax#19035",
-        GPU,
-        "0.4.23",
-        "0.4.23",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_PREALLOCATE are ignored",
-        "use jaxlib 0.4.21",
-    ),
-    KnownDefect(
-        "openxla/xla#14397",
-        GPU,
-        "0.4.30",
-        "0.4.30",
-        "with a rematerialization policy that saves some results no collective is hidden",
-        "use another release, or --remat full",
-        needs=frozenset({"remat policy"}),
-    ),
-    KnownDefect(
-        "jax-ml/jax#40830",
-        CPU,
-        "0.12.0.dev0",
-        "0.12.0.dev20260920",
-        "reduce-scatters between processes return wrong values",
-        "use a release",
-        needs=frozenset({"processes"}),
-    ),
-    KnownDefect(
-        "jax-ml/jax#40101",
-        CPU,
-        "0.11.1",
-        "0.11.1",
-        "a loop that stacks small results takes time quadratic in its length",
-        "use jaxlib 0.11.0",
-    ),
+_TABLE = resources.files("fsdp_jax.step").joinpath("known_defects.toml").read_text("utf-8")
+KNOWN_DEFECTS = tuple(
+    KnownDefect(source, **entry | {"needs": frozenset(entry.get("needs", ()))})
+    for source, entry in tomllib.loads(_TABLE).items()
 )
 
 
@@ -155,7 +64,7 @@ def known_defects(plan: StepPlan, processes: int = 1) -> list[KnownDefect]:
     device = plan.layout.mesh.devices.flat[0]
     flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     flags += f" {offload_options(plan)}"  # by which the step is compiled
-    platform = GPU if device.platform in (GPU, "cuda") else device.platform
+    platform = "gpu" if device.platform == "cuda" else device.platform
     step = features(plan, processes)
     jaxlib = version("jaxlib")
     return [
