@@ -16,7 +16,7 @@ from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.io.array_specs import describe
 from fsdp_jax.optim import in_float32
 from fsdp_jax.prefetch.rewrite import Prefetch
-from fsdp_jax.sharding.layout import Layout, make_layout
+from fsdp_jax.sharding.layout import Layout, Leaf, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
 from fsdp_jax.sharding.mesh import (
     MeshAxes,
@@ -420,8 +420,7 @@ class Sharded:
                 then. Needs `local_batch`.
             local_batch: your promise that `loss_fn` is a sum over examples, so that each device may
                 run it on its own rows, with explicit collectives. Statistics over the batch
-                (contrastive or load-balancing terms) and penalties on parameters are not such
-                sums;
+                (contrastive or load-balancing terms) and penalties on parameters are not such sums;
                 `fsdp_jax.testing.certify` checks a loss. Without the promise the loss sees the
                 global batch, as on one device, and XLA inserts the collectives.
             clip: largest global norm of the gradient.
@@ -468,10 +467,7 @@ class Sharded:
             prefetch=self.prefetch if local_batch else "none",
             local_batch=local_batch,
         )
-        outputs = self.state_shardings(), replicated(self.layout.mesh)
-        return CompiledStep(
-            train_step, plan, self.abstract_state(), outputs, donate=True, abort_after=abort_after
-        )
+        return CompiledStep(train_step, plan, trains=True, abort_after=abort_after)
 
     train_step = make_train_step  # the name in earlier releases
 
@@ -500,9 +496,8 @@ class Sharded:
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
             with self.layout.axes.ambient():
-                state, metrics = call_by_units(
-                    plan, train_step, state, placement.cut(batch), check=True
-                )
+                cut = placement.cut(batch)
+                state, metrics = call_by_units(plan, train_step, state, cut, check=True)
                 return jax.lax.with_sharding_constraint(state, shardings), metrics
 
         return step
@@ -520,14 +515,12 @@ class Sharded:
             loss_sum, count, metrics = loss(*args)
             return (loss_sum, count, metrics) if metrics else (loss_sum, count)
 
-        plan = self._step_plan(sums, takes_key=takes_key(loss_fn))
-        state, outputs = self.abstract_state(), replicated(self.layout.mesh)
-
         def run(plan: StepPlan, state: TrainState, batch: Any) -> Any:
             rows = jax.tree.leaves(batch)[0].shape[1]
             return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows)
 
-        return CompiledStep(run, plan, state, outputs, donate=False, abort_after=None)
+        plan = self._step_plan(sums, takes_key=takes_key(loss_fn))
+        return CompiledStep(run, plan, trains=False)
 
     eval_step = make_eval_step  # the name in earlier releases
 
@@ -556,12 +549,11 @@ class Sharded:
 
         Parameters in host memory are copied to the devices.
         """
-        layout = self.layout.params
-        params = jax.tree.map(
-            lambda leaf, x: jax.device_put(x, leaf.on_device) if leaf.on_host else x,
-            layout,
-            state.params,
-        )
+
+        def fetched(leaf: Leaf, x: jax.Array) -> jax.Array:
+            return jax.device_put(x, leaf.on_device) if leaf.on_host else x
+
+        params = jax.tree.map(fetched, self.layout.params, state.params)
         return self._model.build(params, state.model_state)
 
     def _step_plan(self, fn: LossFn, **settings: Any) -> StepPlan:

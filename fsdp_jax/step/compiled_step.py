@@ -15,11 +15,11 @@ import numpy as np
 
 from fsdp_jax.errors import message
 from fsdp_jax.processes import from_processes
-from fsdp_jax.sharding.mesh import as_ambient
+from fsdp_jax.sharding.mesh import as_ambient, replicated
 from fsdp_jax.step.automatic_units import check_traced, trace_by_units
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
-from fsdp_jax.step.state import TrainState
+from fsdp_jax.step.state import TrainState, state_like
 from fsdp_jax.step.train_step import STATE_FINITE, StepPlan
 from fsdp_jax.step.xla_options import compile_overlapped, offload_options
 from fsdp_jax.tree import PyTree, flatten
@@ -51,14 +51,13 @@ class CompiledStep:
         self,
         fn: Callable[..., Any],
         plan: StepPlan,
-        state: TrainState,
-        outputs: PyTree,
         *,
-        donate: bool,
-        abort_after: int | None,
+        trains: bool,
+        abort_after: int | None = None,
     ) -> None:
         self.plan = plan
-        self._state, self._abort_after = state, abort_after
+        self._trains, self._abort_after = trains, abort_after
+        self._state = state_like(plan.layout, lambda leaf: leaf.abstract)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
 
@@ -68,14 +67,15 @@ class CompiledStep:
                 leaves = jax.tree.map(lambda x: x[None], leaves)
             return fn(plan, state, leaves)
 
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        shardings = state_like(plan.layout, lambda leaf: leaf.sharding)
+        results = replicated(plan.layout.mesh)
         # One jitted function for a plan: what is traced once is traced the same again.
         self._jitted = functools.cache(
             lambda plan: jax.jit(
                 functools.partial(run, plan),
                 in_shardings=(shardings, self.batch_sharding),
-                out_shardings=outputs,
-                donate_argnums=(0,) if donate else (),
+                out_shardings=(shardings, results) if trains else results,
+                donate_argnums=(0,) if trains else (),
             )
         )
         self._first_rows: np.ndarray | None = None  # `_rows_and_hash` of this process's first batch
@@ -115,7 +115,6 @@ class CompiledStep:
     def _trace(self, batch: PyTree) -> Any:
         """Traces the step; one that cannot run by automatic units has another plan from now on."""
         placed = self._placement.abstract(batch)
-
         self.plan, traced = trace_by_units(
             self.plan, lambda plan: self._jitted(plan).trace(self._state, placed)
         )
@@ -151,7 +150,7 @@ class CompiledStep:
         while len(self._in_flight) >= _LAG:
             self._abort_if(*self._in_flight.popleft())
         out = self.compiled(state, placed)
-        if not isinstance(out[0], TrainState):  # of an evaluation
+        if not self._trains:
             return as_ambient(out)
         new, metrics = out
         self._in_flight.append((metrics["skipped_in_a_row"], metrics.get(STATE_FINITE)))

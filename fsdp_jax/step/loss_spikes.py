@@ -47,14 +47,12 @@ class LossSpikes:
     def __post_init__(self) -> None:
         if not 8 <= self.window <= 1 << 16:
             what, expected = "a window of so many losses is not supported", "8 to 65,536"
-            raise ValueError(
-                message(what, where="LossSpikes.window", expected=expected, got=self.window)
-            )
+            where = "LossSpikes.window"
+            raise ValueError(message(what, where=where, expected=expected, got=self.window))
         if not 0 < self.threshold < float("inf"):
             what, expected = "nothing, or everything, would be a spike", "a positive number"
-            raise ValueError(
-                message(what, where="LossSpikes.threshold", expected=expected, got=self.threshold)
-            )
+            where = "LossSpikes.threshold"
+            raise ValueError(message(what, where=where, expected=expected, got=self.threshold))
 
 
 def start(spikes: LossSpikes | None) -> RecentLosses:

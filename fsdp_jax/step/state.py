@@ -141,17 +141,8 @@ def init_state(
     """Returns a state whose every array is created on the devices that hold it, never unsharded.
 
     Parameters come first and the optimizer after, so that what the random generator needs is freed
-    when the optimizer's arrays are created.
-
-    Args:
-        model: the adapter.
-        tx: the optimizer.
-        layout: of the state.
-        seed: of the random numbers: an integer, or the data of a key, uint32.
-        given: path -> parameter to use as it is; the others are drawn.
-        scaling: of the loss, if it is scaled.
-        spikes: of the loss, if they are detected.
-
+    when the optimizer's arrays are created. `seed`: an integer, or the data of a key, uint32;
+    `given`: path -> parameter to use as it is; the others are drawn.
     """
     shardings = state_like(layout, lambda leaf: leaf.sharding)
     is_data = jnp.ndim(seed) > 0

@@ -153,12 +153,7 @@ class _Part:
 
 
 def _parts(traced: TracedUpdate) -> list[_Part]:
-    """Returns the parts that have an array in host memory.
-
-    Raises:
-        ValueError: a part with several parameters.
-
-    """
+    """Returns the parts that have an array in host memory."""
     # Join each result with what it depends on.
     joined = {number: {number} for number in range(len(traced.leaves))}
     for number, variable in enumerate(traced.outputs):
@@ -179,6 +174,7 @@ def _parts(traced: TracedUpdate) -> list[_Part]:
 
 
 def _check_streams(leaves: Sequence[Leaf]) -> None:
+    """Raises ValueError for a part with several parameters."""
     params = [leaf.path for leaf in leaves if leaf.part == "params"]
     if len(params) <= 1:
         return

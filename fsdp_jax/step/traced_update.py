@@ -118,16 +118,10 @@ class TracedUpdate:
         gradients: Arrays,
         rows: tuple[int, int] | None = None,
     ) -> Arrays:
-        """Returns the new arrays of these numbers.
+        """Returns the new arrays of these numbers; `env` is what `run_before` returned.
 
-        Args:
-            numbers: of the state.
-            env: what `run_before` returned.
-            state: arrays in device memory, at least those that these depend on.
-            gradients: those of the parameters among them.
-            rows: (n, k) where all arrays have k rows in place of the n that were traced, and
-                `is_by_rows` is true of them.
-
+        `rows`: (n, k) where all arrays have k rows in place of the n that were traced, and
+        `is_by_rows` is true of them.
         """
         known = dict(env)
         known |= {self.state[n]: x for n, x in state.items()}
@@ -152,53 +146,40 @@ class TracedUpdate:
     def is_by_rows(self, numbers: Sequence[int], n: int) -> bool:
         """Returns whether row i of each new array depends on row i of these arrays alone.
 
-        `numbers`: of arrays [n, ...] of the state.
+        What equations do is known for certain primitives; others count as mixing rows.
+
+        Args:
+            numbers: of arrays [n, ...] of the state.
+            n: the number of rows, at least 2.
+
         """
         rows = {self.state[number] for number in numbers}
         rows |= {v for number, v in enumerate(self.gradients) if number in numbers}
-        known = {*rows, *self.before, *self.jaxpr.constvars, *self.scalars}
+        uniform: set[Any] = set()  # large arrays without rows, made of scalars
         outputs = [self.outputs[number] for number in numbers]
-        return _are_by_rows(self.needed(outputs, known), rows, outputs, n)
-
-
-def _are_by_rows(
-    eqns: Sequence[jex.JaxprEqn], rows: set[Any], outputs: Sequence[Any], n: int
-) -> bool:
-    """Returns whether row i of each output depends on row i of the inputs alone.
-
-    What these equations do is known for certain primitives; others count as mixing rows.
-
-    Args:
-        eqns: in order.
-        rows: the inputs, whose first dim has `n` rows; all others are scalars.
-        outputs: the variables in question.
-        n: the number of rows.
-
-    """
-    rows = set(rows)
-    uniform: set[Any] = set()  # large arrays without rows, made of scalars
-    for eqn in eqns:
-        name, params = eqn.primitive.name, eqn.params
-        by_row = [v for v in reads(eqn) if v in rows]
-        if any(not (v in rows or v in uniform or _is_scalar(v)) for v in reads(eqn)):
-            return False
-        if not by_row and all(map(_is_scalar, eqn.outvars)):
-            continue
-        if name in _ELEMENTWISE or name == "sharding_constraint":
-            keeps = all(_shape(v) == _shape(eqn.outvars[0]) for v in by_row)
-        elif name in _REDUCTIONS:
-            keeps = 0 not in params["axes"]
-        elif name == "reshape":
-            keeps = bool(by_row) and params["dimensions"] is None
-        elif name == "broadcast_in_dim":
-            keeps = not by_row or params["broadcast_dimensions"][:1] == (0,)
-        else:
-            keeps = name == "iota" and params["dimension"] != 0
-        has_rows = all(_shape(v)[:1] == (n,) for v in eqn.outvars)
-        if not keeps or (by_row and not has_rows):
-            return False
-        (rows if has_rows else uniform).update(eqn.outvars)
-    return all(not isinstance(v, jex.Literal) and v in rows for v in outputs)
+        known = {*rows, *self.before, *self.jaxpr.constvars, *self.scalars}
+        for eqn in self.needed(outputs, known):
+            name, params = eqn.primitive.name, eqn.params
+            by_row = [v for v in reads(eqn) if v in rows]
+            if any(not (v in rows or v in uniform or _is_scalar(v)) for v in reads(eqn)):
+                return False
+            if not by_row and all(map(_is_scalar, eqn.outvars)):
+                continue
+            if name in _ELEMENTWISE or name == "sharding_constraint":
+                keeps = all(_shape(v) == _shape(eqn.outvars[0]) for v in by_row)
+            elif name in _REDUCTIONS:
+                keeps = 0 not in params["axes"]
+            elif name == "reshape":
+                keeps = bool(by_row) and params["dimensions"] is None
+            elif name == "broadcast_in_dim":
+                keeps = not by_row or params["broadcast_dimensions"][:1] == (0,)
+            else:
+                keeps = name == "iota" and params["dimension"] != 0
+            has_rows = all(_shape(v)[:1] == (n,) for v in eqn.outvars)
+            if not keeps or (by_row and not has_rows):
+                return False
+            (rows if has_rows else uniform).update(eqn.outvars)
+        return all(not isinstance(v, jex.Literal) and v in rows for v in outputs)
 
 
 def _with_rows(eqn: jex.JaxprEqn, n: int, rows: int) -> jex.JaxprEqn:

@@ -167,13 +167,13 @@ def train_step(
     if scaling is not None:
         own[LOSS_SCALE] = scale["scale"]
         scale = loss_scaling.after_step(scaling, scale, finite)
-    new = TrainState(
+    new = replace(
+        state,
         step=state.step + 1,
         params=params,
         copies=copies,
         opt_state=opt_state,
         model_state=model_state,
-        rng=state.rng,
         skipped=skipped,
         skipped_in_a_row=in_a_row,
         loss_scale=scale,
@@ -426,13 +426,7 @@ def _run_model(
     training: bool,
     device: Any,
 ) -> tuple[Any, PyTree]:
-    """Runs the user's function on the model; all of it is a unit where the model is one.
-
-    Raises:
-        UnitError: with local batches, a loss that computes with raw parameter leaves.
-        ValueError: collectives along an axis that nothing binds.
-
-    """
+    """Runs the user's function on the model; all of it is a unit where the model is one."""
 
     def call(params: PyTree, args: Any) -> tuple[Any, PyTree]:
         model_state, batch, key = args
@@ -546,14 +540,10 @@ def _updated(
     loss: jax.Array,
     seed: Seed | None,
 ) -> tuple[PyTree, PyTree]:
-    """Returns (trained parameters, optimizer state) after the update.
+    """Returns (trained parameters, optimizer state) after the update; with a seed, rounded.
 
-    Arrays are in device memory: all of the tree, or some layers of the stacked ones. With a seed
-    parameters are rounded stochastically.
-
-    Raises:
-        ValueError: an optimizer that evaluates the loss again, for a line search.
-
+    Arrays are in device memory: all of the tree, or some layers of the stacked ones. Raises
+    ValueError for an optimizer that evaluates the loss again, for a line search.
     """
     by_path = plan.layout.by_path
 
