@@ -102,12 +102,9 @@ class _Variation:
             return [axes - self._collective_axes(eqn) for axes in varying] or [NONE]
         if name in SAME_AFTER | DIFFERENT_AFTER:
             return [any_operand | self._collective_axes(eqn) for _ in eqn.outvars]
-        if name == "cond":
-            return self._of_cond(eqn, varying)
-        if name == "while":
-            return self._of_while(eqn, varying)
-        if name == "scan":
-            return self._of_scan(eqn, varying)
+        control_flow = {"cond": self._of_cond, "while": self._of_while, "scan": self._of_scan}
+        if name in control_flow:
+            return control_flow[name](eqn, varying)
         inner = inner_jaxprs(eqn)
         if len(inner) == 1 and len(inner[0].invars) == len(varying):  # jit, checkpoint, other calls
             return self.of_outputs(inner[0], varying)

@@ -568,11 +568,10 @@ def _copies(plan: StepPlan, params: PyTree) -> PyTree:
     leaves, flat = plan.layout.by_path, flatten(params)
 
     def copy(path: str, copied: Leaf) -> jax.Array:
-        if copied.spec == leaves[path].spec:
+        comm, spec = plan.comms[path], leaves[path].spec
+        if copied.spec == spec:
             return flat[path].astype(copied.dtype)
         # The optimizer's update is outside `shard_map`, and so is this.
-        comm = plan.comms[path]
-        spec = leaves[path].spec
         comm = replace(comm, param_spec=spec, mode="annotate", per_axis=False, on_host=False)
         return fetch(comm, flat[path])
 
