@@ -82,8 +82,8 @@ def abstract_rest(
 
 def state_like(layout: Layout, leaf_to: Callable[[Leaf], Any]) -> TrainState:
     """Returns a TrainState with `leaf_to(Leaf)` in place of every array."""
-    parts = (layout.params, layout.optimizer, layout.other)
-    params, opt_state, other = (jax.tree.map(leaf_to, part) for part in parts)
+    parts = layout.params, layout.optimizer, layout.other
+    params, opt_state, other = jax.tree.map(leaf_to, parts)
     return TrainState(params=params, opt_state=opt_state, **other)
 
 
@@ -94,7 +94,7 @@ def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
         ValueError: an unknown path, or an array whose shape or dtype is not the layout's.
 
     """
-    given, expected = flatten(params), flatten(layout.params)
+    given, expected = flatten(params), layout.by_path
     fix = "sharded.checkpoint_target().params has all of them"
     for path, array in given.items():
         if path not in expected:
