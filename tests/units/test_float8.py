@@ -96,21 +96,25 @@ def sharded_gpt(precision, scan=True, strategy="full_shard", mesh=None, **settin
     return fsdp.fully_shard(gpt(scan), optax.adam(1e-3), mesh, strategy, **settings)
 
 
+def comms_of(sharded, **settings):
+    return sharded.make_train_step(next_token_loss, **settings).plan.comms
+
+
 def test_kernels_of_units_are_sent_in_float8_and_nothing_else():
-    comms = sharded_gpt(fsdp.Precision(compute="bfloat16", **GATHER))._comms("annotate")
+    comms = comms_of(sharded_gpt(fsdp.Precision(compute="bfloat16", **GATHER)))
     sent = {path: str(comm.transform.wire) for path, comm in comms.items()}
     kernels = {path for path, dtype in sent.items() if dtype == "float8_e4m3fn"}
     assert kernels == {path for path in sent if path.endswith("kernel") and path != "head/kernel"}
     assert sent["blocks/mlp/up/bias"] == sent["embed/embedding"] == "bfloat16"
     kept = fsdp.Precision(compute="bfloat16", keep_float32=("mlp/up",), **GATHER)
-    comms = sharded_gpt(kept)._comms("annotate")
+    comms = comms_of(sharded_gpt(kept))
     assert str(comms["blocks/mlp/up/kernel"].transform.wire) == "float32"
 
 
 def test_both_ways_to_communicate_gather_the_same_bits():
     sharded = sharded_gpt(fsdp.Precision(compute="bfloat16", **GATHER))
     path, mesh = "blocks/mlp/up/kernel", sharded.layout.mesh
-    annotated, manual = (sharded._comms(mode)[path] for mode in ("annotate", "manual"))
+    annotated, manual = (comms_of(sharded, local_batch=local)[path] for local in (False, True))
     spec, whole = annotated.param_spec, PartitionSpec()
     value = jax.random.normal(jax.random.key(0), sharded.layout.by_path[path].shape)
     shard = jax.device_put(value, NamedSharding(mesh, spec))
