@@ -35,7 +35,7 @@ from fsdp_jax.compat import scan_arguments
 from fsdp_jax.prefetch.gather_sites import (
     ends_of,
     evaluate_unchanged,
-    inner_jaxprs,
+    inner_program,
     inputs_of,
     is_checkpoint,
     is_transparent,
@@ -170,8 +170,7 @@ class _Rewriter:
         if eqn.primitive.name == "scan":
             assert gathered is None, "a layer's own gathers are all moved out of it"
             return self._scan(eqn, args, differentiated)
-        (inner,) = inner_jaxprs(eqn)
-        consts = getattr(eqn.params.get("jaxpr"), "consts", ())
+        inner, consts = inner_program(eqn)
 
         def call(args: list[Any], gathered: Arrays | None) -> list[Any]:
             return self.evaluate(inner, [*consts, *args], gathered, differentiated)

@@ -90,9 +90,7 @@ def state_like(layout: Layout, leaf_to: Callable[[Leaf], Any]) -> TrainState:
 def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
     """Returns {path: array} of the parameters that the caller has filled, sharded as they must be.
 
-    Raises:
-        ValueError: an unknown path, or an array whose shape or dtype is not the layout's.
-
+    Raises ValueError for an unknown path, or an array of another shape or dtype than the layout's.
     """
     given, expected = flatten(params), layout.by_path
     fix = "sharded.checkpoint_target().params has all of them"
