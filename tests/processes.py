@@ -47,9 +47,11 @@ def finish(*processes):
 def run_cluster(program, *arguments, count=2, **environment):
     """Runs `program` in `count` processes of 4 CPU devices, joined; returns their stdouts.
 
-    In the program, `process` is its number, and `sys.argv[4:]` are the arguments.
+    In the program, `process` is its number, and `sys.argv[4:]` are the arguments. How LLVM
+    optimizes its programs is not what is tested: it takes most of the time.
     """
-    environment = {"JAX_PLATFORMS": "cpu", **environment}
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **environment}
     port = free_port()
     started = [
         start(JOIN + program, port, process, count, *arguments, **environment)

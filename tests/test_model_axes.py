@@ -25,9 +25,15 @@ SMALL = LlamaConfig(
     vocab_size=64, sequence_length=32, layers=2, width=64, heads=4, kv_heads=2, hidden=128
 )
 WIDE = dataclasses.replace(
-    SMALL, vocab_size=4096, sequence_length=512, layers=3, width=1024, heads=8, kv_heads=8,
+    SMALL,
+    vocab_size=4096,
+    sequence_length=512,
+    layers=3,
+    width=1024,
+    heads=8,
+    kv_heads=8,
     hidden=2816,
-)  # fmt: skip
+)
 COLUMNS, ROWS = (None, "tensor"), ("tensor", None)
 TENSOR = {
     **dict.fromkeys(("attn/q", "attn/k", "attn/v", "mlp/gate", "mlp/up", "head"), COLUMNS),
@@ -185,6 +191,7 @@ def test_state_bytes_are_those_of_both_axes():
     assert "P('fsdp', 'tensor')" in str(layout).replace("P(None, 'fsdp'", "P('fsdp'")
 
 
+@pytest.mark.long
 def test_the_contract_and_the_plan_hold_on_two_hosts_with_tensor_inside_each():
     mesh = Mesh(np.array(parse_topology("h100:2x8").devices()).reshape(2, 8), ("fsdp", "tensor"))
     sharded = shard(mesh, make=annotated(WIDE), precision=fsdp.Precision(compute="bfloat16"))

@@ -86,6 +86,7 @@ leave_cluster()
 """
 
 
+@pytest.mark.long
 def test_two_processes_save_and_restore_though_one_is_slow_or_fails(tmp_path):
     outputs = run_cluster(PROGRAM, tmp_path)
     for out, refusal in zip(outputs, ["ValueError", "CheckpointError"], strict=True):

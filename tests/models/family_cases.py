@@ -16,12 +16,27 @@ from fsdp_jax.models.tasks import Lengths
 
 TEXT: dict[str, Any] = {"vocab_size": 19, "sequence_length": 8, "layers": 2, "width": 16}
 T5: dict[str, Any] = {
-    "vocab_size": 32, "inputs_length": 12, "targets_length": 8, "layers": 3, "decoder_layers": 2,
-    "width": 16, "heads": 2, "head_dim": 6, "hidden": 24, "buckets": 8, "max_distance": 10,
-}  # fmt: skip
+    "vocab_size": 32,
+    "inputs_length": 12,
+    "targets_length": 8,
+    "layers": 3,
+    "decoder_layers": 2,
+    "width": 16,
+    "heads": 2,
+    "head_dim": 6,
+    "hidden": 24,
+    "buckets": 8,
+    "max_distance": 10,
+}
 IMAGE: dict[str, Any] = {
-    "image_size": 12, "patch": 4, "classes": 8, "layers": 2, "width": 16, "heads": 2, "hidden": 24,
-}  # fmt: skip
+    "image_size": 12,
+    "patch": 4,
+    "classes": 8,
+    "layers": 2,
+    "width": 16,
+    "heads": 2,
+    "hidden": 24,
+}
 LLAMA = TEXT | {"width": 24, "heads": 4, "kv_heads": 2, "hidden": 20}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gpt", TEXT | {"heads": 2}),

@@ -118,10 +118,15 @@ def trained(
 ) -> Any:
     """Two steps over 8 devices from these parameters: (losses, parameters)."""
     sharded = fsdp.fully_shard(
-        model, optimizer(), fsdp.make_mesh(data=8), "full_shard", units, min_size=8,
+        model,
+        optimizer(),
+        fsdp.make_mesh(data=8),
+        "full_shard",
+        units,
+        min_size=8,
         prefetch=prefetch,
         **inputs,
-    )  # fmt: skip
+    )
     step = sharded.train_step(next_token_loss, local_batch=prefetch != "none")
     state, losses = sharded.init(seed=0), []
     placed = jax.tree.map(

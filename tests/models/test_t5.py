@@ -21,10 +21,18 @@ from fsdp_jax.models.t5 import (
 )
 
 CONFIG = T5Config(
-    vocab_size=32, inputs_length=12, targets_length=8, layers=3, decoder_layers=2, width=16,
-    heads=2, head_dim=6,
-    hidden=24, buckets=8, max_distance=10,
-)  # fmt: skip
+    vocab_size=32,
+    inputs_length=12,
+    targets_length=8,
+    layers=3,
+    decoder_layers=2,
+    width=16,
+    heads=2,
+    head_dim=6,
+    hidden=24,
+    buckets=8,
+    max_distance=10,
+)
 V1_1 = {"gated": True, "tie_head": False}
 VERSIONS = pytest.mark.parametrize("version", [{}, V1_1], ids=["1.0", "1.1"])
 

@@ -78,45 +78,65 @@ def next_token(model, batch):
 
 def decoder(make, ours, *units):
     return Family(
-        make, ours, tokens,
+        make,
+        ours,
+        tokens,
         torch_logits=lambda model, batch: model(input_ids=batch["tokens"][:, :-1]).logits,
         torch_loss=next_token,
         logits=lambda model, batch: model(batch["tokens"][:, :-1]),
         loss=lambda model, batch: next_token_loss(model, batch, train=True),
         units=units,
-    )  # fmt: skip
+    )
 
 
 def gpt2(**more):
     return lambda: randomised(
         transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
-                vocab_size=V, n_positions=32, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0,
+                vocab_size=V,
+                n_positions=32,
+                n_embd=64,
+                n_layer=2,
+                n_head=4,
+                resid_pdrop=0.0,
                 embd_pdrop=0.0,
-                attn_pdrop=0.0, attn_implementation="eager", bos_token_id=0, eos_token_id=0, **more,
+                attn_pdrop=0.0,
+                attn_implementation="eager",
+                bos_token_id=0,
+                eos_token_id=0,
+                **more,
             )
         )
-    )  # fmt: skip
+    )
 
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}  # fmt: skip
+}
 
 
 def llama_like(**more):
     return lambda: randomised(
         transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
-                vocab_size=V, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                vocab_size=V,
+                hidden_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
                 intermediate_size=96,
-                max_position_embeddings=64, attn_implementation="eager", bos_token_id=0,
-                eos_token_id=0, **more,
+                max_position_embeddings=64,
+                attn_implementation="eager",
+                bos_token_id=0,
+                eos_token_id=0,
+                **more,
             )
         )
-    )  # fmt: skip
+    )
 
 
 def pairs(seed):
@@ -131,12 +151,21 @@ def pairs(seed):
 def t5_like(*, gated, tied):
     def make():
         config = transformers.T5Config(
-            vocab_size=V, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_decoder_layers=2,
+            vocab_size=V,
+            d_model=64,
+            d_kv=16,
+            d_ff=96,
+            num_layers=2,
+            num_decoder_layers=2,
             num_heads=4,
-            relative_attention_num_buckets=8, relative_attention_max_distance=16, dropout_rate=0.0,
-            feed_forward_proj="gated-gelu" if gated else "relu", decoder_start_token_id=0,
-            tie_word_embeddings=tied, attn_implementation="eager",
-        )  # fmt: skip
+            relative_attention_num_buckets=8,
+            relative_attention_max_distance=16,
+            dropout_rate=0.0,
+            feed_forward_proj="gated-gelu" if gated else "relu",
+            decoder_start_token_id=0,
+            tie_word_embeddings=tied,
+            attn_implementation="eager",
+        )
         model = transformers.T5ForConditionalGeneration(config)
         if not tied:  # transformers 5 ties it all the same, unless a file says otherwise
             model.lm_head.weight = torch.nn.Parameter(torch.empty(V, 64))
@@ -160,16 +189,19 @@ def t5_output(model, batch):
 
 def text_to_text(make):
     return Family(
-        make, t5.T5, pairs,
+        make,
+        t5.T5,
+        pairs,
         torch_logits=lambda model, batch: t5_output(model, batch).logits,
         torch_loss=lambda model, batch: t5_output(model, batch).loss,
         logits=lambda model, batch: model(
-            batch["inputs"], jnp.pad(batch["targets"][:, :-1], ((0, 0), (1, 0))),
-            inputs_mask=batch["inputs_mask"]
+            batch["inputs"],
+            jnp.pad(batch["targets"][:, :-1], ((0, 0), (1, 0))),
+            inputs_mask=batch["inputs_mask"],
         ),
         loss=lambda model, batch: text_to_text_loss(model, batch, train=True),
         units=(t5.T5EncoderBlock, t5.T5DecoderBlock),
-    )  # fmt: skip
+    )
 
 
 def images(seed):
@@ -184,12 +216,17 @@ def vit_like():
     return randomised(
         transformers.ViTForImageClassification(
             transformers.ViTConfig(
-                image_size=SIDE, patch_size=8, hidden_size=64, num_hidden_layers=2,
+                image_size=SIDE,
+                patch_size=8,
+                hidden_size=64,
+                num_hidden_layers=2,
                 num_attention_heads=4,
-                intermediate_size=96, num_labels=CLASSES, attn_implementation="eager",
+                intermediate_size=96,
+                num_labels=CLASSES,
+                attn_implementation="eager",
             )
         )
-    )  # fmt: skip
+    )
 
 
 def channels_first(batch):
@@ -198,7 +235,9 @@ def channels_first(batch):
 
 def classifier(make, ours, call, *units):
     return Family(
-        make, ours, images,
+        make,
+        ours,
+        images,
         torch_logits=lambda model, batch: call(model, channels_first(batch)),
         torch_loss=lambda model, batch: functional.cross_entropy(
             call(model, channels_first(batch)), batch["labels"].long()
@@ -206,7 +245,7 @@ def classifier(make, ours, call, *units):
         logits=lambda model, batch: model(batch["images"]),
         loss=lambda model, batch: classification_loss(model, batch, train=True),
         units=units,
-    )  # fmt: skip
+    )
 
 
 FAMILIES = {

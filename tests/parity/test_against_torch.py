@@ -89,10 +89,13 @@ def laid_out(family, folder, tx, **fields):
     """(config, layout, state with the folder's weights)."""
     config = read_config(folder, **fields)
     sharded = fsdp_jax.fully_shard(
-        lambda rngs: family.ours(config, rngs=rngs), tx, fsdp_jax.make_mesh(data=8), "full_shard",
+        lambda rngs: family.ours(config, rngs=rngs),
+        tx,
+        fsdp_jax.make_mesh(data=8),
+        "full_shard",
         list(family.units),
         min_size=1,
-    )  # fmt: skip
+    )
     params = import_weights(folder, sharded.checkpoint_target().params, config)
     for path, leaf in flatten(params).items():
         assert leaf.sharding == sharded.layout.by_path[path].sharding, path

@@ -39,6 +39,7 @@ def test_a_compiled_llama_has_the_computed_matmuls_traffic_and_memory(tmp_path):
     check_memory(step, sharded.layout, compiled, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.needs_plugin
 def test_a_small_llama_that_is_recomputed_has_the_computed_memory(tmp_path):
     """Its units are recomputed in the backward pass, and small parameters are sharded."""

@@ -266,6 +266,7 @@ def test_host_memory_is_apart_from_the_devices(plan):
     assert f"{human_bytes(8 * on_host)} a host" in str(small)
 
 
+@pytest.mark.long
 def test_a_fix_is_a_loss_in_chunks_of_a_large_vocabulary():
     topology, settings = parse_topology("h100:8"), StepSettings("full_shard")
     config = preset("tiny", layers=1, width=64, heads=4, vocab_size=2 * LOSS_CHUNK + 1)

@@ -88,7 +88,6 @@ def test_other_presets_are_planned(family, preset, tmp_path):
         "t5_11b",
         "t5_v1_1_xxl",
         "vit_g14",
-        "vit_b16",
         "cait_m48",
     ],
 )

@@ -214,9 +214,12 @@ def test_whatever_the_shape_the_spec_fits(shape, stacked, axes, sizes, min_size)
     by_one = any(size % shards_of(mesh, axes) == 0 for size in inner)
     deals = product(range(len(inner)), repeat=len(cutting)) if len(cutting) > 1 else ()
     by_several = any(
-        all(size % prod(mesh.shape[a] for a, d in zip(cutting, deal, strict=True) if d == dim) == 0
-            for dim, size in enumerate(inner)) for deal in deals
-    )  # fmt: skip
+        all(
+            size % prod(mesh.shape[a] for a, d in zip(cutting, deal, strict=True) if d == dim) == 0
+            for dim, size in enumerate(inner)
+        )
+        for deal in deals
+    )
     assert bool(used) == (one_layer >= min_size and (by_one or by_several))
     assert placement.missed_shards == 1 or not used
     assert NamedSharding(mesh, spec).shard_shape(tuple(shape)) is not None

@@ -45,9 +45,14 @@ def test_only_a_step_that_runs_and_offloads_asks(monkeypatch, offload):
     asked = []
     monkeypatch.setattr(compiled_step, "check_offload", lambda *x: asked.append(x))
     sharded = fsdp.fully_shard(
-        gpt(True), optax.adam(0.1), fsdp.make_mesh(data=8), units=[Block], min_size=8, remat="full",
+        gpt(True),
+        optax.adam(0.1),
+        fsdp.make_mesh(data=8),
+        units=[Block],
+        min_size=8,
+        remat="full",
         offload=fsdp.Offload(**offload),
-    )  # fmt: skip
+    )
     step = sharded.make_train_step(next_token_loss)
     batch = CASES["nnx-gpt-scanned"].batch(0)
     step.compile(batch)

@@ -164,10 +164,14 @@ def test_moments_in_8_bits_are_streamed_to_the_same_bits():
     runs = []
     for offload in (None, fsdp.Offload(params=True, optimizer=True, group_bytes=2048)):
         sharded = fsdp.fully_shard(
-            make_model(case), optim.adamw(1e-3, moments="int8"), fsdp.make_mesh(data=8),
-            units=case.units, min_size=16, offload=offload,
+            make_model(case),
+            optim.adamw(1e-3, moments="int8"),
+            fsdp.make_mesh(data=8),
+            units=case.units,
+            min_size=16,
+            offload=offload,
             precision=fsdp.Precision("bfloat16", "bfloat16", stochastic_rounding=True),
-        )  # fmt: skip
+        )
         step, state = sharded.make_train_step(case.loss), sharded.init(0)
         for number in range(2):
             state, _ = step(state, case.batch(number))

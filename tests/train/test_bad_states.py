@@ -64,6 +64,7 @@ def spiking(run, name, policy, threshold, *more):
     return run(name, *words, "--train.spike_threshold", str(threshold), *more)
 
 
+@pytest.mark.long
 def test_a_spike_is_told_skipped_or_gone_back_from(run, capsys):
     # The largest of the flat run's scores is the only spike.
     assert spiking(run, "flat", "warn", 1e6) == 0
@@ -107,6 +108,7 @@ def test_a_run_does_not_go_back_for_ever(run, capsys):
     assert steps_of(run, "again") == [8]
 
 
+@pytest.mark.long
 def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
     go_back, damaged = Training._go_back, []
 
@@ -182,6 +184,7 @@ def test_a_policy_out_of_range_is_refused(run, capsys, key, value):
     assert f"train.{key}" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_window_of_losses_may_be_turned_on_off_and_resized(copied, run, capsys):
     directory = copied("windows")
     for words, note in [

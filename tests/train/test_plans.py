@@ -145,6 +145,7 @@ def test_a_dtype_that_a_chip_lacks_is_named(tiny, capsys):
     assert "v100 has no bfloat16" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.needs_plugin
 def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
     words = ["plan", tiny, "--topology", "h100:8", "--train.global_batch_size", "8", "--json"]

@@ -153,8 +153,10 @@ SETTINGS = [
     (False, True, "none"),
     (True, False, "full"),
 ]
-WRAPPED = [
-    (kind, *settings) for kind in METHODS for settings in SETTINGS[: 4 if kind is Scanned else 2]
+# A method under `scan` in every setting, the others in one each.
+WRAPPED = [(Scanned, *settings) for settings in SETTINGS] + [
+    (kind, *SETTINGS[number % 4])
+    for number, kind in enumerate(kind for kind in METHODS if kind is not Scanned)
 ]
 
 

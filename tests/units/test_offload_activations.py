@@ -19,9 +19,15 @@ def make_step(topology, scan, **settings):
     sizes = {"sequence_length": LENGTH, "layers": LAYERS, "width": WIDTH}
     mesh = fsdp.make_mesh(devices=parse_topology(topology).devices())
     sharded = fsdp.fully_shard(
-        gpt(scan, **sizes), optax.sgd(0.1), mesh, "full_shard",
-        units=[Block], remat="full", precision=fsdp.Precision(compute="bfloat16"), **settings,
-    )  # fmt: skip
+        gpt(scan, **sizes),
+        optax.sgd(0.1),
+        mesh,
+        "full_shard",
+        units=[Block],
+        remat="full",
+        precision=fsdp.Precision(compute="bfloat16"),
+        **settings,
+    )
     return sharded.make_train_step(next_token_loss, local_batch=True)
 
 
@@ -32,7 +38,7 @@ def make_step(topology, scan, **settings):
         ("h100:8", True, "none", LAYERS),
         ("h100:8", True, "pre", LAYERS - 1),  # the last block's are read at once
         ("v5e:2x4", True, "none", LAYERS),
-        ("v5e:2x4", False, "none", LAYERS),
+        pytest.param("v5e:2x4", False, "none", LAYERS, marks=pytest.mark.long),
     ],
 )
 def test_the_inputs_of_the_blocks_are_in_host_memory(topology, scan, prefetch, on_host):
@@ -44,7 +50,6 @@ def test_the_inputs_of_the_blocks_are_in_host_memory(topology, scan, prefetch, o
     assert program.memory_analysis().host_temp_size_in_bytes == on_host
 
 
-@pytest.mark.needs_plugin
 @pytest.mark.needs_plugin
 def test_parameters_in_host_memory_are_read_in_the_order_of_the_backward_pass():
     step = make_step("h100:8", True, offload=fsdp.Offload(params=True, optimizer=True))

@@ -126,8 +126,19 @@ def control(model, state):
     return float(value), float(optax.tree.norm(gradients))
 
 
-@pytest.mark.parametrize("settings", [{}, {"prefetch": "pre"} | LOCAL, {"units": "model"} | LOCAL])
-@pytest.mark.parametrize("wrap", [*KINDS, "scan", "shared"])
+@pytest.mark.parametrize(
+    ("wrap", "settings"),
+    [
+        ("", {}),
+        ("", {"units": "model"} | LOCAL),
+        ("remat", {"prefetch": "pre"} | LOCAL),
+        ("jit", {}),
+        ("shared", {"prefetch": "pre"} | LOCAL),
+        ("scan", {}),
+        ("scan", {"prefetch": "pre"} | LOCAL),
+        ("scan", {"units": "model"} | LOCAL),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::fsdp_jax.SlowerWarning")  # nothing to prefetch
 def test_what_a_linen_model_sows_reaches_the_loss(wrap, settings):
     settings = dict(settings)
@@ -405,8 +416,9 @@ def left(model, batch):
     return (y**2).sum() + sum(jnp.sum(each) for each in sown), len(y)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("read", [captured, popped, left])
+@pytest.mark.parametrize(
+    ("scan", "read"), [(False, captured), (True, captured), (True, popped), (True, left)]
+)
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_what_an_nnx_model_sows_reaches_the_loss_and_is_no_state(scan, read):
     sharded = shard(lambda rngs: NnxModel(scan, rngs), [NnxBlock])

@@ -195,8 +195,10 @@ def test_the_normalization_of_images_is_written(tmp_path):
         assert (again.mean, again.std) == (mean, std)
     found = json.loads((tmp_path / "vit" / "preprocessor_config.json").read_text())
     assert (found["image_mean"], found["image_std"], found["size"]) == (
-        [0.1, 0.2, 0.3], [0.4, 0.5, 0.6], {"height": 16, "width": 16}
-    )  # fmt: skip
+        [0.1, 0.2, 0.3],
+        [0.4, 0.5, 0.6],
+        {"height": 16, "width": 16},
+    )
     found = json.loads((tmp_path / "cait" / "config.json").read_text())["pretrained_cfg"]
     assert (found["mean"], found["std"], found["input_size"]) == (
         [0.1, 0.2, 0.3],

@@ -88,20 +88,33 @@ def test_a_list_of_blocks_has_these_paths(family):
     ("name", "count", "examples"),
     [
         # as published: the files' own numbers, less buffers
-        ("gpt2", 148, {"transformer.wte.weight": (50257, 768),
-        "transformer.h.11.attn.c_attn.weight": (768, 2304)}),
         (
-            "llama2-7b", 291,
-            {"lm_head.weight": (32000, 4096), "model.layers.31.mlp.down_proj.weight": (4096,
-            11008)},
+            "gpt2",
+            148,
+            {
+                "transformer.wte.weight": (50257, 768),
+                "transformer.h.11.attn.c_attn.weight": (768, 2304),
+            },
         ),
         (
-            "llama3-8b", 291,
-            {"model.embed_tokens.weight": (128256, 4096),
-            "model.layers.0.self_attn.k_proj.weight": (1024, 4096)},
+            "llama2-7b",
+            291,
+            {
+                "lm_head.weight": (32000, 4096),
+                "model.layers.31.mlp.down_proj.weight": (4096, 11008),
+            },
         ),
         (
-            "t5-small", 131,
+            "llama3-8b",
+            291,
+            {
+                "model.embed_tokens.weight": (128256, 4096),
+                "model.layers.0.self_attn.k_proj.weight": (1024, 4096),
+            },
+        ),
+        (
+            "t5-small",
+            131,
             {
                 "shared.weight": (32128, 512),
                 "decoder.block.5.layer.2.DenseReluDense.wi.weight": (2048, 512),
@@ -109,14 +122,16 @@ def test_a_list_of_blocks_has_these_paths(family):
             },
         ),
         (
-            "t5-v1_1-base", 282,
+            "t5-v1_1-base",
+            282,
             {
                 "lm_head.weight": (32128, 768),
                 "encoder.block.11.layer.1.DenseReluDense.wi_1.weight": (2048, 768),
             },
         ),
         (
-            "vit-b16", 200,
+            "vit-b16",
+            200,
             {
                 "vit.embeddings.patch_embeddings.projection.weight": (768, 3, 16, 16),
                 "vit.embeddings.position_embeddings": (1, 197, 768),
@@ -124,7 +139,8 @@ def test_a_list_of_blocks_has_these_paths(family):
             },
         ),
         (
-            "cait-m48-448", 908,
+            "cait-m48-448",
+            908,
             {
                 "pos_embed": (1, 784, 768),
                 "blocks.47.attn.qkv.weight": (2304, 768),
@@ -133,7 +149,7 @@ def test_a_list_of_blocks_has_these_paths(family):
             },
         ),
     ],
-)  # fmt: skip
+)
 def test_names_and_shapes_are_the_published_ones(name, count, examples):
     config = PRESETS[name]
     mappings = table_of(config).mappings(leaves_of(config))
