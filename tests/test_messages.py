@@ -9,8 +9,6 @@ from flax import nnx
 
 import fsdp_jax as fsdp
 
-pytestmark = pytest.mark.releases
-
 BATCH = {"x": np.ones((8, 8), np.float32)}
 
 

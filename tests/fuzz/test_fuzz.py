@@ -44,6 +44,7 @@ def test_hostile_inputs_are_read_as_the_reference_reads_them_or_refused(tmp_path
         assert refused > INPUTS // 20 or row["target"] == "metrics", row
 
 
+@pytest.mark.long
 def test_the_harness_reports_a_fault_that_is_planted_in_each_target(tmp_path):
     done = run("fuzz.planted", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -57,6 +58,7 @@ def test_the_harness_reports_a_fault_that_is_planted_in_each_target(tmp_path):
     assert len(reported["config"]) == len(FAULTS)
 
 
+@pytest.mark.long
 def test_an_input_is_a_function_of_its_seed_and_number_and_is_kept_where_it_fails(tmp_path):
     again = [
         run("fuzz", "--target", "rules", "--case", 3, "--seed", seed, folder=tmp_path).stdout

@@ -29,8 +29,6 @@ from fsdp_jax.models import FAMILIES
 from fsdp_jax.models.attention import AttentionKind
 from fsdp_jax.train.config import ModelConfig
 
-pytestmark = pytest.mark.releases
-
 # tied and untied heads differ in the loss and the dtypes alone
 BLOCKS = pytest.mark.parametrize("name", ["gpt", "llama", "t5", "t5-v1_1", "vit", "cait"])
 EVERY = pytest.mark.parametrize("name", SMALL)

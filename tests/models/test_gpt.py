@@ -19,8 +19,6 @@ from fsdp_jax.models.gpt import (
 from fsdp_jax.models.losses import cross_entropy, next_token_loss
 from fsdp_jax.models.sampling import sample
 
-pytestmark = pytest.mark.releases
-
 CONFIG = GPTConfig(vocab_size=19, sequence_length=8, layers=3, width=16, heads=2)
 BOTH = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
 

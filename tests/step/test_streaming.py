@@ -295,6 +295,7 @@ def test_an_update_that_spoils_state_in_host_memory_ends_the_run(offload):
         step.finish()
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=25)
 @given(st.floats(0, 1))
 def test_a_fraction_takes_the_largest_arrays_first(fraction):
@@ -321,6 +322,7 @@ def test_the_layout_tells_what_is_in_host_memory():
     assert str(layout.other["copies"]["embed"]["embedding"].dtype) == "bfloat16"
 
 
+@pytest.mark.long
 def test_checkpoints_move_between_layouts_with_and_without_offload(tmp_path):
     case = CASES["nnx-gpt-scanned"]
     source = shard(offload=ALL, precision=BF16)

@@ -197,6 +197,7 @@ def test_the_window_of_losses_may_be_turned_on_off_and_resized(copied, run, caps
         assert note in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_run_does_not_resume_from_a_state_that_is_not_finite(run, monkeypatch, capsys):
     save = CheckpointStore.save
 

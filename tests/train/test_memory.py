@@ -49,6 +49,7 @@ def test_a_run_on_virtual_devices_has_no_cliff(run_like):
     assert memory.cliff_of(run_like) is None
 
 
+@pytest.mark.long
 def test_a_run_names_the_lever_of_its_cliff(run_like, monkeypatch):
     """As if the virtual devices were eight H100s."""
     monkeypatch.setattr(memory, "hardware_of", lambda kind: HARDWARE["h100"])

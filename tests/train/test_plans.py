@@ -45,6 +45,7 @@ def test_json_is_for_programs(tiny, capsys):
     assert plan["devices"] == 16
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_fit_ends_with_3_and_lists_fixes(tiny, capsys):
     words = ["--model.width", "1024", "--model.layers", "64", "--train.global_batch_size", "2048"]
     words += ["--topology", "v5e:4x4", "--analytic", "--remat", "none"]

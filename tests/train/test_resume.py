@@ -186,6 +186,7 @@ def trained_on_text(run, tmp_path):
     return text, overrides.split()
 
 
+@pytest.mark.long
 def test_saving_by_the_clock_and_keeping_some_for_good(run, tmp_path, monkeypatch):
     check, checked = loop.not_finite, 0.05
 
