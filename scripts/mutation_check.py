@@ -72,8 +72,9 @@ FAULTS = (
     Fault(
         name="parameters are gathered in float32",
         file="fsdp_jax/units/collectives.py",
-        old="            value = run(comm, value, spec)\n",
-        new='            value = run(comm, value.astype("float32"), spec).astype(value.dtype)\n',
+        old="            value = (_gather_manual if manual else _gather_annotated)(comm, value, spec)\n",
+        new="            gather = _gather_manual if manual else _gather_annotated\n"
+        '            value = gather(comm, value.astype("float32"), spec).astype(value.dtype)\n',
         tests=("tests/units/test_units.py", "tests/contract/test_contract.py"),
     ),
     Fault(
@@ -93,8 +94,8 @@ FAULTS = (
     Fault(
         name="a collective in a loop is counted once",
         file="fsdp_jax/hlo/collectives.py",
-        old="        executions = context.executions * trips\n",
-        new="        executions = context.executions\n",
+        old="        inside = _Context(context.executions * trips, ",
+        new="        inside = _Context(context.executions, ",
         tests=("tests/hlo/test_collectives.py",),
     ),
     Fault(

@@ -18,6 +18,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import fsdp_jax as fsdp
@@ -252,6 +253,26 @@ def covering(
         chosen.append(max(product, key=lambda case: len(pairs_of(case) & missing)))
         missing -= pairs_of(chosen[-1])
     return chosen
+
+
+def covering_params(
+    axes: Sequence[Iterable[Hashable]],
+    *,
+    possible: Callable[..., bool] | None = None,
+    name: Callable[[Choice], str] | None = None,
+) -> list[Any]:
+    """The members of a covering, for `parametrize`.
+
+    Those that bring no value of an axis that one before them has not brought are marked `long`.
+    """
+    seen: set[tuple[int, Hashable]] = set()
+    params = []
+    for case in covering(axes, possible=possible):
+        values = set(enumerate(case))
+        marks = [pytest.mark.long] if values <= seen else []
+        params.append(pytest.param(*case, marks=marks, id=name and name(case)))
+        seen |= values
+    return params
 
 
 def train(

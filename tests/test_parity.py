@@ -7,7 +7,7 @@ import dataclasses
 from typing import NamedTuple
 
 import pytest
-from reference import CASES, STEPS, check, control, covering, pairs_of, train
+from reference import CASES, STEPS, check, control, covering, covering_params, pairs_of, train
 
 import fsdp_jax as fsdp
 
@@ -36,9 +36,6 @@ def possible(strategy, mesh, way, model, remat):
     return not (way.local_batch and ("batchnorm" in model or mesh == (1, 1)))
 
 
-CHOSEN = covering(AXES, possible=possible)
-
-
 def name_of(case):
     strategy, mesh, way, model, remat = case
     batch = "local" if way.local_batch else "global"
@@ -65,7 +62,8 @@ def run(name, mesh, strategy, **settings):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "way", "model", "remat"), CHOSEN, ids=map(name_of, CHOSEN)
+    ("strategy", "mesh", "way", "model", "remat"),
+    covering_params(AXES, possible=possible, name=name_of),
 )
 def test_every_strategy_matches_an_unsharded_run(strategy, mesh, way, model, remat):
     found = run(model, mesh, strategy, remat=remat, **way._asdict())

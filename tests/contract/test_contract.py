@@ -110,11 +110,11 @@ def test_the_contract_holds_on_gpus(name, settings):
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        ("linen", "no_shard"),
-        ("llama", "zero1"),
         ("llama", "full_shard"),
-        ("linen", "full_shard"),
         ("linen", "hybrid_shard"),
+        pytest.param("linen", "full_shard", marks=pytest.mark.long),
+        pytest.param("linen", "no_shard", marks=pytest.mark.long),
+        pytest.param("llama", "zero1", marks=pytest.mark.long),
     ],
 )
 def test_the_contract_holds_on_gpus_by_annotations(name, strategy):

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from reference import CASES, control, covering, gpt, traffic, train
+from reference import CASES, control, covering_params, gpt, traffic, train
 
 import fsdp_jax as fsdp
 from fsdp_jax.errors import SlowerWarning
@@ -153,7 +153,7 @@ def test_policies_save_the_matmuls_in_float8_that_they_save_otherwise(scan):
 
 # Training
 
-CASES_OF_PAIRS = covering(
+CASES_OF_PAIRS = covering_params(
     [("nnx-gpt-scanned", "linen-transformer"), tuple(STRATEGIES), ("gather", "both"), (False, True)]
 )
 

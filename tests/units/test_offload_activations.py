@@ -35,7 +35,7 @@ def make_step(topology, scan, **settings):
 @pytest.mark.parametrize(
     ("topology", "scan", "prefetch", "on_host"),
     [
-        ("h100:8", True, "none", LAYERS),
+        pytest.param("h100:8", True, "none", LAYERS, marks=pytest.mark.long),
         ("h100:8", True, "pre", LAYERS - 1),  # the last block's are read at once
         ("v5e:2x4", True, "none", LAYERS),
         pytest.param("v5e:2x4", False, "none", LAYERS, marks=pytest.mark.long),

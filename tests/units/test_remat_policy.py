@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from reference import CASES, by_path, check, covering, gpt, traffic, train, train_unsharded
+from reference import CASES, by_path, check, covering_params, gpt, traffic, train, train_unsharded
 
 import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
@@ -279,7 +279,7 @@ def run(model, remat, offload, way="global", strategy="full_shard"):
 @pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 @pytest.mark.parametrize(
     ("model", "remat", "offload", "way", "strategy"),
-    covering([MODELS, REMATS, OFFLOADS, WAYS, STRATEGIES], possible=possible),
+    covering_params([MODELS, REMATS, OFFLOADS, WAYS, STRATEGIES], possible=possible),
 )
 def test_no_policy_changes_a_number(model, remat, offload, way, strategy):
     losses, params = run(model, remat, offload, way, strategy)
