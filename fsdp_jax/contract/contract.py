@@ -22,7 +22,7 @@ from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.rules import MIN_SIZE
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.train_step import StepPlan
-from fsdp_jax.tables import html_table, text_table
+from fsdp_jax.tables import html_table, shortened, text_table
 from fsdp_jax.tree import PyTree
 
 COLUMNS = ("op", "dtype", "axis", "times", "sent per step", "hidden", "for")
@@ -119,8 +119,8 @@ class Contract:
         cells: list[tuple[str, ...]] = []
         for row in self.rows():
             sizes = human_bytes(row["bytes"]), human_bytes(row["overlapped_bytes"])
-            where = row["where"] if len(row["where"]) < 60 else row["where"][:59] + "…"
-            cells.append((row["op"], row["dtype"], row["axis"], str(row["count"]), *sizes, where))
+            what = row["op"], row["dtype"], row["axis"], str(row["count"])
+            cells.append((*what, *sizes, shortened(row["where"], 60)))
         return cells
 
     def _verdict(self) -> str:

@@ -29,7 +29,6 @@ from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import flatten
 
 Role = Literal["gather", "reduce"]
-Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,8 @@ class Expected:
         dtype: numpy name of the dtype that is sent.
         axis: mesh axes joined by "+", by the user's names.
         bytes: that a device sends per step.
+        times: how often a step sends one of `shapes`: per layer of a stack that is gathered layer
+            by layer, microbatch, forward and backward.
         shapes: that the array may have when it is sent: one layer of a stack, or all of them; a
             device's part of it where it is reduced after it was scattered.
 
@@ -54,7 +55,8 @@ class Expected:
     dtype: str
     axis: str
     bytes: int
-    shapes: Shapes
+    times: int
+    shapes: tuple[tuple[int, ...], ...]
 
 
 def expected_of(plan: StepPlan) -> list[Expected]:
@@ -68,50 +70,54 @@ def expected_of(plan: StepPlan) -> list[Expected]:
         # As the model computes with it: still sharded along the model's own axes.
         gathered = NamedSharding(leaf.axes.mesh, axes.model_spec(leaf.grad_spec))
         shape = gathered.shard_shape(leaf.shape)
-        size = prod(shape)
-        shapes = (shape[leaf.stacked :], shape)
         # The parameter; where the strategy never gathers, its copy or the updated parameter itself.
         is_cast = gathers or path in copies
         along = axes.batch_spec_axes(leaf.spec if is_cast else leaf.grad_spec)
         if along and (leaf.trainable or gathers):
             passes = 1 if plan.comms[path].unit is None else 2
-            elements = size * (plan.accumulation * passes if plan.per_unit else 1)
             dtype = transform.wire if is_cast else leaf.dtype
-            rows.append(_in_ring(leaf, "all-gather", dtype, along, elements, shapes))
+            times = plan.accumulation * passes if plan.per_unit else 1
+            rows.append(_in_ring(plan, leaf, "all-gather", dtype, along, shape, times))
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         # Its gradient: scattered along the axes that it is sharded along, ...
-        elements = size * (1 if plan.deferred else plan.accumulation)
+        times = 1 if plan.deferred else plan.accumulation
         dtype = transform.reduce if plan.local_batch else transform.compute
         scattered = axes.batch_spec_axes(leaf.grad_spec)
-        rows.append(_in_ring(leaf, "reduce-scatter", dtype, scattered, elements, shapes))
+        rows.append(_in_ring(plan, leaf, "reduce-scatter", dtype, scattered, shape, times))
         # ... and a device's part of it reduced along the others.
         others = [axis for axis in axes.batch if axis not in scattered]
         part = leaf.grad_sharding.shard_shape(leaf.shape)
-        shapes = part[leaf.stacked :], part
-        elements //= prod(leaf.axes.mesh.shape[axis] for axis in scattered)
-        rows.append(_in_ring(leaf, "all-reduce", dtype, others, elements, shapes))
+        rows.append(_in_ring(plan, leaf, "all-reduce", dtype, others, part, times))
     return [each for each in rows if each.bytes]
 
 
 def _in_ring(
-    leaf: Leaf, op: str, dtype: np.dtype, along: Sequence[str], elements: int, shapes: Shapes
+    plan: StepPlan,
+    leaf: Leaf,
+    op: str,
+    dtype: np.dtype,
+    along: Sequence[str],
+    shape: tuple[int, ...],
+    times: int,
 ) -> Expected:
-    """Returns the traffic of an operation on `elements` a step, in a ring along these axes."""
+    """Returns the traffic of an operation on a whole array, in a ring along these axes."""
     mesh = leaf.axes.mesh
     n = prod(mesh.shape[axis] for axis in along)
     dtype = _on_wire(dtype, mesh.devices.flat[0].platform)
+    elements = prod(shape) * times
     sent = elements * dtype.itemsize * (n - 1) // n * (2 if op == "all-reduce" else 1)
     axis = leaf.axes.user_name(axis for axis in along if mesh.shape[axis] > 1)
     role: Role = "gather" if op == "all-gather" else "reduce"
-    return Expected(leaf.path, role, op, str(dtype), axis, sent, shapes)
+    layers = prod(leaf.shape[: leaf.stacked]) if plan.per_unit else 1
+    shapes = shape[leaf.stacked :], shape
+    return Expected(leaf.path, role, op, str(dtype), axis, sent, layers * times, shapes)
 
 
 def _on_wire(dtype: np.dtype, platform: str) -> np.dtype:
     """Returns the dtype that is sent: XLA:CPU widens narrow floats first, no accelerator does."""
-    name = jnp.dtype(dtype).name
-    if platform == "cpu" and name == "bfloat16":
-        name = "float32"
-    elif platform == "cpu" and name.startswith("float8"):
-        name = "float16"
-    return jnp.dtype(name)
+    if platform == "cpu" and dtype == jnp.bfloat16:
+        return jnp.dtype(jnp.float32)
+    if platform == "cpu" and dtype.name.startswith("float8"):
+        return jnp.dtype(jnp.float16)
+    return dtype

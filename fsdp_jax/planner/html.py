@@ -17,6 +17,7 @@ import jinja2
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.compiled.peak_memory import Kind
 from fsdp_jax.planner.compiled.timeline import COMPUTE, FROM_HOST, LINK, TO_HOST, Event
+from fsdp_jax.tables import shortened
 
 STACK: tuple[Kind, ...] = ("params", "optimizer", "gradients", "activations", "gathered", "other")
 """Order of the memory drawing: state first, so that steady-state memory ends where state does."""
@@ -119,7 +120,7 @@ def collective_rows(plan: Any) -> list[tuple[str, ...]]:
         overlapped = "-"
         if compiled and row["bytes"]:
             overlapped = f"{row['overlapped_bytes'] / row['bytes']:.0%}"
-        rows.append((*what, human_bytes(row["bytes"]), overlapped, _shortened(row["where"])))
+        rows.append((*what, human_bytes(row["bytes"]), overlapped, shortened(row["where"], TEXT_LIMIT)))
     if more := plan.collectives[COLLECTIVES:]:
         size = human_bytes(sum(row["bytes"] for row in more))
         rows.append((f"{len(more)} more", "", "", "", size, "", ""))
@@ -235,7 +236,7 @@ def _lane(events: Sequence[Event], span: float, top: int, height: int, css: str)
         many = f" in {len(group)} events" if len(group) > 1 else ""
         text = f"{seconds_text(_total(group))}{many}, from {seconds_text(start)}"
         label = _fitting([name], width) if height > 12 else ""
-        yield Box(_shortened(name), text, css, start / span, width, top, height, label)
+        yield Box(shortened(name, TEXT_LIMIT), text, css, start / span, width, top, height, label)
 
 
 def _merged(events: Sequence[Event], within: float) -> Iterator[list[Event]]:
@@ -274,10 +275,6 @@ def _round_numbers(span: float) -> list[float]:
     power = 10.0 ** floor(log10(span / 10))
     step = next(times * power for times in (1, 2, 5, 10) if times * power >= 0.999 * span / 10)
     return [index * step for index in range(int(span / step) + 1)]
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= TEXT_LIMIT else text[: TEXT_LIMIT - 1] + "…"
 
 
 def seconds_text(seconds: float) -> str:

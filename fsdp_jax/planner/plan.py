@@ -342,8 +342,8 @@ def compare_html(plans: Sequence[Plan]) -> str:
 
 def plans_table(names: Sequence[str], plans: Sequence[Plan]) -> str:
     """Returns plans side by side as text, a row for each figure."""
-    columns = [_figures(plan) for plan in plans]
-    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    figures = [_figures(plan).items() for plan in plans]
+    rows = [(row[0][0], *(text for _, text in row)) for row in zip(*figures, strict=True)]
     return text_table(("", *names), rows, right=names)
 
 

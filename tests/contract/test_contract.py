@@ -387,7 +387,7 @@ def test_an_array_that_xla_replicates_is_a_violation(capfd):
 
 
 def declared(path, role, op, size, *shapes, dtype="bfloat16"):
-    return Expected(path, role, op, dtype, "data", size, shapes)
+    return Expected(path, role, op, dtype, "data", size, 1, shapes)
 
 
 def sent(op, size, shapes, paths, dtype="bfloat16", *, sliced=False):
@@ -570,7 +570,7 @@ def many(op, dtype, *, declared=None, axis="data", times=1.0, count=300):
         path, (declared_op, declared_dtype) = f"l{number}/k", declared or (op, dtype)
         declared_bytes = size * jnp.dtype(declared_dtype).itemsize
         expected.append(
-            Expected(path, role, declared_op, declared_dtype, "data", declared_bytes, (shape,))
+            Expected(path, role, declared_op, declared_dtype, "data", declared_bytes, 1, (shape,))
         )
         sent = int(times * size * jnp.dtype(dtype).itemsize)
         if sent:

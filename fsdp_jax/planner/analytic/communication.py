@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from fsdp_jax.contract.expected import Expected, expected_of
@@ -56,7 +55,7 @@ def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
     # The time of each group, and how much of it is exposed.
     overlapped = exposed = 0.0
     for (op, axis, *_), members in groups.items():
-        times = max(_executions(plan, expected) for expected in members)
+        times = max(expected.times for expected in members)
         sent = sum(expected.bytes for expected in members) // times
         mesh_axes = "+".join(plan.layout.axes.named_by_user(axis.split("+")))
         seconds = times * network.seconds(op, sent, mesh_axes)
@@ -69,7 +68,7 @@ def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
             "op": expected.op,
             "dtype": expected.dtype,
             "axis": expected.axis,
-            "count": _executions(plan, expected),
+            "count": expected.times,
             "bytes": expected.bytes,
             "overlapped_bytes": 0,
             "where": expected.path,
@@ -77,18 +76,6 @@ def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
         for expected in declared
     ]
     return ExpectedTraffic(rows, overlapped, exposed)
-
-
-def _executions(plan: StepPlan, expected: Expected) -> int:
-    """Returns how often a step sends it: per layer of a stack, microbatch, forward and backward."""
-    leaf = plan.layout.by_path[expected.path]
-    layers = prod(leaf.shape[: leaf.stacked]) if plan.per_unit else 1
-    if expected.role == "reduce":
-        return layers * (1 if plan.deferred else plan.accumulation)
-    if not plan.per_unit:
-        return layers
-    passes = 1 if plan.comms[expected.path].unit is None else 2
-    return layers * passes * plan.accumulation
 
 
 def _exposed_share(plan: StepPlan, expected: Expected) -> float:

@@ -12,6 +12,7 @@ import re
 import tempfile
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -185,13 +186,10 @@ def _write_cached(path: Path, program: CompiledProgram) -> None:
         "refused_bytes": program.refused_bytes,
         "seconds": program.seconds,
     }
-    part = None
-    try:
+    compressed = gzip.compress(json.dumps(content).encode(), compresslevel=3)
+    # a full or read-only disk costs the second run's time, not the plan
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            part = Path(file.name)
-            file.write(gzip.compress(json.dumps(content).encode(), compresslevel=3))
-        part.replace(path)
-    except OSError:  # a full or read-only disk costs the second run's time, not the plan
-        if part is not None:
-            part.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            Path(folder, path.name).write_bytes(compressed)
+            Path(folder, path.name).replace(path)
