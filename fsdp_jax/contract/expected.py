@@ -33,29 +33,19 @@ Role = Literal["gather", "reduce"]
 
 @dataclass(frozen=True)
 class Expected:
-    """The declared traffic of one parameter, by one operation.
+    """The declared traffic of one parameter, by one operation."""
 
-    Attributes:
-        path: of the parameter.
-        role: gather of the parameter, or reduction of its gradient.
-        op: all-gather, reduce-scatter or all-reduce.
-        dtype: numpy name of the dtype that is sent.
-        axis: mesh axes joined by "+", by the user's names.
-        bytes: that a device sends per step.
-        times: how often a step sends one of `shapes`: per layer of a stack that is gathered layer
-            by layer, microbatch, forward and backward.
-        shapes: that the array may have when it is sent: one layer of a stack, or all of them; a
-            device's part of it where it is reduced after it was scattered.
-
-    """
-
-    path: str
-    role: Role
-    op: str
-    dtype: str
-    axis: str
-    bytes: int
+    path: str  # of the parameter
+    role: Role  # gather of the parameter, or reduction of its gradient
+    op: str  # all-gather, reduce-scatter or all-reduce
+    dtype: str  # numpy name of the dtype that is sent
+    axis: str  # mesh axes joined by "+", by the user's names
+    bytes: int  # that a device sends per step
+    # how often a step sends one of `shapes`: per layer of a stack that is gathered layer by layer,
+    # microbatch, forward and backward
     times: int
+    # that the array may have when it is sent: one layer of a stack, or all of them; a device's part
+    # of it where it is reduced after it was scattered
     shapes: tuple[tuple[int, ...], ...]
 
 

@@ -29,22 +29,14 @@ _LOOKUP = re.compile(r"scatter-add|_take")
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that the program does and the layout does not declare.
+    """One thing that the program does and the layout does not declare."""
 
-    Attributes:
-        path: of the parameter; empty for what serves none.
-        what: the difference, in the user's terms.
-        bytes: sent per step above what is declared.
-        cause: the likely cause, and the fix.
-        kind: bytes: more is sent than declared; repeat: more often; dtype: in another dtype; less:
-            hardly anything is sent.
-
-    """
-
-    path: str
-    what: str
-    bytes: int
-    cause: str
+    path: str  # of the parameter; empty for what serves none
+    what: str  # the difference, in the user's terms
+    bytes: int  # sent per step above what is declared
+    cause: str  # the likely cause, and the fix
+    # bytes: more is sent than declared; repeat: more often; dtype: in another dtype; less: hardly
+    # anything is sent
     kind: Literal["bytes", "repeat", "dtype", "less"] = "bytes"
 
     def __str__(self) -> str:

@@ -43,46 +43,29 @@ _MEGASCALE = "_xla_megascale_transfer_type"
 
 @dataclass(frozen=True)
 class Collective:
-    """One instruction's traffic in one dtype, over a whole step.
+    """One instruction's traffic in one dtype, over a whole step."""
 
-    Attributes:
-        op: the operation, by what is communicated.
-        dtype: numpy name of the dtype that is sent.
-        axis: the mesh axes it runs along, joined by "+"; "?" where the groups fit no axes.
-        count: executions per step.
-        bytes: that a device sends per step, all executions.
-        asynchronous: it has a start and a done.
-        sliced: each device keeps only a part of an all-reduce's result; a reduce-scatter would have
-            sent half.
-        kernels: how many GEMMs, convolutions and attention kernels run between start and done,
-            per execution.
-        shapes: of the unsharded (gathered, not yet scattered) arrays, one per operand.
-        paths: what each operand serves: the parameter of its `fsdp.gather[...]` or
-            `fsdp.reduce[...]` scope, else the traced operation; "" where the program does not tell.
-        loop: number of while loops around it.
-        name: of the instruction in the program.
-        within: the scheduled computation that runs it.
-        begins: the instruction of `within` that starts it: itself, or the fusion or wrapper around
-            it.
-        ends: the one that waits for it.
-
-    """
-
-    op: Op
-    dtype: str
-    axis: str
-    count: int
-    bytes: int
-    asynchronous: bool
+    op: Op  # the operation, by what is communicated
+    dtype: str  # numpy name of the dtype that is sent
+    axis: str  # the mesh axes it runs along, joined by "+"; "?" where the groups fit no axes
+    count: int  # executions per step
+    bytes: int  # that a device sends per step, all executions
+    asynchronous: bool  # it has a start and a done
+    # each device keeps only a part of an all-reduce's result; a reduce-scatter would have sent half
     sliced: bool
+    # how many GEMMs, convolutions and attention kernels run between start and done, per execution
     kernels: int
+    # of the unsharded (gathered, not yet scattered) arrays, one per operand
     shapes: tuple[tuple[int, ...], ...]
+    # what each operand serves: the parameter of its `fsdp.gather[...]` or `fsdp.reduce[...]` scope,
+    # else the traced operation; "" where the program does not tell
     paths: tuple[str, ...]
-    loop: int
-    name: str
-    within: str = ""
+    loop: int  # number of while loops around it
+    name: str  # of the instruction in the program
+    within: str = ""  # the scheduled computation that runs it
+    # the instruction of `within` that starts it: itself, or the fusion or wrapper around it
     begins: str = ""
-    ends: str = ""
+    ends: str = ""  # the one that waits for it
 
     @property
     def hidden(self) -> int:
@@ -92,17 +75,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class ProgramTraffic:
-    """The collectives of a program in its order, and what could not be read.
-
-    Attributes:
-        collectives: what is sent.
-        unread: one line for each loop whose trip count is not known, which is counted as run once,
-            and for each transfer of a kind that is not understood. Where it is not empty, the bytes
-            are a lower bound.
-
-    """
+    """The collectives of a program in its order, and what could not be read."""
 
     collectives: tuple[Collective, ...]
+    # one line for each loop whose trip count is not known, which is counted as run once, and for
+    # each transfer of a kind that is not understood. Where it is not empty, the bytes are a lower
+    # bound
     unread: tuple[str, ...]
 
 
@@ -150,20 +128,13 @@ def _slices(axes: Mapping[str, int], slices: int) -> tuple[Axes, Groups]:
 
 
 class _Context(NamedTuple):
-    """Where a computation runs.
+    """Where a computation runs."""
 
-    Attributes:
-        executions: how often it runs per step.
-        loop: number of while loops around it.
-        known: known scalars of its argument, by position in the tuple.
-        caller: the instruction that the schedule shows in its place, where it is a fusion or is
-            called asynchronously: a scheduled computation, and a position in it.
-
-    """
-
-    executions: int
-    loop: int
-    known: Mapping[int, int]
+    executions: int  # how often it runs per step
+    loop: int  # number of while loops around it
+    known: Mapping[int, int]  # known scalars of its argument, by position in the tuple
+    # the instruction that the schedule shows in its place, where it is a fusion or is called
+    # asynchronously: a scheduled computation, and a position in it
     caller: tuple[Computation, int] | None = None
 
 

@@ -18,18 +18,11 @@ _START, _DONE = '"AsyncCollectiveStart"', '"AsyncCollectiveDone"'
 
 
 class Span(NamedTuple):
-    """From where a collective starts to where it is waited for.
+    """From where a collective starts to where it is waited for."""
 
-    Attributes:
-        asynchronous: whether other instructions may run in between.
-        kernels: how many GEMMs, convolutions and attention kernels do.
-        ends: the scheduled instruction that waits for it; the collective if it is synchronous.
-
-    """
-
-    asynchronous: bool
-    kernels: int
-    ends: str
+    asynchronous: bool  # whether other instructions may run in between
+    kernels: int  # how many GEMMs, convolutions and attention kernels do
+    ends: str  # the scheduled instruction that waits for it; the collective if it is synchronous
 
 
 def receive_of(within: Computation, send: Instruction) -> Instruction | None:

@@ -18,16 +18,10 @@ _NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Rematerialization:
-    """A resharding for which XLA found no way but to replicate the array.
+    """A resharding for which XLA found no way but to replicate the array."""
 
-    Attributes:
-        op_name: of the traced operation, "" where the compiler kept none.
-        shape: of the array on one device before, as XLA writes it: `f32[8,16]`.
-
-    """
-
-    op_name: str
-    shape: str
+    op_name: str  # of the traced operation, "" where the compiler kept none
+    shape: str  # of the array on one device before, as XLA writes it: `f32[8,16]`
 
     @property
     def path(self) -> str:

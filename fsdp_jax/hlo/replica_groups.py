@@ -18,16 +18,10 @@ _AXIS = re.compile(r"'?([^,'=:]+)'?(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
 class Groups(NamedTuple):
-    """The devices of one group of a collective.
+    """The devices of one group of a collective."""
 
-    Attributes:
-        size: devices in a group.
-        axis: mesh axes that they differ along, joined by "+"; "?" where the groups fit no axes.
-
-    """
-
-    size: int
-    axis: str
+    size: int  # devices in a group
+    axis: str  # mesh axes that they differ along, joined by "+"; "?" where the groups fit no axes
 
 
 def groups_of(one: Instruction, axes: Axes) -> Groups:

@@ -120,7 +120,9 @@ def collective_rows(plan: Any) -> list[tuple[str, ...]]:
         overlapped = "-"
         if compiled and row["bytes"]:
             overlapped = f"{row['overlapped_bytes'] / row['bytes']:.0%}"
-        rows.append((*what, human_bytes(row["bytes"]), overlapped, shortened(row["where"], TEXT_LIMIT)))
+        rows.append(
+            (*what, human_bytes(row["bytes"]), overlapped, shortened(row["where"], TEXT_LIMIT))
+        )
     if more := plan.collectives[COLLECTIVES:]:
         size = human_bytes(sum(row["bytes"] for row in more))
         rows.append((f"{len(more)} more", "", "", "", size, "", ""))

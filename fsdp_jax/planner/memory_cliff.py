@@ -25,26 +25,18 @@ _NO_WORK = {"bitcast", "get-tuple-element", "tuple", "parameter", "constant"}
 
 @dataclass(frozen=True)
 class MemoryCliff:
-    """What XLA gave up for want of memory.
+    """What XLA gave up for want of memory."""
 
-    Attributes:
-        rematerialized: how many instructions XLA added that compute a result again.
-        rematerialized_bytes: of those results, each once; in a loop, of one trip.
-        exposed_share: of the bytes that loops with compute send, the part that no compute hides;
-            0 where the peak is within XLA's limit.
-        limit_bytes: memory that XLA's scheduler plans with.
-        free_bytes: an estimate of how much less memory would avoid it: the excess over the limit,
-            and the results that were dropped. It is too high where these are not needed at once.
-        lever: the setting that frees as much for the shortest step; "" where none is known.
-
-    """
-
-    rematerialized: int
-    rematerialized_bytes: int
+    rematerialized: int  # how many instructions XLA added that compute a result again
+    rematerialized_bytes: int  # of those results, each once; in a loop, of one trip
+    # of the bytes that loops with compute send, the part that no compute hides; 0 where the peak is
+    # within XLA's limit
     exposed_share: float
-    limit_bytes: int
+    limit_bytes: int  # memory that XLA's scheduler plans with
+    # an estimate of how much less memory would avoid it: the excess over the limit, and the results
+    # that were dropped. It is too high where these are not needed at once
     free_bytes: int
-    lever: str = ""
+    lever: str = ""  # the setting that frees as much for the shortest step; "" where none is known
 
     def __str__(self) -> str:
         parts = []

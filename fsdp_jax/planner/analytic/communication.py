@@ -17,18 +17,11 @@ From `scripts/bench_contract.py`, Llama 2 7B on h100:8.
 
 @dataclass(frozen=True)
 class ExpectedTraffic:
-    """What one device sends in one step.
+    """What one device sends in one step."""
 
-    Attributes:
-        rows: as in `inspect --json`.
-        overlapped_s: seconds that links are busy and compute can run beside them.
-        exposed_s: the other seconds that they are busy.
-
-    """
-
-    rows: Sequence[dict[str, Any]]
-    overlapped_s: float
-    exposed_s: float
+    rows: Sequence[dict[str, Any]]  # as in `inspect --json`
+    overlapped_s: float  # seconds that links are busy and compute can run beside them
+    exposed_s: float  # the other seconds that they are busy
 
     @property
     def bytes(self) -> int:

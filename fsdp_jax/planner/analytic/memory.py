@@ -77,28 +77,17 @@ _COPY = "copy for a collective"
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one device needs for one step.
+    """What one device needs for one step."""
 
-    Attributes:
-        peak_bytes: the most memory that is in use at once, the state included.
-        breakdown: bytes by kind at that time; their sum is `peak_bytes`.
-        matmuls: loop trips counted (one trip where their number is unknown); no convolutions.
-        traffic_bytes: read from and written to device memory.
-        from_host_bytes: that transfers bring from host memory.
-        to_host_bytes: that transfers send to host memory.
-        update_bytes: of both, those around the optimizer's update: no matmul runs beside them.
-        host_bytes: of values that loops stack in host memory, the state not included.
-
-    """
-
-    peak_bytes: int
-    breakdown: dict[Kind, int]
+    peak_bytes: int  # the most memory that is in use at once, the state included
+    breakdown: dict[Kind, int]  # bytes by kind at that time; their sum is `peak_bytes`
+    # loop trips counted (one trip where their number is unknown); no convolutions
     matmuls: tuple[Matmul, ...]
-    traffic_bytes: int
-    from_host_bytes: int
-    to_host_bytes: int
-    update_bytes: int
-    host_bytes: int
+    traffic_bytes: int  # read from and written to device memory
+    from_host_bytes: int  # that transfers bring from host memory
+    to_host_bytes: int  # that transfers send to host memory
+    update_bytes: int  # of both, those around the optimizer's update: no matmul runs beside them
+    host_bytes: int  # of values that loops stack in host memory, the state not included
 
 
 def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
@@ -203,28 +192,19 @@ def _array_bytes(aval: Any) -> int:
 
 @dataclass(eq=False)
 class _Value:
-    """A value on one device.
-
-    Attributes:
-        is_outer: its memory is counted elsewhere: in the state, or around the loop that reads it.
-        donated: it is state, whose memory what updates it in place reuses.
-        live: something needs it.
-        stored: see [Note: stored values].
-        constant: equal for equal constants, of which XLA keeps one; None for what depends on an
-            input.
-        maker: the operation that it comes from, however it has been reshaped since.
-        reads: the stored values that are read in its place, and the bytes read of each.
-
-    """
+    """A value on one device."""
 
     bytes: int
     kind: Kind = "activations"
+    # its memory is counted elsewhere: in the state, or around the loop that reads it
     is_outer: bool = False
-    donated: bool = False
-    live: bool = False
-    stored: bool = False
+    donated: bool = False  # it is state, whose memory what updates it in place reuses
+    live: bool = False  # something needs it
+    stored: bool = False  # see [Note: stored values]
+    # equal for equal constants, of which XLA keeps one; None for what depends on an input
     constant: Any = None
-    maker: str = ""
+    maker: str = ""  # the operation that it comes from, however it has been reshaped since
+    # the stored values that are read in its place, and the bytes read of each
     reads: "dict[_Value, int]" = field(default_factory=dict)
 
 
@@ -238,50 +218,32 @@ def _outer_value(
 
 @dataclass(eq=False)
 class _Operation:
-    """An operation; a loop has bodies, and its own matmuls and transfers are those outside of them.
+    """An operation; a loop's own matmuls and transfers are those outside of its bodies."""
 
-    Attributes:
-        effect: on memory, of `_EFFECTS`, or "fused".
-        in_place: pairs of a loop's initial carry, or an update's target, and the output that
-            replaces it.
-        from_host: bytes that it brings from host memory.
-        to_host: bytes that it sends to host memory.
-        in_update: it is part of neither the forward nor the backward pass.
-        stacked_on_host: bytes that a loop stacks in host memory.
-        live: something needs an output.
-
-    """
-
-    effect: str
+    effect: str  # on memory, of `_EFFECTS`, or "fused"
     name: str
     inputs: list[_Value]
     outputs: list[_Value]
+    # pairs of a loop's initial carry, or an update's target, and the output that replaces it
     in_place: "Sequence[tuple[_Value, _Value]]" = ()
     bodies: "list[_OperationList]" = field(default_factory=list)
     trips: int = 1
     matmuls: Sequence[Matmul] = ()
-    from_host: int = 0
-    to_host: int = 0
-    in_update: bool = False
-    stacked_on_host: int = 0
-    live: bool = False
+    from_host: int = 0  # bytes that it brings from host memory
+    to_host: int = 0  # bytes that it sends to host memory
+    in_update: bool = False  # it is part of neither the forward nor the backward pass
+    stacked_on_host: int = 0  # bytes that a loop stacks in host memory
+    live: bool = False  # something needs an output
 
 
 @dataclass
 class _OperationList:
-    """Operations in order: a step, or a loop's body.
-
-    Attributes:
-        results: values written to memory that is counted elsewhere.
-        carry_in: a loop's carries as its body begins.
-        carry_out: a loop's carries as its body ends; they are live until then.
-
-    """
+    """Operations in order: a step, or a loop's body."""
 
     operations: list[_Operation]
-    results: Sequence[_Value]
-    carry_in: Sequence[_Value] = ()
-    carry_out: Sequence[_Value] = ()
+    results: Sequence[_Value]  # values written to memory that is counted elsewhere
+    carry_in: Sequence[_Value] = ()  # a loop's carries as its body begins
+    carry_out: Sequence[_Value] = ()  # a loop's carries as its body ends; they are live until then
 
     def resolve(self) -> None:
         """Decides which values are stored, and the order of operations; see the notes."""

@@ -28,35 +28,21 @@ _FIX = (
 
 
 class LiveBuffer(NamedTuple):
-    """A value that is live at the peak.
+    """A value that is live at the peak."""
 
-    Attributes:
-        name: of the instruction in the program.
-        element: its index in the instruction's tuple.
-        bytes: that it takes, less what another value shares.
-        array: as `bf16[8,64]`.
-        parameter: number of the program's input whose memory it reuses.
-
-    """
-
-    name: str
-    element: tuple[int, ...]
-    bytes: int
-    array: str
-    parameter: int | None
+    name: str  # of the instruction in the program
+    element: tuple[int, ...]  # its index in the instruction's tuple
+    bytes: int  # that it takes, less what another value shares
+    array: str  # as `bf16[8,64]`
+    parameter: int | None  # number of the program's input whose memory it reuses
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What XLA's reports state.
+    """What XLA's reports state."""
 
-    Attributes:
-        spaces: bytes by memory space.
-        live: values in device memory at the peak; memory that several share is counted once.
-
-    """
-
-    spaces: dict[str, int]
+    spaces: dict[str, int]  # bytes by memory space
+    # values in device memory at the peak; memory that several share is counted once
     live: list[LiveBuffer]
 
 

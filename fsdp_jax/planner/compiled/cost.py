@@ -37,22 +37,14 @@ _InMemory = Callable[[Shape], bool]
 
 @dataclass(frozen=True)
 class InstructionCost:
-    """The cost of one instruction, run once, on one device.
+    """The cost of one instruction, run once, on one device."""
 
-    Attributes:
-        matmuls: including those of an attention kernel.
-        bytes: of device memory read and written; a fusion that slices an array reads the slice.
-        unknown: a kernel whose matmuls the text does not tell; "" if there is none.
-        from_host: bytes read from host memory.
-        to_host: bytes written to host memory.
-
-    """
-
-    matmuls: tuple[Matmul, ...] = ()
+    matmuls: tuple[Matmul, ...] = ()  # including those of an attention kernel
+    # of device memory read and written; a fusion that slices an array reads the slice
     bytes: int = 0
-    unknown: str = ""
-    from_host: int = 0
-    to_host: int = 0
+    unknown: str = ""  # a kernel whose matmuls the text does not tell; "" if there is none
+    from_host: int = 0  # bytes read from host memory
+    to_host: int = 0  # bytes written to host memory
 
 
 class CostModel:

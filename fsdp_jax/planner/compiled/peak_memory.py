@@ -38,42 +38,27 @@ _UNINFORMATIVE = frozenset(_STACKING.split())
 
 @dataclass(frozen=True)
 class Buffer:
-    """One array in device memory.
+    """One array in device memory."""
 
-    Attributes:
-        bytes: that it takes, padding included.
-        array: as `bf16[31,1,2048,4096]`.
-        kind: what it is for; `gathered` are full parameters, and casts of shards that are about to
-            be gathered.
-        path: of the parameter or leaf of the state, else of the module that made it, where names
-            tell.
-        operation: the traced operation that made it.
-
-    """
-
-    bytes: int
-    array: str
+    bytes: int  # that it takes, padding included
+    array: str  # as `bf16[31,1,2048,4096]`
+    # what it is for; `gathered` are full parameters, and casts of shards that are about to be
+    # gathered
     kind: Kind
+    # of the parameter or leaf of the state, else of the module that made it, where names tell
     path: str
-    operation: str
+    operation: str  # the traced operation that made it
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Device memory at the peak of a step.
+    """Device memory at the peak of a step."""
 
-    Attributes:
-        peak_bytes: device memory that the program uses.
-        host_bytes: host memory that it uses for each device.
-        breakdown: bytes by kind; their sum is `peak_bytes`. `other` includes gaps between buffers.
-        buffers: all that are live at the peak, largest first.
-
-    """
-
-    peak_bytes: int
-    host_bytes: int
+    peak_bytes: int  # device memory that the program uses
+    host_bytes: int  # host memory that it uses for each device
+    # bytes by kind; their sum is `peak_bytes`. `other` includes gaps between buffers
     breakdown: dict[Kind, int]
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[Buffer, ...]  # all that are live at the peak, largest first
 
 
 def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMemory:

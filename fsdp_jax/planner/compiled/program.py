@@ -46,20 +46,12 @@ _TEMPORARIES = re.compile(
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What XLA made of a step.
+    """What XLA made of a step."""
 
-    Attributes:
-        text: of the compiled program; "" where it does not fit and XLA refuses to compile it.
-        report: XLA's memory reports.
-        refused_bytes: memory that XLA says the program needs, where it refuses.
-        seconds: that compiling took.
-
-    """
-
-    text: str
-    report: MemoryReport | None
-    refused_bytes: int | None
-    seconds: float
+    text: str  # of the compiled program; "" where it does not fit and XLA refuses to compile it
+    report: MemoryReport | None  # XLA's memory reports
+    refused_bytes: int | None  # memory that XLA says the program needs, where it refuses
+    seconds: float  # that compiling took
 
 
 def compile_step(

@@ -42,40 +42,23 @@ class Event:
 
 @dataclass
 class SimulatedTime:
-    """The time and traffic of one computation, run once.
+    """The time and traffic of one computation, run once."""
 
-    Attributes:
-        seconds: from start to end.
-        compute: of these, in instructions bound by matmuls.
-        memory: of these, in instructions bound by device memory.
-        exposed: of these, waiting for collectives.
-        host_exposed: of these, waiting for transfers from and to the host.
-        collective: that links were busy, overlapped or not.
-        host: that the links to the host were busy, overlapped or not; the sum of both directions.
-        exposed_bytes: of the bytes sent, the part of each collective that was waited for.
-        from_host: bytes that came from host memory.
-        to_host: bytes that went to host memory.
-        traffic: bytes of device memory.
-        matmuls: with how often each was run.
-        events: of its own instructions.
-        unknown: kernels whose matmuls are not counted.
-
-    """
-
-    seconds: float = 0.0
-    compute: float = 0.0
-    memory: float = 0.0
-    exposed: float = 0.0
-    host_exposed: float = 0.0
-    collective: float = 0.0
+    seconds: float = 0.0  # from start to end
+    compute: float = 0.0  # of these, in instructions bound by matmuls
+    memory: float = 0.0  # of these, in instructions bound by device memory
+    exposed: float = 0.0  # of these, waiting for collectives
+    host_exposed: float = 0.0  # of these, waiting for transfers from and to the host
+    collective: float = 0.0  # that links were busy, overlapped or not
+    # that the links to the host were busy, overlapped or not; the sum of both directions
     host: float = 0.0
-    exposed_bytes: float = 0.0
-    from_host: float = 0.0
-    to_host: float = 0.0
-    traffic: int = 0
-    matmuls: Counter[Matmul] = field(default_factory=Counter)
-    events: list[Event] = field(default_factory=list)
-    unknown: set[str] = field(default_factory=set)
+    exposed_bytes: float = 0.0  # of the bytes sent, the part of each collective that was waited for
+    from_host: float = 0.0  # bytes that came from host memory
+    to_host: float = 0.0  # bytes that went to host memory
+    traffic: int = 0  # bytes of device memory
+    matmuls: Counter[Matmul] = field(default_factory=Counter)  # with how often each was run
+    events: list[Event] = field(default_factory=list)  # of its own instructions
+    unknown: set[str] = field(default_factory=set)  # kernels whose matmuls are not counted
 
 
 class ScheduleSimulator:

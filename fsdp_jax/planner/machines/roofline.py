@@ -11,21 +11,15 @@ from fsdp_jax.planner.machines.hardware import Hardware
 
 @dataclass(frozen=True)
 class Matmul:
-    """`times` products of [batch, m, k] with [batch, k, n] on one device, in one step.
-
-    Attributes:
-        dtype: numpy name of the operands' dtype, the wider of the two.
-        times: how often a step runs it, loop trips counted.
-        fused: part of an attention kernel, whose m x n intermediate never reaches device memory.
-
-    """
+    """`times` products of [batch, m, k] with [batch, k, n] on one device, in one step."""
 
     batch: int
     m: int
     n: int
     k: int
-    dtype: str
-    times: int = 1
+    dtype: str  # numpy name of the operands' dtype, the wider of the two
+    times: int = 1  # how often a step runs it, loop trips counted
+    # part of an attention kernel, whose m x n intermediate never reaches device memory
     fused: bool = False
 
     @property
