@@ -4,6 +4,7 @@ By the scope that the library puts around its collectives, and where XLA has los
 shape. What serves no parameter is an activation.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -103,22 +104,14 @@ class Account:
 
 
 class Attribution:
-    """Every byte of a program in the account of the parameter that it serves.
-
-    Attributes:
-        accounts: one for each parameter and role.
-        unattributed: what serves no parameter, equal operands added up, the largest first.
-        material: bytes of a parameter that matter.
-        excess: bytes that are sent above what is declared for all parameters.
-        slack: how many of these do not matter.
-
-    """
+    """Every byte of a program in the account of the parameter that it serves."""
 
     def __init__(
         self, expected: Sequence[Expected], collectives: Sequence[Collective], paths: Container[str]
     ):
         declared = sum(each.bytes for each in expected)
-        self.material = declared * MATERIAL
+        self.material = declared * MATERIAL  # bytes of a parameter that matter
+        # bytes that are sent above what is declared for all parameters, and how many do not matter
         self.excess = sum(each.bytes for each in collectives) - declared
         self.slack = max((TOLERANCE - 1) * declared, IMMATERIAL_BYTES)
         accounts: dict[tuple[str, Role], Account] = {}
@@ -140,11 +133,11 @@ class Attribution:
                 accounts[sent.path, roles[0]] = Account(sent.path, roles[0], sent=[sent])
         self.accounts = list(accounts.values())
         # ... then by shape.
-        left: dict[Sent, int] = {}
+        left = Counter[Sent]()
         for sent in sorted(unnamed, key=lambda sent: -sent.bytes):
             if remainder := self._attribute_by_shape(sent):
-                operand = remainder._replace(bytes=0)
-                left[operand] = left.get(operand, 0) + remainder.bytes
+                left[remainder._replace(bytes=0)] += remainder.bytes
+        # What serves no parameter, equal operands added up, the largest first.
         self.unattributed = [sent._replace(bytes=total) for sent, total in left.items()]
 
     def _attribute_by_shape(self, sent: Sent) -> Sent | None:

@@ -53,15 +53,9 @@ def traffic_violations(
 ) -> tuple[list[Violation], list[str]]:
     """Returns (violations, what XLA sends in place of what is declared, one line each).
 
-    Parameter by parameter; then, where each is within its tolerance, all together.
-
-    Args:
-        expected: what each parameter declares.
-        collectives: of the program.
-        paths: of all parameters, also of those that declare nothing.
-        annotated: whether the step is partitioned by sharding annotations; otherwise its
-            collectives are explicit, and any activation is a violation.
-
+    Parameter by parameter; then, where each is within its tolerance, all together. `paths`: of all
+    parameters, also of those that declare nothing; `annotated`: the step is partitioned by sharding
+    annotations; otherwise its collectives are explicit, and any activation is a violation.
     """
     attribution = Attribution(expected, collectives, paths)
     alone = (_violation_of(account, attribution.material) for account in attribution.accounts)

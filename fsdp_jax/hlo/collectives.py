@@ -87,10 +87,8 @@ class ProgramTraffic:
 def read_program(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
     """Reads what a compiled program sends.
 
-    Args:
-        text: `compiled.as_text()`, of any backend.
-        axes: the mesh's axes and sizes in its order, `mesh.shape`; slices of a TPU along the first
-            of them.
+    `text`: `compiled.as_text()`, of any backend; `axes`: `mesh.shape`, where slices of a TPU are
+    along the first axes.
 
     Raises:
         ValueError: a text that is not a compiled program, or is one for another number of devices.
@@ -149,15 +147,10 @@ class _Transfer(NamedTuple):
 
 
 class _CollectiveReader:
-    """Reads the collectives of a module.
-
-    Attributes:
-        unread: what could not be read so far.
-
-    """
+    """Reads the collectives of a module."""
 
     def __init__(self, module: Module, axes: Axes, across: Groups):
-        self.unread: list[str] = []
+        self.unread: list[str] = []  # what could not be read so far
         self._module, self._axes, self._across = module, axes, across
         self._entered: set[str] = set()
         self._overlap = Overlap(module)

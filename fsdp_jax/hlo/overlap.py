@@ -35,12 +35,7 @@ def receive_of(within: Computation, send: Instruction) -> Instruction | None:
 
 
 class Overlap:
-    """Reads the schedule of a program.
-
-    Attributes:
-        kernels_in: returns how many GEMMs, convolutions and attention kernels a computation runs.
-
-    """
+    """Reads the schedule of a program."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -100,6 +95,7 @@ class Overlap:
         return max(inside, default=0) if one.opcode == "conditional" else sum(inside)
 
     def _count_kernels_in(self, name: str) -> int:
+        """Returns how many GEMMs, convolutions and attention kernels a computation runs."""
         return sum(self._kernels(one) for one in self._module[name].instructions)
 
 

@@ -308,11 +308,8 @@ class _OperationList:
 class _JaxprReader:
     """Turns a jaxpr into operations; calls are inlined.
 
-    Args:
-        size: returns a value's bytes on one device.
-        kind: returns the kind of an operation's result.
-        in_model: the jaxpr is a part of the forward or backward pass.
-
+    `size` returns a value's bytes on one device, `kind` the kind of an operation's result;
+    `in_model`: the jaxpr is a part of the forward or backward pass.
     """
 
     def __init__(

@@ -30,15 +30,10 @@ def attention_matmuls(
 ) -> tuple[Matmul, ...] | None:
     """Returns the matmuls of an attention kernel of a program or a trace; None if it is unknown.
 
-    Causal kernels skip masked blocks: half is counted. cuDNN states its mask; the other kernels,
-    which language models call, are assumed to be causal.
-
-    Args:
-        name: text that contains the kernel's name.
-        operands: queries and keys are the first two of floating dtype, with four dims, or three
-            where a batch of one was left out.
-        attributes: of a cuDNN call, which tell its mask and the position of its heads.
-
+    `name` contains the kernel's name. Queries and keys are the first two operands of floating
+    dtype, with four dims, or three where a batch of one was left out. Causal kernels skip masked
+    blocks: half is counted. The attributes of a cuDNN call tell its mask and the position of its
+    heads; the other kernels, which language models call, are assumed to be causal.
     """
     kernel = next((kernel for kernel in _KERNELS if kernel[0].search(name)), None)
     arrays = [each for each in operands if len(each.dims) in (3, 4) and "float" in each.dtype]

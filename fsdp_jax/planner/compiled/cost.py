@@ -50,10 +50,7 @@ class InstructionCost:
 class CostModel:
     """Costs of the instructions of one program.
 
-    Args:
-        module: the program.
-        on_chip: memory spaces that are not device memory, such as a TPU's VMEM.
-
+    `on_chip`: memory spaces that are not device memory, such as a TPU's VMEM.
     """
 
     def __init__(self, module: Module, on_chip: frozenset[int] = frozenset()) -> None:
@@ -166,12 +163,8 @@ class CostModel:
     ) -> int:
         """Returns the bytes that a fusion reads of a parameter: of one that it slices, the slices.
 
-        Args:
-            called: the fusion.
-            value: the parameter, or what was made of it.
-            same_memory: the value still has the parameter's memory.
-            updated: it was updated in part; returning it then reads nothing.
-
+        `value`: the parameter, or what was made of it; in the `same_memory`, perhaps; if it was
+        `updated` in part, returning it reads nothing.
         """
         total = 0
         size = _bytes(value.shapes)

@@ -64,11 +64,7 @@ class PeakMemory:
 def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMemory:
     """Returns what a device keeps at the peak of a step, array by array.
 
-    Args:
-        plan: of the step, as it was lowered.
-        module: the compiled program.
-        report: XLA's memory reports of the same compilation.
-
+    `plan`: of the step as it was lowered; `report`: of the compilation that made `module`.
     """
     classifier = _BufferClassifier(plan, module, report.live)
     buffers = [Buffer(live.bytes, live.array, *classifier.purpose(live)) for live in report.live]

@@ -59,11 +59,7 @@ def compile_step(
 ) -> CompiledProgram:
     """Compiles a step whose mesh is made of `topology`'s devices, or returns it from the cache.
 
-    Args:
-        step: from `Sharded.make_train_step`.
-        batch: shapes of the global batch.
-        topology: that the mesh is made of.
-        cache: folder of compiled programs; None does not cache.
+    `batch`: shapes of the global batch; `cache`: folder of compiled programs; None does not cache.
 
     Raises:
         ConfigError: a dtype that the chip has no unit for.
@@ -120,10 +116,8 @@ def _compile(lowered: Any, plan: StepPlan) -> CompiledProgram:
 def refused_bytes(error: str, state: int) -> int | None:
     """Returns the bytes that XLA says a refused program needs; None for an error of another kind.
 
-    Args:
-        error: XLA's message.
-        state: bytes of steady-state memory, which XLA leaves out where it names temporaries.
-
+    `error`: XLA's message; `state`: bytes of steady-state memory, which it leaves out where it
+    names temporaries.
     """
     for pattern, extra in ((_USED, 0), (_TEMPORARIES, state)):
         if match := pattern.search(error):
