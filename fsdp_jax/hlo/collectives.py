@@ -88,11 +88,8 @@ def read_program(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
     """Reads what a compiled program sends.
 
     `text`: `compiled.as_text()`, of any backend; `axes`: `mesh.shape`, where slices of a TPU are
-    along the first axes.
-
-    Raises:
-        ValueError: a text that is not a compiled program, or is one for another number of devices.
-
+    along the first axes. Raises ValueError for a text that is not a compiled program, or is one for
+    another number of devices.
     """
     module = parse(text)
     devices = prod(axes.values())

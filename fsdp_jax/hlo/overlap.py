@@ -55,12 +55,7 @@ class Overlap:
         return {_chain(each, _START) for each in self._module.computations.values()} - {""}
 
     def between(self, within: Computation, position: int) -> Span:
-        """Returns the span of the collective at a position of a computation.
-
-        Raises:
-            ValueError: it is started and never waited for.
-
-        """
+        """Returns the span of the collective at a position; ValueError if nothing waits for it."""
         module, start = self._module, within.instructions[position]
         if start.opcode.endswith("-start"):
             done = within.done(start)

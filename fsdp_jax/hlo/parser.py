@@ -124,16 +124,10 @@ class Instruction:
     @property
     def calls(self) -> tuple[str, ...]:
         """Computations that it calls; not the reduction of a `to_apply`, nor a loop's."""
-        keys = [
-            "calls",
-            "called_computations",
-            "branch_computations",
-            "true_computation",
-            "false_computation",
-        ]
+        keys = "calls called_computations branch_computations true_computation false_computation"
         if self.opcode in ("call", "call-start"):
-            keys.append("to_apply")
-        lists = [self.attribute(key) for key in keys]
+            keys += " to_apply"
+        lists = [self.attribute(key) for key in keys.split()]
         return tuple(name.strip(" %{}") for each in lists for name in each.split(",") if name)
 
 
@@ -291,12 +285,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parses a compiled, scheduled program.
-
-    Raises:
-        ValueError: a text that is not one, or is cut short.
-
-    """
+    """Parses a compiled, scheduled program; ValueError for a text that is none or is cut short."""
     # Only scheduled, partitioned programs have the collectives that a device runs.
     lines = text.splitlines()
     head = lines[0] if lines else ""

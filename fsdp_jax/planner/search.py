@@ -32,6 +32,11 @@ Progress = Callable[[str], None]
 """Receives the progress of a search, a line at a time."""
 
 
+def _offloaded(offload: Offload) -> list[str]:
+    """Returns the kinds of memory that are kept on the host."""
+    return [part for part in ("params", "optimizer", "activations") if getattr(offload, part)]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Settings, and the plan of the step with them."""
@@ -56,19 +61,12 @@ class Candidate:
 
     def may_fit_with(self, offload: Offload) -> bool:
         """Returns whether it may fit if all that is offloaded is not on the device at the peak."""
-        kept = {
-            "params": offload.params,
-            "optimizer": offload.state,
-            "activations": bool(offload.activations),
-        }
-        saved = sum(self.plan.breakdown.get(part, 0) for part, there in kept.items() if there)
+        saved = sum(self.plan.breakdown.get(part, 0) for part in _offloaded(offload))
         return self.plan.peak_bytes - saved <= MARGIN * self.plan.usable_bytes
 
     def cells(self) -> dict[str, str]:
         """Returns the settings and the figures of the plan by their columns in a table."""
         settings, plan = self.settings, self.plan
-        parts = ("params", "optimizer", "activations")
-        kept = [part for part in parts if getattr(settings.offload, part)]
         speed = plan.tokens_per_s_per_device
         return {
             "strategy": settings.strategy,
@@ -76,7 +74,7 @@ class Candidate:
             "remat": settings.remat,
             "prefetch": settings.prefetch,
             "accumulation": str(settings.accumulation),
-            "offload": "+".join(kept) or "none",
+            "offload": "+".join(_offloaded(settings.offload)) or "none",
             "peak": human_bytes(plan.peak_bytes),
             "step": f"{1000 * self.seconds:.0f} ms",
             "tokens/s/device": f"{speed:.0f}" if speed else "-",
@@ -123,10 +121,11 @@ class SearchResult:
             f"{self.tried} settings on {self.topology.name}: {fit};"
             " below them, estimates that no other beats in everything"
         )
-        columns, rows = (*self.best.cells(), ""), []
+        rows = []
         for each in [*compiled, *(each for each in self.pareto() if each not in compiled)]:
             note = "does not fit" if each in self.unfit else ""
             rows.append((*each.cells().values(), "best" if each is self.best else note))
+        columns = (*self.best.cells(), "")
         table = text_table(columns, rows, right=("peak", "step", "tokens/s/device", "sent"))
         return f"{head}\n{table}\n\nbest: {self.best.settings}"
 
@@ -144,10 +143,8 @@ class Search:
     def run(self, topology: Topology) -> SearchResult:
         """Estimates all settings on a machine and compiles the fastest of those that fit.
 
-        Raises:
-            ConfigError: a batch that cannot be split evenly, or no settings can be built.
-            FitError: nothing fits.
-
+        Raises ConfigError if the batch cannot be split evenly or no settings can be built, and
+        FitError if nothing fits.
         """
         if self.rows < topology.size or self.rows % topology.size:
             what, where = "the batch cannot be split evenly", "train.global_batch_size"
@@ -173,12 +170,8 @@ class Search:
     def smallest_topology(self, chip: Hardware, devices: int | None = None) -> Topology:
         """Returns the smallest machine of a chip that fits, by the leanest settings' estimate.
 
-        With exactly so many `devices`, if given.
-
-        Raises:
-            ConfigError: no such machine.
-            FitError: it fits none.
-
+        With exactly so many `devices`, if given. Raises ConfigError if there is no such machine,
+        and FitError if it fits none.
         """
         check_not_virtual(chip, chip.name)
         topologies = [

@@ -93,10 +93,8 @@ class Estimate:
 def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
     """Estimates a traced step.
 
-    Raises:
-        ValueError: the step is partitioned by sharding annotations: its trace has no per-device
-            shapes.
-
+    Raises ValueError if it is partitioned by sharding annotations: its trace has no shapes of one
+    device.
     """
     layout = plan.layout
     if not plan.local_batch and layout.mesh.size > 1:

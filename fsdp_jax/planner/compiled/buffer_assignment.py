@@ -49,9 +49,7 @@ class MemoryReport:
 def read_memory_report(folder: Path) -> MemoryReport:
     """Reads the reports that XLA wrote for one program into its `xla_dump_to` folder.
 
-    Raises:
-        ValueError: the reports are absent, are of several programs, or have another format.
-
+    Raises ValueError if they are absent, are of several programs, or have another format.
     """
     usage = _read_report(folder, "memory-usage-report")
     # the GPU compiler prints host memory under another name

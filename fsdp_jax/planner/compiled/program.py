@@ -60,11 +60,8 @@ def compile_step(
     """Compiles a step whose mesh is made of `topology`'s devices, or returns it from the cache.
 
     `batch`: shapes of the global batch; `cache`: folder of compiled programs; None does not cache.
-
-    Raises:
-        ConfigError: a dtype that the chip has no unit for.
-        JaxRuntimeError: XLA fails for another reason than memory.
-
+    Raises ConfigError for a dtype that the chip has no unit for, and JaxRuntimeError if XLA fails
+    for another reason than memory.
     """
     lowered = step.lower(batch)
     check_dtypes(step.plan, topology)

@@ -19,29 +19,21 @@ _IRONWOOD = "TPU7"  # 4614 TFLOP/s in float8, 2307 in bfloat16, Cloud TPU docume
 
 def _read_table() -> Mapping[str, Hardware]:
     file = resources.files("fsdp_jax.planner.machines").joinpath("chips.toml")
-    table = tomllib.loads(file.read_text(encoding="utf-8"))
-    return MappingProxyType({name: _chip(name, _entry(name, table)) for name in table})
-
-
-def _entry(name: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an entry, completed by the one that it is `like`."""
-    entry = dict(table[name])
-    if "like" not in entry:
-        return entry
-    like = _entry(entry.pop("like"), table)
-    efficiency = like["efficiency"] | entry.get("efficiency", {})
-    return like | entry | {"efficiency": efficiency}
-
-
-def _chip(name: str, entry: dict[str, Any]) -> Hardware:
-    """Returns the chip of a complete entry."""
-    entry |= {"name": name, "device_kinds": tuple(entry["device_kinds"])}
-    if efficiency := entry.get("efficiency"):
-        tiles = tuple(map(tuple, efficiency["tiles"]))
-        protocols = tuple(Protocol(**each) for each in efficiency["protocols"])
-        changed = {"tiles": tiles, "protocols": protocols}
-        entry["efficiency"] = Efficiency(**efficiency | changed)
-    return Hardware(**entry)
+    chips: dict[str, Hardware] = {}
+    for name, entry in tomllib.loads(file.read_text(encoding="utf-8")).items():
+        # what an entry does not state is as in an earlier one that it is `like`
+        like = vars(chips[entry.pop("like")]) if "like" in entry else {}
+        entry |= {"name": name, "device_kinds": tuple(entry["device_kinds"])}
+        if efficiency := entry.get("efficiency"):
+            if "tiles" in efficiency:
+                efficiency["tiles"] = tuple(map(tuple, efficiency["tiles"]))
+            if "protocols" in efficiency:
+                protocols = (Protocol(**each) for each in efficiency["protocols"])
+                efficiency["protocols"] = tuple(protocols)
+            known = vars(like["efficiency"]) if like else {}
+            entry["efficiency"] = Efficiency(**known | efficiency)
+        chips[name] = Hardware(**like | entry)
+    return MappingProxyType(chips)
 
 
 HARDWARE = _read_table()
