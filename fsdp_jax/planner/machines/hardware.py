@@ -48,56 +48,42 @@ class Hardware:
 
     Rates are the vendor's peaks without structured sparsity. Bandwidths count one direction, half
     of what vendors mostly print: what a device sends while it receives as much.
-
-    Attributes:
-        name: as in a topology, `h100`.
-        platform: jax's name: cuda, tpu or cpu.
-        device_kinds: values of `jax.Device.device_kind` for this chip.
-        source: the documents that the numbers come from.
-        memory_bytes: device memory, including what the driver reserves.
-        memory_bandwidth: bytes/s between the device and its own memory.
-        peak_flops: FLOP/s of matmuls by operand dtype; `float8` stands for all float8 dtypes.
-            `float32` is what jax's default matmul precision runs: TF32 on GPUs that have it. A
-            dtype without a matrix unit, or whose rate is not published, is absent.
-        link_bandwidth: bytes/s that one device sends over all its fast links: NVLink, or all links
-            of the torus.
-        torus_dims: physical dims of a TPU slice; 0 where a switch joins all devices of a host.
-        ring_chips: a torus dim closes into a ring where its length is a multiple of this.
-        network_bandwidth: bytes/s that one device sends out of its host (GPU) or slice (TPU): its
-            share in the vendor's reference system.
-        reserved_bytes: memory that a program cannot use: on GPUs the driver's context and NCCL's
-            buffers, as much as is typical; on TPUs what XLA's compiler leaves free (15.75 of 16
-            GiB).
-        host_devices: the most devices of one host.
-        host_bandwidth: bytes/s that one device reads from host memory while it writes as much.
-        host_memory_bytes: memory of a host with `host_devices` devices in the vendor's reference
-            system; a machine that is rented may have another; None where it is not published.
-        slice_devices: the most devices of one TPU slice; None for GPUs.
-        efficiency: fractions of the peaks that programs achieve; None for virtual CPU devices.
-        cuda: what XLA's CUDA compiler asks about a GPU, except its memory: `capability` (major,
-            minor), and fields of `gpu_target.pbtxt`, sizes in bytes; None for others.
-        topology_options: what the compiler plugin must be told about this chip.
-
     """
 
-    name: str
-    platform: str
-    device_kinds: tuple[str, ...]
-    source: str
-    memory_bytes: int | None = None
-    memory_bandwidth: float | None = None
+    name: str  # as in a topology, `h100`
+    platform: str  # jax's name: cuda, tpu or cpu
+    device_kinds: tuple[str, ...]  # values of `jax.Device.device_kind` for this chip
+    source: str  # the documents that the numbers come from
+    memory_bytes: int | None = None  # device memory, including what the driver reserves
+    memory_bandwidth: float | None = None  # bytes/s between the device and its own memory
+    # FLOP/s of matmuls by operand dtype; `float8` stands for all float8 dtypes. `float32` is what
+    # jax's default matmul precision runs: TF32 on GPUs that have it. A dtype without a matrix unit,
+    # or whose rate is not published, is absent
     peak_flops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    # bytes/s that one device sends over all its fast links: NVLink, or all links of the torus
     link_bandwidth: float | None = None
+    # physical dims of a TPU slice; 0 where a switch joins all devices of a host
     torus_dims: int = 0
-    ring_chips: int = 4
+    ring_chips: int = 4  # a torus dim closes into a ring where its length is a multiple of this
+    # bytes/s that one device sends out of its host (GPU) or slice (TPU): its share in the vendor's
+    # reference system
     network_bandwidth: float | None = None
+    # memory that a program cannot use: on GPUs the driver's context and NCCL's buffers, as much as
+    # is typical; on TPUs what XLA's compiler leaves free (15.75 of 16 GiB)
     reserved_bytes: int = 0
-    host_devices: int | None = None
+    host_devices: int | None = None  # the most devices of one host
+    # bytes/s that one device reads from host memory while it writes as much
     host_bandwidth: float | None = None
+    # memory of a host with `host_devices` devices in the vendor's reference system; a machine that
+    # is rented may have another; None where it is not published
     host_memory_bytes: int | None = None
-    slice_devices: int | None = None
+    slice_devices: int | None = None  # the most devices of one TPU slice; None for GPUs
+    # fractions of the peaks that programs achieve; None for virtual CPU devices
     efficiency: Efficiency | None = None
+    # what XLA's CUDA compiler asks about a GPU, except its memory: `capability` (major, minor), and
+    # fields of `gpu_target.pbtxt`, sizes in bytes; None for others
     cuda: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    # what the compiler plugin must be told about this chip
     topology_options: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
