@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from fsdp_jax.contract.expected import Expected, Role
 from fsdp_jax.hlo.collectives import Collective
 
-TOLERANCE = 1.02
-"""A step may send this multiple of what it declares."""
+TOLERANCE = 1.02  # a step may send this multiple of what it declares
 MATERIAL = 0.005
 """Fraction of a step's declared bytes that matters.
 
@@ -27,8 +26,7 @@ AVOIDED = 0.05
 """Below this fraction of a parameter's declared bytes, activations are sent in its place."""
 SCALARS = 16
 """Elements of an array that may be sent unattributed: the loss, the norms, scales of float8."""
-IMMATERIAL_BYTES = 4096
-"""Bytes that never matter, however small the step."""
+IMMATERIAL_BYTES = 4096  # bytes that never matter, however small the step
 
 _ROLES: dict[str, tuple[Role, ...]] = {"all-gather": ("gather",), "reduce-scatter": ("reduce",)}
 _ANY_ROLE: tuple[Role, ...] = ("reduce", "gather")

@@ -22,8 +22,7 @@ from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.sharding.mesh import MeshAxes
 
-MANY = 4
-"""Multiple of the material bytes by which many parameters together may differ."""
+MANY = 4  # multiple of the material bytes by which many parameters together may differ
 _LOOKUP = re.compile(r"scatter-add|_take")
 
 

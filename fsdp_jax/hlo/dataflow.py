@@ -16,8 +16,7 @@ _REARRANGING = {*_MOVES.split(), *_HALVES}
 _SCALING = {"multiply", "divide", "add", "subtract", "negate"}
 _JOINING = {"concatenate", "pad", "dynamic-slice", "tuple", *_COLLECTIVES}
 _CONSTANT = {"parameter", "constant", "broadcast"}
-DEPTH = 10
-"""How many instructions are followed in search of a name."""
+DEPTH = 10  # how many instructions are followed in search of a name
 
 
 def paths_of(module: Module, within: Computation, one: Instruction) -> list[str]:

@@ -21,14 +21,11 @@ from fsdp_jax.tables import shortened
 
 STACK: tuple[Kind, ...] = ("params", "optimizer", "gradients", "activations", "gathered", "other")
 """Order of the memory drawing: state first, so that steady-state memory ends where state does."""
-WIDTH_PX = 720
-"""Least width of a drawing; a narrower window scrolls."""
-LETTER_PX = 7.2
-"""Largest width of a letter in a drawing."""
+WIDTH_PX = 720  # least width of a drawing; a narrower window scrolls
+LETTER_PX = 7.2  # largest width of a letter in a drawing
 LANE_MARKS = 250
 """Events of a lane within this fraction of the drawing share a mark, which keeps a page small."""
-COLLECTIVES = 20
-"""How many collectives are listed."""
+COLLECTIVES = 20  # how many collectives are listed
 TEXT_LIMIT = 90
 """Longest name of what a collective or a kernel is for: it may list every parameter of a model."""
 

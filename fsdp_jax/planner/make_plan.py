@@ -25,15 +25,13 @@ from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import PyTree
 
-EXPOSED_NOTE = 0.05
-"""Fraction of a step that may wait for collectives without a note."""
+EXPOSED_NOTE = 0.05  # fraction of a step that may wait for collectives without a note
 EXPOSED_UPDATES = 0.84
 """Fraction of the transfers around the optimizer's update that is exposed.
 
 Of the compiled schedule of Llama 2 7B on h100:8 with the optimizer's state in host memory.
 """
-JAX_MEMORY = 0.75
-"""Fraction of a GPU's memory that jax takes by default."""
+JAX_MEMORY = 0.75  # fraction of a GPU's memory that jax takes by default
 
 FIGURES = (
     *("peak_bytes", "host_bytes", "breakdown"),

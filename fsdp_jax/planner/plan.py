@@ -13,8 +13,7 @@ from fsdp_jax.tables import text_table
 
 Basis = Literal["compiled", "analytic"]
 
-SHOWN_BUFFERS = 12
-"""How many of the largest arrays are printed."""
+SHOWN_BUFFERS = 12  # how many of the largest arrays are printed
 
 
 @dataclass(frozen=True)

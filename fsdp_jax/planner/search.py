@@ -17,10 +17,8 @@ from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tables import text_table
 
-FINALISTS = 4
-"""How many candidates that fit are compiled."""
-OFFLOADED = 6
-"""How many candidates that are too large are tried with offload."""
+FINALISTS = 4  # how many candidates that fit are compiled
+OFFLOADED = 6  # how many candidates that are too large are tried with offload
 MARGIN = 1.1
 """Candidates whose estimated peak is above this multiple of the usable memory are not compiled.
 
@@ -28,8 +26,7 @@ For stacked layers an estimate is within 10% of the compiled peak; see "how far 
 docs/planning.md for the exceptions.
 """
 
-Progress = Callable[[str], None]
-"""Receives the progress of a search, a line at a time."""
+Progress = Callable[[str], None]  # receives the progress of a search, a line at a time
 
 
 def _offloaded(offload: Offload) -> list[str]:

@@ -17,8 +17,7 @@ from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.remat import RematName
 
-LOSS_CHUNK = 16384
-"""The vocabulary chunk size that a plan proposes."""
+LOSS_CHUNK = 16384  # the vocabulary chunk size that a plan proposes
 OFFLOADS = (
     NO_OFFLOAD,
     Offload(optimizer=True),

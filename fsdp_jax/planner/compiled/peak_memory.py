@@ -29,8 +29,7 @@ _MOVES = """all-gather bitcast concatenate convert copy copy-done copy-start dyn
 _MOVING_OPCODES = frozenset(_MOVES.split())
 _REDUCTIONS = {f"{op}{half}" for op in ("all-reduce", "reduce-scatter") for half in ("", "-start")}
 _FLOAT = re.compile(r"b?f\d+")
-_MOST_VISITED = 64
-"""How many instructions a search from an array visits."""
+_MOST_VISITED = 64  # how many instructions a search from an array visits
 _UNNAMED = re.compile(r"^state\.|\.\d+$")  # an input, or a name that the compiler made
 _STACKING = "dynamic_update_slice dynamic_slice copy optimization_barrier squeeze broadcast_in_dim"
 _UNINFORMATIVE = frozenset(_STACKING.split())

@@ -36,8 +36,7 @@ def _read_table() -> Mapping[str, Hardware]:
     return MappingProxyType(chips)
 
 
-HARDWARE = _read_table()
-"""Every chip by its name in a topology."""
+HARDWARE = _read_table()  # every chip by its name in a topology
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
