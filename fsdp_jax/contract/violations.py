@@ -138,10 +138,10 @@ def _substitutions(avoided: Sequence[Account], offset: Sequence[Violation]) -> l
         by_what.setdefault(", ".join(whats), []).append(path)
     which = "; ".join(f"{', '.join(paths)}: {what}" for what, paths in by_what.items())
     saved = human_bytes(sum(each.declared_bytes - each.sent_bytes for each in avoided))
-    instead = "and moved no activations for it"
-    if moved:
-        instead = f"and moved {human_bytes(moved)} of activations"
-    return [f"{which}; XLA computed with its shards {instead} per step in place of {saved}"]
+    instead = f"{human_bytes(moved)} of activations" if moved else "no activations for it"
+    return [
+        f"{which}; XLA computed with its shards and moved {instead} per step in place of {saved}"
+    ]
 
 
 def _total_excess(attribution: Attribution) -> list[Violation]:

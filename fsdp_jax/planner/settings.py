@@ -125,10 +125,9 @@ def lever(fixes: Sequence[Fix], free_bytes: int) -> str:
     """
     if not fixes:
         return ""
-    enough = [fix for fix in fixes if fix.saves_bytes >= free_bytes]
-    best = min(fixes, key=lambda fix: fix.peak_bytes)
-    if enough:
-        best = min(enough, key=lambda fix: (fix.step_s or 0.0, fix.peak_bytes))
+    most = min(fixes, key=lambda fix: fix.peak_bytes)
+    enough = [fix for fix in fixes if fix.saves_bytes >= free_bytes] or [most]
+    best = min(enough, key=lambda fix: (fix.step_s or 0.0, fix.peak_bytes))
     return f"{best.change}, which frees {human_bytes(best.saves_bytes)}"
 
 

@@ -80,15 +80,9 @@ def check_dtypes(plan: StepPlan, topology: Topology) -> None:
     chip = topology.hardware
     lacks = chip.platform == "cuda" and "bfloat16" not in chip.peak_flops
     if lacks and any(comm.transform.compute == jnp.bfloat16 for comm in plan.comms.values()):
-        raise ConfigError(
-            message(
-                f"{chip.name} has no bfloat16",
-                where="precision.compute",
-                expected="float16 or float32",
-                got="bfloat16",
-                fix="--precision.compute float16, which scales the loss",
-            )
-        )
+        what, expected = f"{chip.name} has no bfloat16", "float16 or float32"
+        where, fix = "precision.compute", "--precision.compute float16, which scales the loss"
+        raise ConfigError(message(what, where=where, expected=expected, got="bfloat16", fix=fix))
 
 
 def cache_folder() -> Path:
