@@ -22,10 +22,8 @@ MATERIAL = 0.005
 Small parameters may be padded, and each sent by a collective that the compiler chose: that is not a
 violation.
 """
-AVOIDED = 0.05
-"""Below this fraction of a parameter's declared bytes, activations are sent in its place."""
-SCALARS = 16
-"""Elements of an array that may be sent unattributed: the loss, the norms, scales of float8."""
+AVOIDED = 0.05  # below this fraction of a parameter's declared bytes, activations are sent instead
+SCALARS = 16  # elements that may be sent unattributed: the loss, the norms, scales of float8
 IMMATERIAL_BYTES = 4096  # bytes that never matter, however small the step
 
 _ROLES: dict[str, tuple[Role, ...]] = {"all-gather": ("gather",), "reduce-scatter": ("reduce",)}

@@ -51,20 +51,16 @@ class Collective:
     count: int  # executions per step
     bytes: int  # that a device sends per step, all executions
     asynchronous: bool  # it has a start and a done
-    # each device keeps only a part of an all-reduce's result; a reduce-scatter would have sent half
-    sliced: bool
-    # how many GEMMs, convolutions and attention kernels run between start and done, per execution
-    kernels: int
-    # of the unsharded (gathered, not yet scattered) arrays, one per operand
-    shapes: tuple[tuple[int, ...], ...]
+    sliced: bool  # each device keeps a part of an all-reduce; a reduce-scatter would send half
+    kernels: int  # GEMMs, convolutions, attention kernels between start and done, per execution
+    shapes: tuple[tuple[int, ...], ...]  # unsharded (gathered, not yet scattered), by operand
     # what each operand serves: the parameter of its `fsdp.gather[...]` or `fsdp.reduce[...]` scope,
     # else the traced operation; "" where the program does not tell
     paths: tuple[str, ...]
     loop: int  # number of while loops around it
     name: str  # of the instruction in the program
     within: str = ""  # the scheduled computation that runs it
-    # the instruction of `within` that starts it: itself, or the fusion or wrapper around it
-    begins: str = ""
+    begins: str = ""  # the instruction of `within` that starts it: itself, or what wraps it
     ends: str = ""  # the one that waits for it
 
     @property

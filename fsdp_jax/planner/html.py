@@ -23,11 +23,9 @@ STACK: tuple[Kind, ...] = ("params", "optimizer", "gradients", "activations", "g
 """Order of the memory drawing: state first, so that steady-state memory ends where state does."""
 WIDTH_PX = 720  # least width of a drawing; a narrower window scrolls
 LETTER_PX = 7.2  # largest width of a letter in a drawing
-LANE_MARKS = 250
-"""Events of a lane within this fraction of the drawing share a mark, which keeps a page small."""
+LANE_MARKS = 250  # events within this fraction of a lane share a mark, which keeps a page small
 COLLECTIVES = 20  # how many collectives are listed
-TEXT_LIMIT = 90
-"""Longest name of what a collective or a kernel is for: it may list every parameter of a model."""
+TEXT_LIMIT = 90  # longest name of a purpose: it may list every parameter of a model
 
 
 @dataclass(frozen=True)

@@ -194,13 +194,11 @@ class _Value:
 
     bytes: int
     kind: Kind = "activations"
-    # its memory is counted elsewhere: in the state, or around the loop that reads it
-    is_outer: bool = False
+    is_outer: bool = False  # its memory is counted elsewhere: in the state, or around the loop
     donated: bool = False  # it is state, whose memory what updates it in place reuses
     live: bool = False  # something needs it
     stored: bool = False  # see [Note: stored values]
-    # equal for equal constants, of which XLA keeps one; None for what depends on an input
-    constant: Any = None
+    constant: Any = None  # of equal ones XLA keeps one; None for what depends on an input
     maker: str = ""  # the operation that it comes from, however it has been reshaped since
     # the stored values that are read in its place, and the bytes read of each
     reads: "dict[_Value, int]" = field(default_factory=dict)

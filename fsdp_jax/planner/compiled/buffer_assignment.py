@@ -42,8 +42,7 @@ class MemoryReport:
     """What XLA's reports state."""
 
     spaces: dict[str, int]  # bytes by memory space
-    # values in device memory at the peak; memory that several share is counted once
-    live: list[LiveBuffer]
+    live: list[LiveBuffer]  # in device memory at the peak; what several share is counted once
 
 
 def read_memory_report(folder: Path) -> MemoryReport:

@@ -40,8 +40,7 @@ class InstructionCost:
     """The cost of one instruction, run once, on one device."""
 
     matmuls: tuple[Matmul, ...] = ()  # including those of an attention kernel
-    # of device memory read and written; a fusion that slices an array reads the slice
-    bytes: int = 0
+    bytes: int = 0  # read and written in device memory; a fusion that slices reads the slice
     unknown: str = ""  # a kernel whose matmuls the text does not tell; "" if there is none
     from_host: int = 0  # bytes read from host memory
     to_host: int = 0  # bytes written to host memory

@@ -41,11 +41,8 @@ class Buffer:
 
     bytes: int  # that it takes, padding included
     array: str  # as `bf16[31,1,2048,4096]`
-    # what it is for; `gathered` are full parameters, and casts of shards that are about to be
-    # gathered
-    kind: Kind
-    # of the parameter or leaf of the state, else of the module that made it, where names tell
-    path: str
+    kind: Kind  # `gathered`: full parameters, and casts of shards that are about to be gathered
+    path: str  # of the parameter or leaf of the state, else of the module, where names tell
     operation: str  # the traced operation that made it
 
 
@@ -55,8 +52,7 @@ class PeakMemory:
 
     peak_bytes: int  # device memory that the program uses
     host_bytes: int  # host memory that it uses for each device
-    # bytes by kind; their sum is `peak_bytes`. `other` includes gaps between buffers
-    breakdown: dict[Kind, int]
+    breakdown: dict[Kind, int]  # their sum is `peak_bytes`; `other` includes gaps between buffers
     buffers: tuple[Buffer, ...]  # all that are live at the peak, largest first
 
 

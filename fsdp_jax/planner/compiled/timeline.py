@@ -50,8 +50,7 @@ class SimulatedTime:
     exposed: float = 0.0  # of these, waiting for collectives
     host_exposed: float = 0.0  # of these, waiting for transfers from and to the host
     collective: float = 0.0  # that links were busy, overlapped or not
-    # that the links to the host were busy, overlapped or not; the sum of both directions
-    host: float = 0.0
+    host: float = 0.0  # that the links to the host were busy, the sum of both directions
     exposed_bytes: float = 0.0  # of the bytes sent, the part of each collective that was waited for
     from_host: float = 0.0  # bytes that came from host memory
     to_host: float = 0.0  # bytes that went to host memory

@@ -60,10 +60,8 @@ class Hardware:
     # jax's default matmul precision runs: TF32 on GPUs that have it. A dtype without a matrix unit,
     # or whose rate is not published, is absent
     peak_flops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    # bytes/s that one device sends over all its fast links: NVLink, or all links of the torus
-    link_bandwidth: float | None = None
-    # physical dims of a TPU slice; 0 where a switch joins all devices of a host
-    torus_dims: int = 0
+    link_bandwidth: float | None = None  # bytes/s sent over all fast links: NVLink, or the torus
+    torus_dims: int = 0  # physical dims of a TPU slice; 0 where a switch joins a host's devices
     ring_chips: int = 4  # a torus dim closes into a ring where its length is a multiple of this
     # bytes/s that one device sends out of its host (GPU) or slice (TPU): its share in the vendor's
     # reference system
@@ -72,8 +70,7 @@ class Hardware:
     # is typical; on TPUs what XLA's compiler leaves free (15.75 of 16 GiB)
     reserved_bytes: int = 0
     host_devices: int | None = None  # the most devices of one host
-    # bytes/s that one device reads from host memory while it writes as much
-    host_bandwidth: float | None = None
+    host_bandwidth: float | None = None  # bytes/s read from host memory while as much is written
     # memory of a host with `host_devices` devices in the vendor's reference system; a machine that
     # is rented may have another; None where it is not published
     host_memory_bytes: int | None = None

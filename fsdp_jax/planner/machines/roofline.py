@@ -19,8 +19,7 @@ class Matmul:
     k: int
     dtype: str  # numpy name of the operands' dtype, the wider of the two
     times: int = 1  # how often a step runs it, loop trips counted
-    # part of an attention kernel, whose m x n intermediate never reaches device memory
-    fused: bool = False
+    fused: bool = False  # of an attention kernel: the m x n intermediate stays out of device memory
 
     @property
     def flops(self) -> int:
