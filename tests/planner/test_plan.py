@@ -327,6 +327,7 @@ def test_arguments_in_the_wrong_place_are_named(topology, rows, fields):
 
 
 def test_plans_are_shown_side_by_side(plan):
+    assert plans_table([], []).strip() == ""  # no plans, no figures
     table = plans_table(["a.yaml", "b.yaml"], [plan, plan])
     assert "a.yaml" in table.splitlines()[0]
     peak = next(line for line in table.splitlines() if line.startswith("peak"))
