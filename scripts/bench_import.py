@@ -77,7 +77,7 @@ def make_files(case: str, gib: float, folder: Path) -> None:
     """Writes random weights under Hugging Face's names."""
     import numpy as np
 
-    from fsdp_jax.io.safetensors_writer import TensorSpec, write_weights
+    from fsdp_jax.io.safetensors_writer import write_weights
     from fsdp_jax.weights import config_json, table_of
 
     config, dtype = config_of(case, gib), np.dtype(CASES[case][1])
@@ -94,7 +94,7 @@ def make_files(case: str, gib: float, folder: Path) -> None:
         for mapping in mappings:
             yield np.resize(drawn, mapping.shape)
 
-    outlines = [TensorSpec(mapping.name, mapping.shape, dtype) for mapping in mappings]
+    outlines = {each.name: jax.ShapeDtypeStruct(each.shape, dtype) for each in mappings}
     others = {"config.json": json.dumps(config_json(config)).encode()}
     write_weights(
         folder, outlines, values(), file_bytes=FILE_BYTES, metadata={"format": "pt"}, others=others

@@ -15,15 +15,9 @@ from jax.sharding import SingleDeviceSharding
 from fsdp_jax.checkpoint.arrays import leaves_of, require_shardings
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import CheckpointError, ConfigError, first_lines, message
-from fsdp_jax.io.array_specs import array_bytes, describe, parse_description
+from fsdp_jax.io.array_specs import describe, parse_description
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
-from fsdp_jax.io.safetensors_writer import (
-    Exported,
-    TensorSpec,
-    batches,
-    exported_dtype,
-    write_weights,
-)
+from fsdp_jax.io.safetensors_writer import Exported, batches, exported_dtype, write_weights
 from fsdp_jax.io.sharded_read import STAGING_BYTES, ShardReader
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.tree import PyTree
@@ -63,7 +57,7 @@ def export_params(
     }
     return write_weights(
         directory,
-        [TensorSpec(path, tuple(leaf.shape), leaf.dtype) for path, leaf in targets.items()],
+        targets,
         (value for _, value in read_params(store, step, targets, batch=file_bytes)),
         file_bytes=file_bytes,
         metadata={"format": "fsdp_jax"},
@@ -94,16 +88,14 @@ def read_params(
     """
     # A CPU device's memory is the host's, so numpy views what is read without a copy.
     on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    for part in batches(
-        list(targets.items()), batch, lambda item: array_bytes(item[1].shape, item[1].dtype)
-    ):
+    for part in batches(targets, batch):
         specs = {
             PARAMS + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
-            for path, leaf in part
+            for path, leaf in part.items()
             if leaf.size
         }
         arrays = store.read(step, specs) if specs else {}
-        for path, leaf in part:
+        for path, leaf in part.items():
             yield path, np.asarray(arrays.pop(PARAMS + path, np.empty(leaf.shape, leaf.dtype)))
 
 

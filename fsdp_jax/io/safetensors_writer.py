@@ -10,13 +10,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,27 +32,13 @@ from fsdp_jax.io.atomic import (
 from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE
 from fsdp_jax.io.sharded_read import row_major
 
-T = TypeVar("T")
+Specs = Mapping[str, jax.ShapeDtypeStruct]
 # The files of an export, in any format.
 OWN_FILES = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     r"|(preprocessor_|tokenizer_)?config\.json|tokenizer\.json"
 )
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, shape and dtype of a tensor to write."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return array_bytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -98,7 +84,7 @@ def new_directory(directory: str | os.PathLike[str]) -> Path:
 
 def write_weights(
     directory: str | os.PathLike[str],
-    tensors: Sequence[TensorSpec],
+    tensors: Specs,
     values: Iterator[np.ndarray],
     *,
     file_bytes: int,
@@ -109,7 +95,7 @@ def write_weights(
 
     Args:
         directory: to create.
-        tensors: the tensors in order.
+        tensors: their shapes and dtypes by name, in order.
         values: their values in the same order, taken one at a time, in any memory order; cast to
             their dtypes.
         file_bytes: bytes of tensors in one file; a larger tensor gets a file of its own.
@@ -122,10 +108,10 @@ def write_weights(
 
     """
     target = new_directory(directory)
-    total = sum(spec.size for spec in tensors)
+    total = sum(array_bytes(spec.shape, spec.dtype) for spec in tensors.values())
 
     # Assign the tensors to files.
-    parts = list(batches(tensors, file_bytes, lambda spec: spec.size))
+    parts = list(batches(tensors, file_bytes))
     count = len(parts)
     if count == 1:
         names = [SINGLE]
@@ -133,9 +119,7 @@ def write_weights(
         names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     extra_files = dict(others)
     if count > 1:
-        file_of = {
-            spec.name: name for name, part in zip(names, parts, strict=True) for spec in part
-        }
+        file_of = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         extra_files[INDEX] = (json.dumps(index, indent=1) + "\n").encode()
 
@@ -190,47 +174,45 @@ def _remove_leftovers(target: Path) -> None:
                 os.close(lock)
 
 
-def batches(items: Sequence[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields consecutive items of at most `limit` bytes together; a larger item comes alone."""
-    batch: list[T] = []
+def batches(tensors: Specs, limit: int) -> Iterator[Specs]:
+    """Yields consecutive tensors of at most `limit` bytes together; a larger one comes alone."""
+    batch: dict[str, jax.ShapeDtypeStruct] = {}
     total = 0
-    for item in items:
-        if batch and total + size(item) > limit:
+    for name, spec in tensors.items():
+        size = array_bytes(spec.shape, spec.dtype)
+        if batch and total + size > limit:
             yield batch
-            batch = []
+            batch = {}
             total = 0
-        batch.append(item)
-        total += size(item)
+        batch[name] = spec
+        total += size
     yield batch
 
 
 def _write_file(
-    path: Path,
-    part: Sequence[TensorSpec],
-    values: Iterator[np.ndarray],
-    metadata: Mapping[str, str],
+    path: Path, part: Specs, values: Iterator[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
     """Writes a file, the header and then one tensor at a time, and flushes it to disk."""
     # Wide dtypes first: readers that map the file want aligned tensors.
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offsets = {}
     end = 0
-    for spec in sorted(part, key=lambda spec: -spec.dtype.itemsize):
-        offsets[spec.name] = end
-        entries[spec.name] = {
+    for name, spec in sorted(part.items(), key=lambda item: -item[1].dtype.itemsize):
+        offsets[name] = end
+        end += array_bytes(spec.shape, spec.dtype)
+        entries[name] = {
             "dtype": CODE_OF_DTYPE[spec.dtype.name],
             "shape": list(spec.shape),
-            "data_offsets": [end, end + spec.size],
+            "data_offsets": [offsets[name], end],
         }
-        end += spec.size
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for spec in part:
+        for name, spec in part.items():
             value = next(values)
-            assert value.shape == spec.shape, f"{spec.name}: the header must match the values"
+            assert value.shape == spec.shape, f"{name}: the header must match the values"
             value = np.ascontiguousarray(row_major(value).astype(spec.dtype, copy=False))
-            file.seek(8 + len(header) + offsets[spec.name])
+            file.seek(8 + len(header) + offsets[name])
             file.write(value.reshape(-1).view(np.uint8).data)
         fsync_file(file)

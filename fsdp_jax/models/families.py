@@ -18,8 +18,7 @@ from fsdp_jax.models.huggingface import gpt2 as hf_gpt2
 from fsdp_jax.models.huggingface import llama as hf_llama
 from fsdp_jax.models.huggingface import t5 as hf_t5
 from fsdp_jax.models.huggingface import vit as hf_vit
-from fsdp_jax.models.huggingface.config_json import unknown_model
-from fsdp_jax.models.huggingface.weight_format import WeightFormat
+from fsdp_jax.models.huggingface.config_json import WeightFormat, unknown_model
 from fsdp_jax.models.tasks import IMAGES, TEXT, TEXT_TO_TEXT, Task
 
 

@@ -17,7 +17,7 @@ from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.array_specs import describe
 from fsdp_jax.io.boxes import Box, box_of_index, box_sizes, box_view, intersect, relative_box
 from fsdp_jax.io.regular_files import read_regular
-from fsdp_jax.io.safetensors_writer import Exported, TensorSpec, exported_dtype, write_weights
+from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, write_weights
 from fsdp_jax.io.sharded_read import uses_host_memory
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.models.huggingface.config_json import TokenIds
@@ -114,11 +114,11 @@ def export_weights(
         path: exported_dtype(np.dtype(leaf.dtype), dtype, "dtype")
         for path, leaf in source.leaves.items()
     }
-    outlines = [
-        TensorSpec(mapping.name, mapping.shape, dtypes[path])
+    outlines = {
+        mapping.name: jax.ShapeDtypeStruct(mapping.shape, dtypes[path])
         for path, each in mappings.items()
         for mapping in each
-    ]
+    }
     widest = max(dtypes.values(), key=lambda each: each.itemsize)
     others = config_files(config, dtype=widest.name, tokens=tokens)
     if tokenizer is not None:

@@ -207,15 +207,16 @@ def test_weights_that_do_not_fit_are_named(tmp_path, store, params):
 
 KILLED = """
 import os, sys
+import jax
 import numpy as np
-from fsdp_jax.io.safetensors_writer import TensorSpec, write_weights
+from fsdp_jax.io.safetensors_writer import write_weights
 
 def values():
     yield np.zeros(4, np.float32)
     print("writing", flush=True)
     sys.stdin.readline()
 
-specs = [TensorSpec(name, (4,), np.dtype("float32")) for name in "ab"]
+specs = {name: jax.ShapeDtypeStruct((4,), np.float32) for name in "ab"}
 write_weights(sys.argv[1], specs, values(), file_bytes=1 << 20, metadata={})
 """
 

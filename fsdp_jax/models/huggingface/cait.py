@@ -7,9 +7,8 @@ from typing import Any
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.models.cait import CaiTConfig
-from fsdp_jax.models.huggingface.config_json import Json, normalization, refuse
+from fsdp_jax.models.huggingface.config_json import Json, WeightFormat, normalization, refuse
 from fsdp_jax.models.huggingface.table import Entry, Table, conv2d, linear, norm, stacked
-from fsdp_jax.models.huggingface.weight_format import WeightFormat
 from fsdp_jax.models.vision import CHANNELS, IMAGENET_MEAN, IMAGENET_STD
 
 SCALED_BLOCK = [

@@ -7,13 +7,14 @@ change what is computed.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.io.json_text import read_json_object
+from fsdp_jax.models.huggingface.table import Table
 
 Json = dict[str, Any]
 CONFIG = "config.json"
@@ -37,6 +38,32 @@ HARMLESS = (
     "begin_suppress_tokens", "exponential_decay_length_penalty", "remove_invalid_values",
     "tf_legacy_loss", "use_bfloat16",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How one family's weights and configuration are stored by Hugging Face or timm.
+
+    Attributes:
+        model_type: of `config.json`; None for timm, whose `config.json` has an `architecture`.
+        table: our configuration -> the weight table.
+        read: (content of `config.json`, its path) -> our configuration; raises ConfigError, and
+            ValueError for sizes that do not fit together.
+        write: our configuration -> the content of `config.json`, without `model_type`, for any
+            version of transformers.
+        tokens: which of `TOKENS` its `config.json` has.
+        read_images: folder -> fields of our configuration from another file there.
+        write_images: our configuration -> {name of that file: content}.
+
+    """
+
+    model_type: str | None
+    table: Callable[[Any], Table]
+    read: Callable[[Json, object], Any]
+    write: Callable[[Any], Json]
+    tokens: tuple[str, ...] = TOKENS
+    read_images: Callable[[Path], dict[str, Any]] = lambda folder: {}
+    write_images: Callable[[Any], dict[str, Json]] = lambda config: {}
 
 
 @dataclass(frozen=True)

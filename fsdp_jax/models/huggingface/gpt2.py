@@ -1,9 +1,8 @@
 """GPT-2 as `GPT2LMHeadModel` saves it (openai-community/gpt2)."""
 
 from fsdp_jax.models.gpt import GPTConfig
-from fsdp_jax.models.huggingface.config_json import Json, Keys, refuse
+from fsdp_jax.models.huggingface.config_json import Json, Keys, WeightFormat, refuse
 from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, conv1d, norm, stacked
-from fsdp_jax.models.huggingface.weight_format import WeightFormat
 
 BLOCK = [
     *norm("ln_1", "ln_1"),

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from fsdp_jax.models.huggingface.config_json import Json, Keys, refuse
+from fsdp_jax.models.huggingface.config_json import Json, Keys, WeightFormat, refuse
 from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, linear, norm, stacked
-from fsdp_jax.models.huggingface.weight_format import WeightFormat
 from fsdp_jax.models.llama import LlamaConfig, RopeScaling
 
 BLOCK = [

@@ -4,9 +4,8 @@ Version 1.1 has a gated MLP, a head of its own, and no scaling of the head's inp
 states the latter with `scale_decoder_outputs`, older versions with `tie_word_embeddings`.
 """
 
-from fsdp_jax.models.huggingface.config_json import Json, Keys, refuse
+from fsdp_jax.models.huggingface.config_json import Json, Keys, WeightFormat, refuse
 from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, linear, norm, stacked
-from fsdp_jax.models.huggingface.weight_format import WeightFormat
 from fsdp_jax.models.t5 import T5Config
 
 KEYS = Keys(

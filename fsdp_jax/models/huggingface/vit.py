@@ -4,9 +4,15 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.models.huggingface.config_json import Json, Keys, normalization, read_json, refuse
+from fsdp_jax.models.huggingface.config_json import (
+    Json,
+    Keys,
+    WeightFormat,
+    normalization,
+    read_json,
+    refuse,
+)
 from fsdp_jax.models.huggingface.table import Entry, Table, conv2d, linear, norm, stacked
-from fsdp_jax.models.huggingface.weight_format import WeightFormat
 from fsdp_jax.models.vision import CHANNELS
 from fsdp_jax.models.vit import ViTConfig
 
