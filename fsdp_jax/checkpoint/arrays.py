@@ -94,22 +94,17 @@ def begin_finite_check(arrays: Mapping[str, jax.Array]) -> Callable[[], list[str
     The check itself is dispatched at once: the arrays may be donated afterwards. Every process of
     an array's devices must call this, in the same order as its steps.
     """
-    floating = {
-        name: array
-        for name, array in arrays.items()
-        if jnp.issubdtype(array.dtype, jnp.inexact) and array.size
-    }
     # One program for all arrays in device memory; those in host memory pass through it one by one.
     groups: dict[Any, list[str]] = {}
-    for name, array in floating.items():
-        on_host = array.sharding.memory_kind == HOST
-        devices = frozenset(array.sharding.device_set)
-        groups.setdefault((devices, name if on_host else None), []).append(name)
+    for name, array in arrays.items():
+        if jnp.issubdtype(array.dtype, jnp.inexact) and array.size:
+            alone = name if array.sharding.memory_kind == HOST else None
+            groups.setdefault((frozenset(array.sharding.device_set), alone), []).append(name)
     dispatched: list[tuple[list[str], jax.Array]] = []
     for names in groups.values():
         # One at a time: XLA's CPU devices can wait for one another in programs that overlap.
         jax.block_until_ready([finite for _, finite in dispatched[-1:]])
-        dispatched.append((names, _are_finite([floating[name] for name in names])))
+        dispatched.append((names, _are_finite([arrays[name] for name in names])))
 
     def result() -> list[str]:
         return sorted(

@@ -64,16 +64,17 @@ class Checked:
         return first_lines(self.problems, SHOWN)
 
 
-def step_directories(directory: Path) -> dict[int, bool]:
-    """Returns {step: whether it is a checkpoint, good or damaged} of entries named by a number."""
+def list_steps(directory: Path) -> tuple[list[int], list[int]]:
+    """Returns (steps, good or damaged; the numbers of other entries named like a step)."""
     names = os.listdir(directory) if directory.is_dir() else []
-    numbers = sorted(int(name) for name in names if name.isdecimal())
-    paths = {number: directory / str(number) for number in numbers if str(number) in names}
-    return {
-        step: not path.is_symlink()
-        and any((path / mark).exists() for mark in (MANIFEST, ORBAX_MARK))
-        for step, path in paths.items()
-    }
+    steps: list[int] = []
+    others: list[int] = []
+    for number in sorted(int(name) for name in names if name.isdecimal()):
+        path = directory / str(number)
+        if path.name in names:
+            marked = any((path / mark).exists() for mark in (MANIFEST, ORBAX_MARK))
+            (steps if marked and not path.is_symlink() else others).append(number)
+    return steps, others
 
 
 def list_files(root: Path) -> list[str]:

@@ -155,9 +155,8 @@ def _requests(
 
 def _castable(expected: str, got: str) -> bool:
     """Returns whether two descriptions differ in their floating-point dtypes only."""
-    wanted_dtype, _, wanted_shape = expected.partition("[")
-    saved_dtype, _, saved_shape = got.partition("[")
-    return wanted_shape == saved_shape and _is_floating(wanted_dtype) and _is_floating(saved_dtype)
+    (wanted, shape), (saved, saved_shape) = parse_description(expected), parse_description(got)
+    return shape == saved_shape and _is_floating(wanted) and _is_floating(saved)
 
 
 def _is_floating(dtype: str) -> bool:

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -34,8 +35,8 @@ from fsdp_jax.checkpoint.manifest import (
     check_files,
     digest_files,
     list_files,
+    list_steps,
     read_manifest,
-    step_directories,
     write_manifest,
 )
 from fsdp_jax.checkpoint.orbax_paths import LiteralPath, require_usable
@@ -196,11 +197,11 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Returns the steps in place, damaged ones too, ascending."""
-        return [step for step, ours in step_directories(self.directory).items() if ours]
+        return list_steps(self.directory)[0]
 
     def foreign(self) -> list[int]:
         """Returns the numbers of entries named like a step that are links or not checkpoints."""
-        return [step for step, ours in step_directories(self.directory).items() if not ours]
+        return list_steps(self.directory)[1]
 
     def latest(self) -> int | None:
         """Returns the newest step, by number: clocks may disagree. `check` tells if it is good."""
@@ -224,8 +225,7 @@ class CheckpointStore:
         path = self._existing(step)
         checked = check_files(path, part=jax.process_index(), parts=jax.process_count())
         if anywhere(not checked.good) and checked.good:
-            problems = ("found by another process",)
-            return Checked(checked.files, checked.size, checked.seconds, problems)
+            return replace(checked, problems=("found by another process",))
         return checked
 
     def check_manifest(self, step: int) -> Checked:

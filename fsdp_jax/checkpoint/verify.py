@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.checkpoint.export import export_params
-from fsdp_jax.checkpoint.manifest import Checked, check_files, step_directories
+from fsdp_jax.checkpoint.manifest import Checked, check_files, list_steps
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError, human_bytes, message
+from fsdp_jax.io.safetensors_writer import Exported
 from fsdp_jax.tables import text_table
 
 
@@ -64,18 +65,29 @@ def export_run(
     dtype: str | None,
 ) -> str:
     """Verifies a step (None: the newest), exports it, and returns a summary to print."""
+    directory, chosen = choose_step(output, step)
+    with CheckpointStore(directory) as store:
+        store.require_good(chosen)
+        return describe_export(chosen, export_params(store, chosen, to, dtype=dtype))
+
+
+def describe_export(step: int, exported: Exported) -> str:
+    """Returns the summary that `fsdp-jax export` prints."""
+    size = f"{human_bytes(exported.size)} in {len(exported.files)} files"
+    return f"{exported.tensors} tensors of step {step}, {size}, in {exported.directory}"
+
+
+def choose_step(output: str | os.PathLike[str], step: int | None) -> tuple[Path, int]:
+    """Returns a run's directory of checkpoints and `step`, the newest if it is None.
+
+    Raises ConfigError as `steps_of`, and if there is no such step.
+    """
     directory, steps = steps_of(output)
     step = max(steps) if step is None else step
     if step not in steps:
         expected = f"one of {steps}"
         raise ConfigError(message("no such step", where="--step", expected=expected, got=step))
-    with CheckpointStore(directory) as store:
-        store.require_good(step)
-        exported = export_params(store, step, to, dtype=dtype)
-    return (
-        f"{exported.tensors} tensors of step {step}, {human_bytes(exported.size)} "
-        f"in {len(exported.files)} files, in {exported.directory}"
-    )
+    return directory, step
 
 
 def steps_of(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
@@ -84,21 +96,17 @@ def steps_of(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
     Raises ConfigError if there are none, naming a parent directory that has some.
     """
     directory = Path(output).absolute() / "checkpoints"
-    steps = _checkpoints_in(directory)
+    steps, _ = list_steps(directory)
     if not steps:
         fix = "wait for the first save, if the run is still training"
         for parent in Path(output).parents:
-            if _checkpoints_in(parent / "checkpoints"):
+            if list_steps(parent / "checkpoints")[0]:
                 fix = f"pass {parent}"
                 break
         expected = "a run's output directory, with checkpoints/STEP in it"
         what = "no checkpoint there"
         raise ConfigError(message(what, where=str(output), expected=expected, fix=fix))
     return directory, steps
-
-
-def _checkpoints_in(directory: Path) -> list[int]:
-    return [step for step, ours in step_directories(directory).items() if ours]
 
 
 def _check_unless_deleted(path: Path) -> Checked | None:

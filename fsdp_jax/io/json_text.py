@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.errors import DamageError, message
+from fsdp_jax.errors import ConfigError, DamageError, message
 from fsdp_jax.io.regular_files import read_regular
 
 
@@ -30,15 +30,15 @@ def parse_json(text: str, *, constants: bool = False) -> Any:
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
     """Returns the object of a JSON file.
 
-    Raises FileNotFoundError or NotADirectoryError if there is none, and DamageError, whose first
-    line is `what`, if it cannot be read or is none.
+    Raises ConfigError if there is none, and DamageError if it cannot be read or is no object; the
+    first line of both is `what`.
     """
     try:
         content = parse_json(read_regular(path).decode())
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__}")
-    except (FileNotFoundError, NotADirectoryError):
-        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(message(what, where=str(path), got=error)) from error
     except (OSError, ValueError) as error:
         expected, fix = "an object of JSON", "copy or download the file again"
         raise DamageError(

@@ -132,7 +132,7 @@ def _weight_files(directory: Path) -> dict[Path, set[str]]:
     what = "not an index of weights"
     try:
         places = read_json_object(path, what).get("weight_map")
-    except (FileNotFoundError, NotADirectoryError):
+    except ConfigError:
         if not (directory / SINGLE).exists():
             _refuse_other_weights(directory)
         return {directory / SINGLE: set()}

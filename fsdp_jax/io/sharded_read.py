@@ -140,11 +140,8 @@ class ShardReader:
         # Assemble on the host where the shards stay there or fit the budget, or on the devices.
         shapes = [box_sizes(box) for box in targets]
         size = sum(array_bytes(sizes, leaf.dtype) for sizes in shapes)
-        in_host_memory = sharding.memory_kind in HOST_MEMORY_KINDS or all(
-            map(uses_host_memory, sharding.addressable_devices)
-        )
         buffers: dict[Box, ShardBuffer]
-        if in_host_memory or size <= self.budget // 2:
+        if in_host_memory(sharding) or size <= self.budget // 2:
             values = aligned_zeros(shapes, leaf.dtype)
             buffers = {
                 box: HostBuffer(part, targets[box])
@@ -218,9 +215,11 @@ def aligned_zeros(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np
     ]
 
 
-def uses_host_memory(device: jax.Device) -> bool:
-    """Returns whether a device's memory is the host's."""
-    return device.platform == "cpu"
+def in_host_memory(sharding: jax.sharding.Sharding) -> bool:
+    """Returns whether shards are in the memory of the host, which is that of CPU devices."""
+    devices: set[jax.Device] = sharding.device_set
+    on_cpu = all(device.platform == "cpu" for device in devices)
+    return on_cpu or sharding.memory_kind in HOST_MEMORY_KINDS
 
 
 def tensors_equal(first: StoredTensor, second: StoredTensor, limit: int = 8 << 20) -> bool:

@@ -11,23 +11,15 @@ from fsdp_jax.io.boxes import Box
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Maps one tensor of the files onto a box of one of our arrays.
+    """Maps one tensor of the files onto a box of one of our arrays."""
 
-    Attributes:
-        name: the tensor's name.
-        start: first index of the box, per dim of the array.
-        size: size of the box, per dim of the array.
-        dims: per dim of the array, the dim of the tensor; None if the tensor lacks it, and the box
-            has size 1 there. Dims of the tensor that are not listed have size 1.
-        shape: the tensor's shape.
-
-    """
-
-    name: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
+    name: str  # of the tensor
+    start: tuple[int, ...]  # first index of the box, per dim of the array
+    size: tuple[int, ...]  # of the box, per dim of the array
+    # Per dim of the array, the dim of the tensor; None if the tensor lacks it, and the box has size
+    # 1 there. Dims of the tensor that are not listed have size 1.
     dims: tuple[int | None, ...]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the tensor
 
     @classmethod
     def identity(cls, name: str, shape: Sequence[int]) -> Self:

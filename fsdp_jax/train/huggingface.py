@@ -13,7 +13,7 @@ import optax
 from fsdp_jax.api import fully_shard
 from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.checkpoint.export import read_params, saved_params
-from fsdp_jax.checkpoint.verify import steps_of
+from fsdp_jax.checkpoint.verify import choose_step, describe_export
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.data.tokenizer import FILE, SETTINGS
 from fsdp_jax.errors import ConfigError, human_bytes, message
@@ -158,11 +158,7 @@ def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str |
     run, target = Path(output).expanduser(), Path(to).expanduser()
     exported_dtype(np.dtype("float32"), dtype, "--dtype")
     new_directory(target)
-    directory, steps = steps_of(run)
-    chosen = max(steps) if step is None else step
-    if chosen not in steps:
-        expected = f"one of {steps}"
-        raise ConfigError(message("no such step", where="--step", expected=expected, got=chosen))
+    directory, chosen = choose_step(run, step)
     shape = read_config(run)
     family = family_of(shape)
     tokenizer = tokenizer_of(run) if _has_tokenizer(run, family) else None
@@ -174,8 +170,7 @@ def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str |
         done = export_weights(
             source, shape, target, dtype=dtype, tokenizer=folder, tokens=tokens, change=change
         )
-    size = f"{human_bytes(done.size)} in {len(done.files)} files, in {done.directory}"
-    return f"{done.tensors} tensors of step {chosen}, {size}, for Hugging Face"
+    return f"{describe_export(chosen, done)}, for Hugging Face"
 
 
 def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | None]:

@@ -18,11 +18,10 @@ from fsdp_jax.io.array_specs import describe
 from fsdp_jax.io.boxes import Box, box_of_index, box_sizes, box_view, intersect, relative_box
 from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, write_weights
-from fsdp_jax.io.sharded_read import uses_host_memory
+from fsdp_jax.io.sharded_read import in_host_memory
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.models.huggingface.config_json import TokenIds
 from fsdp_jax.models.huggingface.table import Table
-from fsdp_jax.sharding.offload import HOST
 from fsdp_jax.tree import PyTree
 from fsdp_jax.weights.model_config import config_files, table_of
 
@@ -183,7 +182,7 @@ def _on_host(array: Any, box: Box) -> np.ndarray:
 
 
 def _copy_from_device(data: jax.Array, box: Box) -> np.ndarray:
-    if data.sharding.memory_kind == HOST or all(map(uses_host_memory, data.devices())):
+    if in_host_memory(data.sharding):
         return box_view(np.asarray(data), box)  # a view of its own memory
     return np.asarray(_sliced(data, [start for start, _ in box], box_sizes(box)))
 

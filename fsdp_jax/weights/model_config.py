@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.io.json_text import read_json_object
 from fsdp_jax.models.families import FAMILIES, Family, family_of
 from fsdp_jax.models.huggingface.config_json import (
     CONFIG,
+    NO_MODEL,
     TOKENS,
     Json,
     TokenIds,
-    read_json,
     refuse,
     unknown_model,
 )
@@ -47,7 +48,8 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
 
     """
     directory = Path(folder)
-    content, where = read_json(directory), directory / CONFIG
+    where = directory / CONFIG
+    content = read_json_object(where, NO_MODEL)
     if "auto_map" in content:
         what = "a model with its own code in the folder, which is never run"
         raise ConfigError(message(what, where=str(where), got=content["auto_map"]))
@@ -114,7 +116,7 @@ def token_ids(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises ConfigError.
     """
-    content = read_json(Path(folder))
+    content = read_json_object(Path(folder) / CONFIG, NO_MODEL)
     return {name: content[name] for name in TOKENS if content.get(name) is not None}
 
 

@@ -76,10 +76,10 @@ def test_weights_in_host_memory_are_exported(tmp_path):
     assert_bits(read(tmp_path / "out"), tensors)
 
 
-@pytest.mark.parametrize("uses_host_memory", [True, False])
+@pytest.mark.parametrize("in_host_memory", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
-def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, uses_host_memory):
-    monkeypatch.setattr("fsdp_jax.weights.export.uses_host_memory", lambda device: uses_host_memory)
+def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, in_host_memory):
+    monkeypatch.setattr("fsdp_jax.weights.export.in_host_memory", lambda sharding: in_host_memory)
     config, params, tensors = imported("llama", tmp_path / "in")
     with CheckpointStore(tmp_path / "checkpoints") as store:
         store.save(5, {"params": params, "opt_state": {"mu": params}}, data={}, metadata={})

@@ -356,7 +356,7 @@ def test_any_tensor_is_read_into_any_sharding(
         ShardReader(tensors, budget) as staging,
     ):
         patch.setattr(sharded_read, "MIN_READ", run)
-        patch.setattr(sharded_read, "uses_host_memory", lambda device: not on_device)
+        patch.setattr(sharded_read, "in_host_memory", lambda sharding: not on_device)
         array = staging.read_array(leaf, [mapping])
     assert_bits({"": array}, {"": whole.astype(jnp.dtype(dtype))})
     assert array.sharding == leaf.sharding
@@ -445,7 +445,7 @@ def test_the_budget_bounds_what_is_staged(tmp_path, monkeypatch):
     save_file({"t": value}, tmp_path / "model.safetensors")
     mapping = TensorMapping("t", (0, 0), value.shape[::-1], (1, 0), value.shape)
     leaf = spec(value.shape[::-1], "bfloat16", ("a", "b"))
-    monkeypatch.setattr(sharded_read, "uses_host_memory", lambda device: False)
+    monkeypatch.setattr(sharded_read, "in_host_memory", lambda sharding: False)
     with SafetensorsFolder(tmp_path) as tensors:
         tracemalloc.start()
         with ShardReader(tensors, budget) as staging:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
-from fsdp_jax.io.json_text import read_json_object
 from fsdp_jax.models.huggingface.table import Table
 
 Json = dict[str, Any]
 CONFIG = "config.json"
+NO_MODEL = "no model configuration"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Ids that begin, end and pad a text; written, and read by programs that continue texts."""
 TokenIds = Mapping[str, int | Sequence[int] | None]
@@ -42,49 +42,33 @@ HARMLESS = (
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How one family's weights and configuration are stored by Hugging Face or timm.
+    """How one family's weights and configuration are stored by Hugging Face or timm."""
 
-    Attributes:
-        model_type: of `config.json`; None for timm, whose `config.json` has an `architecture`.
-        table: our configuration -> the weight table.
-        read: (content of `config.json`, its path) -> our configuration; raises ConfigError, and
-            ValueError for sizes that do not fit together.
-        write: our configuration -> the content of `config.json`, without `model_type`, for any
-            version of transformers.
-        tokens: which of `TOKENS` its `config.json` has.
-        read_images: folder -> fields of our configuration from another file there.
-        write_images: our configuration -> {name of that file: content}.
-
-    """
-
-    model_type: str | None
-    table: Callable[[Any], Table]
+    model_type: str | None  # of `config.json`; None for timm, which states an `architecture`
+    table: Callable[[Any], Table]  # of our configuration
+    # (content of `config.json`, its path) -> our configuration; raises ConfigError, and ValueError
+    # for sizes that do not fit together.
     read: Callable[[Json, object], Any]
+    # The reverse, without `model_type`, for any version of transformers.
     write: Callable[[Any], Json]
-    tokens: tuple[str, ...] = TOKENS
+    tokens: tuple[str, ...] = TOKENS  # that its `config.json` has
+    # Folder -> fields of our configuration from another file; the reverse, {its name: content}.
     read_images: Callable[[Path], dict[str, Any]] = lambda folder: {}
     write_images: Callable[[Any], dict[str, Json]] = lambda config: {}
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one kind of `config.json`.
+    """The keys of one kind of `config.json`."""
 
-    Attributes:
-        fields: key -> field of our configuration with the same value.
-        fixed: key -> values that we implement; the first one is the default of an absent key.
-        harmless: keys that change nothing here, besides those of every family; dropout rates are
-            among them, since they are settings of a training run.
-        derived: keys that the family reads itself.
-        optional: defaults of keys of `fields` that may be absent.
-
-    """
-
-    fields: Mapping[str, str]
+    fields: Mapping[str, str]  # key -> field of our configuration with the same value
+    # Key -> values that we implement; the first one is the default of an absent key.
     fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # Keys that change nothing here, besides those of every family. Dropout rates are among them,
+    # since they are settings of a training run.
     harmless: Sequence[str] = ()
-    derived: Sequence[str] = ()
-    optional: Mapping[str, Any] = field(default_factory=dict)
+    derived: Sequence[str] = ()  # keys that the family reads itself
+    optional: Mapping[str, Any] = field(default_factory=dict)  # defaults of keys of `fields`
 
     def read(self, content: Json, where: object) -> dict[str, Any]:
         """Returns {field: value}.
@@ -118,19 +102,6 @@ def refuse(lines: Sequence[str], where: object) -> None:
     if lines:
         got = "\n            ".join(lines)
         raise ConfigError(message("a model that is not supported", where=str(where), got=got))
-
-
-def read_json(folder: Path, name: str = CONFIG) -> Json:
-    """Returns the content of the folder's `config.json`, or of another file.
-
-    Raises ConfigError if it is missing, DamageError if it is not an object of JSON.
-    """
-    path = folder / name
-    what = "no model configuration"
-    try:
-        return read_json_object(path, what)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(message(what, where=str(path), got=error)) from error
 
 
 def normalization(

@@ -4,12 +4,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fsdp_jax.io.json_text import read_json_object
 from fsdp_jax.models.huggingface.config_json import (
+    NO_MODEL,
     Json,
     Keys,
     WeightFormat,
     normalization,
-    read_json,
     refuse,
 )
 from fsdp_jax.models.huggingface.table import Entry, Table, conv2d, linear, norm, stacked
@@ -98,7 +99,7 @@ def _read_images(folder: Path) -> dict[str, Any]:
     where = folder / IMAGES
     if not where.exists():
         return {}
-    content = read_json(folder, IMAGES)
+    content = read_json_object(where, NO_MODEL)
     factor = content.get("rescale_factor", PIXEL_SCALE)
     lines = []
     if not isinstance(factor, int | float) or not math.isclose(factor, PIXEL_SCALE, rel_tol=1e-6):
