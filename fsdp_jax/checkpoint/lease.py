@@ -49,15 +49,13 @@ class Lease:
                 self._take()
         if anywhere(not self._is_seen()):
             self.__exit__()
-            raise ConfigError(
-                message(
-                    "not every process sees this directory",
-                    where=str(self.path.parent),
-                    expected="a directory on a file system that all processes share",
-                    got=f"{self.path.name} of process 0 is not seen by all",
-                    fix="choose another `output`",
-                )
+            what, where = "not every process sees this directory", str(self.path.parent)
+            expected = "a directory on a file system that all processes share"
+            got, fix = (
+                f"{self.path.name} of process 0 is not seen by all",
+                "choose another `output`",
             )
+            raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
         return self
 
     def _is_seen(self) -> bool:

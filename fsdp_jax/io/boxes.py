@@ -24,8 +24,8 @@ def box_sizes(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def box_view(array: np.ndarray, box: Box) -> np.ndarray:
-    """Returns the view of a box; an array even where it has no dims."""
+def box_view(array: Any, box: Box) -> Any:
+    """Returns the view of a box, a copy of a jax.Array's; an array even where it has no dims."""
     index: Any = (*(slice(*bounds) for bounds in box), ...)
     return array[index]
 

@@ -93,19 +93,12 @@ def write_weights(
 ) -> Exported:
     """Writes a new directory, which appears under its name once it is complete and on disk.
 
-    Args:
-        directory: to create.
-        tensors: their shapes and dtypes by name, in order.
-        values: their values in the same order, taken one at a time, in any memory order; cast to
-            their dtypes.
-        file_bytes: bytes of tensors in one file; a larger tensor gets a file of its own.
-        metadata: stored in every safetensors file.
-        others: contents of additional files, by name.
+    The values are in the order of `tensors` and any memory order; they are taken one at a time, and
+    cast. A file has `file_bytes` of them, or a single larger one, and the metadata; `others` are
+    the contents of more files, by name.
 
-    Raises:
-        ConfigError: the directory exists.
-        CheckpointError: it cannot be written; nothing of it is left.
-
+    Raises ConfigError if the directory exists; CheckpointError, and leaves nothing of it, if it
+    cannot be written.
     """
     target = new_directory(directory)
     total = sum(array_bytes(spec.shape, spec.dtype) for spec in tensors.values())

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +62,9 @@ def from_store(store: CheckpointStore, step: int) -> Source:
     Raises ValueError if there is no such step.
     """
     leaves = saved_params(store, step)
-
-    def read(paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        return read_params(store, step, {path: leaves[path] for path in paths})
-
-    return Source(leaves, read)
+    return Source(
+        leaves, lambda paths: read_params(store, step, {path: leaves[path] for path in paths})
+    )
 
 
 def export_weights(
@@ -176,20 +173,11 @@ def _on_host(array: Any, box: Box) -> np.ndarray:
         shard_box = box_of_index(shard.index, array.shape)
         part = intersect(box, shard_box)
         if shard.replica_id == 0 and part is not None:
-            values = _copy_from_device(shard.data, relative_box(part, shard_box))
+            # In host memory a view; elsewhere the part is cut out on its device.
+            data = np.asarray(shard.data) if in_host_memory(shard.data.sharding) else shard.data
+            values = np.asarray(box_view(data, relative_box(part, shard_box)))
             box_view(out, relative_box(part, box))[...] = values
     return out
-
-
-def _copy_from_device(data: jax.Array, box: Box) -> np.ndarray:
-    if in_host_memory(data.sharding):
-        return box_view(np.asarray(data), box)  # a view of its own memory
-    return np.asarray(_sliced(data, [start for start, _ in box], box_sizes(box)))
-
-
-@partial(jax.jit, static_argnums=2)
-def _sliced(data: jax.Array, start: Sequence[int], sizes: tuple[int, ...]) -> jax.Array:
-    return jax.lax.dynamic_slice(data, start, sizes)
 
 
 def _tokenizer_files(path: Path) -> dict[str, bytes]:
