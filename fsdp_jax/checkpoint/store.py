@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as orbax
@@ -70,7 +70,7 @@ NOT_WRITTEN = "a checkpoint could not be written"
 NOT_READ = "a checkpoint could not be read"
 
 
-class CheckpointStore:
+class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     """The checkpoints of a run: `directory/STEP/` each, complete or not there at all.
 
     `directory` is on a file system that every process sees; each writes and reads its own shards,
@@ -106,9 +106,6 @@ class CheckpointStore:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._swept = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,11 +7,11 @@ mapped kills the process.
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +90,7 @@ class StoredTensor:
             view = view[count:]
 
 
-class SafetensorsFolder(dict[str, StoredTensor]):
+class SafetensorsFolder(dict[str, StoredTensor], AbstractContextManager["SafetensorsFolder"]):
     """The tensors of a folder by name; as a context manager it keeps their files open.
 
     The files are those that `model.safetensors.index.json` names, or `model.safetensors`. No code
@@ -118,9 +118,6 @@ class SafetensorsFolder(dict[str, StoredTensor]):
                     raise DamageError(message(what, where=str(file), got=got))
                 self.update(tensors)
             self._open_files = files.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._open_files.close()

@@ -12,8 +12,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Self
 
 import jax
 import numpy as np
@@ -96,14 +96,12 @@ def _update(array: jax.Array, block: jax.Array, start: Sequence[int]) -> jax.Arr
     return jax.lax.dynamic_update_slice(array, block, start)
 
 
-class ShardReader:
+class ShardReader(AbstractContextManager["ShardReader"]):
     """A context of threads that read `tensors` into arrays, with `budget` bytes for staging.
 
     Each worker has a block to read into, one to cast into for devices with memory of their own, and
     the transfer of that one. Blocks are at most an eighth of a worker's share of the budget, so
     that half of the budget is left for shards that are assembled on the host.
-
-    `bytes_read` counts the bytes read from files.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], budget: int = STAGING_BYTES) -> None:
@@ -112,13 +110,8 @@ class ShardReader:
         self.tensors = tensors
         self.budget = budget
         self.block_bytes = max(min(budget // (8 * WORKERS), MAX_BLOCK), 1)
-        self.bytes_read = 0
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="import")
         self._local = threading.local()
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -184,8 +177,6 @@ class ShardReader:
         self, block: Box, mapping: TensorMapping, buffers: Mapping[Box, ShardBuffer]
     ) -> None:
         values = mapping.to_array(self.tensors[mapping.name].read(block, self._scratch()))
-        with self._lock:
-            self.bytes_read += values.nbytes
         array_block = mapping.array_box(block)
         for box, buffer in buffers.items():
             part = intersect(array_block, box)

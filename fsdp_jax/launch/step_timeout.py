@@ -1,13 +1,13 @@
 """Ends a run that hangs without an error, as in a collective that one device never enters."""
 
 import threading
-from typing import Self
+from contextlib import AbstractContextManager
 
 from fsdp_jax.errors import ProcessLostError, message
 from fsdp_jax.launch.cluster import end_all
 
 
-class StepTimeout:
+class StepTimeout(AbstractContextManager["StepTimeout"]):
     """Ends all processes, with exit code 69, if a step takes longer than it may.
 
     Each process first prints the stacks of its threads. Inside the `with` block `restart` is called
@@ -27,9 +27,6 @@ class StepTimeout:
         if self._thread is None and self._seconds is not None:
             self._thread = threading.Thread(target=self._wait, name="step-timeout", daemon=True)
             self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._over = True

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.models import cait, gpt, llama, t5, vit
 from fsdp_jax.models.attention import TILE
 from fsdp_jax.models.config import BaseConfig, from_preset
@@ -18,7 +19,7 @@ from fsdp_jax.models.huggingface import gpt2 as hf_gpt2
 from fsdp_jax.models.huggingface import llama as hf_llama
 from fsdp_jax.models.huggingface import t5 as hf_t5
 from fsdp_jax.models.huggingface import vit as hf_vit
-from fsdp_jax.models.huggingface.config_json import WeightFormat, unknown_model
+from fsdp_jax.models.huggingface.config_json import WeightFormat
 from fsdp_jax.models.tasks import IMAGES, TEXT, TEXT_TO_TEXT, Task
 
 
@@ -143,8 +144,9 @@ def family_of(config: Any) -> Family:
     for family in _FAMILIES:
         if type(config) is family.config:
             return family
-    known = [family.config.__name__ for family in _FAMILIES]
-    raise unknown_model(type(config).__name__, known, "config")
+    name = type(config).__name__
+    fix = did_you_mean(name, [family.config.__name__ for family in _FAMILIES])
+    raise ConfigError(message("an unknown kind of model", where="config", got=name, fix=fix))
 
 
 def parameter_count(config: BaseConfig) -> int:

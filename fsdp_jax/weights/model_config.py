@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.io.json_text import read_json_object
 from fsdp_jax.models.families import FAMILIES, Family, family_of
 from fsdp_jax.models.huggingface.config_json import (
@@ -18,7 +18,6 @@ from fsdp_jax.models.huggingface.config_json import (
     Json,
     TokenIds,
     refuse,
-    unknown_model,
 )
 from fsdp_jax.models.huggingface.table import Table
 
@@ -149,6 +148,8 @@ def _family_by_content(content: Json, where: Path) -> Family:
     for name, known in types.items():
         if known == model_type and (known or "architecture" in content):
             return FAMILIES[name]
-    choices = [known or name for name, known in types.items()]
-    by_architecture = [name for name, known in types.items() if known is None]
-    raise unknown_model(model_type, choices, where, by_architecture=by_architecture)
+    what = "an unknown kind of model"
+    fix = did_you_mean(str(model_type), [known or name for name, known in types.items()])
+    if timm := ", ".join(name for name, known in types.items() if not known and name in fix):
+        fix += f" ({timm}: as timm saves it, by an `architecture` in place of a `model_type`)"
+    raise ConfigError(message(what, where=str(where), got=model_type, fix=fix))

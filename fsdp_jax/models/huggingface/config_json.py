@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.models.huggingface.table import Table
 
 Json = dict[str, Any]
@@ -125,14 +125,3 @@ def _is_three_numbers(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 3:
         return False
     return all(isinstance(each, int | float) and math.isfinite(each) for each in value)
-
-
-def unknown_model(
-    name: object, known: Sequence[str], where: object, *, by_architecture: Sequence[str] = ()
-) -> ConfigError:
-    """Returns the error for a model of no family; some of the known ones are timm's."""
-    fix = did_you_mean(str(name), known)
-    if offered := [each for each in by_architecture if each in fix]:
-        names = ", ".join(offered)
-        fix += f" ({names}: as timm saves it, by an `architecture` in place of a `model_type`)"
-    return ConfigError(message("an unknown kind of model", where=str(where), got=name, fix=fix))
