@@ -7,10 +7,10 @@ is complete, or was damaged since.
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -86,14 +86,11 @@ def list_files(root: Path) -> list[str]:
     return sorted(name for name in names if name != MANIFEST)
 
 
-def digest_files(root: Path, names: Iterable[str], *, flush: bool = False) -> dict[str, Json]:
+def digest_files(root: Path, names: Sequence[str], *, flush: bool = False) -> dict[str, Json]:
     """Returns {name: {bytes, xxh3_128}}. `flush` also waits until the files are on disk."""
-
-    def digest(name: str) -> tuple[str, Json]:
-        return name, digest_file(root / name, flush=flush, follow_link=False)
-
+    digest = partial(digest_file, flush=flush, follow_link=False)
     with ThreadPoolExecutor(READERS) as pool:  # digests are computed without the GIL
-        return dict(pool.map(digest, names))
+        return dict(zip(names, pool.map(digest, map(root.joinpath, names)), strict=True))
 
 
 def write_manifest(root: Path, contents: Json, files: dict[str, Json]) -> None:

@@ -105,14 +105,12 @@ def write_weights(
 
     # Assign the tensors to files.
     parts = list(batches(tensors, file_bytes))
-    count = len(parts)
-    if count == 1:
-        names = [SINGLE]
-    else:
-        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    files = {SINGLE: parts[0]}
     extra_files = dict(others)
-    if count > 1:
-        file_of = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+    if len(parts) > 1:
+        names = (f"model-{k + 1:05}-of-{len(parts):05}.safetensors" for k in range(len(parts)))
+        files = dict(zip(names, parts, strict=True))
+        file_of = {tensor: name for name, part in files.items() for tensor in part}
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         extra_files[INDEX] = (json.dumps(index, indent=1) + "\n").encode()
 
@@ -123,7 +121,7 @@ def write_weights(
         unfinished.mkdir(parents=True)
         lock = _locked(unfinished)
         _remove_leftovers(target)
-        for name, part in zip(names, parts, strict=True):
+        for name, part in files.items():
             _write_file(unfinished / name, part, values, metadata)
         for name, content in extra_files.items():
             write_durably(unfinished / name, content)
@@ -136,7 +134,7 @@ def write_weights(
         shutil.rmtree(unfinished, ignore_errors=True)  # renamed away unless something failed
         if lock is not None:
             os.close(lock)
-    return Exported(target, tuple(names), len(tensors), total)
+    return Exported(target, tuple(files), len(tensors), total)
 
 
 def _locked(folder: Path) -> int | None:

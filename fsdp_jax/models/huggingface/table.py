@@ -48,9 +48,8 @@ class Entry:
         size = list(shape)
         if self.rows and len(shape) > self.rows[0]:
             size[self.rows[0]] = self.rows[1]
-        if len(dims) != len(shape):
-            return None
-        if any(unpadded > padded for unpadded, padded in zip(size, shape, strict=True)):
+        too_large = any(unpadded > padded for unpadded, padded in zip(size, shape, strict=True))
+        if too_large or len(dims) != len(shape):
             return None
         their_shape = tuple(size[dims.index(dim)] for dim in range(len(dims)))
         return TensorMapping(name, (0,) * len(size), tuple(size), dims, their_shape)
