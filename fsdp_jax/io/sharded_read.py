@@ -10,7 +10,7 @@ device, block by block.
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -153,14 +153,14 @@ class ShardReader(AbstractContextManager["ShardReader"]):
 
     def fill(self, buffers: Mapping[Box, ShardBuffer], mappings: Sequence[TensorMapping]) -> None:
         """Reads the mapped tensors into `buffers`, by their boxes of the array. Raises OSError."""
-        copies = [copy for mapping in mappings for copy in self._block_copies(buffers, mapping)]
-        for _ in self._pool.map(lambda copy: copy(), copies):
+        blocks = [each for mapping in mappings for each in self._needed_blocks(buffers, mapping)]
+        for _ in self._pool.map(lambda block: self._copy_block(buffers, *block), blocks):
             pass  # raises the error of a copy that failed
 
-    def _block_copies(
+    def _needed_blocks(
         self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping
-    ) -> Iterator[Callable[[], None]]:
-        """Yields a call for each block of the tensor that some buffer needs."""
+    ) -> Iterator[tuple[TensorMapping, Box]]:
+        """Yields the blocks of the tensor that some buffer needs."""
         tensor = self.tensors[mapping.name]
         needed = [part for box in buffers if (part := intersect(box, mapping.box)) is not None]
         if not needed:
@@ -171,10 +171,10 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         for block in split_box(read_box, max(self.block_bytes // tensor.dtype.itemsize, 1)):
             array_block = mapping.array_box(block)
             if any(intersect(array_block, part) is not None for part in needed):
-                yield partial(self._copy_block, block, mapping, buffers)
+                yield mapping, block
 
     def _copy_block(
-        self, block: Box, mapping: TensorMapping, buffers: Mapping[Box, ShardBuffer]
+        self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping, block: Box
     ) -> None:
         values = mapping.to_array(self.tensors[mapping.name].read(block, self._scratch()))
         array_block = mapping.array_box(block)

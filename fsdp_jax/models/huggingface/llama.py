@@ -69,14 +69,11 @@ def _read(content: Json, where: object) -> LlamaConfig:
         lines.append(f"head_dim: {content['head_dim']} is not implemented, {only}")
     rope = _rope(content, lines)
     refuse(lines, where)
-    theta = rope.pop("rope_theta")
-    scaling = {ours: rope[theirs] for theirs, ours in SCALING.items()} if rope else None
-    return LlamaConfig(
-        **fields,
-        kv_heads=content.get("num_key_value_heads") or heads,
-        rope_theta=theta,
-        rope_scaling=RopeScaling(**scaling) if scaling else None,
-    )
+    kv_heads, theta = content.get("num_key_value_heads") or heads, rope.pop("rope_theta")
+    scaling = None
+    if rope:
+        scaling = RopeScaling(**{ours: rope[theirs] for theirs, ours in SCALING.items()})
+    return LlamaConfig(**fields, kv_heads=kv_heads, rope_theta=theta, rope_scaling=scaling)
 
 
 def _write(config: LlamaConfig) -> Json:
