@@ -10,8 +10,8 @@ along the axes that they are sharded along, and what is left of them reduced alo
 A kernel that is gathered in float8 has a scale, which all its shards agree on by the reduction of a
 scalar; like the loss and the norms, these bytes are not declared.
 
-The contract allows 2% more than this sum. With sharding annotations XLA need not send it parameter
-by parameter: it may send activations in place of one. A gradient is then reduced in the dtype that
+The contract allows 2% more than this sum. With sharding annotations XLA may choose other
+collectives, such as one of activations in place of a parameter's. A gradient is then reduced in the dtype that
 its matmul yields, which is the compute dtype; no other is declared.
 """
 
@@ -57,15 +57,15 @@ def expected_of(plan: StepPlan) -> list[Expected]:
     gathers = plan.layout.strategy.gathers_params
     for path, leaf in plan.layout.by_path.items():
         transform = plan.comms[path].transform
-        # As the model computes with it: still sharded along the model's own axes.
+        # The shape after the all-gather: still sharded along the model's own axes.
         gathered = NamedSharding(leaf.axes.mesh, axes.model_spec(leaf.grad_spec))
         shape = gathered.shard_shape(leaf.shape)
         # The parameter; where the strategy never gathers, its copy or the updated parameter itself.
-        is_cast = gathers or path in copies
-        along = axes.batch_spec_axes(leaf.spec if is_cast else leaf.grad_spec)
+        sends_copy = gathers or path in copies
+        along = axes.batch_spec_axes(leaf.spec if sends_copy else leaf.grad_spec)
         if along and (leaf.trainable or gathers):
             passes = 1 if plan.comms[path].unit is None else 2
-            dtype = transform.wire if is_cast else leaf.dtype
+            dtype = transform.wire if sends_copy else leaf.dtype
             times = plan.accumulation * passes if plan.per_unit else 1
             rows.append(_in_ring(plan, leaf, "all-gather", dtype, along, shape, times))
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):

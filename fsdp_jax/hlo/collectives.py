@@ -89,7 +89,7 @@ def read_program(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
     """
     module = parse(text)
     devices = prod(axes.values())
-    inner, across = _slices(axes, devices // module.partitions)
+    inner, across = _split_across_slices(axes, devices // module.partitions)
     fits = devices == module.partitions * across.size
     if not fits or (across.size > 1) != (_MEGASCALE in text):
         what = "the program is not for this mesh"
@@ -104,13 +104,13 @@ def read_program(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
     return ProgramTraffic(tuple(collectives), tuple(unread))
 
 
-def _slices(axes: Mapping[str, int], slices: int) -> tuple[Axes, Groups]:
-    """Returns (axes inside a slice, group across slices); slices are along the first axes."""
+def _split_across_slices(axes: Mapping[str, int], slice_count: int) -> tuple[Axes, Groups]:
+    """Returns (axes inside a TPU slice, group across slices), which are along the first axes."""
     inner: list[tuple[str, int]] = []
     across: list[str] = []
     covered = 1
     for name, size in axes.items():
-        part = gcd(size, slices // covered)
+        part = gcd(size, slice_count // covered)
         covered *= part
         inner.append((name, size // part))
         if part > 1:

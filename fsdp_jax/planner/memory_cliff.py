@@ -27,16 +27,15 @@ _NO_WORK = {"bitcast", "get-tuple-element", "tuple", "parameter", "constant"}
 class MemoryCliff:
     """What XLA gave up for want of memory."""
 
-    rematerialized: int  # how many instructions XLA added that compute a result again
+    rematerialized: int  # instructions that XLA added to compute a result again
     rematerialized_bytes: int  # of those results, each once; in a loop, of one trip
-    # of the bytes that loops with compute send, the part that no compute hides; 0 where the peak is
-    # within XLA's limit
+    # The fraction of the bytes sent in loops that no kernel overlaps; 0 below XLA's limit.
     exposed_share: float
     limit_bytes: int  # memory that XLA's scheduler plans with
-    # an estimate of how much less memory would avoid it: the excess over the limit, and the results
-    # that were dropped. It is too high where these are not needed at once
+    # An upper estimate of the memory to free: the excess over the limit, and the results that were
+    # dropped, which may not all be needed at once.
     free_bytes: int
-    lever: str = ""  # the setting that frees as much for the shortest step; "" where none is known
+    lever: str = ""  # the setting that frees this at the least cost in step time; "" if unknown
 
     def __str__(self) -> str:
         parts = []
@@ -50,7 +49,7 @@ class MemoryCliff:
                 f"{self.exposed_share:.0%} of what is sent beside compute is exposed, above the"
                 f" {human_bytes(self.limit_bytes)} that XLA's scheduler plans with"
             )
-        lever = f", soonest by {self.lever}" if self.lever else ""
+        lever = f", at the least cost with {self.lever}" if self.lever else ""
         return f"memory cliff: {'; '.join(parts)}; free up to {human_bytes(self.free_bytes)}{lever}"
 
 
@@ -99,7 +98,7 @@ def _rematerialized(module: Module) -> list[Instruction]:
 
 
 def _exposed_share(module: Module, collectives: Iterable[Collective]) -> float:
-    """Returns the part, in bytes, that no kernel hides of what is sent beside kernels of a loop."""
+    """Returns the fraction of the bytes sent in loops with kernels that no kernel overlaps."""
     overlap = Overlap(module)
     beside = [one for one in collectives if one.loop and overlap.kernels_in(one.within)]
     sent = sum(one.bytes for one in beside)
