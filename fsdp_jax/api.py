@@ -48,7 +48,7 @@ from fsdp_jax.step.state import (
 )
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.step.xla_options import check_options_of_caller, offload_options
-from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.tree import PyTree, flatten, matched, unflatten
 from fsdp_jax.units.auto_wrap import (
     UNFOUND,
     Units,
@@ -66,7 +66,7 @@ from fsdp_jax.units.param_comms import (
     param_comms,
     unit_activations,
 )
-from fsdp_jax.units.placement import matches, place, split_axes
+from fsdp_jax.units.placement import place, split_axes
 from fsdp_jax.units.remat import Activations, Remat, activations_of, as_policy
 from fsdp_jax.units.unit import ROOT
 from fsdp_jax.validation import (
@@ -186,8 +186,8 @@ def fully_shard(
     if stacked is None:
         layer_dims = stacked_dims(shapes)
     else:
-        layer_dims = dict.fromkeys(matches(stacked, shapes, "stacked"), 1)
-    frozen_paths = matches(frozen, shapes, "frozen")
+        layer_dims = dict.fromkeys(matched(stacked, shapes, "stacked"), 1)
+    frozen_paths = matched(frozen, shapes, "frozen")
     table = split_axes(logical_axes, axes)
     by_rules = Rules(rules, table, min_size, strict, axes=resolved.shard_axes(axes))
     placements, state_placements = place(by_rules, adapter, axes.mesh, layer_dims)

@@ -42,6 +42,7 @@ from fsdp_jax.tree import (
     PyTree,
     check_regexes,
     flatten,
+    matched,
     search,
     search_any,
     suffixes,
@@ -86,7 +87,7 @@ class LoRA:
             raise ConfigError(message(what, where="with_lora", expected="nnx.Module", got=got))
         modules = {_join(path): module for path, module in nnx.iter_modules(model)}
         targets = _targets(modules, self.targets)
-        _check_trainable(model, self.trainable)
+        matched(self.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
         key = _lora_key(rngs)
         for path, linear in targets.items():
             _check_linear(path, linear, modules, self.rank)
@@ -212,14 +213,6 @@ def _targets(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, A
     return {p: m for p, m in linears.items() if search_any(patterns, p)}
 
 
-def _check_trainable(model: nnx.Module, trainable: Sequence[str]) -> None:
-    paths = flatten(nnx.state(model, nnx.Param))
-    for pattern in trainable:
-        if not any(search(pattern, path) for path in paths):
-            what = f"pattern '{pattern}' matches no parameter"
-            raise ConfigError(message(what, where="trainable", fix=did_you_mean(pattern, paths)))
-
-
 def _check_linear(path: str, linear: Any, modules: Mapping[str, Any], rank: int) -> None:
     """Raises ConfigError for a Linear whose output `merge` could not reproduce."""
     what, expected, got, fix = "", "", "", "leave it out of targets"
@@ -281,9 +274,7 @@ def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
         for path, parts in merged_paths(tensors).items():
             tensor = read(*parts) if len(parts) == 1 else merge(*map(read, parts), scale=scale)
 
-    Raises:
-        ConfigError: one of the three is missing.
-
+    Raises ConfigError where one of the three is missing.
     """
     known = dict.fromkeys(paths)
     lora = {path for path in known if re.search(_LORA_PATH, path)}
@@ -311,9 +302,7 @@ def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
         lora_b: [L, R, O].
         scale: alpha / rank, as it was trained with: `with_lora(...).scale`.
 
-    Raises:
-        ConfigError: shapes that do not fit together.
-
+    Raises ConfigError for shapes that do not fit together.
     """
     shapes = [tuple(x.shape) for x in (kernel, lora_a, lora_b)]
     *layers, inputs, outputs = shapes[0]

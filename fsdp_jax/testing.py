@@ -48,11 +48,8 @@ def assert_contract(step: CompiledStep, batch: PyTree) -> Contract:
 def mesh_of(topology: str, *, data: int = -1, replica: int = 1) -> Mesh:
     """Returns a mesh to compile for, of a machine by name: `h100:8`, `v5p:2x2x2` or `cpu:8`.
 
-    Raises:
-        ConfigError: an unknown name, or a compiler that is not installed: no test is skipped
-            instead.
-        ValueError: sizes that do not fit the machine.
-
+    Raises ConfigError for an unknown name, or a compiler that is not installed (no test is skipped
+    instead), and ValueError for sizes that do not fit the machine.
     """
     return make_mesh(data, replica, devices=parse_topology(topology).devices())
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError, did_you_mean, message
 
 PyTree = Any
 SEPARATOR = "/"
@@ -116,6 +116,19 @@ def search(pattern: str, text: str, *, at_start: bool = False) -> bool:
 def search_any(patterns: Iterable[str], text: str) -> bool:
     """Returns whether any of these regular expressions is found in a text; raises as `search`."""
     return any(search(pattern, text) for pattern in patterns)
+
+
+def matched(
+    patterns: Sequence[str], names: Iterable[str], where: str, kind: str = "parameter"
+) -> set[str]:
+    """Returns the names that any pattern is found in; ConfigError for a pattern found in none."""
+    check_regexes(patterns, where)
+    names = set(names)
+    for pattern in patterns:
+        if not any(search(pattern, name) for name in names):
+            what = f"pattern '{pattern}' matches no {kind}"
+            raise ConfigError(message(what, where=where, fix=did_you_mean(pattern, names)))
+    return {name for name in names if search_any(patterns, name)}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from fsdp_jax.sharding.mesh import MeshAxes, spec_axes
 from fsdp_jax.sharding.offload import HOST, Offload, is_count
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
-from fsdp_jax.tree import flatten, search
+from fsdp_jax.tree import flatten, matched
 from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
@@ -168,22 +168,13 @@ def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precisi
 def check_patterns(precision: Precision, model: Model) -> None:
     """Checks that the user's own patterns in `keep_float32` match a parameter or a class."""
     classes = set().union(*(module.class_names for module in model.modules))
-    paths = flatten(model.params)
-    for pattern in precision.keep_float32:
-        by_default = pattern in Precision().keep_float32
-        if not by_default and not any(search(pattern, name) for name in (*classes, *paths)):
-            what = f"pattern '{pattern}' matches no parameter and no class of a module"
-            fix = did_you_mean(pattern, paths)
-            raise ValueError(message(what, where="precision.keep_float32", fix=fix))
+    names = classes.union(flatten(model.params))
+    own = [one for one in precision.keep_float32 if one not in Precision().keep_float32]
+    matched(own, names, "precision.keep_float32", "parameter and no class of a module")
 
 
 def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> None:
-    """Warns of mesh axes of the model's own that shard no parameter.
-
-    Warns:
-        SlowerWarning: with the axis, and the argument that would name it.
-
-    """
+    """Warns of mesh axes of the model's own that shard no parameter, and how to name them."""
     used = {axis for place in placements.values() for axis in spec_axes(place.spec)}
     lacking = sorted({name for place in placements.values() for name in place.dropped})
     for axis in axes.model:

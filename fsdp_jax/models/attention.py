@@ -31,9 +31,7 @@ def make_attention(kind: AttentionKind, platform: str) -> Attention:
             compiled.
         platform: of the devices that it will run on: cpu, gpu, cuda or tpu.
 
-    Raises:
-        ValueError: there is no such kernel for that platform.
-
+    Raises ValueError where there is no such kernel for that platform.
     """
     if kind not in get_args(AttentionKind):
         choices = ", ".join(get_args(AttentionKind))
@@ -58,7 +56,10 @@ def _kernel_on_local_rows(
     bias: jax.Array | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """A kernel that XLA cannot partition, as an `Attention`; it takes none, one or two segments."""
+    """A kernel that XLA cannot partition, as an `Attention`.
+
+    It takes query, key, value, and none, one or two arrays of segments.
+    """
     if bias is not None:
         what = "flash attention adds no bias to the scores, as T5 needs"
         raise _refusal(f"{what}; use blockwise attention, or cudnn")
@@ -74,15 +75,9 @@ def _kernel_on_local_rows(
     return out
 
 
-def _triton(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *segments: jax.Array,
-    is_causal: bool,
-    scale: float,
-) -> jax.Array:
-    """Flash self-attention on GPUs (Dao, arXiv:2307.08691); see `Attention`."""
+def _triton(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
+    """Flash self-attention on GPUs (Dao, arXiv:2307.08691); see `_kernel_on_local_rows`."""
+    query, key, value, *segments = arrays
     if len(segments) > 1:
         what = "flash attention on GPUs knows segments of one sequence only"
         raise _refusal(f"{what}; use blockwise attention")
@@ -102,15 +97,9 @@ def _triton(
     return out
 
 
-def _splash(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *segments: jax.Array,
-    is_causal: bool,
-    scale: float,
-) -> jax.Array:
+def _splash(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
     """Splash attention on TPUs, whose kernel takes heads first and scaled queries."""
+    query, key, value, *segments = arrays
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,

@@ -60,9 +60,8 @@ class T5Config(BaseConfig):
         even = self.buckets >= 4 and self.buckets % 2 == 0
         self.require("buckets", even, "even and at least 4")
         # the decoder gives half of its buckets to one distance each
-        if self.max_distance <= self.buckets // 2:
-            got = f"max_distance {self.max_distance}, buckets {self.buckets}"
-            raise ValueError(f"T5Config.max_distance must be above buckets / 2, got {got}")
+        exact = self.buckets // 2
+        self.require("max_distance", self.max_distance > exact, f"above {exact}, buckets / 2")
 
 
 def _t5(

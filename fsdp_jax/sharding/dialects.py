@@ -79,9 +79,7 @@ def match_table(
 ) -> MatchTable:
     """Returns what `partition_specs` makes of each parameter, and why; also where it would raise.
 
-    Raises:
-        ValueError: malformed rules, or axes to shard along that the mesh lacks.
-
+    Raises ValueError for malformed rules, or axes to shard along that the mesh lacks.
     """
     chosen, mesh = rules_for(mesh, rules, axes=axes, **settings)
     leaves = read_leaves(params)

@@ -239,10 +239,8 @@ def make_layout(
     `other` has a copy to compute with: they are sharded, also where the strategy replicates it.
     `stacked` has the leading dims that stack layers, by path.
 
-    Warns:
-        ReplicationWarning: large leaves that stay replicated because no dim is divisible, or since
-            they are no parameters and nothing places them, with the bytes it costs.
-
+    A ReplicationWarning tells of large leaves that stay replicated because no dim is divisible, or
+    since they are no parameters and nothing places them, with the bytes it costs.
     """
     # Parameters: stored one way, and updated by the optimizer in another under zero1.
     updated = {path: strategy.grad_placement(place, axes) for path, place in placements.items()}

@@ -71,9 +71,7 @@ class Assigned:
 def read_logical_axes(logical_axes: LogicalAxes | None) -> Table:
     """Returns a dict or a table of logical axes as (name, mesh axes) pairs, in order.
 
-    Raises:
-        ValueError: entries that are not such pairs.
-
+    Raises ValueError for entries that are not such pairs.
     """
     what = "logical axes are (name, mesh axes) pairs, or a dict"
     where = "logical_axes"

@@ -211,11 +211,8 @@ class MeshAxes:
         """Sets the ambient mesh that the model is created and traced under.
 
         A bare PartitionSpec in the model needs one. That is this mesh, if the user has set one, or
-        if the model has axes of its own.
-
-        Raises:
-            ValueError: inside, a spec of the model without a mesh, or for an axis that was split.
-
+        if the model has axes of its own. A spec of the model without a mesh, or for an axis that
+        was split, is a ValueError.
         """
         is_set = self.model or not jax.sharding.get_abstract_mesh().empty
         _refuse_another(self)
@@ -373,11 +370,7 @@ def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Me
     """Returns a mesh of other devices with the same axes; the first data axis takes what is left.
 
     The model's own axes keep their sizes and get neighbouring devices; `replica` is the number of
-    replicas.
-
-    Raises:
-        ValueError: sizes that do not fit the devices.
-
+    replicas. Raises ValueError for sizes that do not fit the devices.
     """
     first, *others = axes.user_data
     inner = {axis: axes.shape[axis] for axis in (*others, *axes.model)}

@@ -18,9 +18,7 @@ Rule = tuple[Pattern, Spec]
 def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
     """Returns rules as pairs of a pattern and a spec with an entry per dim.
 
-    Raises:
-        ValueError: what is not such a pair, with one that is.
-
+    Raises ValueError for what is not such a pair, with one that is.
     """
     if isinstance(rules, Mapping):
         rules = tuple(rules.items())

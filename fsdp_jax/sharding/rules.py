@@ -131,11 +131,8 @@ class Rules:
 
         `stacked`: path -> number of leading dims that stack layers; by default as `stacked_dims`
         detects them. `others`: paths of what is no parameter: `strict` does not ask for it, and
-        where a rule for parameters does not fit, it is replicated.
-
-        Raises:
-            ValueError: the mesh lacks all of `logical_axes`; all that `lint` finds, at once.
-
+        where a rule for parameters does not fit, it is replicated. Raises ValueError where the mesh
+        lacks all of `logical_axes`, and for all that `lint` finds, at once.
         """
         leaves = read_leaves(params, stacked)
         findings = self.lint(leaves, mesh, others)
@@ -376,9 +373,7 @@ def rules_for(
 ) -> tuple[Rules, Mesh]:
     """Returns the rules of `partition_specs`, with its default for `axes`, and the mesh.
 
-    Raises:
-        ValueError: not a mesh; no `axes`, and the mesh does not say which; malformed rules.
-
+    Raises ValueError: not a mesh; no `axes`, and the mesh does not say which; malformed rules.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         fix = "partition_specs(params, rules, mesh), with jax.make_mesh((n,), ('fsdp',)) for one"
@@ -490,9 +485,7 @@ def _own_table(leaf: Any) -> Table:
 def logical_names(leaf: Any, path: str = "") -> tuple[Entry, ...] | None:
     """Returns the names that `nnx.with_partitioning` or `nn.with_partitioning` gave a parameter.
 
-    Raises:
-        ValueError: not a name, several or None for each dim.
-
+    Raises ValueError where these are not a name, several or None for each dim.
     """
     if hasattr(leaf, "get_metadata"):  # nnx.Variable
         metadata = leaf.get_metadata()

@@ -118,9 +118,7 @@ _BY_NAME = {name: strategy for strategy in _TABLE for name in (strategy.name, *s
 def get_strategy(name: str | Strategy) -> Strategy:
     """Returns the strategy of that name or alias, in any case: `full_shard`, `ZERO3`, `fsdp`.
 
-    Raises:
-        ValueError: no such strategy; the message proposes the nearest.
-
+    Raises ValueError for another name, and proposes the nearest.
     """
     if isinstance(name, Strategy):
         return name

@@ -1,16 +1,14 @@
 """Where the parameters and the large other state of a model go on a mesh, by the rules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.sharding.logical_axes import LogicalAxes, check_logical_axes, read_logical_axes
 from fsdp_jax.sharding.mesh import Entry, MeshAxes, entry_of
 from fsdp_jax.sharding.rules import HEURISTIC, Placement, Rules, is_box
-from fsdp_jax.tree import check_regexes, flatten, search, search_any
+from fsdp_jax.tree import flatten
 from fsdp_jax.units.model import Model
 
 
@@ -45,13 +43,3 @@ def split_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:
         parts = [axes.data if axis == axes.unsplit else (axis,) for axis in entry]
         split.append((name, entry_of([part for group in parts for part in group])))
     return split
-
-
-def matches(patterns: Sequence[str], paths: Mapping[str, Any], where: str) -> set[str]:
-    """Returns the paths that any pattern is found in; every pattern must match some path."""
-    check_regexes(patterns, where)
-    for pattern in patterns:
-        if not any(search(pattern, path) for path in paths):
-            what = f"pattern '{pattern}' matches no parameter"
-            raise ValueError(message(what, where=where, fix=did_you_mean(pattern, paths)))
-    return {path for path in paths if search_any(patterns, path)}

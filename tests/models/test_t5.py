@@ -273,7 +273,10 @@ def test_targets_of_weight_zero_may_be_any_number():
         (lambda: preset("t5-tiny", head=3), "T5Config field 'head'; did you mean 'heads'"),
         (lambda: preset("t5-tiny", decoder_layers=0), "decoder_layers must be at least 1, got 0"),
         (lambda: preset("t5-tiny", buckets=7), "buckets must be even and at least 4, got 7"),
-        (lambda: preset("t5-tiny", max_distance=16), "max_distance 16, buckets 32"),
+        (
+            lambda: preset("t5-tiny", max_distance=16),
+            "max_distance must be above 16, buckets / 2, got 16",
+        ),
         (lambda: preset("t5-tiny", norm_epsilon=0.0), "norm_epsilon must be above 0, got 0.0"),
         (lambda: preset("t5-tiny", dropout=1.0), "below 1, got 1.0"),
         (
