@@ -88,7 +88,9 @@ class LoRA:
         modules = {_join(path): module for path, module in nnx.iter_modules(model)}
         targets = _targets(modules, self.targets)
         matched(self.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
-        key = _lora_key(rngs)
+        stream = rngs.params  # the model's own: nothing is drawn from it
+        key = jax.random.fold_in(stream.key[...], zlib.crc32(b"lora"))
+        key = jax.random.fold_in(key, stream.count[...])
         for path, linear in targets.items():
             _check_linear(path, linear, modules, self.rank)
             path_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
@@ -183,13 +185,6 @@ def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
     linear.lora_a = nnx.LoRAParam(a)
     linear.lora_b = nnx.LoRAParam(jnp.zeros((*layers, rank, outputs), jnp.float32))
     linear.lora_scale = scale
-
-
-def _lora_key(rngs: nnx.Rngs) -> jax.Array:
-    """Returns a key for LoRA's parameters, without drawing from the model's own stream."""
-    stream = rngs.params
-    key: jax.Array = jax.random.fold_in(stream.key[...], zlib.crc32(b"lora"))
-    return jax.random.fold_in(key, stream.count[...])
 
 
 def _join(path: Iterable[Any]) -> str:

@@ -425,14 +425,17 @@ class ResidualDropout(nnx.Dropout):
 class ResidualBlock(nnx.Module):
     """Base of the blocks with attention, then an MLP, each after a norm and added to the stream.
 
-    Subclasses set the attributes.
+    `norm`, `attn` and `mlp` make the parts, (config, *, rngs) -> module.
     """
 
-    attn_norm: nnx.Module
-    attn: nnx.Module
-    mlp_norm: nnx.Module
-    mlp: nnx.Module
-    dropout: ResidualDropout
+    def __init__(
+        self, config: Any, norm: Any, attn: Any, mlp: Any, *, dropout: float = 0.0, rngs: nnx.Rngs
+    ):
+        self.attn_norm = norm(config, rngs=rngs)
+        self.attn = attn(config, rngs=rngs)
+        self.mlp_norm = norm(config, rngs=rngs)
+        self.mlp = mlp(config, rngs=rngs)
+        self.dropout = ResidualDropout(dropout, rngs=rngs)
 
     def __call__(
         self, x_BTD: jax.Array, *, deterministic: bool = True, **settings: Any

@@ -180,17 +180,11 @@ class LlamaBlock(layers.ResidualBlock):
     """One pre-norm transformer block: attention, then SwiGLU, each added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, attention: Attention, rngs: nnx.Rngs):
-        self.attn_norm = layers.rms_norm(config, rngs=rngs)
-        self.attn = GroupedQueryAttention(config, attention=attention, rngs=rngs)
-        self.mlp_norm = layers.rms_norm(config, rngs=rngs)
-        self.mlp = layers.GatedMLP(
-            config,
-            config.hidden,
-            std=(layers.INIT_STD, layers.residual_std(config)),
-            activation=layers.gated_silu,
-            rngs=rngs,
-        )
-        self.dropout = layers.ResidualDropout(0.0, rngs=rngs)
+        std = (layers.INIT_STD, layers.residual_std(config))
+        swiglu: dict[str, Any] = {"std": std, "activation": layers.gated_silu}
+        mlp = partial(layers.GatedMLP, hidden=config.hidden, **swiglu)
+        attn = partial(GroupedQueryAttention, attention=attention)
+        super().__init__(config, layers.rms_norm, attn, mlp, rngs=rngs)
 
 
 class Llama(layers.LanguageModel):

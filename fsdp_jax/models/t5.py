@@ -201,11 +201,8 @@ class T5EncoderBlock(layers.ResidualBlock):
     """
 
     def __init__(self, config: T5Config, *, attention: Attention, rngs: nnx.Rngs):
-        self.attn_norm = layers.rms_norm(config, rngs=rngs)
-        self.attn = T5Attention(config, attention=attention, rngs=rngs)
-        self.mlp_norm = layers.rms_norm(config, rngs=rngs)
-        self.mlp = _mlp(config, rngs=rngs)
-        self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
+        parts = (layers.rms_norm, partial(T5Attention, attention=attention), _mlp)
+        super().__init__(config, *parts, dropout=config.dropout, rngs=rngs)
 
 
 class T5DecoderBlock(nnx.Module):

@@ -55,11 +55,9 @@ class ViTBlock(layers.ResidualBlock):
     """One pre-norm transformer block: attention, then an MLP, each added to the residual stream."""
 
     def __init__(self, config: ViTConfig, *, attention: Attention, rngs: nnx.Rngs):
-        self.attn_norm = layers.layer_norm(config, rngs=rngs)
-        self.attn = vision.VisionAttention(config, attention=attention, rngs=rngs)
-        self.mlp_norm = layers.layer_norm(config, rngs=rngs)
-        self.mlp = vision.mlp(config, rngs=rngs)
-        self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
+        attn = partial(vision.VisionAttention, attention=attention)
+        parts = (layers.layer_norm, attn, vision.mlp)
+        super().__init__(config, *parts, dropout=config.dropout, rngs=rngs)
 
 
 class ViT(nnx.Module):

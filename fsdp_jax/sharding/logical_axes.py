@@ -56,17 +56,6 @@ class Assigned:
         """Whether the spec is what was meant, or a part of it."""
         return bool(self.spec) or not self.dropped
 
-    @property
-    def dropped_names(self) -> tuple[str, ...]:
-        """The axes that the mesh lacks, and names that stand for none or for a taken one."""
-        names = (name for drop in self.dropped for name in drop.axes or (drop.name,))
-        return tuple(dict.fromkeys(names))
-
-    @property
-    def text(self) -> str:
-        """What was dropped, to follow a reason; empty if nothing was."""
-        return f"; dropped: {'; '.join(map(str, self.dropped))}" if self.dropped else ""
-
 
 def read_logical_axes(logical_axes: LogicalAxes | None) -> Table:
     """Returns a dict or a table of logical axes as (name, mesh axes) pairs, in order.

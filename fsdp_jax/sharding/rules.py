@@ -152,9 +152,12 @@ class Rules:
         """Returns the placement of one parameter that the rules fit."""
         index = self._first_match(path)
         assigned = self.assign(path, leaf, mesh)
-        spec, dropped = assigned.spec, assigned.dropped_names
+        spec = assigned.spec
+        # Axes that the mesh lacks, and names that stand for none or for a taken one.
+        names = (name for drop in assigned.dropped for name in drop.axes or (drop.name,))
+        dropped = tuple(dict.fromkeys(names))
+        notes = f"; dropped: {'; '.join(map(str, assigned.dropped))}" if dropped else ""
         named = tuple(axis for axis in self.axes if axis in spec_axes(spec))
-        notes = assigned.text
         if named not in ((), self.axes):
             notes += f"; along {named} alone of {self.axes}"
         if index is not None:
