@@ -27,17 +27,11 @@ from fsdp_jax.tree import PyTree
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How the batch of the step that is being traced is sharded.
-
-    Attributes:
-        axes: mesh axes that shard dim 0 of the batch.
-        rows: of the global microbatch; None where arguments are not of the batch.
-
-    """
+    """How the batch of the step that is being traced is sharded."""
 
     mesh: Mesh
-    axes: tuple[str, ...]
-    rows: int | None
+    axes: tuple[str, ...]  # those that shard dim 0 of the batch
+    rows: int | None  # of the global microbatch; None where arguments are not of the batch
 
     @property
     def shards(self) -> int:
@@ -81,7 +75,6 @@ def on_local_rows(
     Warns:
         SlowerWarning: when traced, that the number of rows is not divisible by the number of
             devices, so that XLA partitions `fn`.
-
     """
     where = f"on_local_rows({getattr(fn, '__name__', fn)})"
     are_numbers = isinstance(replicated, Collection) and all(isinstance(n, int) for n in replicated)

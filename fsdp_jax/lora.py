@@ -126,7 +126,6 @@ def with_lora(
             its own, `LinearGeneral`, `Einsum`), whose kernel another module uses too, or that has
             LoRA already; a rank that is too large. Undetected is a model that reads a Linear's
             `kernel` itself: it computes without LoRA.
-
     """
     if isinstance(make_model, type | nnx.Module | nn.Module) or not callable(make_model):
         got = make_model if isinstance(make_model, type) else type(make_model)

@@ -46,7 +46,6 @@ class StoredAdamState(NamedTuple):
         nu: the second, or its codes, uint8.
         mu_scale: float32, of the first moment's blocks; None for parameters without blocks.
         nu_scale: of the second's.
-
     """
 
     count: jax.Array  # type: ignore[assignment]  # tuple.count
@@ -123,7 +122,6 @@ def scale_by_adam(
 
     Raises:
         ValueError: another name, or a block that is no power of two of 8 or more.
-
     """
     if moments not in get_args(Moments):
         fix = did_you_mean(str(moments), get_args(Moments))
@@ -241,20 +239,12 @@ def _size(dim: int, block: int) -> int:
 
 @dataclass(frozen=True)
 class MomentCode:
-    """How numbers of -1 to 1 are stored in 8 bits: as codes of their roots.
+    """How numbers of -1 to 1 are stored in 8 bits: as codes of their roots."""
 
-    Attributes:
-        dtype: of the codes; unsigned, what is not zero has a code that is not.
-        largest: code.
-        root: of the numbers.
-        power: its inverse.
-
-    """
-
-    dtype: Any
+    dtype: Any  # of the codes; unsigned, what is not zero has a code that is not
     largest: int
     root: Callable[[jax.Array], jax.Array]
-    power: Callable[[jax.Array], jax.Array]
+    power: Callable[[jax.Array], jax.Array]  # the inverse of the root
 
     def encode(
         self, moment: jax.Array, dim: int, size: int, seed: Seed

@@ -35,7 +35,6 @@ def assert_contract(step: CompiledStep, batch: PyTree) -> Contract:
 
     Raises:
         AssertionError: with the violations, the most bytes first, and what is sent.
-
     """
     contract = check_contract(step, batch)
     if not contract.holds:

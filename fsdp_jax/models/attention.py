@@ -23,15 +23,11 @@ TILE = 128
 
 
 def make_attention(kind: AttentionKind, platform: str) -> Attention:
-    """Returns the attention of that name for a jax platform.
+    """Returns the attention of that name for devices of a jax platform: cpu, gpu, cuda or tpu.
 
-    Args:
-        kind: `blockwise` runs everywhere; `flash` is jax's Pallas kernel for the platform, which
-            also compiles without the device; `cudnn` is NVIDIA's, which needs cuDNN where it is
-            compiled.
-        platform: of the devices that it will run on: cpu, gpu, cuda or tpu.
-
-    Raises ValueError where there is no such kernel for that platform.
+    `blockwise` runs everywhere; `flash` is jax's Pallas kernel for the platform, which also
+    compiles without the device; `cudnn` is NVIDIA's, which needs cuDNN where it is compiled. Raises
+    ValueError where there is no such kernel for that platform.
     """
     if kind not in get_args(AttentionKind):
         choices = ", ".join(get_args(AttentionKind))

@@ -32,17 +32,10 @@ def chunked_losses(
     """Returns `cross_entropy` of the logits x @ weights, float32 [B, T], chunk by chunk.
 
     No more than [B, T, chunk] of logits is ever held, in float32. Where a target is not one of 0 to
-    vocab_size-1 the loss is NaN.
+    vocab_size-1, int32, the loss is NaN. A chunk below 1 is a ValueError.
 
-    Args:
-        x_BTD: the input of the head.
-        weights: [D, V] (dim 1) or [V, D] (dim 0); tokens from vocab_size on are padding.
-        targets_BT: int32.
-        dim: the dim of `weights` that is the vocabulary.
-        vocab_size: tokens without padding.
-        chunk: vocabulary chunk size. Raises ValueError below 1.
-        dtype: of the matmul; None follows `x_BTD` and the weights.
-
+    `weights`: [D, V] (dim 1) or [V, D] (dim 0); tokens from `vocab_size` on are padding. `dtype` is
+    that of the matmul; None follows `x_BTD`, the input of the head, and the weights.
     """
     if chunk < 1:
         raise ValueError(f"a loss chunk is at least 1 token of the vocabulary, got {chunk}")

@@ -25,33 +25,19 @@ from fsdp_jax.models.tasks import IMAGES, TEXT, TEXT_TO_TEXT, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of model, as programs that are given names use it.
+    """A kind of model, as programs that are given names use it."""
 
-    Attributes:
-        name: as `model.family` has it.
-        task: what an example is, the loss, and what is sampled.
-        model: the model's class, (config, *, rngs, attention) -> module.
-        config: the class of its configurations.
-        presets: name -> config; the first is the smallest.
-        blocks: classes of its blocks, for `fully_shard(units=)`.
-        weight_format: how Hugging Face or timm stores its weights and its configuration.
-        positions: config -> tokens or patches of an example.
-        flops: config -> model FLOPs of a training step for one example; see `training_flops`.
-        lora_targets: patterns of the Linears that LoRA adapts by default.
-        unsupported_attention: `model.attention` -> why the family cannot use it.
-
-    """
-
-    name: str
-    task: Task
-    model: Callable[..., Any]
-    config: type
-    presets: Mapping[str, Any]
-    blocks: tuple[type, ...]
-    weight_format: WeightFormat
-    positions: Callable[[Any], int]
-    flops: Callable[[Any], float]
-    lora_targets: tuple[str, ...]
+    name: str  # as `model.family` has it
+    task: Task  # what an example is, the loss, and what is sampled
+    model: Callable[..., Any]  # its class, (config, *, rngs, attention) -> module
+    config: type  # the class of its configurations
+    presets: Mapping[str, Any]  # name -> config; the first is the smallest
+    blocks: tuple[type, ...]  # their classes, for `fully_shard(units=)`
+    weight_format: WeightFormat  # how Hugging Face or timm stores weights and configuration
+    positions: Callable[[Any], int]  # config -> tokens or patches of an example
+    flops: Callable[[Any], float]  # config -> `training_flops` of one example
+    lora_targets: tuple[str, ...]  # patterns of the Linears that LoRA adapts by default
+    # `model.attention` -> why the family cannot use it
     unsupported_attention: Mapping[str, str] = field(default_factory=dict)
 
     @property

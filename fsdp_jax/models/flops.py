@@ -32,14 +32,9 @@ def training_flops(
     parameter is multiplied with counted separately. Attention is counted in full, not halved for
     causality, and nothing is added for recomputation.
 
-    Args:
-        model: the class.
-        config: its configuration.
-        multiplied: pattern -> positions, of the parameters whose path starts with the pattern and
-            with none before it; 0 for what is looked up or added.
-        pairs: of queries and keys, summed over the layers.
-        inner: the width of all heads; by default D.
-
+    `multiplied`: pattern -> positions, of the parameters whose path starts with the pattern and
+    with none before it; 0 for what is looked up or added. `pairs`: of queries and keys, summed over
+    the layers. `inner`: the width of all heads; by default D.
     """
 
     def positions(path: str) -> int:

@@ -138,7 +138,6 @@ class GPT(layers.LanguageModel):
                 own segment only.
             positions: int32 [B, T], of packed documents; 0 to T-1 if absent.
             deterministic: False applies dropout, and advances its random state.
-
         """
         layers.check_length(tokens_BT, self.config.sequence_length, "sequence_length")
         if positions is None:

@@ -41,7 +41,6 @@ def next_token_loss(
             `positions`, int32 [B, T].
         train: applies dropout.
         chunk: vocabulary chunk size for the loss; logits are recomputed in the backward pass.
-
     """
     tokens = (batch["tokens"][:, :-1], batch["tokens"][:, 1:])
     settings = {name: batch[name] for name in ("segments", "positions") if name in batch}
@@ -61,7 +60,6 @@ def text_to_text_loss(
             [B, S], 1 for a token and 0 for padding, and `mask`, as for `next_token_loss`.
         train: applies dropout.
         chunk: as for `next_token_loss`.
-
     """
     targets_BT = batch["targets"]
     shifted_BT = jnp.pad(jnp.maximum(targets_BT, 0)[:, :-1], ((0, 0), (1, 0)))
@@ -80,7 +78,6 @@ def classification_loss(
             optionally `mask`, [B], the weight of each image (1 if absent; where it is 0 the label
             may be any number).
         train: applies dropout.
-
     """
     logits_BC = model(batch["images"], deterministic=not train)
     loss_B = cross_entropy(logits_BC[:, None], batch["labels"][:, None])[:, 0]

@@ -27,7 +27,6 @@ def sample(
         key: of what is drawn.
         window: the last tokens that the model sees, all of them if None; the model's sequence
             length where P + length exceeds it.
-
     """
     prompt = jnp.asarray(prompt_tokens, jnp.int32)
     if prompt.ndim != 1 or not prompt.size:
@@ -67,7 +66,6 @@ def answer(
         length: tokens to write, at least 1.
         temperature: as for `sample`.
         key: of what is drawn.
-
     """
     if length < 1 or temperature < 0:
         expected = "expected length of at least 1 and temperature of at least 0"

@@ -309,7 +309,6 @@ class T5(layers.LanguageModel):
             targets_BT: what the decoder reads: the targets shifted right; at most `targets_length`.
             inputs_mask: int32 [B, S], 1 for a token and 0 for padding, which is not attended to.
             deterministic: False applies dropout, and advances its random state.
-
         """
         config = self.config
         layers.check_length(inputs_BS, config.inputs_length, "inputs_length", "inputs")

@@ -24,46 +24,28 @@ PROMPT_TOKENS = 64
 
 @dataclass(frozen=True)
 class Lengths:
-    """The tokens of an example, where it is text.
+    """The tokens of an example, where it is text."""
 
-    Attributes:
-        sequence: of a sequence, or of an encoder's inputs.
-        target: of a decoder's targets.
-        packed: whether a row holds several documents, with `mask`, `segments` and `positions`.
-
-    """
-
-    sequence: int
-    target: int
-    packed: bool = False
+    sequence: int  # of a sequence, or of an encoder's inputs
+    target: int  # of a decoder's targets
+    packed: bool = False  # a row holds several documents, with `mask`, `segments` and `positions`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What an example is, what is learned from it and what a model writes.
+    """What an example is, what is learned from it and what a model writes."""
 
-    Attributes:
-        name: for messages, and for the kinds of data, which list the tasks that read them.
-        loss: (model, batch, *, train) -> (sum, count); where `is_text` it takes `chunk` too.
-        data_keys: keys of the data that only this task reads.
-        config_lengths: Lengths -> the model configuration's fields for them.
-        any_length: whether weights serve any length; otherwise their own is the limit.
-        arrays: (model configuration, Lengths) -> the arrays of one example.
-        prompt: example -> int32 [P], what a sample starts from; None for images.
-        write: (model, prompt, length, *, window, temperature, key) -> int32 tokens.
-        separator: printed between prompt and written text.
-
-    """
-
-    name: str
+    name: str  # for messages, and for the kinds of data, which list the tasks that read them
+    # (model, batch, *, train) -> (sum, count); where `is_text` it takes `chunk` too
     loss: Callable[..., tuple[jax.Array, jax.Array]]
-    data_keys: tuple[str, ...] = ()
-    config_lengths: Callable[[Lengths], dict[str, int]]
-    any_length: bool = False
-    arrays: Callable[[Any, Lengths], Arrays]
-    prompt: Callable[[Example], np.ndarray] | None = None
+    data_keys: tuple[str, ...] = ()  # of the data, that only this task reads
+    config_lengths: Callable[[Lengths], dict[str, int]]  # the model configuration's fields for them
+    any_length: bool = False  # weights serve any length; otherwise their own is the limit
+    arrays: Callable[[Any, Lengths], Arrays]  # of one example of a model configuration
+    prompt: Callable[[Example], np.ndarray] | None = None  # int32 [P]; None for images
+    # (model, prompt, length, *, window, temperature, key) -> int32 tokens
     write: Callable[..., jax.Array] | None = None
-    separator: str = ""
+    separator: str = ""  # printed between prompt and written text
 
     @property
     def is_text(self) -> bool:

@@ -43,7 +43,6 @@ class MatchTable:
         findings: what `lint` finds, for which `partition_specs` raises.
         notes: what does no harm, and may be a mistake: names that no parameter has, names and axes
             that shard nothing.
-
     """
 
     rows: tuple[tuple[str, ...], ...]
@@ -126,7 +125,6 @@ def to_logical_axis_rules(
         logical_axes: a dict or a table.
         mesh: axes that it lacks are left out, and entries with no other.
         axes: what `fsdp` stands for, as in `partition_specs`.
-
     """
     rules, mesh = rules_for(mesh, logical_axes=logical_axes, axes=axes)
     table = []

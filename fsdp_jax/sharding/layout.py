@@ -45,7 +45,6 @@ class Leaf:
             small.
         memory_kind: where JAX stores it between steps, `pinned_host` for host memory; None for the
             device's memory.
-
     """
 
     path: str
@@ -142,7 +141,6 @@ class Layout:
         other: all else that a step carries: model state such as batch statistics, counters, random
             keys.
         units: what is gathered together, in words; empty where nothing is gathered by units.
-
     """
 
     axes: MeshAxes

@@ -24,16 +24,12 @@ Table = tuple[tuple[str, tuple[str, ...]], ...]
 class Dropped:
     """A name of an annotation or a rule that shards its dim by less than it says.
 
-    Attributes:
-        name: as the annotation has it.
-        axes: those of the table that the mesh lacks.
-        kind: an unknown axis has no entry, or none with an axis of the mesh; where one is missing,
-            others of the name remain; a repeated one shards another dim of the array.
-
+    An unknown axis has no entry, or none with an axis of the mesh; where one is missing, others of
+    the name remain; a repeated one shards another dim of the array.
     """
 
     name: str
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # those of the table that the mesh lacks
     kind: Literal["unknown axis", "missing axis", "repeated axis"]
 
     def __str__(self) -> str:

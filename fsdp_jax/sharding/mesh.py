@@ -57,7 +57,6 @@ def make_mesh(
 
     Raises:
         ValueError: sizes that do not fit the devices; more devices asked for than there are.
-
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = _resolve_sizes(replica, data, len(devices), allow_fewer)
@@ -133,18 +132,14 @@ def _torus_dims(coordinates: Sequence[tuple[int, ...]], size: int) -> tuple[int,
 class MeshAxes:
     """A mesh, and what each of its axes is for.
 
-    Attributes:
-        mesh: with Auto axes; see the note on the mesh axes that `data` is split into.
-        data: axes that state is sharded along; with `replica`, those that shard the batch.
-        replica: axes that hybrid strategies replicate state along.
-        unsplit: the axis that `data` was before it was split; empty if it was not.
-
+    The batch is sharded along `data` and `replica`. See the note on the axes that `data` is split
+    into.
     """
 
-    mesh: Mesh
-    data: tuple[str, ...] = (DATA,)
-    replica: tuple[str, ...] = ()
-    unsplit: str = ""
+    mesh: Mesh  # with Auto axes
+    data: tuple[str, ...] = (DATA,)  # axes that state is sharded along
+    replica: tuple[str, ...] = ()  # axes that hybrid strategies replicate state along
+    unsplit: str = ""  # the axis that `data` was before it was split; empty if it was not
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -276,15 +271,9 @@ def mesh_axes(
 ) -> MeshAxes:
     """Returns what the axes of a mesh are for; all that are not named are the model's own.
 
-    Args:
-        mesh: any; its axes become Auto. MeshAxes are returned as they are.
-        data: axes to shard state and batch along; `data`, `fsdp` or the only axis by default.
-        replica: axes that hybrid strategies replicate state along; `replica` by default, if the
-            mesh has it.
-
-    Raises:
-        ValueError: axes that the mesh lacks, or axes that must be named and are not.
-
+    The axes become Auto; MeshAxes are returned as they are. `data` and `replica` are those of
+    `fully_shard`. Raises ValueError for axes that the mesh lacks, or that must be named and are
+    not.
     """
     if isinstance(mesh, MeshAxes):
         assert (data, replica) == (None, None), "MeshAxes name their axes"

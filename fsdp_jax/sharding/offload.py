@@ -43,7 +43,6 @@ class Offload:
             transfers of one overlap the update of another, for the bytes of one more.
         group_bytes: of a group, on each device: some layers of an array, or several small arrays.
             An array that cannot be updated layer by layer is a group by itself, of any size.
-
     """
 
     params: bool = False

@@ -62,7 +62,6 @@ def optimizer_specs(
 
     Raises:
         ValueError: a parameter without a spec, or a spec with an axis that the mesh lacks.
-
     """
     if not isinstance(tx, optax.GradientTransformation):
         got = type(tx).__name__

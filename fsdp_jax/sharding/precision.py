@@ -37,7 +37,6 @@ class LossScale:
 
     Raises:
         ValueError: a number out of these limits.
-
     """
 
     initial: float = 2.0**16
@@ -91,7 +90,6 @@ class Precision:
         stochastic_rounding: parameters in bfloat16 are updated in float32 and rounded up or down at
             random, so that updates below half a unit in the last place are not lost. The optimizer
             gets parameters and gradients, and makes its state, in float32.
-
     """
 
     param: str | None = "float32"

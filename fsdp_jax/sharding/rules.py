@@ -345,7 +345,6 @@ def partition_specs(
 
     Raises:
         ValueError: the rules do not fit; every finding of the lint is in the message.
-
     """
     chosen, mesh = rules_for(
         mesh, rules, logical_axes=logical_axes, min_size=min_size, strict=strict, axes=axes

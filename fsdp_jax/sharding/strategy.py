@@ -17,23 +17,17 @@ from fsdp_jax.sharding.rules import Placement
 class Strategy:
     """One row of the ZeRO table.
 
-    Attributes:
-        summary: one line for tables and help.
-        shards_params: parameters are sharded between steps.
-        shards_optimizer: gradients are reduce-scattered and the optimizer state is sharded.
-        gather: parameters are gathered once per `step`, per `unit` in forward and again in
-            backward, or `never` before the forward pass (`zero1` gathers the updated ones).
-        hybrid: shards along the data axes alone and replicates along those of replicas.
-
+    Parameters are gathered once per `step`, per `unit` in forward and again in backward, or `never`
+    before the forward pass (`zero1` gathers the updated ones).
     """
 
     name: str
-    summary: str
+    summary: str  # one line for tables and help
     aliases: tuple[str, ...] = ()
-    shards_params: bool = True
-    shards_optimizer: bool = True
+    shards_params: bool = True  # between steps
+    shards_optimizer: bool = True  # and gradients are reduce-scattered
     gather: Literal["never", "step", "unit"] = "unit"
-    hybrid: bool = False
+    hybrid: bool = False  # shards along the data axes alone, replicates along those of replicas
 
     @property
     def gathers_params(self) -> bool:
