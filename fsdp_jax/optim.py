@@ -38,21 +38,13 @@ SHORTEST = 8  # elements of a block, at least
 
 
 class StoredAdamState(NamedTuple):
-    """The state of `scale_by_adam` with moments that are not float32.
+    """The state of `scale_by_adam` with moments that are not float32; `count`: updates so far."""
 
-    Attributes:
-        count: int32, updates so far.
-        mu: the first moment or its codes, int8, of each parameter's shape.
-        nu: the second, or its codes, uint8.
-        mu_scale: float32, of the first moment's blocks; None for parameters without blocks.
-        nu_scale: of the second's.
-    """
-
-    count: jax.Array  # type: ignore[assignment]  # tuple.count
-    mu: PyTree
-    nu: PyTree
-    mu_scale: PyTree
-    nu_scale: PyTree
+    count: jax.Array  # type: ignore[assignment]  # int32; hides tuple.count
+    mu: PyTree  # the first moment or its codes, int8, of each parameter's shape
+    nu: PyTree  # the second, or its codes, uint8
+    mu_scale: PyTree  # float32, of the first moment's blocks; None for parameters without blocks
+    nu_scale: PyTree  # of the second's
 
 
 def adamw(

@@ -18,8 +18,7 @@ from fsdp_jax.models.layers import Attention, Segments, blockwise_attention, den
 AttentionKind = Literal["blockwise", "flash", "cudnn"]
 
 GPU = ("gpu", "cuda")
-TILE = 128
-"""The smallest block of tokens of a flash kernel."""
+TILE = 128  # the smallest block of tokens of a flash kernel
 
 
 def make_attention(kind: AttentionKind, platform: str) -> Attention:

@@ -25,10 +25,8 @@ from fsdp_jax.models.layers import Attention, blockwise_attention
 class CaiTConfig(vision.ImageConfig):
     """The shape of a CaiT. Raises ValueError for sizes that do not fit together."""
 
-    patch: int = 16
-    """Side of a patch, in pixels."""
-    class_layers: int = 2
-    """Blocks of class attention after the blocks of self-attention."""
+    patch: int = 16  # side of a patch, in pixels
+    class_layers: int = 2  # blocks of class attention after the blocks of self-attention
     layer_scale: float | None = None
     """Initial LayerScale of every branch; None uses the paper's by depth, see `initial_scale`."""
     norm_epsilon: float = 1e-6

@@ -22,8 +22,7 @@ class BaseConfig:
     heads: int
     scan_layers: bool = True
     """Stack the blocks' parameters and compile one block per kind; False keeps lists of blocks."""
-    dtype: str | None = None
-    """Compute dtype by name; None follows the parameters and inputs."""
+    dtype: str | None = None  # compute dtype by name; None follows the parameters and inputs
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

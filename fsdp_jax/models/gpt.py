@@ -26,14 +26,11 @@ class GPTConfig(BaseConfig):
     """The shape of a GPT. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int
-    sequence_length: int
-    """The longest sequence, in tokens: the number of learned positions."""
+    sequence_length: int  # the longest sequence, in tokens: the number of learned positions
     pad_vocab_to: int = 128
     """The rows of the embedding and of the head are padded to a multiple of this, to be sharded."""
-    dropout: float = 0.0
-    """Dropout probability; above 0 the model needs a `dropout` random stream."""
-    tie_head: bool = True
-    """Use the embedding table as the output head, as GPT-2 does."""
+    dropout: float = 0.0  # dropout probability; above 0 the model needs a `dropout` random stream
+    tie_head: bool = True  # use the embedding table as the output head, as GPT-2 does
     norm_epsilon: ClassVar[float] = 1e-5
 
     def __post_init__(self) -> None:

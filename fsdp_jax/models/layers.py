@@ -27,8 +27,7 @@ from fsdp_jax.models.chunked_loss import chunked_losses
 from fsdp_jax.models.config import BaseConfig
 
 INIT_STD = 0.02
-QUERY_BLOCK = 512
-"""Queries of a block in `blockwise_attention`."""
+QUERY_BLOCK = 512  # queries of a block in `blockwise_attention`
 
 Segments = tuple[jax.Array, jax.Array]
 
@@ -245,10 +244,8 @@ def rms_norm(config: Any, *, rngs: nnx.Rngs) -> RMSNorm:
     return RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
 
 
-gelu = recomputed(partial(jax.nn.gelu, approximate=True))
-"""The tanh approximation of gelu."""
-exact_gelu = recomputed(partial(jax.nn.gelu, approximate=False))
-"""Gelu by the error function."""
+gelu = recomputed(partial(jax.nn.gelu, approximate=True))  # the tanh approximation of gelu
+exact_gelu = recomputed(partial(jax.nn.gelu, approximate=False))  # gelu by the error function
 gated_gelu = recomputed(lambda gate, up: jax.nn.gelu(gate, approximate=True) * up)
 gated_silu = recomputed(lambda gate, up: jax.nn.silu(gate) * up)
 

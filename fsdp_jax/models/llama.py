@@ -36,8 +36,7 @@ class RopeScaling:
     factor: float
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
-    original_length: int = 8192
-    """Tokens."""
+    original_length: int = 8192  # tokens
 
     def __post_init__(self) -> None:
         if self.factor < 1 or self.original_length < 1:
@@ -53,20 +52,14 @@ class LlamaConfig(BaseConfig):
     """The shape of a Llama. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int
-    sequence_length: int
-    """The longest sequence, in tokens."""
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key and value heads, each shared by heads / kv_heads query heads."""
-    hidden: int
-    """Hidden width of the MLP."""
-    rope_theta: float = 10_000.0
-    """The base of the rotary frequencies."""
+    sequence_length: int  # the longest sequence, in tokens
+    heads: int  # query heads
+    kv_heads: int  # key and value heads, each shared by heads / kv_heads query heads
+    hidden: int  # hidden width of the MLP
+    rope_theta: float = 10_000.0  # the base of the rotary frequencies
     rope_scaling: RopeScaling | None = None
     norm_epsilon: float = 1e-5
-    tie_head: bool = False
-    """Use the embedding table as the output head."""
+    tie_head: bool = False  # use the embedding table as the output head
 
     def __post_init__(self) -> None:
         super().__post_init__()

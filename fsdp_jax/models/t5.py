@@ -32,28 +32,20 @@ class T5Config(BaseConfig):
     """The shape of a T5. Raises ValueError for sizes that do not fit together."""
 
     vocab_size: int = 32_128
-    inputs_length: int = 512
-    """The longest input, in tokens."""
-    targets_length: int = 512
-    """The longest target, in tokens."""
-    layers: int
-    """Blocks of the encoder."""
+    inputs_length: int = 512  # the longest input, in tokens
+    targets_length: int = 512  # the longest target, in tokens
+    layers: int  # blocks of the encoder
     decoder_layers: int
-    head_dim: int
-    """Not tied to the width: heads x head_dim may be less or more than it."""
-    hidden: int
-    """Hidden width of the MLP."""
-    buckets: int = 32
-    """Rows of each table of relative positions."""
-    max_distance: int = 128
-    """From here on all distances share a bucket."""
+    head_dim: int  # not tied to the width: heads x head_dim may be less or more than it
+    hidden: int  # hidden width of the MLP
+    buckets: int = 32  # rows of each table of relative positions
+    max_distance: int = 128  # from here on all distances share a bucket
     norm_epsilon: float = 1e-6
     gated: bool = False
     """The MLP of version 1.1, gelu(wi_0 x) * wi_1 x, instead of 1.0's relu(up x)."""
     tie_head: bool = True
     """Use the embedding as the output head, with its input scaled by width^-0.5, as 1.0 does."""
-    dropout: float = 0.0
-    """Dropout probability; above 0 the model needs a `dropout` random stream."""
+    dropout: float = 0.0  # dropout probability; above 0 the model needs a `dropout` random stream
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,8 +18,7 @@ from fsdp_jax.models.vision import CHANNELS
 
 Example = Mapping[str, np.ndarray]
 Arrays = dict[str, jax.ShapeDtypeStruct]
-PROMPT_TOKENS = 64
-"""Tokens of plain text that a sample continues."""
+PROMPT_TOKENS = 64  # tokens of plain text that a sample continues
 
 
 @dataclass(frozen=True)

@@ -14,32 +14,24 @@ from fsdp_jax.models import layers
 from fsdp_jax.models.config import BaseConfig
 
 CHANNELS = 3
-HALF = (0.5, 0.5, 0.5)
-"""Mean and standard deviation that map pixels to -1 to 1."""
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-"""Mean of ImageNet's pixels, red, green and blue, from 0 to 1."""
-IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Standard deviation of ImageNet's pixels."""
+HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that map pixels to -1 to 1
+IMAGENET_MEAN = (0.485, 0.456, 0.406)  # mean of ImageNet's pixels, red, green and blue, from 0 to 1
+IMAGENET_STD = (0.229, 0.224, 0.225)  # standard deviation of ImageNet's pixels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConfig(BaseConfig):
     """Base of the shapes of image models. Raises ValueError for sizes that do not fit together."""
 
-    image_size: int = 224
-    """Side of the images, in pixels."""
-    patch: int
-    """Side of a patch, in pixels."""
+    image_size: int = 224  # side of the images, in pixels
+    patch: int  # side of a patch, in pixels
     classes: int = 1000
-    layers: int
-    """Blocks of self-attention."""
-    hidden: int
-    """Hidden width of the MLP."""
+    layers: int  # blocks of self-attention
+    hidden: int  # hidden width of the MLP
     norm_epsilon: float
     mean: tuple[float, ...] = HALF
     """Subtracted from uint8 pixels / 255, red, green and blue; see `to_floats`."""
-    std: tuple[float, ...] = HALF
-    """Divides them after that."""
+    std: tuple[float, ...] = HALF  # divides them after that
 
     def __post_init__(self) -> None:
         super().__post_init__()

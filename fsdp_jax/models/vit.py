@@ -25,8 +25,7 @@ class ViTConfig(vision.ImageConfig):
     """The shape of a ViT. Raises ValueError for sizes that do not fit together."""
 
     norm_epsilon: float = 1e-12
-    dropout: float = 0.0
-    """Dropout probability; above 0 the model needs a `dropout` random stream."""
+    dropout: float = 0.0  # dropout probability; above 0 the model needs a `dropout` random stream
 
     @property
     def positions(self) -> int:

@@ -38,15 +38,12 @@ COLUMNS = ("path", "shape", "names", "rule", "spec", "dropped", "reason")
 class MatchTable:
     """What matched what: a row for every parameter. `print(table)` shows it.
 
-    Attributes:
-        rows: path, shape, names of the annotation, rule, spec, dropped names and axes, reason.
-        findings: what `lint` finds, for which `partition_specs` raises.
-        notes: what does no harm, and may be a mistake: names that no parameter has, names and axes
-            that shard nothing.
+    `notes` tell of what does no harm, and may be a mistake: names that no parameter has, names and
+    axes that shard nothing.
     """
 
-    rows: tuple[tuple[str, ...], ...]
-    findings: tuple[Finding, ...]
+    rows: tuple[tuple[str, ...], ...]  # as COLUMNS; `names` are those of the annotation
+    findings: tuple[Finding, ...]  # what `lint` finds, for which `partition_specs` raises
     notes: tuple[Finding, ...]
 
     def summary(self) -> str:

@@ -37,29 +37,23 @@ PARTS: tuple[Part, ...] = ("params", "optimizer", "other")
 class Leaf:
     """One array of the state: how it is sharded between steps, by which rule, for which reason.
 
-    Attributes:
-        spec: between steps.
-        grad_spec: for a parameter, how its gradient is reduced and the optimizer updates it;
-            sharded under `zero1` too.
-        missed_shards: the shard count it would have if a dim were divisible; 1 if it is sharded or
-            small.
-        memory_kind: where JAX stores it between steps, `pinned_host` for host memory; None for the
-            device's memory.
+    `grad_spec` is, for a parameter, how its gradient is reduced and the optimizer updates it;
+    sharded under `zero1` too.
     """
 
     path: str
     part: Part
     shape: tuple[int, ...]
     dtype: np.dtype
-    spec: PartitionSpec
+    spec: PartitionSpec  # between steps
     grad_spec: PartitionSpec
     rule: str
     reason: str
     axes: MeshAxes
     trainable: bool = True
     stacked: int = 0
-    missed_shards: int = 1
-    memory_kind: str | None = None
+    missed_shards: int = 1  # as in `Placement`
+    memory_kind: str | None = None  # between steps: `pinned_host`, or None for the device's memory
 
     @property
     def sharding(self) -> NamedSharding:

@@ -26,24 +26,15 @@ class LossScale:
 
     A step whose loss or gradients are not finite is skipped, and the scale multiplied by `backoff`;
     after `growth_interval` good steps in a row it is multiplied by `growth`.
-
-    Attributes:
-        initial: the scale of the first step; that of the mean over the rows of the batch.
-        growth_interval: good steps in a row after which the scale grows.
-        growth: 1 or more; 1 never grows.
-        backoff: above 0 and at most 1; 1 keeps the scale.
-        minimum: below which the scale does not fall. Only steps that are skipped there count
-            towards `abort_after`, and all of them where `backoff` is 1.
-
-    Raises:
-        ValueError: a number out of these limits.
+    Only steps that are skipped at the `minimum` count towards `abort_after`, and all of them where
+    `backoff` is 1. Raises ValueError for a number out of its limits.
     """
 
-    initial: float = 2.0**16
-    growth_interval: int = 2000
-    growth: float = 2.0
-    backoff: float = 0.5
-    minimum: float = 1.0
+    initial: float = 2.0**16  # of the first step, for the mean over the rows of the batch
+    growth_interval: int = 2000  # good steps in a row after which the scale grows
+    growth: float = 2.0  # 1 or more; 1 never grows
+    backoff: float = 0.5  # above 0 and at most 1; 1 keeps the scale
+    minimum: float = 1.0  # below which the scale does not fall
 
     def __post_init__(self) -> None:
         largest = float(np.finfo(np.float32).max)
