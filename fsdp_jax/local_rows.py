@@ -69,12 +69,9 @@ def on_local_rows(
         replicated: positions of the arguments that have no rows, such as a table; they are
             replicated on every device, and their gradients are summed over devices.
 
-    Raises:
-        ValueError: when traced, arguments or results whose dim 0 is not the batch.
-
-    Warns:
-        SlowerWarning: when traced, that the number of rows is not divisible by the number of
-            devices, so that XLA partitions `fn`.
+    When traced, arguments or results whose dim 0 is not the batch are a ValueError, and a
+    SlowerWarning tells that the number of rows is not divisible by the number of devices, so that
+    XLA partitions `fn`.
     """
     where = f"on_local_rows({getattr(fn, '__name__', fn)})"
     are_numbers = isinstance(replicated, Collection) and all(isinstance(n, int) for n in replicated)

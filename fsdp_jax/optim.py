@@ -112,8 +112,7 @@ def scale_by_adam(
         moments: `float32`, `bfloat16` or `int8`.
         block: elements of a block at most, a power of two.
 
-    Raises:
-        ValueError: another name, or a block that is no power of two of 8 or more.
+    Raises ValueError for another name, or a block that is no power of two of 8 or more.
     """
     if moments not in get_args(Moments):
         fix = did_you_mean(str(moments), get_args(Moments))

@@ -28,13 +28,9 @@ __all__ = ["Certificate", "CertifyError", "Tolerance", "assert_contract", "certi
 def assert_contract(step: CompiledStep, batch: PyTree) -> Contract:
     """Compiles a step for its mesh and asserts that it sends what the layout declares.
 
-    Args:
-        step: from `Sharded.make_train_step`; nothing is allocated, and the mesh's devices need not
-            exist.
-        batch: arrays or shapes [global rows, ...].
-
-    Raises:
-        AssertionError: with the violations, the most bytes first, and what is sent.
+    `step` is from `Sharded.make_train_step`, and `batch` has arrays or shapes [global rows, ...].
+    Nothing is allocated, and the mesh's devices need not exist. The AssertionError has the
+    violations, the most bytes first, and what is sent.
     """
     contract = check_contract(step, batch)
     if not contract.holds:

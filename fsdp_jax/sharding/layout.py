@@ -126,23 +126,14 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every leaf of the state: parameters, optimizer state, and the rest. `print(layout)` shows it.
-
-    Attributes:
-        axes: the mesh, and what its axes are for.
-        params: nested dicts of Leaf, in the model's own paths.
-        optimizer: the optax state's tree, of Leaf.
-        other: all else that a step carries: model state such as batch statistics, counters, random
-            keys.
-        units: what is gathered together, in words; empty where nothing is gathered by units.
-    """
+    """Every leaf of the state: parameters, optimizer state, the rest. `print(layout)` shows it."""
 
     axes: MeshAxes
     strategy: Strategy
-    params: PyTree
-    optimizer: PyTree
-    other: PyTree
-    units: str = ""
+    params: PyTree  # nested dicts of Leaf, in the model's own paths
+    optimizer: PyTree  # the optax state's tree, of Leaf
+    other: PyTree  # model state such as batch statistics, counters, random keys
+    units: str = ""  # what is gathered together, in words; empty where nothing is by units
 
     def __iter__(self) -> Iterator[Leaf]:
         return iter(jax.tree.leaves((self.params, self.optimizer, self.other)))

@@ -55,8 +55,7 @@ def make_mesh(
         devices: all of the run's devices by default; compile-only devices are welcome.
         allow_fewer: permit a mesh that leaves devices idle.
 
-    Raises:
-        ValueError: sizes that do not fit the devices; more devices asked for than there are.
+    Raises ValueError for sizes that do not fit the devices, and for more devices than there are.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = _resolve_sizes(replica, data, len(devices), allow_fewer)

@@ -56,17 +56,13 @@ HEURISTIC = "heuristic"
 
 @dataclass(frozen=True)
 class Placement:
-    """How one array is sharded, by which rule, and why.
-
-    `missed_shards`: the shard count it would have if a dim were divisible; 1 if it is sharded or
-    small. `dropped`: names of its annotation, or their axes, that shard nothing.
-    """
+    """How one array is sharded, by which rule, and why."""
 
     spec: PartitionSpec
     rule: str
     reason: str
-    missed_shards: int = 1
-    dropped: tuple[str, ...] = ()
+    missed_shards: int = 1  # that it would have if a dim were divisible; 1 if sharded or small
+    dropped: tuple[str, ...] = ()  # names of its annotation, or their axes, that shard nothing
 
 
 @dataclass(frozen=True)
