@@ -72,7 +72,8 @@ FAULTS = (
     Fault(
         name="parameters are gathered in float32",
         file="fsdp_jax/units/collectives.py",
-        old="            value = (_gather_manual if manual else _gather_annotated)(comm, value, spec)\n",
+        old="            value = (_gather_manual if manual else _gather_annotated)("
+        "comm, value, spec)\n",
         new="            gather = _gather_manual if manual else _gather_annotated\n"
         '            value = gather(comm, value.astype("float32"), spec).astype(value.dtype)\n',
         tests=("tests/units/test_units.py", "tests/contract/test_contract.py"),

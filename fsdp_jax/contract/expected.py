@@ -11,8 +11,8 @@ A kernel that is gathered in float8 has a scale, which all its shards agree on b
 scalar; like the loss and the norms, these bytes are not declared.
 
 The contract allows 2% more than this sum. With sharding annotations XLA may choose other
-collectives, such as one of activations in place of a parameter's. A gradient is then reduced in the dtype that
-its matmul yields, which is the compute dtype; no other is declared.
+collectives, such as one of activations in place of a parameter's. A gradient is then reduced in the
+dtype that its matmul yields, which is the compute dtype; no other is declared.
 """
 
 from collections.abc import Sequence

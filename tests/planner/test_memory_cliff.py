@@ -88,7 +88,8 @@ def test_collectives_that_are_not_hidden_above_the_limit_are_a_cliff():
     lever = replace(cliff, lever="--remat full, which frees 4 GiB")
     assert str(lever) == (
         "memory cliff: 100% of what is sent beside compute is exposed, above the 2 GiB that XLA's"
-        " scheduler plans with; free up to 1 GiB, at the least cost with --remat full, which frees 4 GiB"
+        " scheduler plans with; free up to 1 GiB, at the least cost with"
+        " --remat full, which frees 4 GiB"
     )
 
 
