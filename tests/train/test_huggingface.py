@@ -263,9 +263,9 @@ def test_weights_that_do_not_fit_are_named_on_both_sides(theirs, tmp_path, capsy
         (["import", "gpt2", "--too", "run"], "did you mean '--to'?"),
         (["import", "nowhere", "--to", "run"], "config.json"),
         (["import", "nowhere"], "--to is missing\n"),
-        (["import", "nowhere"], "expected: --to RUN, a directory to create"),
-        (["export", "nowhere"], "expected: --to DIR, a directory to create"),
-        (["tokenize", "embedded"], "expected: --to DIR, a directory to create"),
+        (["import", "nowhere"], "expected: --to RUN: Directory of the run, which is created."),
+        (["export", "nowhere"], "expected: --to DIR: Directory of the weights, which is created."),
+        (["tokenize", "embedded"], "expected: --to DIR: Folder of the shards, which is created."),
         (
             ["export", "nowhere", "--to", "out", "--format", "hugingface"],
             "did you mean 'huggingface'",
