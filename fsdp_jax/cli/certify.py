@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from fsdp_jax.certify import Certificate, certify
-from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.strategy import STRATEGIES
@@ -121,7 +120,6 @@ def make_batch(shapes: Batch, shape: Any, data: DataConfig) -> dict[str, np.ndar
             case "positions":
                 values = columns % half
             case _:
-                what = "no values for this array of the batch"
-                raise ConfigError(message(what, where="certify", got=name))
+                raise AssertionError(f"no values for the array {name} of the batch")
         batch[name] = values.astype(leaf.dtype)
     return batch

@@ -207,7 +207,7 @@ class TokenizeCommand:
     # Train a byte-level BPE tokenizer of this many tokens on the corpus.
     vocab_size: Annotated[VocabSize | None, NUMBER] = None
     field: str = "text"  # Field of a record that holds the text.
-    held_out: NonNegativeFloat = 0.05  # Share held out for evaluation.
+    held_out: NonNegativeFloat | None = 0.05  # Share held out for evaluation.
     # Text that is not UTF-8: raise an error, replace its bytes, or skip its document (counted).
     invalid: Literal["error", "replace", "skip"] = "error"
 

@@ -16,7 +16,7 @@ from fsdp_jax.data.documents import Documents, Split
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.records import Invalid
 from fsdp_jax.data.shard_writer import Say, read_plan
-from fsdp_jax.data.sources import skip_note
+from fsdp_jax.data.sources import HELD_OUT, skip_note
 from fsdp_jax.data.tokenizer import FILE, Tokenizer
 from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, message
 
@@ -28,7 +28,7 @@ def tokenize_corpus(
     tokenizer: str | None,
     vocab_size: int | None,
     field: str,
-    held_out: float,
+    held_out: float | None,
     invalid: Invalid,
     say: Say,
 ) -> str:
@@ -40,7 +40,8 @@ def tokenize_corpus(
     Raises ConfigError if the corpus cannot be read, or the folder holds other files or shards made
     with other settings, and CheckpointError if the shards cannot be written.
     """
-    split = split_documents(_open_corpus(corpus, field, invalid), held_out=held_out)
+    share = HELD_OUT if held_out is None else held_out
+    split = split_documents(_open_corpus(corpus, field, invalid), held_out=share)
     if tokenizer is not None:
         encoder = load_tokenizer(tokenizer)
     else:
@@ -67,7 +68,7 @@ def _open_corpus(corpus: str, field: str, invalid: Invalid) -> Documents:
         return open_documents(corpus, field=field, invalid=invalid)
     for name, got, default in (("field", field, "text"), ("invalid", invalid, "error")):
         if got != default:
-            raise ignored_key_error(name, got, where=f"--{name}")
+            raise ignored_key_error(f"--{name}", got)
     return embedded_documents()
 
 

@@ -97,7 +97,7 @@ def check_choice(key: str, got: str, choices: Any) -> None:
         raise config_error("Not a valid choice.", where=f"data.{key}", expected=expected, got=got)
 
 
-def ignored_key_error(key: str, got: object, *, where: str = "") -> ConfigError:
-    """Returns the error for a key that this kind of data does not use."""
-    where = where or f"data.{key}"
-    return config_error(f"{key} would be ignored", where=where, got=got, fix="leave it out")
+def ignored_key_error(where: str, got: object, fix: str = "leave it out") -> ConfigError:
+    """Returns the error for a key or an option, `where`, that is set and has no effect."""
+    key = where.rpartition(".")[2].removeprefix("--")
+    return config_error(f"{key} would be ignored", where=where, got=got, fix=fix)

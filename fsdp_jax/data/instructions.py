@@ -82,7 +82,7 @@ def load_instructions(
     """
     check_choice("invalid", invalid, Invalid)
     if split != "train" and (path is None or is_json(path)):
-        raise ignored_key_error("split", split)
+        raise ignored_key_error("data.split", split)
     decoder = TextDecoder(invalid, skipped)
     if path is None or is_json(path):
         file = SHIPPED if path is None else Path(path).expanduser()

@@ -188,16 +188,14 @@ class DigestCheck:
     def __init__(self, folder: Path, files: Mapping[str, Json]) -> None:
         self._folder = folder
         self._problem: DamageError | None = None
-        self._done = threading.Event()
         small = sum(each["bytes"] for each in files.values()) <= AT_ONCE
-        is_read_at_once = {name: small or name in (FILE, SETTINGS) for name in files}
-        later = {name: each for name, each in files.items() if not is_read_at_once[name]}
-        self._compare({name: each for name, each in files.items() if is_read_at_once[name]})
+        at_once = [name for name in files if small or name in (FILE, SETTINGS)]
+        self._compare({name: files[name] for name in at_once})
         self.raise_if_damaged()
-        if later:
-            self._done.clear()
-            # A daemon: nothing waits for it at the end of the process.
-            threading.Thread(target=self._compare, args=(later,), daemon=True).start()
+        # A daemon: nothing waits for it at the end of the process.
+        later = {name: each for name, each in files.items() if name not in at_once}
+        self._thread = threading.Thread(target=self._compare, args=(later,), daemon=True)
+        self._thread.start()
 
     def raise_if_damaged(self) -> None:
         """Raises DamageError, with the file's name, if one has been found damaged."""
@@ -206,7 +204,8 @@ class DigestCheck:
 
     def wait(self, seconds: float) -> bool:
         """Waits at most so long; returns whether all files have been compared."""
-        return self._done.wait(seconds)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _compare(self, files: Mapping[str, Json]) -> None:
         try:
@@ -214,8 +213,6 @@ class DigestCheck:
                 check_digest(self._folder / name, expected)
         except DamageError as error:
             self._problem = error
-        finally:
-            self._done.set()
 
 
 def check_digest(file: Path, expected: Json) -> None:

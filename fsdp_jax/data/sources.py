@@ -187,7 +187,7 @@ def _check_ignored(options: DataOptions) -> None:
     for option in fields(options):
         value = getattr(options, option.name)
         if option.name in optional - used and value != option.default:
-            raise ignored_key_error(option.name, value)
+            raise ignored_key_error(f"data.{option.name}", value)
 
 
 # Text: documents and token shards become windows, or corrupted chunks for models with an encoder.

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from fsdp_jax.api import Sharded, fully_shard
+from fsdp_jax.data.checks import ignored_key_error
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.launch import use_virtual_devices
 from fsdp_jax.lora import with_lora
@@ -80,10 +81,7 @@ def errors_about_keys() -> Iterator[None]:
 
 @errors_about_keys()
 def check_activation_names(run: Run) -> None:
-    """Raises ConfigError for a name of an activation that the model does not have.
-
-    Traces the step if names are set; the step that trains is traced no more.
-    """
+    """Raises ConfigError for a name of an activation that the model lacks; traces the step."""
     if run.config.remat_save or run.config.offload.activation_names:
         check_names(run.step.plan.activations, run.step.trace(run.batch).jaxpr)
 
@@ -97,10 +95,7 @@ def start_devices(virtual: int | None) -> None:
 
 @errors_about_keys()
 def topology_devices(name: str) -> list[jax.Device]:
-    """Returns the devices of a machine that need not be present, for `build`.
-
-    Raises ConfigError for an unknown machine, or one for which there is no compiler.
-    """
+    """Returns the devices of a machine that need not be present; ConfigError without a compiler."""
     topology = parse_topology(name)
     start_devices(topology.size if topology.hardware.platform == "cpu" else None)
     return topology.devices()
@@ -126,9 +121,8 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     platform = mesh.devices.flat[0].platform
     make, frozen = make_model(config.model, config.lora, family, shape, platform)
     if config.precision.frozen is not None and not frozen:
-        what, got = "precision.frozen would be ignored", config.precision.frozen
         fix = "leave it out, or set what is frozen: model.frozen, lora.rank"
-        raise ConfigError(message(what, where="precision.frozen", got=got, fix=fix))
+        raise ignored_key_error("precision.frozen", config.precision.frozen, fix)
     _check_local_batch(config)
 
     # The sharded training state.
@@ -179,10 +173,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
 def make_model(
     model: ModelConfig, lora: LoraConfig, family: Family, shape: Any, platform: str
 ) -> tuple[Callable[[nnx.Rngs], nnx.Module], tuple[str, ...]]:
-    """Returns the constructor of the model, and patterns of its frozen parameters.
-
-    Raises ConfigError for keys that exclude each other, or attention that the platform lacks.
-    """
+    """Returns the constructor of the model, checked, and patterns of its frozen parameters."""
     attention = make_attention(model.attention, platform)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
@@ -217,10 +208,7 @@ def lora_scale(lora: LoraConfig) -> float | None:
 
 
 def make_remat(config: Config) -> Remat:
-    """Returns the keys as `fully_shard` takes them.
-
-    Raises ConfigError for keys that change nothing, since nothing is recomputed.
-    """
+    """Returns the keys as `fully_shard` takes them; ConfigError for those that change nothing."""
     unused = {"remat_save": config.remat_save, "remat_every": config.remat_every > 1}
     for key, is_set in unused.items():
         if is_set and config.remat == "none":
@@ -231,10 +219,7 @@ def make_remat(config: Config) -> Remat:
 
 
 def make_offload(offload: OffloadConfig) -> Offload:
-    """Returns the keys as `fully_shard` takes them.
-
-    Raises ConfigError for both the units' inputs and names.
-    """
+    """Returns the keys as `fully_shard` takes them; ConfigError for both inputs and names."""
     if offload.activations and offload.activation_names:
         what = "either the inputs of the units are offloaded, or activations by name"
         fix = "leave one of them out"
@@ -252,15 +237,12 @@ def make_units(units: UnitsConfig) -> Units:
 
 
 def make_loss(family: Family, chunk: int | None) -> Callable[..., Any]:
-    """Returns the loss, (model, batch, *, train) -> (sum, count), in vocabulary chunks if given.
-
-    Raises ConfigError for chunks of a model without a vocabulary.
-    """
+    """Returns the loss, (model, batch, *, train) -> (sum, count), in vocabulary chunks if given."""
     if chunk is None:
         return family.loss
     if not family.task.is_text:
-        what, fix = "chunks would be ignored", "leave it out: the logits of images are few"
-        raise ConfigError(message(what, where="train.loss_chunk", got=chunk, fix=fix))
+        fix = "leave it out: the logits of images are few"
+        raise ignored_key_error("train.loss_chunk", chunk, fix)
     return partial(family.loss, chunk=chunk)
 
 

@@ -61,10 +61,7 @@ def key_values(config: Config) -> dict[str, Any]:
 
 
 def digest(config: Config) -> str:
-    """Returns a short hash of the keys that determine the numbers of a run.
-
-    Left out are the output directory, the checkpoints and which process this is.
-    """
+    """Returns a hash of the keys that determine the numbers of a run: not where it is written."""
     neutral = dataclasses.replace(
         config, output="", cluster=ClusterConfig(), checkpoint=CheckpointConfig()
     )
@@ -119,10 +116,7 @@ def _parse(content: bytes, where: str) -> Any:
 
 
 def _check_nodes(root: yaml.Node, where: str) -> None:
-    """Raises ConfigError for nodes that are many, or nested, or keys that are set twice.
-
-    An alias counts as what it names. Of a key that is set twice YAML takes the last.
-    """
+    """Raises ConfigError for nodes that are many or nested, and for keys that are set twice."""
     lines: dict[str, int] = {}  # of the keys
     count = 0
     # Nodes with their depth, and what the names of their keys begin with; None: they have no names.

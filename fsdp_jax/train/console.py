@@ -60,10 +60,7 @@ class Screen:
             self._bar = None
 
     def show_step(self, record: StepRecord, *, log: bool, more: Mapping[str, np.ndarray]) -> None:
-        """Advances the bar by one step, and prints its metrics as a line if `log`.
-
-        `more`: metrics of the loss's own, of which numbers are printed, and arrays are not.
-        """
+        """Advances the bar; if `log`, prints the metrics, with the numbers in `more`."""
         if self._bar is not None:
             description = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tok/s"
             task = self._bar.task_ids[0]

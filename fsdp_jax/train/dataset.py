@@ -11,6 +11,7 @@ from fsdp_jax.data import (
     DataOptions,
     LoadedData,
     Loader,
+    Tokenizer,
     eval_batches,
     make_loader,
     open_examples,
@@ -19,7 +20,7 @@ from fsdp_jax.data.images import SIDE
 from fsdp_jax.data.loader import Batch
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.build import Run
-from fsdp_jax.train.initial_weights import tokenizer_beside, tokenizer_of
+from fsdp_jax.train.initial_weights import tokenizer_beside
 from fsdp_jax.train.shapes import target_length
 
 
@@ -46,21 +47,19 @@ class Data:
 
 
 def open_data(run: Run) -> Data:
-    """Opens the examples of a run, and returns this process's part of their batches.
-
-    Raises ConfigError for what is missing, malformed or inconsistent, with its key or its place.
-    """
+    """Opens the examples of a run, and this process's part of their batches. Raises ConfigError."""
     config, task = run.config, run.family.task
     settings, seed = config.data, config.train.seed
     # Text takes the tokenizer of the weights by default; token shards have their own.
-    beside = tokenizer_beside(config.model.weights) if task.is_text else None
-    tokenizer = settings.tokenizer
-    if task.is_text and tokenizer is None and settings.kind != "tokens":
-        tokenizer = beside
-        if config.model.weights is not None and beside is None:
-            what, got = "no tokenizer beside the weights", config.model.weights
-            fix = "the tokenizer.json that they were trained with, or bytes if so"
-            raise ConfigError(message(what, where="data.tokenizer", got=got, fix=fix))
+    weights, tokenizer, beside = config.model.weights, settings.tokenizer, None
+    if task.is_text and weights is not None:
+        beside = tokenizer_beside(Path(weights).expanduser())
+        if tokenizer is None and settings.kind != "tokens":
+            tokenizer = weights
+            if beside is None:
+                what = "no tokenizer beside the weights"
+                fix = "the tokenizer.json that they were trained with, or bytes if so"
+                raise ConfigError(message(what, where="data.tokenizer", got=weights, fix=fix))
     # The examples, checked against the model.
     keys = vars(settings) | {"tokenizer": tokenizer}
     del keys["target_length"]
@@ -88,11 +87,10 @@ def open_data(run: Run) -> Data:
     return Data(loaded, loader, evaluation)
 
 
-def _check_tokenizer(loaded: LoadedData, beside: str | None) -> None:
+def _check_tokenizer(loaded: LoadedData, expected: Tokenizer | None) -> None:
     """Raises ConfigError if the text is encoded by another tokenizer than the weights know."""
-    if beside is None or loaded.tokenizer is None:
+    if expected is None or loaded.tokenizer is None:
         return
-    expected = tokenizer_of(Path(beside).expanduser())
     if loaded.tokenizer.digest != expected.digest:
         what, where = "another tokenizer than the weights were trained with", "data.tokenizer"
         fix = "leave data.tokenizer out, or tokenize with theirs; "

@@ -14,7 +14,7 @@ from fsdp_jax.api import fully_shard
 from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.checkpoint.export import read_params, saved_params
 from fsdp_jax.checkpoint.verify import choose_step, describe_export
-from fsdp_jax.data import Tokenizer, load_tokenizer
+from fsdp_jax.data import Tokenizer
 from fsdp_jax.data.tokenizer import FILE, SETTINGS
 from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.io.atomic import UNFINISHED, write_durably
@@ -27,7 +27,7 @@ from fsdp_jax.models.huggingface.config_json import CONFIG
 from fsdp_jax.models.huggingface.vit import IMAGES
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.train.initial_weights import CHECKPOINTS, tokenizer_of
+from fsdp_jax.train.initial_weights import CHECKPOINTS, tokenizer_beside
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import (
     Source,
@@ -58,7 +58,7 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     shape = read_config(source)
     family = family_of(shape)
-    tokenizer = load_tokenizer(source) if _has_tokenizer(source, family) else None
+    tokenizer = tokenizer_beside(source) if family.task.is_text else None
     tokens = _token_ids(source, family, tokenizer)
     _require_free(target)
 
@@ -115,10 +115,7 @@ def _is_import(directory: Path) -> bool:
 def write_model(
     output: Path, shape: Any, tokenizer: Tokenizer | None, tokens: dict[str, Any] | None = None
 ) -> None:
-    """Writes what an export needs besides the arrays: `config.json` and the tokenizer's files.
-
-    `tokens`: ids in `config.json`; those of the tokenizer by default.
-    """
+    """Writes `config.json`, with the tokenizer's ids if `tokens` are None, and the tokenizer."""
     files = {} if tokenizer is None else dict(tokenizer.files)
     files |= config_files(shape, tokens=_tokenizer_ids(tokenizer) if tokens is None else tokens)
     for name, content in files.items():
@@ -140,10 +137,6 @@ def _token_ids(folder: Path, family: Family, tokenizer: Tokenizer | None) -> dic
     return ids if "eos_token_id" in ids else ids | _tokenizer_ids(tokenizer)
 
 
-def _has_tokenizer(folder: Path, family: Family) -> bool:
-    return family.task.is_text and (folder / FILE).exists()
-
-
 def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str | None) -> str:
     """Writes a verified step of a run, the newest if None, in Hugging Face's layout.
 
@@ -161,7 +154,7 @@ def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str |
     directory, chosen = choose_step(run, step)
     shape = read_config(run)
     family = family_of(shape)
-    tokenizer = tokenizer_of(run) if _has_tokenizer(run, family) else None
+    tokenizer = tokenizer_beside(run) if family.task.is_text else None
     tokens = _token_ids(run, family, tokenizer)
     with CheckpointStore(directory) as store:
         store.require_good(chosen)

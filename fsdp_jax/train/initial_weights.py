@@ -19,16 +19,10 @@ CLASSIFIER = ("head/kernel", "head/bias")
 """Parameters that stay random where the weights have another number of classes."""
 
 
-def tokenizer_beside(path: str | None) -> str | None:
-    """Returns the folder of the weights if it has a tokenizer too."""
-    return path if path is not None and (Path(path).expanduser() / TOKENIZER).exists() else None
-
-
-def tokenizer_of(folder: Path) -> Tokenizer:
-    """Returns the tokenizer in a folder of weights.
-
-    Raises DamageError if it cannot be read, or is not the one that a run's newest step records.
-    """
+def tokenizer_beside(folder: Path) -> Tokenizer | None:
+    """Returns the tokenizer in a folder of weights; DamageError if its run records another."""
+    if not (folder / TOKENIZER).exists():
+        return None
     tokenizer = load_tokenizer(folder)
     saved = tokenizer.digest
     if (folder / CHECKPOINTS).is_dir():
@@ -89,10 +83,7 @@ def initial_params(
 
 
 def _check_saved(saved: dict[str, str], wanted: dict[str, Any], where: str) -> None:
-    """Raises ConfigError unless the same parameters are saved in the same shapes.
-
-    Dtypes may differ: they are cast.
-    """
+    """Raises ConfigError unless the same parameters are saved in the same shapes, in any dtypes."""
     lines = [f"{path}: unknown" for path in saved if path not in wanted]
     for path, leaf in wanted.items():
         if path not in saved:

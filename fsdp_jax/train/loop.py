@@ -104,11 +104,7 @@ class Training:
         self.evals: JsonLines | None = None
 
     def resume(self) -> None:
-        """Restores the checkpoint to resume from, or initializes, from the weights if named.
-
-        Raises ConfigError if the checkpoint is of another corpus or state, or the weights do not
-        fit, and DamageError if the checkpoint is damaged.
-        """
+        """Restores the checkpoint to resume from, or initializes, from the weights if named."""
         point = self.resuming.choose()
         if point is None:
             weights, verify = self.run.config.model.weights, self.checkpoint.verify
@@ -404,10 +400,7 @@ class Training:
         return leaves_of(self.run.sharded.to_checkpoint(self.state))
 
     def _check_previous_save(self, instead: str) -> None:
-        """Waits for the last save. Says what happens `instead` of one that failed.
-
-        Raises CheckpointError the second time.
-        """
+        """Waits for the last save; tells what happens `instead` if it failed, once."""
         elsewhere = "a checkpoint could not be written, in another process"
         error = _error_anywhere(self.store.wait, CheckpointError, elsewhere)
         if error is not None:
@@ -460,10 +453,7 @@ class Training:
 
 
 def _error_anywhere(check: Callable[[], None], kind: type[E], elsewhere: str) -> E | None:
-    """Returns the error of a check in this process, or one that says `elsewhere` if others have it.
-
-    Every process makes the same calls.
-    """
+    """Returns the error of a check here, or one that says `elsewhere` if another process has it."""
     error = None
     try:
         check()

@@ -84,10 +84,7 @@ def _position(data: Data) -> dict[str, Any]:
 
 
 def _describe(output: Path, config: Config, run: Run, data: Data) -> None:
-    """Writes the files that describe a run; of each, all of it or nothing.
-
-    Raises CheckpointError if the disk does not take them; nor would it take a checkpoint.
-    """
+    """Writes the files that describe a run, each as a whole. Raises CheckpointError."""
     layout = json.dumps(layout_json(run.sharded.layout), indent=1)
     try:
         write_durably(output / "config.yaml", dump(config).encode())

@@ -18,10 +18,7 @@ from fsdp_jax.train.planning import fixes_of
 
 
 def check_fits(run: Run) -> None:
-    """Raises FitError if the state and a batch, without activations, do not fit this machine.
-
-    They need not exist yet. What the machine does not tell is not checked.
-    """
+    """Raises FitError if this machine tells that it cannot hold the state and a batch."""
     layout = run.sharded.layout
     devices = layout.mesh.local_devices
     rows = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in run.batch.values())

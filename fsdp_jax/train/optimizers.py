@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from fsdp_jax import optim
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.data.checks import ignored_key_error
 from fsdp_jax.train.config import OptimizerConfig
 
 BLOCK = 4096  # updates whose learning rates are evaluated at once
@@ -32,10 +32,7 @@ def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def learning_rates(schedule: optax.Schedule) -> Callable[[int], float]:
-    """Returns update, counted from 0 -> learning rate; evaluates the schedule for many at once.
-
-    In the loop, every evaluation of the schedule would queue behind the step.
-    """
+    """Returns update, from 0 -> learning rate; in blocks, as each call queues behind the step."""
 
     @lru_cache(maxsize=1)
     def block(first: int) -> np.ndarray:
@@ -50,13 +47,12 @@ def make_optimizer(
     """Returns the optimizer. Raises ConfigError for a key that it does not apply."""
     name, decay = settings.name, settings.weight_decay
     if decay and name in ("adam", "sgd"):
-        what, got = "weight decay would be ignored", f"{decay} with {name}, which has none"
-        fix = "set it to 0, or use adamw" if name == "adam" else "set it to 0, or use lion"
-        raise ConfigError(message(what, where="optimizer.weight_decay", got=got, fix=fix))
+        got = f"{decay} with {name}, which has none"
+        fix = f"set it to 0, or use {'adamw' if name == 'adam' else 'lion'}"
+        raise ignored_key_error("optimizer.weight_decay", got, fix)
     if settings.moments is not None and name not in ("adam", "adamw"):
-        what, got = "moments would be ignored", f"{settings.moments} with {name}"
-        fix = "leave it out, or use adam or adamw"
-        raise ConfigError(message(what, where="optimizer.moments", got=got, fix=fix))
+        got, fix = f"{settings.moments} with {name}", "leave it out, or use adam or adamw"
+        raise ignored_key_error("optimizer.moments", got, fix)
     if name == "adafactor":
         return optax.adafactor(schedule, weight_decay_rate=decay or None)
     if name == "sgd":

@@ -80,10 +80,7 @@ class Resuming:
         return None
 
     def check(self, step: int, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Returns the data position of a step.
-
-        Raises ConfigError if the step is an import, or of another corpus, tokenizer or LoRA scale.
-        """
+        """Returns the data position of a step; ConfigError for an import, or other data or LoRA."""
         record = self.store.record(step)
         saved = record["metadata"]
         where = str(self.store.path(step))
@@ -103,10 +100,7 @@ class Resuming:
         return record["data"]
 
     def restore(self, point: ResumePoint, sharded: Sharded) -> TrainState:
-        """Returns the state of a checkpoint, sharded as this run is, and renames later ones.
-
-        Raises ConfigError if it does not fit, with every path that differs, before any is read.
-        """
+        """Returns a checkpoint's state, sharded as this run is; if it fits, renames later ones."""
         step = point.step
         target = self._with_optional_fields_of(step, sharded)
         allow_cast = self.settings.allow_cast
@@ -126,10 +120,7 @@ class Resuming:
         return state
 
     def _with_optional_fields_of(self, step: int, sharded: Sharded) -> TrainState:
-        """Returns the target of a restore, with the optional fields that the checkpoint has.
-
-        A run that turns one of them on or off goes on from the checkpoint; a line says so.
-        """
+        """Returns the target of a restore, with the checkpoint's optional fields."""
         target, leaves = sharded.checkpoint_target(), self.store.record(step)["leaves"]
         on_all = replicated(sharded.layout.mesh)
         for name, what in OPTIONAL_FIELDS.items():

@@ -16,10 +16,7 @@ IMAGES = 16
 
 
 def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
-    """Returns text that continues the first held-out example, or predictions for a few images.
-
-    A model with an encoder writes no more than the targets that it is trained on.
-    """
+    """Returns text that continues the first held-out example, or predictions for a few images."""
     task, config = run.family.task, run.config.train
     examples = loaded.held_out or loaded.train
     if task.prompt is None or task.write is None:

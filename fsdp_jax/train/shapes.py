@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from fsdp_jax.data.checks import ignored_key_error
 from fsdp_jax.data.sources import kinds_for
 from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.models import FAMILIES, Family
@@ -20,10 +21,7 @@ CONVENTION = "6 N + 12 L D T a token, attention in full"
 
 
 def make_shape(model: ModelConfig, data: DataConfig) -> Any:
-    """Returns the model's own configuration, of its family's class: the preset's or the weights'.
-
-    Raises ConfigError for keys that do not go together.
-    """
+    """Returns the model's own configuration, the preset's or the weights'. Raises ConfigError."""
     family = FAMILIES[model.family]
     _check_data(model.family, family, data)
     fields = _field_overrides(model, family)
@@ -75,8 +73,8 @@ def _field_overrides(model: ModelConfig, family: Family) -> dict[str, Any]:
         fields["dropout"] = model.dropout
     for name, value in fields.items():
         if name not in known:
-            what, got = f"{name} would be ignored", f"{value} with {model.family}, which has none"
-            raise ConfigError(message(what, where=f"model.{name}", got=got, fix="leave it out"))
+            got = f"{value} with {model.family}, which has none"
+            raise ignored_key_error(f"model.{name}", got)
     if "layers" in fields and "decoder_layers" in known:
         fields["decoder_layers"] = fields["layers"]
     return {"scan_layers": model.scan_layers, **fields}
@@ -140,6 +138,5 @@ def _check_data(name: str, family: Family, data: DataConfig) -> None:
     every_key = {key for each in FAMILIES.values() for key in each.task.data_keys}
     for key in sorted(every_key.difference(family.task.data_keys)):
         if getattr(data, key):
-            what, fix = f"{key} would be ignored", "leave it out, or choose another family than"
-            where = f"data.{key}"
-            raise ConfigError(message(what, where=where, got=name, fix=f"{fix} {name}"))
+            fix = f"leave it out, or choose another family than {name}"
+            raise ignored_key_error(f"data.{key}", name, fix)

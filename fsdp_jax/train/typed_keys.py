@@ -81,10 +81,7 @@ class Key:
         return self.convert(value, self.option)
 
     def convert(self, value: Any, where: str) -> Any:
-        """Returns a value of YAML as the field's.
-
-        Raises ConfigError for one of another type or out of range.
-        """
+        """Returns a value of YAML as the field's. Raises ConfigError for another type or range."""
         if value is None and self.takes_none:
             return None
 

@@ -216,7 +216,7 @@ def test_ignored_options_of_tokenize_are_refused(tmp_path, capsys, name, value):
         (("--model.family", "t5", "--data.packing", "True"), ["packing would be ignored"]),
         (
             ("--model.family", "vit", "--data.kind", "images", "--train.loss_chunk", "9"),
-            ["chunks would be ignored"],
+            ["loss_chunk would be ignored"],
         ),
         (
             ("--model.family", "vit", "--data.kind", "images", "--model.classes", "5"),

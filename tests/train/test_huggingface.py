@@ -171,7 +171,7 @@ def test_exports_have_the_adapters_merged(run, imported, tmp_path, capsys):
         (("--lora.rank", "2", "--lora.targets", "atn/"), ["atn/"]),
         (("--lora.rank", "2", "--model.frozen", "embed"), ["LoRA freezes all the rest"]),
         (("--lora.alpha", "8"), ["adapters without a rank", "set lora.rank"]),
-        (("--precision.frozen", "bfloat16"), ["precision.frozen would be ignored"]),
+        (("--precision.frozen", "bfloat16"), ["frozen would be ignored", "precision.frozen"]),
         (
             ("--data.tokenizer", "bytes"),
             ["another tokenizer than the weights were trained with", "leave data.tokenizer out"],
