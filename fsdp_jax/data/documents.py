@@ -32,30 +32,22 @@ Part = Literal["train", "held_out"]
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts in order.
+    """Texts in order."""
 
-    Attributes:
-        name: what is read, for descriptions.
-        read: returns one pass over all texts and counts in its argument what it skips. Raises
-            ConfigError, with file and place, for what cannot be read.
-
-    """
-
-    name: str
+    name: str  # for descriptions
+    # Returns one pass over all texts, and counts in its argument what it skips. Raises ConfigError,
+    # with file and place, for what cannot be read.
     read: Callable[[Skipped], Iterator[str]]
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Counts of one pass over documents, and their digest.
-
-    The digest is the SHA-256, in hexadecimal, of each document's length (8 bytes, little-endian)
-    and UTF-8, in order.
-    """
+    """Counts of one pass over documents, and their digest."""
 
     documents: int
     characters: int
     skipped: Skipped
+    # SHA-256, in hexadecimal, of each document's length (8 bytes, little-endian) and UTF-8.
     digest: str
 
 

@@ -105,10 +105,7 @@ def _draw_shape(name: str, side: int, x: float, y: float, size: float) -> np.nda
 
 
 class ArrayImages:
-    """Random access to images in memory: uint8 [N, H, W, 3] with labels, integers [N].
-
-    Raises ConfigError if the arrays have another shape or dtype.
-    """
+    """Random access to images in memory: uint8 [N, H, W, 3] with labels, integers [N]; checked."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, *, where: str):
         _check_arrays(images, labels, where)

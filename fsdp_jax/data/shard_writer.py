@@ -193,10 +193,7 @@ def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
 
 
 def _begin(folder: Path, done: Manifest, tokenizer: Tokenizer) -> Manifest:
-    """Writes what is done, and the tokenizer; removes what a stopped run left unfinished.
-
-    Returns what is done, with the tokenizer's digests.
-    """
+    """Writes what is done and the tokenizer, without leftovers; returns it with their digests."""
     files = {name: done.files[name] for name in shard_files(done.shards)}
     files |= {name: digest_bytes(content) for name, content in tokenizer.files.items()}
     done = replace(done, files=files)

@@ -70,18 +70,12 @@ class TokenShard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a folder of shards.
-
-    Attributes:
-        plan, shards: what they are made of.
-        largest: the largest id, -1 without tokens.
-        files: {name: {bytes, xxh3_128}} of every file; empty where an older release wrote them.
-
-    """
+    """The contents of a folder of shards."""
 
     plan: TokenizePlan
     shards: tuple[TokenShard, ...]
-    largest: int
+    largest: int  # id, -1 without tokens
+    # {name: {bytes, xxh3_128}} of every file; empty where an older release wrote them.
     files: Mapping[str, Json] = field(default_factory=dict)
 
     def of(self, part: Part) -> list[TokenShard]:
@@ -180,10 +174,7 @@ def _check_files(files: object, shards: tuple[TokenShard, ...]) -> None:
 
 
 class DigestCheck:
-    """Compares the files of a folder with their digests, large ones in a thread of its own.
-
-    Raises DamageError if a file is found damaged at once.
-    """
+    """Compares files with their digests, large ones in a thread; may raise DamageError at once."""
 
     def __init__(self, folder: Path, files: Mapping[str, Json]) -> None:
         self._folder = folder
@@ -227,10 +218,7 @@ def check_digest(file: Path, expected: Json) -> None:
 
 
 class ShardedTokens:
-    """The tokens of one part, across its shards, as one stream that is read from memory maps.
-
-    Reading an id that the tokenizer does not have raises DamageError with its shard and index.
-    """
+    """One part as one stream, read from memory maps; DamageError for ids beyond the vocabulary."""
 
     def __init__(self, folder: Path, shards: tuple[TokenShard, ...], plan: TokenizePlan):
         self.shards = shards
@@ -300,10 +288,7 @@ class TokenShards:
         return ShardedTokens(self.folder, self._shards(part), self.manifest.plan)
 
     def starts(self, part: Part) -> np.ndarray:
-        """Reads int64 [documents]: the index in `tokens(part)` of each document's first token.
-
-        Raises DamageError if documents are not in order, or not within their shard.
-        """
+        """Reads int64 [documents]: each one's first index in `tokens(part)`. Raises DamageError."""
         starts = [np.zeros(0, np.int64)]
         begin = 0
         for shard in self._shards(part):

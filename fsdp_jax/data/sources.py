@@ -52,23 +52,14 @@ IMAGES = 50_000
 
 @dataclass(frozen=True, eq=False)
 class LoadedData:
-    """Data that are ready to be read.
-
-    Attributes:
-        train, held_out: examples; held_out is None if it has no row.
-        description: one line for people.
-        digest: SHA-256, in hexadecimal, of all documents, records or images in order.
-        tokenizer: encoded the text; None for images.
-        shards: where the tokens are on disk, whose `check` may still be reading; else None.
-
-    """
+    """Data that are ready to be read."""
 
     train: Examples
-    held_out: Examples | None
-    description: str
-    digest: str
-    tokenizer: Tokenizer | None
-    shards: TokenShards | None = None
+    held_out: Examples | None  # None without a row
+    description: str  # one line for people
+    digest: str  # SHA-256, in hexadecimal, of all documents, records or images in order
+    tokenizer: Tokenizer | None  # encoded the text; None for images
+    shards: TokenShards | None = None  # of tokens on disk; their `check` may still be reading
 
     @property
     def identity(self) -> dict[str, str]:
@@ -83,47 +74,27 @@ class LoadedData:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What to read, and how to make rows of it.
+    """What to read, and how to make rows of it."""
 
-    Attributes:
-        kind: a key of `KINDS`.
-        sequence_length: T of a decoder-only model; S of one with an encoder. Images ignore it.
-        targets_length: T of a model with an encoder, whose rows are prompts and answers, or
-            corrupted text; None for a decoder-only model.
-        path: a file or folder, or a dataset's name. None for the embedded text, the shipped
-            instructions and generated images.
-        split: of a dataset.
-        field: of the records in a dataset or JSON file, that holds a document.
-        tokenizer: as `load_tokenizer` takes it; None is bytes, or the tokenizer of the shards.
-        vocab_size: of the model, which must have every id; not checked if None.
-        held_out: share kept from training, 0 to 0.5; None is 0.05, or the share of the shards.
-        packing: keeps documents that share a row apart, by `segments` and `positions`; instructions
-            always are.
-        invalid: what to do with text that is not UTF-8.
-        too_long: what to do with instructions that no row can hold.
-        seed: of the corruption of text, and of generated images.
-        images: how many are generated for training.
-        image_size: side of those that are generated, in pixels.
-        classes: of the model, for images, which must have every label; not checked if None.
-
-    """
-
-    kind: str
-    sequence_length: int
+    kind: str  # a key of `KINDS`
+    sequence_length: int  # T of a decoder-only model, S of one with an encoder; not of images
+    # T of a model with an encoder, whose rows are prompts and answers, or corrupted text.
     targets_length: int | None = None
+    # A file or folder, or a dataset's name; None: embedded text, shipped instructions, drawings.
     path: str | None = None
-    split: str = "train"
-    field: str = "text"
-    tokenizer: str | None = None
-    vocab_size: int | None = None
-    held_out: float | None = None
+    split: str = "train"  # of a dataset
+    field: str = "text"  # of the records in a dataset or JSON file, that holds a document
+    tokenizer: str | None = None  # for `load_tokenizer`; None: bytes, or that of the shards
+    vocab_size: int | None = None  # of the model, which must have every id; None: not checked
+    held_out: float | None = None  # share, 0 to 0.5; None: 0.05, or the share of the shards
+    # Keeps documents that share a row apart, by `segments` and `positions`, as instructions are.
     packing: bool = False
-    invalid: Invalid = "error"
-    too_long: TooLong = "truncate"
-    seed: int = 0
-    images: int = IMAGES
-    image_size: int = SIDE
-    classes: int | None = None
+    invalid: Invalid = "error"  # what to do with text that is not UTF-8
+    too_long: TooLong = "truncate"  # what to do with instructions that no row can hold
+    seed: int = 0  # of the corruption of text, and of drawn images
+    images: int = IMAGES  # drawn for training
+    image_size: int = SIDE  # of drawn images, in pixels
+    classes: int | None = None  # of the model, which must have every label; None: not checked
 
     @property
     def share(self) -> float:

@@ -33,26 +33,15 @@ BATCH = 1 << 20  # characters encoded at a time
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back.
+    """Text to ids and back."""
 
-    Attributes:
-        name: for descriptions.
-        vocab_size: the largest id, plus one.
-        digest: SHA-256 (hexadecimal) of its `tokenizer.json`, `begin` and `end`; "bytes" for bytes.
-        begin: ids that its own template puts before a text, such as Llama's `<|begin_of_text|>`.
-        end: the id of the end-of-text token; None if it has none.
-        sentinels: ids that replace a span removed from a text (T5's `<extra_id_0>` and up).
-        files: {name: contents} of the files that restore it; none for bytes.
-
-    """
-
-    name: str
-    vocab_size: int
-    digest: str
-    begin: tuple[int, ...]
-    end: int | None
-    sentinels: tuple[int, ...]
-    files: Mapping[str, bytes]
+    name: str  # for descriptions
+    vocab_size: int  # the largest id, plus one
+    digest: str  # SHA-256 (hexadecimal) of its file, `begin` and `end`; "bytes" for bytes
+    begin: tuple[int, ...]  # put before a text by its template, as Llama's `<|begin_of_text|>`
+    end: int | None  # the end-of-text token, if it has one
+    sentinels: tuple[int, ...]  # replace spans removed from a text: T5's `<extra_id_0>` and up
+    files: Mapping[str, bytes]  # {name: contents} that restore it; none for bytes
 
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 [tokens], without special tokens."""
@@ -172,10 +161,7 @@ def _damage_told(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _panics_untold() -> Iterator[None]:
-    """Keeps what is written to stderr back, and drops it if the work inside fails.
-
-    The package prints its panics, with a backtrace, before Python sees them.
-    """
+    """Drops what is written to stderr if the work fails: the package prints panics to it."""
     kept = None
     with contextlib.suppress(AttributeError, OSError):  # no stderr, or no room: then it is printed
         sys.stderr.flush()
