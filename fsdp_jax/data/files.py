@@ -4,7 +4,8 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fsdp_jax.data.checks import config_error
@@ -105,13 +106,15 @@ def walk(
 
 def read_bytes(file: Path) -> bytes:
     """Returns the contents of a file; raises ConfigError if it cannot be read."""
-    try:
+    with reading(file):
         return read_regular(file)
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Raises ConfigError about a file that the system does not let us read, or that is none."""
+    try:
+        yield
     except OSError as error:
-        raise unreadable_file_error(file, error) from error
-
-
-def unreadable_file_error(file: Path, error: OSError) -> ConfigError:
-    """Returns the error for a file that the system does not let us read, or that is none."""
-    fix = "make the file readable, or point data.path elsewhere"
-    return config_error("A corpus file cannot be read.", where=str(file), got=error, fix=fix)
+        what, fix = "A corpus file cannot be read.", "make it readable, or set data.path otherwise"
+        raise config_error(what, where=str(file), got=error, fix=fix) from error

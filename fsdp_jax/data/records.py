@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_jax.data.checks import config_error, damage_error
-from fsdp_jax.data.files import JSON_SUFFIXES, Skipped, read_bytes, unreadable_file_error
+from fsdp_jax.data.files import JSON_SUFFIXES, Skipped, read_bytes, reading
 from fsdp_jax.errors import ConfigError, DamageError, did_you_mean, is_failure
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import open_regular
@@ -116,20 +116,17 @@ def read_json(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
 
 def _read_lines(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
     offset = 0
-    try:
-        with BufferedReader(open_regular(file)) as lines:
-            for number, line in enumerate(lines, 1):
-                where = f"{file}, line {number}"
-                text = decoder.decode(line, where, offset=offset)
-                offset += len(line)
-                if text is None:
-                    continue
-                if text.strip():
-                    yield _check_record(_parse(text.rstrip("\r\n"), file, number), where)
-                else:
-                    decoder.skipped[BLANK] += 1
-    except OSError as error:
-        raise unreadable_file_error(file, error) from error
+    with reading(file), BufferedReader(open_regular(file)) as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{file}, line {number}"
+            text = decoder.decode(line, where, offset=offset)
+            offset += len(line)
+            if text is None:
+                continue
+            if text.strip():
+                yield _check_record(_parse(text.rstrip("\r\n"), file, number), where)
+            else:
+                decoder.skipped[BLANK] += 1
 
 
 def _parse(text: str, file: Path, first_line: int) -> Any:
@@ -182,7 +179,8 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
     try:
         rows = _open_dataset(datasets, name, path, split)
         for number, row in enumerate(rows.with_format("arrow"), 1):
-            yield _check_record(_arrow_record(row), f"{name}, split {split}, row {number}")
+            record = {column: _arrow_value(row.column(column)) for column in row.column_names}
+            yield _check_record(record, f"{name}, split {split}, row {number}")
     except (ConfigError, DamageError):
         raise
     except BaseException as error:  # of any kind: damaged files raise what the package stumbles on
@@ -212,14 +210,6 @@ def _open_dataset(datasets: Any, name: str, path: Path, split: str) -> Any:
     # The package leaves its temporary files to the garbage collector, which warns of them.
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         return datasets.load_dataset(**arguments, split=split)
-
-
-def _arrow_record(row: Any) -> Record:
-    """Converts a table of one row; texts that are not UTF-8 become bytes."""
-    try:
-        return row.to_pylist()[0]
-    except UnicodeDecodeError:
-        return {name: _arrow_value(row.column(name)) for name in row.column_names}
 
 
 def _arrow_value(column: Any) -> Any:

@@ -92,7 +92,13 @@ def tokenize(
         done = Manifest(plan, (), -1)
         before = _read_before(folder)
         if before is not None:
-            _check_same(folder, before.plan, plan)
+            # Names are for people: the corpus may have moved, the digest identifies the tokenizer.
+            unnamed = [
+                replace(each, name="", tokenizer="", asked=None) for each in (before.plan, plan)
+            ]
+            what = "The folder holds shards of another corpus, tokenizer or setting."
+            fix = "choose another folder, or remove this one"
+            check_equal(what, *map(asdict, unnamed), where=f"{folder}: ", fix=fix)
             done = _intact_part(folder, before, say)
             finished = (folder / MANIFEST).exists() and _tokenizer_is_intact(folder, before)
             if finished and done == before:
@@ -204,16 +210,6 @@ def _begin(folder: Path, done: Manifest, tokenizer: Tokenizer) -> Manifest:
     for name, content in tokenizer.files.items():
         write_durably(folder / name, content)
     return done
-
-
-def _check_same(folder: Path, previous: TokenizePlan, plan: TokenizePlan) -> None:
-    """Raises ConfigError unless the shards that are there are those of the same plan."""
-    # Names are for people: the corpus may have moved, and the digest identifies the tokenizer.
-    unnamed = [replace(each, name="", tokenizer="", asked=None) for each in (previous, plan)]
-    old, new = map(asdict, unnamed)
-    what = "The folder holds shards of another corpus, tokenizer or setting."
-    fix = "choose another folder, or remove this one"
-    check_equal(what, old, new, where=f"{folder}: ", fix=fix)
 
 
 def _write_shards(

@@ -5,10 +5,9 @@ dispatched.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
 from fsdp_jax.errors import DamageError, message
 from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.planner import peak_flops
-from fsdp_jax.processes import anywhere
+from fsdp_jax.processes import anywhere, together
 from fsdp_jax.step.compiled_step import NonFiniteError
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
@@ -38,7 +37,6 @@ from fsdp_jax.train.resume import ResumePoint, Resuming
 from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
 
-E = TypeVar("E", bound=Exception)
 DONE, STOPPED = 0, 75  # exit codes
 RETURNS = 3  # times that spikes may take a run back to one and the same step
 
@@ -113,7 +111,7 @@ class Training:
         else:
             self.data.loader.set_state(self.resuming.check(point.step, self.metadata))
             self._restore(point)
-            self.metadata["stated"] = point.stated
+            self.metadata["stated"] = self.checkpoint.step
             self.resumed = point.step
         # What is not finite before the first step may stay so, as a mask of -inf.
         self.not_finite_at_start = set(not_finite(self._to_save()))
@@ -401,14 +399,16 @@ class Training:
 
     def _check_previous_save(self, instead: str) -> None:
         """Waits for the last save; tells what happens `instead` if it failed, once."""
-        elsewhere = "a checkpoint could not be written, in another process"
-        error = _error_anywhere(self.store.wait, CheckpointError, elsewhere)
-        if error is not None:
-            if self.save_failed:
-                raise error
+        failed_before, self.save_failed = self.save_failed, True
+        try:
+            with together(CheckpointError("a checkpoint was not written, in another process")):
+                self.store.wait()
+            self.save_failed = False
+        except CheckpointError as error:
+            if failed_before:
+                raise
             self.screen.say(f"warning: step {self.saved} was not saved; {instead}\n{error}")
             self.saved = None
-        self.save_failed = error is not None
 
     def _check_data(self, *, wait: bool = False) -> None:
         """Raises DamageError in every process if one has found that its data are damaged.
@@ -423,11 +423,10 @@ class Training:
             self.screen.say("comparing the rest of the token shards with their digests")
             while not (shards.check.wait(0.2) or self.stop.asked):
                 pass
-        raise_if_damaged = shards.check.raise_if_damaged if shards.check else lambda: None
         elsewhere = message("the data are damaged, in another process", where=str(shards.folder))
-        error = _error_anywhere(raise_if_damaged, DamageError, elsewhere)
-        if error is not None:
-            raise error
+        with together(DamageError(elsewhere)):
+            if shards.check is not None:
+                shards.check.raise_if_damaged()
 
     def _stop(self) -> int:
         self.screen.end_bar()
@@ -450,13 +449,3 @@ class Training:
         sample = make_sample(self.run, self.state, self.data.loaded) if self.config.sample else None
         self.screen.say(summary(self.layout, self.held_out_loss, self.data.unit, sample))
         return DONE
-
-
-def _error_anywhere(check: Callable[[], None], kind: type[E], elsewhere: str) -> E | None:
-    """Returns the error of a check here, or one that says `elsewhere` if another process has it."""
-    error = None
-    try:
-        check()
-    except kind as failure:
-        error = failure
-    return (error or kind(elsewhere)) if anywhere(error is not None) else None

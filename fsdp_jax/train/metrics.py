@@ -4,12 +4,12 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BytesIO, FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -66,16 +66,16 @@ class JsonLines:
         content = b""
         if os.path.lexists(self._path):
             content = read_regular(self._path, follow_link=False)
-        lines = parse_lines(content)
-        damaged = [line for line in lines if line.step is None]
-        ends = {line.step: line.end for line in lines if line.step is not None}
+        lines = list(parse_lines(content))
+        damaged = [(end, start) for step, end, start in lines if step is None]
+        ends = {step: end for step, end, _ in lines if step is not None}
         kept = [step for step in ends if step <= self._after]
         self.continued_at = max(kept, default=None)
         end = max((ends[step] for step in kept), default=0)
         if damaged:
             what = f"warning: {len(damaged)} lines of metrics cannot be read"
-            got = first_lines([line.start for line in damaged], 5)
-            dropped = sum(line.end > end for line in damaged)
+            got = first_lines([start for _, start in damaged], 5)
+            dropped = sum(line_end > end for line_end, _ in damaged)
             fix = f"none: {dropped} at the end are dropped, others left as they are"
             self._say(message(what, where=str(self._path), got=got, fix=fix))
         file = FileIO(self._path, "ab", opener=regular_opener(follow_link=False))
@@ -118,17 +118,12 @@ class JsonLines:
             self._say(message(what, where=str(self._path), got=got))
 
 
-class MetricsLine(NamedTuple):
-    """A line of a file of metrics; it is a record if it is whole and a JSON object with a step."""
+def parse_lines(content: bytes) -> Iterator[tuple[int | None, int, str]]:
+    """Yields of each line (step, None if it is no record; where it ends; number and beginning).
 
-    step: int | None  # None if it is no record
-    end: int  # where it ends in the file
-    start: str  # its number and first characters
-
-
-def parse_lines(content: bytes) -> list[MetricsLine]:
-    """Returns the lines of a file of metrics."""
-    lines, end = [], 0
+    A record is a whole line with a JSON object that has a step.
+    """
+    end = 0
     for number, line in enumerate(BytesIO(content), 1):
         end += len(line)
         try:
@@ -136,9 +131,7 @@ def parse_lines(content: bytes) -> list[MetricsLine]:
         except (ValueError, LookupError, TypeError, RecursionError):
             step = None
         is_record = line.endswith(b"\n") and type(step) is int
-        start = f"line {number}: {ascii(line[:60])[2:-1]}"
-        lines.append(MetricsLine(step if is_record else None, end, start))
-    return lines
+        yield step if is_record else None, end, f"line {number}: {ascii(line[:60])[2:-1]}"
 
 
 def of_the_loss(values: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -33,7 +33,6 @@ class ResumePoint:
 
     step: int
     aside: dict[int, str]  # steps to rename once the checkpoint is restored -> why
-    stated: int | None  # `checkpoint.step` that this run resumed from, now or before
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Resuming:
         for step in candidates:
             if self._is_good(step, stated):
                 self._check_foreign(step)
-                return ResumePoint(step, aside, self.settings.step)
+                return ResumePoint(step, aside)
             aside[step] = "damaged"
         if candidates:
             fix = "restore one from elsewhere, or choose another `output`"

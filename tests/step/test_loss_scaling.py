@@ -122,7 +122,7 @@ def test_a_resumed_run_may_turn_scaling_on_or_off_and_a_line_says_so(tmp_path, s
     said = []
     with CheckpointStore(tmp_path) as store:
         store.save(0, before.to_checkpoint(before.init(0)), data={}, metadata={})
-        point = ResumePoint(0, {}, None)
+        point = ResumePoint(0, {})
         state = Resuming(store, CheckpointConfig(), said.append).restore(point, after)
     assert jax.tree.structure(state) == jax.tree.structure(after.abstract_state())
     assert ("loss_scale" in str(flatten(state))) == (resumed is HALF)

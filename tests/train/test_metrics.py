@@ -75,7 +75,7 @@ def test_a_damaged_line_in_the_middle_is_told_and_left(path):
     write(path, [5], said, after=4).close()
     assert "line 2: \\xff\\x1b" in said[0]
     assert "0 at the end are dropped, others left" in said[0]
-    assert [line.step for line in parse_lines(path.read_bytes())] == [1, None, 3, 4, 5]
+    assert [step for step, *_ in parse_lines(path.read_bytes())] == [1, None, 3, 4, 5]
 
 
 def test_a_full_disk_is_told_once_and_no_line_is_torn(path, monkeypatch):
@@ -124,7 +124,7 @@ def test_a_line_ends_at_a_newline_alone(path):
     path.write_bytes(whole)
     write(path, [2], after=1).close()
     assert path.read_bytes().startswith(whole)
-    assert [line.step for line in parse_lines(path.read_bytes())] == [1, 2]
+    assert [step for step, *_ in parse_lines(path.read_bytes())] == [1, 2]
 
 
 def test_learning_rates_are_evaluated_in_blocks():
