@@ -34,11 +34,8 @@ def tokenize_corpus(
 ) -> str:
     """Writes token shards, or resumes writing them; returns the line to print.
 
-    The arguments are those of the command, of which either `tokenizer` or `vocab_size` is None. A
-    tokenizer that was trained for the same shards is used again.
-
-    Raises ConfigError if the corpus cannot be read, or the folder holds other files or shards made
-    with other settings, and CheckpointError if the shards cannot be written.
+    The arguments are those of the command, of which either `tokenizer` or `vocab_size` is None.
+    Raises ConfigError and DamageError as `tokenize` does, and CheckpointError for a full disk.
     """
     share = HELD_OUT if held_out is None else held_out
     split = split_documents(_open_corpus(corpus, field, invalid), held_out=share)

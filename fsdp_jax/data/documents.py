@@ -1,11 +1,7 @@
 """Documents: texts in a fixed order, read as often as needed, and the part that is held out.
 
-Nothing is stored: each pass reads the files again, one document in memory at a time. A document is
-a file, or a field of a record.
-
-Each process of a run on text makes three passes at its start: one surveys the corpus, and one for
-each part encodes it into memory. For a larger corpus, `fsdp-jax tokenize` keeps one document in
-memory at a time, and a run reads from its shards only the rows that it needs.
+A document is a file, or a field of a record. Nothing is stored: each pass reads the files again,
+one document in memory at a time. A run on text makes three: a survey, and one for each part.
 """
 
 import hashlib

@@ -53,14 +53,10 @@ def text_to_text_row(inputs: np.ndarray, targets: np.ndarray, lengths: tuple[int
 
     Tokens are padded with zeros to `lengths`, (S, T); masks are 1 where a token is not padding.
     """
-    row = {
-        "inputs": np.zeros(lengths[0], np.int32),
-        "inputs_mask": np.zeros(lengths[0], np.int32),
-        "targets": np.zeros(lengths[1], np.int32),
-        "mask": np.zeros(lengths[1], np.float32),
+    padding, targets_padding = (0, lengths[0] - len(inputs)), (0, lengths[1] - len(targets))
+    return {
+        "inputs": np.pad(inputs.astype(np.int32), padding),
+        "inputs_mask": np.pad(np.ones(len(inputs), np.int32), padding),
+        "targets": np.pad(targets.astype(np.int32), targets_padding),
+        "mask": np.pad(np.ones(len(targets), np.float32), targets_padding),
     }
-    row["inputs"][: len(inputs)] = inputs
-    row["inputs_mask"][: len(inputs)] = 1
-    row["targets"][: len(targets)] = targets
-    row["mask"][: len(targets)] = 1
-    return row

@@ -173,13 +173,10 @@ def make_loader(
     else:
         whole = len(examples) // global_batch_size * global_batch_size
         if not whole:
-            raise config_error(
-                "One epoch does not fill one batch.",
-                where="train.global_batch_size",
-                expected=f"at most {len(examples)}, the rows of one epoch",
-                got=global_batch_size,
-                fix="use a smaller batch or more data, or let the data repeat",
-            )
+            what, where = "One epoch does not fill one batch.", "train.global_batch_size"
+            expected = f"at most {len(examples)}, the rows of one epoch"
+            got, fix = global_batch_size, "use a smaller batch or more data, or let the data repeat"
+            raise config_error(what, where=where, expected=expected, got=got, fix=fix)
         dataset = dataset[:whole]
     dataset = dataset[process_index::process_count].batch(rows, drop_remainder=True)
     settings = {
@@ -240,11 +237,8 @@ def _rows_per_process(global_batch_size: int, process_index: int, process_count:
         expected = f"0 to {process_count - 1}"
         raise config_error(what, where="process_index", expected=expected, got=process_index)
     if global_batch_size % process_count:
-        raise config_error(
-            "The batch cannot be split evenly among the processes.",
-            where="train.global_batch_size",
-            expected=f"a multiple of {process_count} processes",
-            got=global_batch_size,
-            fix=f"use {max(1, global_batch_size // process_count) * process_count}",
-        )
+        what = "The batch cannot be split evenly among the processes."
+        where, expected = "train.global_batch_size", f"a multiple of {process_count} processes"
+        fix = f"use {max(1, global_batch_size // process_count) * process_count}"
+        raise config_error(what, where=where, expected=expected, got=global_batch_size, fix=fix)
     return global_batch_size // process_count

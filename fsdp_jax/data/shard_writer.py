@@ -65,21 +65,13 @@ def tokenize(
     as an uninterrupted one; after completion it compares all files with their digests, writes
     damaged ones again, and changes nothing else.
 
-    Args:
-        documents: what to encode, split.
-        tokenizer: encodes it.
-        to: a new or empty folder, or that of a stopped run.
-        shard_tokens: a shard ends with the document that reaches so many tokens; one document at a
-            time is in memory.
-        asked: the requested vocabulary size, if `tokenizer` was trained for this; it is recorded.
-        say: called with a line for every shard, and for what is kept.
+    A shard ends with the document that reaches `shard_tokens`; one document at a time is in memory.
+    `asked`, the requested vocabulary size if `tokenizer` was trained for this, is recorded. `say`
+    is called with a line for every shard, and for what is kept.
 
-    Raises:
-        ConfigError: the folder holds other files, or shards of another corpus, tokenizer or
-            setting, each by name; another process writes there; or an id is not in the tokenizer's
-            vocabulary.
-        OSError: it cannot be written.
-
+    Raises ConfigError if the folder holds other files, or shards of another corpus, tokenizer or
+    setting, each by name, if another process writes there, or an id is not in the tokenizer's
+    vocabulary, and OSError if it cannot be written.
     """
     from fsdp_jax.checkpoint.lease import Lease  # here: reading shards needs no checkpoints
 

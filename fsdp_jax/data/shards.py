@@ -242,13 +242,10 @@ class ShardedTokens:
             piece = np.asarray(self._maps[index][start - begin : stop - begin])
             invalid = np.flatnonzero(piece >= self._vocab_size)
             if len(invalid):
-                raise damage_error(
-                    "A token id is not in the vocabulary.",
-                    where=f"{self._files[index]}, token {start - begin + invalid[0]}",
-                    expected=f"less than {self._vocab_size}, the tokenizer's vocabulary",
-                    got=f"id {piece[invalid[0]]}",
-                    fix=RESTORE,
-                )
+                what, got = "A token id is not in the vocabulary.", f"id {piece[invalid[0]]}"
+                where = f"{self._files[index]}, token {start - begin + invalid[0]}"
+                expected = f"less than {self._vocab_size}, the tokenizer's vocabulary"
+                raise damage_error(what, where=where, expected=expected, got=got, fix=RESTORE)
             pieces.append(piece.astype(np.int32))
             start = end
             index += 1
@@ -257,11 +254,11 @@ class ShardedTokens:
 
 @dataclass(frozen=True)
 class TokenShards:
-    """An opened folder of shards; `check` compares it with its digests, if it has any."""
+    """An opened folder of shards; `check` compares it with the digests that it has."""
 
     folder: Path
     manifest: Manifest
-    check: DigestCheck | None
+    check: DigestCheck
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenShards":
@@ -280,7 +277,6 @@ class TokenShards:
             got = "a manifest of an older release"
             fix = "tokenize again, into another folder"
             warnings.warn(message(what, where=str(path), got=got, fix=fix), stacklevel=2)
-            return cls(path, manifest, None)
         return cls(path, manifest, DigestCheck(path, manifest.files))
 
     def tokens(self, part: Part) -> ShardedTokens:

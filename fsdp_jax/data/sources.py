@@ -188,13 +188,12 @@ def _open_shards(options: DataOptions) -> LoadedData:
     if options.tokenizer is not None:
         requested = load_tokenizer(options.tokenizer)
         if requested.digest != tokenizer.digest:
-            raise config_error(
-                "The tokens are of another tokenizer.",
-                where="data.tokenizer",
-                expected=f"{tokenizer.name}, digest {tokenizer.digest}",
-                got=f"{requested.name}, digest {requested.digest}",
-                fix="leave data.tokenizer out, or tokenize again",
+            what, where = "The tokens are of another tokenizer.", "data.tokenizer"
+            expected, got = (
+                f"{each.name}, digest {each.digest}" for each in (tokenizer, requested)
             )
+            fix = "leave data.tokenizer out, or tokenize again"
+            raise config_error(what, where=where, expected=expected, got=got, fix=fix)
     share = options.held_out
     if share not in (None, plan.held_out):
         what = "The tokens are split otherwise."

@@ -211,24 +211,21 @@ def train_bpe(documents: Iterable[str], vocab_size: int, *, name: str = "bpe") -
     A small corpus gives fewer than `vocab_size` ids, as only pairs that occur twice are merged.
     Raises ConfigError if `vocab_size` does not hold the 256 bytes and the end-of-text token.
     """
-    _import_tokenizers()
+    tokenizers = _import_tokenizers()
     if vocab_size < 257:
         what = "The vocabulary is too small."
         where = "the vocabulary's size"
         expected = "at least 257: every byte, and the end of text"
         raise config_error(what, where=where, expected=expected, got=vocab_size)
-    from tokenizers import Tokenizer as Model
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Model(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=[END],
         # The order of a set of strings differs between processes.
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(byte_level.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(iter(documents), trainer)
@@ -260,13 +257,11 @@ def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
         largest = tokens.vocab_size - 1
         owner = f"the tokenizer {tokens.name}"
     if largest >= vocab_size:
-        raise config_error(
-            "The vocabulary of the model is too small.",
-            where="model.vocab_size",
-            expected=f"at least {largest + 1}",
-            got=f"{vocab_size}, and ids up to {largest} in {owner}",
-            fix=f"set it to {-(-(largest + 1) // 128) * 128}",
-        )
+        what, where = "The vocabulary of the model is too small.", "model.vocab_size"
+        got = f"{vocab_size}, and ids up to {largest} in {owner}"
+        fix = f"set it to {-(-(largest + 1) // 128) * 128}"
+        expected = f"at least {largest + 1}"
+        raise config_error(what, where=where, expected=expected, got=got, fix=fix)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -49,13 +49,11 @@ class Windows:
         check_positive("data.sequence_length", sequence_length)
         needed = sequence_length + 1
         if len(tokens) < needed:
-            raise config_error(
-                "The corpus is shorter than one sequence.",
-                where="data.sequence_length",
-                expected=f"at least {needed} tokens (the sequence length and one more)",
-                got=f"a corpus of {len(tokens)} tokens",
-                fix="shorten data.sequence_length or use more text",
-            )
+            what, where = "The corpus is shorter than one sequence.", "data.sequence_length"
+            expected = f"at least {needed} tokens (the sequence length and one more)"
+            got = f"a corpus of {len(tokens)} tokens"
+            fix = "shorten data.sequence_length or use more text"
+            raise config_error(what, where=where, expected=expected, got=got, fix=fix)
         self.tokens = tokens
         self.starts = starts
         self.sequence_length = sequence_length

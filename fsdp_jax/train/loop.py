@@ -419,14 +419,13 @@ class Training:
         shards = self.data.loaded.shards
         if shards is None:
             return
-        if wait and shards.check is not None and not shards.check.wait(0):
+        if wait and not shards.check.wait(0):
             self.screen.say("comparing the rest of the token shards with their digests")
             while not (shards.check.wait(0.2) or self.stop.asked):
                 pass
         elsewhere = message("the data are damaged, in another process", where=str(shards.folder))
         with together(DamageError(elsewhere)):
-            if shards.check is not None:
-                shards.check.raise_if_damaged()
+            shards.check.raise_if_damaged()
 
     def _stop(self) -> int:
         self.screen.end_bar()

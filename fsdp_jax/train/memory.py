@@ -50,10 +50,7 @@ def _host_bytes() -> int | None:
 
 
 def cliff_of(run: Run) -> MemoryCliff | None:
-    """Returns what XLA gave up for want of memory in a run's compiled step, with a lever.
-
-    None if the program shows nothing, or is for devices that the planner does not know.
-    """
+    """Returns what XLA gave up for want of memory, with a lever; None if nothing or unknown."""
     device = run.sharded.layout.mesh.devices.flat[0]
     chip = hardware_of(device.device_kind)
     if chip is None or chip.memory_bytes is None or run.step.compiled is None:

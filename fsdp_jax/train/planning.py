@@ -81,17 +81,11 @@ class Choice:
 def choose(
     config: Config, where: str, devices: int | None, cache: Path | None, progress: Progress
 ) -> Choice:
-    """Searches for the fastest settings for a configuration's batch.
+    """Searches for the fastest strategy, mesh, remat, prefetch and accumulation for a batch.
 
-    Args:
-        config: its strategy, mesh, remat, prefetch and accumulation are searched over.
-        where: a topology, or a chip alone, which stands for the smallest machine that fits.
-        devices: with a chip alone, the number of devices.
-        cache: folder of compiled programs.
-        progress: receives a line for each plan.
-
-    Raises ConfigError for an unknown machine or a batch that cannot be split evenly, and FitError
-    where nothing fits.
+    `where` is a topology, or a chip alone, of which `devices`, or the smallest machine that fits,
+    are taken. Raises ConfigError for an unknown machine or a batch that cannot be split evenly, and
+    FitError where nothing fits.
     """
     rows = config.train.global_batch_size
     search = Search(_make_step_of(config), rows, _work(config), cache, progress)
