@@ -12,19 +12,11 @@ from fsdp_jax.data.checks import config_error
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.regular_files import read_regular
 
-EMBEDDED_LIMIT = 8 * 2**20
-"""Bytes of the embedded corpus: whole files, in order, up to this many."""
-
+EMBEDDED_LIMIT = 8 * 2**20  # bytes of the embedded corpus: whole files, in order
 EMBEDDED_NAME = f"python-{sys.version_info.major}.{sys.version_info.minor}-stdlib"
-
-JSON_SUFFIXES = (".json", ".jsonl")
-"""Files of records, one field of which is a document."""
-
-TEXT_SUFFIXES = (*JSON_SUFFIXES, ".md", ".py", ".rst", ".txt")
-"""Files that are read from a folder."""
-
+JSON_SUFFIXES = (".json", ".jsonl")  # files of records, one field of which is a document
+TEXT_SUFFIXES = (*JSON_SUFFIXES, ".md", ".py", ".rst", ".txt")  # read from a folder
 HIDDEN = "hidden or linked"
-
 # Folders of the standard library that hold installed packages, tests or tools.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
@@ -59,10 +51,8 @@ def text_files(path: Path, skipped: Skipped) -> list[Path]:
         return [path]
     fix = "set data.path to a text file or a folder, or leave it out for the embedded corpus"
     if not path.is_dir():
-        exists = path.exists()
-        what = (
-            "The corpus is neither a file nor a folder." if exists else "The corpus does not exist."
-        )
+        fault = "is neither a file nor a folder" if path.exists() else "does not exist"
+        what = f"The corpus {fault}."
         expected = "a file or a folder"
         raise config_error(what, where="data.path", expected=expected, got=path, fix=fix)
     files = walk(path, TEXT_SUFFIXES, skipped)

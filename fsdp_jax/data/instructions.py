@@ -146,10 +146,7 @@ def encode_instructions(
 
 
 class PackedInstructions:
-    """Random access to rows of T+1 tokens, into which whole examples are packed; see `pack`.
-
-    Raises ConfigError if no example fits.
-    """
+    """Random access to rows of T+1 tokens, into which whole examples are packed; see `pack`."""
 
     def __init__(
         self,
@@ -208,11 +205,7 @@ class PackedInstructions:
 
 
 class TextToText:
-    """Random access to prompts and answers of fixed lengths, for models with an encoder.
-
-    Prompts end in the end-of-text token too, as T5's inputs do. Raises ConfigError if no example
-    fits.
-    """
+    """Random access to prompts, which end in the end-of-text token as T5's do, and answers."""
 
     def __init__(
         self,

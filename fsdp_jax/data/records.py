@@ -36,11 +36,7 @@ class TextDecoder:
     skipped: Skipped
 
     def decode(self, content: bytes, where: str, *, offset: int = 0) -> str | None:
-        """Returns UTF-8 as text; None if it is skipped.
-
-        Raises DamageError with `where` and the byte's offset in the file, in which `content` starts
-        at `offset`.
-        """
+        """Returns UTF-8 as text, None if skipped; `offset`: where `content` starts in the file."""
         try:
             return content.decode()
         except UnicodeDecodeError as error:
@@ -94,10 +90,7 @@ def is_json(path: str | Path) -> bool:
 
 
 def read_json(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
-    """Yields (where, record) of each line of a `.jsonl`, or of each object in a `.json` list.
-
-    Raises DamageError, with file and line, for what is not JSON, not an object, or not UTF-8.
-    """
+    """Yields (where, record) of a `.jsonl` or `.json`. Raises DamageError with file and line."""
     if file.suffix == ".jsonl":
         yield from _read_lines(file, decoder)
         return

@@ -15,13 +15,10 @@ from fsdp_jax.data.tokenizer import Tokenizer, encode_documents, token_dtype
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Concatenated documents, in memory or on disk.
-
-    `starts` is int64 [documents], the index in `tokens` of each document's first token; None if it
-    was not read, as documents are not kept apart.
-    """
+    """Concatenated documents, in memory or on disk."""
 
     tokens: Tokens
+    # int64 [documents], the index of each one's first token; None: they are not kept apart.
     starts: np.ndarray | None
 
 

@@ -41,8 +41,7 @@ from fsdp_jax.weights import (
 from fsdp_jax.weights.export import Change
 
 AnyPath = str | os.PathLike[str]
-IS_IMPORT = "imported"
-"""Key of a step's metadata: the name of the folder that was imported."""
+IS_IMPORT = "imported"  # key of a step's metadata: the name of the folder that was imported
 LEASE = "lease.json"
 
 
@@ -50,10 +49,8 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     """Writes Hugging Face weights as step 0 of a new run, and returns what to print.
 
     The weights are sharded over all devices, and the folder's tokenizer is copied too.
-    `config.json` is written last: an import that was killed before starts over.
-
-    Raises ConfigError for weights or a model that are not supported, by name, and for a directory
-    that is not empty.
+    `config.json` is written last: an import that was killed before starts over. Raises ConfigError
+    for what is not supported, by name, and for a directory that is not empty.
     """
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     shape = read_config(source)

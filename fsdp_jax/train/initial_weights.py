@@ -15,8 +15,8 @@ from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.weights import import_weights, read_config, table_of
 
 CHECKPOINTS = "checkpoints"
+# Parameters that stay random where the weights have another number of classes.
 CLASSIFIER = ("head/kernel", "head/bias")
-"""Parameters that stay random where the weights have another number of classes."""
 
 
 def tokenizer_beside(folder: Path) -> Tokenizer | None:
@@ -46,10 +46,8 @@ def initial_params(
     The path is of a folder in Hugging Face's layout, or of a run, for its newest step, which
     `verify` checks against its manifest first: that reads all files, the optimizer state too. LoRA
     adapters are in no file and keep their initial values; so does the head of an image model that
-    has another number of classes than the weights.
-
-    Raises ConfigError for weights that do not fit the model, by name, DamageError for a checkpoint
-    that differs from its manifest, and CheckpointError for one that cannot be read.
+    has another number of classes than the weights. Raises ConfigError for weights that do not fit
+    the model, by name, DamageError, and CheckpointError for what cannot be read.
     """
     if path is None:
         return None

@@ -231,11 +231,7 @@ class Training:
         return False
 
     def _go_back(self, what: str) -> bool:
-        """Restores the newest good checkpoint after a spike, if there is one; the data goes on.
-
-        Raises DamageError if the newest is damaged and the policy is to stop, or all are, and
-        LossSpikeError if the run went back to that step as often as it may.
-        """
+        """Restores the newest good checkpoint after a spike, if there is one; the data goes on."""
         self.run.step.finish()
         self._check_previous_save("going back to an older one")
         # Verified, as when a run resumes, but whichever step this one began from.
@@ -356,10 +352,8 @@ class Training:
         """Saves the state, unless this step is saved already, or a bad state might replace a good.
 
         While steps are skipped nothing is saved; where the run `ends` the state before them is, but
-        no older step is deleted. A state that is not finite is never saved.
-
-        Raises DamageError if the data turned out damaged, and NonFiniteError if the run ends and
-        its state is not finite.
+        no older step is deleted. A state that is not finite is never saved: if the run ends with
+        it, NonFiniteError is raised.
         """
         started = time.perf_counter()
         self._check_previous_save(f"saving step {self.steps_done} instead")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fsdp_jax.planner import (
 )
 from fsdp_jax.planner.plan import Fix
 from fsdp_jax.planner.search import Progress, Search, SearchResult
-from fsdp_jax.planner.settings import MakeStep, StepSettings, fixes, lever
+from fsdp_jax.planner.settings import StepSettings, fixes, lever
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.build import build, make_offload, start_devices
 from fsdp_jax.train.config import Config
@@ -88,7 +89,7 @@ def choose(
     FitError where nothing fits.
     """
     rows = config.train.global_batch_size
-    search = Search(_make_step_of(config), rows, _work(config), cache, progress)
+    search = Search(partial(_make_step, config), rows, _work(config), cache, progress)
     chip = HARDWARE.get(where.strip().lower())
     if chip is not None:
         topology = search.smallest_topology(chip, devices)
@@ -114,7 +115,7 @@ def fixes_of(config: Config, plan: Plan, topology: Topology, work: Work) -> tupl
         config.train.accumulation,
         offload=make_offload(config.offload),
     )
-    return fixes(plan, settings, _make_step_of(config), topology, work)
+    return fixes(plan, settings, partial(_make_step, config), topology, work)
 
 
 def with_settings(config: Config, settings: StepSettings) -> Config:
@@ -142,14 +143,12 @@ def with_settings(config: Config, settings: StepSettings) -> Config:
     )
 
 
-def _make_step_of(config: Config) -> MakeStep:
-    """Returns what builds the step of a configuration with other settings."""
-
-    def make_step(settings: StepSettings, devices: Sequence[Any]) -> tuple[CompiledStep, PyTree]:
-        run = build(with_settings(config, settings), devices)
-        return run.step, run.batch
-
-    return make_step
+def _make_step(
+    config: Config, settings: StepSettings, devices: Sequence[Any]
+) -> tuple[CompiledStep, PyTree]:
+    """Returns the step and the batch of a configuration with other settings."""
+    run = build(with_settings(config, settings), devices)
+    return run.step, run.batch
 
 
 def _work(config: Config) -> Work:
