@@ -135,10 +135,7 @@ class ArrayImages:
 
 
 def load_images(path: str | Path) -> ArrayImages:
-    """Reads an `.npz` with `images`, uint8 [N, H, W, 3], and `labels`, integers [N].
-
-    Raises ConfigError if it is missing or holds anything else, DamageError if it is no archive.
-    """
+    """Reads `images`, uint8 [N, H, W, 3], and `labels`, integers [N], of an `.npz`; checked."""
     file = Path(path).expanduser()
     where = str(file)
     fix = "numpy.savez(path, images=..., labels=...)"

@@ -79,10 +79,7 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread, and waits for the batch that it is reading: nothing is read afterwards.
-
-        `next` would start another one.
-        """
+        """Ends the thread after the batch that it is reading; `next` would start another one."""
         if self._iterator is not None:
             self._iterator.close()
         self._iterator = None

@@ -37,13 +37,9 @@ AT_ONCE = 64 << 20  # bytes that are compared with their digests before the firs
 
 @dataclass(frozen=True)
 class TokenizePlan:
-    """What determines every byte of the shards; a stopped run is resumed only under the same plan.
+    """What determines every byte of the shards; a run is resumed only under the same plan."""
 
-    The first four fields are of the corpus. `asked` is the requested vocabulary size of a tokenizer
-    trained for these shards, which may have got fewer ids; None if a tokenizer was named.
-    """
-
-    name: str
+    name: str  # of the corpus
     corpus: str  # its digest
     documents: int  # before the split
     skipped: dict[str, int]  # or repaired, by reason
@@ -54,7 +50,7 @@ class TokenizePlan:
     vocab_size: int
     dtype: str  # of ids on disk
     shard_tokens: int  # a shard ends with the document that reaches so many
-    asked: int | None
+    asked: int | None  # vocabulary size of a tokenizer trained for this, which may have fewer ids
     format: int = FORMAT
 
 

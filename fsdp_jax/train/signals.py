@@ -39,10 +39,7 @@ class StopSignal:
 
 
 class Agreement:
-    """Combines flags of all processes, so that they take the same decisions and none waits.
-
-    With several processes an answer is that to the previous call, so that no step waits for it.
-    """
+    """Combines flags of all processes; of several, each answer is to the call before."""
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh

@@ -59,11 +59,7 @@ class Key:
         return f"{self.option} {told[0].metavar}" + (f": {told[0].help}" if told[0].help else "")
 
     def read(self, texts: Sequence[str]) -> Any:
-        """Returns the value of the option from its texts on the command line.
-
-        `None` and `null` are None where the type allows it; `true` and `True` are the same.
-        Raises ConfigError for texts that are not of the type, or too few.
-        """
+        """Returns the value that texts of a command line are. Raises ConfigError for others."""
         if self.is_flag and not texts:
             return True
         if get_origin(self.type) is tuple:
