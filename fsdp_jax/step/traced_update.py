@@ -158,15 +158,24 @@ class TracedUpdate:
         uniform: set[Any] = set()  # large arrays without rows, made of scalars
         outputs = [self.outputs[number] for number in numbers]
         known = {*rows, *self.before, *self.jaxpr.constvars, *self.scalars}
+
+        def is_understood(v: Any) -> bool:
+            # Constants may be literals of any size.
+            is_literal = isinstance(v, jex.Literal)
+            return _is_scalar(v) or (not is_literal and (v in rows or v in uniform))
+
         for eqn in self.needed(outputs, known):
             name, params = eqn.primitive.name, eqn.params
             by_row = [v for v in reads(eqn) if v in rows]
-            if any(not (v in rows or v in uniform or _is_scalar(v)) for v in reads(eqn)):
+            if not all(map(is_understood, eqn.invars)):
                 return False
             if not by_row and all(map(_is_scalar, eqn.outvars)):
                 continue
             if name in _ELEMENTWISE or name == "sharding_constraint":
-                keeps = all(_shape(v) == _shape(eqn.outvars[0]) for v in by_row)
+                shape = _shape(eqn.outvars[0])
+                keeps = all(_shape(v) == shape for v in by_row)
+                # A bitcast to smaller elements makes a dim, which may have the size n.
+                keeps &= any(_shape(v) == shape for v in eqn.invars)
             elif name in _REDUCTIONS:
                 keeps = 0 not in params["axes"]
             elif name == "reshape":

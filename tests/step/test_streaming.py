@@ -1,6 +1,7 @@
 """State in host memory: updated in groups, to the bits that it has without offload."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import fsdp_jax as fsdp
 from fsdp_jax import optim
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.sharding.offload import HOST
+from fsdp_jax.step.traced_update import TracedUpdate
 from fsdp_jax.tree import flatten
 
 pytestmark = [
@@ -170,6 +172,66 @@ def test_rows_that_depend_on_one_another_are_moved_whole():
     assert kernel in lamb.plan.stream_report.moved_whole
     assert kernel not in adam.plan.stream_report.moved_whole
     assert adam.plan.stream_report.groups > lamb.plan.stream_report.groups
+
+
+def by_layers(update):
+    """Whether a parameter [2, 4] that `update(param, gradient, scalar)` makes is by layers."""
+    leaf = SimpleNamespace(path="w", shape=(2, 4), part="params", on_host=True)
+    param = jax.ShapeDtypeStruct((2, 4), np.float32)
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    traced = TracedUpdate(
+        lambda params, gradients, scalar: [update(*params, *gradients, scalar)],
+        [param],
+        [param],
+        scalar,
+        [leaf],
+    )
+    return traced.is_by_rows([0], 2)
+
+
+def of_each_layer(numbers):
+    return jax.lax.broadcast_in_dim(numbers, (2, 4), (0,))
+
+
+def bits(scalar):
+    """The upper and lower half of a number, [2]."""
+    return jax.lax.bitcast_convert_type(scalar, jnp.uint16).astype(jnp.float32)
+
+
+UPDATES = {
+    "elementwise": (lambda p, g, s: jnp.where(s > 0, p - s * g, p), True),
+    "number of layers": (lambda p, g, s: p - g / p.shape[0], True),
+    "norm of the gradient": (lambda p, g, s: p - g / jnp.linalg.norm(g), True),
+    "columns": (lambda p, g, s: p * jax.lax.broadcasted_iota(np.float32, (2, 4), 1), True),
+    "rows": (lambda p, g, s: p * jax.lax.broadcasted_iota(np.float32, (2, 4), 0), False),
+    "constant": (lambda p, g, s: p * np.arange(8, dtype=np.float32).reshape(2, 4), False),
+    "bitcast": (lambda p, g, s: p - g * of_each_layer(bits(s)), False),
+    "mean": (lambda p, g, s: p - (p - g).mean(0, keepdims=True), False),
+    "cumulative sum": (lambda p, g, s: p - jnp.cumsum(g, 0), False),
+    "sort": (lambda p, g, s: jnp.sort(p - g, 0), False),
+    "merged dims": (lambda p, g, s: p - g.reshape(-1)[::-1].reshape(2, 4), False),
+    "slice": (lambda p, g, s: p - g[:1], False),
+    "lookup": (lambda p, g, s: p - g[jnp.array([1, 0])], False),
+    "random": (lambda p, g, s: p - g * jax.random.normal(jax.random.key(0), (2, 4)), False),
+    "while": (lambda p, g, s: jax.lax.while_loop(lambda x: x.sum() < s, lambda x: x + g, p), False),
+    "call": (lambda p, g, s: jax.jit(lambda x: x - x.mean(0, keepdims=True))(p + g), False),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_layers_are_updated_apart_only_where_they_are_independent(name):
+    update, expected = UPDATES[name]
+    assert by_layers(update) == expected
+
+
+def test_a_constant_that_is_a_literal_of_the_program_differs_by_layer():
+    before = jax.config.values["jax_use_simplified_jaxpr_constants"]
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    try:
+        assert not by_layers(UPDATES["constant"][0])
+        assert by_layers(UPDATES["elementwise"][0])
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", before)
 
 
 def after_momentum(change, init=lambda params: optax.EmptyState()):
