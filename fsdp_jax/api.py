@@ -58,14 +58,7 @@ from fsdp_jax.units.auto_wrap import (
 )
 from fsdp_jax.units.collectives import Mode
 from fsdp_jax.units.model import LossFn, Model
-from fsdp_jax.units.param_comms import (
-    boundaries,
-    copies_of,
-    float8_kernels,
-    float32_paths,
-    param_comms,
-    unit_activations,
-)
+from fsdp_jax.units.param_comms import boundaries, copies_of, param_comms, unit_activations
 from fsdp_jax.units.placement import place, split_axes
 from fsdp_jax.units.remat import Activations, Remat, activations_of, as_policy
 from fsdp_jax.units.unit import ROOT
@@ -218,11 +211,8 @@ def fully_shard(
     trained = {path: leaf for path, leaf in stored.items() if path not in frozen_paths}
     check_trained(trained, dtypes)
     check_patterns(dtypes, adapter)
-    float32 = float32_paths(adapter, dtypes)
-    dims = {path: len(shape) - layer_dims.get(path, 0) for path, shape in shapes.items()}
-    kernels = float8_kernels(adapter, dtypes, owners, dims)
     copies = copies_of(
-        resolved, placements, trained, dtypes, float32, kernels, layer_dims, offloaded, min_size
+        adapter, resolved, placements, trained, dtypes, owners, layer_dims, offloaded, min_size
     )
     optimizer = in_float32(tx) if dtypes.stochastic_rounding else tx
     layout = make_layout(

@@ -27,27 +27,26 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Literal
 
-import jax
 import jax.extend.core as jex
 from jax import lax
 
-from fsdp_jax.compat import scan_arguments
-from fsdp_jax.prefetch.gather_sites import (
+from fsdp_jax.jaxprs import (
     ends_of,
     evaluate_unchanged,
     inner_program,
     inputs_of,
-    is_checkpoint,
     is_transparent,
-    paths_in,
     reads,
-    scanned_sites,
+    reevaluated,
+    run_call,
+    run_scan,
+    scan_arguments,
     scope_of,
-    unit_sites,
     values_of,
     without_cotangent,
     without_literals,
 )
+from fsdp_jax.prefetch.gather_sites import paths_in, scanned_sites, unit_sites
 from fsdp_jax.prefetch.layer_scan import LayerScan
 from fsdp_jax.prefetch.unit_chain import Stage, UnitChain
 from fsdp_jax.prefetch.vjp import Arrays, gather_after_layers, is_float
@@ -85,15 +84,11 @@ def prefetched(
     only the first array may be differentiated. The report is filled when the result is traced.
     """
 
-    def run(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        rewriter = _Rewriter(comms, when == "pre", report)
-        inputs = [*closed.consts, *jax.tree.leaves(args)]
-        differentiated = [number == 0 for number in range(len(closed.jaxpr.outvars))]
-        outputs = rewriter.evaluate(closed.jaxpr, inputs, None, differentiated)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+    def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
+        differentiated = [number == 0 for number in range(len(jaxpr.outvars))]
+        return _Rewriter(comms, when == "pre", report).evaluate(jaxpr, args, None, differentiated)
 
-    return run
+    return reevaluated(fn, evaluate)
 
 
 @dataclass(frozen=True)
@@ -176,29 +171,20 @@ class _Rewriter:
             return self.evaluate(inner, [*consts, *args], gathered, differentiated)
 
         with scope_of(eqn):
-            if not is_checkpoint(eqn):
-                return call(args, gathered)
-            settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-            return jax.checkpoint(call, **settings)(args, gathered)
+            return run_call(eqn, call, args, gathered)
 
     def _scan(
         self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
     ) -> Sequence[Any]:
         """Evaluates a scan over layers; or over something else, with layers somewhere inside."""
-        params, closed = eqn.params, eqn.params["jaxpr"]
-        consts, carry, xs = scan_arguments(params, args)
-        consts = [*closed.consts, *consts]
-        n_carry, n_shared = len(carry), len(consts) + len(carry)
         sites = scanned_sites(eqn)
         if not sites:
-
-            def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-                outputs = self.evaluate(closed.jaxpr, [*consts, *carry, *x], None)
-                return outputs[:n_carry], outputs[n_carry:]
-
-            settings = {name: params[name] for name in ("length", "reverse", "unroll")}
-            carry, ys = lax.scan(body, carry, xs, **settings)
-            return [*carry, *ys]
+            return run_scan(eqn, args, partial(self.evaluate, gathered=None))
+        params = eqn.params
+        body, closed_over = inner_program(eqn)
+        consts, carry, xs = scan_arguments(params, args)
+        consts = [*closed_over, *consts]
+        n_carry, n_shared = len(carry), len(consts) + len(carry)
         self.report.prefetched |= set(sites)
         gathered_from = {number for numbers in sites.values() for number in numbers}
         others = [number for number in range(len(xs)) if number not in gathered_from]
@@ -207,7 +193,7 @@ class _Rewriter:
             # Shards stay None: what is gathered from them is given.
             slices = dict(zip(others, inputs[n_shared:], strict=True))
             inputs = [*inputs[:n_shared], *(slices.get(number) for number in range(len(xs)))]
-            outputs = self.evaluate(closed.jaxpr, inputs, gathered)
+            outputs = self.evaluate(body, inputs, gathered)
             return _differentiated(outputs, [*[True] * n_carry, *differentiated[n_carry:]])
 
         scan = LayerScan(

@@ -17,9 +17,8 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from fsdp_jax.compat import scan_arguments
 from fsdp_jax.errors import message
-from fsdp_jax.prefetch.gather_sites import all_eqns, inner_jaxprs
+from fsdp_jax.jaxprs import all_eqns, inner_jaxprs, scan_arguments
 from fsdp_jax.sharding.mesh import axes_of
 
 Axes = frozenset[str]

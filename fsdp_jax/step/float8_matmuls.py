@@ -12,21 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax import lax
 
-from fsdp_jax.compat import scan_arguments
 from fsdp_jax.errors import SlowerWarning
-from fsdp_jax.prefetch.gather_sites import (
-    all_eqns,
+from fsdp_jax.jaxprs import (
+    eqns_inside,
     evaluate_calls,
-    inner_jaxprs,
     inner_program,
     inputs_of,
-    is_checkpoint,
     is_transparent,
+    reevaluated,
+    run_call,
+    run_scan,
+    scan_arguments,
 )
 from fsdp_jax.units import float8
 from fsdp_jax.units.collectives import FLOAT8
@@ -50,11 +49,9 @@ def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     """
 
-    def run(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
         rewriter = _Replacer()
-        inputs = [*closed.consts, *jax.tree.leaves(args)]
-        outputs, _ = rewriter.evaluate(closed.jaxpr, inputs, [None] * len(inputs))
+        outputs, _ = rewriter.evaluate(jaxpr, args, [None] * len(args))
         if left := sorted(rewriter.kernels - rewriter.replaced):
             warnings.warn(
                 f"{len(left)} kernels are not multiplied with in float8: {', '.join(left)}; no "
@@ -63,9 +60,9 @@ def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
                 SlowerWarning,
                 stacklevel=2,
             )
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        return outputs
 
-    return run
+    return reevaluated(fn, evaluate)
 
 
 @dataclass
@@ -140,25 +137,14 @@ class _Replacer:
             outputs, made[:] = self.evaluate(inner, [*consts, *args], own)
             return outputs
 
-        if not is_checkpoint(eqn):
-            return call(args), made
-        settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-        return jax.checkpoint(call, **settings)(args), made
+        return run_call(eqn, call, args), made
 
     def _scan(self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]) -> Sequence[Any]:
         """Evaluates a scan; a kernel among what it carries is none of a unit's."""
-        consts, carry, xs = scan_arguments(eqn.params, args)
-        held_consts, _, held_xs = scan_arguments(eqn.params, held)
-        closed = eqn.params["jaxpr"]
-        own = [*[None] * len(closed.consts), *held_consts, *[None] * len(carry), *held_xs]
-
-        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs, _ = self.evaluate(closed.jaxpr, [*closed.consts, *consts, *carry, *x], own)
-            return outputs[: len(carry)], outputs[len(carry) :]
-
-        settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(body, carry, xs, **settings)
-        return [*carry, *ys]
+        _, consts = inner_program(eqn)
+        held_consts, held_carry, held_xs = scan_arguments(eqn.params, held)
+        own = [*[None] * len(consts), *held_consts, *[None] * len(held_carry), *held_xs]
+        return run_scan(eqn, args, lambda jaxpr, inputs: self.evaluate(jaxpr, inputs, own)[0])
 
 
 def _named(eqn: jex.JaxprEqn) -> str | None:
@@ -169,8 +155,7 @@ def _named(eqn: jex.JaxprEqn) -> str | None:
 
 def _names_in(eqn: jex.JaxprEqn) -> set[str]:
     """Returns the paths of the kernels that are named inside an equation."""
-    inside = [each for jaxpr in inner_jaxprs(eqn) for each in all_eqns(jaxpr)]
-    return {path for path in map(_named, inside) if path is not None}
+    return {path for path in map(_named, eqns_inside(eqn)) if path is not None}
 
 
 def _paths_of(variables: Sequence[Any], paths: Paths) -> list[str | None]:

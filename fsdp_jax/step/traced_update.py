@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from fsdp_jax.prefetch.gather_sites import (
+from fsdp_jax.jaxprs import (
     evaluate_calls,
     evaluate_unchanged,
     inner_program,
     is_checkpoint,
     is_transparent,
     reads,
+    reevaluated,
     values_of,
 )
 from fsdp_jax.sharding.layout import Leaf
@@ -220,10 +221,4 @@ def _without_calls(fn: Callable[..., Any]) -> Callable[..., Any]:
         inner, consts = inner_program(eqn)
         return evaluate_calls(inner, [*consts, *args], is_call, call)
 
-    def run(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        inputs = [*closed.consts, *jax.tree.leaves(args)]
-        outputs = evaluate_calls(closed.jaxpr, inputs, is_call, call)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-
-    return run
+    return reevaluated(fn, lambda jaxpr, args: evaluate_calls(jaxpr, args, is_call, call))

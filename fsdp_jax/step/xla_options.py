@@ -13,7 +13,7 @@ import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning, message
-from fsdp_jax.prefetch.gather_sites import all_eqns, inner_jaxprs
+from fsdp_jax.jaxprs import all_eqns, inner_jaxprs
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.units.collectives import SITE
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,18 +38,19 @@ def float32_paths(model: Model, precision: Precision) -> set[str]:
 
 
 def float8_kernels(
-    model: Model, precision: Precision, units: Mapping[str, str | None], dims: Mapping[str, int]
+    model: Model, precision: Precision, units: Mapping[str, str | None], stacked: Mapping[str, int]
 ) -> set[str]:
     """Returns the paths of the units' kernels, which are gathered or multiplied with in float8.
 
     A kernel has two dims or more; it is no bias, no table of an embedding and not kept in float32.
-    Parameters outside of the units, such as the head, stay as they are. `dims`: parameter path ->
-    dims of the array in its unit. Raises ValueError where float8 is asked for and none is found.
+    Parameters outside of the units, such as the head, stay as they are. `stacked`: path -> leading
+    dims that stack layers. Raises ValueError where float8 is asked for and none is found.
     """
     if not precision.float8:
         return set()
     tables = {path for each in model.modules if "Embed" in each.class_names for path in each.direct}
     others = tables | float32_paths(model, precision)
+    dims = {path: len(x.shape) - stacked.get(path, 0) for path, x in flatten(model.params).items()}
     kernels = {
         path
         for path, unit in units.items()
@@ -64,12 +65,12 @@ def float8_kernels(
 
 
 def copies_of(
+    model: Model,
     strategy: Strategy,
     placements: Mapping[str, Placement],
     trained: Mapping[str, Any],
     precision: Precision,
-    float32: Collection[str],
-    kernels: Collection[str],
+    units: Mapping[str, str | None],
     stacked: Mapping[str, int],
     offload: Offload,
     min_size: int,
@@ -80,8 +81,10 @@ def copies_of(
     shard the master weights too: only the copy is replicated. Where the master weights are in host
     memory, the copy is what the units fetch; what is gathered in float8 they fetch itself.
 
-    `kernels`: see `float8_kernels`; `stacked`: path -> leading dims that stack layers.
+    `stacked`: path -> leading dims that stack layers.
     """
+    float32 = float32_paths(model, precision)
+    kernels = float8_kernels(model, precision, units, stacked)
     copies = {}
     for path, leaf in trained.items():
         compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
@@ -106,8 +109,8 @@ def param_comms(
 ) -> dict[str, ParamComm]:
     """Returns path -> how that parameter is gathered and its gradient reduced."""
     float32 = float32_paths(model, precision)
-    dims = {path: len(leaf.shape) - leaf.stacked for path, leaf in layout.by_path.items()}
-    kernels = float8_kernels(model, precision, units, dims)
+    stacked = {path: leaf.stacked for path, leaf in layout.by_path.items()}
+    kernels = float8_kernels(model, precision, units, stacked)
     copies = flatten(layout.other[COPIES])
     per_axis = mode == "manual" and _gathers_per_axis(layout.axes)
     comms = {}

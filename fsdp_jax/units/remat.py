@@ -33,6 +33,7 @@ from flax import nnx
 from jax.ad_checkpoint import Offloadable, checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.jaxprs import all_eqns
 from fsdp_jax.sharding.offload import HOST, Offload, is_names
 from fsdp_jax.tree import PyTree
 
@@ -172,15 +173,10 @@ def check_names(activations: Activations, program: jex.Jaxpr) -> None:
 
 
 def _names_in(program: jex.Jaxpr) -> set[str]:
-    found = set()
-    for eqn in program.eqns:
-        if eqn.primitive.name == "name":
-            found.add(str(eqn.params["name"]))
-        elif eqn.primitive.name in _KERNELS:
-            found.add(ATTENTION)
-        for inner in jex.jaxprs_in_params(eqn.params):
-            found |= _names_in(inner)
-    return found
+    eqns = list(all_eqns(program))
+    names = {str(eqn.params["name"]) for eqn in eqns if eqn.primitive.name == "name"}
+    has_kernel = any(eqn.primitive.name in _KERNELS for eqn in eqns)
+    return names | {ATTENTION} if has_kernel else names
 
 
 def _is_kernel(primitive: Any, params: dict[str, Any]) -> bool:

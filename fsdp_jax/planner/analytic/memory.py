@@ -41,8 +41,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from fsdp_jax.compat import scan_arguments
 from fsdp_jax.errors import message
+from fsdp_jax.jaxprs import scan_arguments
 from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
 from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind, gradient_shapes
 from fsdp_jax.planner.machines.roofline import Matmul
