@@ -49,13 +49,7 @@ from fsdp_jax.step.state import (
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.step.xla_options import check_options_of_caller, offload_options
 from fsdp_jax.tree import PyTree, flatten, matched, unflatten
-from fsdp_jax.units.auto_wrap import (
-    UNFOUND,
-    Units,
-    choose_units,
-    describe_units,
-    recomputed_units,
-)
+from fsdp_jax.units.auto_wrap import UNFOUND, Units, choose_units, describe_units
 from fsdp_jax.units.collectives import Mode
 from fsdp_jax.units.model import LossFn, Model
 from fsdp_jax.units.param_comms import boundaries, copies_of, param_comms, unit_activations
@@ -194,8 +188,7 @@ def fully_shard(
     by_name = recomputes or dtypes.float8 or not automatic
     searched = units if by_units or by_name else "model"
     owners = choose_units(adapter.modules, searched, shapes, layer_dims)
-    candidates = recomputed_units(adapter.modules, searched, owners, layer_dims)
-    activations = unit_activations(adapter.modules, candidates, policy, offloaded)
+    activations = unit_activations(adapter.modules, searched, owners, layer_dims, policy, offloaded)
     description = describe_units(adapter.modules, owners, shapes) if by_units else ""
     found = any(owners.values())
     if by_units and automatic:

@@ -9,7 +9,7 @@ from fsdp_jax.certify.certificate import (
     Tolerance,
     tolerance_of,
 )
-from fsdp_jax.certify.runs import certify
+from fsdp_jax.certify.comparison import certify
 
 __all__ = [
     "Certificate",

@@ -5,12 +5,12 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import canonicalize_dtype  # NumPy's float64 arrives as float32
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
+from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.tree import PyTree, flatten
 
@@ -169,7 +169,7 @@ class BatchPlacement:
 
 def _no_rows_of_numbers(path: str, leaf: Any) -> ValueError:
     """Returns the error for a leaf that has no rows or no numbers."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_prng_key(leaf):
         what = "a random key in the batch"
         fix = "leave it out: dropout draws from the model's own streams, a new key each step; "
         fix += "loss_fn(model, batch, key) is given one too"

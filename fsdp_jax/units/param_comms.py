@@ -16,7 +16,7 @@ from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tree import flatten
-from fsdp_jax.units.auto_wrap import ModuleInfo
+from fsdp_jax.units.auto_wrap import ModuleInfo, Owners, Units, recomputed_units
 from fsdp_jax.units.collectives import Mode, ParamComm
 from fsdp_jax.units.gather_transform import Float8Gather, GatherTransform
 from fsdp_jax.units.model import Boundary, Model
@@ -38,7 +38,7 @@ def float32_paths(model: Model, precision: Precision) -> set[str]:
 
 
 def float8_kernels(
-    model: Model, precision: Precision, units: Mapping[str, str | None], stacked: Mapping[str, int]
+    model: Model, precision: Precision, units: Owners, stacked: Mapping[str, int]
 ) -> set[str]:
     """Returns the paths of the units' kernels, which are gathered or multiplied with in float8.
 
@@ -70,7 +70,7 @@ def copies_of(
     placements: Mapping[str, Placement],
     trained: Mapping[str, Any],
     precision: Precision,
-    units: Mapping[str, str | None],
+    units: Owners,
     stacked: Mapping[str, int],
     offload: Offload,
     min_size: int,
@@ -103,7 +103,7 @@ def param_comms(
     model: Model,
     layout: Layout,
     precision: Precision,
-    units: Mapping[str, str | None],
+    units: Owners,
     mode: Mode,
     deferred: bool,
 ) -> dict[str, ParamComm]:
@@ -141,7 +141,7 @@ def param_comms(
 def boundaries(
     model: Model,
     precision: Precision,
-    units: Mapping[str, str | None],
+    units: Owners,
     activations: Mapping[str, Activations],
     *,
     chosen: bool,
@@ -179,18 +179,21 @@ def boundaries(
 
 def unit_activations(
     modules: Sequence[ModuleInfo],
-    units: Mapping[str, bool],
+    units: Units,
+    owners: Owners,
+    stacked: Mapping[str, int],
     policy: RematPolicy,
     offload: Offload,
 ) -> dict[str, Activations]:
     """Returns path of a unit -> what becomes of its activations.
 
-    `units`: path of a unit -> whether it is inside a layer scan. Raises ValueError where every k-th
-    is to be recomputed, and units cannot be told apart or counted.
+    `units` and `stacked`: as `choose_units` was given them; `owners`: what it returned. Raises
+    ValueError where every k-th is to be recomputed, and units cannot be told apart or counted.
     """
+    in_scan = recomputed_units(modules, units, owners, stacked)
     recomputed, saved = activations_of(policy, offload)
     where, k = "remat.every", policy.every
-    scanned = [unit for unit, in_scan in units.items() if in_scan]
+    scanned = list(filter(in_scan.get, in_scan))
     if k > 1 and scanned:
         what = f"every {k}-th unit cannot be recomputed inside a layer scan: all layers are one"
         fix = "unroll the layers (scan_layers=False), or save by name, RematPolicy(save=(...,))"
@@ -198,7 +201,7 @@ def unit_activations(
     counts: Counter[type] = Counter()
     activations = {}
     for module in modules:
-        if module.path in units and module.path not in activations:
+        if module.path in in_scan and module.path not in activations:
             counts[module.kind] += 1
             activations[module.path] = saved if counts[module.kind] % k else recomputed
     if k > max(counts.values(), default=0) and k > 1:
