@@ -32,6 +32,7 @@ from jax import lax
 
 from fsdp_jax.jaxprs import (
     ends_of,
+    eqns_inside,
     evaluate_unchanged,
     inner_program,
     inputs_of,
@@ -46,7 +47,6 @@ from fsdp_jax.jaxprs import (
     without_cotangent,
     without_literals,
 )
-from fsdp_jax.prefetch.gather_sites import paths_in, scanned_sites, unit_sites
 from fsdp_jax.prefetch.layer_scan import LayerScan
 from fsdp_jax.prefetch.unit_chain import Stage, UnitChain
 from fsdp_jax.prefetch.vjp import Arrays, gather_after_layers, is_float
@@ -135,7 +135,7 @@ class _Rewriter:
 
     def run(self, jaxpr: jex.Jaxpr, eqns: Eqns, env: _Env, gathered: Arrays | None) -> None:
         """Evaluates some equations of a jaxpr: those that gather one by one, the others in runs."""
-        for gathers, group in groupby(eqns, key=lambda eqn: bool(paths_in(eqn))):
+        for gathers, group in groupby(eqns, key=lambda eqn: bool(_paths_in(eqn))):
             if not gathers:
                 evaluate_unchanged(jaxpr, list(group), env)
                 continue
@@ -145,7 +145,7 @@ class _Rewriter:
                     env.update(zip(eqn.outvars, values, strict=True))
                 else:
                     reason = f"it is gathered inside a `{eqn.primitive.name}`"
-                    self.report.not_prefetched |= dict.fromkeys(paths_in(eqn), reason)
+                    self.report.not_prefetched |= dict.fromkeys(_paths_in(eqn), reason)
                     evaluate_unchanged(jaxpr, [eqn], env)
 
     def _gathering_eqn(
@@ -177,7 +177,7 @@ class _Rewriter:
         self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
     ) -> Sequence[Any]:
         """Evaluates a scan over layers; or over something else, with layers somewhere inside."""
-        sites = scanned_sites(eqn)
+        sites = _scanned_sites(eqn)
         if not sites:
             return run_scan(eqn, args, partial(self.evaluate, gathered=None))
         params = eqn.params
@@ -232,7 +232,7 @@ class _Rewriter:
             unit = stage[-1]
             sites = {
                 path: [unit.invars[number] for number in positions]
-                for path, positions in unit_sites(unit).items()
+                for path, positions in _unit_sites(unit).items()
             }
             if all(v in env for variables in sites.values() for v in variables):
                 self.report.prefetched |= set(sites)
@@ -277,16 +277,74 @@ class _Rewriter:
         env.update((eqn.outvars[0], gathered[str(site_of(eqn))]) for eqn in gathers)
 
 
+def _paths_in(eqn: jex.JaxprEqn) -> list[str]:
+    """Returns the parameters that are gathered somewhere inside, in the order of the program."""
+    paths = map(site_of, (eqn, *eqns_inside(eqn)))
+    return list(dict.fromkeys(path for path in paths if path))
+
+
+def _unit_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
+    """Returns {path: numbers of the arguments that a unit gathers it from}; empty for no unit."""
+    if site_of(eqn) or not is_transparent(eqn):
+        return {}
+    inner, _ = inner_program(eqn)
+    return _movable_gathers(inner, len(inputs_of(inner)) - len(eqn.invars))
+
+
+def _scanned_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
+    """Returns {path: numbers of the sliced arguments that a scan over layers gathers it from}.
+
+    Empty for all else: an iteration over layers gathers from its own slices alone.
+    """
+    if eqn.primitive.name != "scan" or eqn.params["length"] < 2:
+        return {}
+    body, _ = inner_program(eqn)
+    consts, carry, _ = scan_arguments(eqn.params, eqn.invars)
+    return _movable_gathers(body, len(body.constvars) + len(consts) + len(carry))
+
+
+def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]:
+    """Returns {path: numbers of the inputs that it is gathered from, counted from `first`}.
+
+    Empty where some gather cannot be moved out: it is inside control flow, reads what the program
+    computes or earlier inputs, or gathers the same parameter from two inputs.
+    """
+    sites: dict[str, tuple[int, ...]] = {}
+
+    def visit(jaxpr: jex.Jaxpr, numbers: dict[Any, int]) -> bool:
+        for eqn in jaxpr.eqns:
+            if not _paths_in(eqn):
+                continue
+            sources = [None if isinstance(v, jex.Literal) else numbers.get(v) for v in eqn.invars]
+            path = site_of(eqn)
+            if path:
+                known = tuple(number for number in sources if number is not None)
+                if len(known) < len(sources) or sites.setdefault(path, known) != known:
+                    return False
+            elif is_transparent(eqn):
+                inner, _ = inner_program(eqn)
+                arguments = inputs_of(inner)[-len(sources) :]
+                pairs = zip(arguments, sources, strict=True)
+                if not visit(inner, {v: number for v, number in pairs if number is not None}):
+                    return False
+            else:
+                return False
+        return True
+
+    inputs = inputs_of(jaxpr)[first:]
+    return sites if visit(jaxpr, {v: number for number, v in enumerate(inputs)}) else {}
+
+
 def _layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
     """Yields a scan over layers, or the units of a chain, in the order of the program.
 
     A chain is two units or more with no other gather between them.
     """
-    gathering = filter(paths_in, jaxpr.eqns)
-    for are_units, group in groupby(gathering, key=lambda eqn: bool(unit_sites(eqn))):
+    gathering = filter(_paths_in, jaxpr.eqns)
+    for are_units, group in groupby(gathering, key=lambda eqn: bool(_unit_sites(eqn))):
         eqns = list(group)
         if not are_units:
-            yield from ([eqn] for eqn in eqns if scanned_sites(eqn))
+            yield from ([eqn] for eqn in eqns if _scanned_sites(eqn))
         elif len(eqns) > 1:
             yield eqns
 
