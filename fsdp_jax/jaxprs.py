@@ -15,11 +15,6 @@ Evaluate = Callable[[jex.Jaxpr, list[Any]], list[Any]]
 """(jaxpr, its constants and arguments) -> its outputs"""
 
 
-def inner_jaxprs(eqn: jex.JaxprEqn) -> list[jex.Jaxpr]:
-    """Returns the jaxprs that an equation runs."""
-    return list(jex.jaxprs_in_params(eqn.params))
-
-
 def all_eqns(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
     """Yields the equations of a program, each before those inside it."""
     for eqn in jaxpr.eqns:
@@ -29,7 +24,7 @@ def all_eqns(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
 
 def eqns_inside(eqn: jex.JaxprEqn) -> Iterator[jex.JaxprEqn]:
     """Yields the equations of the programs that an equation runs, at any depth."""
-    for jaxpr in inner_jaxprs(eqn):
+    for jaxpr in jex.jaxprs_in_params(eqn.params):
         yield from all_eqns(jaxpr)
 
 
@@ -102,7 +97,7 @@ def evaluate_calls(
 
 def inner_program(eqn: jex.JaxprEqn) -> tuple[jex.Jaxpr, Sequence[Any]]:
     """Returns the one jaxpr that a call or a scan runs, and its constants."""
-    (inner,) = inner_jaxprs(eqn)
+    (inner,) = jex.jaxprs_in_params(eqn.params)
     return inner, getattr(eqn.params.get("jaxpr"), "consts", ())
 
 

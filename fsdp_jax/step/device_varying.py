@@ -18,7 +18,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from fsdp_jax.errors import message
-from fsdp_jax.jaxprs import all_eqns, inner_jaxprs, scan_arguments
+from fsdp_jax.jaxprs import all_eqns, scan_arguments
 from fsdp_jax.sharding.mesh import axes_of
 
 Axes = frozenset[str]
@@ -104,7 +104,7 @@ class _Variation:
         control_flow = {"cond": self._of_cond, "while": self._of_while, "scan": self._of_scan}
         if name in control_flow:
             return control_flow[name](eqn, varying)
-        inner = inner_jaxprs(eqn)
+        inner = list(jex.jaxprs_in_params(eqn.params))
         if len(inner) == 1 and len(inner[0].invars) == len(varying):  # jit, checkpoint, other calls
             return self.of_outputs(inner[0], varying)
         return [any_operand for _ in eqn.outvars]

@@ -13,7 +13,7 @@ import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning, message
-from fsdp_jax.jaxprs import all_eqns, inner_jaxprs
+from fsdp_jax.jaxprs import all_eqns
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.units.collectives import SITE
 
@@ -146,7 +146,7 @@ def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
 def gathers_in_branches(program: jex.Jaxpr) -> set[str]:
     """Returns the parameters that are gathered inside a branch, which a device may not take."""
     conds = [eqn for eqn in all_eqns(program) if eqn.primitive.name == "cond"]
-    branches = [branch for eqn in conds for branch in inner_jaxprs(eqn)]
+    branches = [branch for eqn in conds for branch in jex.jaxprs_in_params(eqn.params)]
     return {path for branch in branches for path, _, _ in _gathers(branch, 1)}
 
 
@@ -163,5 +163,5 @@ def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, 
             inside = None
         elif name == "scan" and executions is not None:
             inside = executions * eqn.params["length"]
-        for inner in inner_jaxprs(eqn):
+        for inner in jex.jaxprs_in_params(eqn.params):
             yield from _gathers(inner, inside)
