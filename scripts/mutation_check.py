@@ -50,7 +50,7 @@ class Result:
 FAULTS = (
     Fault(
         name="no optimization barrier before an annotated gather",
-        file="fsdp_jax/units/collectives.py",
+        file="fsdp_jax/units/gather_transform.py",
         old="        return lax.optimization_barrier(shard)\n",
         new="        return shard\n",
         tests=("tests/units/test_units.py",),

@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
@@ -34,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of
-from fsdp_jax.units import float8
+from fsdp_jax.units.gather_transform import GatherTransform
 
 Mode = Literal["annotate", "manual"]
 # Scopes in the program, with the parameter's path: the contract reads them in the compiled text.
@@ -43,71 +42,6 @@ REDUCED = "fsdp.reduce[{}]"
 FLOAT8 = "fsdp.float8["  # and the path: names a gathered parameter whose matmuls run in float8
 _SITE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*)"))
 TILE = (8, 128)  # a TPU stores the last two dims of an array in tiles of this shape
-
-
-@dataclass(frozen=True)
-class GatherTransform:
-    """What is done to a parameter around its gather, and to its gradient around its reduction.
-
-    Here these are casts. A gather in another format is a subclass, as with FSDP2's
-    `fsdp_pre_all_gather` and `fsdp_post_all_gather`. `Sharded` makes one for each parameter.
-    """
-
-    param: np.dtype  # of the stored parameter, and of the gradient that the optimizer gets
-    compute: np.dtype  # of the gathered parameter
-    reduce: np.dtype  # that the gradient is reduced in
-
-    @property
-    def wire(self) -> np.dtype:
-        """The dtype that the gather sends."""
-        return self.compute
-
-    def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
-        """Returns (the array to gather, what `after_gather` needs beside it, such as a scale).
-
-        Only the array is gathered: the rest must be the same on every device. `axes`: of the mesh,
-        along which each device has a part of its own, with local batches.
-        """
-        del axes
-        return shard.astype(self.compute), None
-
-    def fence(self, shard: jax.Array) -> jax.Array:
-        """Keeps XLA from moving `before_gather` past a gather by sharding annotations."""
-        return lax.optimization_barrier(shard)
-
-    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
-        """Returns the parameter in the compute dtype."""
-        del extra
-        return gathered
-
-    def before_reduce(self, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient to reduce."""
-        return gradient.astype(self.reduce)
-
-    def after_reduce(self, gradient: jax.Array) -> jax.Array:
-        """Returns the reduced gradient in the parameter's dtype."""
-        return gradient.astype(self.param)
-
-
-@dataclass(frozen=True)
-class Float8Gather(GatherTransform):
-    """Sends float8, and one scale for the whole parameter, which all its shards agree on.
-
-    What is gathered is cast back to the compute dtype: the parameter, rounded to float8.
-    """
-
-    @property
-    def wire(self) -> np.dtype:
-        """The dtype that the gather sends."""
-        return float8.WEIGHT
-
-    def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
-        """Returns (the shard in float8, the scale)."""
-        return float8.quantize(shard, float8.WEIGHT, axes)
-
-    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
-        """Returns the parameter in the compute dtype."""
-        return float8.dequantize(gathered, extra, self.compute)
 
 
 @dataclass(frozen=True)

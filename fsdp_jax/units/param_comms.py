@@ -17,7 +17,8 @@ from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.auto_wrap import ModuleInfo, Owners, Units, recomputed_units
-from fsdp_jax.units.collectives import Float8Gather, GatherTransform, Mode, ParamComm
+from fsdp_jax.units.collectives import Mode, ParamComm
+from fsdp_jax.units.gather_transform import Float8Gather, GatherTransform
 from fsdp_jax.units.model import Boundary, Model
 from fsdp_jax.units.remat import INPUT, SAVED, Activations, RematPolicy, activations_of
 from fsdp_jax.units.unit import ROOT

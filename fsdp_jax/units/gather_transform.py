@@ -1,0 +1,79 @@
+"""What is done to a parameter before and after its gather: casts, or another format to send.
+
+A gather in a format of its own is a subclass of `GatherTransform`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from fsdp_jax.units import float8
+
+
+@dataclass(frozen=True)
+class GatherTransform:
+    """What is done to a parameter around its gather, and to its gradient around its reduction.
+
+    Here these are casts. A gather in another format is a subclass, as with FSDP2's
+    `fsdp_pre_all_gather` and `fsdp_post_all_gather`. `param_comms` gives each parameter its own.
+    """
+
+    param: np.dtype  # of the stored parameter, and of the gradient that the optimizer gets
+    compute: np.dtype  # of the gathered parameter
+    reduce: np.dtype  # that the gradient is reduced in
+
+    @property
+    def wire(self) -> np.dtype:
+        """The dtype that the gather sends."""
+        return self.compute
+
+    def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
+        """Returns (the array to gather, what `after_gather` needs beside it, such as a scale).
+
+        Only the array is gathered: the rest must be the same on every device. `axes`: of the mesh,
+        along which each device has a part of its own, with local batches.
+        """
+        del axes
+        return shard.astype(self.compute), None
+
+    def fence(self, shard: jax.Array) -> jax.Array:
+        """Keeps XLA from moving `before_gather` past a gather by sharding annotations."""
+        return lax.optimization_barrier(shard)
+
+    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
+        """Returns the parameter in the compute dtype."""
+        del extra
+        return gathered
+
+    def before_reduce(self, gradient: jax.Array) -> jax.Array:
+        """Returns the gradient to reduce."""
+        return gradient.astype(self.reduce)
+
+    def after_reduce(self, gradient: jax.Array) -> jax.Array:
+        """Returns the reduced gradient in the parameter's dtype."""
+        return gradient.astype(self.param)
+
+
+@dataclass(frozen=True)
+class Float8Gather(GatherTransform):
+    """Sends float8, and one scale for the whole parameter, which all its shards agree on.
+
+    What is gathered is cast back to the compute dtype: the parameter, rounded to float8.
+    """
+
+    @property
+    def wire(self) -> np.dtype:
+        """The dtype that the gather sends."""
+        return float8.WEIGHT
+
+    def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
+        """Returns (the shard in float8, the scale)."""
+        return float8.quantize(shard, float8.WEIGHT, axes)
+
+    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
+        """Returns the parameter in the compute dtype."""
+        return float8.dequantize(gathered, extra, self.compute)
