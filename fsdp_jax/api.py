@@ -494,7 +494,7 @@ class Sharded:
         """
         loss = as_loss(loss_fn)
 
-        def sums(*args: Any) -> Any:
+        def without_empty_metrics(*args: Any) -> Any:
             loss_sum, count, metrics = loss(*args)
             return (loss_sum, count, metrics) if metrics else (loss_sum, count)
 
@@ -502,7 +502,7 @@ class Sharded:
             rows = jax.tree.leaves(batch)[0].shape[1]
             return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows)
 
-        plan = self._step_plan(sums, takes_key=takes_key(loss_fn))
+        plan = self._step_plan(without_empty_metrics, takes_key=takes_key(loss_fn))
         return CompiledStep(run, plan, trains=False)
 
     eval_step = make_eval_step  # the name in earlier releases

@@ -77,12 +77,12 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     and every process makes the same calls in the same order. The newest `keep` steps are kept, and
     those whose number is a multiple of `keep_every`; others are deleted once a newer one is in
     place. With `asynchronous` a save returns as soon as the state is copied to the host, and is
-    written in the background; the state may then be donated. Readers need no lease: a store that
-    never saves changes nothing. What reads a step raises ValueError if there is no such step, and
-    DamageError if it has no manifest, or a damaged one.
+    written in the background; the state may then be donated. A store that never saves changes
+    nothing: readers need no `Lease`. What reads a step raises ValueError if there is no such step,
+    and DamageError if it has no manifest, or a damaged one.
 
-    Raises ConfigError if `keep` or `keep_every` is not positive, or for a name of the directory
-    that orbax takes for another.
+    Raises ConfigError if `keep` or `keep_every` is not positive, or for a directory name that orbax
+    would take for another path.
     """
 
     def __init__(

@@ -291,7 +291,7 @@ class VerifyCommand:
 
 
 def _report(text: object, fields: Any, as_json: bool, holds: bool) -> int:
-    """Prints a result, and returns the exit code for whether it is as it should be."""
+    """Prints `text`, or `fields` as JSON. Returns OK if `holds`, otherwise BROKEN."""
     print(json_format.dumps(fields, indent=1) if as_json else text)
     return OK if holds else BROKEN
 

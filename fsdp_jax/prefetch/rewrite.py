@@ -71,7 +71,7 @@ class PrefetchReport:
     """What was done with the gathers of a traced function, by path of the parameter."""
 
     prefetched: set[str] = field(default_factory=set)  # gathered ahead
-    # In units, gathered where they are used: the reason.
+    # Path -> why it is gathered where it is used; of parameters in units alone.
     not_prefetched: dict[str, str] = field(default_factory=dict)
 
 

@@ -26,7 +26,9 @@ from fsdp_jax.tables import html_table, text_table
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, unflatten
 
 COLUMNS = ("part", "path", "shape", "dtype", "spec", "per device", "rule", "reason")
-COPIES = "copies"  # the entry of `Layout.other` with replicated copies that a step computes with
+# The entry of `Layout.other` with copies in the compute dtype: replicated under zero1, sharded
+# where the master weights are in host memory.
+COPIES = "copies"
 MODEL_STATE = "model_state"  # the entry with the model's state that is no parameter
 NOT_PLACED = "no rule or annotation places this state: replicated"
 Part = Literal["params", "optimizer", "other"]

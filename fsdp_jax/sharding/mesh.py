@@ -1,12 +1,13 @@
 """Device meshes: axes that shard state, axes that may replicate it, and the model's own axes.
 
-`make_mesh` makes two, `data` and `replica`; a mesh of the user's own names those that play their
-parts. The batch is sharded along both. The sharding factor of PyTorch FSDP is the size of `data`.
+`make_mesh` makes two, `data` and `replica`; of a mesh of the user's own, arguments say which of its
+axes these are. The batch is sharded along both. The sharding factor of PyTorch FSDP is the size of
+`data`.
 
-[Note: the mesh axes that `data` is split into] A TPU reduces and scatters along one dim of its
-torus at a time, or else not at all: asked for all of a torus at once it sends twice the bytes. And
-a dim that is not divisible by the number of all devices may be divisible by the number of hosts,
-and another dim by the number of devices of a host. So inside the library `data` may be several mesh
+[Note: the mesh axes that `data` is split into] XLA:TPU has a true reduce-scatter along one physical
+dim of the torus only: along several at once it all-reduces, which sends twice the bytes. And a dim
+that is not divisible by the number of all devices may be divisible by the number of hosts, and
+another dim by the number of devices of a host. So inside the library `data` may be several mesh
 axes, `data_0`, `data_1`, ..., one per physical dim in the order of the devices. `split_data` makes
 them; to the user they stay `data` in rules and reports.
 """
@@ -98,7 +99,7 @@ def _ordered(devices: list[jax.Device], shape: tuple[int, int]) -> np.ndarray:
     `data` through the last of them. Where they do not, or devices are left out of the torus, the
     order is by slice, host and id.
     """
-    devices = sorted(devices, key=lambda d: (_slice(d), d.process_index, d.id))
+    devices = sorted(devices, key=lambda d: (_slice_index(d), d.process_index, d.id))
     if devices[0].platform == "tpu":
         dims = _torus_dims([_coordinates(device) for device in devices], shape[1])
         if dims is not None:
@@ -109,10 +110,11 @@ def _ordered(devices: list[jax.Device], shape: tuple[int, int]) -> np.ndarray:
 
 def _coordinates(device: jax.Device) -> tuple[int, ...]:
     """Returns (slice, coordinates in the torus, core) of a TPU core."""
-    return (_slice(device), *device.coords, device.core_on_chip)
+    return (_slice_index(device), *device.coords, device.core_on_chip)
 
 
-def _slice(device: jax.Device) -> int:
+def _slice_index(device: jax.Device) -> int:
+    """Returns the number of the device's TPU slice; 0 where there are none."""
     return getattr(device, "slice_index", None) or 0
 
 

@@ -166,7 +166,10 @@ def _traced_specs(
 
 
 def _is_blocked(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:
-    """Whether an array holds scales of a parameter's blocks: one dim divides the parameter's."""
+    """Whether an array has one number for each block of a parameter along one dim.
+
+    `shape`: of the parameter; `counts`: of the array.
+    """
     if len(shape) != len(counts):
         return False
     others = [(size, count) for size, count in zip(shape, counts, strict=True) if size != count]
@@ -174,9 +177,12 @@ def _is_blocked(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:
 
 
 def _of_blocks(
-    owner: str, shape: tuple[int, ...], of_owner: Placement, mesh: Mesh, least: int
+    owner: str, shape: tuple[int, ...], of_owner: Placement, mesh: Mesh, min_size: int
 ) -> Placement:
-    """Returns the owner's placement, without axes that cut a block; `least`: elements to shard."""
+    """Returns the owner's placement, without mesh axes that would cut a block.
+
+    `min_size`: elements of an array whose replication is reported as waste.
+    """
     entries = list(of_owner.spec)
     missed, reason = 1, f"a scale for each block of parameter {owner}"
     for dim, entry in enumerate(entries):
@@ -185,5 +191,5 @@ def _of_blocks(
             entries[dim] = None
             missed *= shards
             reason += f"; {shape[dim]} blocks of dim {dim} are not divisible by {shards}"
-    missed = missed if prod(shape) >= least else 1
+    missed = missed if prod(shape) >= min_size else 1
     return Placement(PartitionSpec(*entries), "optimizer", reason, missed)

@@ -251,4 +251,5 @@ class CompiledStep:
 
 
 def _signature(tree: PyTree) -> dict[str, str]:
+    """Returns {path: dtype and shape}, such as `float32[8, 16]`."""
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flatten(tree).items()}

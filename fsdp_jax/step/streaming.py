@@ -8,9 +8,10 @@ in a loop, if each layer's results depend on that layer alone; the traced equati
 arrays of so many layers. XLA streams from host memory along the first dim.
 
 [Note: order] `in_flight` groups are on the device at once: while one is updated, the next is
-fetched. A fetch waits for the update of the group `in_flight` before it, by a barrier. Within a
-loop the groups of one layer follow each other in a ring, so that no buffer is read and written at
-once: XLA would copy it, in host memory. So a loop with a single group fetches and sends in turn.
+fetched. A fetch waits for the update of the group `in_flight` before it, by an optimization
+barrier. Within a loop the groups of one layer follow each other in a ring, so that no buffer is
+read and written at once: XLA would copy it, in host memory. So the transfers of a loop with a
+single group do not overlap.
 
 A global norm of the gradients, learning rates and counts depend on nothing in host memory: they are
 computed before, once.
@@ -93,9 +94,9 @@ def streamed(
         update: a pure function, which sees all arrays in device memory.
         state: of the optimizer, and the parameters that it updates, which come first.
         gradients: of these parameters, in device memory.
-        scalars: what else it reads, in device memory.
+        scalars: other inputs of the update, such as learning rates and counts, in device memory.
         leaves: how each array of the state is stored.
-        offload: how many groups of which size.
+        offload: the number of groups on the device at once, and their bytes.
         report: filled in.
 
     Raises:

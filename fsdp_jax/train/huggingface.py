@@ -103,7 +103,7 @@ def _require_free(target: Path) -> None:
 
 
 def _is_import(directory: Path) -> bool:
-    """Returns whether all finished checkpoints in a directory are imported ones."""
+    """Whether a folder of checkpoints holds nothing but what imports wrote, if anything."""
     with CheckpointStore(directory) as store:
         imported = [IS_IMPORT in store.record(step)["metadata"] for step in store.steps()]
         return all(imported) and not store.foreign()

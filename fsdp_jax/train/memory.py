@@ -42,7 +42,7 @@ def check_fits(run: Run) -> None:
 
 
 def _host_bytes() -> int | None:
-    """Returns the memory of this host, or None if the system does not tell."""
+    """Returns the physical memory of this host, free or not; None if the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

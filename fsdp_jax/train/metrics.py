@@ -20,7 +20,10 @@ from fsdp_jax.io.regular_files import NotRegularError, read_regular, regular_ope
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A line of `metrics.jsonl`; what is unknown or not finite is written as null."""
+    """A line of `metrics.jsonl`; what is unknown or not finite is written as null.
+
+    `Training` fills it in (`loop.py`), and `Screen` prints some of it (`console.py`).
+    """
 
     step: int
     loss: float

@@ -79,7 +79,8 @@ def copies_of(
 
     A strategy that replicates parameters and shards their optimizer state can, in mixed precision,
     shard the master weights too: only the copy is replicated. Where the master weights are in host
-    memory, the copy is what the units fetch; what is gathered in float8 they fetch itself.
+    memory, the units fetch the copy. Parameters that are gathered in float8 have none: the units
+    fetch their master weights.
 
     `stacked`: path -> leading dims that stack layers.
     """

@@ -220,7 +220,7 @@ class _ComputationRun:
         self._run(result, trips, f"{trips} x {stripped(one.op_name) or name}")
 
     def _call(self, call: Instruction) -> None:
-        """Runs what is called; of a conditional, the branch that takes longest."""
+        """Adds the simulated time of what is called; of a conditional, its longest branch."""
         branches = [self.simulator.simulate(name, ()) for name in call.calls]
         if branches:
             self._run(max(branches, key=lambda branch: branch.seconds), 1, _label(call))
