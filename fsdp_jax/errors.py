@@ -107,6 +107,7 @@ def error_block(error: BaseException) -> str:
 
 
 def _block(error: BaseException) -> str:
+    """Returns what a user sees: its own text if readable, else its type, place and a fix."""
     text = _shorten(error).strip() or "no message"
     if _is_readable(error):
         return f"error: {error}"

@@ -176,6 +176,7 @@ def _adapted(kind: Hashable) -> type:
 
 
 def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
+    """Makes a Linear an AdaptedLinear in place, with A [..., I, R] and B [..., R, O], float32."""
     *layers, inputs, outputs = linear.kernel.shape
     bound = inputs**-0.5
     a = jax.random.uniform(key, (*layers, inputs, rank), jnp.float32, -bound, bound)

@@ -105,6 +105,7 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[st
 
 
 def _cause_with_local_batch(evidence: Evidence) -> str:
+    """Returns the first cause that the evidence supports; the last one is what remains."""
     if evidence.is_random:
         return (
             "dropout or other random layers: with local_batch each device draws its own numbers, "

@@ -139,6 +139,7 @@ class Comparison:
         return make_mesh(-1, replica, devices=self.devices)
 
     def _sharded(self, setting: Setting, mesh: Mesh) -> Sharded:
+        """Shards the model; its optimizer keeps the gradients too. Sets a missing tolerance."""
         settings = dict(self.settings)
         if not setting.local_batch:  # these need explicit collectives
             settings["prefetch"] = "none"
@@ -206,6 +207,7 @@ class Comparison:
         return sharded.from_checkpoint(copied)
 
     def _unsharded(self, step: CompiledStep) -> Unsharded:
+        """Returns the run on one device: made from the first step, the same for all settings."""
         if self._control is None:
             leaves = step.plan.layout.by_path
             trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)

@@ -169,6 +169,7 @@ def _another_key(keys: jax.Array) -> jax.Array:
 
 
 def _apply_nnx(make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[..., Any]) -> Apply:
+    """Returns what calls the loss on a copy of the model that holds the arrays, by path."""
     with nnx.use_eager_sharding(False):
         # Not under eval_shape: Flax takes an array attribute for state only where it is no tracer.
         model = make_model(nnx.Rngs(0))
@@ -200,6 +201,8 @@ def _apply_nnx(make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[.
 
 
 def _apply_linen(module: nn.Module, loss_fn: Callable[..., Any], streams: Collection[str]) -> Apply:
+    """Returns what calls the loss on the module; each of `streams` gets a key of its own."""
+
     def apply(
         params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
     ) -> tuple[Any, Arrays]:

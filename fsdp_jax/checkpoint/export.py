@@ -167,6 +167,7 @@ def fits_dtype(tensor: StoredTensor, leaf: jax.ShapeDtypeStruct) -> bool:
 
 
 def _check_tensors(tensors: SafetensorsFolder, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises ConfigError with all that are missing, unknown, or of another shape or dtype."""
     lines = [f"{name}: missing" for name in leaves if name not in tensors]
     lines += [f"{name}: unknown" for name in tensors if name not in leaves]
     for name in leaves.keys() & tensors.keys():

@@ -66,6 +66,7 @@ class Lease:
         return seen
 
     def _take(self) -> None:
+        """Makes the directory if need be, locks the file and writes its owner into it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._lock()
         self._file.truncate(0)
@@ -88,6 +89,7 @@ class Lease:
         self._file = None
 
     def _lock(self) -> IO[str]:
+        """Returns the file, opened and locked. Raises ConfigError at once if another run has it."""
         while True:
             file = self._open()
             try:
@@ -119,6 +121,7 @@ class Lease:
         return ConfigError(message(what, where=str(self.path), got=got, fix=fix))
 
     def _held_by_another(self, file: IO[str]) -> ConfigError:
+        """Returns the error for a file that another run has locked, with the owner it names."""
         file.seek(0)
         try:
             owner = "host {host}, pid {pid}, process {process}, since {started}".format(

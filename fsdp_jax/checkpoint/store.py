@@ -428,6 +428,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             return False
 
     def _delete(self, step: int) -> None:
+        """Renames a step away, then removes it; only logs where it cannot be renamed."""
         log.info("deleting %d", step)
         deleting = _beside(self.path(step), DELETING)
         try:

@@ -61,6 +61,7 @@ def tokenize_corpus(
 
 
 def _open_corpus(corpus: str, field: str, invalid: Invalid) -> Documents:
+    """Returns the embedded corpus or a path's. Raises ConfigError for a flag without effect."""
     if corpus != "embedded":
         return open_documents(corpus, field=field, invalid=invalid)
     for name, got, default in (("field", field, "text"), ("invalid", invalid, "error")):

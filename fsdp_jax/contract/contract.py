@@ -116,6 +116,7 @@ class Contract:
         return f"{table}\n{self._verdict()}"
 
     def _cells(self) -> list[tuple[str, ...]]:
+        """Returns the texts of the table: for each of `rows`, one of each of `COLUMNS`."""
         cells: list[tuple[str, ...]] = []
         for row in self.rows():
             sizes = human_bytes(row["bytes"]), human_bytes(row["overlapped_bytes"])
@@ -124,6 +125,7 @@ class Contract:
         return cells
 
     def _verdict(self) -> str:
+        """Returns the bytes sent and declared, then a line for each violation, choice and note."""
         ratio = self.wire_bytes / self.wire_bytes_limit if self.wire_bytes_limit else 1.0
         verdict = f"a device sends {human_bytes(self.wire_bytes)} per step; "
         verdict += f"declared {human_bytes(self.wire_bytes_limit)} ({ratio:.3f}); "
@@ -212,6 +214,7 @@ def _rematerialized(array: Rematerialization) -> Violation:
 
 
 def _sums(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sums the bytes of rows with the same op, dtype and axis."""
     sums = Counter[tuple[str, str, str]]()
     for row in rows:
         sums[row["op"], row["dtype"], row["axis"]] += row["bytes"]

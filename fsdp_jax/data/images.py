@@ -173,6 +173,7 @@ class ImageSplit:
 
 
 def _check_arrays(images: np.ndarray, labels: np.ndarray, where: str) -> None:
+    """Raises ConfigError unless images are uint8 [N, H, W, 3] and labels 0 to 2^31-1, [N]."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or not images.size:
         what = "The images have the wrong shape or dtype."
         where = f"{where}, images"

@@ -227,6 +227,7 @@ def _with_mask(row: Row) -> Row:
 
 
 def _rows_per_process(global_batch_size: int, process_index: int, process_count: int) -> int:
+    """Returns how many rows a process reads. Raises ConfigError for numbers that do not fit."""
     check_positive("the batch size", global_batch_size)
     check_positive("the number of processes", process_count)
     if not 0 <= process_index < process_count:

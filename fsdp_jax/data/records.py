@@ -108,6 +108,7 @@ def read_json(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
 
 
 def _read_lines(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
+    """Yields (where, record) of a `.jsonl`, line by line; counts those that are left out."""
     offset = 0
     with reading(file), BufferedReader(open_regular(file)) as lines:
         for number, line in enumerate(lines, 1):

@@ -182,6 +182,7 @@ def _intact_part(folder: Path, before: Manifest, say: Say) -> Manifest:
 
 
 def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
+    """Returns whether those of its files that the manifest lists have their digests."""
     try:
         for name in sorted(manifest.files.keys() & {FILE, SETTINGS}):
             check_digest(folder / name, manifest.files[name])

@@ -180,6 +180,7 @@ def _open_text(options: DataOptions) -> LoadedData:
 
 
 def _open_shards(options: DataOptions) -> LoadedData:
+    """Opens token shards. Raises ConfigError for options that contradict how they were made."""
     assert options.path is not None
     shards = TokenShards.open(options.path)
     plan = shards.manifest.plan
@@ -212,6 +213,7 @@ def _open_shards(options: DataOptions) -> LoadedData:
 def _loaded_text(
     train: Stream, held_out: Stream, plan: TokenizePlan, tokenizer: Tokenizer, options: DataOptions
 ) -> LoadedData:
+    """Returns both parts as examples; None for held-out tokens too few for one example."""
     needed = options.sequence_length + 1
     if options.targets_length is not None:
         needed = corruption_sizes(options.sequence_length, end=tokenizer.end).chunk
@@ -228,6 +230,7 @@ def _loaded_text(
 
 
 def _text_examples(stream: Stream, tokenizer: Tokenizer, options: DataOptions) -> Examples:
+    """Returns windows, or corrupted chunks for a model with an encoder."""
     if options.targets_length is None:
         starts = stream.starts if options.packing else None
         return Windows(stream.tokens, sequence_length=options.sequence_length, starts=starts)
@@ -257,6 +260,7 @@ def skip_note(skipped: Skipped) -> str:
 
 
 def _open_instructions(options: DataOptions) -> LoadedData:
+    """Encodes instructions into memory; held-out ones only if at least one is short enough."""
     tokenizer = _load_tokenizer(options)
     skipped = Skipped()
     records = load_instructions(options.path, skipped, split=options.split, invalid=options.invalid)
@@ -281,6 +285,7 @@ def _open_instructions(options: DataOptions) -> LoadedData:
 def _instruction_examples(
     encoded: list[EncodedInstruction], skipped: Skipped, options: DataOptions
 ) -> Examples:
+    """Returns packed rows, or inputs and targets for a model with an encoder."""
     common: dict[str, Any] = {"too_long": options.too_long, "skipped": skipped}
     length, targets_length = options.sequence_length, options.targets_length
     if targets_length is None:
@@ -289,8 +294,9 @@ def _instruction_examples(
 
 
 def _open_images(options: DataOptions) -> LoadedData:
+    """Opens the images of an `.npz`; without a path, drawn ones."""
     if options.path is None:
-        return _draw_images(options)
+        return _open_drawn_images(options)
     images = load_images(options.path)
     _check_classes(images.classes, options.classes)
     train, held_out = held_out_indices(len(images), options.share)
@@ -305,7 +311,8 @@ def _open_images(options: DataOptions) -> LoadedData:
     )
 
 
-def _draw_images(options: DataOptions) -> LoadedData:
+def _open_drawn_images(options: DataOptions) -> LoadedData:
+    """Returns images that are drawn as they are read; their settings make the digest."""
     _check_classes(len(CLASSES), options.classes)
     count, side, seed = options.images, options.image_size, options.seed
     rest = round(count * options.share)

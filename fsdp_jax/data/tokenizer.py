@@ -297,6 +297,7 @@ def _end_id(ids: Mapping[str, int], settings: bytes | None, name: str) -> int | 
 
 
 def _import_tokenizers() -> Any:
+    """Returns the module. Raises ConfigError if it is not installed."""
     try:
         import tokenizers
     except ImportError as error:

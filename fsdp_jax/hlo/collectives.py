@@ -184,6 +184,7 @@ class _CollectiveReader:
         ]
 
     def _loop(self, within: Computation, one: Instruction, context: _Context) -> list[Collective]:
+        """Returns the collectives of a `while`; where its trips are unknown, those of one trip."""
         condition, body, trips, constants = self._module.loop(within, one, context.known)
         if trips is None:
             self.unread.append(f"the length of the loop '{one.name}' in '{within.name}'")

@@ -193,12 +193,13 @@ def only_sliced(module: Module, within: Computation, name: str) -> bool:
             if user.opcode in _REARRANGING | _SCALING:
                 remaining += {user.name} - seen
                 seen.add(user.name)
-            elif not _slices(module, within, user, name):
+            elif not _only_slices(module, within, user, name):
                 return False
     return True
 
 
-def _slices(module: Module, within: Computation, user: Instruction, name: str) -> bool:
+def _only_slices(module: Module, within: Computation, user: Instruction, name: str) -> bool:
+    """Returns whether `user` reads no more than a slice of `name`, itself or in its fusion."""
     if user.opcode == "dynamic-slice":
         smaller = prod(user.shapes[0].dims) < prod(within[name].shapes[0].dims)
         return user.operands[0] == name and smaller

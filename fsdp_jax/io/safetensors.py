@@ -82,6 +82,7 @@ class StoredTensor:
         return partial[-1] if partial else 0
 
     def _read_into(self, view: memoryview, offset: int) -> None:
+        """Fills `view` from `offset`, in bytes of the file. Raises OSError where it ends before."""
         while view:
             count = os.preadv(self.file, [view], offset)
             if not count:

@@ -176,6 +176,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     def _copy_block(
         self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping, block: Box
     ) -> None:
+        """Reads a block of the tensor, and writes into each buffer what its box has of it."""
         values = mapping.to_array(self.tensors[mapping.name].read(block, self._scratch()))
         array_block = mapping.array_box(block)
         for box, buffer in buffers.items():

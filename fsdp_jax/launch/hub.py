@@ -166,6 +166,7 @@ class Hub:
                     self._tell({"say": f"waiting for {missing} to agree on {what}"})
 
     def _await_joins(self, seconds: float) -> None:
+        """Tells who has not joined after so many seconds; fails the run when patience ends."""
         missing = self._all_but(self._peers)
         if seconds < self._patience:
             limit = f"{seconds:.0f} of at most {self._patience:.0f} s (cluster.timeout)"
@@ -231,6 +232,7 @@ class Hub:
         return -1  # as the run ends, it tries again, until another run listens here
 
     def _receive(self, process: int, line: Line) -> None:
+        """Acts on what a process sends: facts to compare, its failure, or that it leaves."""
         if "same" in line:
             self._compare(process, line["same"], line["facts"])
         elif "failed" in line:

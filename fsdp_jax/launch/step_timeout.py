@@ -33,6 +33,7 @@ class StepTimeout(AbstractContextManager["StepTimeout"]):
         self._done.set()
 
     def _wait(self) -> None:
+        """Returns after the `with` block; ends all processes if no step is done for `seconds`."""
         while self._done.wait(self._seconds):
             self._done.clear()
             if self._over:

@@ -171,6 +171,7 @@ class Watch:
             self._end(self._as_told(line), line["code"])
 
     def _receive(self, line: Line) -> None:
+        """Acts on what process 0 sends; ends this process `GRACE` seconds after another fails."""
         if "say" in line:
             self._print(line["say"])
         elif "same" in line:

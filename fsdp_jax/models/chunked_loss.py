@@ -102,6 +102,8 @@ def _losses(
 def _forward(
     chunks: _Chunks, weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array
 ) -> tuple[jax.Array, Any]:
+    """Returns (losses, float32 [B, T]; residuals), with a log-sum-exp that runs over chunks."""
+
     def accumulate(carry: Any, number: jax.Array) -> tuple[Any, None]:
         maximum, total, target_logit = carry
         logits, is_target = chunks.logits(weights, x_BTD, targets_BT, number)
@@ -122,9 +124,11 @@ def _forward(
 def _backward(
     chunks: _Chunks, residuals: Any, cotangent_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
+    """Returns the gradients of weights and x_BTD, from logits that are computed again."""
     weights, x_BTD, targets_BT, log_total = residuals
 
     def accumulate(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        """Adds a chunk's gradients to the weights' and to x_BTD's, which is float32."""
         weights_grad, x_grad = carry
         # the gradient of this chunk's logits
         logits, is_target = chunks.logits(weights, x_BTD, targets_BT, number)

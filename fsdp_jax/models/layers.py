@@ -151,6 +151,7 @@ def blockwise_attention(
     def attend(
         block: Any, key: jax.Array, value: jax.Array, key_segments: jax.Array | None
     ) -> jax.Array:
+        """Returns one block's attention. `block`: first position, queries, segments, bias."""
         first, query, query_segments, bias = block
         S = key.shape[1]
         mask = jnp.ones((QUERY_BLOCK, S), bool)

@@ -82,6 +82,7 @@ def render_fragment(plan: Any) -> str:
 
 @cache
 def _template() -> jinja2.Template:
+    """Returns the page's template with its functions; an undefined name in it is an error."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fsdp_jax.planner", "."),
         autoescape=True,
@@ -226,6 +227,7 @@ def _total(events: Sequence[Event]) -> float:
 
 
 def _lane(events: Sequence[Event], span: float, top: int, height: int, css: str) -> Iterator[Box]:
+    """Yields a lane's boxes; near events share one. `span`: seconds; `top`, `height`: pixels."""
     for group in _merged(events, span / LANE_MARKS):
         start = group[0].start
         width = (max(event.end for event in group) - start) / span

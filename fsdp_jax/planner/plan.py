@@ -261,6 +261,7 @@ class Plan:
         return f"host: {human_bytes(self.host_bytes)} a device, {self._host_share()}"
 
     def _host_share(self) -> str:
+        """Returns the bytes of a host's devices in its memory, its capacity, and those staged."""
         text = human_bytes(self.host_bytes * self.host_devices)
         if self.host_capacity_bytes is not None:
             text += f" of {human_bytes(self.host_capacity_bytes)}"

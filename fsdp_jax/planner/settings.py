@@ -94,6 +94,7 @@ def fixes(
     results: list[Fix] = []
 
     def try_change(change: str, changed: StepSettings, costs: str, where: Topology) -> None:
+        """Adds a change to `results` if a step can be made with it and its peak is lower."""
         try:
             after = analytic_plan(*make_step(changed, fake_devices(where)), where, work)
         # such as a batch that cannot be split evenly, or an optimizer that cannot be sharded

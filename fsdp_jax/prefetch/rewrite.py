@@ -262,6 +262,7 @@ class _Rewriter:
         gathered: Arrays,
         inputs: list[Any],
     ) -> list[Any]:
+        """Returns the values of `outs`, given those of `ins` and the gathered parameters."""
         # Shards stay None: what is gathered from them is given.
         env = _Env(dict.fromkeys(ends_of(eqns)[0]))
         env.update(zip(ins, inputs, strict=True))
@@ -312,6 +313,7 @@ def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]
     sites: dict[str, tuple[int, ...]] = {}
 
     def visit(jaxpr: jex.Jaxpr, numbers: dict[Any, int]) -> bool:
+        """Fills `sites`; returns whether all can be moved out. `numbers`: {variable: input}."""
         for eqn in jaxpr.eqns:
             if not _paths_in(eqn):
                 continue

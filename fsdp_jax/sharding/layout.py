@@ -270,6 +270,7 @@ def make_layout(
 
 
 def _leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Placement) -> Leaf:
+    """Returns a leaf whose gradient is sharded as the leaf is stored."""
     return Leaf(
         path=path,
         part=part,

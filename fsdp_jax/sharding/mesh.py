@@ -408,6 +408,7 @@ def _physical_sizes(devices: np.ndarray) -> tuple[int, ...]:
 
 
 def _box_sizes(row: Sequence[jax.Device]) -> tuple[int, ...]:
+    """Returns the sizes of the box that a row fills in order, slowest first; else its length."""
     if row[0].platform == "tpu":
         places = [_coordinates(device) for device in row]
     else:

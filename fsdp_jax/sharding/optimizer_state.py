@@ -112,6 +112,7 @@ def optimizer_placements(
     by_size = Rules(min_size=rules.min_size, axes=rules.axes)  # a user's rules are for parameters
 
     def place(path: str, leaf: Any) -> Placement:
+        """Returns where a leaf goes: as traced, as its parameter, in blocks of it, or by size."""
         if traced.get(path):
             return Placement(traced[path], "optimizer", "follows its parameter through tx.init")
         shape = tuple(unboxed(leaf).shape)

@@ -25,6 +25,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 
 def _leaf_json(leaf: Leaf) -> dict[str, Any]:
+    """Returns a leaf in JSON; `spec` has a list of mesh axes, or None, for each dim."""
     spec = [list(axes_of(entry)) or None for entry in leaf.axes.user_spec(leaf.spec)]
     return {
         "path": leaf.path,

@@ -253,7 +253,7 @@ class Rules:
             findings += refused
             matched = [path for path, winner in winners.items() if winner == index]
             if not matched:
-                findings += self._never_wins(index, where, leaves)
+                findings += self._unused_or_shadowed(index, where, leaves)
             if not refused:
                 for path in [path for path in matched if path not in others] or matched:
                     findings += _misfits(where, path, assigned.spec, leaves[path], mesh)
@@ -274,7 +274,8 @@ class Rules:
         winners = (i for i, (pattern, _) in enumerate(self.pairs) if matches(pattern, path))
         return next(winners, None)
 
-    def _never_wins(self, index: int, where: str, paths: Collection[str]) -> list[Finding]:
+    def _unused_or_shadowed(self, index: int, where: str, paths: Collection[str]) -> list[Finding]:
+        """Returns the finding for a rule that decides no parameter; none for a last catch-all."""
         pattern = self.pairs[index][0]
         matched = [path for path in paths if matches(pattern, path)]
         if not matched:

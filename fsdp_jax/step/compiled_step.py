@@ -162,6 +162,7 @@ class CompiledStep:
             self._abort_if(*self._in_flight.popleft())
 
     def _abort_if(self, in_a_row: jax.Array, state_finite: jax.Array | None) -> None:
+        """Raises NonFiniteError for a state, or a count of skipped steps, that ends the run."""
         if state_finite is not None and not int(state_finite):
             self._in_flight.clear()
             what = "an update made the state that is kept in host memory infinite or NaN"

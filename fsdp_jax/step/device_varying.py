@@ -91,6 +91,7 @@ class _Variation:
         return [read(v) for v in jaxpr.outvars]
 
     def _of_eqn(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
+        """Returns the axes along which each result varies. Raises ValueError for mutable arrays."""
         name = eqn.primitive.name
         any_operand = NONE.union(*varying)
         if name in MUTATING:
@@ -117,6 +118,7 @@ class _Variation:
         return [condition.union(*each) for each in zip(*of_branches, strict=True)]
 
     def _of_while(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
+        """Returns the axes of each carry at the end, those of the condition among them."""
         cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
         body_start = eqn.params["cond_nconsts"]
         carry_start = body_start + eqn.params["body_nconsts"]
@@ -130,6 +132,7 @@ class _Variation:
         return _fixed_point(iterate, varying[carry_start:])
 
     def _of_scan(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
+        """Returns the axes of each carry at the end, and of each stacked output."""
         consts, carry, xs = scan_arguments(eqn.params, varying)
 
         def iterate(carry: list[Axes]) -> list[Axes]:

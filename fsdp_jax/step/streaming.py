@@ -297,6 +297,7 @@ class _Stack:
             }
 
         def iteration(carry: tuple[Arrays, list[Arrays], jax.Array], index: Any) -> Any:
+            """Updates the `index`-th `rows` layers; a group is fetched `ahead` groups before."""
             buffers, fetched, finite = carry
             for group, numbers in enumerate(groups):
                 next_group, next_layer = (group + ahead) % len(groups), index

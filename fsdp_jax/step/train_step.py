@@ -314,6 +314,7 @@ def _accumulate(
         return sums[0] if factor is None else sums[0] * factor, (sums, new_state)
 
     def microbatch(model_state: PyTree, batch: PyTree, index: Any) -> tuple[Any, Any, PyTree]:
+        """Returns (gradients, reduced unless units or a later reduction do it; sums; new state)."""
         # Also after a change of accumulation no key is used twice.
         key = jax.random.fold_in(jax.random.fold_in(rng, step), index)
         fn = loss

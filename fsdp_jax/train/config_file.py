@@ -148,6 +148,7 @@ def _too_nested(where: str) -> ConfigError:
 
 
 def _mapping(content: Any, where: str) -> Mapping[str, Any]:
+    """Returns a section's keys, none if it is empty. Raises ConfigError for anything else."""
     if content is None:
         return {}
     if isinstance(content, dict):

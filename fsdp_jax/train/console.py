@@ -69,6 +69,7 @@ class Screen:
             self.say(self._line(record, more))
 
     def _line(self, record: StepRecord, more: Mapping[str, np.ndarray]) -> str:
+        """Returns what is printed of a step; of `more`, the scalars."""
         seconds_left = round((self._steps - record.step) * record.step_time_s)
         fields = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",

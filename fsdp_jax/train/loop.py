@@ -422,6 +422,7 @@ class Training:
             shards.check.raise_if_damaged()
 
     def _stop(self) -> int:
+        """Saves, waits for the save and says how to resume; returns the exit code."""
         self.screen.end_bar()
         self._save(ends=True)
         self.store.wait()

@@ -40,6 +40,7 @@ def train(config: Config) -> int:
 
 
 def _train(config: Config, stack: ExitStack) -> int:
+    """Builds the run, resumes it and trains; returns the exit code. `stack` ends what it starts."""
     settings, checkpoint, output = config.train, config.checkpoint, Path(config.output)
 
     # Build the objects of the run and lock its directory; nothing is allocated yet.

@@ -44,6 +44,7 @@ def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
 
 
 def _predictions(sharded: Sharded, state: TrainState, rows: list[Row]) -> str:
+    """Returns two lines, the classes of the images and those predicted, and how many agree."""
     images = np.stack([row["images"] for row in rows])
     labels = np.stack([row["labels"] for row in rows])
     classify = sharded.apply(lambda model, images: model(images).argmax(-1))

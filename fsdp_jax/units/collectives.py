@@ -171,6 +171,7 @@ def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
 
 
 def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Gathers a shard of `spec` inside `shard_map`, dim by dim."""
     for dim, entry in enumerate(spec):
         if dim and axes_of(entry):
             value = _row_major(value)
@@ -202,6 +203,7 @@ def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
 
 
 def _reduce_manual(comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Returns this device's shard, of `spec`, of a gradient summed over the batch axes."""
     # Reduce-scatter along the axes that shard the gradient ...
     for dim, entry in enumerate(spec):
         for axes in comm.steps(entry):

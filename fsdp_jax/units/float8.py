@@ -78,6 +78,7 @@ def _forward(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> 
 
 
 def _backward(dims: Dims, dtype: np.dtype, operands: Any, cotangent: jax.Array) -> Any:
+    """Returns both gradients, each a float8 matmul of the cotangent and the other operand."""
     contracted, batch = dims
     scaled = quantize(cotangent, GRADIENT)
     # Dims that are neither: a result has those of the batch, then the left's, then the right's.

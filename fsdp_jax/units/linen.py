@@ -87,6 +87,7 @@ class LinenModel:
         call = self._scoped(lambda module: module(*args, **kwargs))
 
         def trace() -> Any:
+            """Returns the variables; `met` makes them again while the model asks for more."""
             watch = ScopeWatch(self.demands, gives_streams=True, known=())
 
             def intercept(
@@ -131,6 +132,7 @@ class LinenModel:
         demands = Demands(self.demands.streams)
 
         def trace() -> tuple[Any, PyTree]:
+            """Returns (result, collections); `met` makes it again while the model asks for more."""
             # A cache is written where it is mutable, which changes what a decoder does.
             known = {_PARAMS, "cache", *rest}
             watch = ScopeWatch(demands, gives_streams=training, known=known)
@@ -157,6 +159,7 @@ def _interceptor(boundaries: Mapping[str, Boundary], watch: ScopeWatch) -> Calla
     entered: set[str] = set()
 
     def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        """Runs a method inside its module's boundary, unless it is called from inside it."""
         path = _path(context.module)
         if path is not None:
             watch.watch(context.module.scope)

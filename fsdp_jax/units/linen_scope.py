@@ -163,6 +163,7 @@ class _NotStored(dict[str, Any]):
         self._demands, self._collection, self._where = demands, collection, where
 
     def _read(self, *_: Any, **__: Any) -> Any:
+        """Asks for the collection. Raises ValueError if it was asked for before, in vain."""
         name = self._collection
         if name not in self._demands.sown:
             self._demands.ask(self._demands.sown, name)

@@ -235,6 +235,7 @@ def _attributes(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _modules(model: nnx.Module) -> Iterator[ModuleInfo]:
+    """Yields modules, parents first, each with the paths of the parameters among its attributes."""
     params = _variables(nnx.state(model, nnx.Param))
     path_of = {id(variable): path for path, variable in params.items()}
     for path, node in _walk(model):
@@ -299,6 +300,7 @@ def _is_method(attribute: Any) -> bool:
 
 
 def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a method inside its module's boundary; the boundary is off for methods that it calls."""
     boundary: Boundary = module._fsdp
     args, kwargs = boundary.entering((args, kwargs))
     if boundary.unit is not None:
@@ -330,6 +332,7 @@ def _call_unit(
     plain_after: dict[str, dict[str, Any]] = {}
 
     def pure(state: nnx.State, arrays: list[Any]) -> tuple[Any, nnx.State]:
+        """Returns (arrays of the result, changed state). Raises ValueError if state is created."""
         merged = inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
         _set_class(inner, cls)
         params, rest = _flat_states(merged)

@@ -95,6 +95,7 @@ def as_policy(remat: Remat) -> RematPolicy:
 
 
 def _check_policy(policy: Any, where: str) -> None:
+    """Raises ValueError for an unknown name, and for a transform or anything else not callable."""
     choices = get_args(RematName)
     takes_a_policy = policy in (jax.checkpoint, nnx.remat, nn.remat)
     if takes_a_policy or (not callable(policy) and policy not in choices):

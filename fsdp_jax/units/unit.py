@@ -184,6 +184,7 @@ def _save_all_but(shards: Iterable[Shard], chosen: Policy) -> Policy:
         sizes |= {shard.value.size, prod(shape)}
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        """Answers as `chosen`, but False (recompute) from a shard to its gathered, cast weight."""
         if primitive.name in _GATHERING or primitive.name in _REARRANGING:
             return False
         if avals and _is_float8(avals[0]):  # cast back, after the gather

@@ -78,6 +78,7 @@ def _table(config: CaiTConfig) -> Table:
 
 
 def _read(content: Json, where: object) -> CaiTConfig:
+    """Returns an architecture's configuration, as `model_args` changes it."""
     name = content["architecture"]
     if name not in ARCHITECTURES:
         fix = did_you_mean(str(name), ARCHITECTURES)

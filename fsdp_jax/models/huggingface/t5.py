@@ -41,6 +41,7 @@ def _attention(ours: str, theirs: str) -> list[Entry]:
 
 
 def _block(config: T5Config, *, is_decoder: bool) -> list[Entry]:
+    """Returns the entries of one block, with names that are relative to it."""
     entries = [
         *norm("attn_norm", "layer.0.layer_norm", bias=False),
         *_attention("attn", "layer.0.SelfAttention"),
@@ -57,6 +58,7 @@ def _block(config: T5Config, *, is_decoder: bool) -> list[Entry]:
 
 
 def _stack(config: T5Config, name: str, depth: int) -> list[Entry]:
+    """Returns the entries of the `encoder` or `decoder`, except for its embedding."""
     # stored with the first block, used by all of them
     positions = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     block = _block(config, is_decoder=name == "decoder")

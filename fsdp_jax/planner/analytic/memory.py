@@ -261,6 +261,7 @@ class _OperationList:
             self.operations.insert(next(after, 0), copy)
 
     def _resolve_operation(self, operation: _Operation) -> None:
+        """Decides whether it is live, and which values are stored; readers are decided before."""
         effect = operation.effect
         operation.live = any(output.live for output in operation.outputs)
         for body in operation.bodies:
@@ -336,6 +337,7 @@ class _JaxprReader:
         return [value(atom) for atom in jaxpr.outvars]
 
     def _run_eqn(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
+        """Returns an equation's results; appends its operation, or those of an inlined call."""
         name, params = eqn.primitive.name, eqn.params
         if name in _CALLS:
             (inner, *_) = jex.jaxprs_in_params(params)
@@ -383,6 +385,7 @@ class _JaxprReader:
     def _append(
         self, effect: str, name: str, inputs: list[_Value], outputs: list[_Value]
     ) -> _Operation:
+        """Appends an operation, and tells its outputs what made them."""
         operation = _Operation(effect, name, inputs, outputs)
         if effect == "update":
             operation.in_place = list(zip(inputs, outputs, strict=False))
@@ -453,7 +456,7 @@ class _Lifetimes:
                 self._allocate(value, -1)
         for time, operation in enumerate(program.operations):
             if operation.live:
-                self._step(time, operation)
+                self._visit(time, operation)
         for value in program.carry_out:
             self._read(value, self.end)
         for value in program.results:
@@ -471,7 +474,8 @@ class _Lifetimes:
                 self.last[source] = time
         return sum(value.reads.values())
 
-    def _step(self, time: int, operation: _Operation) -> None:
+    def _visit(self, time: int, operation: _Operation) -> None:
+        """Sets what reading each output reads; runs what is no alias, fused value or constant."""
         outputs = operation.outputs
         is_fused = operation.effect == "fused"
         if operation.effect == "alias":
@@ -493,6 +497,7 @@ class _Lifetimes:
             self._run(time, operation)
 
     def _run(self, time: int, operation: _Operation) -> None:
+        """Gives each output memory, that of an input where it is updated in place; adds traffic."""
         # a carry that starts as a constant is made in the memory of the result
         new = {value for value, _ in operation.in_place if value.constant is not None}
         read = sum(self._read(value, time) for value in operation.inputs if value not in new)

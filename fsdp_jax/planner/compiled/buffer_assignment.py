@@ -68,6 +68,7 @@ def read_memory_report(folder: Path) -> MemoryReport:
 
 
 def _read_report(folder: Path, report: str) -> str:
+    """Returns the one file that XLA dumped under this name. Raises ValueError if it is missing."""
     paths = sorted(folder.glob(f"*-{report}.txt"))
     if len(paths) != 1:
         what = f"XLA's {report} is missing"

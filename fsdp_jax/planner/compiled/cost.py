@@ -106,6 +106,7 @@ class CostModel:
         return self._moved(within, instruction, _on_host)
 
     def _matmuls_in_computation(self, name: str) -> tuple[Matmul, ...]:
+        """Returns the matmuls of a computation and of all that it calls."""
         within = self.module[name]
         matmuls: list[Matmul] = []
         for instruction in within.instructions:

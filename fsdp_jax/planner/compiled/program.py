@@ -91,6 +91,7 @@ def cache_folder() -> Path:
 
 
 def _compile(lowered: Any, plan: StepPlan) -> CompiledProgram:
+    """Returns a timed compilation; of a program too large for the device, the bytes refused."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, without_compilation_cache():
         try:
@@ -138,6 +139,7 @@ def _compiler_versions() -> tuple[str, ...]:
 
 
 def _read_cached(path: Path) -> CompiledProgram | None:
+    """Returns a stored compilation; None if there is none that this release can read."""
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
         report = content["dump"]

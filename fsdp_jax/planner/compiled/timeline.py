@@ -142,6 +142,7 @@ class _ComputationRun:
         self._wait(instruction.name)
 
     def _start(self, collective: Collective) -> None:
+        """Starts a collective on the link; the instruction that ends it will wait for it."""
         sent = collective.bytes // max(collective.count, 1)
         seconds = self.simulator.network.seconds(collective.op, sent, collective.axis)
         self.total.collective += seconds
@@ -156,11 +157,12 @@ class _ComputationRun:
         self.pending.setdefault(waits, []).append(_Pending(lane, end, seconds, sent))
         return start, end
 
-    def _waits(self, instruction: Instruction) -> str:
+    def _waiter(self, instruction: Instruction) -> str:
         """Returns the instruction that waits for what an instruction starts, by default itself."""
         return (self.within.done(instruction) or instruction).name
 
     def _wait(self, name: str) -> None:
+        """Advances the clock until all is done that this instruction waits for."""
         for lane, ready, seconds, sent in self.pending.pop(name, ()):
             late = max(0.0, ready - self.total.seconds)
             self._add(_WAITS[lane], late)
@@ -170,7 +172,7 @@ class _ComputationRun:
 
     def _transfer(self, instruction: Instruction, from_host: int, to_host: int) -> None:
         """Starts transfers of so many bytes from and to the host."""
-        waits = self._waits(instruction)
+        waits = self._waiter(instruction)
         for lane, size in ((FROM_HOST, from_host), (TO_HOST, to_host)):
             if not size:
                 continue
@@ -181,6 +183,7 @@ class _ComputationRun:
             self.total.events.append(Event(lane, start, end, _label(instruction)))
 
     def _compute(self, instruction: Instruction, cost: InstructionCost) -> None:
+        """Advances the clock by the longer of matmuls and memory traffic, and by a launch."""
         total, roofline = self.total, self.simulator.roofline
         if cost.unknown:
             total.unknown.add(cost.unknown)
@@ -189,7 +192,7 @@ class _ComputationRun:
         if not cost.bytes and not cost.matmuls:
             return
         if instruction.opcode.endswith("-start"):  # a copy, as a TPU uses to prefetch
-            self._occupy(COPY, cost.bytes / roofline.memory_rate, self._waits(instruction))
+            self._occupy(COPY, cost.bytes / roofline.memory_rate, self._waiter(instruction))
             total.traffic += cost.bytes
             return
         compute = sum(roofline.seconds(matmul) for matmul in cost.matmuls)
@@ -210,6 +213,7 @@ class _ComputationRun:
         self.total.events.append(Event(COMPUTE, start, self.total.seconds, label))
 
     def _loop(self, one: Instruction) -> None:
+        """Adds the time of a loop: its body is simulated once; unknown trips count as one."""
         loops = self.simulator.loops
         loop = self.simulator.module.loop(self.within, one, self.known)
         trips = 1 if loop.trips is None else loop.trips

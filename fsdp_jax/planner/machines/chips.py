@@ -18,6 +18,7 @@ _IRONWOOD = "TPU7"  # 4614 TFLOP/s in float8, 2307 in bfloat16, Cloud TPU docume
 
 
 def _read_table() -> Mapping[str, Hardware]:
+    """Returns the chips of `chips.toml`, by name."""
     file = resources.files("fsdp_jax.planner.machines").joinpath("chips.toml")
     chips: dict[str, Hardware] = {}
     for name, entry in tomllib.loads(file.read_text(encoding="utf-8")).items():

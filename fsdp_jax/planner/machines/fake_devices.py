@@ -69,6 +69,7 @@ def fake_devices(topology: Topology) -> list[Any]:
 
 
 def _tpu_chips(topology: Topology) -> Iterator[FakeDevice]:
+    """Yields one device for each chip, by id; a host has a box of chips, not a run of ids."""
     kind = topology.hardware.device_kinds[0]
     sizes = (*topology.shape, *[1] * (3 - len(topology.shape)))
     hosts = [size // part for size, part in zip(sizes, (*_HOST, 1), strict=True)]

@@ -79,6 +79,7 @@ class Network:
         )
 
     def _seconds(self, op: str, sent: int, group: DeviceGroup, protocol: Protocol) -> float:
+        """Returns the seconds with one protocol: the latency of its steps, and bytes over rate."""
         if op == "permute":  # to a neighbour, along one dim
             step = protocol.link if group.hosts == 1 else protocol.network
             dims = group.dims and (max(group.dims, key=lambda dim: dim[1]),)

@@ -91,6 +91,7 @@ class Topology:
         return devices
 
     def _virtual_devices(self) -> list[jax.Device]:
+        """Returns CPU devices of this process. Raises ConfigError if it has too few."""
         devices = jax.devices("cpu")
         if len(devices) < self.size:
             what, expected = "this process has fewer CPU devices", f"{self.size} for {self.name}"
