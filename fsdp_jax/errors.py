@@ -12,7 +12,7 @@ FAILED, UNUSABLE, BROKEN, LOST, INTERRUPTED = 1, 2, 3, 69, 130
 
 # What a disk answers that takes no more, and how libraries tell of it that have no such numbers.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FULL_TEXTS = ("No space left", "File too large", "quota")
+FULL_TEXTS = ("No space left on device", "File too large", "Disk quota exceeded")
 PACKAGE = __name__.partition(".")[0]
 OWN_FOLDER = Path(__file__).parent
 STANDARD_LIBRARY = f"{Path(traceback.__file__).parent}/"
@@ -112,7 +112,8 @@ def _block(error: BaseException) -> str:
     if _is_readable(error):
         return f"error: {error}"
     if isinstance(error, OSError):
-        what = "the disk is full" if is_disk_full(error) else "the system refuses it"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if is_full else "the system refuses it"
         return message(f"error: {what}", where=str(error.filename or ""), got=text)
     if isinstance(error, MemoryError):
         fix = "a smaller model, batch or sequence"

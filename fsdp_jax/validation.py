@@ -37,11 +37,18 @@ def check_arguments(
     min_size: Any,
 ) -> None:
     """Checks arguments of `fully_shard`."""
+    is_mesh = isinstance(mesh, Mesh | MeshAxes)
     is_optax = hasattr(tx, "init") and hasattr(tx, "update")
     is_precision = isinstance(precision, Precision | None)
     is_offload = isinstance(offload, Offload | None)
     checks = [
-        (isinstance(mesh, Mesh | MeshAxes), "a mesh", "mesh", mesh, "fsdp_jax.make_mesh(data=8)"),
+        (
+            is_mesh,
+            "a mesh",
+            "mesh",
+            type(mesh),
+            "fsdp_jax.make_mesh(data=8)",
+        ),
         (is_optax, "an optax transformation", "tx", tx, "optax.adamw(3e-4)"),
         (is_precision, "a Precision", "precision", precision, 'Precision(compute="bfloat16")'),
         (is_offload, "an Offload", "offload", offload, "Offload(optimizer=True)"),

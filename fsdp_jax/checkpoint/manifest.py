@@ -69,7 +69,7 @@ def list_steps(directory: Path) -> tuple[list[int], list[int]]:
     names = os.listdir(directory) if directory.is_dir() else []
     steps: list[int] = []
     others: list[int] = []
-    for number in sorted(int(name) for name in names if name.isdecimal()):
+    for number in sorted({int(name) for name in names if name.isdecimal()}):  # 3 and 03 are one
         path = directory / str(number)
         if path.name in names:
             marked = any((path / mark).exists() for mark in (MANIFEST, ORBAX_MARK))

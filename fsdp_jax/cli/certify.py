@@ -44,7 +44,6 @@ SIZES = {
 }
 
 
-@errors_about_keys()
 def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES)) -> Certificate:
     """Certifies a small model of the configured family, loss, optimizer, units and precision.
 
@@ -71,21 +70,22 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
     if units.min_params is not None:
         units = dataclasses.replace(units, min_params=1000)
 
-    return certify(
-        make,
-        partial(make_loss(family, config.train.loss_chunk), train=True),
-        make_batch(batch_shapes(family, shape, data, rows), shape, data),
-        tx=make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
-        units=make_units(units),
-        precision=Precision(**vars(config.precision)),
-        strategies=strategies,
-        accumulation=ACCUMULATION,
-        local_batch=config.train.local_batch,
-        remat=make_remat(config),
-        offload=make_offload(config.offload),
-        prefetch=config.prefetch,
-        frozen=frozen,
-    )
+    with errors_about_keys():
+        return certify(
+            make,
+            partial(make_loss(family, config.train.loss_chunk), train=True),
+            make_batch(batch_shapes(family, shape, data, rows), shape, data),
+            tx=make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
+            units=make_units(units),
+            precision=Precision(**vars(config.precision)),
+            strategies=strategies,
+            accumulation=ACCUMULATION,
+            local_batch=config.train.local_batch,
+            remat=make_remat(config),
+            offload=make_offload(config.offload),
+            prefetch=config.prefetch,
+            frozen=frozen,
+        )
 
 
 def small_shape(shape: Any, text_lengths: dict[str, int]) -> Any:

@@ -136,10 +136,11 @@ class PlanCommand:
             if self.compare:
                 text = planner.plans_table(self.compare, plans)
                 fields = [plan.to_json() for plan in plans]
+        code = _report(text, fields, self.json, all(plan.fits for plan in plans))
         if self.html is not None:
             page = planner.compare_html(plans) if self.compare else planner.plan_html(plans[0])
             Path(self.html).write_text(page, encoding="utf-8")
-        return _report(text, fields, self.json, all(plan.fits for plan in plans))
+        return code
 
     def _check(self) -> None:
         """Raises ConfigError for options that are missing or do not go together."""

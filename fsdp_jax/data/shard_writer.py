@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from fsdp_jax.data.checks import (
     check_equal,
@@ -38,8 +39,8 @@ from fsdp_jax.data.shards import (
 )
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, Tokenizer, encode_documents, token_dtype
 from fsdp_jax.errors import DamageError
-from fsdp_jax.io.atomic import UNFINISHED, rename_durably, write_durably
-from fsdp_jax.io.digests import digest_bytes, digest_file
+from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
+from fsdp_jax.io.digests import digest_bytes
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import read_regular
 
@@ -229,19 +230,24 @@ def _write_shard(
     plan, name = done.plan, shard_name(part, len(done.of(part)))
     tokens, largest = 0, done.largest
     starts: list[int] = []
+    digest = xxhash.xxh3_128()  # of what is to be written, so that a fault of the disk is found
     unfinished = folder / f"{name}{TOKENS}{UNFINISHED}"
     with unfinished.open("wb") as file:
         for piece in pieces:
             where = f"document {len(starts)} of {name}"
             largest = max(largest, _checked_largest(piece, plan, where))
-            file.write(piece.astype(plan.dtype).tobytes())
+            content = piece.astype(plan.dtype).tobytes()
+            digest.update(content)
+            file.write(content)
             starts.append(tokens)
             tokens += len(piece)
             if tokens >= plan.shard_tokens:
                 break
+        fsync_file(file)
+        size = file.tell()
     positions = np.array(starts, OFFSET).tobytes()
     files = {
-        f"{name}{TOKENS}": digest_file(unfinished, flush=True),
+        f"{name}{TOKENS}": {"bytes": size, "xxh3_128": digest.hexdigest()},
         f"{name}{DOCUMENTS}": digest_bytes(positions),
     }
     write_durably(folder / f"{name}{DOCUMENTS}", positions)

@@ -158,7 +158,10 @@ def _remove_leftovers(target: Path) -> None:
         if leftover.fullmatch(folder.name) is None or folder.is_symlink():
             continue
         with suppress(OSError):  # another user's
-            names = [path.name if path.is_file() else "" for path in folder.iterdir()]
+            names = [
+                path.name.removesuffix(UNFINISHED) if path.is_file() else ""
+                for path in folder.iterdir()
+            ]
             lock = _locked(folder) if all(map(OWN_FILES.fullmatch, names)) else None
             if lock is not None:
                 shutil.rmtree(folder)

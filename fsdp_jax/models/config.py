@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import PACKAGE, did_you_mean, message
 
 C = TypeVar("C")
 
@@ -14,7 +14,7 @@ class BaseConfig:
     """What the shapes of all models have.
 
     Raises ValueError for an int below 1, a float that is not above 0, and a `dropout` that is no
-    probability below 1.
+    probability below 1; not for fields that a user's subclass adds.
     """
 
     layers: int
@@ -25,7 +25,8 @@ class BaseConfig:
     dtype: str | None = None  # compute dtype by name; None follows the parameters and inputs
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        own = [each for each in type(self).__mro__ if each.__module__.startswith(PACKAGE)]
+        for field in dataclasses.fields(own[0]):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if field.name == "dropout":
                 self.require(field.name, 0 <= value < 1, "at least 0 and below 1")

@@ -127,11 +127,11 @@ FAMILIES = {family.name: family for family in _FAMILIES}
 
 def family_of(config: Any) -> Family:
     """Returns the family of a model configuration. Raises ConfigError if it is of none."""
-    for family in _FAMILIES:
-        if type(config) is family.config:
+    for family in FAMILIES.values():
+        if isinstance(config, family.config):
             return family
     name = type(config).__name__
-    fix = did_you_mean(name, [family.config.__name__ for family in _FAMILIES])
+    fix = did_you_mean(name, [family.config.__name__ for family in FAMILIES.values()])
     raise ConfigError(message("an unknown kind of model", where="config", got=name, fix=fix))
 
 

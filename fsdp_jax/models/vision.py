@@ -35,6 +35,8 @@ class ImageConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self.require_multiple("image_size", "patch")
         self.require_multiple("width", "heads")
         for name in ("mean", "std"):

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Unpack
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -19,10 +18,10 @@ from fsdp_jax.sharding.mesh import Entry, entry_of, spec_axes
 from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec
 from fsdp_jax.sharding.rules import (
     HEURISTIC,
+    MIN_SIZE,
     Finding,
     ParamLeaf,
     Rules,
-    RuleSettings,
     found,
     read_leaves,
     rules_for,
@@ -70,14 +69,18 @@ def match_table(
     rules: Sequence[Rule] | Mapping[Pattern, Spec],
     mesh: Mesh | AbstractMesh,
     *,
+    logical_axes: LogicalAxes | None = None,
+    min_size: int = MIN_SIZE,
+    strict: bool = False,
     axes: str | tuple[str, ...] | None = None,
-    **settings: Unpack[RuleSettings],
 ) -> MatchTable:
     """Returns what `partition_specs` makes of each parameter, and why; also where it would raise.
 
     Raises ValueError for malformed rules, or axes to shard along that the mesh lacks.
     """
-    chosen, mesh = rules_for(mesh, rules, axes=axes, **settings)
+    chosen, mesh = rules_for(
+        mesh, rules, logical_axes=logical_axes, min_size=min_size, strict=strict, axes=axes
+    )
     leaves = read_leaves(params)
     findings = chosen.lint(leaves, mesh)
     refused = {finding.where: finding for finding in findings}

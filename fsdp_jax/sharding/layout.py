@@ -58,6 +58,11 @@ class Leaf:
     memory_kind: str | None = None  # between steps: `pinned_host`, or None for the device's memory
 
     @property
+    def mesh(self) -> Mesh:
+        """The mesh, of `axes`."""
+        return self.axes.mesh
+
+    @property
     def sharding(self) -> NamedSharding:
         """Its sharding between steps."""
         sharding = NamedSharding(self.axes.mesh, self.spec, memory_kind=self.memory_kind)
@@ -128,14 +133,24 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every leaf of the state: parameters, optimizer state, the rest. `print(layout)` shows it."""
+    """Every leaf of the state: parameters, optimizer state, the rest. `print(layout)` shows it.
+
+    Attributes:
+        axes: the mesh, and what its axes are for.
+        strategy: what of the state is sharded.
+        params: nested dicts of Leaf, in the model's own paths.
+        optimizer: the optax state's tree, of Leaf.
+        other: model state such as batch statistics, counters, random keys.
+        units: what is gathered together, in words; empty where nothing is gathered by units.
+
+    """
 
     axes: MeshAxes
     strategy: Strategy
-    params: PyTree  # nested dicts of Leaf, in the model's own paths
-    optimizer: PyTree  # the optax state's tree, of Leaf
-    other: PyTree  # model state such as batch statistics, counters, random keys
-    units: str = ""  # what is gathered together, in words; empty where nothing is by units
+    params: PyTree
+    optimizer: PyTree
+    other: PyTree
+    units: str = ""
 
     def __iter__(self) -> Iterator[Leaf]:
         return iter(jax.tree.leaves((self.params, self.optimizer, self.other)))

@@ -26,15 +26,25 @@ class LossScale:
 
     A step whose loss or gradients are not finite is skipped, and the scale multiplied by `backoff`;
     after `growth_interval` good steps in a row it is multiplied by `growth`.
-    Only steps that are skipped at the `minimum` count towards `abort_after`, and all of them where
-    `backoff` is 1. Raises ValueError for a number out of its limits.
+
+    Attributes:
+        initial: the scale of the first step, for the mean over the rows of the batch.
+        growth_interval: good steps in a row after which the scale grows.
+        growth: 1 or more; 1 never grows.
+        backoff: above 0 and at most 1; 1 keeps the scale.
+        minimum: below which the scale does not fall. Only steps that are skipped there count
+            towards `abort_after`, and all of them where `backoff` is 1.
+
+    Raises:
+        ValueError: a number out of these limits.
+
     """
 
-    initial: float = 2.0**16  # of the first step, for the mean over the rows of the batch
-    growth_interval: int = 2000  # good steps in a row after which the scale grows
-    growth: float = 2.0  # 1 or more; 1 never grows
-    backoff: float = 0.5  # above 0 and at most 1; 1 keeps the scale
-    minimum: float = 1.0  # below which the scale does not fall
+    initial: float = 2.0**16
+    growth_interval: int = 2000
+    growth: float = 2.0
+    backoff: float = 0.5
+    minimum: float = 1.0
 
     def __post_init__(self) -> None:
         largest = float(np.finfo(np.float32).max)
@@ -49,7 +59,8 @@ class LossScale:
             got = getattr(self, name)
             is_number = isinstance(got, int | float) and not isinstance(got, bool)
             if not is_number or not holds(got):
-                what, where = "a loss scale out of its limits", f"precision.loss_scale.{name}"
+                what = "a loss scale out of its limits" if is_number else "not a number"
+                where = f"precision.loss_scale.{name}"
                 raise ValueError(message(what, where=where, expected=expected, got=got))
 
 

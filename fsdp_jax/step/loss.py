@@ -16,7 +16,7 @@ nested dict is named by its paths: `{"moe": {"dropped": x}}` is reported as `moe
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import message
-from fsdp_jax.tree import path_of
+from fsdp_jax.tree import SEPARATOR
 
 Metrics = dict[str, tuple[jax.Array, jax.Array | None]]
 """name -> (sum, the count that it is divided by or None), in float32"""
@@ -125,9 +125,7 @@ def _metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
         got = _type_of(tree)
         raise ValueError(message(what, where="loss_fn", expected="a dict", got=got, fix=fix))
     metrics: Metrics = {}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, lambda x: not isinstance(x, Mapping))
-    for keys, value in leaves:
-        name = path_of(keys)
+    for name, value in _by_path(tree):
         if name in RESERVED or name in metrics:
             what = f"two metrics are called '{name}'"
             of_step = name in RESERVED
@@ -154,6 +152,15 @@ def _metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
             raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
         metrics[name] = _float32(total), None if own is None else _float32(own)
     return metrics
+
+
+def _by_path(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields (slash-joined path, leaf) of nested mappings; whatever else there is is a leaf."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}{SEPARATOR}{path}", leaf) for path, leaf in _by_path(value))
+        else:
+            yield str(name), value
 
 
 def _is_number(x: Any) -> bool:

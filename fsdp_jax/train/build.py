@@ -93,11 +93,11 @@ def start_devices(virtual: int | None) -> None:
         use_virtual_devices(virtual)
 
 
-@errors_about_keys()
 def topology_devices(name: str) -> list[jax.Device]:
     """Returns the devices of a machine that need not be present; ConfigError without a compiler."""
     topology = parse_topology(name)
-    start_devices(topology.size if topology.hardware.platform == "cpu" else None)
+    with errors_about_keys():  # JAX runs already, with fewer devices
+        start_devices(topology.size if topology.hardware.platform == "cpu" else None)
     return topology.devices()
 
 

@@ -14,7 +14,7 @@ from fsdp_jax.api import fully_shard
 from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.checkpoint.export import read_params, saved_params
 from fsdp_jax.checkpoint.verify import choose_step, describe_export
-from fsdp_jax.data import Tokenizer
+from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.data.tokenizer import FILE, SETTINGS
 from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.io.atomic import UNFINISHED, write_durably
@@ -55,7 +55,8 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     shape = read_config(source)
     family = family_of(shape)
-    tokenizer = tokenizer_beside(source) if family.task.is_text else None
+    has_tokenizer = family.task.is_text and (source / FILE).exists()
+    tokenizer = load_tokenizer(source) if has_tokenizer else None
     tokens = _token_ids(source, family, tokenizer)
     _require_free(target)
 
@@ -93,7 +94,8 @@ def _require_free(target: Path) -> None:
         raise ConfigError(message("not a directory", where="--to", got=str(target), fix=fix))
     names = {each.name for each in target.iterdir()} if target.exists() else set()
     unfinished = {LEASE, CHECKPOINTS, FILE, SETTINGS, IMAGES}
-    unfinished |= {name + UNFINISHED for name in (FILE, SETTINGS, IMAGES, CONFIG)}
+    for ending in (UNFINISHED, ".writing"):  # as older releases had it
+        unfinished |= {name + ending for name in (FILE, SETTINGS, IMAGES, CONFIG)}
     others = sorted(names - unfinished)
     if not others and CHECKPOINTS in names and not _is_import(target / CHECKPOINTS):
         others = [CHECKPOINTS]

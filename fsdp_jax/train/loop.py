@@ -121,7 +121,6 @@ class Training:
 
     def _restore(self, point: ResumePoint) -> None:
         self.state = self.resuming.restore(point, self.run.sharded)
-        assert int(self.state.step) == point.step, "the state counts its own steps"
         self.steps_done = self.saved = point.step
         self.skipped = int(self.state.skipped)
         self.skipped_in_a_row = int(self.state.skipped_in_a_row)

@@ -109,6 +109,7 @@ class Resuming:
         self.say(str(plan))
         saved, *_ = self.store.restore(step, target, allow_cast=allow_cast, verify=False)
         state = sharded.from_checkpoint(saved)
+        assert int(state.step) == step, "the state counts its own steps"
 
         # Last: where a checkpoint is refused, all stay as they were. None is deleted.
         for other, why in point.aside.items():

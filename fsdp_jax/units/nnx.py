@@ -323,7 +323,8 @@ def _call_unit(
     cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any, boundary: Boundary
 ) -> Any:
     """Runs a unit's method as a pure function of the module's state; updates its state after."""
-    unit = str(boundary.unit)
+    unit = boundary.unit
+    assert unit is not None
     # Split the module, and the modules among its arguments, into structure and state.
     arrays, nodes, rebuild = split_arrays((args, kwargs))
     graphdef, state = nnx.split((module, nodes))

@@ -241,6 +241,11 @@ def test_leftovers_of_a_killed_export_are_removed_and_nothing_else(tmp_path, sto
             (tmp_path / name).mkdir()
             (tmp_path / name / "notes.txt").write_text("mine")
         (tmp_path / f"{target.name}.01234567.unfinished").write_text("a file")
+        # Another export was killed as it wrote its configuration.
+        third = tmp_path / f"{target.name}.89abcdef.unfinished"
+        third.mkdir()
+        for name in ("model.safetensors", "config.json.unfinished"):
+            (third / name).write_text("{")
         export_params(store, 3, target)
         mine = {*users, f"{target.name}.01234567.unfinished"}
         assert leftovers() - mine < both

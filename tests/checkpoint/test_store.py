@@ -161,6 +161,17 @@ def test_newest_steps_are_kept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["10", "5", "9"], "nothing else is left"
 
 
+def test_entries_of_the_same_number_are_no_second_step(tmp_path):
+    with CheckpointStore(tmp_path, keep=1) as store:
+        for name in ("03", "٣"):
+            (tmp_path / name).mkdir()
+        for step in (2, 3):
+            save(store, step, small(float(step)))
+            store.wait()
+        assert store.steps() == [3]
+    assert (tmp_path / "3").is_dir()
+
+
 def test_the_newest_finite_step_is_never_deleted(tmp_path):
     with CheckpointStore(tmp_path, keep=2) as store:
         values = {1: 1.0, 2: 2.0, 3: np.nan, 4: np.inf, 5: np.nan}

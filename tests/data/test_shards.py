@@ -17,6 +17,7 @@ from corpora import TEXTS, documents_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_jax.data import shard_writer
 from fsdp_jax.data.documents import split_documents
 from fsdp_jax.data.shard_writer import read_plan, tokenize
 from fsdp_jax.data.shards import PARTS, TokenShards
@@ -195,6 +196,7 @@ PROGRAM = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from corpora import TEXTS, documents_of
+from fsdp_jax.data import shard_writer
 from fsdp_jax.data.documents import split_documents
 from fsdp_jax.data.shard_writer import tokenize
 from fsdp_jax.data.tokenizer import train_bpe
@@ -376,6 +378,16 @@ def test_every_flipped_bit_is_found_and_its_file_named(copied):
                 TokenShards.open(copied)
         path.write_bytes(content)
     TokenShards.open(copied)
+
+
+def test_what_the_disk_changed_as_a_shard_was_written_is_found(split, tmp_path, monkeypatch):
+    def spoiled(file):
+        file.flush()
+        os.pwrite(file.fileno(), b"\x01\x02", 0)
+
+    monkeypatch.setattr(shard_writer, "fsync_file", spoiled)
+    with pytest.raises(DamageError):
+        tokenize(split, Bytes(), tmp_path, shard_tokens=SHARD)
 
 
 def test_another_text_of_the_same_size_is_refused(tmp_path):
