@@ -224,3 +224,14 @@ def test_sampling_under_jit():
 def test_mistakes_are_explained(call, says):
     with pytest.raises(ValueError, match=says.replace("?", r"\?")):
         call()
+
+
+def test_a_users_subclass_of_a_configuration_counts_as_its_family_and_bounds_its_own_fields():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Extended(GPTConfig):
+        experts: int = 0
+
+    config = Extended(**dataclasses.asdict(CONFIG))
+    assert parameter_count(config) == parameter_count(CONFIG)
+    with pytest.raises(ValueError, match=r"Extended\.layers must be at least 1, got 0"):
+        dataclasses.replace(config, layers=0)

@@ -184,3 +184,9 @@ def test_loss_is_the_masked_sum_and_the_count():
 def test_mistakes_are_explained(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def test_the_mean_and_deviation_of_pixels_may_be_lists():
+    config = preset("vit-tiny", mean=[0.5, 0.4, 0.3])
+    assert config.mean == (0.5, 0.4, 0.3)
+    assert parameter_count(config) == parameter_count(preset("vit-tiny"))

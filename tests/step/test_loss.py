@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,18 @@ def shard(strategy="full_shard", units=(Block,)):
 @pytest.fixture(scope="module")
 def sharded():
     return shard()
+
+
+def test_metrics_are_any_mappings_with_any_names(sharded):
+    def numbered(model, batch):
+        rows = (model(batch["x"]) ** 2).sum(-1)
+        metrics = {1: rows.sum(), "a": MappingProxyType({2: (rows.sum(), None)})}
+        return rows.sum(), rows.size, metrics
+
+    step = sharded.train_step(numbered)
+    _, metrics = step(sharded.init(0), BATCH)
+    assert float(metrics["1"]) == float(metrics["loss"])
+    np.testing.assert_allclose(metrics["a/2"], metrics["loss"] * 32, rtol=1e-5)
 
 
 def loss(model, batch):
