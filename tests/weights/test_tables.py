@@ -58,6 +58,7 @@ def check(config, leaves):
         starts = {mapping.start for mapping in each}
         assert len(starts) == len(each), "mappings do not lie on each other"
     count = sum(prod(leaf.shape) for leaf in leaves.values())
+    assert count == parameter_count(config)
     if hasattr(config, "pad_vocab_to"):  # they have no rows of padding
         count = parameter_count(dataclasses.replace(config, pad_vocab_to=1))
     held = sum(prod(mapping.shape) for each in mappings.values() for mapping in each)
