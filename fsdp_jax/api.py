@@ -28,6 +28,7 @@ from fsdp_jax.sharding.mesh import (
 )
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.path_rules import Rule
+from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import MIN_SIZE, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
@@ -48,7 +49,7 @@ from fsdp_jax.step.state import (
 )
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.step.xla_options import check_options_of_caller, offload_options
-from fsdp_jax.tree import PyTree, flatten, matched, unflatten
+from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import UNFOUND, Units, choose_units, describe_units
 from fsdp_jax.units.collectives import Mode
 from fsdp_jax.units.model import LossFn, Model

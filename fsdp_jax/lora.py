@@ -37,17 +37,8 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
-from fsdp_jax.tree import (
-    SEPARATOR,
-    PyTree,
-    check_regexes,
-    flatten,
-    matched,
-    search,
-    search_any,
-    suffixes,
-    unflatten,
-)
+from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
+from fsdp_jax.tree import SEPARATOR, PyTree, flatten, suffixes, unflatten
 
 A, B, KERNEL = "lora_a", "lora_b", "kernel"
 _LORA_PATH = r"(?:^|/)lora_[ab]$"

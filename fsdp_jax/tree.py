@@ -1,35 +1,12 @@
-"""Nested dicts of arrays, their slash-joined paths, and regular expressions of paths.
+"""Nested dicts of arrays, and their slash-joined paths."""
 
-[Note: slow patterns] Python's engine backtracks: `(a+)+$` takes years for a path of sixty
-characters that it does not match. Only a signal ends such a search, and Python handles signals in
-the main thread alone: a search in another thread, or on a system without interval timers, is not
-bounded.
-"""
-
-import re
-import signal
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
-from types import FrameType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
-
 PyTree = Any
 SEPARATOR = "/"
-
-SECONDS = 5.0  # what the slow searches of one pattern may take together
-SLOW = 1e-3  # seconds; a search takes some microseconds
-LONGEST = 2000  # characters of a pattern
-# Without one of these a search does not backtrack.
-_BACKTRACKS = re.compile(r"[*+?{|]")
-_spent: defaultdict[str, float] = defaultdict(float)  # seconds of slow searches, by pattern
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
@@ -80,83 +57,3 @@ def map_with_path(
     return jax.tree_util.tree_map_with_path(
         lambda keys, *leaves: fn(path_of(keys), *leaves), tree, *rest, is_leaf=is_leaf
     )
-
-
-def check_regexes(patterns: Sequence[str], where: str) -> None:
-    """Raises ConfigError unless these are a sequence of regular expressions."""
-    if isinstance(patterns, str):  # its letters would each be a pattern
-        fix = f"({patterns!r},)"
-        raise ConfigError(message("not a sequence of patterns", where=where, got=patterns, fix=fix))
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            what, expected = "not a regular expression", "text"
-            raise ConfigError(message(what, where=where, expected=expected, got=repr(pattern)))
-        if len(pattern) > LONGEST:
-            what, expected = "a regular expression is too long", f"{LONGEST} characters at most"
-            got = f"{len(pattern)} characters: {pattern[:60]}…"
-            raise ConfigError(message(what, where=where, expected=expected, got=got))
-        try:
-            re.compile(pattern)
-        except (re.error, ValueError, OverflowError, RecursionError) as error:
-            what = f"not a regular expression: {error}"
-            raise ConfigError(message(what, where=where, got=pattern)) from None
-
-
-@lru_cache(maxsize=2**16)
-def search(pattern: str, text: str, *, at_start: bool = False) -> bool:
-    """Returns whether a regular expression is found in a text, such as a path, or at its start.
-
-    Raises ConfigError for one whose slow searches take longer than `SECONDS`.
-    """
-    with _bounded(pattern):
-        found = re.match(pattern, text) if at_start else re.search(pattern, text)
-    return found is not None
-
-
-def search_any(patterns: Iterable[str], text: str) -> bool:
-    """Returns whether any of these regular expressions is found in a text; raises as `search`."""
-    return any(search(pattern, text) for pattern in patterns)
-
-
-def matched(
-    patterns: Sequence[str], names: Iterable[str], where: str, kind: str = "parameter"
-) -> set[str]:
-    """Returns the names that any pattern is found in; ConfigError for a pattern found in none."""
-    check_regexes(patterns, where)
-    names = set(names)
-    for pattern in patterns:
-        if not any(search(pattern, name) for name in names):
-            what = f"pattern '{pattern}' matches no {kind}"
-            raise ConfigError(message(what, where=where, fix=did_you_mean(pattern, names)))
-    return {name for name in names if search_any(patterns, name)}
-
-
-@contextmanager
-def _bounded(pattern: str) -> Iterator[None]:
-    """Raises ConfigError, naming the pattern, if the work inside takes longer than `SECONDS`."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    has_timers = hasattr(signal, "setitimer")
-    if not (in_main_thread and has_timers and _BACKTRACKS.search(pattern)):
-        yield
-        return
-
-    def refuse(number: int, frame: FrameType | None) -> None:
-        what = f"a regular expression takes longer than {SECONDS:g} s"
-        fix = "no repetition of what is itself repeated, as in (a+)+; one .* in place of several"
-        raise ConfigError(message(what, where=f"pattern '{pattern}'", fix=fix))
-
-    # A timer of the caller's own goes on where it was.
-    started = time.monotonic()
-    previous = signal.signal(signal.SIGALRM, refuse)
-    seconds = max(SECONDS - _spent[pattern], SLOW)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
-        elapsed = time.monotonic() - started
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, max(left - elapsed, SLOW), interval)
-        if elapsed > SLOW:
-            _spent[pattern] += elapsed

@@ -17,9 +17,10 @@ from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import MeshAxes, spec_axes
 from fsdp_jax.sharding.offload import HOST, Offload, is_count
+from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
-from fsdp_jax.tree import flatten, matched
+from fsdp_jax.tree import flatten
 from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel

@@ -15,10 +15,9 @@ ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
 # A package or a top-level module imports only from the lines above its own.
 ORDER = [
-    {"errors", "tables", "processes"},
-    {"tree", "jaxprs"},
-    {"hlo", "io", "sharding", "local_rows", "lora"},
-    {"models", "units", "optim"},
+    {"errors", "tables", "processes", "tree", "jaxprs"},
+    {"hlo", "io", "sharding", "local_rows"},
+    {"models", "units", "optim", "lora"},
     {"prefetch"},
     {"step", "validation"},
     {"checkpoint", "contract"},

@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.logical_axes import is_entry
 from fsdp_jax.sharding.mesh import Entry, axes_of
-from fsdp_jax.tree import SEPARATOR, check_regexes, search
+from fsdp_jax.sharding.patterns import check_regexes, search
+from fsdp_jax.tree import SEPARATOR
 
 Pattern = str | tuple[str, ...]
 Spec = PartitionSpec | Sequence[Entry] | None

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fsdp_jax.errors import did_you_mean, either, message
-from fsdp_jax.tree import check_regexes, search_any
+from fsdp_jax.sharding.patterns import check_regexes, search_any
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _DTYPES = {

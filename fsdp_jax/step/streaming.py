@@ -31,6 +31,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from fsdp_jax.errors import human_bytes, message
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.offload import Offload
+from fsdp_jax.step.finite import stays_finite
 from fsdp_jax.step.traced_update import Arrays, TracedUpdate, Update
 from fsdp_jax.tree import PyTree
 
@@ -62,19 +63,6 @@ class StreamReport:
             text += f"; the largest that is moved whole is '{largest}', "
             text += human_bytes(self.moved_whole[largest])
         return text
-
-
-def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
-    """Returns whether every number that was finite still is, bool [].
-
-    What was not finite before may stay so: a mask of -inf, a best loss that starts at infinity.
-    """
-    spoiled = [
-        jnp.any(jnp.isfinite(before) & ~jnp.isfinite(after))
-        for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-        if jnp.issubdtype(jnp.result_type(after), jnp.inexact)  # an optimizer may return `0.0`
-    ]
-    return ~jnp.any(jnp.stack(spoiled)) if spoiled else jnp.bool_(True)
 
 
 def streamed(

@@ -32,7 +32,7 @@ Update = Callable[[PyTree, PyTree, PyTree], PyTree]
 SCALAR = 1
 # Elements up to which state in device memory that belongs to no parameter may be read by all.
 _SMALL = 256
-_ELEMENTWISE = {
+ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "cbrt", "ceil", "clamp"),
     *("convert_element_type", "shift_right_logical"),
     *("copy", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt"),
@@ -60,7 +60,7 @@ class TracedUpdate:
     ) -> None:
         # What is in host memory is updated in device memory.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, gradients))
-        self.closed = jax.make_jaxpr(_without_calls(update))(*shapes, scalars)
+        self.closed = jax.make_jaxpr(without_calls(update))(*shapes, scalars)
         self.jaxpr = self.closed.jaxpr
         n_gradients = len(jax.tree.leaves(gradients))
         self.leaves, self.outputs = leaves, self.jaxpr.outvars
@@ -98,7 +98,7 @@ class TracedUpdate:
         return [
             v
             for v in outputs
-            if v not in self.depends_on and _is_scalar(v) and not isinstance(v, jex.DropVar)
+            if v not in self.depends_on and is_scalar(v) and not isinstance(v, jex.DropVar)
         ]
 
     def run_before(self, state: Arrays, gradients: Arrays, scalars: Any) -> dict[Any, Any]:
@@ -107,7 +107,7 @@ class TracedUpdate:
         env |= zip(self.scalars, jax.tree.leaves(scalars), strict=True)
         env |= {v: state[n] for n, v in enumerate(self.state) if v not in self.depends_on}
         known = env | {v: gradients[n] for n, v in enumerate(self.gradients)}
-        env |= {v: known[v] for v in self.gradients if _is_scalar(v)}
+        env |= {v: known[v] for v in self.gradients if is_scalar(v)}
         evaluate_unchanged(self.jaxpr, self.needed(self.before, known), known)
         return env | {v: known[v] for v in self.before}
 
@@ -163,16 +163,16 @@ class TracedUpdate:
         def is_understood(v: Any) -> bool:
             # Constants may be literals of any size.
             is_literal = isinstance(v, jex.Literal)
-            return _is_scalar(v) or (not is_literal and (v in rows or v in uniform))
+            return is_scalar(v) or (not is_literal and (v in rows or v in uniform))
 
         for eqn in self.needed(outputs, known):
             name, params = eqn.primitive.name, eqn.params
             by_row = [v for v in reads(eqn) if v in rows]
             if not all(map(is_understood, eqn.invars)):
                 return False
-            if not by_row and all(map(_is_scalar, eqn.outvars)):
+            if not by_row and all(map(is_scalar, eqn.outvars)):
                 continue
-            if name in _ELEMENTWISE or name == "sharding_constraint":
+            if name in ELEMENTWISE or name == "sharding_constraint":
                 shape = _shape(eqn.outvars[0])
                 keeps = all(_shape(v) == shape for v in by_row)
                 # A bitcast to smaller elements makes a dim, which may have the size n.
@@ -203,11 +203,12 @@ def _shape(variable: Any) -> tuple[int, ...]:
     return tuple(variable.aval.shape)
 
 
-def _is_scalar(variable: Any) -> bool:
+def is_scalar(variable: Any) -> bool:
+    """Returns whether a variable of a jaxpr has one element."""
     return prod(_shape(variable)) <= SCALAR
 
 
-def _without_calls(fn: Callable[..., Any]) -> Callable[..., Any]:
+def without_calls(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fn` with the equations of its inner `jit`s among its own.
 
     As one equation, such as optax's bias correction of the whole tree, each result of a call would

@@ -40,12 +40,13 @@ from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rounding import Seed, apply_updates, step_seed
 from fsdp_jax.step import loss_scaling, loss_spikes
+from fsdp_jax.step.finite import checked_update, stays_finite
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.state import LOSS_SCALE, TrainState
-from fsdp_jax.step.streaming import StreamReport, stays_finite, streamed
-from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
+from fsdp_jax.step.streaming import StreamReport, streamed
+from fsdp_jax.tree import PyTree, flatten, map_with_path, suffixes, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model, ModelCall, along_one
 from fsdp_jax.units.remat import SAVED, Activations
@@ -503,10 +504,10 @@ def _update(
     seed = step_seed(state.rng, state.step) if plan.precision.stochastic_rounding else None
     if not plan.offload.state:
         old = trained, state.opt_state
-        # XLA computes what is cheap twice, for the check and as it is written, and keeps no second
-        # copy of the state (seen in compiled programs for H100 and TPU v5p).
-        updated = _updated(plan, *old, gradients, loss, seed)
-        apply &= stays_finite(old, updated)
+        whole = functools.partial(_updated, plan)
+        twice = _sharded_as_gradients(layout)
+        updated, finite = checked_update(whole, old, twice, gradients, loss, seed)
+        apply &= finite
         params, opt_state = _if(apply, updated, old)
         copies, sound = _copies(plan, params), jnp.bool_(True)
     else:
@@ -515,7 +516,7 @@ def _update(
             params, _, opt_state = trees
             loss, apply, seed = scalars
             old = params, opt_state
-            updated = _updated(plan, *old, gradients, loss, seed)
+            updated = _updated(plan, old, gradients, loss, seed)
             params, opt_state = _if(apply, updated, old)
             return params, _copies(plan, params), opt_state
 
@@ -533,15 +534,32 @@ def _update(
     return params, copies, opt_state, apply, sound
 
 
+def _sharded_as_gradients(layout: Layout) -> list[bool]:
+    """Returns, for each trained parameter and array of the optimizer state, whether it is.
+
+    A parameter is updated as its gradient is sharded. State that is not a parameter's, or that is
+    replicated where the parameter is not, may depend on what other devices have.
+    """
+    by_path = layout.by_path
+
+    def is_alike(leaf: Leaf) -> bool:
+        params = [by_path[path] for path in suffixes(leaf.path) if path in by_path]
+        return any((leaf.shape, leaf.spec) == (each.shape, each.grad_spec) for each in params)
+
+    params = jax.tree.leaves(layout.trainable(layout.params))
+    return [True for _ in params] + [is_alike(leaf) for leaf in jax.tree.leaves(layout.optimizer)]
+
+
 def _updated(
     plan: StepPlan,
-    params: PyTree,
-    opt_state: PyTree,
+    old: tuple[PyTree, PyTree],
     gradients: PyTree,
     loss: jax.Array,
     seed: Seed | None,
 ) -> tuple[PyTree, PyTree]:
     """Returns (trained parameters, optimizer state) after the update; with a seed, rounded.
+
+    `old`: those before it.
 
     Arrays are in device memory: all of the tree, or some layers of the stacked ones. Raises
     ValueError for an optimizer that evaluates the loss again, for a line search.
@@ -551,6 +569,7 @@ def _updated(
     def pinned(path: str, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, by_path[path].grad_sharding)
 
+    params, opt_state = old
     params = map_with_path(pinned, params)
     tx = optax.with_extra_args_support(plan.tx)
     try:

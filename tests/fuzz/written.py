@@ -14,9 +14,9 @@ import numpy as np
 import yaml
 from jax.sharding import AbstractMesh
 
-from fsdp_jax import tree
 from fsdp_jax.cli.commands import COMMANDS
 from fsdp_jax.errors import ConfigError, FitError
+from fsdp_jax.sharding import patterns
 from fsdp_jax.sharding.rules import Rules
 from fsdp_jax.train import config_file
 from fsdp_jax.train.build import build
@@ -394,7 +394,7 @@ class RulesTarget(Target):
     name = "rules"
 
     def start(self) -> None:
-        tree.SECONDS = 0.1  # of a slow pattern; 5 in use
+        patterns.SECONDS = 0.1  # of a slow pattern; 5 in use
 
     def make(self, case: Case) -> None:
         rng = case.rng

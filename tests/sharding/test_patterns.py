@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from fsdp_jax import tree
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.sharding import patterns
 from fsdp_jax.sharding.path_rules import matches, read_rules
-from fsdp_jax.tree import check_regexes, search, search_any
+from fsdp_jax.sharding.patterns import check_regexes, search, search_any
 
 PATH = "a" * 60 + "/kernel"
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(tree, "SECONDS", 0.05)
+    monkeypatch.setattr(patterns, "SECONDS", 0.05)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_search_that_would_take_years_is_refused(impatient, pattern):
 
 
 def test_slow_searches_of_one_pattern_are_counted_together(impatient, monkeypatch):
-    monkeypatch.setattr(tree, "SLOW", 1e-6)
+    monkeypatch.setattr(patterns, "SLOW", 1e-6)
     with pytest.raises(ConfigError, match="takes longer than"):
         any(search("[b]+|c", f"{PATH}/{number}") for number in range(10**6))
 
@@ -54,7 +54,7 @@ def test_patterns_of_pythons_syntax_are_searched():
 
 
 def test_a_timer_of_the_callers_own_goes_on(monkeypatch):
-    monkeypatch.setattr(tree, "SECONDS", 0.2)
+    monkeypatch.setattr(patterns, "SECONDS", 0.2)
     rings = []
     before = signal.signal(signal.SIGALRM, lambda *_: rings.append(True))
     try:
