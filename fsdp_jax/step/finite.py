@@ -3,22 +3,28 @@
 [Note: computed twice] The new state is written only after all of it is known to be finite. XLA
 would compute it once, for both, and keep it beside the old state meanwhile: 1.1 GiB more at the
 peak of Llama 2 7B on 8 H100s. So an array whose update is element-wise is computed twice: XLA fuses
-one computation with the check and the other with the write. The scalars that the former reads pass
-an optimization barrier: otherwise XLA would see that the two are the same. Other updates, such as
-Muon's matmuls and Adafactor's factored moments, are left to XLA, and so are those that would gather
-or reduce twice.
+one computation with the check and the other with the write. XLA would merge the two as common
+subexpressions, so each reads the scalars, such as bias corrections, from its own result of an
+optimization barrier. Both are the same program otherwise, and XLA simplifies them alike: what is
+checked is what is written. Constants pass no barrier, since XLA folds them.
+
+Left to XLA are updates that are not element-wise, such as Muon's and those with Adafactor's
+factored moments; those that read arrays of different shardings, which XLA may gather; and those
+without a scalar to tell the two apart, such as plain SGD's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
-from fsdp_jax.jaxprs import evaluate_unchanged, reads, values_of
-from fsdp_jax.step.traced_update import ELEMENTWISE, is_scalar, without_calls
+from fsdp_jax.jaxprs import evaluate_unchanged, inputs_of, reads, values_of
+from fsdp_jax.sharding.layout import Leaf
+from fsdp_jax.step.traced_update import ELEMENTWISE, Update, is_scalar, without_calls
 from fsdp_jax.tree import PyTree
 
 # Computed once: they cost more than reading their operands again, and how XLA approximates them may
@@ -27,8 +33,7 @@ _TRANSCENDENTAL = {
     *("atan2", "cbrt", "cos", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow"),
     *("sin", "tan", "tanh"),
 }
-# Of these each device computes its part of the result from its parts of the operands.
-_LOCAL = (ELEMENTWISE - _TRANSCENDENTAL) | {"iota", "sharding_constraint"}
+_COMPUTED_TWICE = ELEMENTWISE - _TRANSCENDENTAL
 
 
 def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
@@ -45,59 +50,90 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
 
 
 def checked_update(
-    update: Callable[..., PyTree], old: PyTree, twice: Sequence[bool], *inputs: PyTree
+    update: Update, state: PyTree, gradients: PyTree, scalars: PyTree, leaves: Sequence[Leaf]
 ) -> tuple[PyTree, jax.Array]:
-    """Returns `update(old, *inputs)`, and whether what was finite in `old` still is, bool [].
+    """Returns `update(state, gradients, scalars)`, and whether it stays finite, bool [].
 
     Args:
-        update: a pure function, which returns a tree like `old`.
-        old: the state.
-        twice: whether each array of the state may be computed twice without communication.
-        inputs: trees of arrays, or None.
+        update: a pure function.
+        state: the parameters that are updated, and the optimizer's state.
+        gradients: of these parameters.
+        scalars: other inputs of the update, such as the loss.
+        leaves: how each array of the state is sharded.
 
     """
-    closed, shapes = jax.make_jaxpr(without_calls(update), return_shape=True)(old, *inputs)
+    args = state, gradients, scalars
+    closed, shapes = jax.make_jaxpr(without_calls(update), return_shape=True)(*args)
     jaxpr = closed.jaxpr
-    env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    env |= zip(jaxpr.invars, jax.tree.leaves((old, *inputs)), strict=True)
+    env = dict(zip(inputs_of(jaxpr), [*closed.consts, *jax.tree.leaves(args)], strict=True))
     evaluate_unchanged(jaxpr, jaxpr.eqns, env)
-    new = values_of(env, jaxpr.outvars)
-    # Some of it once more, for the check; see the note.
-    eqns = _element_wise(jaxpr, twice)
+    # Element-wise updates are evaluated once more to be written, and once more to be checked.
+    eqns = _element_wise(jaxpr, leaves, len(jax.tree.leaves(gradients)))
     computed = {v for eqn in eqns for v in eqn.outvars}
-    again = {v: x for v, x in env.items() if v not in computed}
-    scalars = list({v: None for eqn in eqns for v in reads(eqn) if is_scalar(v)})
-    again |= zip(scalars, lax.optimization_barrier(values_of(env, scalars)), strict=True)
-    evaluate_unchanged(jaxpr, eqns, again)
-    finite = stays_finite(jax.tree.leaves(old), values_of(again, jaxpr.outvars))
-    return jax.tree.unflatten(jax.tree.structure(shapes), new), finite
+    known = {v: x for v, x in env.items() if v not in computed}
+    used = _scalars_of(jaxpr, eqns)
+    values = values_of(env, used)
+
+    def evaluate(values: Sequence[jax.Array]) -> list[Any]:
+        again = known | dict(zip(used, values, strict=True))
+        evaluate_unchanged(jaxpr, eqns, again)
+        return values_of(again, jaxpr.outvars)
+
+    written, checked = map(evaluate, lax.optimization_barrier((values, values)))
+    finite = stays_finite(jax.tree.leaves(state), checked)
+    return jax.tree.unflatten(jax.tree.structure(shapes), written), finite
 
 
-def _element_wise(jaxpr: jex.Jaxpr, twice: Sequence[bool]) -> list[jex.JaxprEqn]:
-    """Returns the equations that compute the results of element-wise updates, in order.
+def _element_wise(jaxpr: jex.Jaxpr, leaves: Sequence[Leaf], gradients: int) -> list[jex.JaxprEqn]:
+    """Returns the equations of the element-wise updates of arrays of floats, in order.
 
-    They begin with arrays of the inputs and with scalars, which may be computed in any way.
+    All arrays that such an equation reads are sharded alike, so no device needs another's. Scalars
+    may be computed in any way.
 
     Args:
-        jaxpr: the update.
-        twice: the results that count. What reads another does not.
+        jaxpr: the update. Its inputs begin with the state and the gradients.
+        leaves: how each array of the state is sharded. The first are those of the parameters.
+        gradients: how many there are.
 
     """
-    pairs = zip(jaxpr.outvars, twice, strict=True)
-    results = {v: may for v, may in pairs if not isinstance(v, jex.Literal)}
-    local = set(jaxpr.invars)
+    stored = [leaf.grad_sharding for leaf in leaves]
+    shardings: dict[Any, NamedSharding | None] = {}  # None: that of any array that is read with it
+    shardings |= zip(jaxpr.invars, [*stored, *stored[:gradients]], strict=False)
     for eqn in jaxpr.eqns:
         arrays = [v for v in reads(eqn) if not is_scalar(v)]
-        is_broadcast = eqn.primitive.name == "broadcast_in_dim" and not arrays
-        if (is_broadcast or eqn.primitive.name in _LOCAL) and local.issuperset(arrays):
-            local.update(v for v in eqn.outvars if results.get(v, True))
-    wanted = {v for v in local & set(results) if results[v] and _may_be_infinite(v.aval)}
+        if not all(v in shardings for v in arrays):
+            continue
+        found = {shardings[v] for v in arrays} - {None}
+        name = eqn.primitive.name
+        if name == "sharding_constraint":
+            found.add(eqn.params["sharding"])
+        is_element_wise = name in _COMPUTED_TWICE or name == "sharding_constraint"
+        is_uniform = name in ("broadcast_in_dim", "iota") and not arrays
+        if len(found) <= 1 and (is_element_wise or is_uniform):
+            shardings |= dict.fromkeys(eqn.outvars, next(iter(found), None))
+    results = [
+        v
+        for v, sharding in zip(jaxpr.outvars, stored, strict=True)
+        if not isinstance(v, jex.Literal)
+        and shardings.get(v) == sharding
+        and _may_be_infinite(v.aval)
+    ]
+    wanted = {v for v in results if v not in jaxpr.invars and not is_scalar(v)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
-        if any(v in wanted and not is_scalar(v) for v in eqn.outvars):
+        if not wanted.isdisjoint(eqn.outvars):
             eqns.append(eqn)
-            wanted.update(reads(eqn))
+            wanted.update(v for v in reads(eqn) if not is_scalar(v))
     return eqns[::-1]
+
+
+def _scalars_of(jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn]) -> list[Any]:
+    """Returns the scalars that some equations read and that depend on the program's inputs."""
+    depends = set(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        if not depends.isdisjoint(reads(eqn)):
+            depends.update(eqn.outvars)
+    return list({v: None for eqn in eqns for v in reads(eqn) if is_scalar(v) and v in depends})
 
 
 def _may_be_infinite(x: Any) -> bool:

@@ -1,6 +1,6 @@
 """The traced update of an optimizer: what each result depends on, and whether layers are apart.
 
-`streaming` updates parts of the state by it.
+`streaming` updates parts of the state by it, and `finite` takes its lists of operations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -204,7 +204,7 @@ def _shape(variable: Any) -> tuple[int, ...]:
 
 
 def is_scalar(variable: Any) -> bool:
-    """Returns whether a variable of a jaxpr has one element."""
+    """Returns whether a variable of a jaxpr has at most one element."""
     return prod(_shape(variable)) <= SCALAR
 
 

@@ -46,7 +46,7 @@ from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.state import LOSS_SCALE, TrainState
 from fsdp_jax.step.streaming import StreamReport, streamed
-from fsdp_jax.tree import PyTree, flatten, map_with_path, suffixes, unflatten
+from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model, ModelCall, along_one
 from fsdp_jax.units.remat import SAVED, Activations
@@ -504,9 +504,9 @@ def _update(
     seed = step_seed(state.rng, state.step) if plan.precision.stochastic_rounding else None
     if not plan.offload.state:
         old = trained, state.opt_state
+        leaves = jax.tree.leaves((layout.trainable(layout.params), layout.optimizer))
         whole = functools.partial(_updated, plan)
-        twice = _sharded_as_gradients(layout)
-        updated, finite = checked_update(whole, old, twice, gradients, loss, seed)
+        updated, finite = checked_update(whole, old, gradients, (loss, seed), leaves)
         apply &= finite
         params, opt_state = _if(apply, updated, old)
         copies, sound = _copies(plan, params), jnp.bool_(True)
@@ -516,7 +516,7 @@ def _update(
             params, _, opt_state = trees
             loss, apply, seed = scalars
             old = params, opt_state
-            updated = _updated(plan, old, gradients, loss, seed)
+            updated = _updated(plan, old, gradients, (loss, seed))
             params, opt_state = _if(apply, updated, old)
             return params, _copies(plan, params), opt_state
 
@@ -534,37 +534,21 @@ def _update(
     return params, copies, opt_state, apply, sound
 
 
-def _sharded_as_gradients(layout: Layout) -> list[bool]:
-    """Returns, for each trained parameter and array of the optimizer state, whether it is.
-
-    A parameter is updated as its gradient is sharded. State that is not a parameter's, or that is
-    replicated where the parameter is not, may depend on what other devices have.
-    """
-    by_path = layout.by_path
-
-    def is_alike(leaf: Leaf) -> bool:
-        params = [by_path[path] for path in suffixes(leaf.path) if path in by_path]
-        return any((leaf.shape, leaf.spec) == (each.shape, each.grad_spec) for each in params)
-
-    params = jax.tree.leaves(layout.trainable(layout.params))
-    return [True for _ in params] + [is_alike(leaf) for leaf in jax.tree.leaves(layout.optimizer)]
-
-
 def _updated(
     plan: StepPlan,
     old: tuple[PyTree, PyTree],
     gradients: PyTree,
-    loss: jax.Array,
-    seed: Seed | None,
+    scalars: tuple[jax.Array, Seed | None],
 ) -> tuple[PyTree, PyTree]:
     """Returns (trained parameters, optimizer state) after the update; with a seed, rounded.
 
-    `old`: those before it.
+    `old`: those before it; `scalars`: the loss and the seed.
 
     Arrays are in device memory: all of the tree, or some layers of the stacked ones. Raises
     ValueError for an optimizer that evaluates the loss again, for a line search.
     """
     by_path = plan.layout.by_path
+    loss, seed = scalars
 
     def pinned(path: str, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, by_path[path].grad_sharding)

@@ -3,12 +3,15 @@
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fsdp_jax import optim
 from fsdp_jax.jaxprs import all_eqns
@@ -49,9 +52,18 @@ OPTIMIZERS = {
 DOUBLED = dict.fromkeys(OPTIMIZERS, 2) | {"adamw": 12, "lamb": 12, "accumulated": 0, "adafactor": 0}
 
 
-def updated(tx):
-    def update(old, gradients):
-        params, state = old
+MESH = jax.make_mesh((8,), ("data",))
+ROWS, COLUMNS = (NamedSharding(MESH, spec) for spec in (P("data"), P(None, "data")))
+
+
+def stored(state, sharding=ROWS):
+    """How each array is sharded: all alike."""
+    return [SimpleNamespace(grad_sharding=sharding) for _ in jax.tree.leaves(state)]
+
+
+def update_of(tx):
+    def update(state, gradients, scalars):
+        params, state = state
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -68,52 +80,98 @@ def start(tx):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_update_has_its_bits_and_the_check_its_answer(name):
     tx = OPTIMIZERS[name]()
-    old, gradients = start(tx)
-    update = updated(tx)
-    twice = [True for _ in jax.tree.leaves(old)]
-    checked = jax.jit(lambda old, *args: checked_update(update, old, twice, *args))
-    plain = jax.jit(update)
+    state, gradients = start(tx)
+    update, leaves = update_of(tx), stored(state)
+    checked = jax.jit(lambda *args: checked_update(update, *args, None, leaves))
+    plain = jax.jit(lambda *args: update(*args, None))
 
-    new, finite = checked(old, gradients)
-    expected = plain(old, gradients)
-    jax.tree.map(np.testing.assert_array_equal, new, expected)
+    new, finite = checked(state, gradients)
+    jax.tree.map(np.testing.assert_array_equal, new, plain(state, gradients))
     assert finite
     # One number of one gradient.
     for path in gradients:
         bad = gradients | {path: gradients[path].at[...].multiply(jnp.nan)}
-        new, finite = checked(old, bad)
-        expected = plain(old, bad)
+        new, finite = checked(state, bad)
+        expected = plain(state, bad)
         jax.tree.map(np.testing.assert_array_equal, new, expected)
-        assert bool(finite) == bool(stays_finite(old, expected)) is False
+        assert bool(finite) == bool(stays_finite(state, expected)) is False
+
+
+def scale(logarithm):
+    """2**logarithm, which XLA computes as it compiles, and JAX does not."""
+    return jnp.exp2(jnp.sqrt(jnp.float32(logarithm**2)))
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda x, g, s: x + (g * scale(70)) * scale(70),
+        lambda x, g, s: x + (g * scale(70)) * scale(70) * scale(-70),
+        lambda x, g, s: x + jnp.full(64, s * 2.0**70) * np.float32(2.0**70) * np.float32(2.0**-60),
+        lambda x, g, s: x + (g * s) * np.float32(2.0**70) * np.float32(2.0**70),
+    ],
+)
+def test_what_is_checked_is_what_is_written(update):
+    """XLA multiplies constants first, which may overflow where JAX's order does not."""
+    x, g, s = jnp.ones(64), jnp.full(64, 2.0**-30), jnp.float32(2.0**-30)
+    leaves = stored([x])
+
+    @jax.jit
+    def checked(x, g, s):
+        return checked_update(lambda x, g, s: [update(*x, *g, s)], [x], [g], s, leaves)
+
+    (new,), finite = checked(x, g, s)
+    assert bool(finite) == bool(jnp.isfinite(new).all())
 
 
 def operations(fn, *args):
     return Counter(eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
+def evaluated(update, state, gradients, leaves):
+    """How often each operation of an update is evaluated, the check itself left out."""
+
+    def once(state, gradients):
+        new = update(state, gradients, None)
+        return new, stays_finite(state, new)
+
+    def checked(state, gradients):
+        return checked_update(update, state, gradients, None, leaves)
+
+    before, after = (operations(fn, state, gradients) for fn in (once, checked))
+    return {name: count - before[name] for name, count in after.items()}
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_element_wise_updates_alone_are_computed_twice(name):
     tx = OPTIMIZERS[name]()
-    old, gradients = start(tx)
-    update = updated(tx)
+    state, gradients = start(tx)
+    more = evaluated(update_of(tx), state, gradients, stored(state))
+    for primitive in ("dot_general", "reduce_sum", "reduce_max", "while", "scan", "cond", "pow"):
+        assert not more.get(primitive), primitive
+    assert more["optimization_barrier"] == 1
+    assert more["mul"] >= DOUBLED[name], more
 
-    def checked_once(old, gradients):
-        new = update(old, gradients)
-        return new, stays_finite(old, new)
 
-    def checked(both):
-        def fn(old, gradients):
-            return checked_update(update, old, [both for _ in jax.tree.leaves(old)], gradients)
+def replicated(x):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P()))
 
-        return operations(fn, old, gradients)
 
-    once, twice = operations(checked_once, old, gradients), checked(True)
-    for primitive in ("dot_general", "reduce_sum", "reduce_max", "while", "scan", "cond"):
-        assert twice[primitive] == once[primitive], primitive
-    assert twice["optimization_barrier"] == 1
-    assert twice["mul"] - once["mul"] >= DOUBLED[name], twice - once
-    # What is sharded otherwise is checked as it is written.
-    assert checked(False)["mul"] == once["mul"]
+@pytest.mark.parametrize(
+    ("update", "shardings"),
+    [
+        (lambda x, m, g: (x + g * m, m), [ROWS, COLUMNS]),
+        (lambda x, m, g: (x + replicated(g * 0.9), m), [ROWS, ROWS]),
+        (lambda x, m, g: (x, replicated(m * 0.9 + g)), [ROWS, ROWS]),
+        (lambda x, m, g: (x + (m := m * 0.9 + g), m), [ROWS, COLUMNS]),
+    ],
+)
+def test_nothing_is_gathered_twice(update, shardings):
+    """Arrays of different shardings are left to XLA."""
+    x = jnp.ones((8, 8))
+    leaves = [SimpleNamespace(grad_sharding=each) for each in shardings]
+    more = evaluated(lambda state, grads, _: update(*state, *grads), (x, x), (x,), leaves)
+    assert {name for name, count in more.items() if count} == {"optimization_barrier"}
 
 
 @pytest.mark.long
