@@ -127,6 +127,13 @@ def mesh_of(shape=(4, 2), names=("fsdp", "tensor"), kind=AxisType.Explicit):
 REPLICAS = ("dp", "fsdp", "tensor")
 
 
+@cache
+def unrolled_on_one_device():
+    make = annotated(dataclasses.replace(SMALL, scan_layers=False))
+    one = fsdp.make_mesh(1, allow_fewer=True)
+    return losses_of(shard(one, "no_shard", make=make, data="data"))[0]
+
+
 @pytest.mark.parametrize(
     ("strategy", "names", "settings", "scan"),
     [
@@ -136,7 +143,7 @@ REPLICAS = ("dp", "fsdp", "tensor")
         ("full_shard", ("fsdp", "tensor"), {"accumulation": 2}, True),
         ("full_shard", REPLICAS, {}, False),
         ("hybrid_shard", REPLICAS, {"accumulation": 2}, True),
-        ("hybrid_shard_zero2", REPLICAS, {}, True),
+        pytest.param("hybrid_shard_zero2", REPLICAS, {}, True, marks=pytest.mark.long),
     ],
 )
 def test_tensor_annotations_compose_with_every_strategy(strategy, names, settings, scan):
@@ -144,13 +151,7 @@ def test_tensor_annotations_compose_with_every_strategy(strategy, names, setting
     mesh = mesh_of((2, 2, 2) if len(names) == 3 else (4, 2), names)
     replica = "dp" if "dp" in names else None
     losses, _ = losses_of(shard(mesh, strategy, make=make, replica=replica), **settings)
-    expected = (
-        unsharded()
-        if scan
-        else losses_of(
-            shard(fsdp.make_mesh(1, allow_fewer=True), "no_shard", make=make, data="data")
-        )[0]
-    )
+    expected = unsharded() if scan else unrolled_on_one_device()
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 

@@ -65,7 +65,10 @@ def test_the_mean_of_what_is_decoded_is_exact(share):
         assert abs(values.mean() - share) < 5 * values.std() / np.sqrt(63) + 1e-6 * abs(share)
 
 
-@pytest.mark.parametrize(("moments", "limit"), [("bfloat16", 0.03), ("int8", 0.1)])
+@pytest.mark.parametrize(
+    ("moments", "limit"),
+    [pytest.param("bfloat16", 0.03, marks=pytest.mark.long), ("int8", 0.1)],
+)
 def test_moments_follow_gradients_that_become_small(moments, limit):
     """With b2 = 0.999 a step changes the second moment by less than half a code."""
     tx, exact = optim.scale_by_adam(moments=moments), optax.scale_by_adam()

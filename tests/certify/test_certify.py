@@ -18,8 +18,6 @@ import fsdp_jax as fsdp
 from fsdp_jax.certify import Certificate, CertifyError, Tolerance, certify
 from fsdp_jax.step import train_step as steps
 
-pytestmark = pytest.mark.releases
-
 SUM = SUMS["cross-entropy"]
 
 
@@ -153,6 +151,7 @@ class Dropped(nn.Module):
         return nn.Dense(CLASSES)(nn.Dropout(0.5, deterministic=False)(nn.Dense(16)(x)))
 
 
+@pytest.mark.releases
 def test_dropout_by_default_draws_the_masks_of_one_device():
     settings = {"inputs": (jnp.zeros((1, 4)),), "accumulation": [4], "rows": 32, "steps": 3}
     certificate = quick(SUM, make=Dropped(), **settings)
@@ -161,6 +160,7 @@ def test_dropout_by_default_draws_the_masks_of_one_device():
     assert certificate.holds
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_models_hold(name):
     case = CASES[name]
@@ -224,6 +224,7 @@ RIGHT_UPDATE = steps._update
 GRADIENTS = "step.train_step._gradients"
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     ("name", "bug", "strategies", "expected", "explanation"),
     [
@@ -352,6 +353,7 @@ def test_inputs_that_cannot_be_certified_are_refused():
         quick(lambda model, batch: model(batch["x"]).sum())
 
 
+@pytest.mark.releases
 def test_linen_models_are_certified():
     settings = {"make": nn.Dense(CLASSES), "inputs": (jnp.zeros((1, 4)),), "local_batch": True}
     assert quick(SUM, **settings).holds

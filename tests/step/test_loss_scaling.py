@@ -79,9 +79,9 @@ def test_steps_skipped_at_the_smallest_scale_abort():
         ("full_shard", {"local_batch": True, "prefetch": "pre", "accumulation": 2, "clip": 1.0}),
         ("hybrid_shard", {"local_batch": True, "deferred": True, "accumulation": 2}),
         ("zero1", {"local_batch": True}),
-        ("shard_grad_op", {"accumulation": 2, "clip": 1.0}),
+        pytest.param("shard_grad_op", {"accumulation": 2, "clip": 1.0}, marks=pytest.mark.long),
         ("no_shard", {"local_batch": True, "deferred": True, "accumulation": 2}),
-        ("hybrid_shard_zero2", {"local_batch": True}),
+        pytest.param("hybrid_shard_zero2", {"local_batch": True}, marks=pytest.mark.long),
     ],
 )
 def test_float16_trains_as_one_device_in_float32(strategy, settings):

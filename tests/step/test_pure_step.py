@@ -31,7 +31,6 @@ def losses(sharded, settings, count=3):
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [
-        ("full_shard", {}),
         ("full_shard", {"accumulation": 2, "local_batch": True}),
         ("zero1", {"clip": 1.0}),
     ],

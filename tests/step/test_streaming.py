@@ -19,10 +19,7 @@ from fsdp_jax.sharding.offload import HOST
 from fsdp_jax.step.traced_update import TracedUpdate
 from fsdp_jax.tree import flatten
 
-pytestmark = [
-    pytest.mark.releases,
-    pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 BF16 = fsdp.Precision(compute="bfloat16")
 FLOAT8 = fsdp.Precision(compute="bfloat16", gather="float8_e4m3fn")
 ALL = fsdp.Offload(params=True, optimizer=True, group_bytes=256)
@@ -85,6 +82,7 @@ AXES = [
 ]
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     ("strategy", "name", "way", "offload", "precision", "prefetch"),
     covering_params(AXES, possible=possible),
@@ -112,10 +110,14 @@ def test_offloaded_training_has_the_bits_of_training_without(
 OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "lamb": optax.lamb(1e-2),
-    "clip of gradients": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
-    "mask": optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 2, tree)),
-    "schedule": optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
-    "averages": optax.chain(optax.adam(1e-3), optax.ema(0.9)),
+    "clip, schedule, mask and averages": optax.chain(
+        optax.clip_by_global_norm(0.1),
+        optax.adamw(
+            optax.cosine_decay_schedule(1e-3, 10),
+            mask=lambda tree: jax.tree.map(lambda x: x.ndim > 2, tree),
+        ),
+        optax.ema(0.9),
+    ),
     "shared coefficients": optax.contrib.muon(1e-3),
 }
 
@@ -218,12 +220,14 @@ UPDATES = {
 }
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("name", UPDATES)
 def test_layers_are_updated_apart_only_where_they_are_independent(name):
     update, expected = UPDATES[name]
     assert by_layers(update) == expected
 
 
+@pytest.mark.releases
 def test_a_constant_that_is_a_literal_of_the_program_differs_by_layer():
     before = jax.config.values["jax_use_simplified_jaxpr_constants"]
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
@@ -324,6 +328,7 @@ def test_a_step_that_is_not_finite_leaves_state_in_host_memory_as_it_was():
     check_equal(arrays((state.params, state.opt_state, state.copies)), before)
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("offload", ["all", "params"])
 def test_an_update_that_spoils_state_in_host_memory_ends_the_run(offload):
     # Groups are sent back before the last is looked at: here the step cannot be skipped.
@@ -366,6 +371,7 @@ def test_the_layout_tells_what_is_in_host_memory():
     assert str(layout.other["copies"]["embed"]["embedding"].dtype) == "bfloat16"
 
 
+@pytest.mark.releases
 @pytest.mark.long
 def test_checkpoints_move_between_layouts_with_and_without_offload(tmp_path):
     case = CASES["nnx-gpt-scanned"]
@@ -386,6 +392,7 @@ def test_checkpoints_move_between_layouts_with_and_without_offload(tmp_path):
         assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.releases
 def test_evaluation_and_the_model_itself_read_parameters_from_host_memory():
     case = CASES["nnx-gpt-scanned"]
     sums = []

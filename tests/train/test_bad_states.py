@@ -99,6 +99,7 @@ def test_a_spike_is_told_skipped_or_gone_back_from(run, capsys):
     assert lines[before]["loss"] in losses[step:]
 
 
+@pytest.mark.long
 def test_a_run_does_not_go_back_for_ever(run, capsys):
     every = ("--checkpoint.every", "8", "--train.steps", "40")
     assert spiking(run, "again", "back", 1e-6, *every) == 1
@@ -158,6 +159,7 @@ def test_a_signal_at_a_spike_does_not_save_what_is_gone_back_from(run, monkeypat
     assert [each["step"] for each in records(run, "stopped")] == list(range(1, 9))
 
 
+@pytest.mark.long
 def test_a_save_that_failed_before_a_spike_does_not_end_the_run(run, monkeypatch, capsys):
     seal, failed = CheckpointStore._seal, []
 

@@ -34,6 +34,7 @@ def stop_at(monkeypatch, step, number=signal.SIGINT):
     monkeypatch.setattr(JsonLines, "write", interrupt)
 
 
+@pytest.mark.long
 def test_a_llama_trains(run):
     overrides = "--model.family llama --model.preset llama-tiny --units.classes LlamaBlock"
     steps = "--train.steps 3 --train.eval_every 3"
@@ -210,7 +211,10 @@ def test_memory_where_the_backend_tells(monkeypatch):
 
 @pytest.mark.parametrize(
     "words",
-    [("--strategy", "no_shard"), ("--strategy", "hybrid_shard", "--mesh.replica", "2")],
+    [
+        pytest.param(("--strategy", "no_shard"), marks=pytest.mark.long),
+        ("--strategy", "hybrid_shard", "--mesh.replica", "2"),
+    ],
 )
 def test_other_strategies_have_the_same_losses(run, uninterrupted, tmp_path, words):
     assert run("other", "--checkpoint.every", "None", *words) == 0

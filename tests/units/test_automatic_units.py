@@ -172,9 +172,9 @@ def reads_weights(layers, x):
     ("forward", "local_batch", "why"),
     [
         (chain, True, "outermost repeated"),
-        (twice_and_count, False, "outermost repeated"),
+        pytest.param(twice_and_count, False, "outermost repeated", marks=pytest.mark.long),
         (in_a_loop, False, "inside a loop"),
-        (in_a_branch, False, "outermost repeated"),
+        pytest.param(in_a_branch, False, "outermost repeated", marks=pytest.mark.long),
         (in_a_branch, True, "inside a branch"),
         (by_private_methods, False, "outermost repeated"),
     ],

@@ -27,8 +27,6 @@ from fsdp_jax.step.train_step import train_step
 from fsdp_jax.units import float8
 from fsdp_jax.units.collectives import FLOAT8, fetch
 
-pytestmark = pytest.mark.releases
-
 GATHER = {"gather": "float8_e4m3fn"}
 MATMUL = {"matmul": "float8"}
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -37,6 +35,7 @@ FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 # Scales and casts
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(("dtype", "top"), [(float8.WEIGHT, 448.0), (float8.GRADIENT, 57344.0)])
 @pytest.mark.parametrize("largest", [1.0, 1.75, 1.7500001, 3e38, 1e-30, 0.0])
 def test_the_scale_is_the_least_power_of_two_that_fits(dtype, top, largest):
@@ -49,6 +48,7 @@ def test_the_scale_is_the_least_power_of_two_that_fits(dtype, top, largest):
     np.testing.assert_allclose(back, [largest, -largest / 3], rtol=0.0 if not largest else 0.13)
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 @pytest.mark.parametrize("dtype", [float8.WEIGHT, float8.GRADIENT])
 def test_what_is_not_finite_stays_so(dtype, bad):
@@ -56,6 +56,7 @@ def test_what_is_not_finite_stays_so(dtype, bad):
     assert not jnp.isfinite(float8.dequantize(values, scale, FLOAT32)[1])
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_what_was_cast_once_is_cast_again_to_the_same(dtype):
     x = jax.random.normal(jax.random.key(0), (64, 64), dtype) * 0.03
@@ -73,6 +74,7 @@ DIMS = [
 ]
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(("left", "right", "dims"), DIMS)
 def test_a_matmul_and_its_gradients_differ_by_the_rounding_alone(left, right, dims):
     keys = jax.random.split(jax.random.key(1), 3)
@@ -100,6 +102,7 @@ def comms_of(sharded, **settings):
     return sharded.make_train_step(next_token_loss, **settings).plan.comms
 
 
+@pytest.mark.releases
 def test_kernels_of_units_are_sent_in_float8_and_nothing_else():
     comms = comms_of(sharded_gpt(fsdp.Precision(compute="bfloat16", **GATHER)))
     sent = {path: str(comm.transform.wire) for path, comm in comms.items()}
@@ -111,6 +114,7 @@ def test_kernels_of_units_are_sent_in_float8_and_nothing_else():
     assert str(comms["blocks/mlp/up/kernel"].transform.wire) == "float32"
 
 
+@pytest.mark.releases
 def test_both_ways_to_communicate_gather_the_same_bits():
     sharded = sharded_gpt(fsdp.Precision(compute="bfloat16", **GATHER))
     path, mesh = "blocks/mlp/up/kernel", sharded.layout.mesh
@@ -127,6 +131,7 @@ def test_both_ways_to_communicate_gather_the_same_bits():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("local_batch", [True, False])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_kernels_are_gathered_again_in_the_backward_pass(remat, local_batch):
@@ -139,6 +144,7 @@ def test_kernels_are_gathered_again_in_the_backward_pass(remat, local_batch):
     assert {found[one, path] for path in kernels} == {4}
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("scan", [True, False])
 def test_policies_save_the_matmuls_in_float8_that_they_save_otherwise(scan):
     counts = {}
@@ -169,6 +175,7 @@ def test_losses_are_within_one_percent_of_float32(case, strategy, what, local_ba
     assert losses != expected
 
 
+@pytest.mark.releases
 def test_eight_devices_gather_and_multiply_what_one_does():
     precision = fsdp.Precision(**GATHER, **MATMUL)
     one = fsdp.make_mesh(data=1, devices=jax.devices()[:1])
@@ -181,6 +188,7 @@ def test_eight_devices_gather_and_multiply_what_one_does():
         np.testing.assert_allclose(value, runs[1][1][path], atol=1e-5, err_msg=path)
 
 
+@pytest.mark.releases
 def test_a_weight_that_came_in_float8_is_rounded_once():
     runs = [
         train(CASES["nnx-gpt-scanned"], fsdp.make_mesh(data=8), steps=4, precision=precision)[0]
@@ -189,7 +197,11 @@ def test_a_weight_that_came_in_float8_is_rounded_once():
     assert runs[0][0] == runs[1][0]
 
 
-@pytest.mark.parametrize(("layers", "prefetch"), [("scanned", "pre"), ("unrolled", "post")])
+@pytest.mark.releases
+@pytest.mark.parametrize(
+    ("layers", "prefetch"),
+    [("scanned", "pre"), pytest.param("unrolled", "post", marks=pytest.mark.long)],
+)
 def test_prefetch_gathers_in_float8_ahead(layers, prefetch):
     settings = {"steps": 3, "local_batch": True}
     settings["precision"] = fsdp.Precision(**GATHER, **MATMUL)
@@ -253,6 +265,7 @@ LEFT = {
 }
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_matmul_that_takes_a_kernel_runs_in_float8(name):
     fn = TAKEN[name]
@@ -265,6 +278,7 @@ def test_a_matmul_that_takes_a_kernel_runs_in_float8(name):
     np.testing.assert_allclose(*gradients, rtol=1e-6)
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("name", LEFT)
 def test_kernels_that_are_left_are_named(name):
     fn = LEFT[name]
@@ -273,6 +287,7 @@ def test_kernels_that_are_left_are_named(name):
     assert found == float8_dots(fn, W, X)
 
 
+@pytest.mark.releases
 def test_matmuls_without_a_kernel_stay():
     both = with_float8_matmuls(lambda w, x: (x @ x.T) @ (x @ named(w)) @ w)
     assert float8_dots(both, W, X) == (1, 3)
@@ -281,6 +296,7 @@ def test_matmuls_without_a_kernel_stay():
 # Refusals
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("topology", ["a100-80gb:8", "v5p:2x2x2", "v6e:2x2", "v5e:2x4"])
 def test_a_chip_without_float8_is_refused_by_its_name(topology):
     machine = parse_topology(topology)
@@ -292,6 +308,7 @@ def test_a_chip_without_float8_is_refused_by_its_name(topology):
     assert sharded_gpt(fsdp.Precision(**GATHER), mesh=mesh).precision.gather == "float8_e4m3fn"
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     ("kind", "capability", "has"),
     [
@@ -314,11 +331,13 @@ def test_chips_that_are_not_in_the_table_are_judged_by_what_they_report(kind, ca
         check_float8_matmuls(device)
 
 
+@pytest.mark.releases
 def test_float8_without_units_is_refused():
     with pytest.raises(ValueError, match=r"no unit has one(?s:.*)units="):
         sharded_gpt(fsdp.Precision(**GATHER), units="model")
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(("field", "name"), [("gather", "float8_e5m2"), ("matmul", "int8")])
 def test_other_formats_are_refused(field, name):
     with pytest.raises(ValueError, match=rf"unknown dtype '{name}'(?s:.*)precision\.{field}"):
@@ -339,6 +358,7 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.releases
 def test_a_convolution_stays_and_is_named():
     inputs = (jax.ShapeDtypeStruct((8, 4, 16), jnp.float32),)
     sharded = fsdp.fully_shard(
@@ -355,6 +375,7 @@ def test_a_convolution_stays_and_is_named():
         step.lower(inputs[0])
 
 
+@pytest.mark.releases
 def test_nnx_layers_with_einsum_run_in_float8():
     class Layer(nnx.Module):
         def __init__(self, rngs):

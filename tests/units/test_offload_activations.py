@@ -36,7 +36,8 @@ def make_step(topology, scan, **settings):
     ("topology", "scan", "prefetch", "on_host"),
     [
         pytest.param("h100:8", True, "none", LAYERS, marks=pytest.mark.long),
-        ("h100:8", True, "pre", LAYERS - 1),  # the last block's are read at once
+        # the last block's are read at once
+        pytest.param("h100:8", True, "pre", LAYERS - 1, marks=pytest.mark.long),
         ("v5e:2x4", True, "none", LAYERS),
         pytest.param("v5e:2x4", False, "none", LAYERS, marks=pytest.mark.long),
     ],

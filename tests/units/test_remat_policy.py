@@ -100,7 +100,7 @@ def test_a_weight_is_not_saved_by_its_name_and_an_activation_is():
     ("name", "settings"),
     [
         ("nnx-gpt-scanned", {"local_batch": True, "prefetch": "pre"}),
-        ("nnx-gpt-unrolled", {}),
+        pytest.param("nnx-gpt-unrolled", {}, marks=pytest.mark.long),
         ("linen-transformer", {"local_batch": True, "prefetch": "post", "accumulation": 2}),
     ],
 )
