@@ -40,8 +40,9 @@ quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtu
 test: $(VENV)/.test ## the suite, but for the tests that take longest
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
 
+# Some of these wait for processes that they start, hence one worker more than cores.
 test-long: $(VENV)/.test ## the tests that take longest
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m long
 
 # Every failing input is printed with the command that repeats it: make fuzz TARGET=rules SEED=7 CASE=123
 N ?= 2000
