@@ -45,13 +45,16 @@ def chunked_losses(
     chunks = _Chunks(dim, vocab_size, min(chunk, vocab_size))
     # On each device's rows: partitioned by XLA, every chunk's gradient of the weights would be
     # reduced separately.
-    losses = on_local_rows(partial(_losses, chunks), replicated=(0,))
+    losses = on_local_rows(partial(_losses_by_chunk, chunks), replicated=(0,))
     return jnp.where(valid_BT, losses(weights, x_BTD, targets_BT), jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """The chunks of the weights: `size` tokens of `dim`; the last one overlaps the one before."""
+    """How the weights are split into chunks of `size` tokens along `dim`.
+
+    All have the same size, so the last one overlaps the one before.
+    """
 
     dim: int
     vocab_size: int
@@ -59,7 +62,7 @@ class _Chunks:
 
     @property
     def numbers(self) -> Any:
-        """0 to the number of chunks, less one."""
+        """The numbers of the chunks, from 0, to scan over: int [chunks]."""
         return np.arange(-(-self.vocab_size // self.size))
 
     def start(self, number: jax.Array) -> jax.Array:
@@ -93,18 +96,20 @@ class _Chunks:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(
+def _losses_by_chunk(
     chunks: _Chunks, weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array
 ) -> jax.Array:
-    return _forward(chunks, weights, x_BTD, targets_BT)[0]
+    """Returns `chunked_losses` of one device's rows, with a backward pass of its own."""
+    return _losses_forward(chunks, weights, x_BTD, targets_BT)[0]
 
 
-def _forward(
+def _losses_forward(
     chunks: _Chunks, weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """Returns (losses, float32 [B, T]; residuals), with a log-sum-exp that runs over chunks."""
+    """Returns (losses, float32 [B, T]; what `_losses_backward` needs), in one pass over chunks."""
 
     def accumulate(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        """Adds a chunk to the running maximum, sum of exponentials and logit of the target."""
         maximum, total, target_logit = carry
         logits, is_target = chunks.logits(weights, x_BTD, targets_BT, number)
         new_maximum = jnp.maximum(maximum, logits.max(-1))
@@ -121,10 +126,10 @@ def _forward(
     return log_total - target_logit, (weights, x_BTD, targets_BT, log_total)
 
 
-def _backward(
+def _losses_backward(
     chunks: _Chunks, residuals: Any, cotangent_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    """Returns the gradients of weights and x_BTD, from logits that are computed again."""
+    """Returns the gradients of weights, x_BTD and targets (None), from recomputed logits."""
     weights, x_BTD, targets_BT, log_total = residuals
 
     def accumulate(carry: Any, number: jax.Array) -> tuple[Any, None]:
@@ -150,4 +155,4 @@ def _backward(
     return weights_grad, x_grad.astype(x_BTD.dtype), None
 
 
-_losses.defvjp(_forward, _backward)
+_losses_by_chunk.defvjp(_losses_forward, _losses_backward)

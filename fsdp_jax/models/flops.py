@@ -12,7 +12,10 @@ from fsdp_jax.models.config import BaseConfig
 
 @functools.cache
 def parameter_sizes(model: Callable[..., nnx.Module], config: BaseConfig) -> Mapping[str, int]:
-    """Returns {path: elements} of the parameters of `model(config, rngs=)`, blocks stacked."""
+    """Returns {path: number of elements} of the parameters of `model(config, rngs=...)`.
+
+    The blocks are stacked, as with `scan_layers`.
+    """
     stacked = replace(config, scan_layers=True)
     shapes = nnx.eval_shape(lambda: nnx.state(model(stacked, rngs=nnx.Rngs(0)), nnx.Param))
     return {"/".join(map(str, path)): leaf.size for path, leaf in nnx.to_flat_state(shapes)}
@@ -37,9 +40,9 @@ def training_flops(
     the layers. `inner`: the width of all heads; by default D.
     """
 
-    def positions(path: str) -> int:
+    def positions_of(path: str) -> int:
         return next(count for pattern, count in multiplied.items() if re.match(pattern, path))
 
     sizes = parameter_sizes(model, config)
-    products = sum(size * positions(path) for path, size in sizes.items())
+    products = sum(size * positions_of(path) for path, size in sizes.items())
     return 6.0 * products + 12.0 * (inner or config.width) * pairs

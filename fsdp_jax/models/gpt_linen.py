@@ -43,7 +43,7 @@ class LinenSelfAttention(nn.Module):
         D = self.config.width
         qkv = _linear(self.config, 3 * D, name="qkv")(x_BTD)
         heads = layers.split_qkv(qkv, D // self.config.heads)
-        attended = self.attention(*heads, is_causal=True, **layers.segment_pair(segments_BT))
+        attended = self.attention(*heads, is_causal=True, **layers.segments_keyword(segments_BT))
         out = _linear(self.config, D, std=layers.residual_std(self.config), name="out")
         return checkpoint_name(out(attended.reshape(x_BTD.shape)), "attention_out")
 
@@ -77,13 +77,13 @@ class LinenBlock(nn.Module):
         config = self.config
         dropout = nn.Dropout(config.dropout, deterministic=self.deterministic)
 
-        def branch(y_BTD: jax.Array) -> jax.Array:
+        def with_dropout(y_BTD: jax.Array) -> jax.Array:
             return dropout(y_BTD).astype(x_BTD.dtype)
 
         attn = LinenSelfAttention(config, self.attention, name="attn")
-        x_BTD = x_BTD + branch(attn(_layer_norm(config, name="ln_1")(x_BTD), segments_BT))
+        x_BTD = x_BTD + with_dropout(attn(_layer_norm(config, name="ln_1")(x_BTD), segments_BT))
         mlp = LinenMLP(config, name="mlp")
-        return x_BTD + branch(mlp(_layer_norm(config, name="ln_2")(x_BTD))), None
+        return x_BTD + with_dropout(mlp(_layer_norm(config, name="ln_2")(x_BTD))), None
 
 
 class LinenBlocks(nn.Module):
@@ -105,7 +105,7 @@ class LinenBlocks(nn.Module):
 
 
 class LinenGPT(nn.Module):
-    """A decoder-only language model.
+    """A decoder-only language model in Linen.
 
     The parameters of `blocks` have a leading dim L (`scan_layers`), or are those of blocks 0 to
     L-1. Dropout above 0 needs a `dropout` random stream. `attention` replaces the attention of

@@ -92,22 +92,23 @@ def dense_attention(
     """`jax.nn.dot_product_attention` with segments; see `Attention`."""
     mask = None if segments is None else _same_segment(*segments)
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
-    out = _attend(query, key, value, bias, mask, is_causal=is_causal, **options)
+    out = _dot_product_attention(query, key, value, bias, mask, is_causal=is_causal, **options)
     # a kernel's output is saved by its own backward pass: under a name it would be saved twice
     return out if implementation == "cudnn" else checkpoint_name(out, "attention")
 
 
-def _attend(*arrays: jax.Array | None, **options: Any) -> jax.Array:
-    """`jax.nn.dot_product_attention`; of float16, which it has on GPUs alone, elsewhere in float32.
+def _dot_product_attention(*arrays: jax.Array | None, **options: Any) -> jax.Array:
+    """Returns `jax.nn.dot_product_attention(*arrays, **options)`, of float16 on any platform.
 
-    `arrays`: query, key, value, bias, mask.
+    jax has it in float16 on GPUs alone; elsewhere it is computed in float32. `arrays`: query, key,
+    value, bias, mask.
     """
 
     def attend(*arrays: Any) -> jax.Array:
         return jax.nn.dot_product_attention(*arrays, **options)
 
     def attend_in_float32(*arrays: Any) -> jax.Array:
-        return attend(*jax.tree.map(_widened, arrays)).astype(jnp.float16)
+        return attend(*jax.tree.map(_floats_to_float32, arrays)).astype(jnp.float16)
 
     if arrays[0] is None or arrays[0].dtype != jnp.float16:
         return attend(*arrays)
@@ -117,7 +118,7 @@ def _attend(*arrays: jax.Array | None, **options: Any) -> jax.Array:
     return out
 
 
-def _widened(x: jax.Array) -> jax.Array:
+def _floats_to_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -160,16 +161,17 @@ def blockwise_attention(
         mask = mask[None, None]
         if key_segments is not None:
             mask &= _same_segment(query_segments, key_segments)
-        return _attend(query, key, value, bias, mask, scale=scale)
+        return _dot_product_attention(query, key, value, bias, mask, scale=scale)
 
-    def split(x: jax.Array | None, dim: int) -> jax.Array | None:
+    def to_blocks(x: jax.Array | None, dim: int) -> jax.Array | None:
+        """Splits `dim`, of size T, into a leading dim of blocks and QUERY_BLOCK in its place."""
         if x is None:
             return None
         shape = (*x.shape[:dim], T // QUERY_BLOCK, QUERY_BLOCK, *x.shape[dim + 1 :])
         return jnp.moveaxis(x.reshape(shape), dim, 0)
 
     starts = jnp.arange(0, T, QUERY_BLOCK)
-    blocks = (starts, split(query, 1), split(query_segments, 1), split(bias, 2))
+    blocks = (starts, to_blocks(query, 1), to_blocks(query_segments, 1), to_blocks(bias, 2))
     out = jax.lax.map(lambda block: recomputed(attend)(block, key, value, key_segments), blocks)
     return checkpoint_name(jnp.moveaxis(out, 0, 1).reshape(B, T, H, K), "attention")
 
@@ -185,8 +187,8 @@ def split_heads(x_BTD: jax.Array, head_dim: int) -> jax.Array:
     return x_BTD.reshape(*x_BTD.shape[:2], -1, head_dim)
 
 
-def segment_pair(segments_BT: jax.Array | None) -> dict[str, Any]:
-    """Returns attention's keyword for self-attention within segments; empty without segments."""
+def segments_keyword(segments_BT: jax.Array | None) -> dict[str, Any]:
+    """Returns {"segments": a pair} for the `Attention` of a self-attention; {} for None."""
     return {} if segments_BT is None else {"segments": (segments_BT, segments_BT)}
 
 
@@ -213,7 +215,7 @@ def linear(
 
 
 class RecomputedNorm:
-    """Makes a norm of flax, the class after this one, `recomputed`."""
+    """Mixin that makes the call of the flax norm after it among the bases `recomputed`."""
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """[..., D] to [..., D]."""
@@ -289,7 +291,10 @@ class Embedding(nnx.Embed):
         return table_VD if self.dtype is None else table_VD.astype(self.dtype)
 
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, **chunks: int) -> jax.Array:
-        """Returns `chunked_losses` of the logits of `attend`."""
+        """Returns `chunked_losses` with the table as the output head.
+
+        `chunks`: its `vocab_size` and `chunk`.
+        """
         table_VD = self.embedding[...]
         return chunked_losses(x_BTD, table_VD, targets_BT, dim=0, dtype=self.dtype, **chunks)
 
@@ -306,7 +311,10 @@ class Head(nnx.Linear):
         super().__init__(width, vocab_size, use_bias=False, kernel_init=init, **more)
 
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, **chunks: int) -> jax.Array:
-        """Returns `chunked_losses` of its logits."""
+        """Returns `chunked_losses` with the kernel as the output head.
+
+        `chunks`: its `vocab_size` and `chunk`.
+        """
         kernel_DV = self.kernel[...]
         return chunked_losses(x_BTD, kernel_DV, targets_BT, dim=1, dtype=self.dtype, **chunks)
 
@@ -351,8 +359,11 @@ class MultiHeadAttention(nnx.Module):
             for project, x in ((self.q, x_BTD), (self.k, source_BSD), (self.v, source_BSD))
         ]
 
-    def combine(self, attended: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        """Returns what attention returned, projected back to [B, T, D]."""
+    def project_out(self, attended: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Projects what attention returned to the shape of its input, [B, T, D].
+
+        `attended`: [B, T, H, K], or [n, B/n, T, H, K] where the batch is in n parts.
+        """
         return checkpoint_name(self.o(attended.reshape(*x_BTD.shape[:2], -1)), "attention_out")
 
 
@@ -520,7 +531,10 @@ class LanguageModel(nnx.Module):
 
 
 def check_length(tokens_BT: jax.Array, longest: int, name: str, what: str = "tokens") -> None:
-    """Raises ValueError for a sequence longer than the config's field `name` allows."""
+    """Raises ValueError for more than `longest` tokens, the config's field `name`.
+
+    `what` names the tokens in the message.
+    """
     T = tokens_BT.shape[1]
     if longest < T:
         raise ValueError(f"expected at most {longest} {what} ({name}), got {T}")
