@@ -32,7 +32,10 @@ class CorruptionSizes:
 
 
 def corruption_sizes(inputs_length: int, *, end: int | None) -> CorruptionSizes:
-    """Returns the sizes of the longest chunk whose inputs fit. Raises ConfigError if none does."""
+    """Returns the sizes of the longest chunk of text whose inputs are at most `inputs_length`.
+
+    `end`: the end-of-text token, if there is one. Raises ConfigError if no chunk fits.
+    """
     extra = end is not None
     _check_at_least(2 + extra, inputs_length, "The inputs are too short.", SEQUENCE_LENGTH)
 
@@ -51,7 +54,8 @@ class SpanCorruption:
     """Random access to corrupted chunks of `tokens`, which do not overlap.
 
     The removed spans depend on `seed` and the row's index alone, so every epoch has the same.
-    `sentinels` are ids for the spans, in order; see `sentinels_of`.
+    `sentinels` are ids for the spans, in order; see `sentinels_of`. `end` is the end-of-text token,
+    None without one.
 
     Raises ConfigError if the lengths, sentinels and text do not fit together.
     """
@@ -126,7 +130,7 @@ class SpanCorruption:
 
 
 def sentinels_of(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Returns the tokenizer's sentinels, or the model's ids beyond the tokenizer's, descending."""
+    """Returns the ids of sentinels: the tokenizer's own, or the model's beyond it, descending."""
     return list(tokenizer.sentinels or range(vocab_size - 1, tokenizer.vocab_size - 1, -1))
 
 

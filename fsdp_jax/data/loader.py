@@ -118,7 +118,7 @@ class Loader:
 
 
 class _ClosableBatches:
-    """Batches that are read one at a time, and none any more once `close` has returned."""
+    """Batches by index, read one at a time, and none any more once `close` has returned."""
 
     def __init__(self, batches: grain.MapDataset):
         self._batches = batches
@@ -153,7 +153,7 @@ def make_loader(
     identity: Mapping[str, str] | None = None,
     ahead: int = AHEAD,
 ) -> Loader:
-    """Returns the batches of process `process_index`.
+    """Returns a loader of the batches of process `process_index`.
 
     With `repeat` they never end; without, they are one epoch, less the rows that do not fill a last
     global batch. `identity`, such as `LoadedData.identity`, is saved with the position. `ahead` is
@@ -205,6 +205,7 @@ def eval_batches(
     starts = range(0, len(examples), batch_size)[:limit]
 
     def make_batch(start: int) -> Batch:
+        """Returns this process's rows of the global batch that starts at row `start`."""
         indices = range(start + process_index, start + batch_size, process_count)
         assert len(indices) == rows, "every process has as many rows"
         batch = [_with_mask(examples[index]) for index in indices if index < len(examples)]
@@ -227,7 +228,7 @@ def _with_mask(row: Row) -> Row:
 
 
 def _rows_per_process(global_batch_size: int, process_index: int, process_count: int) -> int:
-    """Returns how many rows a process reads. Raises ConfigError for numbers that do not fit."""
+    """Returns the number of a process's rows of a batch. Raises ConfigError for impossible ones."""
     check_positive("the batch size", global_batch_size)
     check_positive("the number of processes", process_count)
     if not 0 <= process_index < process_count:
