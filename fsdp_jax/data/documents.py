@@ -19,13 +19,7 @@ from fsdp_jax.data.files import (
     read_bytes,
     text_files,
 )
-from fsdp_jax.data.records import (
-    Invalid,
-    TextDecoder,
-    is_json_file,
-    read_dataset,
-    read_json_records,
-)
+from fsdp_jax.data.records import Invalid, TextDecoder, is_json, read_dataset, read_records
 
 EMPTY = "empty"
 
@@ -78,10 +72,11 @@ def open_documents(
     text_files(root, Skipped())
 
     def read_texts(skipped: Skipped) -> Iterator[str | None]:
+        """Yields every text, also empty ones; None where the decoder has skipped one."""
         decoder = TextDecoder(invalid, skipped)
         for file in text_files(root, skipped):
-            if is_json_file(file):
-                for where, record in read_json_records(file, decoder):
+            if is_json(file):
+                for where, record in read_records(file, decoder):
                     yield decoder.decode_field(record, field, where)
             else:
                 yield decoder.decode(read_bytes(file), str(file))

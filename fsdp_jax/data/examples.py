@@ -46,10 +46,8 @@ def uniforms(seed: int, index: int, count: int) -> np.ndarray:
 
 
 def random_bytes(seed: int, index: int, count: int) -> np.ndarray:
-    """Returns random uint8 [count], a function of `seed` and `index` alone.
-
-    It uses the half of the generator's keys that `uniforms` does not.
-    """
+    """Returns random uint8 [count], as `uniforms` does but independent of its numbers."""
+    # from the half of the generator's keys that `uniforms` does not use
     key = np.array([seed, index | 1 << 63], np.uint64)
     return np.random.Philox(key=key).random_raw(-(-count // 8)).astype("<u8").view(np.uint8)[:count]
 

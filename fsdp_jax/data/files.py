@@ -46,10 +46,7 @@ def embedded_files() -> list[Path]:
 
 
 def text_files(path: Path, skipped: Skipped) -> list[Path]:
-    """Returns the file at `path`, or the text files below the folder there.
-
-    Raises ConfigError if there are none.
-    """
+    """Returns the file at `path`, or a folder's text files. Raises ConfigError without any."""
     if path.is_file():
         return [path]
     fix = "set data.path to a text file or a folder, or leave it out for the embedded corpus"

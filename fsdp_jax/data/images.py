@@ -179,6 +179,7 @@ class ImageSplit:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> Row:
+        """Returns row `indices[index]` of the other examples."""
         return self._examples[int(self._indices[index])]
 
 

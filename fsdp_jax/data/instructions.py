@@ -21,14 +21,7 @@ import numpy as np
 from fsdp_jax.data.checks import check_choice, check_positive, config_error, ignored_key_error
 from fsdp_jax.data.examples import Row, Settings, text_to_text_row
 from fsdp_jax.data.files import Skipped
-from fsdp_jax.data.records import (
-    Invalid,
-    Record,
-    TextDecoder,
-    is_json_file,
-    read_dataset,
-    read_json_records,
-)
+from fsdp_jax.data.records import Invalid, Record, TextDecoder, is_json, read_dataset, read_records
 from fsdp_jax.data.tokenizer import Tokenizer
 from fsdp_jax.errors import ConfigError
 
@@ -88,12 +81,12 @@ def load_instructions(
     for a malformed record, and if none is left.
     """
     check_choice("invalid", invalid, Invalid)
-    if split != "train" and (path is None or is_json_file(path)):
+    if split != "train" and (path is None or is_json(path)):
         raise ignored_key_error("data.split", split)
     decoder = TextDecoder(invalid, skipped)
-    if path is None or is_json_file(path):
+    if path is None or is_json(path):
         file = SHIPPED if path is None else Path(path).expanduser()
-        records = list(read_json_records(file, decoder))
+        records = list(read_records(file, decoder))
     else:
         records = list(read_dataset(path, split))
     instructions = []
@@ -156,7 +149,11 @@ def encode_instructions(
 
 
 class PackedInstructions:
-    """Random access to rows of T+1 tokens with whole instructions in them; see `pack_rows`."""
+    """Random access to rows of T+1 tokens with whole instructions in them; see `pack_rows`.
+
+    Of a longer instruction the answer is truncated, where `too_long` says so and the prompt fits;
+    any other is left out. `skipped` counts both. Raises ConfigError if none is left.
+    """
 
     def __init__(
         self,
@@ -167,7 +164,6 @@ class PackedInstructions:
         skipped: Skipped,
     ) -> None:
         check_positive("data.sequence_length", sequence_length)
-        # Answers are truncated where the prompt fits; other long examples are skipped.
         capacity = sequence_length + 1
         self.encoded: list[EncodedInstruction] = []
         for each in encoded:
@@ -219,7 +215,7 @@ class TextToText:
     """Random access to rows of one instruction each, for models with an encoder.
 
     The inputs are the prompt, which ends in the end-of-text token as T5's do; the targets are the
-    answer.
+    answer. `too_long` and `skipped`: see `PackedInstructions`; prompts are truncated too.
     """
 
     def __init__(

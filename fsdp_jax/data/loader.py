@@ -26,10 +26,10 @@ AHEAD = 2  # batches
 class Loader:
     """An iterator over this process's rows of each batch, whose position can be saved and restored.
 
-    From the first `next` on, a thread reads at most `ahead` batches in advance; with 0 there is no
-    thread. `settings` determines the stream, and `identity` are digests of the data: a state saved
-    under others is refused. Close the loader or use it in a `with` block; garbage collection also
-    ends its thread.
+    `batches` are this process's. From the first `next` on, a thread reads at most `ahead` of them
+    in advance; with 0 there is no thread. `settings` determines the stream, and `identity` are
+    digests of the data: a state saved under others is refused. Close the loader or use it in a
+    `with` block; garbage collection also ends its thread.
     """
 
     def __init__(
@@ -129,6 +129,7 @@ class _ClosableBatches:
         return len(self._batches)
 
     def __getitem__(self, index: int) -> Batch:
+        """Reads a batch. Raises ValueError once `close` has been called."""
         with self._reading:
             if self._closed:
                 raise ValueError("the loader is closed")  # whoever asked for it has gone

@@ -44,9 +44,8 @@ class TextDecoder:
             return content.decode()
         except UnicodeDecodeError as error:
             got = f"byte 0x{content[error.start]:02x} at offset {offset + error.start:,}"
-            if self._handle_invalid(
-                where, got, error, expected="UTF-8", fix="store the text as UTF-8"
-            ):
+            fix = "store the text as UTF-8"
+            if self._handle_invalid(where, got, error, expected="UTF-8", fix=fix):
                 return None
             return content.decode(errors="replace")
 
@@ -94,12 +93,12 @@ class TextDecoder:
         return skip
 
 
-def is_json_file(path: str | Path) -> bool:
+def is_json(path: str | Path) -> bool:
     """Returns whether a file is `.json` or `.jsonl` by its name, and so holds records."""
     return str(path).endswith(JSON_SUFFIXES)
 
 
-def read_json_records(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
+def read_records(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
     """Yields (where, record) of a `.jsonl` or `.json`. Raises DamageError with file and line."""
     if file.suffix == ".jsonl":
         yield from _read_jsonl(file, decoder)

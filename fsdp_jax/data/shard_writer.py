@@ -267,10 +267,7 @@ def _write_shard(
 
 
 def _largest_valid_id(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:
-    """Returns the largest id of a document, -1 without any.
-
-    Raises ConfigError, with the place `where`, for an id beyond the vocabulary.
-    """
+    """Returns a document's largest id, -1 without any. Raises ConfigError for one too large."""
     largest = int(piece.max()) if piece.size else -1
     if largest >= plan.vocab_size:
         what = "A token id is not in the vocabulary."

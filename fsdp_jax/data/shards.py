@@ -175,7 +175,7 @@ def shard_files(shards: tuple[TokenShard, ...]) -> list[str]:
 
 
 def _check_file_digests(files: object, shards: tuple[TokenShard, ...]) -> None:
-    """Raises ValueError unless `files` has a digest for each file of the shards, and no other."""
+    """Raises ValueError unless `files` are digests of the shards' files, and of a tokenizer's."""
     if not isinstance(files, dict) or set(files) - {FILE, SETTINGS} != set(shard_files(shards)):
         raise ValueError("the digests are not those of the shards")
     kinds = {"bytes": int, "xxh3_128": str}
@@ -233,10 +233,7 @@ def check_digest(file: Path, expected: Json) -> None:
 
 
 class MemoryMappedTokens:
-    """The `Tokens` of one part of the shards, read from memory maps as one stream.
-
-    A slice raises DamageError for ids beyond the vocabulary.
-    """
+    """The `Tokens` of one part, read from disk; DamageError for ids beyond the vocabulary."""
 
     def __init__(self, folder: Path, shards: tuple[TokenShard, ...], plan: TokenizePlan):
         self.shards = shards

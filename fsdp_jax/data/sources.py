@@ -265,10 +265,7 @@ def skip_note(skipped: Skipped) -> str:
 
 
 def _open_instructions(options: DataOptions) -> LoadedData:
-    """Opens instructions, and encodes them into memory.
-
-    `held_out` is None unless at least one of those held out is short enough.
-    """
+    """Opens instructions, encoded into memory; `held_out` is None where all of it is too long."""
     tokenizer = _load_checked_tokenizer(options)
     skipped = Skipped()
     records = load_instructions(options.path, skipped, split=options.split, invalid=options.invalid)

@@ -84,11 +84,11 @@ class ByteTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer of Hugging Face's `tokenizers`, from the bytes of its `tokenizer.json`.
+    """A tokenizer of Hugging Face's `tokenizers`.
 
-    `settings` are the bytes of the `tokenizer_config.json` beside it, of which only `eos_token` is
-    used. Raises ConfigError if the package is missing, DamageError if it cannot read the file or
-    encode with it.
+    `content` are the bytes of its `tokenizer.json`, `settings` those of the `tokenizer_config.json`
+    beside it, of which only `eos_token` is used. Raises ConfigError if the package is missing,
+    DamageError if it cannot read the file or encode with it.
     """
 
     def __init__(self, content: bytes, *, name: str, settings: bytes | None = None):
@@ -149,10 +149,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 @contextlib.contextmanager
 def _failures_as_damage_error(name: str) -> Iterator[None]:
-    """Turns whatever the `tokenizers` package raises into a DamageError about `name`.
-
-    The package raises nothing more specific.
-    """
+    """Turns whatever the package raises, which is nothing specific, into a DamageError."""
     try:
         yield
     except BaseException as error:  # its panics are no Exceptions

@@ -36,8 +36,8 @@ class Windows:
     """Random access to windows of T+1 tokens, each starting at the last token of the one before.
 
     Every token but the first is predicted once per epoch, except the last ones, fewer than T, which
-    fill no window. With `starts`, documents are kept apart: none attends to another, and the first
-    token of a document is not predicted from the one before it.
+    fill no window. With `starts`, the index of each document's first token, documents are kept
+    apart: none attends to another, and a first token is not predicted from the one before it.
 
     Raises ConfigError if the stream is shorter than one window.
     """

@@ -72,10 +72,7 @@ def _attend_on_local_rows(
 
 
 def _flash_on_gpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
-    """The `kernel` of `_attend_on_local_rows` on GPUs: jax's flash attention in Pallas.
-
-    It is for self-attention alone (Dao, arXiv:2307.08691).
-    """
+    """Flash self-attention on GPUs (Dao, arXiv:2307.08691), for `_attend_on_local_rows`."""
     query, key, value, *segments = arrays
     if len(segments) > 1:
         what = "flash attention on GPUs knows segments of one sequence only"
@@ -97,10 +94,8 @@ def _flash_on_gpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Arra
 
 
 def _flash_on_tpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
-    """The `kernel` of `_attend_on_local_rows` on TPUs: jax's splash attention.
-
-    It takes heads before the sequence, and scaled queries.
-    """
+    """Splash attention on TPUs, for `_attend_on_local_rows`."""
+    # it takes heads before the sequence, and scaled queries
     query, key, value, *segments = arrays
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,

@@ -73,7 +73,7 @@ class HeadMix(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((heads,), jnp.float32))
 
     def __call__(self, x_BHTS: jax.Array) -> jax.Array:
-        """[B, H, T, S] to [B, H, T, S] in the dtype of the input."""
+        """Maps [B, H, T, S] to [B, H, T, S] in the dtype of the input."""
         dtype = self.dtype or x_BHTS.dtype
         kernel, bias = self.kernel[...].astype(dtype), self.bias[...].astype(dtype)
         mixed = jnp.einsum("bhts,hg->bgts", x_BHTS, kernel) + bias[None, :, None, None]
@@ -96,7 +96,7 @@ class TalkingHeadsAttention(nnx.Module):
         self.o = layers.linear(D, D, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         q_BTHK, k_BTHK, v_BTHK = layers.split_qkv(self.qkv(x_BTD), self.head_dim)
         q_BTHK = q_BTHK * self.head_dim**-0.5
         scores_BHTS = self.proj_l(jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK))
@@ -107,10 +107,7 @@ class TalkingHeadsAttention(nnx.Module):
 
 
 class _ScaledBlock(nnx.Module):
-    """Base of CaiT's blocks: attention, then an MLP, each after a norm and times a LayerScale.
-
-    `attn`: the attention module, which a subclass calls.
-    """
+    """Base of CaiT's blocks: `attn`, then an MLP, each after a norm and times a LayerScale."""
 
     def __init__(self, config: CaiTConfig, attn: nnx.Module, *, rngs: nnx.Rngs):
         def layer_scale() -> nnx.Param:
@@ -136,7 +133,7 @@ class CaiTBlock(_ScaledBlock):
         super().__init__(config, TalkingHeadsAttention(config, rngs=rngs), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input."""
+        """Maps [B, T, D] to [B, T, D] in the dtype of the input."""
         x_BTD = _add_scaled(x_BTD, self.gamma_1, self.attn(self.attn_norm(x_BTD)))
         return _add_scaled(x_BTD, self.gamma_2, self.mlp(self.mlp_norm(x_BTD)))
 
@@ -149,7 +146,7 @@ class ClassAttentionBlock(_ScaledBlock):
         super().__init__(config, attn, rngs=rngs)
 
     def __call__(self, x_B1D: jax.Array, *, patches: jax.Array) -> jax.Array:
-        """The class token [B, 1, D] and the patches [B, T, D] to the class token, in its dtype."""
+        """Maps the class token [B, 1, D] and patches [B, T, D] to the class token, in its dtype."""
         source = self.attn_norm(jnp.concatenate([x_B1D, patches], axis=1))
         x_B1D = _add_scaled(x_B1D, self.gamma_1, self.attn(source[:, :1], source))
         return _add_scaled(x_B1D, self.gamma_2, self.mlp(self.mlp_norm(x_B1D)))
@@ -178,7 +175,7 @@ class CaiT(nnx.Module):
         self.head = layers.linear(D, config.classes, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Images to logits as in `vit.ViT`; `deterministic` has no effect: nothing is drawn."""
+        """Maps images to logits as `vit.ViT` does; `deterministic` has no effect: no dropout."""
         x_BTD = self.patches(vision.normalize_images(images_BHWC, self.config))
         x_BTD = x_BTD + self.positions[...].astype(x_BTD.dtype)
         x_BTD = layers.run_blocks(self.blocks, x_BTD)

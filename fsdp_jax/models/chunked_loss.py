@@ -51,10 +51,7 @@ def chunked_losses(
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """How the weights are split into chunks of `size` tokens along `dim`.
-
-    All have the same size, so the last one overlaps the one before.
-    """
+    """The chunks of `size` tokens along `dim` of the weights; the last overlaps the one before."""
 
     dim: int
     vocab_size: int

@@ -35,9 +35,9 @@ def training_flops(
     parameter is multiplied with counted separately. Attention is counted in full, not halved for
     causality, and nothing is added for recomputation.
 
-    `multiplied`: pattern -> positions, of the parameters whose path starts with the pattern and
-    with none before it; 0 for what is looked up or added. `pairs`: of queries and keys, summed over
-    the layers. `inner`: the width of all heads; by default D.
+    `multiplied`: {regular expression: positions that a parameter is multiplied with}; the first
+    that matches the start of its path counts. 0 is for what is looked up or added. `pairs`: of
+    queries and keys, summed over the layers. `inner`: the width of all heads; by default D.
     """
 
     def positions_of(path: str) -> int:

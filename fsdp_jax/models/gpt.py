@@ -78,7 +78,7 @@ class SelfAttention(nnx.Module):
         self.out = linear(D, D, std=layers.residual_std(config))
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
+        """Maps [B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
         heads = layers.split_qkv(self.qkv(x_BTD), self.head_dim)
         attended = self.attention(*heads, is_causal=True, **layers.segments_keyword(segments_BT))
         return checkpoint_name(self.out(attended.reshape(x_BTD.shape)), "attention_out")
@@ -98,7 +98,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, *, segments: jax.Array | None = None, deterministic: bool = True
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input."""
+        """Maps [B, T, D] to [B, T, D] in the dtype of the input."""
         x_BTD = self.dropout.add(x_BTD, self.attn(self.ln_1(x_BTD), segments), deterministic)
         return self.dropout.add(x_BTD, self.mlp(self.ln_2(x_BTD)), deterministic)
 
@@ -128,7 +128,7 @@ class GPT(layers.LanguageModel):
         positions: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """Int32 [B, T] to the input of the head, [B, T, D].
+        """Maps int32 [B, T] to the input of the head, [B, T, D].
 
         Args:
             tokens_BT: at most `sequence_length` tokens a row; more are a ValueError.

@@ -39,7 +39,7 @@ class LinenSelfAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
+        """Maps [B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
         D = self.config.width
         qkv = _linear(self.config, 3 * D, name="qkv")(x_BTD)
         heads = layers.split_qkv(qkv, D // self.config.heads)
@@ -55,7 +55,7 @@ class LinenMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         D = self.config.width
         hidden = checkpoint_name(_linear(self.config, 4 * D, name="up")(x_BTD), "mlp")
         down = _linear(self.config, D, std=layers.residual_std(self.config), name="down")
@@ -73,7 +73,7 @@ class LinenBlock(nn.Module):
     def __call__(
         self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
     ) -> tuple[jax.Array, None]:
-        """[B, T, D] to ([B, T, D] in its dtype, None): a carry and no output, for `nn.scan`."""
+        """Maps [B, T, D] to ([B, T, D] in its dtype, None): carry and no output, for `nn.scan`."""
         config = self.config
         dropout = nn.Dropout(config.dropout, deterministic=self.deterministic)
 
@@ -97,7 +97,7 @@ class LinenBlocks(nn.Module):
     def __call__(
         self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
     ) -> tuple[jax.Array, None]:
-        """[B, T, D] to ([B, T, D], None), like a scan of the blocks."""
+        """Maps [B, T, D] to ([B, T, D], None), like a scan of the blocks."""
         settings = (self.config, self.attention, self.deterministic)
         for i in range(self.config.layers):
             x_BTD, _ = LinenBlock(*settings, name=str(i))(x_BTD, segments_BT)
@@ -124,7 +124,7 @@ class LinenGPT(nn.Module):
         positions: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """Int32 [B, T] to logits [B, T, V] in the compute dtype; takes what `gpt.GPT` takes."""
+        """Maps int32 [B, T] to logits [B, T, V] in the compute dtype; arguments as of `gpt.GPT`."""
         config = self.config
         layers.check_length(tokens_BT, config.sequence_length, "sequence_length")
         if positions is None:

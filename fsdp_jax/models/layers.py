@@ -46,7 +46,9 @@ class Attention(Protocol):
         bias: jax.Array | None = None,
         scale: float | None = None,
     ) -> jax.Array:
-        """Queries [B, T, H, K], keys and values [B, S, G, K], H a multiple of G, to [B, T, H, K].
+        """Maps queries [B, T, H, K], keys and values [B, S, G, K] to [B, T, H, K].
+
+        H is a multiple of G.
 
         `segments`: int32 [B, T] and [B, S]; a query attends to keys of its own segment only.
         `bias`: [1 or B, H, T, S], added to the scores. `scale`: of the scores, K^-0.5 if absent.
@@ -183,7 +185,7 @@ def split_qkv(qkv: jax.Array, head_dim: int) -> list[jax.Array]:
 
 
 def split_heads(x_BTD: jax.Array, head_dim: int) -> jax.Array:
-    """[B, T, H K] to [B, T, H, K]."""
+    """Returns [B, T, H K] as [B, T, H, K]."""
     return x_BTD.reshape(*x_BTD.shape[:2], -1, head_dim)
 
 
@@ -218,7 +220,7 @@ class RecomputedNorm:
     """Mixin that makes the call of the flax norm after it among the bases `recomputed`."""
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """[..., D] to [..., D]."""
+        """Maps [..., D] to [..., D]."""
         structure, params = nnx.split(self)
 
         def normalize(params: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -276,7 +278,7 @@ class Embedding(nnx.Embed):
         self.tied = tied
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Int [B, T] to [B, T, D] in `dtype`, or else the table's."""
+        """Maps int [B, T] to [B, T, D] in `dtype`, or else the table's."""
         # A tied table has two gradients. By default XLA reduces each separately, or gathers the
         # activations of one. With the lookup's gradient summed on each device, XLA adds the two
         # and reduces their sum. Beside an axis of tensor parallelism XLA shards the scatter of the
@@ -291,10 +293,7 @@ class Embedding(nnx.Embed):
         return table_VD if self.dtype is None else table_VD.astype(self.dtype)
 
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, **chunks: int) -> jax.Array:
-        """Returns `chunked_losses` with the table as the output head.
-
-        `chunks`: its `vocab_size` and `chunk`.
-        """
+        """Returns `chunked_losses` of the table as output head; `chunks`: vocab_size and chunk."""
         table_VD = self.embedding[...]
         return chunked_losses(x_BTD, table_VD, targets_BT, dim=0, dtype=self.dtype, **chunks)
 
@@ -311,10 +310,7 @@ class Head(nnx.Linear):
         super().__init__(width, vocab_size, use_bias=False, kernel_init=init, **more)
 
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, **chunks: int) -> jax.Array:
-        """Returns `chunked_losses` with the kernel as the output head.
-
-        `chunks`: its `vocab_size` and `chunk`.
-        """
+        """Returns `chunked_losses` of the kernel; `chunks`: vocab_size and chunk."""
         kernel_DV = self.kernel[...]
         return chunked_losses(x_BTD, kernel_DV, targets_BT, dim=1, dtype=self.dtype, **chunks)
 
@@ -368,7 +364,7 @@ class MultiHeadAttention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two Linears, D to F and back, with an activation between them."""
+    """Two Linears, D to F and back, with an activation between them; `std` of each one's kernel."""
 
     def __init__(
         self,
@@ -386,14 +382,14 @@ class MLP(nnx.Module):
         self.down = make(hidden, config.width, std=std[1])
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         return self.down(self.activation(checkpoint_name(self.up(x_BTD), "mlp")))
 
 
 class GatedMLP(nnx.Module):
     """down(activation(gate(x), up(x))), D to F and back, without biases (arXiv:2002.05202).
 
-    `names`: of the Linears that are gate and up.
+    `names`: of the Linears that are gate and up. `std`: of the kernels of both, and of down.
     """
 
     def __init__(
@@ -414,7 +410,7 @@ class GatedMLP(nnx.Module):
         self.down = make(hidden, config.width, std=std[1])
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         gate, up = (checkpoint_name(getattr(self, name)(x_BTD), "mlp") for name in self.names)
         return self.down(self.activation(gate, up))
 
@@ -449,7 +445,7 @@ class ResidualBlock(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, *, deterministic: bool = True, **settings: Any
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input; `settings` are those of `attn`."""
+        """Maps [B, T, D] to [B, T, D] in the dtype of the input; `settings` are those of `attn`."""
         attended = self.attn(self.attn_norm(x_BTD), **settings)
         x_BTD = self.dropout.add(x_BTD, attended, deterministic)
         return self.dropout.add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), deterministic)
@@ -509,10 +505,10 @@ class LanguageModel(nnx.Module):
 
     @abstractmethod
     def hidden_states(self, *tokens: Any, **settings: Any) -> jax.Array:
-        """Int32 tokens to the input of the head, [B, T, D]."""
+        """Maps int32 tokens to the input of the head, [B, T, D]."""
 
     def __call__(self, *tokens: jax.Array, **settings: Any) -> jax.Array:
-        """Arguments of `hidden_states` to logits [B, T, V] in the compute dtype."""
+        """Maps the arguments of `hidden_states` to logits [B, T, V] in the compute dtype."""
         x_BTD = self.hidden_states(*tokens, **settings)
         logits = self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
         return logits[..., : self.config.vocab_size]
@@ -531,10 +527,7 @@ class LanguageModel(nnx.Module):
 
 
 def check_length(tokens_BT: jax.Array, longest: int, name: str, what: str = "tokens") -> None:
-    """Raises ValueError for more than `longest` tokens, the config's field `name`.
-
-    `what` names the tokens in the message.
-    """
+    """Raises ValueError for more tokens, or `what`, than `longest`, the config's field `name`."""
     T = tokens_BT.shape[1]
     if longest < T:
         raise ValueError(f"expected at most {longest} {what} ({name}), got {T}")

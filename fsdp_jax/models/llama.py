@@ -162,7 +162,7 @@ class GroupedQueryAttention(layers.MultiHeadAttention):
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
+        """Maps [B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
         q_BTHK, k_BTGK, v_BTGK = self.project(x_BTD)
         frequency = rotary_frequencies(*self.rope)
         q_BTHK = apply_rotary(q_BTHK, frequency, positions)
@@ -206,7 +206,7 @@ class Llama(layers.LanguageModel):
         positions: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """Int32 [B, T] to the input of the head, [B, T, D]; arguments are those of `gpt.GPT`.
+        """Maps int32 [B, T] to the input of the head, [B, T, D]; arguments are those of `gpt.GPT`.
 
         `deterministic` has no effect: a Llama has no dropout.
         """

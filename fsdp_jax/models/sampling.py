@@ -81,10 +81,7 @@ def answer(
 def _draw_token(
     logits_V: jax.Array, temperature: float, key: jax.Array, number: jax.Array
 ) -> jax.Array:
-    """Draws a token, int32 [], from softmax(logits / temperature); at 0 takes the likeliest.
-
-    `number`: of the token, for which `key` is its own.
-    """
+    """Draws token `number`, int32 [], from softmax(logits / temperature); at 0 the likeliest."""
     if temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
     token = jax.random.categorical(jax.random.fold_in(key, number), logits_V / temperature)

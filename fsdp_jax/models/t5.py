@@ -152,7 +152,7 @@ class T5Attention(layers.MultiHeadAttention):
         bias: jax.Array | None = None,
         segments: layers.Segments | None = None,
     ) -> jax.Array:
-        """[B, T, D] that attends to [B, S, D], by default to itself, to [B, T, D].
+        """Returns [B, T, D]: `x_BTD`, which attends to `source_BSD`, by default itself.
 
         `bias`: [n, H, T, S] for n equal parts of the batch. `segments`: see `layers.Attention`.
         """
@@ -178,10 +178,7 @@ class T5Attention(layers.MultiHeadAttention):
 
 
 def _make_mlp(config: T5Config, *, rngs: nnx.Rngs) -> layers.MLP | layers.GatedMLP:
-    """Returns a block's MLP: down(relu(up(x))), or gated, down(gelu(wi_0(x)) * wi_1(x)).
-
-    The gelu is its tanh approximation.
-    """
+    """Returns an MLP: down(relu(up(x))), or gated: down(gelu(wi_0(x)) * wi_1(x)), the tanh gelu."""
     std = (config.width**-0.5, config.hidden**-0.5)
     settings: dict[str, Any] = {"std": std, "rngs": rngs}
     if config.gated:
@@ -222,7 +219,7 @@ class T5DecoderBlock(nnx.Module):
         segments: layers.Segments | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D] in its dtype; `encoded` [B, S, D], `bias` [n, H, T, T]."""
+        """Maps [B, T, D] to [B, T, D] in its dtype; `encoded` [B, S, D], `bias` [n, H, T, T]."""
         attended = self.attn(self.attn_norm(x_BTD), is_causal=True, bias=bias)
         x_BTD = self.dropout.add(x_BTD, attended, deterministic)
         y_BTD = self.cross_norm(x_BTD).astype(encoded.dtype)
@@ -255,7 +252,7 @@ class T5Stack(nnx.Module):
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, *, deterministic: bool, **settings: Any) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input; `settings` are the blocks'."""
+        """Maps [B, T, D] to [B, T, D] in the dtype of the input; `settings` are the blocks'."""
 
         def bias_of(x_BTD: jax.Array, table: jax.Array) -> jax.Array:
             return relative_bias(table, x_BTD.shape[1], self.config, bidirectional=self.is_encoder)
@@ -298,7 +295,7 @@ class T5(layers.LanguageModel):
         inputs_mask: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """Int32 [B, S] and [B, T] to the input of the head, [B, T, D].
+        """Maps int32 [B, S] and [B, T] to the input of the head, [B, T, D].
 
         Args:
             inputs_BS: at most `inputs_length` tokens a row; more are a ValueError.

@@ -80,10 +80,7 @@ def _image_arrays(config: Any, lengths: Lengths) -> Arrays:
 
 
 def _text_prompt(example: Example) -> np.ndarray:
-    """Returns the prompt of an example, int32 [P], for a model to continue.
-
-    It is what has no loss at the start of the example; without that, the first PROMPT_TOKENS.
-    """
+    """Returns an example's prompt, int32 [P]: its start, without loss, else PROMPT_TOKENS of it."""
     tokens, mask = example["tokens"], example.get("mask")
     if mask is None or mask[0]:
         return tokens[:PROMPT_TOKENS]

@@ -63,7 +63,7 @@ class PatchEmbed(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((D,), jnp.float32))
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        """Floats [B, H, W, 3] to [B, N, D], the patches row by row."""
+        """Maps floats [B, H, W, 3] to [B, N, D], the patches row by row."""
         kernel, bias = self.kernel[...], self.bias[...]
         dtype = kernel.dtype if self.dtype is None else self.dtype
         B, H, W, C = images_BHWC.shape
@@ -77,7 +77,7 @@ class VisionAttention(layers.MultiHeadAttention):
     """Multi-head attention with biases and without a causal mask."""
 
     def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] that attends to [B, S, D], by default to itself, to [B, T, D]."""
+        """Returns [B, T, D]: `x_BTD`, which attends to `source_BSD`, by default itself."""
         heads = self.project(x_BTD, source_BSD)
         return self.project_out(self.attention(*heads, is_causal=False), x_BTD)
 

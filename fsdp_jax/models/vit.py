@@ -81,7 +81,7 @@ class ViT(nnx.Module):
         self.head = layers.linear(D, config.classes, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
+        """Maps images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
 
         uint8 pixels are normalized by the config's mean and std; floats are passed on unchanged.
         ValueError for images of another shape or dtype. `deterministic=False` applies dropout and

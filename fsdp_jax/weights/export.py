@@ -47,10 +47,7 @@ class Source:
 
 
 def from_arrays(params: PyTree) -> Source:
-    """Returns a running model's parameters as a `Source`.
-
-    Raises ConfigError if another process holds some of them.
-    """
+    """Returns a running model's parameters. Raises ConfigError if another process holds some."""
     leaves = leaves_of(params)
     for path, leaf in leaves.items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
