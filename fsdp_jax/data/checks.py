@@ -33,7 +33,7 @@ def check_seed(seed: int) -> None:
         raise config_error(what, where="train.seed", expected="0 to 2**32 - 1", got=seed)
 
 
-def check_share(held_out: float) -> None:
+def check_held_out_share(held_out: float) -> None:
     """Raises ConfigError if the held-out share is not 0 to 0.5."""
     if not 0 <= held_out <= 0.5:
         what = "The held-out share is out of range."

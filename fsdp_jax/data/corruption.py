@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_jax.data.checks import check_positive, config_error
-from fsdp_jax.data.examples import Row, Settings, Tokens, text_to_text_row, uniforms
+from fsdp_jax.data.examples import Row, Settings, Tokens, random_uniforms, text_to_text_row
 from fsdp_jax.data.tokenizer import Tokenizer
 
 NOISE = 0.15  # share of the tokens that is removed
@@ -114,7 +114,7 @@ class SpanCorruption:
             fix = "use sentinels that no text is encoded to"
             raise config_error(what, where=where, got=got, fix=fix)
         # Kept and removed runs alternate, starting with a kept one.
-        random = uniforms(self.seed, int(index), sizes.chunk)
+        random = random_uniforms(self.seed, int(index), sizes.chunk)
         keep = sizes.chunk - sizes.removed
         kept = _random_lengths(keep, sizes.spans, random[:keep])
         removed = _random_lengths(sizes.removed, sizes.spans, random[keep:])

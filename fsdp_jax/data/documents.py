@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fsdp_jax.data.checks import check_choice, check_share
+from fsdp_jax.data.checks import check_choice, check_held_out_share
 from fsdp_jax.data.files import (
     EMBEDDED_NAME,
     Skipped,
@@ -169,7 +169,7 @@ def split_documents(documents: Documents, *, held_out: float = 0.05) -> Split:
 
     Raises ConfigError if the share is out of range or there is no text.
     """
-    check_share(held_out)
+    check_held_out_share(held_out)
     return Split(documents, survey(documents), held_out)
 
 

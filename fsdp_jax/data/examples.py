@@ -36,7 +36,7 @@ class Tokens(Protocol):
     def __getitem__(self, part: slice) -> np.ndarray: ...
 
 
-def uniforms(seed: int, index: int, count: int) -> np.ndarray:
+def random_uniforms(seed: int, index: int, count: int) -> np.ndarray:
     """Returns random float64 [count] in [0, 1), a function of `seed` and `index` alone.
 
     The generator is Philox (Salmon et al., 2011): the numbers do not change with numpy's release.
@@ -46,8 +46,8 @@ def uniforms(seed: int, index: int, count: int) -> np.ndarray:
 
 
 def random_bytes(seed: int, index: int, count: int) -> np.ndarray:
-    """Returns random uint8 [count], as `uniforms` does but independent of its numbers."""
-    # from the half of the generator's keys that `uniforms` does not use
+    """Returns random uint8 [count] by `seed` and `index`, independent of `random_uniforms`."""
+    # from the half of the generator's keys that `random_uniforms` does not use
     key = np.array([seed, index | 1 << 63], np.uint64)
     return np.random.Philox(key=key).random_raw(-(-count // 8)).astype("<u8").view(np.uint8)[:count]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_jax.data.checks import check_positive, config_error, damage_error
-from fsdp_jax.data.examples import Examples, Row, Settings, random_bytes, uniforms
+from fsdp_jax.data.examples import Examples, Row, Settings, random_bytes, random_uniforms
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.regular_files import open_regular
 
@@ -58,7 +58,7 @@ class DrawnImages:
         """Returns `images`, uint8 [side, side, 3], and `labels`, int32 []."""
         number = self._first + int(index)
         label = number % len(CLASSES)
-        random = uniforms(self._seed, number, 10)
+        random = random_uniforms(self._seed, number, 10)
         dark = DARK * random[:3]
         bright = 1 - DARK * random[3:6]
         background, foreground = (dark, bright) if random[6] < 0.5 else (bright, dark)
@@ -111,7 +111,7 @@ def _shape_mask(name: str, side: int, x: float, y: float, size: float) -> np.nda
 class ArrayImages:
     """Random access to images in memory: uint8 [N, H, W, 3] with labels, integers [N].
 
-    Raises ConfigError for other arrays, in which `where` says what holds them.
+    `where`: the file that holds them, for messages. Raises ConfigError for other arrays.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, *, where: str):

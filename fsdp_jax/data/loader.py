@@ -52,7 +52,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Returns {name: array [G/n, ...]}.
+        """Returns the next batch, {name: array [G/n, ...]}.
 
         Raises what reading the batch raised; the position stays, so the next call tries again.
         """
@@ -220,7 +220,7 @@ def eval_batches(
 
 
 def _with_mask(row: Row) -> Row:
-    """Returns a copy of the row with its mask; ones where it has none."""
+    """Returns a copy of a row with a `mask`: its own, or ones for its targets or its label."""
     if "mask" in row:
         return dict(row)
     assert "tokens" in row or "labels" in row, "text to text has a mask"
@@ -229,7 +229,7 @@ def _with_mask(row: Row) -> Row:
 
 
 def _rows_per_process(global_batch_size: int, process_index: int, process_count: int) -> int:
-    """Returns the number of a process's rows of a batch. Raises ConfigError for impossible ones."""
+    """Returns how many rows of a batch are a process's. Raises ConfigError for sizes that do not fit."""
     check_positive("the batch size", global_batch_size)
     check_positive("the number of processes", process_count)
     if not 0 <= process_index < process_count:

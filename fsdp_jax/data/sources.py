@@ -14,8 +14,8 @@ import numpy as np
 
 from fsdp_jax.data.checks import (
     check_choice,
+    check_held_out_share,
     check_seed,
-    check_share,
     config_error,
     ignored_key_error,
 )
@@ -126,7 +126,7 @@ def open_examples(options: DataOptions) -> LoadedData:
     check_choice("too_long", options.too_long, TooLong)
     check_seed(options.seed)
     _check_ignored_keys(options)
-    check_share(options.share)
+    check_held_out_share(options.share)
     return kind.open(options)
 
 
@@ -249,7 +249,7 @@ def _text_examples(stream: TokenStream, tokenizer: Tokenizer, options: DataOptio
 
 
 def _load_checked_tokenizer(options: DataOptions) -> Tokenizer:
-    """Returns the tokenizer of the options. Raises ConfigError if the model lacks ids for it."""
+    """Returns the options' tokenizer. Raises ConfigError if the model's vocabulary is smaller."""
     tokenizer = load_tokenizer(options.tokenizer or ByteTokenizer.name)
     if options.vocab_size is not None:
         check_vocabulary(tokenizer, options.vocab_size)

@@ -133,5 +133,5 @@ def _flash_block_size(length: int) -> int:
 
 
 def _attention_error(what: str) -> ValueError:
-    """Returns the error for an attention that cannot be used, `what` says why."""
+    """Returns the error for an attention that cannot be used; `what` says why."""
     return ValueError(message(what, where="model.attention"))

@@ -62,32 +62,32 @@ class _Chunks:
         """The numbers of the chunks, from 0, to scan over: int [chunks]."""
         return np.arange(-(-self.vocab_size // self.size))
 
-    def start(self, number: jax.Array) -> jax.Array:
+    def first_token(self, number: jax.Array) -> jax.Array:
         """Returns the first token of a chunk."""
         return jnp.minimum(number * self.size, self.vocab_size - self.size)
 
     def is_new(self, number: jax.Array) -> jax.Array:
         """Returns which of a chunk's tokens were in no chunk before, bool [C]."""
-        return self.start(number) + jnp.arange(self.size) >= number * self.size
+        return self.first_token(number) + jnp.arange(self.size) >= number * self.size
 
     def slice(self, weights: jax.Array, number: jax.Array) -> jax.Array:
         """Returns a chunk of the weights, [D, C] or [C, D]."""
-        return jax.lax.dynamic_slice_in_dim(weights, self.start(number), self.size, self.dim)
+        return jax.lax.dynamic_slice_in_dim(weights, self.first_token(number), self.size, self.dim)
 
     def einsum(self, equation: str, *operands: jax.Array) -> jax.Array:
-        """An einsum in float32, where `dc` stands for a chunk of the weights in either order."""
+        """Returns an einsum in float32; `dc` stands for a chunk of the weights in either order."""
         equation = equation if self.dim else equation.replace("dc", "cd")
         return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32)
 
     def logits(
         self, weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array, number: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (logits of a chunk, float32 [B, T, C]; which of them are a target's).
+        """Returns (logits of a chunk, float32, and which are a target's, bool), both [B, T, C].
 
         A token that was in a chunk before has -inf.
         """
         is_new = self.is_new(number)[None, None]
-        token = (self.start(number) + jnp.arange(self.size))[None, None]
+        token = (self.first_token(number) + jnp.arange(self.size))[None, None]
         logits = self.einsum("btd,dc->btc", x_BTD, self.slice(weights, number))
         return jnp.where(is_new, logits, -jnp.inf), is_new & (token == targets_BT[..., None])
 
@@ -143,7 +143,7 @@ def _losses_backward(
         is_new = jnp.expand_dims(chunks.is_new(number), 1 - chunks.dim)
         chunk_grad = jnp.where(is_new, chunk_grad, chunks.slice(weights_grad, number))
         weights_grad = jax.lax.dynamic_update_slice_in_dim(
-            weights_grad, chunk_grad, chunks.start(number), chunks.dim
+            weights_grad, chunk_grad, chunks.first_token(number), chunks.dim
         )
         return (weights_grad, x_grad), None
 

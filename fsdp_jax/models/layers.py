@@ -48,10 +48,9 @@ class Attention(Protocol):
     ) -> jax.Array:
         """Maps queries [B, T, H, K], keys and values [B, S, G, K] to [B, T, H, K].
 
-        H is a multiple of G.
-
-        `segments`: int32 [B, T] and [B, S]; a query attends to keys of its own segment only.
-        `bias`: [1 or B, H, T, S], added to the scores. `scale`: of the scores, K^-0.5 if absent.
+        H is a multiple of G. `segments`: int32 [B, T] and [B, S]; a query attends to keys of its
+        own segment only. `bias`: [1 or B, H, T, S], added to the scores. `scale`: of the scores,
+        K^-0.5 if absent.
         """
 
 
@@ -91,7 +90,7 @@ def dense_attention(
     scale: float | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` with segments; see `Attention`."""
+    """Returns `jax.nn.dot_product_attention`, within segments if any; arguments: `Attention`."""
     mask = None if segments is None else _same_segment(*segments)
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
     out = _dot_product_attention(query, key, value, bias, mask, is_causal=is_causal, **options)
@@ -139,7 +138,7 @@ def blockwise_attention(
     bias: jax.Array | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """`dense_attention`, over blocks of queries where there are more than two blocks of them.
+    """Returns `dense_attention`, block by block of queries where there are more than two blocks.
 
     At T 2048 and H 32 the scores and weights [H, T, T] take 1.5 GiB per example; one block at a
     time, recomputed in the backward pass, a quarter of it (Rabe and Staats, 2021). Fused kernels

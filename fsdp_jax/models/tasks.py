@@ -80,7 +80,10 @@ def _image_arrays(config: Any, lengths: Lengths) -> Arrays:
 
 
 def _text_prompt(example: Example) -> np.ndarray:
-    """Returns an example's prompt, int32 [P]: its start, without loss, else PROMPT_TOKENS of it."""
+    """Returns the prompt of an example, int32 [P], for `Task.write` to continue.
+
+    It is the tokens before the first target with loss; where all have loss, PROMPT_TOKENS of them.
+    """
     tokens, mask = example["tokens"], example.get("mask")
     if mask is None or mask[0]:
         return tokens[:PROMPT_TOKENS]

@@ -41,7 +41,7 @@ def import_weights(
         ignore: names of tensors to skip, with `*` for anything: `("classifier.*",)`.
 
     Returns:
-        The structure of `target`.
+        A pytree like `target`, of arrays.
 
     Raises:
         ConfigError: no such files, or only pickled ones; tensors that are missing, of no parameter,
