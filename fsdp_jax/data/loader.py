@@ -229,7 +229,7 @@ def _with_mask(row: Row) -> Row:
 
 
 def _rows_per_process(global_batch_size: int, process_index: int, process_count: int) -> int:
-    """Returns how many rows of a batch are a process's. Raises ConfigError for sizes that do not fit."""
+    """Returns how many rows of a batch a process reads. Raises ConfigError for bad arguments."""
     check_positive("the batch size", global_batch_size)
     check_positive("the number of processes", process_count)
     if not 0 <= process_index < process_count:
