@@ -1,13 +1,9 @@
 """Errors and checks of arguments that the modules of this package share."""
 
-import types
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 from fsdp_jax.errors import ConfigError, DamageError, message
-
-T = TypeVar("T")
 
 
 def config_error(
@@ -24,33 +20,6 @@ def damage_error(
     return DamageError(message(what, where=where, expected=expected, got=got, fix=fix))
 
 
-def from_fields(kind: type[T], body: object) -> T:
-    """Returns a dataclass from JSON. Raises ValueError unless `body` has just its typed fields."""
-    if not isinstance(body, dict):
-        raise ValueError(f"no {kind.__name__}")
-    hints = get_type_hints(kind)
-    specs: Any = kind  # a dataclass, which mypy cannot say of T
-    required = {each.name for each in fields(specs) if each.default is MISSING}
-    wrong = {*(required - body.keys()), *(body.keys() - hints.keys())}
-    wrong |= {name for name in body.keys() & hints.keys() if not _is_a(body[name], hints[name])}
-    if wrong:
-        raise ValueError(f"{kind.__name__}: missing, unknown or of another type: {sorted(wrong)}")
-    return kind(**body)
-
-
-def _is_a(value: object, hint: Any) -> bool:
-    """Returns whether a value of JSON is of an annotated type."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is types.UnionType:
-        return any(_is_a(value, each) for each in get_args(hint))
-    if get_origin(hint) is dict:
-        return type(value) is dict and all(
-            _is_a(each, get_args(hint)[1]) for each in value.values()
-        )
-    return type(value) is hint or (hint is float and type(value) is int)
-
-
 def check_positive(where: str, value: int) -> None:
     """Raises ConfigError if a size is less than 1."""
     if value < 1:
@@ -64,7 +33,7 @@ def check_seed(seed: int) -> None:
         raise config_error(what, where="train.seed", expected="0 to 2**32 - 1", got=seed)
 
 
-def check_share(held_out: float) -> None:
+def check_held_out_share(held_out: float) -> None:
     """Raises ConfigError if the held-out share is not 0 to 0.5."""
     if not 0 <= held_out <= 0.5:
         what = "The held-out share is out of range."
@@ -79,7 +48,10 @@ def check_equal(
     where: str = "",
     fix: str,
 ) -> None:
-    """Raises ConfigError, naming each value that differs from the saved one, or is missing."""
+    """Raises ConfigError, naming each value that differs from the saved one, or is missing.
+
+    `what`, `where` (put before the names) and `fix` are those of the `message`.
+    """
     names = dict.fromkeys([*current, *saved])
     both = {name: (saved.get(name, "missing"), current.get(name, "missing")) for name in names}
     differing = {name: (old, new) for name, (old, new) in both.items() if old != new}

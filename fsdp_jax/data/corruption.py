@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_jax.data.checks import check_positive, config_error
-from fsdp_jax.data.examples import Row, Settings, Tokens, text_to_text_row, uniforms
+from fsdp_jax.data.examples import Row, Settings, Tokens, random_uniforms, text_to_text_row
 from fsdp_jax.data.tokenizer import Tokenizer
 
 NOISE = 0.15  # share of the tokens that is removed
@@ -32,7 +32,10 @@ class CorruptionSizes:
 
 
 def corruption_sizes(inputs_length: int, *, end: int | None) -> CorruptionSizes:
-    """Returns the sizes of the longest chunk whose inputs fit. Raises ConfigError if none does."""
+    """Returns the sizes of the longest chunk of text whose inputs are at most `inputs_length`.
+
+    `end`: the end-of-text token, if there is one. Raises ConfigError if no chunk fits.
+    """
     extra = end is not None
     _check_at_least(2 + extra, inputs_length, "The inputs are too short.", SEQUENCE_LENGTH)
 
@@ -51,7 +54,8 @@ class SpanCorruption:
     """Random access to corrupted chunks of `tokens`, which do not overlap.
 
     The removed spans depend on `seed` and the row's index alone, so every epoch has the same.
-    `sentinels` are ids for the spans, in order; see `sentinels_of`.
+    `sentinels` are ids for the spans, in order; see `sentinels_of`. `end` is the end-of-text token,
+    None without one.
 
     Raises ConfigError if the lengths, sentinels and text do not fit together.
     """
@@ -110,7 +114,7 @@ class SpanCorruption:
             fix = "use sentinels that no text is encoded to"
             raise config_error(what, where=where, got=got, fix=fix)
         # Kept and removed runs alternate, starting with a kept one.
-        random = uniforms(self.seed, int(index), sizes.chunk)
+        random = random_uniforms(self.seed, int(index), sizes.chunk)
         keep = sizes.chunk - sizes.removed
         kept = _random_lengths(keep, sizes.spans, random[:keep])
         removed = _random_lengths(sizes.removed, sizes.spans, random[keep:])
@@ -126,7 +130,7 @@ class SpanCorruption:
 
 
 def sentinels_of(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Returns the tokenizer's sentinels, or the model's ids beyond the tokenizer's, descending."""
+    """Returns the ids of sentinels: the tokenizer's own, or the model's beyond it, descending."""
     return list(tokenizer.sentinels or range(vocab_size - 1, tokenizer.vocab_size - 1, -1))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fsdp_jax.data.checks import check_choice, check_share
+from fsdp_jax.data.checks import check_choice, check_held_out_share
 from fsdp_jax.data.files import (
     EMBEDDED_NAME,
     Skipped,
@@ -19,7 +19,7 @@ from fsdp_jax.data.files import (
     read_bytes,
     text_files,
 )
-from fsdp_jax.data.records import Invalid, TextDecoder, is_json, read_dataset, read_json
+from fsdp_jax.data.records import Invalid, TextDecoder, is_json, read_dataset, read_records
 
 EMPTY = "empty"
 
@@ -28,7 +28,7 @@ Part = Literal["train", "held_out"]
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts in order."""
+    """A corpus: texts in order, which every pass reads again."""
 
     name: str  # for descriptions
     # Returns one pass over all texts, and counts in its argument what it skips. Raises ConfigError,
@@ -53,7 +53,7 @@ def embedded_documents() -> Documents:
     def read(skipped: Skipped) -> Iterator[str]:
         decoder = TextDecoder("skip", skipped)
         texts = (decoder.decode(read_bytes(file), str(file)) for file in embedded_files())
-        return _not_empty(texts, skipped)
+        return _skip_empty(texts, skipped)
 
     return Documents(EMBEDDED_NAME, read)
 
@@ -72,15 +72,16 @@ def open_documents(
     text_files(root, Skipped())
 
     def read_texts(skipped: Skipped) -> Iterator[str | None]:
+        """Yields every text, also empty ones; None where the decoder has skipped one."""
         decoder = TextDecoder(invalid, skipped)
         for file in text_files(root, skipped):
             if is_json(file):
-                for where, record in read_json(file, decoder):
-                    yield decoder.field(record, field, where)
+                for where, record in read_records(file, decoder):
+                    yield decoder.decode_field(record, field, where)
             else:
                 yield decoder.decode(read_bytes(file), str(file))
 
-    return Documents(root.resolve().name, lambda skipped: _not_empty(read_texts(skipped), skipped))
+    return Documents(root.resolve().name, lambda skipped: _skip_empty(read_texts(skipped), skipped))
 
 
 def dataset_documents(
@@ -92,13 +93,17 @@ def dataset_documents(
     def read(skipped: Skipped) -> Iterator[str]:
         decoder = TextDecoder(invalid, skipped)
         rows = read_dataset(name, split)
-        return _not_empty((decoder.field(row, field, where) for where, row in rows), skipped)
+        texts = (decoder.decode_field(row, field, where) for where, row in rows)
+        return _skip_empty(texts, skipped)
 
     return Documents(f"{Path(name).name} ({split})", read)
 
 
-def _not_empty(texts: Iterable[str | None], skipped: Skipped) -> Iterator[str]:
-    """Yields the texts that hold more than white space; None was counted by the decoder."""
+def _skip_empty(texts: Iterable[str | None], skipped: Skipped) -> Iterator[str]:
+    """Yields the texts that hold more than white space, and counts the others in `skipped`.
+
+    None is a text that the decoder has skipped and counted.
+    """
     for text in texts:
         if text is None:
             continue
@@ -109,7 +114,7 @@ def _not_empty(texts: Iterable[str | None], skipped: Skipped) -> Iterator[str]:
 
 
 def survey(documents: Documents) -> Survey:
-    """Reads all documents once; raises ConfigError if there are none."""
+    """Counts and digests all documents in one pass. Raises ConfigError if there are none."""
     skipped = Skipped()
     count = 0
     characters = 0
@@ -141,7 +146,7 @@ class Split:
 
     @property
     def whole(self) -> bool:
-        """Whether whole documents are held out."""
+        """Whether whole documents are held out, rather than the end of the text."""
         return self.survey.documents >= 2 * holdout_stride(self.share)
 
     def read(self, part: Part) -> Iterator[str]:
@@ -164,10 +169,10 @@ def split_documents(documents: Documents, *, held_out: float = 0.05) -> Split:
 
     Raises ConfigError if the share is out of range or there is no text.
     """
-    check_share(held_out)
+    check_held_out_share(held_out)
     return Split(documents, survey(documents), held_out)
 
 
 def holdout_stride(held_out: float) -> int:
-    """Returns the k of "every k-th is held out"; 0 for a share of 0."""
+    """Returns k where every k-th document is held out for a share; 0 for a share of 0."""
     return round(min(1 / held_out, 2.0**62)) if held_out else 0

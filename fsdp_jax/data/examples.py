@@ -1,4 +1,7 @@
-"""The protocol of examples: rows of named arrays by index, the same row for the same index."""
+"""The protocol of examples: rows of named arrays by index, the same row for the same index.
+
+What several kinds of examples are made with: random numbers by index, and padded rows.
+"""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -33,8 +36,8 @@ class Tokens(Protocol):
     def __getitem__(self, part: slice) -> np.ndarray: ...
 
 
-def uniforms(seed: int, index: int, count: int) -> np.ndarray:
-    """Returns float64 [count] in [0, 1), a function of `seed` and `index` alone.
+def random_uniforms(seed: int, index: int, count: int) -> np.ndarray:
+    """Returns random float64 [count] in [0, 1), a function of `seed` and `index` alone.
 
     The generator is Philox (Salmon et al., 2011): the numbers do not change with numpy's release.
     """
@@ -43,13 +46,14 @@ def uniforms(seed: int, index: int, count: int) -> np.ndarray:
 
 
 def random_bytes(seed: int, index: int, count: int) -> np.ndarray:
-    """Returns uint8 [count], from the half of the generator's keys that `uniforms` does not use."""
+    """Returns random uint8 [count] by `seed` and `index`, independent of `random_uniforms`."""
+    # from the half of the generator's keys that `random_uniforms` does not use
     key = np.array([seed, index | 1 << 63], np.uint64)
     return np.random.Philox(key=key).random_raw(-(-count // 8)).astype("<u8").view(np.uint8)[:count]
 
 
 def text_to_text_row(inputs: np.ndarray, targets: np.ndarray, lengths: tuple[int, int]) -> Row:
-    """Returns `inputs`, `inputs_mask`, int32 [S]; `targets`, int32 [T], `mask`, float32 [T].
+    """Returns a row: `inputs`, `inputs_mask`, int32 [S]; `targets`, int32, `mask`, float32 [T].
 
     Tokens are padded with zeros to `lengths`, (S, T); masks are 1 where a token is not padding.
     """

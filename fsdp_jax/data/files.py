@@ -28,7 +28,7 @@ class Skipped(Counter[str]):
         return ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.items()) if count)
 
     def note(self, text: str) -> str:
-        """Returns `text` with the counts filled in for `{}`; "" if nothing was skipped."""
+        """Returns `text` with the counts in place of its `{}`; "" if nothing was skipped."""
         return text.format(self) if self.total() else ""
 
 
@@ -37,7 +37,7 @@ def embedded_files() -> list[Path]:
     library = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     total = 0
-    for file in walk(library, (".py",), Skipped(), without=_NOT_LIBRARY):
+    for file in find_files(library, (".py",), Skipped(), without=_NOT_LIBRARY):
         total += file.stat().st_size
         if total > EMBEDDED_LIMIT:
             break
@@ -46,7 +46,7 @@ def embedded_files() -> list[Path]:
 
 
 def text_files(path: Path, skipped: Skipped) -> list[Path]:
-    """Returns the file at `path`, or a folder's texts. Raises ConfigError if there are none."""
+    """Returns the file at `path`, or a folder's text files. Raises ConfigError without any."""
     if path.is_file():
         return [path]
     fix = "set data.path to a text file or a folder, or leave it out for the embedded corpus"
@@ -55,7 +55,7 @@ def text_files(path: Path, skipped: Skipped) -> list[Path]:
         what = f"The corpus {fault}."
         expected = "a file or a folder"
         raise config_error(what, where="data.path", expected=expected, got=path, fix=fix)
-    files = walk(path, TEXT_SUFFIXES, skipped)
+    files = find_files(path, TEXT_SUFFIXES, skipped)
     if not files:
         expected = f"files named *{', *'.join(TEXT_SUFFIXES)}"
         raise empty_corpus_error(f"none in {path}", skipped, expected=expected, fix=fix)
@@ -69,7 +69,7 @@ def empty_corpus_error(got: str, skipped: Skipped, *, expected: str, fix: str) -
     return config_error(what, where="data.path", expected=expected, got=got, fix=fix)
 
 
-def walk(
+def find_files(
     root: Path, suffixes: tuple[str, ...], skipped: Skipped, *, without: Collection[str] = ()
 ) -> list[Path]:
     """Returns the files below `root` with one of `suffixes`, sorted by relative POSIX path.
@@ -96,13 +96,13 @@ def walk(
 
 def read_bytes(file: Path) -> bytes:
     """Returns the contents of a file; raises ConfigError if it cannot be read."""
-    with reading(file):
+    with os_errors_as_config_error(file):
         return read_regular(file)
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Raises ConfigError about a file that the system does not let us read, or that is none."""
+def os_errors_as_config_error(file: Path) -> Iterator[None]:
+    """Turns an OSError of reading `file`, a file of a corpus, into a ConfigError that names it."""
     try:
         yield
     except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_jax.data.checks import check_positive, config_error, damage_error
-from fsdp_jax.data.examples import Examples, Row, Settings, random_bytes, uniforms
+from fsdp_jax.data.examples import Examples, Row, Settings, random_bytes, random_uniforms
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.regular_files import open_regular
 
@@ -58,11 +58,11 @@ class DrawnImages:
         """Returns `images`, uint8 [side, side, 3], and `labels`, int32 []."""
         number = self._first + int(index)
         label = number % len(CLASSES)
-        random = uniforms(self._seed, number, 10)
+        random = random_uniforms(self._seed, number, 10)
         dark = DARK * random[:3]
         bright = 1 - DARK * random[3:6]
         background, foreground = (dark, bright) if random[6] < 0.5 else (bright, dark)
-        shape = _draw_shape(CLASSES[label], self._side, *random[7:10])
+        shape = _shape_mask(CLASSES[label], self._side, *random[7:10])
         image = np.where(shape[..., None], foreground, background)
         noise = random_bytes(self._seed, number, image.size).reshape(image.shape)
         image += NOISE * (noise / 127.5 - 1)
@@ -72,8 +72,12 @@ class DrawnImages:
         }
 
 
-def _draw_shape(name: str, side: int, x: float, y: float, size: float) -> np.ndarray:
-    """Returns bool [H, W], true inside the shape; x, y and size are 0 to 1, and all of it fits."""
+def _shape_mask(name: str, side: int, x: float, y: float, size: float) -> np.ndarray:
+    """Returns bool [side, side], true inside the shape `name`, one of `CLASSES`.
+
+    `x`, `y` and `size` are 0 to 1: the shape's place and size, or a pattern's phase and period. A
+    shape is never cut off.
+    """
     pixels = np.arange(side) + 0.5
     # Stripes and squares, with x and y as the phase.
     half_period = side * (0.1 + 0.1 * size)
@@ -105,10 +109,13 @@ def _draw_shape(name: str, side: int, x: float, y: float, size: float) -> np.nda
 
 
 class ArrayImages:
-    """Random access to images in memory: uint8 [N, H, W, 3] with labels, integers [N]; checked."""
+    """Random access to images in memory: uint8 [N, H, W, 3] with labels, integers [N].
+
+    `where`: the file that holds them, for messages. Raises ConfigError for other arrays.
+    """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, *, where: str):
-        _check_arrays(images, labels, where)
+        _check_image_arrays(images, labels, where)
         self.images = images
         self.labels = labels
         self.settings: Settings = {"images": len(images)}
@@ -135,7 +142,10 @@ class ArrayImages:
 
 
 def load_images(path: str | Path) -> ArrayImages:
-    """Reads `images`, uint8 [N, H, W, 3], and `labels`, integers [N], of an `.npz`; checked."""
+    """Reads `images`, uint8 [N, H, W, 3], and `labels`, integers [N], of an `.npz`.
+
+    Raises ConfigError if there are none or they are others, DamageError if they cannot be read.
+    """
     file = Path(path).expanduser()
     where = str(file)
     fix = "numpy.savez(path, images=..., labels=...)"
@@ -169,10 +179,11 @@ class ImageSplit:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> Row:
+        """Returns row `indices[index]` of the other examples."""
         return self._examples[int(self._indices[index])]
 
 
-def _check_arrays(images: np.ndarray, labels: np.ndarray, where: str) -> None:
+def _check_image_arrays(images: np.ndarray, labels: np.ndarray, where: str) -> None:
     """Raises ConfigError unless images are uint8 [N, H, W, 3] and labels 0 to 2^31-1, [N]."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or not images.size:
         what = "The images have the wrong shape or dtype."

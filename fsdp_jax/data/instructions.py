@@ -21,7 +21,7 @@ import numpy as np
 from fsdp_jax.data.checks import check_choice, check_positive, config_error, ignored_key_error
 from fsdp_jax.data.examples import Row, Settings, text_to_text_row
 from fsdp_jax.data.files import Skipped
-from fsdp_jax.data.records import Invalid, Record, TextDecoder, is_json, read_dataset, read_json
+from fsdp_jax.data.records import Invalid, Record, TextDecoder, is_json, read_dataset, read_records
 from fsdp_jax.data.tokenizer import Tokenizer
 from fsdp_jax.errors import ConfigError
 
@@ -86,7 +86,7 @@ def load_instructions(
     decoder = TextDecoder(invalid, skipped)
     if path is None or is_json(path):
         file = SHIPPED if path is None else Path(path).expanduser()
-        records = list(read_json(file, decoder))
+        records = list(read_records(file, decoder))
     else:
         records = list(read_dataset(path, split))
     instructions = []
@@ -112,14 +112,14 @@ def _decode_record(record: Record, where: str, decoder: TextDecoder) -> Instruct
         record = record | {"input": ""}
     texts = []
     for name in ("instruction", "input", "output"):
-        text = decoder.field(record, name, where)
+        text = decoder.decode_field(record, name, where)
         if text is None:
             return None
         texts.append(text)
     return InstructionRecord(*texts)
 
 
-def digest_of(instructions: Iterable[InstructionRecord]) -> str:
+def digest_instructions(instructions: Iterable[InstructionRecord]) -> str:
     """Returns the SHA-256, in hexadecimal, of the records in order."""
     digest = hashlib.sha256()
     for each in instructions:
@@ -130,7 +130,10 @@ def digest_of(instructions: Iterable[InstructionRecord]) -> str:
 def encode_instructions(
     instructions: Sequence[InstructionRecord], tokenizer: Tokenizer
 ) -> list[EncodedInstruction]:
-    """Encodes prompts and answers separately, so that their boundary is a token's boundary."""
+    """Encodes prompts and answers separately, so that their boundary is a token's boundary.
+
+    Raises ConfigError for a tokenizer without an end-of-text token.
+    """
     if tokenizer.end is None:  # no answer would ever end
         what = "The tokenizer has no end-of-text token."
         fix = "name one as eos_token in its tokenizer_config.json"
@@ -146,7 +149,11 @@ def encode_instructions(
 
 
 class PackedInstructions:
-    """Random access to rows of T+1 tokens, into which whole examples are packed; see `pack`."""
+    """Random access to rows of T+1 tokens with whole instructions in them; see `pack_rows`.
+
+    Of a longer instruction the answer is truncated, where `too_long` says so and the prompt fits;
+    any other is left out. `skipped` counts both. Raises ConfigError if none is left.
+    """
 
     def __init__(
         self,
@@ -157,7 +164,6 @@ class PackedInstructions:
         skipped: Skipped,
     ) -> None:
         check_positive("data.sequence_length", sequence_length)
-        # Answers are truncated where the prompt fits; other long examples are skipped.
         capacity = sequence_length + 1
         self.encoded: list[EncodedInstruction] = []
         for each in encoded:
@@ -172,8 +178,9 @@ class PackedInstructions:
         if not self.encoded:
             raise _none_fits_error([len(each) - 1 for each in encoded], sequence_length)
         self.sequence_length = sequence_length
-        self.rows = pack([len(each) for each in self.encoded], capacity)
-        self.settings: Settings = {"sequence_length": sequence_length, **_totals(self.encoded)}
+        self.rows = pack_rows([len(each) for each in self.encoded], capacity)
+        totals = _instruction_totals(self.encoded)
+        self.settings: Settings = {"sequence_length": sequence_length, **totals}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -205,7 +212,11 @@ class PackedInstructions:
 
 
 class TextToText:
-    """Random access to prompts, which end in the end-of-text token as T5's do, and answers."""
+    """Random access to rows of one instruction each, for models with an encoder.
+
+    The inputs are the prompt, which ends in the end-of-text token as T5's do; the targets are the
+    answer. `too_long` and `skipped`: see `PackedInstructions`; prompts are truncated too.
+    """
 
     def __init__(
         self,
@@ -234,7 +245,7 @@ class TextToText:
         self.settings: Settings = {
             "inputs_length": inputs_length,
             "targets_length": targets_length,
-            **_totals(self.encoded),
+            **_instruction_totals(self.encoded),
         }
 
     def __len__(self) -> int:
@@ -246,12 +257,12 @@ class TextToText:
         return text_to_text_row(example.prompt, example.answer, self.lengths)
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs indices into rows whose lengths sum to at most `capacity`, by best fit decreasing.
+def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Returns rows of indices of `lengths` that sum to at most `capacity`: best fit decreasing.
 
-    The longest index of a row comes first, and the rows are sorted by it: by index, not by length,
-    so that the first rows are like all others. The same lengths give the same rows. No length may
-    exceed `capacity`.
+    The index of the longest comes first in a row, and the rows are sorted by it: by index, not by
+    length, so that the first rows are like all others. The same lengths give the same rows. No
+    length may exceed `capacity`.
     """
     rows: list[list[int]] = []
     spaces: list[tuple[int, int]] = []  # (free capacity, row), sorted
@@ -271,11 +282,13 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted(rows)
 
 
-def _totals(encoded: Sequence[EncodedInstruction]) -> dict[str, int]:
+def _instruction_totals(encoded: Sequence[EncodedInstruction]) -> dict[str, int]:
+    """Returns the numbers of instructions and of their tokens, for `settings`."""
     return {"instructions": len(encoded), "instruction_tokens": sum(map(len, encoded))}
 
 
 def _none_fits_error(needed: Sequence[int], length: int) -> ConfigError:
+    """Returns the error for a sequence length below that which any instruction needs."""
     what = "No instruction fits a row."
     shortest = min(needed, default=1)
     expected = f"at least {shortest}, what the shortest of {len(needed)} needs"

@@ -26,10 +26,10 @@ AHEAD = 2  # batches
 class Loader:
     """An iterator over this process's rows of each batch, whose position can be saved and restored.
 
-    From the first `next` on, a thread reads at most `ahead` batches in advance; with 0 there is no
-    thread. `settings` determines the stream, and `identity` are digests of the data: a state saved
-    under others is refused. Close the loader or use it in a `with` block; garbage collection also
-    ends its thread.
+    `batches` are this process's. From the first `next` on, a thread reads at most `ahead` of them
+    in advance; with 0 there is no thread. `settings` determines the stream, and `identity` are
+    digests of the data: a state saved under others is refused. Close the loader or use it in a
+    `with` block; garbage collection also ends its thread.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Returns {name: array [G/n, ...]}.
+        """Returns the next batch, {name: array [G/n, ...]}.
 
         Raises what reading the batch raised; the position stays, so the next call tries again.
         """
@@ -118,7 +118,7 @@ class Loader:
 
 
 class _ClosableBatches:
-    """Batches that are read one at a time, and none any more once `close` has returned."""
+    """Batches by index, read one at a time, and none any more once `close` has returned."""
 
     def __init__(self, batches: grain.MapDataset):
         self._batches = batches
@@ -129,6 +129,7 @@ class _ClosableBatches:
         return len(self._batches)
 
     def __getitem__(self, index: int) -> Batch:
+        """Reads a batch. Raises ValueError once `close` has been called."""
         with self._reading:
             if self._closed:
                 raise ValueError("the loader is closed")  # whoever asked for it has gone
@@ -153,7 +154,7 @@ def make_loader(
     identity: Mapping[str, str] | None = None,
     ahead: int = AHEAD,
 ) -> Loader:
-    """Returns the batches of process `process_index`.
+    """Returns a loader of the batches of process `process_index`.
 
     With `repeat` they never end; without, they are one epoch, less the rows that do not fill a last
     global batch. `identity`, such as `LoadedData.identity`, is saved with the position. `ahead` is
@@ -205,6 +206,7 @@ def eval_batches(
     starts = range(0, len(examples), batch_size)[:limit]
 
     def make_batch(start: int) -> Batch:
+        """Returns this process's rows of the global batch that starts at row `start`."""
         indices = range(start + process_index, start + batch_size, process_count)
         assert len(indices) == rows, "every process has as many rows"
         batch = [_with_mask(examples[index]) for index in indices if index < len(examples)]
@@ -218,7 +220,7 @@ def eval_batches(
 
 
 def _with_mask(row: Row) -> Row:
-    """Returns a copy of the row with its mask; ones where it has none."""
+    """Returns a copy of a row with a `mask`: its own, or ones for its targets or its label."""
     if "mask" in row:
         return dict(row)
     assert "tokens" in row or "labels" in row, "text to text has a mask"
@@ -227,7 +229,7 @@ def _with_mask(row: Row) -> Row:
 
 
 def _rows_per_process(global_batch_size: int, process_index: int, process_count: int) -> int:
-    """Returns how many rows a process reads. Raises ConfigError for numbers that do not fit."""
+    """Returns how many rows of a batch a process reads. Raises ConfigError for bad arguments."""
     check_positive("the batch size", global_batch_size)
     check_positive("the number of processes", process_count)
     if not 0 <= process_index < process_count:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_jax.data.checks import config_error, damage_error
-from fsdp_jax.data.files import JSON_SUFFIXES, Skipped, read_bytes, reading
+from fsdp_jax.data.files import JSON_SUFFIXES, Skipped, os_errors_as_config_error, read_bytes
 from fsdp_jax.errors import ConfigError, DamageError, did_you_mean, is_failure
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import open_regular
@@ -36,16 +36,20 @@ class TextDecoder:
     skipped: Skipped
 
     def decode(self, content: bytes, where: str, *, offset: int = 0) -> str | None:
-        """Returns UTF-8 as text, None if skipped; `offset`: where `content` starts in the file."""
+        """Returns UTF-8 as text, None if it is skipped. Raises DamageError if `invalid` says so.
+
+        `where`: the place of the text, for messages. `offset`: where `content` starts in its file.
+        """
         try:
             return content.decode()
         except UnicodeDecodeError as error:
             got = f"byte 0x{content[error.start]:02x} at offset {offset + error.start:,}"
-            if self._skips(where, got, error, expected="UTF-8", fix="store the text as UTF-8"):
+            fix = "store the text as UTF-8"
+            if self._handle_invalid(where, got, error, expected="UTF-8", fix=fix):
                 return None
             return content.decode(errors="replace")
 
-    def field(self, record: Record, name: str, where: str) -> str | None:
+    def decode_field(self, record: Record, name: str, where: str) -> str | None:
         """Returns the text of a field; None if it is skipped.
 
         A string of JSON can hold half a surrogate pair, and a dataset bytes: neither need be UTF-8.
@@ -61,20 +65,25 @@ class TextDecoder:
             return self.decode(value, where)
         if not isinstance(value, str):
             what = "A field is not text."
-            raise config_error(what, where=where, expected="a string", got=_json_type(value))
+            raise config_error(what, where=where, expected="a string", got=_json_type_name(value))
         try:
             value.encode()
         except UnicodeEncodeError as error:
             code = ord(value[error.start])
             got = f"half a surrogate pair, U+{code:04X}, at character {error.start}"
             fix = "repair the record: it has half of a surrogate pair"
-            if self._skips(where, got, error, expected="text", fix=fix):
+            if self._handle_invalid(where, got, error, expected="text", fix=fix):
                 return None
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return value
 
-    def _skips(self, where: str, got: str, error: UnicodeError, *, expected: str, fix: str) -> bool:
-        """Returns whether to skip invalid text or else to replace it, and counts it; or raises."""
+    def _handle_invalid(
+        self, where: str, got: str, error: UnicodeError, *, expected: str, fix: str
+    ) -> bool:
+        """Counts a text that is not UTF-8. Returns True to skip it, False to replace what is not.
+
+        Raises DamageError, made of the arguments, where `invalid` is "error".
+        """
         if self.invalid == "error":
             what = "Text is not UTF-8."
             fix = f"{fix}; or set data.invalid to replace or skip"
@@ -85,32 +94,32 @@ class TextDecoder:
 
 
 def is_json(path: str | Path) -> bool:
-    """Returns whether a file holds records, by its name."""
+    """Returns whether a file is `.json` or `.jsonl` by its name, and so holds records."""
     return str(path).endswith(JSON_SUFFIXES)
 
 
-def read_json(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
+def read_records(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
     """Yields (where, record) of a `.jsonl` or `.json`. Raises DamageError with file and line."""
     if file.suffix == ".jsonl":
-        yield from _read_lines(file, decoder)
+        yield from _read_jsonl(file, decoder)
         return
     text = decoder.decode(read_bytes(file), str(file))
     if text is None:
         return
-    records = _parse(text, file, 1)
+    records = _parse_json(text, file, 1)
     if not isinstance(records, list):
         what = "A JSON file holds no records."
         got = type(records).__name__
         fix = "write a list of objects, or a .jsonl with an object a line, or move the file away"
         raise config_error(what, where=str(file), expected="a list of objects", got=got, fix=fix)
     for number, record in enumerate(records, 1):
-        yield _check_record(record, f"{file}, record {number}")
+        yield _checked_record(record, f"{file}, record {number}")
 
 
-def _read_lines(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
-    """Yields (where, record) of a `.jsonl`, line by line; counts those that are left out."""
+def _read_jsonl(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
+    """Yields (where, record) of a `.jsonl`, line by line; counts the lines that are skipped."""
     offset = 0
-    with reading(file), BufferedReader(open_regular(file)) as lines:
+    with os_errors_as_config_error(file), BufferedReader(open_regular(file)) as lines:
         for number, line in enumerate(lines, 1):
             where = f"{file}, line {number}"
             text = decoder.decode(line, where, offset=offset)
@@ -118,12 +127,12 @@ def _read_lines(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]
             if text is None:
                 continue
             if text.strip():
-                yield _check_record(_parse(text.rstrip("\r\n"), file, number), where)
+                yield _checked_record(_parse_json(text.rstrip("\r\n"), file, number), where)
             else:
                 decoder.skipped[BLANK] += 1
 
 
-def _parse(text: str, file: Path, first_line: int) -> Any:
+def _parse_json(text: str, file: Path, first_line: int) -> Any:
     """Parses JSON that starts at line `first_line` of `file`, perhaps with a byte order mark."""
     try:
         return parse_json(text.removeprefix("\ufeff"), constants=True)
@@ -136,15 +145,16 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
         raise damage_error(what, where=where, expected="an object", got=got) from error
 
 
-def _check_record(record: Any, where: str) -> tuple[str, Record]:
+def _checked_record(record: Any, where: str) -> tuple[str, Record]:
+    """Returns (where, record). Raises DamageError for a record that is no object."""
     if not isinstance(record, dict):
         what = "A record is not an object."
         expected = 'an object such as {"text": "..."}'
-        raise damage_error(what, where=where, expected=expected, got=_json_type(record))
+        raise damage_error(what, where=where, expected=expected, got=_json_type_name(record))
     return where, record
 
 
-def _json_type(value: Any) -> str:
+def _json_type_name(value: Any) -> str:
     """Returns what JSON calls the type of a value."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     names |= {int: "a number", float: "a number", type(None): "null"}
@@ -156,8 +166,8 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
 
     `name` is a `.json`, `.jsonl`, `.parquet` or `.csv` file, a folder of such files or one that
     `save_to_disk` wrote, or else the name of a dataset on the hub. Text that is not UTF-8 stays
-    bytes, for `TextDecoder.field`. Raises ConfigError if the package, the dataset or the split is
-    missing.
+    bytes, for `TextDecoder.decode_field`. Raises ConfigError if the package, the dataset or the
+    split is missing.
     """
     try:
         import datasets  # type: ignore[import-untyped]
@@ -174,7 +184,7 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
         rows = _open_dataset(datasets, name, path, split)
         for number, row in enumerate(rows.with_format("arrow"), 1):
             record = {column: _arrow_value(row.column(column)) for column in row.column_names}
-            yield _check_record(record, f"{name}, split {split}, row {number}")
+            yield _checked_record(record, f"{name}, split {split}, row {number}")
     except (ConfigError, DamageError):
         raise
     except BaseException as error:  # of any kind: damaged files raise what the package stumbles on
@@ -207,7 +217,10 @@ def _open_dataset(datasets: Any, name: str, path: Path, split: str) -> Any:
 
 
 def _arrow_value(column: Any) -> Any:
-    """Converts a column of one value; one that is not UTF-8 to bytes, or not at all if nested."""
+    """Returns the Python value of an Arrow column of one row.
+
+    Text that is not UTF-8 becomes bytes; a column with such text inside is returned as it is.
+    """
     try:
         return column[0].as_py()
     except UnicodeDecodeError:

@@ -19,7 +19,6 @@ from fsdp_jax.data.checks import (
     check_positive,
     config_error,
     damage_error,
-    from_fields,
 )
 from fsdp_jax.data.documents import Part, Split
 from fsdp_jax.data.shards import (
@@ -33,6 +32,7 @@ from fsdp_jax.data.shards import (
     TokenShard,
     check_digest,
     check_sizes,
+    dataclass_from_json,
     read_manifest,
     shard_files,
     shard_name,
@@ -79,11 +79,11 @@ def tokenize(
     check_positive("the tokens of a shard", shard_tokens)
     folder = Path(to).expanduser()
     plan = make_plan(documents, tokenizer, shard_tokens, asked)
-    _check_folder(folder)
+    _check_no_other_files(folder)
     say = say or (lambda line: None)
     with Lease(folder):
         done = Manifest(plan, (), -1)
-        before = _read_before(folder)
+        before = _read_manifest_or_progress(folder)
         if before is not None:
             # Names are for people: the corpus may have moved, the digest identifies the tokenizer.
             unnamed = [
@@ -92,13 +92,13 @@ def tokenize(
             what = "The folder holds shards of another corpus, tokenizer or setting."
             fix = "choose another folder, or remove this one"
             check_equal(what, *map(asdict, unnamed), where=f"{folder}: ", fix=fix)
-            done = _intact_part(folder, before, say)
+            done = _keep_intact_shards(folder, before, say)
             finished = (folder / MANIFEST).exists() and _tokenizer_is_intact(folder, before)
             if finished and done == before:
                 # An older release was killed at its end.
                 (folder / PROGRESS).unlink(missing_ok=True)
                 return done
-        done = _begin(folder, done, tokenizer)
+        done = _write_tokenizer_and_progress(folder, done, tokenizer)
         done = _write_shards(folder, done, documents, tokenizer, say)
         rename_durably(folder / PROGRESS, folder / MANIFEST)
         return done
@@ -106,12 +106,15 @@ def tokenize(
 
 def read_plan(folder: Path) -> TokenizePlan | None:
     """Returns the plan of a folder's shards; None if it has none. Raises DamageError."""
-    before = _read_before(folder)
+    before = _read_manifest_or_progress(folder)
     return None if before is None else before.plan
 
 
-def _read_before(folder: Path) -> Manifest | None:
-    """Returns the manifest of the complete shards; None without any. Raises DamageError."""
+def _read_manifest_or_progress(folder: Path) -> Manifest | None:
+    """Returns the manifest of a folder's complete shards, of a finished run or of a stopped one.
+
+    None if the folder has neither. Raises DamageError.
+    """
     if (folder / MANIFEST).exists():
         return read_manifest(folder)
     progress = folder / PROGRESS
@@ -121,7 +124,7 @@ def _read_before(folder: Path) -> Manifest | None:
         text = read_regular(progress).decode()
         body = parse_json(text)
         if isinstance(body, dict) and "plan" not in body:  # an older release wrote it alone
-            return Manifest(from_fields(TokenizePlan, body), (), -1)
+            return Manifest(dataclass_from_json(TokenizePlan, body), (), -1)
         return Manifest.from_text(text)
     except (OSError, ValueError) as error:
         what = "The progress of a stopped run cannot be read."
@@ -153,8 +156,8 @@ def make_plan(
     )
 
 
-def _check_folder(folder: Path) -> None:
-    """Raises ConfigError if the folder holds files that are not of such a run."""
+def _check_no_other_files(folder: Path) -> None:
+    """Raises ConfigError if the folder holds files that no run of `tokenize` writes."""
     if not folder.exists() or any((folder / name).exists() for name in (PROGRESS, MANIFEST)):
         return
     # A run that was killed before it wrote its progress leaves nothing else.
@@ -166,8 +169,8 @@ def _check_folder(folder: Path) -> None:
         raise config_error(what, where="--to", expected=expected, got=folder, fix=fix)
 
 
-def _intact_part(folder: Path, before: Manifest, say: Say) -> Manifest:
-    """Returns the manifest without the first damaged shard and those after it."""
+def _keep_intact_shards(folder: Path, before: Manifest, say: Say) -> Manifest:
+    """Returns the manifest of the shards before the first damaged one, and says which that is."""
     for number, shard in enumerate(before.shards):
         try:
             check_sizes(folder, shard, before.plan)
@@ -176,14 +179,15 @@ def _intact_part(folder: Path, before: Manifest, say: Say) -> Manifest:
         except DamageError as error:
             say(f"{shard.name} and all after it are written again, as it is damaged:\n{error}")
             kept = before.shards[:number] if before.files else ()
-            largest = max((_largest_id(folder, each, before.plan) for each in kept), default=-1)
+            ids = (_largest_id_of_shard(folder, each, before.plan) for each in kept)
+            largest = max(ids, default=-1)
             files = {name: before.files[name] for name in shard_files(kept)}
             return Manifest(before.plan, kept, largest, files)
     return before
 
 
 def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
-    """Returns whether those of its files that the manifest lists have their digests."""
+    """Returns whether the tokenizer's files, where the manifest lists them, have their digests."""
     try:
         for name in sorted(manifest.files.keys() & {FILE, SETTINGS}):
             check_digest(folder / name, manifest.files[name])
@@ -192,8 +196,11 @@ def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
     return True
 
 
-def _begin(folder: Path, done: Manifest, tokenizer: Tokenizer) -> Manifest:
-    """Writes what is done and the tokenizer, without leftovers; returns it with their digests."""
+def _write_tokenizer_and_progress(folder: Path, done: Manifest, tokenizer: Tokenizer) -> Manifest:
+    """Writes the progress and the tokenizer's files; removes the manifest and unfinished files.
+
+    Returns `done`, the manifest of the shards to keep, with the digests of the tokenizer's files.
+    """
     files = {name: done.files[name] for name in shard_files(done.shards)}
     files |= {name: digest_bytes(content) for name, content in tokenizer.files.items()}
     done = replace(done, files=files)
@@ -226,7 +233,10 @@ def _write_shards(
 def _write_shard(
     folder: Path, done: Manifest, part: Part, pieces: Iterator[np.ndarray]
 ) -> Manifest:
-    """Writes documents until the shard is full; returns the manifest with it."""
+    """Writes the next shard of a part; returns the manifest with it.
+
+    `pieces`: the ids of one document each, taken until the shard is full.
+    """
     plan, name = done.plan, shard_name(part, len(done.of(part)))
     tokens, largest = 0, done.largest
     starts: list[int] = []
@@ -235,7 +245,7 @@ def _write_shard(
     with unfinished.open("wb") as file:
         for piece in pieces:
             where = f"document {len(starts)} of {name}"
-            largest = max(largest, _checked_largest(piece, plan, where))
+            largest = max(largest, _largest_valid_id(piece, plan, where))
             content = piece.astype(plan.dtype).tobytes()
             digest.update(content)
             file.write(content)
@@ -256,8 +266,8 @@ def _write_shard(
     return Manifest(plan, (*done.shards, shard), largest, {**done.files, **files})
 
 
-def _checked_largest(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:
-    """Returns the largest id, -1 without any. Raises ConfigError beyond the vocabulary."""
+def _largest_valid_id(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:
+    """Returns a document's largest id, -1 without any. Raises ConfigError for one too large."""
     largest = int(piece.max()) if piece.size else -1
     if largest >= plan.vocab_size:
         what = "A token id is not in the vocabulary."
@@ -266,6 +276,7 @@ def _checked_largest(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:
     return largest
 
 
-def _largest_id(folder: Path, shard: TokenShard, plan: TokenizePlan) -> int:
+def _largest_id_of_shard(folder: Path, shard: TokenShard, plan: TokenizePlan) -> int:
+    """Returns the largest id that a shard holds on disk, -1 without any."""
     file = folder / f"{shard.name}{TOKENS}"
     return int(np.memmap(file, np.dtype(plan.dtype), "r").max()) if shard.tokens else -1

@@ -10,21 +10,32 @@ A shard holds whole documents.
 """
 
 import threading
+import types
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from fsdp_jax.data.checks import config_error, damage_error, from_fields
+from fsdp_jax.data.checks import config_error, damage_error
 from fsdp_jax.data.documents import Part
-from fsdp_jax.data.tokenizer import FILE, SETTINGS, Bytes, Tokenizer, load_tokenizer, token_dtype
+from fsdp_jax.data.tokenizer import (
+    FILE,
+    SETTINGS,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    token_dtype,
+)
 from fsdp_jax.errors import DamageError, human_bytes, message
 from fsdp_jax.io.digests import DIGEST, Json, digest_file, digest_json, read_sealed, sealed_text
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import open_regular, read_regular
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 TOKENS, DOCUMENTS = ".tokens", ".documents"
@@ -75,7 +86,7 @@ class Manifest:
     files: Mapping[str, Json] = field(default_factory=dict)
 
     def of(self, part: Part) -> list[TokenShard]:
-        """Returns the shards of a part."""
+        """Returns the shards of a part, `train` or `held_out`."""
         return [shard for shard in self.shards if shard.part == part]
 
     def tokens(self, part: Part) -> int:
@@ -93,12 +104,15 @@ class Manifest:
         return digest_json(shards) if self.files else None
 
     def to_text(self) -> str:
-        """Returns the contents of the file, with sums for the reader and a digest of itself."""
+        """Returns the contents of `manifest.json`, with sums for people and a digest of itself."""
         return sealed_text(asdict(self) | {"sums": self._sums()})
 
     @classmethod
     def from_text(cls, text: str) -> "Manifest":
-        """Raises ValueError if the text is not that of a manifest, byte for byte."""
+        """Returns the manifest of the contents of a `manifest.json`.
+
+        Raises ValueError if they are not those of a manifest, byte for byte.
+        """
         body = parse_json(text)
         if not isinstance(body, dict):
             raise ValueError("not an object")
@@ -110,24 +124,25 @@ class Manifest:
         if not isinstance(shards, list):
             raise ValueError("no list of shards")
         manifest = cls(
-            from_fields(TokenizePlan, plan),
-            tuple(from_fields(TokenShard, each) for each in shards),
+            dataclass_from_json(TokenizePlan, plan),
+            tuple(dataclass_from_json(TokenShard, each) for each in shards),
             body.get("largest"),  # type: ignore[arg-type]  # checked below
             body.get("files", {}),
         )
-        manifest._check()
+        manifest._check_values()
         if "sums" in body and body["sums"] != manifest._sums():
             raise ValueError("the sums are not those of the shards")
         if DIGEST in body:
-            _check_files(manifest.files, manifest.shards)
+            _check_file_digests(manifest.files, manifest.shards)
         return manifest
 
     def _sums(self) -> Json:
+        """Returns {part: its numbers of tokens and documents}."""
         return {
             part: {"tokens": self.tokens(part), "documents": self.documents(part)} for part in PARTS
         }
 
-    def _check(self) -> None:
+    def _check_values(self) -> None:
         """Raises ValueError unless the numbers are possible, and the names those of the shards."""
         plan, largest = self.plan, self.largest
         possible = {
@@ -155,12 +170,12 @@ def shard_name(part: Part, number: int) -> str:
 
 
 def shard_files(shards: tuple[TokenShard, ...]) -> list[str]:
-    """Returns the names of all files of the shards."""
+    """Returns the names of the shards' files, two for each."""
     return [shard.name + suffix for shard in shards for suffix in (TOKENS, DOCUMENTS)]
 
 
-def _check_files(files: object, shards: tuple[TokenShard, ...]) -> None:
-    """Raises ValueError unless these are digests of the shards' files."""
+def _check_file_digests(files: object, shards: tuple[TokenShard, ...]) -> None:
+    """Raises ValueError unless `files` are digests of the shards' files, and of a tokenizer's."""
     if not isinstance(files, dict) or set(files) - {FILE, SETTINGS} != set(shard_files(shards)):
         raise ValueError("the digests are not those of the shards")
     kinds = {"bytes": int, "xxh3_128": str}
@@ -170,7 +185,10 @@ def _check_files(files: object, shards: tuple[TokenShard, ...]) -> None:
 
 
 class DigestCheck:
-    """Compares files with their digests, large ones in a thread; may raise DamageError at once."""
+    """Compares files with their digests: small ones at once, large ones in a thread.
+
+    `files`: {name: digest}. Damage of those that are compared at once is raised at once.
+    """
 
     def __init__(self, folder: Path, files: Mapping[str, Json]) -> None:
         self._folder = folder
@@ -195,6 +213,7 @@ class DigestCheck:
         return not self._thread.is_alive()
 
     def _compare(self, files: Mapping[str, Json]) -> None:
+        """Compares files until one is damaged, which `raise_if_damaged` then raises."""
         try:
             for name, expected in files.items():
                 check_digest(self._folder / name, expected)
@@ -213,13 +232,13 @@ def check_digest(file: Path, expected: Json) -> None:
         raise damaged_shard_error(file, *sizes)
 
 
-class ShardedTokens:
-    """One part as one stream, read from memory maps; DamageError for ids beyond the vocabulary."""
+class MemoryMappedTokens:
+    """The `Tokens` of one part, read from disk; DamageError for ids beyond the vocabulary."""
 
     def __init__(self, folder: Path, shards: tuple[TokenShard, ...], plan: TokenizePlan):
         self.shards = shards
         self._files = [folder / (shard.name + TOKENS) for shard in shards]
-        self._maps = [_mapped(file, plan.dtype) for file in self._files]
+        self._maps = [_memory_map(file, plan.dtype) for file in self._files]
         self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
         self._vocab_size = plan.vocab_size
 
@@ -258,7 +277,7 @@ class TokenShards:
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenShards":
-        """Checks the manifest against the files.
+        """Opens a folder of finished shards, and checks the files against the manifest.
 
         Their sizes are compared at once, and their digests too where they are small; others in the
         background, for `check.raise_if_damaged`. Without digests, of an older release, a warning
@@ -275,28 +294,29 @@ class TokenShards:
             warnings.warn(message(what, where=str(path), got=got, fix=fix), stacklevel=2)
         return cls(path, manifest, DigestCheck(path, manifest.files))
 
-    def tokens(self, part: Part) -> ShardedTokens:
+    def tokens(self, part: Part) -> MemoryMappedTokens:
         """Returns one part as one stream, which stays on disk."""
-        return ShardedTokens(self.folder, self._shards(part), self.manifest.plan)
+        return MemoryMappedTokens(self.folder, self._shards_with_tokens(part), self.manifest.plan)
 
     def starts(self, part: Part) -> np.ndarray:
         """Reads int64 [documents]: each one's first index in `tokens(part)`. Raises DamageError."""
         starts = [np.zeros(0, np.int64)]
         begin = 0
-        for shard in self._shards(part):
+        for shard in self._shards_with_tokens(part):
             file = self.folder / (shard.name + DOCUMENTS)
             starts.append(_read_starts(file, shard) + begin)
             begin += shard.tokens
         return np.concatenate(starts)
 
-    def _shards(self, part: Part) -> tuple[TokenShard, ...]:
+    def _shards_with_tokens(self, part: Part) -> tuple[TokenShard, ...]:
         return tuple(shard for shard in self.manifest.of(part) if shard.tokens)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that encoded the text; DamageError if it is not beside the shards."""
         digest = self.manifest.plan.tokenizer_digest
-        tokenizer = load_tokenizer(Bytes.name if digest == Bytes.digest else self.folder)
+        is_bytes = digest == ByteTokenizer.digest
+        tokenizer = load_tokenizer(ByteTokenizer.name if is_bytes else self.folder)
         if tokenizer.digest != digest:
             what = "The tokenizer is not the one that encoded the text."
             where, expected = str(self.folder), f"digest {digest}"
@@ -326,7 +346,7 @@ def damaged_shard_error(file: Path, expected: str, got: object) -> DamageError:
     return damage_error(what, where=str(file), expected=expected, got=got, fix=RESTORE)
 
 
-def _mapped(file: Path, dtype: str) -> np.ndarray:
+def _memory_map(file: Path, dtype: str) -> np.ndarray:
     with open_regular(file) as opened:
         return np.memmap(opened, np.dtype(dtype), "r")
 
@@ -356,3 +376,30 @@ def check_sizes(folder: Path, shard: TokenShard, plan: TokenizePlan) -> None:
         if size != expected:
             got = "no file" if size is None else f"{size:,} bytes ({human_bytes(size)})"
             raise damaged_shard_error(file, f"{expected:,} bytes", got)
+
+
+def dataclass_from_json(kind: type[T], body: object) -> T:
+    """Returns a dataclass of parsed JSON, or raises ValueError for any other keys or types."""
+    if not isinstance(body, dict):
+        raise ValueError(f"no {kind.__name__}")
+    hints = get_type_hints(kind)
+    specs: Any = kind  # a dataclass, which mypy cannot say of T
+    required = {each.name for each in fields(specs) if each.default is MISSING}
+    wrong = {*(required - body.keys()), *(body.keys() - hints.keys())}
+    wrong |= {name for name in body.keys() & hints.keys() if not _has_type(body[name], hints[name])}
+    if wrong:
+        raise ValueError(f"{kind.__name__}: missing, unknown or of another type: {sorted(wrong)}")
+    return kind(**body)
+
+
+def _has_type(value: object, hint: Any) -> bool:
+    """Returns whether a value of parsed JSON is of an annotated type."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is types.UnionType:
+        return any(_has_type(value, each) for each in get_args(hint))
+    if get_origin(hint) is dict:
+        return type(value) is dict and all(
+            _has_type(each, get_args(hint)[1]) for each in value.values()
+        )
+    return type(value) is hint or (hint is float and type(value) is int)

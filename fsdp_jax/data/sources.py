@@ -14,8 +14,8 @@ import numpy as np
 
 from fsdp_jax.data.checks import (
     check_choice,
+    check_held_out_share,
     check_seed,
-    check_share,
     config_error,
     ignored_key_error,
 )
@@ -35,15 +35,15 @@ from fsdp_jax.data.instructions import (
     PackedInstructions,
     TextToText,
     TooLong,
-    digest_of,
+    digest_instructions,
     encode_instructions,
     load_instructions,
 )
 from fsdp_jax.data.records import Invalid
 from fsdp_jax.data.shard_writer import make_plan
 from fsdp_jax.data.shards import PARTS, TokenizePlan, TokenShards
-from fsdp_jax.data.tokenizer import Bytes, Tokenizer, check_vocabulary, load_tokenizer
-from fsdp_jax.data.windows import Stream, Windows, stream_of
+from fsdp_jax.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
+from fsdp_jax.data.windows import TokenStream, Windows, encode_stream
 from fsdp_jax.errors import ConfigError, did_you_mean
 
 HELD_OUT = 0.05
@@ -98,7 +98,7 @@ class DataOptions:
 
     @property
     def share(self) -> float:
-        """The held-out share."""
+        """The share that is held out where shards do not state it: `held_out`, or the default."""
         return HELD_OUT if self.held_out is None else self.held_out
 
 
@@ -125,8 +125,8 @@ def open_examples(options: DataOptions) -> LoadedData:
         raise config_error(what, where="data.path", got=got, fix=fix)
     check_choice("too_long", options.too_long, TooLong)
     check_seed(options.seed)
-    _check_ignored(options)
-    check_share(options.share)
+    _check_ignored_keys(options)
+    check_held_out_share(options.share)
     return kind.open(options)
 
 
@@ -135,8 +135,8 @@ def kinds_for(task: str) -> tuple[str, ...]:
     return tuple(name for name, kind in KINDS.items() if task in kind.tasks)
 
 
-def held_out_indices(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Splits 0 to `count`; returns (train, held out), int64, in order.
+def split_indices(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the indices 0 to `count` - 1 in two parts, (train, held out), int64, in order.
 
     Every k-th index is held out if that makes at least two; otherwise the last ones are.
     """
@@ -149,8 +149,8 @@ def held_out_indices(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
     return indices[~held_out], indices[held_out]
 
 
-def _check_ignored(options: DataOptions) -> None:
-    """Raises ConfigError for an optional key that is set and that the kind does not use."""
+def _check_ignored_keys(options: DataOptions) -> None:
+    """Raises ConfigError for an optional key that is set but that the kind of data ignores."""
     optional = {key for kind in KINDS.values() for key in kind.keys}
     used = set(KINDS[options.kind].keys)
     if options.targets_length is not None:
@@ -165,7 +165,7 @@ def _check_ignored(options: DataOptions) -> None:
 
 
 def _open_text(options: DataOptions) -> LoadedData:
-    """Encodes documents into memory."""
+    """Opens documents, and encodes them into memory."""
     reading: dict[str, Any] = {"field": options.field, "invalid": options.invalid}
     if options.path is None:
         documents = embedded_documents()
@@ -173,10 +173,10 @@ def _open_text(options: DataOptions) -> LoadedData:
         documents = dataset_documents(options.path, split=options.split, **reading)
     else:
         documents = open_documents(options.path, **reading)
-    tokenizer = _load_tokenizer(options)
+    tokenizer = _load_checked_tokenizer(options)
     split = split_documents(documents, held_out=options.share)
-    train, held_out = (stream_of(split.read(part), tokenizer) for part in PARTS)
-    return _loaded_text(train, held_out, make_plan(split, tokenizer), tokenizer, options)
+    train, held_out = (encode_stream(split.read(part), tokenizer) for part in PARTS)
+    return _text_data(train, held_out, make_plan(split, tokenizer), tokenizer, options)
 
 
 def _open_shards(options: DataOptions) -> LoadedData:
@@ -203,17 +203,21 @@ def _open_shards(options: DataOptions) -> LoadedData:
     if options.vocab_size is not None:
         check_vocabulary(shards.manifest.largest, options.vocab_size)
     train, held_out = (
-        Stream(shards.tokens(part), shards.starts(part) if options.packing else None)
+        TokenStream(shards.tokens(part), shards.starts(part) if options.packing else None)
         for part in PARTS
     )
-    loaded = _loaded_text(train, held_out, plan, tokenizer, options)
+    loaded = _text_data(train, held_out, plan, tokenizer, options)
     return replace(loaded, shards=shards)
 
 
-def _loaded_text(
-    train: Stream, held_out: Stream, plan: TokenizePlan, tokenizer: Tokenizer, options: DataOptions
+def _text_data(
+    train: TokenStream,
+    held_out: TokenStream,
+    plan: TokenizePlan,
+    tokenizer: Tokenizer,
+    options: DataOptions,
 ) -> LoadedData:
-    """Returns both parts as examples; None for held-out tokens too few for one example."""
+    """Returns the data of two streams; `held_out` is None if its tokens fill no example."""
     needed = options.sequence_length + 1
     if options.targets_length is not None:
         needed = corruption_sizes(options.sequence_length, end=tokenizer.end).chunk
@@ -229,8 +233,8 @@ def _loaded_text(
     )
 
 
-def _text_examples(stream: Stream, tokenizer: Tokenizer, options: DataOptions) -> Examples:
-    """Returns windows, or corrupted chunks for a model with an encoder."""
+def _text_examples(stream: TokenStream, tokenizer: Tokenizer, options: DataOptions) -> Examples:
+    """Returns the windows of a stream, or its corrupted chunks for a model with an encoder."""
     if options.targets_length is None:
         starts = stream.starts if options.packing else None
         return Windows(stream.tokens, sequence_length=options.sequence_length, starts=starts)
@@ -244,8 +248,9 @@ def _text_examples(stream: Stream, tokenizer: Tokenizer, options: DataOptions) -
     )
 
 
-def _load_tokenizer(options: DataOptions) -> Tokenizer:
-    tokenizer = load_tokenizer(options.tokenizer or Bytes.name)
+def _load_checked_tokenizer(options: DataOptions) -> Tokenizer:
+    """Returns the options' tokenizer. Raises ConfigError if the model's vocabulary is smaller."""
+    tokenizer = load_tokenizer(options.tokenizer or ByteTokenizer.name)
     if options.vocab_size is not None:
         check_vocabulary(tokenizer, options.vocab_size)
     return tokenizer
@@ -260,12 +265,12 @@ def skip_note(skipped: Skipped) -> str:
 
 
 def _open_instructions(options: DataOptions) -> LoadedData:
-    """Encodes instructions into memory; held-out ones only if at least one is short enough."""
-    tokenizer = _load_tokenizer(options)
+    """Opens instructions, encoded into memory; `held_out` is None where all of it is too long."""
+    tokenizer = _load_checked_tokenizer(options)
     skipped = Skipped()
     records = load_instructions(options.path, skipped, split=options.split, invalid=options.invalid)
     encoded = encode_instructions(records, tokenizer)
-    train_indices, held_out_rows = held_out_indices(len(encoded), options.share)
+    train_indices, held_out_rows = split_indices(len(encoded), options.share)
     train = _instruction_examples([encoded[i] for i in train_indices], skipped, options)
     held_out = None
     if len(held_out_rows):
@@ -277,7 +282,7 @@ def _open_instructions(options: DataOptions) -> LoadedData:
         held_out=held_out,
         description=f"{name}: {len(records):,} instructions, {len(held_out_rows):,} of them held "
         f"out, the others in {len(train):,} rows (tokenizer {tokenizer.name}){skip_note(skipped)}",
-        digest=digest_of(records),
+        digest=digest_instructions(records),
         tokenizer=tokenizer,
     )
 
@@ -285,7 +290,7 @@ def _open_instructions(options: DataOptions) -> LoadedData:
 def _instruction_examples(
     encoded: list[EncodedInstruction], skipped: Skipped, options: DataOptions
 ) -> Examples:
-    """Returns packed rows, or inputs and targets for a model with an encoder."""
+    """Returns rows of packed instructions, or of one each for a model with an encoder."""
     common: dict[str, Any] = {"too_long": options.too_long, "skipped": skipped}
     length, targets_length = options.sequence_length, options.targets_length
     if targets_length is None:
@@ -299,7 +304,7 @@ def _open_images(options: DataOptions) -> LoadedData:
         return _open_drawn_images(options)
     images = load_images(options.path)
     _check_classes(images.classes, options.classes)
-    train, held_out = held_out_indices(len(images), options.share)
+    train, held_out = split_indices(len(images), options.share)
     height, width = images.images.shape[1:3]
     return LoadedData(
         train=ImageSplit(images, train),
@@ -312,7 +317,7 @@ def _open_images(options: DataOptions) -> LoadedData:
 
 
 def _open_drawn_images(options: DataOptions) -> LoadedData:
-    """Returns images that are drawn as they are read; their settings make the digest."""
+    """Opens images that are drawn as they are read; the digest is of their settings."""
     _check_classes(len(CLASSES), options.classes)
     count, side, seed = options.images, options.image_size, options.seed
     rest = round(count * options.share)
@@ -329,6 +334,7 @@ def _open_drawn_images(options: DataOptions) -> LoadedData:
 
 
 def _check_classes(needed: int, classes: int | None) -> None:
+    """Raises ConfigError if a model's `classes` are fewer than the labels need; None is unknown."""
     if classes is not None and needed > classes:
         what = "The model has too few classes."
         expected = f"at least {needed}, as the labels have"
@@ -337,7 +343,7 @@ def _check_classes(needed: int, classes: int | None) -> None:
 
 @dataclass(frozen=True)
 class DataKind:
-    """A kind of data."""
+    """A kind of data, an entry of `KINDS`: how it is opened, for which models, by which keys."""
 
     open: Callable[[DataOptions], LoadedData]  # called with options that were checked
     tasks: tuple[str, ...]  # of the models that can read it

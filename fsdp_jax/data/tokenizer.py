@@ -33,7 +33,7 @@ BATCH = 1 << 20  # characters encoded at a time
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back."""
+    """Encodes text as ids, and decodes ids as text."""
 
     name: str  # for descriptions
     vocab_size: int  # the largest id, plus one
@@ -56,8 +56,8 @@ class Tokenizer(Protocol):
         ...
 
 
-class Bytes(Tokenizer):
-    """The ids are the bytes of the text's UTF-8.
+class ByteTokenizer(Tokenizer):
+    """A tokenizer whose ids are the bytes of the text's UTF-8.
 
     The end-of-text token is byte 0, which hardly any text contains; where documents end is known
     from their lengths, so a text that does contain it is read unchanged.
@@ -83,17 +83,17 @@ class Bytes(Tokenizer):
         return content.tobytes().decode(errors="replace")
 
 
-class HuggingFace(Tokenizer):
-    """A tokenizer of Hugging Face's `tokenizers`, from the bytes of its `tokenizer.json`.
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer of Hugging Face's `tokenizers`.
 
-    `settings` are the bytes of the `tokenizer_config.json` beside it, of which only `eos_token` is
-    used. Raises ConfigError if the package is missing, DamageError if it cannot read the file or
-    encode with it.
+    `content` are the bytes of its `tokenizer.json`, `settings` those of the `tokenizer_config.json`
+    beside it, of which only `eos_token` is used. Raises ConfigError if the package is missing,
+    DamageError if it cannot read the file or encode with it.
     """
 
     def __init__(self, content: bytes, *, name: str, settings: bytes | None = None):
         tokenizers = _import_tokenizers()
-        with _damage_told(name), _panics_untold():
+        with _failures_as_damage_error(name), _stderr_dropped_on_failure():
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             self._tokenizer.encode_special_tokens = True  # their spelling in a text is text
             self._tokenizer.no_truncation()
@@ -106,7 +106,7 @@ class HuggingFace(Tokenizer):
         if self.vocab_size > 1 << 31:
             what, expected = "An id of the tokenizer is too large.", "less than 2**31"
             raise damage_error(what, where=name, expected=expected, got=self.vocab_size - 1)
-        self.end = _end_id(ids, settings, name)
+        self.end = _end_of_text_id(ids, settings, name)
         # `begin` and `end` may come from the settings, which `content` does not hold.
         special = json.dumps({"begin": self.begin, "end": self.end})
         self.digest = hashlib.sha256(content + special.encode()).hexdigest()
@@ -130,7 +130,7 @@ class HuggingFace(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns `encode` of each text, computed on all cores."""
-        with _damage_told(self.name):
+        with _failures_as_damage_error(self.name):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
@@ -140,7 +140,7 @@ class HuggingFace(Tokenizer):
         for known, run in groupby(np.asarray(tokens).tolist(), self._known.__contains__):
             ids = list(run)
             if known:
-                with _damage_told(self.name):
+                with _failures_as_damage_error(self.name):
                     pieces.append(self._tokenizer.decode(ids, skip_special_tokens=False))
             else:
                 pieces.append("\ufffd" * len(ids))
@@ -148,8 +148,8 @@ class HuggingFace(Tokenizer):
 
 
 @contextlib.contextmanager
-def _damage_told(name: str) -> Iterator[None]:
-    """Turns whatever the package raises into DamageError; it raises nothing more specific."""
+def _failures_as_damage_error(name: str) -> Iterator[None]:
+    """Turns whatever the package raises, which is nothing specific, into a DamageError."""
     try:
         yield
     except BaseException as error:  # its panics are no Exceptions
@@ -160,8 +160,8 @@ def _damage_told(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _panics_untold() -> Iterator[None]:
-    """Drops what is written to stderr if the work fails: the package prints panics to it."""
+def _stderr_dropped_on_failure() -> Iterator[None]:
+    """Drops what the `with` block writes to stderr if it fails: the package prints panics there."""
     kept = None
     with contextlib.suppress(AttributeError, OSError):  # no stderr, or no room: then it is printed
         sys.stderr.flush()
@@ -189,8 +189,8 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     Such a folder may be one that `tokenize` wrote. Raises ConfigError if there is none, DamageError
     if it cannot be read.
     """
-    if source == Bytes.name:
-        return Bytes()
+    if source == ByteTokenizer.name:
+        return ByteTokenizer()
     path = Path(source).expanduser()
     file = path / FILE if path.is_dir() else path
     if not file.exists():
@@ -200,12 +200,14 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     settings_file = file.with_name(SETTINGS)
     try:
         settings = read_regular(settings_file) if os.path.lexists(settings_file) else None
-        return HuggingFace(read_regular(file), name=str(source), settings=settings)
+        return HuggingFaceTokenizer(read_regular(file), name=str(source), settings=settings)
     except OSError as error:
         raise damage_error("A tokenizer cannot be read.", where=str(file), got=error) from error
 
 
-def train_bpe(documents: Iterable[str], vocab_size: int, *, name: str = "bpe") -> HuggingFace:
+def train_bpe(
+    documents: Iterable[str], vocab_size: int, *, name: str = "bpe"
+) -> HuggingFaceTokenizer:
     """Trains byte-level BPE (as GPT-2's) with `<|endoftext|>` as id 0; deterministic.
 
     A small corpus gives fewer than `vocab_size` ids, as only pairs that occur twice are merged.
@@ -229,7 +231,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, *, name: str = "bpe") -
         show_progress=False,
     )
     tokenizer.train_from_iterator(iter(documents), trainer)
-    return HuggingFace(tokenizer.to_str(pretty=True).encode(), name=name)
+    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True).encode(), name=name)
 
 
 def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
@@ -239,7 +241,7 @@ def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.
     """
     begin = np.array(tokenizer.begin, np.int32)
     end = np.array([] if tokenizer.end is None else [tokenizer.end], np.int32)
-    for batch in _batches(texts):
+    for batch in _batches_by_characters(texts):
         yield from (np.concatenate([begin, ids, end]) for ids in tokenizer.encode_batch(batch))
 
 
@@ -264,7 +266,7 @@ def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
         raise config_error(what, where=where, expected=expected, got=got, fix=fix)
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def _batches_by_characters(texts: Iterable[str]) -> Iterator[list[str]]:
     """Groups texts into lists of at least `BATCH` characters; the last may have fewer."""
     batch: list[str] = []
     size = 0
@@ -279,8 +281,11 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _end_id(ids: Mapping[str, int], settings: bytes | None, name: str) -> int | None:
-    """Returns the id of the end-of-text token: the settings' `eos_token`, or else from `ENDS`."""
+def _end_of_text_id(ids: Mapping[str, int], settings: bytes | None, name: str) -> int | None:
+    """Returns the id of the end-of-text token: the settings' `eos_token`, or else one of `ENDS`.
+
+    None if the tokenizer has none. `ids`: {token: id}. `settings`: a `tokenizer_config.json`.
+    """
     where = f"{name}: {SETTINGS}"
     try:
         stated = None if settings is None else parse_json(settings.decode()).get("eos_token")
@@ -297,7 +302,7 @@ def _end_id(ids: Mapping[str, int], settings: bytes | None, name: str) -> int | 
 
 
 def _import_tokenizers() -> Any:
-    """Returns the module. Raises ConfigError if it is not installed."""
+    """Returns the module `tokenizers`. Raises ConfigError if it is not installed."""
     try:
         import tokenizers
     except ImportError as error:

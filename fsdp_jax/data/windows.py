@@ -14,30 +14,30 @@ from fsdp_jax.data.tokenizer import Tokenizer, encode_documents, token_dtype
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
-    """Concatenated documents, in memory or on disk."""
+class TokenStream:
+    """The tokens of concatenated documents, in memory or on disk, and where each starts."""
 
     tokens: Tokens
     # int64 [documents], the index of each one's first token; None: they are not kept apart.
     starts: np.ndarray | None
 
 
-def stream_of(texts: Iterable[str], tokenizer: Tokenizer) -> Stream:
-    """Encodes all of `texts`, each with its end-of-text token, into memory."""
+def encode_stream(texts: Iterable[str], tokenizer: Tokenizer) -> TokenStream:
+    """Returns all of `texts`, each with its end-of-text token, encoded into memory."""
     dtype = token_dtype(tokenizer.vocab_size)
     pieces = [piece.astype(dtype) for piece in encode_documents(texts, tokenizer)]
     lengths = np.array([len(piece) for piece in pieces], np.int64)
     tokens = np.concatenate([np.zeros(0, dtype), *pieces])
     tokens.flags.writeable = False
-    return Stream(tokens, np.cumsum(lengths) - lengths)
+    return TokenStream(tokens, np.cumsum(lengths) - lengths)
 
 
 class Windows:
     """Random access to windows of T+1 tokens, each starting at the last token of the one before.
 
     Every token but the first is predicted once per epoch, except the last ones, fewer than T, which
-    fill no window. With `starts`, documents are kept apart: none attends to another, and the first
-    token of a document is not predicted from the one before it.
+    fill no window. With `starts`, the index of each document's first token, documents are kept
+    apart: none attends to another, and a first token is not predicted from the one before it.
 
     Raises ConfigError if the stream is shorter than one window.
     """

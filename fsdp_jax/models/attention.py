@@ -30,17 +30,17 @@ def make_attention(kind: AttentionKind, platform: str) -> Attention:
     """
     if kind not in get_args(AttentionKind):
         choices = ", ".join(get_args(AttentionKind))
-        raise _refusal(f"unknown attention '{kind}'; one of: {choices}")
+        raise _attention_error(f"unknown attention '{kind}'; one of: {choices}")
     if kind == "blockwise":
         return blockwise_attention
     if kind == "cudnn" and platform in GPU:
         return partial(dense_attention, implementation="cudnn")
     if kind == "flash" and platform in (*GPU, "tpu"):
-        return partial(_kernel_on_local_rows, _splash if platform == "tpu" else _triton)
-    raise _refusal(f"attention '{kind}' has no kernel for {platform}; use blockwise")
+        return partial(_attend_on_local_rows, _flash_on_tpu if platform == "tpu" else _flash_on_gpu)
+    raise _attention_error(f"attention '{kind}' has no kernel for {platform}; use blockwise")
 
 
-def _kernel_on_local_rows(
+def _attend_on_local_rows(
     kernel: Callable[..., jax.Array],
     query: jax.Array,
     key: jax.Array,
@@ -51,13 +51,14 @@ def _kernel_on_local_rows(
     bias: jax.Array | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """A kernel that XLA cannot partition, as an `Attention`.
+    """An `Attention` by a kernel that XLA cannot partition: each device calls it on its own rows.
 
-    It takes query, key, value, and none, one or two arrays of segments.
+    `kernel` takes query, key and value, and then no segments, one array where queries and keys
+    have the same, or two.
     """
     if bias is not None:
         what = "flash attention adds no bias to the scores, as T5 needs"
-        raise _refusal(f"{what}; use blockwise attention, or cudnn")
+        raise _attention_error(f"{what}; use blockwise attention, or cudnn")
     scale = query.shape[3] ** -0.5 if scale is None else scale
     sides: tuple[jax.Array, ...] = () if segments is None else segments
     if segments is not None and segments[0] is segments[1]:
@@ -70,12 +71,12 @@ def _kernel_on_local_rows(
     return out
 
 
-def _triton(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
-    """Flash self-attention on GPUs (Dao, arXiv:2307.08691); see `_kernel_on_local_rows`."""
+def _flash_on_gpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
+    """Flash self-attention on GPUs (Dao, arXiv:2307.08691), for `_attend_on_local_rows`."""
     query, key, value, *segments = arrays
     if len(segments) > 1:
         what = "flash attention on GPUs knows segments of one sequence only"
-        raise _refusal(f"{what}; use blockwise attention")
+        raise _attention_error(f"{what}; use blockwise attention")
     # newer releases of jax deprecate the module in favour of a package of its own
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -83,7 +84,7 @@ def _triton(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
         )
         from jax.experimental.pallas.ops.gpu.attention import mha
 
-    _block_size(query.shape[1])
+    _flash_block_size(query.shape[1])
     repeats = query.shape[2] // key.shape[2]
     if repeats > 1:  # the kernel has no grouped queries
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
@@ -92,8 +93,9 @@ def _triton(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
     return out
 
 
-def _splash(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
-    """Splash attention on TPUs, whose kernel takes heads first and scaled queries."""
+def _flash_on_tpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
+    """Splash attention on TPUs, for `_attend_on_local_rows`."""
+    # it takes heads before the sequence, and scaled queries
     query, key, value, *segments = arrays
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
@@ -103,9 +105,10 @@ def _splash(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
     T, S, H = query.shape[1], key.shape[1], query.shape[2]
     mask_class = splash_attention_mask.CausalMask if is_causal else splash_attention_mask.FullMask
     mask = splash_attention_mask.MultiHeadMask([mask_class((T, S))] * H)
-    sizes: dict[str, Any] = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), _block_size(T))
+    of_queries = ("block_q", "block_q_dkv", "block_q_dq")
+    sizes: dict[str, Any] = dict.fromkeys(of_queries, _flash_block_size(T))
     of_keys = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute")
-    sizes |= dict.fromkeys((*of_keys, "block_kv_dq"), _block_size(S))
+    sizes |= dict.fromkeys((*of_keys, "block_kv_dq"), _flash_block_size(S))
     blocks = splash_attention_kernel.BlockSizes(**sizes)
     kernel = splash_attention_kernel.make_splash_mha(
         mask, block_sizes=blocks, head_shards=1, q_seq_shards=1
@@ -119,15 +122,16 @@ def _splash(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
     return out
 
 
-def _block_size(length: int) -> int:
-    """Returns the largest block that divides a sequence. Raises ValueError where none does."""
+def _flash_block_size(length: int) -> int:
+    """Returns the largest block of tokens that divides `length`, or raises ValueError."""
     for size in (512, 384, 256, TILE):
         if length % size == 0:
             return size
     near = max(TILE, length // TILE * TILE)
     what = f"flash attention needs a sequence of a multiple of {TILE} tokens, got {length}"
-    raise _refusal(f"{what}; use {near} or {near + TILE}, or blockwise attention")
+    raise _attention_error(f"{what}; use {near} or {near + TILE}, or blockwise attention")
 
 
-def _refusal(what: str) -> ValueError:
+def _attention_error(what: str) -> ValueError:
+    """Returns the error for an attention that cannot be used; `what` says why."""
     return ValueError(message(what, where="model.attention"))

@@ -45,7 +45,8 @@ class CaiTConfig(vision.ImageConfig):
         return 1e-5 if self.layers <= 24 else 1e-6
 
 
-def _cait(depth: int, width: int, heads: int, image_size: int) -> CaiTConfig:
+def _cait_config(depth: int, width: int, heads: int, image_size: int) -> CaiTConfig:
+    """Returns a configuration with an MLP four times as wide, as the paper's have."""
     hidden = 4 * width
     return CaiTConfig(image_size=image_size, layers=depth, width=width, heads=heads, hidden=hidden)
 
@@ -54,17 +55,17 @@ PRESETS: dict[str, CaiTConfig] = {
     "cait-tiny": CaiTConfig(  # 1.2M
         image_size=32, patch=4, classes=8, layers=4, width=128, heads=4, hidden=512
     ),
-    "cait-xxs24-224": _cait(24, 192, 4, 224),  # 12.0M
-    "cait-s24-224": _cait(24, 384, 8, 224),  # 46.9M
-    "cait-s36-384": _cait(36, 384, 8, 384),  # 68.4M
-    "cait-m36-384": _cait(36, 768, 16, 384),  # 271M
-    "cait-m48-448": _cait(48, 768, 16, 448),  # 356M
+    "cait-xxs24-224": _cait_config(24, 192, 4, 224),  # 12.0M
+    "cait-s24-224": _cait_config(24, 384, 8, 224),  # 46.9M
+    "cait-s36-384": _cait_config(36, 384, 8, 384),  # 68.4M
+    "cait-m36-384": _cait_config(36, 768, 16, 384),  # 271M
+    "cait-m48-448": _cait_config(48, 768, 16, 448),  # 356M
 }
 preset = partial(from_preset, PRESETS)
 
 
 class HeadMix(nnx.Module):
-    """A Linear across the heads: `kernel` [H, H] from normal(0, 0.02), `bias` [H]."""
+    """A Linear that mixes heads: `kernel` [H, H] from normal(0, 0.02), `bias` [H]."""
 
     def __init__(self, heads: int, *, dtype: str | None, rngs: nnx.Rngs):
         self.dtype = dtype
@@ -72,7 +73,7 @@ class HeadMix(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((heads,), jnp.float32))
 
     def __call__(self, x_BHTS: jax.Array) -> jax.Array:
-        """[B, H, T, S] to [B, H, T, S] in the dtype of the input."""
+        """Maps [B, H, T, S] to [B, H, T, S] in the dtype of the input."""
         dtype = self.dtype or x_BHTS.dtype
         kernel, bias = self.kernel[...].astype(dtype), self.bias[...].astype(dtype)
         mixed = jnp.einsum("bhts,hg->bgts", x_BHTS, kernel) + bias[None, :, None, None]
@@ -95,7 +96,7 @@ class TalkingHeadsAttention(nnx.Module):
         self.o = layers.linear(D, D, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         q_BTHK, k_BTHK, v_BTHK = layers.split_qkv(self.qkv(x_BTD), self.head_dim)
         q_BTHK = q_BTHK * self.head_dim**-0.5
         scores_BHTS = self.proj_l(jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK))
@@ -106,18 +107,18 @@ class TalkingHeadsAttention(nnx.Module):
 
 
 class _ScaledBlock(nnx.Module):
-    """Base of both blocks: attention, then an MLP, each after a norm and times a LayerScale."""
+    """Base of CaiT's blocks: `attn`, then an MLP, each after a norm and times a LayerScale."""
 
     def __init__(self, config: CaiTConfig, attn: nnx.Module, *, rngs: nnx.Rngs):
-        def scale() -> nnx.Param:
+        def layer_scale() -> nnx.Param:
             return nnx.Param(jnp.full((config.width,), config.initial_scale, jnp.float32))
 
         self.attn_norm = layers.layer_norm(config, rngs=rngs)
         self.attn = attn
-        self.gamma_1 = scale()
+        self.gamma_1 = layer_scale()
         self.mlp_norm = layers.layer_norm(config, rngs=rngs)
-        self.mlp = vision.mlp(config, rngs=rngs)
-        self.gamma_2 = scale()
+        self.mlp = vision.make_mlp(config, rngs=rngs)
+        self.gamma_2 = layer_scale()
 
 
 def _add_scaled(x_BTD: jax.Array, gamma: nnx.Param, branch: jax.Array) -> jax.Array:
@@ -132,7 +133,7 @@ class CaiTBlock(_ScaledBlock):
         super().__init__(config, TalkingHeadsAttention(config, rngs=rngs), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input."""
+        """Maps [B, T, D] to [B, T, D] in the dtype of the input."""
         x_BTD = _add_scaled(x_BTD, self.gamma_1, self.attn(self.attn_norm(x_BTD)))
         return _add_scaled(x_BTD, self.gamma_2, self.mlp(self.mlp_norm(x_BTD)))
 
@@ -145,7 +146,7 @@ class ClassAttentionBlock(_ScaledBlock):
         super().__init__(config, attn, rngs=rngs)
 
     def __call__(self, x_B1D: jax.Array, *, patches: jax.Array) -> jax.Array:
-        """The class token [B, 1, D] and the patches [B, T, D] to the class token, in its dtype."""
+        """Maps the class token [B, 1, D] and patches [B, T, D] to the class token, in its dtype."""
         source = self.attn_norm(jnp.concatenate([x_B1D, patches], axis=1))
         x_B1D = _add_scaled(x_B1D, self.gamma_1, self.attn(source[:, :1], source))
         return _add_scaled(x_B1D, self.gamma_2, self.mlp(self.mlp_norm(x_B1D)))
@@ -174,8 +175,8 @@ class CaiT(nnx.Module):
         self.head = layers.linear(D, config.classes, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Images to logits as in `vit.ViT`; `deterministic` has no effect: nothing is drawn."""
-        x_BTD = self.patches(vision.read_images(images_BHWC, self.config))
+        """Maps images to logits as `vit.ViT` does; `deterministic` has no effect: no dropout."""
+        x_BTD = self.patches(vision.normalize_images(images_BHWC, self.config))
         x_BTD = x_BTD + self.positions[...].astype(x_BTD.dtype)
         x_BTD = layers.run_blocks(self.blocks, x_BTD)
         token_B1D = vision.repeat_token(self.class_token, x_BTD)

@@ -45,13 +45,13 @@ def chunked_losses(
     chunks = _Chunks(dim, vocab_size, min(chunk, vocab_size))
     # On each device's rows: partitioned by XLA, every chunk's gradient of the weights would be
     # reduced separately.
-    losses = on_local_rows(partial(_losses, chunks), replicated=(0,))
+    losses = on_local_rows(partial(_losses_by_chunk, chunks), replicated=(0,))
     return jnp.where(valid_BT, losses(weights, x_BTD, targets_BT), jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """The chunks of the weights: `size` tokens of `dim`; the last one overlaps the one before."""
+    """The chunks of `size` tokens along `dim` of the weights; the last overlaps the one before."""
 
     dim: int
     vocab_size: int
@@ -59,52 +59,54 @@ class _Chunks:
 
     @property
     def numbers(self) -> Any:
-        """0 to the number of chunks, less one."""
+        """The numbers of the chunks, from 0, to scan over: int [chunks]."""
         return np.arange(-(-self.vocab_size // self.size))
 
-    def start(self, number: jax.Array) -> jax.Array:
+    def first_token(self, number: jax.Array) -> jax.Array:
         """Returns the first token of a chunk."""
         return jnp.minimum(number * self.size, self.vocab_size - self.size)
 
     def is_new(self, number: jax.Array) -> jax.Array:
         """Returns which of a chunk's tokens were in no chunk before, bool [C]."""
-        return self.start(number) + jnp.arange(self.size) >= number * self.size
+        return self.first_token(number) + jnp.arange(self.size) >= number * self.size
 
     def slice(self, weights: jax.Array, number: jax.Array) -> jax.Array:
         """Returns a chunk of the weights, [D, C] or [C, D]."""
-        return jax.lax.dynamic_slice_in_dim(weights, self.start(number), self.size, self.dim)
+        return jax.lax.dynamic_slice_in_dim(weights, self.first_token(number), self.size, self.dim)
 
     def einsum(self, equation: str, *operands: jax.Array) -> jax.Array:
-        """An einsum in float32, where `dc` stands for a chunk of the weights in either order."""
+        """Returns an einsum in float32; `dc` stands for a chunk of the weights in either order."""
         equation = equation if self.dim else equation.replace("dc", "cd")
         return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32)
 
     def logits(
         self, weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array, number: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (logits of a chunk, float32 [B, T, C]; which of them are a target's).
+        """Returns (logits of a chunk, float32, and which are a target's, bool), both [B, T, C].
 
         A token that was in a chunk before has -inf.
         """
         is_new = self.is_new(number)[None, None]
-        token = (self.start(number) + jnp.arange(self.size))[None, None]
+        token = (self.first_token(number) + jnp.arange(self.size))[None, None]
         logits = self.einsum("btd,dc->btc", x_BTD, self.slice(weights, number))
         return jnp.where(is_new, logits, -jnp.inf), is_new & (token == targets_BT[..., None])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(
+def _losses_by_chunk(
     chunks: _Chunks, weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array
 ) -> jax.Array:
-    return _forward(chunks, weights, x_BTD, targets_BT)[0]
+    """Returns `chunked_losses` of one device's rows, with a backward pass of its own."""
+    return _losses_forward(chunks, weights, x_BTD, targets_BT)[0]
 
 
-def _forward(
+def _losses_forward(
     chunks: _Chunks, weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """Returns (losses, float32 [B, T]; residuals), with a log-sum-exp that runs over chunks."""
+    """Returns (losses, float32 [B, T]; what `_losses_backward` needs), in one pass over chunks."""
 
     def accumulate(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        """Adds a chunk to the running maximum, sum of exponentials and logit of the target."""
         maximum, total, target_logit = carry
         logits, is_target = chunks.logits(weights, x_BTD, targets_BT, number)
         new_maximum = jnp.maximum(maximum, logits.max(-1))
@@ -121,10 +123,10 @@ def _forward(
     return log_total - target_logit, (weights, x_BTD, targets_BT, log_total)
 
 
-def _backward(
+def _losses_backward(
     chunks: _Chunks, residuals: Any, cotangent_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    """Returns the gradients of weights and x_BTD, from logits that are computed again."""
+    """Returns the gradients of weights, x_BTD and targets (None), from recomputed logits."""
     weights, x_BTD, targets_BT, log_total = residuals
 
     def accumulate(carry: Any, number: jax.Array) -> tuple[Any, None]:
@@ -141,7 +143,7 @@ def _backward(
         is_new = jnp.expand_dims(chunks.is_new(number), 1 - chunks.dim)
         chunk_grad = jnp.where(is_new, chunk_grad, chunks.slice(weights_grad, number))
         weights_grad = jax.lax.dynamic_update_slice_in_dim(
-            weights_grad, chunk_grad, chunks.start(number), chunks.dim
+            weights_grad, chunk_grad, chunks.first_token(number), chunks.dim
         )
         return (weights_grad, x_grad), None
 
@@ -150,4 +152,4 @@ def _backward(
     return weights_grad, x_grad.astype(x_BTD.dtype), None
 
 
-_losses.defvjp(_forward, _backward)
+_losses_by_chunk.defvjp(_losses_forward, _losses_backward)

@@ -11,7 +11,7 @@ C = TypeVar("C")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseConfig:
-    """What the shapes of all models have.
+    """Base of the configurations: the sizes and settings that all models have.
 
     Raises ValueError for an int below 1, a float that is not above 0, and a `dropout` that is no
     probability below 1; not for fields that a user's subclass adds.
@@ -63,6 +63,7 @@ def from_preset(presets: Mapping[str, C], name: str, **overrides: Any) -> C:
 
 
 def _check_known(kind: str, name: str, known: Mapping[str, Any]) -> None:
+    """Raises ValueError, with the closest known name, unless `name` is a key of `known`."""
     if name not in known:
         what = f"unknown {kind} '{name}'; {did_you_mean(name, known)}"
         raise ValueError(message(what, where="model"))

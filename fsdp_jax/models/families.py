@@ -25,7 +25,7 @@ from fsdp_jax.models.tasks import IMAGES, TEXT, TEXT_TO_TEXT, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of model, as programs that are given names use it."""
+    """A kind of model and all that belongs to it, for programs that know it by its name."""
 
     name: str  # as `model.family` has it
     task: Task  # what an example is, the loss, and what is sampled
@@ -42,7 +42,7 @@ class Family:
 
     @property
     def loss(self) -> Callable[..., Any]:
-        """(model, batch, *, train) -> (sum, count)."""
+        """The loss of the family's task, (model, batch, *, train) -> (sum, count)."""
         return self.task.loss
 
     def parameter_count(self, config: BaseConfig) -> int:

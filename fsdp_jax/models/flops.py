@@ -12,7 +12,10 @@ from fsdp_jax.models.config import BaseConfig
 
 @functools.cache
 def parameter_sizes(model: Callable[..., nnx.Module], config: BaseConfig) -> Mapping[str, int]:
-    """Returns {path: elements} of the parameters of `model(config, rngs=)`, blocks stacked."""
+    """Returns {path: number of elements} of the parameters of `model(config, rngs=...)`.
+
+    The blocks are stacked, as with `scan_layers`.
+    """
     stacked = replace(config, scan_layers=True)
     shapes = nnx.eval_shape(lambda: nnx.state(model(stacked, rngs=nnx.Rngs(0)), nnx.Param))
     return {"/".join(map(str, path)): leaf.size for path, leaf in nnx.to_flat_state(shapes)}
@@ -32,14 +35,14 @@ def training_flops(
     parameter is multiplied with counted separately. Attention is counted in full, not halved for
     causality, and nothing is added for recomputation.
 
-    `multiplied`: pattern -> positions, of the parameters whose path starts with the pattern and
-    with none before it; 0 for what is looked up or added. `pairs`: of queries and keys, summed over
-    the layers. `inner`: the width of all heads; by default D.
+    `multiplied`: {regular expression: positions that a parameter is multiplied with}; the first
+    that matches the start of its path counts. 0 is for what is looked up or added. `pairs`: of
+    queries and keys, summed over the layers. `inner`: the width of all heads; by default D.
     """
 
-    def positions(path: str) -> int:
+    def positions_of(path: str) -> int:
         return next(count for pattern, count in multiplied.items() if re.match(pattern, path))
 
     sizes = parameter_sizes(model, config)
-    products = sum(size * positions(path) for path, size in sizes.items())
+    products = sum(size * positions_of(path) for path, size in sizes.items())
     return 6.0 * products + 12.0 * (inner or config.width) * pairs

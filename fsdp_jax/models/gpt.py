@@ -43,7 +43,8 @@ class GPTConfig(BaseConfig):
         return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
 
 
-def _gpt2(depth: int, width: int, heads: int) -> GPTConfig:
+def _gpt2_config(depth: int, width: int, heads: int) -> GPTConfig:
+    """Returns a configuration with GPT-2's vocabulary and sequence length."""
     return GPTConfig(vocab_size=50257, sequence_length=1024, layers=depth, width=width, heads=heads)
 
 
@@ -55,12 +56,12 @@ PRESETS: dict[str, GPTConfig] = {
     # 0.8M and 10.8M parameters, bytes
     "tiny": GPTConfig(vocab_size=256, sequence_length=128, layers=4, width=128, heads=4),
     "small": GPTConfig(vocab_size=256, sequence_length=256, layers=6, width=384, heads=6),
-    "gpt2": _gpt2(12, 768, 12),  # 124M
-    "gpt2-medium": _gpt2(24, 1024, 16),  # 355M
-    "gpt2-large": _gpt2(36, 1280, 20),  # 774M
-    "gpt2-xl": _gpt2(48, 1600, 25),  # 1.56B
-    "gpt3-175b": _large(_gpt2(96, 12_288, 96)),  # 175B
-    "gpt-1t": _large(_gpt2(128, 25_600, 160)),  # 1.01T
+    "gpt2": _gpt2_config(12, 768, 12),  # 124M
+    "gpt2-medium": _gpt2_config(24, 1024, 16),  # 355M
+    "gpt2-large": _gpt2_config(36, 1280, 20),  # 774M
+    "gpt2-xl": _gpt2_config(48, 1600, 25),  # 1.56B
+    "gpt3-175b": _large(_gpt2_config(96, 12_288, 96)),  # 175B
+    "gpt-1t": _large(_gpt2_config(128, 25_600, 160)),  # 1.01T
 }
 preset = partial(from_preset, PRESETS)
 
@@ -77,9 +78,9 @@ class SelfAttention(nnx.Module):
         self.out = linear(D, D, std=layers.residual_std(config))
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
+        """Maps [B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
         heads = layers.split_qkv(self.qkv(x_BTD), self.head_dim)
-        attended = self.attention(*heads, is_causal=True, **layers.segment_pair(segments_BT))
+        attended = self.attention(*heads, is_causal=True, **layers.segments_keyword(segments_BT))
         return checkpoint_name(self.out(attended.reshape(x_BTD.shape)), "attention_out")
 
 
@@ -97,7 +98,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, *, segments: jax.Array | None = None, deterministic: bool = True
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input."""
+        """Maps [B, T, D] to [B, T, D] in the dtype of the input."""
         x_BTD = self.dropout.add(x_BTD, self.attn(self.ln_1(x_BTD), segments), deterministic)
         return self.dropout.add(x_BTD, self.mlp(self.ln_2(x_BTD)), deterministic)
 
@@ -127,7 +128,7 @@ class GPT(layers.LanguageModel):
         positions: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """Int32 [B, T] to the input of the head, [B, T, D].
+        """Maps int32 [B, T] to the input of the head, [B, T, D].
 
         Args:
             tokens_BT: at most `sequence_length` tokens a row; more are a ValueError.

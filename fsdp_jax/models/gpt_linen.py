@@ -39,11 +39,11 @@ class LinenSelfAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
+        """Maps [B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
         D = self.config.width
         qkv = _linear(self.config, 3 * D, name="qkv")(x_BTD)
         heads = layers.split_qkv(qkv, D // self.config.heads)
-        attended = self.attention(*heads, is_causal=True, **layers.segment_pair(segments_BT))
+        attended = self.attention(*heads, is_causal=True, **layers.segments_keyword(segments_BT))
         out = _linear(self.config, D, std=layers.residual_std(self.config), name="out")
         return checkpoint_name(out(attended.reshape(x_BTD.shape)), "attention_out")
 
@@ -55,7 +55,7 @@ class LinenMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         D = self.config.width
         hidden = checkpoint_name(_linear(self.config, 4 * D, name="up")(x_BTD), "mlp")
         down = _linear(self.config, D, std=layers.residual_std(self.config), name="down")
@@ -73,17 +73,17 @@ class LinenBlock(nn.Module):
     def __call__(
         self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
     ) -> tuple[jax.Array, None]:
-        """[B, T, D] to ([B, T, D] in its dtype, None): a carry and no output, for `nn.scan`."""
+        """Maps [B, T, D] to ([B, T, D] in its dtype, None): carry and no output, for `nn.scan`."""
         config = self.config
         dropout = nn.Dropout(config.dropout, deterministic=self.deterministic)
 
-        def branch(y_BTD: jax.Array) -> jax.Array:
+        def with_dropout(y_BTD: jax.Array) -> jax.Array:
             return dropout(y_BTD).astype(x_BTD.dtype)
 
         attn = LinenSelfAttention(config, self.attention, name="attn")
-        x_BTD = x_BTD + branch(attn(_layer_norm(config, name="ln_1")(x_BTD), segments_BT))
+        x_BTD = x_BTD + with_dropout(attn(_layer_norm(config, name="ln_1")(x_BTD), segments_BT))
         mlp = LinenMLP(config, name="mlp")
-        return x_BTD + branch(mlp(_layer_norm(config, name="ln_2")(x_BTD))), None
+        return x_BTD + with_dropout(mlp(_layer_norm(config, name="ln_2")(x_BTD))), None
 
 
 class LinenBlocks(nn.Module):
@@ -97,7 +97,7 @@ class LinenBlocks(nn.Module):
     def __call__(
         self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
     ) -> tuple[jax.Array, None]:
-        """[B, T, D] to ([B, T, D], None), like a scan of the blocks."""
+        """Maps [B, T, D] to ([B, T, D], None), like a scan of the blocks."""
         settings = (self.config, self.attention, self.deterministic)
         for i in range(self.config.layers):
             x_BTD, _ = LinenBlock(*settings, name=str(i))(x_BTD, segments_BT)
@@ -105,7 +105,7 @@ class LinenBlocks(nn.Module):
 
 
 class LinenGPT(nn.Module):
-    """A decoder-only language model.
+    """A decoder-only language model in Linen.
 
     The parameters of `blocks` have a leading dim L (`scan_layers`), or are those of blocks 0 to
     L-1. Dropout above 0 needs a `dropout` random stream. `attention` replaces the attention of
@@ -124,7 +124,7 @@ class LinenGPT(nn.Module):
         positions: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """Int32 [B, T] to logits [B, T, V] in the compute dtype; takes what `gpt.GPT` takes."""
+        """Maps int32 [B, T] to logits [B, T, V] in the compute dtype; arguments as of `gpt.GPT`."""
         config = self.config
         layers.check_length(tokens_BT, config.sequence_length, "sequence_length")
         if positions is None:

@@ -46,10 +46,11 @@ class Attention(Protocol):
         bias: jax.Array | None = None,
         scale: float | None = None,
     ) -> jax.Array:
-        """Queries [B, T, H, K], keys and values [B, S, G, K], H a multiple of G, to [B, T, H, K].
+        """Maps queries [B, T, H, K], keys and values [B, S, G, K] to [B, T, H, K].
 
-        `segments`: int32 [B, T] and [B, S]; a query attends to keys of its own segment only.
-        `bias`: [1 or B, H, T, S], added to the scores. `scale`: of the scores, K^-0.5 if absent.
+        H is a multiple of G. `segments`: int32 [B, T] and [B, S]; a query attends to keys of its
+        own segment only. `bias`: [1 or B, H, T, S], added to the scores. `scale`: of the scores,
+        K^-0.5 if absent.
         """
 
 
@@ -89,25 +90,26 @@ def dense_attention(
     scale: float | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` with segments; see `Attention`."""
+    """Returns `jax.nn.dot_product_attention`, within segments if any; arguments: `Attention`."""
     mask = None if segments is None else _same_segment(*segments)
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
-    out = _attend(query, key, value, bias, mask, is_causal=is_causal, **options)
+    out = _dot_product_attention(query, key, value, bias, mask, is_causal=is_causal, **options)
     # a kernel's output is saved by its own backward pass: under a name it would be saved twice
     return out if implementation == "cudnn" else checkpoint_name(out, "attention")
 
 
-def _attend(*arrays: jax.Array | None, **options: Any) -> jax.Array:
-    """`jax.nn.dot_product_attention`; of float16, which it has on GPUs alone, elsewhere in float32.
+def _dot_product_attention(*arrays: jax.Array | None, **options: Any) -> jax.Array:
+    """Returns `jax.nn.dot_product_attention(*arrays, **options)`, of float16 on any platform.
 
-    `arrays`: query, key, value, bias, mask.
+    jax has it in float16 on GPUs alone; elsewhere it is computed in float32. `arrays`: query, key,
+    value, bias, mask.
     """
 
     def attend(*arrays: Any) -> jax.Array:
         return jax.nn.dot_product_attention(*arrays, **options)
 
     def attend_in_float32(*arrays: Any) -> jax.Array:
-        return attend(*jax.tree.map(_widened, arrays)).astype(jnp.float16)
+        return attend(*jax.tree.map(_floats_to_float32, arrays)).astype(jnp.float16)
 
     if arrays[0] is None or arrays[0].dtype != jnp.float16:
         return attend(*arrays)
@@ -117,7 +119,7 @@ def _attend(*arrays: jax.Array | None, **options: Any) -> jax.Array:
     return out
 
 
-def _widened(x: jax.Array) -> jax.Array:
+def _floats_to_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -136,7 +138,7 @@ def blockwise_attention(
     bias: jax.Array | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """`dense_attention`, over blocks of queries where there are more than two blocks of them.
+    """Returns `dense_attention`, block by block of queries where there are more than two blocks.
 
     At T 2048 and H 32 the scores and weights [H, T, T] take 1.5 GiB per example; one block at a
     time, recomputed in the backward pass, a quarter of it (Rabe and Staats, 2021). Fused kernels
@@ -160,16 +162,17 @@ def blockwise_attention(
         mask = mask[None, None]
         if key_segments is not None:
             mask &= _same_segment(query_segments, key_segments)
-        return _attend(query, key, value, bias, mask, scale=scale)
+        return _dot_product_attention(query, key, value, bias, mask, scale=scale)
 
-    def split(x: jax.Array | None, dim: int) -> jax.Array | None:
+    def to_blocks(x: jax.Array | None, dim: int) -> jax.Array | None:
+        """Splits `dim`, of size T, into a leading dim of blocks and QUERY_BLOCK in its place."""
         if x is None:
             return None
         shape = (*x.shape[:dim], T // QUERY_BLOCK, QUERY_BLOCK, *x.shape[dim + 1 :])
         return jnp.moveaxis(x.reshape(shape), dim, 0)
 
     starts = jnp.arange(0, T, QUERY_BLOCK)
-    blocks = (starts, split(query, 1), split(query_segments, 1), split(bias, 2))
+    blocks = (starts, to_blocks(query, 1), to_blocks(query_segments, 1), to_blocks(bias, 2))
     out = jax.lax.map(lambda block: recomputed(attend)(block, key, value, key_segments), blocks)
     return checkpoint_name(jnp.moveaxis(out, 0, 1).reshape(B, T, H, K), "attention")
 
@@ -181,12 +184,12 @@ def split_qkv(qkv: jax.Array, head_dim: int) -> list[jax.Array]:
 
 
 def split_heads(x_BTD: jax.Array, head_dim: int) -> jax.Array:
-    """[B, T, H K] to [B, T, H, K]."""
+    """Returns [B, T, H K] as [B, T, H, K]."""
     return x_BTD.reshape(*x_BTD.shape[:2], -1, head_dim)
 
 
-def segment_pair(segments_BT: jax.Array | None) -> dict[str, Any]:
-    """Returns attention's keyword for self-attention within segments; empty without segments."""
+def segments_keyword(segments_BT: jax.Array | None) -> dict[str, Any]:
+    """Returns {"segments": a pair} for the `Attention` of a self-attention; {} for None."""
     return {} if segments_BT is None else {"segments": (segments_BT, segments_BT)}
 
 
@@ -213,10 +216,10 @@ def linear(
 
 
 class RecomputedNorm:
-    """Makes a norm of flax, the class after this one, `recomputed`."""
+    """Mixin that makes the call of the flax norm after it among the bases `recomputed`."""
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """[..., D] to [..., D]."""
+        """Maps [..., D] to [..., D]."""
         structure, params = nnx.split(self)
 
         def normalize(params: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -274,7 +277,7 @@ class Embedding(nnx.Embed):
         self.tied = tied
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Int [B, T] to [B, T, D] in `dtype`, or else the table's."""
+        """Maps int [B, T] to [B, T, D] in `dtype`, or else the table's."""
         # A tied table has two gradients. By default XLA reduces each separately, or gathers the
         # activations of one. With the lookup's gradient summed on each device, XLA adds the two
         # and reduces their sum. Beside an axis of tensor parallelism XLA shards the scatter of the
@@ -289,7 +292,7 @@ class Embedding(nnx.Embed):
         return table_VD if self.dtype is None else table_VD.astype(self.dtype)
 
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, **chunks: int) -> jax.Array:
-        """Returns `chunked_losses` of the logits of `attend`."""
+        """Returns `chunked_losses` of the table as output head; `chunks`: vocab_size and chunk."""
         table_VD = self.embedding[...]
         return chunked_losses(x_BTD, table_VD, targets_BT, dim=0, dtype=self.dtype, **chunks)
 
@@ -306,7 +309,7 @@ class Head(nnx.Linear):
         super().__init__(width, vocab_size, use_bias=False, kernel_init=init, **more)
 
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, **chunks: int) -> jax.Array:
-        """Returns `chunked_losses` of its logits."""
+        """Returns `chunked_losses` of the kernel; `chunks`: vocab_size and chunk."""
         kernel_DV = self.kernel[...]
         return chunked_losses(x_BTD, kernel_DV, targets_BT, dim=1, dtype=self.dtype, **chunks)
 
@@ -351,13 +354,16 @@ class MultiHeadAttention(nnx.Module):
             for project, x in ((self.q, x_BTD), (self.k, source_BSD), (self.v, source_BSD))
         ]
 
-    def combine(self, attended: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        """Returns what attention returned, projected back to [B, T, D]."""
+    def project_out(self, attended: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Projects what attention returned to the shape of its input, [B, T, D].
+
+        `attended`: [B, T, H, K], or [n, B/n, T, H, K] where the batch is in n parts.
+        """
         return checkpoint_name(self.o(attended.reshape(*x_BTD.shape[:2], -1)), "attention_out")
 
 
 class MLP(nnx.Module):
-    """Two Linears, D to F and back, with an activation between them."""
+    """Two Linears, D to F and back, with an activation between them; `std` of each one's kernel."""
 
     def __init__(
         self,
@@ -375,14 +381,14 @@ class MLP(nnx.Module):
         self.down = make(hidden, config.width, std=std[1])
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         return self.down(self.activation(checkpoint_name(self.up(x_BTD), "mlp")))
 
 
 class GatedMLP(nnx.Module):
     """down(activation(gate(x), up(x))), D to F and back, without biases (arXiv:2002.05202).
 
-    `names`: of the Linears that are gate and up.
+    `names`: of the Linears that are gate and up. `std`: of the kernels of both, and of down.
     """
 
     def __init__(
@@ -403,7 +409,7 @@ class GatedMLP(nnx.Module):
         self.down = make(hidden, config.width, std=std[1])
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
+        """Maps [B, T, D] to [B, T, D]."""
         gate, up = (checkpoint_name(getattr(self, name)(x_BTD), "mlp") for name in self.names)
         return self.down(self.activation(gate, up))
 
@@ -438,7 +444,7 @@ class ResidualBlock(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, *, deterministic: bool = True, **settings: Any
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input; `settings` are those of `attn`."""
+        """Maps [B, T, D] to [B, T, D] in the dtype of the input; `settings` are those of `attn`."""
         attended = self.attn(self.attn_norm(x_BTD), **settings)
         x_BTD = self.dropout.add(x_BTD, attended, deterministic)
         return self.dropout.add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), deterministic)
@@ -498,10 +504,10 @@ class LanguageModel(nnx.Module):
 
     @abstractmethod
     def hidden_states(self, *tokens: Any, **settings: Any) -> jax.Array:
-        """Int32 tokens to the input of the head, [B, T, D]."""
+        """Maps int32 tokens to the input of the head, [B, T, D]."""
 
     def __call__(self, *tokens: jax.Array, **settings: Any) -> jax.Array:
-        """Arguments of `hidden_states` to logits [B, T, V] in the compute dtype."""
+        """Maps the arguments of `hidden_states` to logits [B, T, V] in the compute dtype."""
         x_BTD = self.hidden_states(*tokens, **settings)
         logits = self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
         return logits[..., : self.config.vocab_size]
@@ -520,7 +526,7 @@ class LanguageModel(nnx.Module):
 
 
 def check_length(tokens_BT: jax.Array, longest: int, name: str, what: str = "tokens") -> None:
-    """Raises ValueError for a sequence longer than the config's field `name` allows."""
+    """Raises ValueError for more tokens, or `what`, than `longest`, the config's field `name`."""
     T = tokens_BT.shape[1]
     if longest < T:
         raise ValueError(f"expected at most {longest} {what} ({name}), got {T}")

@@ -71,7 +71,7 @@ class LlamaConfig(BaseConfig):
 
     @property
     def head_dim(self) -> int:
-        """K."""
+        """K, the width of a head."""
         return self.width // self.heads
 
 
@@ -109,7 +109,9 @@ PRESETS: dict[str, LlamaConfig] = {
 preset = partial(from_preset, PRESETS)
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
+def rotary_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> jax.Array:
     """Returns the radians that each pair of the head rotates per position, float32 [K/2].
 
     theta^(-2i/K), scaled by `scaling` as in Llama 3.1's published code (`apply_scaling`).
@@ -123,10 +125,10 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
     return (1 - unscaled) * frequency / scaling.factor + unscaled * frequency
 
 
-def rotary(
+def apply_rotary(
     x_BTHK: jax.Array, frequency: jax.Array, positions_BT: jax.Array | None = None
 ) -> jax.Array:
-    """Rotates pair i of the head at position t by t * frequency[i] in float32; keeps the dtype.
+    """Rotates pair i of each head at position t by t * frequency[i] in float32; keeps the dtype.
 
     Pair i is (x[i], x[i + K/2]): the layout of the weights on Hugging Face. RoFormer,
     arXiv:2104.09864, equation 34, and Meta's own weights pair neighbours (x[2i], x[2i+1]) instead.
@@ -160,13 +162,14 @@ class GroupedQueryAttention(layers.MultiHeadAttention):
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
+        """Maps [B, T, D] to [B, T, D]; position t attends to 0..t, within its segment if any."""
         q_BTHK, k_BTGK, v_BTGK = self.project(x_BTD)
-        frequency = frequencies(*self.rope)
-        q_BTHK = rotary(q_BTHK, frequency, positions)
-        k_BTGK = rotary(k_BTGK, frequency, positions)
-        more = layers.segment_pair(segments)
-        return self.combine(self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **more), x_BTD)
+        frequency = rotary_frequencies(*self.rope)
+        q_BTHK = apply_rotary(q_BTHK, frequency, positions)
+        k_BTGK = apply_rotary(k_BTGK, frequency, positions)
+        more = layers.segments_keyword(segments)
+        attended = self.attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, **more)
+        return self.project_out(attended, x_BTD)
 
 
 class LlamaBlock(layers.ResidualBlock):
@@ -203,7 +206,7 @@ class Llama(layers.LanguageModel):
         positions: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """Int32 [B, T] to the input of the head, [B, T, D]; arguments are those of `gpt.GPT`.
+        """Maps int32 [B, T] to the input of the head, [B, T, D]; arguments are those of `gpt.GPT`.
 
         `deterministic` has no effect: a Llama has no dropout.
         """

@@ -44,7 +44,7 @@ def next_token_loss(
     """
     tokens = (batch["tokens"][:, :-1], batch["tokens"][:, 1:])
     settings = {name: batch[name] for name in ("segments", "positions") if name in batch}
-    return _loss(model, tokens, batch, chunk, deterministic=not train, **settings)
+    return _text_loss(model, tokens, batch, chunk, deterministic=not train, **settings)
 
 
 def text_to_text_loss(
@@ -64,7 +64,7 @@ def text_to_text_loss(
     targets_BT = batch["targets"]
     shifted_BT = jnp.pad(jnp.maximum(targets_BT, 0)[:, :-1], ((0, 0), (1, 0)))
     settings = {"inputs_mask": batch.get("inputs_mask"), "deterministic": not train}
-    return _loss(model, (batch["inputs"], shifted_BT, targets_BT), batch, chunk, **settings)
+    return _text_loss(model, (batch["inputs"], shifted_BT, targets_BT), batch, chunk, **settings)
 
 
 def classification_loss(
@@ -90,10 +90,13 @@ def masked_sum(losses: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, ja
     return jnp.where(weight == 0, 0.0, losses * weight).sum(), weight.sum()
 
 
-def _loss(
+def _text_loss(
     model: Any, tokens: tuple[jax.Array, ...], batch: Batch, chunk: int | None, **settings: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the loss for `tokens`, the inputs of the model and then the targets."""
+    """Returns (sum of the cross-entropy, sum of the batch's mask) of a model of text.
+
+    `tokens`: the inputs of the model, and then the targets. `settings`: the model's keywords.
+    """
     *inputs, targets_BT = tokens
     if chunk is None:
         loss_BT = cross_entropy(model(*inputs, **settings), targets_BT)

@@ -43,7 +43,7 @@ def sample(
         window_T = jax.lax.dynamic_slice(tokens, (start,), (T,))
         # what follows the last known token is padding, which a causal model does not see
         logits_V = model(window_T[None])[0, known - start - 1].astype(jnp.float32)
-        return tokens.at[known].set(_draw(logits_V, temperature, key, known))
+        return tokens.at[known].set(_draw_token(logits_V, temperature, key, known))
 
     return jax.lax.fori_loop(prompt.size, total, write_token, jnp.pad(prompt, (0, length)))
 
@@ -56,7 +56,7 @@ def answer(
     temperature: float,
     key: jax.Array,
 ) -> jax.Array:
-    """Returns what an encoder-decoder writes for `inputs`, int32 [length].
+    """Returns the tokens, int32 [length], that an encoder-decoder writes for `inputs`.
 
     Tokens after an end-of-text token have no meaning. The cost is that of `sample`.
 
@@ -73,13 +73,15 @@ def answer(
 
     def write_token(known: jax.Array, written: jax.Array) -> jax.Array:
         logits_V = model(inputs[None], written[None, :-1])[0, known].astype(jnp.float32)
-        return written.at[known + 1].set(_draw(logits_V, temperature, key, known))
+        return written.at[known + 1].set(_draw_token(logits_V, temperature, key, known))
 
     return jax.lax.fori_loop(0, length, write_token, jnp.zeros(length + 1, jnp.int32))[1:]
 
 
-def _draw(logits_V: jax.Array, temperature: float, key: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns an int32 token, the likeliest at temperature 0."""
+def _draw_token(
+    logits_V: jax.Array, temperature: float, key: jax.Array, number: jax.Array
+) -> jax.Array:
+    """Draws token `number`, int32 [], from softmax(logits / temperature); at 0 the likeliest."""
     if temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
     token = jax.random.categorical(jax.random.fold_in(key, number), logits_V / temperature)

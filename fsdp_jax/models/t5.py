@@ -56,9 +56,10 @@ class T5Config(BaseConfig):
         self.require("max_distance", self.max_distance > exact, f"above {exact}, buckets / 2")
 
 
-def _t5(
+def _t5_config(
     depth: int, width: int, heads: int, hidden: int, head_dim: int = 64, **more: Any
 ) -> T5Config:
+    """Returns a configuration with `depth` blocks in the encoder and as many in the decoder."""
     more |= {"layers": depth, "decoder_layers": depth, "head_dim": head_dim}
     return T5Config(width=width, heads=heads, hidden=hidden, **more)
 
@@ -67,23 +68,23 @@ _TINY: dict[str, Any] = {"vocab_size": 512, "inputs_length": 128, "targets_lengt
 _V1_1: dict[str, Any] = {"gated": True, "tie_head": False}
 
 PRESETS: dict[str, T5Config] = {
-    "t5-tiny": _t5(2, 128, 4, 256, 32, **_TINY),  # 0.7M, bytes
-    "t5-small": _t5(6, 512, 8, 2048),  # 60.5M
-    "t5-base": _t5(12, 768, 12, 3072),  # 223M
-    "t5-large": _t5(24, 1024, 16, 4096),  # 738M
-    "t5-3b": _t5(24, 1024, 32, 16_384, 128),  # 2.85B
-    "t5-11b": _t5(24, 1024, 128, 65_536, 128),  # 11.3B
-    "t5-v1_1-small": _t5(8, 512, 6, 1024, **_V1_1),  # 77.0M
-    "t5-v1_1-base": _t5(12, 768, 12, 2048, **_V1_1),  # 248M
-    "t5-v1_1-large": _t5(24, 1024, 16, 2816, **_V1_1),  # 783M
-    "t5-v1_1-xl": _t5(24, 2048, 32, 5120, **_V1_1),  # 2.85B
-    "t5-v1_1-xxl": _t5(24, 4096, 64, 10_240, **_V1_1),  # 11.1B
+    "t5-tiny": _t5_config(2, 128, 4, 256, 32, **_TINY),  # 0.7M, bytes
+    "t5-small": _t5_config(6, 512, 8, 2048),  # 60.5M
+    "t5-base": _t5_config(12, 768, 12, 3072),  # 223M
+    "t5-large": _t5_config(24, 1024, 16, 4096),  # 738M
+    "t5-3b": _t5_config(24, 1024, 32, 16_384, 128),  # 2.85B
+    "t5-11b": _t5_config(24, 1024, 128, 65_536, 128),  # 11.3B
+    "t5-v1_1-small": _t5_config(8, 512, 6, 1024, **_V1_1),  # 77.0M
+    "t5-v1_1-base": _t5_config(12, 768, 12, 2048, **_V1_1),  # 248M
+    "t5-v1_1-large": _t5_config(24, 1024, 16, 2816, **_V1_1),  # 783M
+    "t5-v1_1-xl": _t5_config(24, 2048, 32, 5120, **_V1_1),  # 2.85B
+    "t5-v1_1-xxl": _t5_config(24, 4096, 64, 10_240, **_V1_1),  # 11.1B
     # The sizes that PyTorch's FSDP was measured with (arXiv:2304.11277). The counts are theirs,
     # 611M and 2.28B; the shapes are ours, and give those counts: near 1.1's large and xl, with the
     # MLP and the head of 1.0.
-    "t5-611m": _t5(24, 1024, 16, 2808),  # 611M
-    "t5-2.28b": _t5(24, 2048, 32, 5120),  # 2.281B
-    "t5-11.3b": _t5(24, 1024, 128, 65_536, 128),  # t5-11b by its size
+    "t5-611m": _t5_config(24, 1024, 16, 2808),  # 611M
+    "t5-2.28b": _t5_config(24, 2048, 32, 5120),  # 2.281B
+    "t5-11.3b": _t5_config(24, 1024, 128, 65_536, 128),  # t5-11b by its size
 }
 preset = partial(from_preset, PRESETS)
 
@@ -151,7 +152,7 @@ class T5Attention(layers.MultiHeadAttention):
         bias: jax.Array | None = None,
         segments: layers.Segments | None = None,
     ) -> jax.Array:
-        """[B, T, D] that attends to [B, S, D], by default to itself, to [B, T, D].
+        """Returns [B, T, D]: `x_BTD`, which attends to `source_BSD`, by default itself.
 
         `bias`: [n, H, T, S] for n equal parts of the batch. `segments`: see `layers.Attention`.
         """
@@ -166,18 +167,18 @@ class T5Attention(layers.MultiHeadAttention):
             return self.attention(q, k, v, is_causal=is_causal, scale=1.0, **more)
 
         if bias is None:
-            return self.combine(attend(q_BTHK, k_BSHK, v_BSHK, segments, None), x_BTD)
+            return self.project_out(attend(q_BTHK, k_BSHK, v_BSHK, segments, None), x_BTD)
         # Each part of the batch has its own bias, so that the bias's gradient is summed over the
         # rows of a part first.
         q, k, v, parts = jax.tree.map(
             lambda x: x.reshape(bias.shape[0], -1, *x.shape[1:]),
             (q_BTHK, k_BSHK, v_BSHK, segments),
         )
-        return self.combine(jax.vmap(attend)(q, k, v, parts, bias), x_BTD)
+        return self.project_out(jax.vmap(attend)(q, k, v, parts, bias), x_BTD)
 
 
-def _mlp(config: T5Config, *, rngs: nnx.Rngs) -> layers.MLP | layers.GatedMLP:
-    """Returns down(relu(up(x))), or gated: down(gelu(wi_0(x)) * wi_1(x)) with the tanh gelu."""
+def _make_mlp(config: T5Config, *, rngs: nnx.Rngs) -> layers.MLP | layers.GatedMLP:
+    """Returns an MLP: down(relu(up(x))), or gated: down(gelu(wi_0(x)) * wi_1(x)), the tanh gelu."""
     std = (config.width**-0.5, config.hidden**-0.5)
     settings: dict[str, Any] = {"std": std, "rngs": rngs}
     if config.gated:
@@ -193,7 +194,7 @@ class T5EncoderBlock(layers.ResidualBlock):
     """
 
     def __init__(self, config: T5Config, *, attention: Attention, rngs: nnx.Rngs):
-        parts = (layers.rms_norm, partial(T5Attention, attention=attention), _mlp)
+        parts = (layers.rms_norm, partial(T5Attention, attention=attention), _make_mlp)
         super().__init__(config, *parts, dropout=config.dropout, rngs=rngs)
 
 
@@ -206,7 +207,7 @@ class T5DecoderBlock(nnx.Module):
         self.cross_norm = layers.rms_norm(config, rngs=rngs)
         self.cross = T5Attention(config, attention=attention, rngs=rngs)
         self.mlp_norm = layers.rms_norm(config, rngs=rngs)
-        self.mlp = _mlp(config, rngs=rngs)
+        self.mlp = _make_mlp(config, rngs=rngs)
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
 
     def __call__(
@@ -218,7 +219,7 @@ class T5DecoderBlock(nnx.Module):
         segments: layers.Segments | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D] in its dtype; `encoded` [B, S, D], `bias` [n, H, T, T]."""
+        """Maps [B, T, D] to [B, T, D] in its dtype; `encoded` [B, S, D], `bias` [n, H, T, T]."""
         attended = self.attn(self.attn_norm(x_BTD), is_causal=True, bias=bias)
         x_BTD = self.dropout.add(x_BTD, attended, deterministic)
         y_BTD = self.cross_norm(x_BTD).astype(encoded.dtype)
@@ -251,7 +252,7 @@ class T5Stack(nnx.Module):
         self.dropout = layers.ResidualDropout(config.dropout, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, *, deterministic: bool, **settings: Any) -> jax.Array:
-        """[B, T, D] to [B, T, D] in the dtype of the input; `settings` are the blocks'."""
+        """Maps [B, T, D] to [B, T, D] in the dtype of the input; `settings` are the blocks'."""
 
         def bias_of(x_BTD: jax.Array, table: jax.Array) -> jax.Array:
             return relative_bias(table, x_BTD.shape[1], self.config, bidirectional=self.is_encoder)
@@ -294,7 +295,7 @@ class T5(layers.LanguageModel):
         inputs_mask: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """Int32 [B, S] and [B, T] to the input of the head, [B, T, D].
+        """Maps int32 [B, S] and [B, T] to the input of the head, [B, T, D].
 
         Args:
             inputs_BS: at most `inputs_length` tokens a row; more are a ValueError.
@@ -306,14 +307,15 @@ class T5(layers.LanguageModel):
         layers.check_length(inputs_BS, config.inputs_length, "inputs_length", "inputs")
         layers.check_length(targets_BT, config.targets_length, "targets_length", "targets")
 
-        def segments_of(tokens: jax.Array) -> layers.Segments | None:
+        def segments_for(tokens: jax.Array) -> layers.Segments | None:
+            """Returns segments by which `tokens`, the queries, attend to no padded input."""
             if inputs_mask is None:
                 return None
             return jnp.ones_like(tokens), inputs_mask.astype(tokens.dtype)
 
         settings: dict[str, Any] = {"deterministic": deterministic}
-        encoded = self.encoder(self.embed(inputs_BS), segments=segments_of(inputs_BS), **settings)
-        settings |= {"encoded": encoded, "segments": segments_of(targets_BT)}
+        encoded = self.encoder(self.embed(inputs_BS), segments=segments_for(inputs_BS), **settings)
+        settings |= {"encoded": encoded, "segments": segments_for(targets_BT)}
         x_BTD = self.decoder(self.embed(targets_BT), **settings)
         return x_BTD * config.width**-0.5 if config.tie_head else x_BTD
 

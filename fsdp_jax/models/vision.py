@@ -45,7 +45,7 @@ class ImageConfig(BaseConfig):
 
     @property
     def patches(self) -> int:
-        """N, the patches of an image."""
+        """N, the number of patches of an image."""
         return (self.image_size // self.patch) ** 2
 
 
@@ -63,7 +63,7 @@ class PatchEmbed(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((D,), jnp.float32))
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        """Floats [B, H, W, 3] to [B, N, D], the patches row by row."""
+        """Maps floats [B, H, W, 3] to [B, N, D], the patches row by row."""
         kernel, bias = self.kernel[...], self.bias[...]
         dtype = kernel.dtype if self.dtype is None else self.dtype
         B, H, W, C = images_BHWC.shape
@@ -74,16 +74,16 @@ class PatchEmbed(nnx.Module):
 
 
 class VisionAttention(layers.MultiHeadAttention):
-    """Multi-head attention with biases, in all directions."""
+    """Multi-head attention with biases and without a causal mask."""
 
     def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array | None = None) -> jax.Array:
-        """[B, T, D] that attends to [B, S, D], by default to itself, to [B, T, D]."""
+        """Returns [B, T, D]: `x_BTD`, which attends to `source_BSD`, by default itself."""
         heads = self.project(x_BTD, source_BSD)
-        return self.combine(self.attention(*heads, is_causal=False), x_BTD)
+        return self.project_out(self.attention(*heads, is_causal=False), x_BTD)
 
 
-def mlp(config: ImageConfig, *, rngs: nnx.Rngs) -> layers.MLP:
-    """Returns an MLP with the exact gelu."""
+def make_mlp(config: ImageConfig, *, rngs: nnx.Rngs) -> layers.MLP:
+    """Returns a block's MLP, D to F and back, with the exact gelu."""
     return layers.MLP(config, config.hidden, activation=layers.exact_gelu, rngs=rngs)
 
 
@@ -97,8 +97,8 @@ def repeat_token(token: nnx.Param, x_BND: jax.Array) -> jax.Array:
     return jnp.broadcast_to(token[...].astype(x_BND.dtype), (x_BND.shape[0], 1, x_BND.shape[2]))
 
 
-def read_images(images: jax.Array, config: ImageConfig) -> jax.Array:
-    """Returns `to_floats` of images by the configuration's mean and std.
+def normalize_images(images: jax.Array, config: ImageConfig) -> jax.Array:
+    """Returns `to_floats` of checked images by the configuration's mean and std.
 
     Raises ValueError unless they are uint8 or floats, [B, image_size, image_size, 3].
     """

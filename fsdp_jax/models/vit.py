@@ -29,11 +29,12 @@ class ViTConfig(vision.ImageConfig):
 
     @property
     def positions(self) -> int:
-        """T: the patches of an image, and the class token."""
+        """T, the number of positions: the patches of an image, and the class token."""
         return self.patches + 1
 
 
-def _vit(depth: int, width: int, heads: int, hidden: int, patch: int) -> ViTConfig:
+def _vit_config(depth: int, width: int, heads: int, hidden: int, patch: int) -> ViTConfig:
+    """Returns a configuration for ImageNet: images of 224 pixels, 1000 classes."""
     return ViTConfig(patch=patch, layers=depth, width=width, heads=heads, hidden=hidden)
 
 
@@ -41,11 +42,11 @@ PRESETS: dict[str, ViTConfig] = {
     "vit-tiny": ViTConfig(  # 0.8M
         image_size=32, patch=4, classes=8, layers=4, width=128, heads=4, hidden=512
     ),
-    "vit-s16": _vit(12, 384, 6, 1536, 16),  # 22.1M
-    "vit-b16": _vit(12, 768, 12, 3072, 16),  # 86.6M
-    "vit-l16": _vit(24, 1024, 16, 4096, 16),  # 304M
-    "vit-h14": _vit(32, 1280, 16, 5120, 14),  # 632M
-    "vit-g14": _vit(40, 1408, 16, 6144, 14),  # 1.01B
+    "vit-s16": _vit_config(12, 384, 6, 1536, 16),  # 22.1M
+    "vit-b16": _vit_config(12, 768, 12, 3072, 16),  # 86.6M
+    "vit-l16": _vit_config(24, 1024, 16, 4096, 16),  # 304M
+    "vit-h14": _vit_config(32, 1280, 16, 5120, 14),  # 632M
+    "vit-g14": _vit_config(40, 1408, 16, 6144, 14),  # 1.01B
 }
 preset = partial(from_preset, PRESETS)
 
@@ -55,7 +56,7 @@ class ViTBlock(layers.ResidualBlock):
 
     def __init__(self, config: ViTConfig, *, attention: Attention, rngs: nnx.Rngs):
         attn = partial(vision.VisionAttention, attention=attention)
-        parts = (layers.layer_norm, attn, vision.mlp)
+        parts = (layers.layer_norm, attn, vision.make_mlp)
         super().__init__(config, *parts, dropout=config.dropout, rngs=rngs)
 
 
@@ -80,13 +81,13 @@ class ViT(nnx.Module):
         self.head = layers.linear(D, config.classes, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
+        """Maps images [B, image_size, image_size, 3] to logits [B, classes] in the compute dtype.
 
         uint8 pixels are normalized by the config's mean and std; floats are passed on unchanged.
         ValueError for images of another shape or dtype. `deterministic=False` applies dropout and
         advances its random state.
         """
-        x_BND = self.patches(vision.read_images(images_BHWC, self.config))
+        x_BND = self.patches(vision.normalize_images(images_BHWC, self.config))
         x_BTD = jnp.concatenate([vision.repeat_token(self.class_token, x_BND), x_BND], axis=1)
         x_BTD = x_BTD + self.positions[...].astype(x_BND.dtype)
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)

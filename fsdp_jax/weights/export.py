@@ -57,7 +57,7 @@ def from_arrays(params: PyTree) -> Source:
 
 
 def from_store(store: CheckpointStore, step: int) -> Source:
-    """Returns a checkpoint's parameters, read one at a time on the host.
+    """Returns a checkpoint's parameters as a `Source`, which reads one at a time on the host.
 
     Raises ValueError if there is no such step.
     """
@@ -119,7 +119,7 @@ def export_weights(
     others = config_files(config, dtype=widest.name, tokens=tokens)
     if tokenizer is not None:
         others |= _tokenizer_files(Path(tokenizer))
-    values = _values(source, mappings, change)
+    values = _tensor_values(source, mappings, change)
     return write_weights(
         folder, outlines, values, file_bytes=file_bytes, metadata={"format": "pt"}, others=others
     )
@@ -149,13 +149,16 @@ def _check_complete(
     refuse_misfits("export_weights", lines)
 
 
-def _values(
+def _tensor_values(
     source: Source, mappings: Mapping[str, Sequence[TensorMapping]], change: Change | None
 ) -> Iterator[np.ndarray]:
-    """Yields every tensor in order; an array is held until its last tensor is written."""
+    """Yields the values of every tensor, changed by `change`, in the order of `mappings`.
+
+    An array of the source is held until its last tensor has been taken.
+    """
     for path, array in source.read(list(mappings)):
         for mapping in mappings[path]:
-            values = _on_host(array, mapping.box)
+            values = _copy_box_to_host(array, mapping.box)
             changed = values if change is None else change(path, mapping.box, values)
             if changed.shape != values.shape:
                 what = "`change` must keep the shape of the values"
@@ -164,8 +167,8 @@ def _values(
             yield mapping.to_tensor(changed)
 
 
-def _on_host(array: Any, box: Box) -> np.ndarray:
-    """Copies a box of an array to the host, and only the parts of its shards in that box."""
+def _copy_box_to_host(array: Any, box: Box) -> np.ndarray:
+    """Returns a box of an array in host memory; copies no other parts of its shards."""
     if not isinstance(array, jax.Array):
         return box_view(np.asarray(array), box)
     out = np.empty(box_sizes(box), array.dtype)
@@ -181,7 +184,10 @@ def _on_host(array: Any, box: Box) -> np.ndarray:
 
 
 def _tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Returns {name: content} of a tokenizer and, if there are any, its settings."""
+    """Returns {name: content} of the tokenizer at `path`, or in it, and of its settings, if any.
+
+    Raises ConfigError if they cannot be read.
+    """
     file = path / TOKENIZER if path.is_dir() else path
     settings = file.with_name(TOKENIZER_SETTINGS)
     try:

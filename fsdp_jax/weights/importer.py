@@ -41,7 +41,7 @@ def import_weights(
         ignore: names of tensors to skip, with `*` for anything: `("classifier.*",)`.
 
     Returns:
-        The structure of `target`.
+        A pytree like `target`, of arrays.
 
     Raises:
         ConfigError: no such files, or only pickled ones; tensors that are missing, of no parameter,
@@ -65,9 +65,12 @@ def locate_tensors(
     leaves: Mapping[str, Any],
     ignore: Sequence[str],
 ) -> dict[str, StoredTensor]:
-    """Returns {name in the table: the tensor}. Raises ConfigError with everything that misfits."""
+    """Returns {name in the table: the tensor of the files} for all tensors of `mappings`.
+
+    Raises ConfigError with everything that misfits the `leaves` of the target.
+    """
     owners = {mapping.name: (path, mapping) for path, each in mappings.items() for mapping in each}
-    located, lines = _tensors_by_name(tensors, table, owners, ignore)
+    located, lines = _match_tensors(tensors, table, owners, ignore)
     lines += [
         f"ours {path}, {describe(leaves[path])}: no tensor is known for it"
         for path, each in mappings.items()
@@ -86,12 +89,13 @@ def locate_tensors(
     return located
 
 
-def _tensors_by_name(
+def _match_tensors(
     tensors: SafetensorsFolder, table: Table, owners: Mapping[str, Any], ignore: Sequence[str]
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Returns ({name in the table: tensor}, misfits) of the tensors that are not ignored.
+    """Returns ({name in the table: tensor of the files}, a line for each that is no one's).
 
-    Prefixes are added and aliases resolved.
+    The files may lack the table's prefix, and have its aliases. `owners`: {name in the table: (path
+    in the target, mapping)}. `ignore`: patterns of names to leave out.
     """
     aliases, names = table.aliases(), table.names()
     located: dict[str, StoredTensor] = {}

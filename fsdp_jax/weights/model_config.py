@@ -17,7 +17,7 @@ from fsdp_jax.models.huggingface.config_json import (
     TOKENS,
     Json,
     TokenIds,
-    refuse,
+    refuse_unsupported,
 )
 from fsdp_jax.models.huggingface.table import Table
 
@@ -55,7 +55,7 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
     try:
         weight_format = _family_by_content(content, where).weight_format
         config = weight_format.read(content, where)
-        config = dataclasses.replace(config, **weight_format.read_images(directory) | fields)
+        config = dataclasses.replace(config, **weight_format.read_preprocessor(directory) | fields)
     except ConfigError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -63,7 +63,7 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
         what = "a model that is not supported"
         got = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ConfigError(message(what, where=str(where), got=got)) from error
-    refuse(list(_impossible_values(config)), where)
+    refuse_unsupported(list(_impossible_values(config)), where)
     return config
 
 
@@ -103,7 +103,7 @@ def config_files(
 
     Arguments and errors are those of `config_json`.
     """
-    contents = family_of(config).weight_format.write_images(config)
+    contents = family_of(config).weight_format.write_preprocessor(config)
     contents = contents | {CONFIG: config_json(config, dtype=dtype, tokens=tokens)}
     return {
         name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()
@@ -125,7 +125,7 @@ def table_of(config: Any) -> Table:
 
 
 def _impossible_values(config: Any) -> Iterator[str]:
-    """Yields a line for each field of a configuration that has not the type, or an absurd number.
+    """Yields a line for each field of a configuration with a wrong type or an absurd number.
 
     A file may have anything there, and a table of weights is as long as there are layers.
     """

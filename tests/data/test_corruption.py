@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jax.data.corruption import NOISE, SpanCorruption, corruption_sizes, sentinels_of
-from fsdp_jax.data.tokenizer import Bytes
+from fsdp_jax.data.tokenizer import ByteTokenizer
 from fsdp_jax.errors import ConfigError
 
 TEXT = np.arange(2, 5002, dtype=np.uint16)
@@ -121,12 +121,12 @@ def test_every_position_is_removed_about_as_often():
 
 
 def test_sentinels_are_the_tokenizers_or_the_models_highest_ids():
-    class WithSentinels(Bytes):
+    class WithSentinels(ByteTokenizer):
         sentinels = (255, 254)
 
     assert sentinels_of(WithSentinels(), 300) == [255, 254]
-    assert sentinels_of(Bytes(), 260) == [259, 258, 257, 256]
-    assert sentinels_of(Bytes(), 256) == []
+    assert sentinels_of(ByteTokenizer(), 260) == [259, 258, 257, 256]
+    assert sentinels_of(ByteTokenizer(), 256) == []
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from fsdp_jax.data.instructions import (
     InstructionRecord,
     PackedInstructions,
     TextToText,
-    digest_of,
+    digest_instructions,
     encode_instructions,
     load_instructions,
-    pack,
+    pack_rows,
 )
 from fsdp_jax.data.loader import eval_batches
-from fsdp_jax.data.tokenizer import Bytes
+from fsdp_jax.data.tokenizer import ByteTokenizer
 from fsdp_jax.errors import ConfigError, DamageError
 
 few = settings(max_examples=150, deadline=None)
@@ -70,7 +70,7 @@ def test_the_templates_are_alpacas():
 
 def test_prompts_and_answers_are_encoded_separately_and_answers_end(bpe):
     records = [InstructionRecord("Hi.", "", "hi"), InstructionRecord("Copy.", "river", "river")]
-    for tokenizer in (Bytes(), bpe):
+    for tokenizer in (ByteTokenizer(), bpe):
         encoded = encode_instructions(records, tokenizer)
         for each, record in zip(encoded, records, strict=True):
             np.testing.assert_array_equal(each.prompt, tokenizer.encode(record.prompt))
@@ -79,7 +79,7 @@ def test_prompts_and_answers_are_encoded_separately_and_answers_end(bpe):
 
 
 def test_a_tokenizer_without_an_end_token_is_refused():
-    class Endless(Bytes):
+    class Endless(ByteTokenizer):
         end = None
 
     with pytest.raises(ConfigError, match=r"no end-of-text token(?s:.*)eos_token"):
@@ -149,7 +149,7 @@ def test_examples_that_are_too_long_are_truncated_or_skipped_and_counted(sizes, 
 @few
 @given(lengths=st.lists(st.integers(1, 20), max_size=60), capacity=st.integers(20, 50))
 def test_rows_are_full_enough_and_hold_each_index_once(lengths, capacity):
-    rows = pack(lengths, capacity)
+    rows = pack_rows(lengths, capacity)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     filled = [sum(lengths[index] for index in row) for row in rows]
     assert all(0 < total <= capacity for total in filled)
@@ -158,13 +158,13 @@ def test_rows_are_full_enough_and_hold_each_index_once(lengths, capacity):
     assert rows == sorted(rows)
     # best fit starts a row only for what fits no other: no two rows fit into one
     assert all(a + b > capacity for i, a in enumerate(filled) for b in filled[i + 1 :])
-    assert pack(lengths, capacity) == rows
+    assert pack_rows(lengths, capacity) == rows
 
 
 def test_packing_takes_the_fullest_row_that_fits_and_does_not_sort_rows_by_length():
-    assert pack([6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
-    assert pack([7, 5, 3], 10) == [[0, 2], [1]]
-    assert pack([3, 7, 8, 9], 10) == [[1, 0], [2], [3]]
+    assert pack_rows([6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
+    assert pack_rows([7, 5, 3], 10) == [[0, 2], [1]]
+    assert pack_rows([3, 7, 8, 9], 10) == [[1, 0], [2], [3]]
     lengths = np.random.default_rng(0).integers(1, 40, 400)
     examples = packed(encoded_of([(1, int(length)) for length in lengths]), 40)
     (batch,) = eval_batches(examples, batch_size=len(examples) // 4, limit=1)
@@ -288,8 +288,8 @@ def test_the_shipped_set_is_good_to_train_with():
     assert len({(each.instruction, each.input) for each in records}) == len(records)
     texts = [text for each in records for text in (each.instruction, each.input, each.output)]
     assert all(text == text.strip() for text in texts)
-    assert digest_of(records) == digest_of(load_instructions(None, Skipped()))
-    assert digest_of(records) != digest_of(records[::-1])
+    assert digest_instructions(records) == digest_instructions(load_instructions(None, Skipped()))
+    assert digest_instructions(records) != digest_instructions(records[::-1])
 
 
 def test_arithmetic_in_the_shipped_set_is_right():

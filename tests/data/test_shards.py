@@ -21,8 +21,8 @@ from fsdp_jax.data import shard_writer
 from fsdp_jax.data.documents import split_documents
 from fsdp_jax.data.shard_writer import read_plan, tokenize
 from fsdp_jax.data.shards import PARTS, TokenShards
-from fsdp_jax.data.tokenizer import Bytes, HuggingFace, load_tokenizer
-from fsdp_jax.data.windows import Windows, stream_of
+from fsdp_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from fsdp_jax.data.windows import Windows, encode_stream
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.digests import sealed_text
 
@@ -45,7 +45,7 @@ def split(documents):
 
 @pytest.fixture(scope="session", params=["bytes", "bpe"])
 def tokenizer(request, bpe):
-    return Bytes() if request.param == "bytes" else bpe
+    return ByteTokenizer() if request.param == "bytes" else bpe
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def test_shards_hold_the_same_stream_as_memory(split, tokenizer, written):
     shards = TokenShards.open(written)
     assert sum(shard.part == "train" for shard in shards.manifest.shards) > 3
     for part in PARTS:
-        expected = stream_of(split.read(part), tokenizer)
+        expected = encode_stream(split.read(part), tokenizer)
         tokens, starts = shards.tokens(part), shards.starts(part)
         np.testing.assert_array_equal(tokens[:], expected.tokens)
         np.testing.assert_array_equal(starts, expected.starts)
@@ -113,8 +113,11 @@ def test_any_slice_is_read_across_shards(tmp_path_factory, data, lengths):
     texts = ["x" * (n - 1) + "y" for n in lengths]
     folder = tmp_path_factory.mktemp("slices")
     split = split_documents(documents_of(texts), held_out=0)
-    tokenize(split, Bytes(), folder, shard_tokens=7)
-    tokens, expected = TokenShards.open(folder).tokens("train"), stream_of(texts, Bytes()).tokens
+    tokenize(split, ByteTokenizer(), folder, shard_tokens=7)
+    tokens, expected = (
+        TokenShards.open(folder).tokens("train"),
+        encode_stream(texts, ByteTokenizer()).tokens,
+    )
     start = data.draw(st.integers(0, len(expected)))
     stop = data.draw(st.integers(0, len(expected) + 3))
     np.testing.assert_array_equal(tokens[start:stop], expected[start:stop])
@@ -247,7 +250,7 @@ def test_shards_of_another_plan_are_refused(split, documents, bpe, copied, finis
     other_texts = split_documents(documents_of([*TEXTS[:-1], "!"]), held_out=0.1)
     changed_split, tokenizer, shard_tokens = {
         "corpus": (other_texts, bpe, SHARD),
-        "tokenizer_digest": (split, Bytes(), SHARD),
+        "tokenizer_digest": (split, ByteTokenizer(), SHARD),
         "held_out": (split_documents(documents, held_out=0.2), bpe, SHARD),
         "shard_tokens": (split, bpe, SHARD + 1),
     }[change]
@@ -261,7 +264,7 @@ def test_a_folder_with_other_files_is_refused(split, tmp_path):
     (tmp_path / "thesis.txt").write_text("years")
     for target in (tmp_path, tmp_path / "thesis.txt"):
         with pytest.raises(ConfigError, match=r"holds other files(?s:.*)--to"):
-            tokenize(split, Bytes(), target)
+            tokenize(split, ByteTokenizer(), target)
     assert contents(tmp_path) == {"thesis.txt": b"years"}
 
 
@@ -270,10 +273,10 @@ def test_a_second_writer_is_refused(split, tmp_path):
 
     def say(line):
         with pytest.raises(ConfigError, match="another run is writing"):
-            tokenize(split, Bytes(), tmp_path)
+            tokenize(split, ByteTokenizer(), tmp_path)
         lines.append(line)
 
-    tokenize(split, Bytes(), tmp_path, say=say)
+    tokenize(split, ByteTokenizer(), tmp_path, say=say)
     assert len(lines) == 2
 
 
@@ -281,11 +284,11 @@ def test_damaged_progress_is_refused(split, tmp_path):
     (tmp_path / "progress.json").write_text("{")
     says = r"cannot be read(?s:.*)progress\.json(?s:.*)remove the folder"
     with pytest.raises(DamageError, match=says):
-        tokenize(split, Bytes(), tmp_path)
+        tokenize(split, ByteTokenizer(), tmp_path)
 
 
 def test_ids_beyond_the_vocabulary_are_not_written(split, tmp_path):
-    class TooSmall(Bytes):
+    class TooSmall(ByteTokenizer):
         vocab_size = 100
 
     says = r"not in the vocabulary(?s:.*)document 0 of train-00000(?s:.*)less than 100"
@@ -294,7 +297,7 @@ def test_ids_beyond_the_vocabulary_are_not_written(split, tmp_path):
 
 
 def test_large_ids_take_four_bytes(tmp_path):
-    class Large(Bytes):
+    class Large(ByteTokenizer):
         vocab_size = 1 << 17
         digest = "large"
 
@@ -308,7 +311,9 @@ def test_large_ids_take_four_bytes(tmp_path):
 
 
 def test_a_single_document_is_cut_at_its_end(tmp_path):
-    tokenize(split_documents(documents_of(["0123456789" * 10]), held_out=0.1), Bytes(), tmp_path)
+    tokenize(
+        split_documents(documents_of(["0123456789" * 10]), held_out=0.1), ByteTokenizer(), tmp_path
+    )
     shards = TokenShards.open(tmp_path)
     assert [len(shards.tokens(part)) for part in PARTS] == [91, 11]
 
@@ -386,7 +391,7 @@ def test_what_the_disk_changed_as_a_shard_was_written_is_found(split, tmp_path, 
         os.pwrite(file.fileno(), b"\x01\x02", 0)
 
     monkeypatch.setattr(shard_writer, "fsync_file", spoiled)
-    tokenize(split, Bytes(), tmp_path, shard_tokens=SHARD)
+    tokenize(split, ByteTokenizer(), tmp_path, shard_tokens=SHARD)
     with pytest.raises(DamageError, match=r"not as it was written[^$]*expected:.*xxh3"):
         TokenShards.open(tmp_path)
 
@@ -394,7 +399,7 @@ def test_what_the_disk_changed_as_a_shard_was_written_is_found(split, tmp_path, 
 def test_another_text_of_the_same_size_is_refused(tmp_path):
     for name, text in (("one", "abc"), ("other", "abd")):
         split = split_documents(documents_of([text] * 3), held_out=0)
-        tokenize(split, Bytes(), tmp_path / name)
+        tokenize(split, ByteTokenizer(), tmp_path / name)
     (tmp_path / "other" / "train-00000.tokens").replace(tmp_path / "one" / "train-00000.tokens")
     with pytest.raises(DamageError, match=r"train-00000\.tokens\n +expected: +24 bytes, xxh3"):
         TokenShards.open(tmp_path / "one")
@@ -520,7 +525,7 @@ def test_impossible_manifests_are_refused(copied, change, says, sealed):
 @pytest.mark.parametrize("starts", [[1, 5], [0, -3], [0, 9, 4], [0, 10**15]])
 def test_documents_out_of_order_are_refused(tmp_path, starts):
     texts = ["abcd"] * len(starts)
-    tokenize(split_documents(documents_of(texts), held_out=0), Bytes(), tmp_path)
+    tokenize(split_documents(documents_of(texts), held_out=0), ByteTokenizer(), tmp_path)
     as_of_an_older_release(tmp_path)
     (tmp_path / "train-00000.documents").write_bytes(np.array(starts, "<i8").tobytes())
     with pytest.warns(UserWarning, match="without digests"):
@@ -553,7 +558,7 @@ def test_a_changed_tokenizer_is_refused(split, bpe, copied, tmp_path):
     model = tokenizers.Tokenizer.from_str(bpe.files["tokenizer.json"].decode())
     model.add_special_tokens(["<stop>"])
     folder = tmp_path / "with_stop"
-    tokenize(split, HuggingFace(model.to_str().encode(), name="with stop"), folder)
+    tokenize(split, HuggingFaceTokenizer(model.to_str().encode(), name="with stop"), folder)
     assert TokenShards.open(folder).tokenizer.end == 0
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
     with pytest.raises(DamageError, match="not the one that encoded"):
@@ -569,7 +574,7 @@ def test_the_plan_is_readable_during_and_after_writing(split, bpe, tmp_path):
 
 
 def test_reading_some_rows_does_not_read_the_whole_file(split, tmp_path):
-    tokenize(split, Bytes(), tmp_path, shard_tokens=1 << 20)
+    tokenize(split, ByteTokenizer(), tmp_path, shard_tokens=1 << 20)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     tokens = 1 << 30  # 2 GiB, a sparse file
     manifest["shards"][0]["tokens"] = tokens

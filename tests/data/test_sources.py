@@ -11,7 +11,7 @@ from fsdp_jax.data import DataOptions, make_loader, open_examples
 from fsdp_jax.data.documents import open_documents, split_documents
 from fsdp_jax.data.instructions import PROMPT
 from fsdp_jax.data.shard_writer import tokenize
-from fsdp_jax.data.sources import KINDS, held_out_indices
+from fsdp_jax.data.sources import KINDS, split_indices
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.train.config import DataConfig
 
@@ -187,9 +187,9 @@ def test_images_from_a_file(tmp_path):
 
 
 def test_every_kth_index_is_held_out_if_that_makes_two():
-    assert [part.tolist() for part in held_out_indices(8, 0.25)] == [[0, 1, 2, 4, 5, 6], [3, 7]]
-    assert [part.tolist() for part in held_out_indices(6, 0.25)] == [[0, 1, 2, 3], [4, 5]]
-    assert [part.tolist() for part in held_out_indices(3, 0)] == [[0, 1, 2], []]
+    assert [part.tolist() for part in split_indices(8, 0.25)] == [[0, 1, 2, 4, 5, 6], [3, 7]]
+    assert [part.tolist() for part in split_indices(6, 0.25)] == [[0, 1, 2, 3], [4, 5]]
+    assert [part.tolist() for part in split_indices(3, 0)] == [[0, 1, 2], []]
 
 
 @pytest.mark.parametrize(

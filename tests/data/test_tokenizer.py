@@ -18,8 +18,8 @@ from fsdp_jax.data.tokenizer import (
     END,
     FILE,
     SETTINGS,
-    Bytes,
-    HuggingFace,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
     check_vocabulary,
     encode_documents,
     load_tokenizer,
@@ -50,9 +50,9 @@ def word_level(vocabulary, special=()):
 @few
 @given(text=st.text())
 def test_bytes_are_decoded_to_the_same_text(text):
-    tokens = Bytes().encode(text)
+    tokens = ByteTokenizer().encode(text)
     assert (tokens.dtype, len(tokens)) == (np.int32, len(text.encode()))
-    assert Bytes().decode(tokens) == text
+    assert ByteTokenizer().decode(tokens) == text
 
 
 @few
@@ -65,7 +65,9 @@ def test_bpe_is_decoded_to_the_same_text_alone_and_in_batches(bpe, texts):
 
 
 def test_ids_that_are_not_text_are_replaced(bpe):
-    assert Bytes().decode(np.array([104, 105, 0xFF, 256, -1], np.int32)) == "hi" + 3 * "\ufffd"
+    assert (
+        ByteTokenizer().decode(np.array([104, 105, 0xFF, 256, -1], np.int32)) == "hi" + 3 * "\ufffd"
+    )
     tokens = np.concatenate([bpe.encode("hi"), [5000, -1], bpe.encode("ho")])
     assert bpe.decode(tokens) == "hi\ufffd\ufffdho"
 
@@ -78,10 +80,10 @@ def test_the_spelling_of_the_end_of_text_token_is_text(bpe):
 
 
 def test_each_document_is_followed_by_the_end_token(bpe):
-    pieces = list(encode_documents(["ab", "", "c"], Bytes()))
+    pieces = list(encode_documents(["ab", "", "c"], ByteTokenizer()))
     assert [piece.tolist() for piece in pieces] == [[97, 98, 0], [0], [99, 0]]
     assert all(piece[-1] == bpe.end for piece in encode_documents(["ab", "c"], bpe))
-    endless = HuggingFace(word_level(WORDS), name="words")
+    endless = HuggingFaceTokenizer(word_level(WORDS), name="words")
     assert endless.end is None
     pieces = list(encode_documents(["a b", "b"], endless))
     assert [piece.tolist() for piece in pieces] == [[1, 2], [2]]
@@ -113,13 +115,13 @@ def test_a_file_or_its_folder_is_loaded(bpe, tmp_path):
 
 def test_the_settings_state_the_end_token_and_are_part_of_the_digest():
     content = word_level(WORDS, [("</s>", 3), ("<stop>", 4)])
-    plain = HuggingFace(content, name="words")
-    unstated = HuggingFace(content, name="words", settings=b'{"eos_token": null}')
+    plain = HuggingFaceTokenizer(content, name="words")
+    unstated = HuggingFaceTokenizer(content, name="words", settings=b'{"eos_token": null}')
     assert plain.end == unstated.end == 3
     assert plain.digest == unstated.digest
     for stated in ("<stop>", {"content": "<stop>"}):
         config = json.dumps({"eos_token": stated}).encode()
-        tokenizer = HuggingFace(content, name="words", settings=config)
+        tokenizer = HuggingFaceTokenizer(content, name="words", settings=config)
         assert tokenizer.end == 4
         assert tokenizer.files == {FILE: content, SETTINGS: config}
         assert tokenizer.digest != plain.digest
@@ -127,15 +129,15 @@ def test_the_settings_state_the_end_token_and_are_part_of_the_digest():
 
 def test_sentinels_are_ordered_and_ids_may_have_gaps():
     content = word_level(WORDS, [("<extra_id_1>", 3), ("<extra_id_0>", 4)])
-    assert HuggingFace(content, name="words").sentinels == (4, 3)
-    assert Bytes().sentinels == ()
-    with_gap = HuggingFace(word_level({"?": 0, "a": 7}), name="words")
+    assert HuggingFaceTokenizer(content, name="words").sentinels == (4, 3)
+    assert ByteTokenizer().sentinels == ()
+    with_gap = HuggingFaceTokenizer(word_level({"?": 0, "a": 7}), name="words")
     assert with_gap.vocab_size == 8
     assert with_gap.decode(np.array([7, 3])) == "a\ufffd"
 
 
 def test_vocabulary_sizes_are_checked_and_choose_the_dtype(bpe):
-    check_vocabulary(Bytes(), 256)
+    check_vocabulary(ByteTokenizer(), 256)
     check_vocabulary(bpe, 300)
     check_vocabulary(255, 256)
     assert token_dtype(1 << 16) == np.uint16
@@ -143,14 +145,14 @@ def test_vocabulary_sizes_are_checked_and_choose_the_dtype(bpe):
 
 
 def load_words(content, settings=None):
-    return HuggingFace(content, name="broken", settings=settings)
+    return HuggingFaceTokenizer(content, name="broken", settings=settings)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
         (
-            lambda path: check_vocabulary(Bytes(), 255),
+            lambda path: check_vocabulary(ByteTokenizer(), 255),
             r"model\.vocab_size\n(?s:.*)at least 256\n(?s:.*)tokenizer bytes",
         ),
         (
@@ -264,7 +266,7 @@ def test_the_prefix_of_a_template_precedes_each_text(bpe):
     model.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"<begin> $A {END}", special_tokens=[("<begin>", 7), (END, bpe.end)]
     )
-    tokenizer = HuggingFace(model.to_str().encode(), name="with a template")
+    tokenizer = HuggingFaceTokenizer(model.to_str().encode(), name="with a template")
     assert tokenizer.begin == (7,)
     assert 7 not in tokenizer.encode("to be")
     pieces = list(encode_documents(["to be", "or not"], tokenizer))
@@ -272,4 +274,4 @@ def test_the_prefix_of_a_template_precedes_each_text(bpe):
     (encoded,) = encode_instructions([InstructionRecord("say it", "", "to be")], tokenizer)
     assert encoded.prompt[0] == 7
     assert 7 not in encoded.answer
-    assert Bytes().begin == ()
+    assert ByteTokenizer().begin == ()

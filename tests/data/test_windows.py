@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_jax.data.tokenizer import Bytes
-from fsdp_jax.data.windows import Windows, stream_of
+from fsdp_jax.data.tokenizer import ByteTokenizer
+from fsdp_jax.data.windows import Windows, encode_stream
 from fsdp_jax.errors import ConfigError
 
 
@@ -22,16 +22,17 @@ def test_windows_overlap_by_one_token():
 
 
 def test_a_stream_is_each_text_and_its_end_token():
-    stream = stream_of(["ab", "c"], Bytes())
+    stream = encode_stream(["ab", "c"], ByteTokenizer())
     assert stream.tokens.tolist() == [97, 98, 0, 99, 0]
     assert stream.tokens.dtype == np.uint16
     assert stream.starts.tolist() == [0, 3]
     assert not stream.tokens.flags.writeable
-    assert len(stream_of([], Bytes()).tokens) == len(stream_of([], Bytes()).starts) == 0
+    empty = encode_stream([], ByteTokenizer())
+    assert len(empty.tokens) == len(empty.starts) == 0
 
 
 def test_documents_in_one_row_have_their_own_segments_positions_and_mask():
-    stream = stream_of(["ab", "cdefg"], Bytes())  # a b 0 c d e f g 0
+    stream = encode_stream(["ab", "cdefg"], ByteTokenizer())  # a b 0 c d e f g 0
     windows = Windows(stream.tokens, sequence_length=4, starts=stream.starts)
     first, second = windows[0], windows[1]
     assert first["tokens"].tolist() == [97, 98, 0, 99, 100]

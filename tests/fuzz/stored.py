@@ -14,7 +14,7 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from fsdp_jax.data.tokenizer import HuggingFace, load_tokenizer, train_bpe
+from fsdp_jax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer, train_bpe
 from fsdp_jax.io.boxes import full_box
 from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE, SafetensorsFolder
 from fsdp_jax.models import cait, gpt, llama, t5, vit
@@ -277,7 +277,7 @@ class TokenizerTarget(Target):
 
     def read(self, case: Case) -> Any:
         tokenizer = load_tokenizer(case.folder / "folder")
-        assert isinstance(tokenizer, HuggingFace)
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
         ids = [tokenizer.encode(sample).tolist() for sample in SAMPLES]
         assert [each.tolist() for each in tokenizer.encode_batch(SAMPLES)] == ids
         tokenizer.decode(np.array([0, 1, -1, tokenizer.vocab_size, *ids[1]]))

@@ -12,7 +12,7 @@ from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.instructions import load_instructions
 from fsdp_jax.data.shard_writer import tokenize
 from fsdp_jax.data.shards import PARTS, TokenShards
-from fsdp_jax.data.tokenizer import Bytes, train_bpe
+from fsdp_jax.data.tokenizer import ByteTokenizer, train_bpe
 from fuzz import mutations
 from fuzz.harness import Case, RefusedError, Target
 from fuzz.stored import copy_of
@@ -150,7 +150,7 @@ class ShardsTarget(Target):
         corpus = seeds / "corpus.jsonl"
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES))
         split = split_documents(open_documents(corpus), held_out=0.1)
-        for name, tokenizer in {"bytes": Bytes(), "bpe": train_bpe(SENTENCES, 300)}.items():
+        for name, tokenizer in {"bytes": ByteTokenizer(), "bpe": train_bpe(SENTENCES, 300)}.items():
             tokenize(split, tokenizer, seeds / name, shard_tokens=300)
         # As older releases wrote it, without digests.
         old = shutil.copytree(seeds / "bpe", seeds / "old")

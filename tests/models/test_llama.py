@@ -15,9 +15,9 @@ from fsdp_jax.models.llama import (
     Llama,
     LlamaConfig,
     RopeScaling,
-    frequencies,
+    apply_rotary,
     preset,
-    rotary,
+    rotary_frequencies,
 )
 
 CONFIG = LlamaConfig(
@@ -103,7 +103,8 @@ def test_rotated_scores_depend_on_the_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 6))
     turned_q, turned_k = (
         np.asarray(
-            rotary(jnp.broadcast_to(x, (1, 8, 1, 6)), frequencies(6, 100.0))[0, :, 0], np.float64
+            apply_rotary(jnp.broadcast_to(x, (1, 8, 1, 6)), rotary_frequencies(6, 100.0))[0, :, 0],
+            np.float64,
         )
         for x in (q, k)
     )
@@ -117,7 +118,7 @@ def test_rotated_scores_depend_on_the_distance_alone():
 
 def test_rotary_is_computed_in_float32():
     x = jax.random.normal(jax.random.key(0), (1, 4096, 1, 8)).astype(jnp.bfloat16)
-    turned = rotary(x, frequencies(8, 10_000.0))
+    turned = apply_rotary(x, rotary_frequencies(8, 10_000.0))
     assert turned.dtype == jnp.bfloat16
     expected = numpy_rotary(np.asarray(x[0, :, 0], np.float64), 10_000.0)
     # half a unit in the last place of bfloat16, and the float32 angle's error at position 4095
@@ -181,7 +182,7 @@ def test_attention_in_blocks_is_attention(causal):
 def test_llama_3_scales_the_slow_frequencies_alone():
     scaling = RopeScaling(factor=8.0)
     plain, stretched = (
-        np.asarray(frequencies(128, 500_000.0, s), np.float64) for s in (None, scaling)
+        np.asarray(rotary_frequencies(128, 500_000.0, s), np.float64) for s in (None, scaling)
     )
     turns = 8192 * plain / (2 * np.pi)
     np.testing.assert_array_equal(stretched[turns > 4], plain[turns > 4])

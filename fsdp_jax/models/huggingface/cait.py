@@ -7,8 +7,13 @@ from typing import Any
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.models.cait import CaiTConfig
-from fsdp_jax.models.huggingface.config_json import Json, WeightFormat, normalization, refuse
-from fsdp_jax.models.huggingface.table import Entry, Table, conv2d, linear, norm, stacked
+from fsdp_jax.models.huggingface.config_json import (
+    Json,
+    WeightFormat,
+    read_normalization,
+    refuse_unsupported,
+)
+from fsdp_jax.models.huggingface.table import Entry, Table, conv2d, for_every_block, linear, norm
 from fsdp_jax.models.vision import CHANNELS, IMAGENET_MEAN, IMAGENET_STD
 
 SCALED_BLOCK = [
@@ -64,21 +69,22 @@ EPSILON = 1e-6
 """Of all norms; timm has no argument for it."""
 
 
-def _table(config: CaiTConfig) -> Table:
+def _weight_table(config: CaiTConfig) -> Table:
+    """Returns which of our parameters is which tensor of a `Cait` of timm."""
     entries = (
         *conv2d("patches", "patch_embed.proj"),
         Entry("class_token", "cls_token"),
         Entry("positions", "pos_embed"),
-        *stacked(config.layers, "blocks/*", "blocks.*", BLOCK),
-        *stacked(config.class_layers, "class_blocks/*", "blocks_token_only.*", CLASS_BLOCK),
+        *for_every_block(config.layers, "blocks/*", "blocks.*", BLOCK),
+        *for_every_block(config.class_layers, "class_blocks/*", "blocks_token_only.*", CLASS_BLOCK),
         *norm("norm", "norm"),
         *linear("head", "head"),
     )
     return Table(entries)
 
 
-def _read(content: Json, where: object) -> CaiTConfig:
-    """Returns an architecture's configuration, as `model_args` changes it."""
+def _read_config(content: Json, where: object) -> CaiTConfig:
+    """Returns our configuration for the architecture in `config.json`, changed by `model_args`."""
     name = content["architecture"]
     if name not in ARCHITECTURES:
         fix = did_you_mean(str(name), ARCHITECTURES)
@@ -101,16 +107,16 @@ def _read(content: Json, where: object) -> CaiTConfig:
         lines.append(f"img_size: {sizes['img_size']} is not implemented, only squares")
     if sizes["mlp_ratio"] != sizes["mlp_ratio_token_only"]:
         lines.append("mlp_ratio: is not implemented where mlp_ratio_token_only differs from it")
-    refuse(lines, where)
+    refuse_unsupported(lines, where)
     pixels: dict[str, Any] = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
     pretrained = content.get("pretrained_cfg") or {}
-    pixels |= normalization(pretrained, {"mean": "mean", "std": "std"}, where)
+    pixels |= read_normalization(pretrained, {"mean": "mean", "std": "std"}, where)
     fields = {ours: sizes[theirs] for theirs, ours in (ARGUMENTS | MORE).items()}
     hidden = int(sizes["embed_dim"] * sizes["mlp_ratio"])
     return CaiTConfig(**fields, hidden=hidden, norm_epsilon=EPSILON, **pixels)
 
 
-def _write(config: CaiTConfig) -> Json:
+def _write_config(config: CaiTConfig) -> Json:
     """Returns the content of `config.json`: the architecture, or the smallest and the differences.
 
     Raises ConfigError where timm cannot compute it.
@@ -145,4 +151,4 @@ def _write(config: CaiTConfig) -> Json:
     }
 
 
-FORMAT = WeightFormat(None, _table, _read, _write, tokens=())
+FORMAT = WeightFormat(None, _weight_table, _read_config, _write_config, tokens=())

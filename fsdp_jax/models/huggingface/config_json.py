@@ -53,13 +53,13 @@ class WeightFormat:
     write: Callable[[Any], Json]
     tokens: tuple[str, ...] = TOKENS  # that its `config.json` has
     # Folder -> fields of our configuration from another file; the reverse, {its name: content}.
-    read_images: Callable[[Path], dict[str, Any]] = lambda folder: {}
-    write_images: Callable[[Any], dict[str, Json]] = lambda config: {}
+    read_preprocessor: Callable[[Path], dict[str, Any]] = lambda folder: {}
+    write_preprocessor: Callable[[Any], dict[str, Json]] = lambda config: {}
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one kind of `config.json`."""
+    """The keys of one family's `config.json`, and what becomes of each."""
 
     fields: Mapping[str, str]  # key -> field of our configuration with the same value
     # Key -> values that we implement; the first one is the default of an absent key.
@@ -71,9 +71,10 @@ class Keys:
     optional: Mapping[str, Any] = field(default_factory=dict)  # defaults of keys of `fields`
 
     def read(self, content: Json, where: object) -> dict[str, Any]:
-        """Returns {field: value}.
+        """Returns {field of our configuration: value} for the content of a `config.json`.
 
-        Raises ConfigError with every key that is missing, not known or not implemented.
+        `where`, its path, is for messages. Raises ConfigError with every key that is missing, not
+        known or not implemented.
         """
         required = self.fields.keys() - self.optional.keys()
         lines = [f"{key}: missing" for key in self.fields if key in required - content.keys()]
@@ -87,29 +88,30 @@ class Keys:
             for key, value in content.items()
             if key not in known and value not in (None, False, "", [], {})
         ]
-        refuse(lines, where)
+        refuse_unsupported(lines, where)
         values = {**self.optional, **content}
         return {ours: values[theirs] for theirs, ours in self.fields.items()}
 
     def write(self, config: Any) -> Json:
-        """Returns the content that `read` reads."""
+        """Returns the content that `read` reads, without the `derived` keys."""
         content: Json = {theirs: getattr(config, ours) for theirs, ours in self.fields.items()}
         return content | {key: allowed[0] for key, allowed in self.fixed.items()}
 
 
-def refuse(lines: Sequence[str], where: object) -> None:
-    """Raises ConfigError with all problems of a `config.json`, if there are any."""
+def refuse_unsupported(lines: Sequence[str], where: object) -> None:
+    """Raises ConfigError with the problems of a `config.json`, a line each, if there are any."""
     if lines:
         got = "\n            ".join(lines)
         raise ConfigError(message("a model that is not supported", where=str(where), got=got))
 
 
-def normalization(
+def read_normalization(
     content: Json, keys: Mapping[str, str], where: object
 ) -> dict[str, tuple[float, ...]]:
-    """Returns {field: three numbers} of the keys that are present, from {key: field}.
+    """Returns {field of our configuration: three numbers}: the mean and std of pixels.
 
-    Raises ConfigError for values that are not three finite numbers.
+    `keys`: {key of `content`: field}; absent ones are left out. Raises ConfigError for values that
+    are not three finite numbers.
     """
     present = {key: content[key] for key in keys if content.get(key) is not None}
     lines = [
@@ -117,7 +119,7 @@ def normalization(
         for key, value in present.items()
         if not _is_three_numbers(value)
     ]
-    refuse(lines, where)
+    refuse_unsupported(lines, where)
     return {keys[key]: tuple(map(float, value)) for key, value in present.items()}
 
 

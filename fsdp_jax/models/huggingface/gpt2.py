@@ -1,8 +1,8 @@
 """GPT-2 as `GPT2LMHeadModel` saves it (openai-community/gpt2)."""
 
 from fsdp_jax.models.gpt import GPTConfig
-from fsdp_jax.models.huggingface.config_json import Json, Keys, WeightFormat, refuse
-from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, conv1d, norm, stacked
+from fsdp_jax.models.huggingface.config_json import Json, Keys, WeightFormat, refuse_unsupported
+from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, conv1d, for_every_block, norm
 
 BLOCK = [
     *norm("ln_1", "ln_1"),
@@ -34,14 +34,15 @@ KEYS = Keys(
 )  # fmt: skip
 
 
-def _table(config: GPTConfig) -> Table:
+def _weight_table(config: GPTConfig) -> Table:
+    """Returns which of our parameters is which tensor of a `GPT2LMHeadModel`."""
     rows = config.vocab_size
     head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR, (1, rows))]
     aliases = ("lm_head.weight",) if config.tie_head else ()
     entries = (
         Entry("embed/embedding", "transformer.wte.weight", rows=(0, rows), aliases=aliases),
         Entry("positions/embedding", "transformer.wpe.weight"),
-        *stacked(config.layers, "blocks/*", "transformer.h.*", BLOCK),
+        *for_every_block(config.layers, "blocks/*", "transformer.h.*", BLOCK),
         *norm("ln_f", "transformer.ln_f"),
         *head,
     )
@@ -49,7 +50,8 @@ def _table(config: GPTConfig) -> Table:
     return Table(entries, prefix="transformer.", ignored=causal_mask)
 
 
-def _read(content: Json, where: object) -> GPTConfig:
+def _read_config(content: Json, where: object) -> GPTConfig:
+    """Returns our configuration for the `config.json` of a `GPT2LMHeadModel`."""
     fields = KEYS.read(content, where)
     width, length = fields["width"], fields["sequence_length"]
     inner, context = content.get("n_inner"), content.get("n_ctx", length)
@@ -58,13 +60,14 @@ def _read(content: Json, where: object) -> GPTConfig:
         lines.append(f"n_inner: {inner} is not implemented, only 4 x n_embd, {4 * width}")
     if context != length:
         lines.append(f"n_ctx: {context} differs from n_positions, {length}")
-    refuse(lines, where)
+    refuse_unsupported(lines, where)
     return GPTConfig(**fields)
 
 
-def _write(config: GPTConfig) -> Json:
+def _write_config(config: GPTConfig) -> Json:
+    """Returns the content of `config.json` that `_read_config` reads."""
     rates: Json = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout) | {"attn_pdrop": 0.0}
     return KEYS.write(config) | {"n_inner": None, "architectures": ["GPT2LMHeadModel"]} | rates
 
 
-FORMAT = WeightFormat("gpt2", _table, _read, _write)
+FORMAT = WeightFormat("gpt2", _weight_table, _read_config, _write_config)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from fsdp_jax.models.huggingface.config_json import Json, Keys, WeightFormat, refuse
-from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, linear, norm, stacked
+from fsdp_jax.models.huggingface.config_json import Json, Keys, WeightFormat, refuse_unsupported
+from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, for_every_block, linear, norm
 from fsdp_jax.models.llama import LlamaConfig, RopeScaling
 
 BLOCK = [
@@ -46,12 +46,13 @@ SCALING = {
 ROPE_TYPES = ("default", "llama3")
 
 
-def _table(config: LlamaConfig) -> Table:
+def _weight_table(config: LlamaConfig) -> Table:
+    """Returns which of our parameters is which tensor of a `LlamaForCausalLM`."""
     head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR)]
     aliases = ("lm_head.weight",) if config.tie_head else ()
     entries = (
         Entry("embed/embedding", "model.embed_tokens.weight", aliases=aliases),
-        *stacked(config.layers, "blocks/*", "model.layers.*", BLOCK),
+        *for_every_block(config.layers, "blocks/*", "model.layers.*", BLOCK),
         *norm("norm", "model.norm", bias=False),
         *head,
     )
@@ -60,15 +61,16 @@ def _table(config: LlamaConfig) -> Table:
     return Table(entries, prefix="model.", ignored=ignored)
 
 
-def _read(content: Json, where: object) -> LlamaConfig:
+def _read_config(content: Json, where: object) -> LlamaConfig:
+    """Returns our configuration for the `config.json` of a `LlamaForCausalLM`."""
     fields = KEYS.read(content, where)
     lines: list[str] = []
     heads, head_dim = fields["heads"], fields["width"] / fields["heads"]
     if content.get("head_dim") not in (None, head_dim):
         only = f"only hidden_size / num_attention_heads, {head_dim:g}"
         lines.append(f"head_dim: {content['head_dim']} is not implemented, {only}")
-    rope = _rope(content, lines)
-    refuse(lines, where)
+    rope = _rope_settings(content, lines)
+    refuse_unsupported(lines, where)
     kv_heads, theta = content.get("num_key_value_heads") or heads, rope.pop("rope_theta")
     scaling = None
     if rope:
@@ -76,7 +78,8 @@ def _read(content: Json, where: object) -> LlamaConfig:
     return LlamaConfig(**fields, kv_heads=kv_heads, rope_theta=theta, rope_scaling=scaling)
 
 
-def _write(config: LlamaConfig) -> Json:
+def _write_config(config: LlamaConfig) -> Json:
+    """Returns the content of `config.json` that `_read_config` reads."""
     scaling: dict[str, Any] = {}
     if config.rope_scaling is not None:
         scaling = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in SCALING.items()}
@@ -93,16 +96,16 @@ def _write(config: LlamaConfig) -> Json:
     }
 
 
-def _rope(content: Json, lines: list[str]) -> Json:
-    """Returns `rope_theta` and, under their names, what scales it.
+def _rope_settings(content: Json, lines: list[str]) -> Json:
+    """Returns `rope_theta` and the keys of `SCALING` that go with it, from either form of them.
 
-    Appends to `lines` what is not implemented. transformers 5 has `rope_parameters`, older versions
-    `rope_theta` and `rope_scaling`.
+    Appends to `lines`, the problems, what is not implemented. transformers 5 has `rope_parameters`,
+    older versions `rope_theta` and `rope_scaling`.
     """
-    new, old = content.get("rope_parameters") or {}, _without_nulls(content.get("rope_scaling"))
+    new, old = content.get("rope_parameters") or {}, _cleaned_rope(content.get("rope_scaling"))
     if content.get("rope_theta") is not None:
         old = {"rope_theta": content["rope_theta"]} | old
-    rope = {"rope_theta": 10_000.0} | old | _without_nulls(new)
+    rope = {"rope_theta": 10_000.0} | old | _cleaned_rope(new)
     lines += [
         f"rope_parameters.{key} contradicts rope_theta, rope_scaling"
         for key in sorted(old.keys() & new.keys())
@@ -122,10 +125,10 @@ def _rope(content: Json, lines: list[str]) -> Json:
     return rope
 
 
-def _without_nulls(rope: Json | None) -> Json:
-    """Drops nulls and renames `type`, which older versions have, to `rope_type`."""
+def _cleaned_rope(rope: Json | None) -> Json:
+    """Returns `rope` without nulls, and its `type`, as older versions say, as `rope_type`."""
     renamed = {"rope_type" if key == "type" else key: value for key, value in (rope or {}).items()}
     return {key: value for key, value in renamed.items() if value is not None}
 
 
-FORMAT = WeightFormat("llama", _table, _read, _write)
+FORMAT = WeightFormat("llama", _weight_table, _read_config, _write_config)

@@ -4,8 +4,8 @@ Version 1.1 has a gated MLP, a head of its own, and no scaling of the head's inp
 states the latter with `scale_decoder_outputs`, older versions with `tie_word_embeddings`.
 """
 
-from fsdp_jax.models.huggingface.config_json import Json, Keys, WeightFormat, refuse
-from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, linear, norm, stacked
+from fsdp_jax.models.huggingface.config_json import Json, Keys, WeightFormat, refuse_unsupported
+from fsdp_jax.models.huggingface.table import LINEAR, Entry, Table, for_every_block, linear, norm
 from fsdp_jax.models.t5 import T5Config
 
 KEYS = Keys(
@@ -35,20 +35,21 @@ LENGTH = 512
 """Tokens of the published models' training sequences, where `n_positions` is absent."""
 
 
-def _attention(ours: str, theirs: str) -> list[Entry]:
+def _attention_entries(ours: str, theirs: str) -> list[Entry]:
+    """Returns the entries of the four Linears of an attention."""
     names = [(f"{ours}/{name}", f"{theirs}.{name}") for name in "qkvo"]
     return [entry for pair in names for entry in linear(*pair, bias=False)]
 
 
-def _block(config: T5Config, *, is_decoder: bool) -> list[Entry]:
+def _block_entries(config: T5Config, *, is_decoder: bool) -> list[Entry]:
     """Returns the entries of one block, with names that are relative to it."""
     entries = [
         *norm("attn_norm", "layer.0.layer_norm", bias=False),
-        *_attention("attn", "layer.0.SelfAttention"),
+        *_attention_entries("attn", "layer.0.SelfAttention"),
     ]
     if is_decoder:
         entries += norm("cross_norm", "layer.1.layer_norm", bias=False)
-        entries += _attention("cross", "layer.1.EncDecAttention")
+        entries += _attention_entries("cross", "layer.1.EncDecAttention")
     layer = f"layer.{2 if is_decoder else 1}"
     entries += norm("mlp_norm", f"{layer}.layer_norm", bias=False)
     names = {"wi_0": "wi_0", "wi_1": "wi_1"} if config.gated else {"up": "wi"}
@@ -57,27 +58,28 @@ def _block(config: T5Config, *, is_decoder: bool) -> list[Entry]:
     return entries
 
 
-def _stack(config: T5Config, name: str, depth: int) -> list[Entry]:
+def _stack_entries(config: T5Config, name: str, depth: int) -> list[Entry]:
     """Returns the entries of the `encoder` or `decoder`, except for its embedding."""
     # stored with the first block, used by all of them
     positions = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    block = _block(config, is_decoder=name == "decoder")
+    block = _block_entries(config, is_decoder=name == "decoder")
     return [
         Entry(f"{name}/relative_bias/embedding", positions),
-        *stacked(depth, f"{name}/blocks/*", f"{name}.block.*", block),
+        *for_every_block(depth, f"{name}/blocks/*", f"{name}.block.*", block),
         *norm(f"{name}/norm", f"{name}.final_layer_norm", bias=False),
     ]
 
 
-def _table(config: T5Config) -> Table:
+def _weight_table(config: T5Config) -> Table:
+    """Returns which of our parameters is which tensor of a `T5ForConditionalGeneration`."""
     head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR)]
     aliases: tuple[str, ...] = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     if config.tie_head:
         aliases = (*aliases, "lm_head.weight")
     entries = (
         Entry("embed/embedding", "shared.weight", aliases=aliases),
-        *_stack(config, "encoder", config.layers),
-        *_stack(config, "decoder", config.decoder_layers),
+        *_stack_entries(config, "encoder", config.layers),
+        *_stack_entries(config, "decoder", config.decoder_layers),
         *head,
     )
     # saved by old versions and never used: cross-attention has no relative positions
@@ -85,7 +87,8 @@ def _table(config: T5Config) -> Table:
     return Table(entries, ignored=ignored)
 
 
-def _read(content: Json, where: object) -> T5Config:
+def _read_config(content: Json, where: object) -> T5Config:
+    """Returns our configuration for the `config.json` of a `T5ForConditionalGeneration`."""
     fields = KEYS.read(content, where)
     mlp = content.get("feed_forward_proj", RELU)
     tied = content.get("tie_word_embeddings", True)
@@ -96,7 +99,7 @@ def _read(content: Json, where: object) -> T5Config:
     if scaled and not tied:
         what = "scale_decoder_outputs: true is not implemented"
         lines.append(f"{what} where tie_word_embeddings is false")
-    refuse(lines, where)
+    refuse_unsupported(lines, where)
     length = content.get("n_positions") or LENGTH
     return T5Config(
         **fields,
@@ -108,7 +111,8 @@ def _read(content: Json, where: object) -> T5Config:
     )
 
 
-def _write(config: T5Config) -> Json:
+def _write_config(config: T5Config) -> Json:
+    """Returns the content of `config.json` that `_read_config` reads."""
     return KEYS.write(config) | {
         "num_decoder_layers": config.decoder_layers,
         "feed_forward_proj": GATED if config.gated else RELU,
@@ -119,4 +123,4 @@ def _write(config: T5Config) -> Json:
     }
 
 
-FORMAT = WeightFormat("t5", _table, _read, _write)
+FORMAT = WeightFormat("t5", _weight_table, _read_config, _write_config)

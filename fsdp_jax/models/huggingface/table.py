@@ -16,7 +16,7 @@ from fsdp_jax.io.tensor_mapping import TensorMapping
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter.
+    """One parameter of ours, and the tensor of a file that it is, or each block's tensor.
 
     Attributes:
         ours: its path; `*` is the number of a block, dropped where the blocks are stacked.
@@ -39,9 +39,9 @@ class Entry:
         assert (self.depth is not None) == ("*" in self.ours) == ("*" in self.theirs), self
 
     def mapping(self, name: str, shape: Sequence[int]) -> TensorMapping | None:
-        """Returns where one tensor is placed in an array of ours that stacks nothing.
+        """Returns where the tensor `name` is placed in an array of one block, or of no block.
 
-        None where the array cannot hold it.
+        None where an array of that shape cannot hold it.
         """
         dims = self.dims or tuple(range(len(shape)))
         # the part of our array that is not padding
@@ -55,7 +55,10 @@ class Entry:
         return TensorMapping(name, (0,) * len(size), tuple(size), dims, their_shape)
 
     def mappings(self, path: str, shape: Sequence[int]) -> list[TensorMapping]:
-        """Returns the mappings of our array at `path`; empty where it is not this entry's."""
+        """Returns where tensors are placed in our array at `path`: one for each block it stacks.
+
+        Empty where the path is not this entry's, or the array cannot hold them.
+        """
         if self.depth is not None and path == self.ours.replace("*/", "") and shape:
             mapping = self.mapping("", shape[1:])
             if mapping is None:
@@ -66,17 +69,17 @@ class Entry:
         return [] if mapping is None else [mapping]
 
     def name(self, block: object = "") -> str:
-        """Returns the name of the tensor, or of one block's."""
+        """Returns the name of the tensor, with the number of its block for the `*`."""
         return self.theirs.replace("*", str(block))
 
     def names(self) -> list[str]:
-        """Returns the names of all blocks' tensors."""
+        """Returns the name of the tensor, or of every block's."""
         return [self.name(block) for block in range(self.depth)] if self.depth else [self.theirs]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A family's parameters.
+    """Which tensor of a file is which parameter, for all parameters of one configuration.
 
     Attributes:
         entries: of all parameters.
@@ -101,12 +104,15 @@ class Table:
         return {alias: entry.theirs for entry in self.entries for alias in entry.aliases}
 
     def is_ignored(self, name: str) -> bool:
-        """Returns whether a tensor is known to be no parameter of ours."""
+        """Returns whether a tensor is one of `ignored`, no parameter of ours."""
         patterns = (re.escape(each).replace(r"\*", r"\d+") for each in self.ignored)
         return any(re.fullmatch(pattern, name) for pattern in patterns)
 
     def mappings(self, leaves: Mapping[str, Any]) -> dict[str, list[TensorMapping]]:
-        """Returns {path: its mappings} of leaves with shapes; empty where no entry has the path."""
+        """Returns {path: `Entry.mappings`} of {path: an object with its shape}.
+
+        They are empty where no entry has the path.
+        """
         mappings = {}
         for path, leaf in leaves.items():
             candidates = (entry.mappings(path, leaf.shape) for entry in self.entries)
@@ -116,27 +122,35 @@ class Table:
         return mappings
 
 
-def stacked(depth: int, ours: str, theirs: str, entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Yields a block's entries for blocks under two paths with a `*` each."""
+def for_every_block(
+    depth: int, ours: str, theirs: str, entries: Sequence[Entry]
+) -> Iterator[Entry]:
+    """Yields `entries`, whose names are relative to a block, for `depth` blocks.
+
+    `ours` and `theirs`: the path and the name of a block, with a `*` for its number.
+    """
     for entry in entries:
         ours_path, name = f"{ours}/{entry.ours}", f"{theirs}.{entry.theirs}"
         yield replace(entry, ours=ours_path, theirs=name, depth=depth)
 
 
-def _layer(
+def _layer_entries(
     kernel: str, dims: tuple[int, ...], ours: str, theirs: str, *, bias: bool = True
 ) -> list[Entry]:
-    """Returns the entries of a layer with a weight, our `kernel`, and a bias."""
+    """Returns the entries of the weight and the bias of the layer at `ours`.
+
+    `kernel`: what we call the weight. `dims`: as for `Entry`, of the weight.
+    """
     entries = [Entry(f"{ours}/{kernel}", f"{theirs}.weight", dims)]
     return [*entries, Entry(f"{ours}/bias", f"{theirs}.bias")] if bias else entries
 
 
 LINEAR = (1, 0)
 """torch.nn.Linear stores the transpose."""
-linear = partial(_layer, "kernel", LINEAR)
-conv1d = partial(_layer, "kernel", ())
+linear = partial(_layer_entries, "kernel", LINEAR)
+conv1d = partial(_layer_entries, "kernel", ())
 """GPT-2's Conv1D, whose weight is [in, out] as ours is."""
-conv2d = partial(_layer, "kernel", (2, 3, 1, 0))
+conv2d = partial(_layer_entries, "kernel", (2, 3, 1, 0))
 """torch.nn.Conv2d, whose weight is [out, in, height, width] and ours [height, width, in, out]."""
-norm = partial(_layer, "scale", ())
+norm = partial(_layer_entries, "scale", ())
 """A LayerNorm, or without bias an RMSNorm."""

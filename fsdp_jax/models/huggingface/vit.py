@@ -10,10 +10,10 @@ from fsdp_jax.models.huggingface.config_json import (
     Json,
     Keys,
     WeightFormat,
-    normalization,
-    refuse,
+    read_normalization,
+    refuse_unsupported,
 )
-from fsdp_jax.models.huggingface.table import Entry, Table, conv2d, linear, norm, stacked
+from fsdp_jax.models.huggingface.table import Entry, Table, conv2d, for_every_block, linear, norm
 from fsdp_jax.models.vision import CHANNELS
 from fsdp_jax.models.vit import ViTConfig
 
@@ -52,12 +52,13 @@ PIXEL_SCALE = 1 / 255
 """Pixels are multiplied by it before they are normalized."""
 
 
-def _table(config: ViTConfig) -> Table:
+def _weight_table(config: ViTConfig) -> Table:
+    """Returns which of our parameters is which tensor of a `ViTForImageClassification`."""
     entries = (
         *conv2d("patches", "vit.embeddings.patch_embeddings.projection"),
         Entry("class_token", "vit.embeddings.cls_token"),
         Entry("positions", "vit.embeddings.position_embeddings"),
-        *stacked(config.layers, "blocks/*", "vit.encoder.layer.*", BLOCK),
+        *for_every_block(config.layers, "blocks/*", "vit.encoder.layer.*", BLOCK),
         *norm("norm", "vit.layernorm"),
         *linear("head", "classifier"),
     )
@@ -66,7 +67,8 @@ def _table(config: ViTConfig) -> Table:
     return Table(entries, prefix="vit.", ignored=pooler)
 
 
-def _read(content: Json, where: object) -> ViTConfig:
+def _read_config(content: Json, where: object) -> ViTConfig:
+    """Returns our configuration for the `config.json` of a `ViTForImageClassification`."""
     fields = KEYS.read(content, where)
     sizes = {"image_size": fields["image_size"], "patch_size": fields["patch"]}
     lines = [
@@ -74,13 +76,14 @@ def _read(content: Json, where: object) -> ViTConfig:
         for key, value in sizes.items()
         if not isinstance(value, int)
     ]
-    refuse(lines, where)
+    refuse_unsupported(lines, where)
     labels = content.get("id2label")
     classes = len(labels) if labels else content.get("num_labels") or LABELS
     return ViTConfig(**fields, classes=classes)
 
 
-def _write(config: ViTConfig) -> Json:
+def _write_config(config: ViTConfig) -> Json:
+    """Returns the content of `config.json` that `_read_config` reads."""
     labels = {str(index): f"LABEL_{index}" for index in range(config.classes)}
     return KEYS.write(config) | {
         "id2label": labels,
@@ -91,10 +94,10 @@ def _write(config: ViTConfig) -> Json:
     }
 
 
-def _read_images(folder: Path) -> dict[str, Any]:
-    """Returns the normalization of images by `preprocessor_config.json`; empty without the file.
+def _read_preprocessor(folder: Path) -> dict[str, Any]:
+    """Returns the fields `mean` and `std` of `preprocessor_config.json`; {} without the file.
 
-    Raises ConfigError.
+    Raises ConfigError for another preprocessing of pixels than ours.
     """
     where = folder / IMAGES
     if not where.exists():
@@ -106,14 +109,14 @@ def _read_images(folder: Path) -> dict[str, Any]:
         lines.append(f"rescale_factor: {factor} is not implemented, only 1 / 255")
     if not content.get("do_rescale", True):
         lines.append("do_rescale: false is not implemented, only true")
-    refuse(lines, where)
+    refuse_unsupported(lines, where)
     if not content.get("do_normalize", True):
         return {"mean": (0.0,) * CHANNELS, "std": (1.0,) * CHANNELS}
-    return normalization(content, {"image_mean": "mean", "image_std": "std"}, where)
+    return read_normalization(content, {"image_mean": "mean", "image_std": "std"}, where)
 
 
-def _write_images(config: ViTConfig) -> dict[str, Json]:
-    """Returns {name: content} of the file that `_read_images` reads."""
+def _write_preprocessor(config: ViTConfig) -> dict[str, Json]:
+    """Returns {`preprocessor_config.json`: the content that `_read_preprocessor` reads}."""
     content = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -129,5 +132,11 @@ def _write_images(config: ViTConfig) -> dict[str, Json]:
 
 
 FORMAT = WeightFormat(
-    "vit", _table, _read, _write, tokens=(), read_images=_read_images, write_images=_write_images
+    "vit",
+    _weight_table,
+    _read_config,
+    _write_config,
+    tokens=(),
+    read_preprocessor=_read_preprocessor,
+    write_preprocessor=_write_preprocessor,
 )
