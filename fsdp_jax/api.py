@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from fsdp_jax.errors import SlowerWarning
-from fsdp_jax.io.array_specs import describe
+from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.optim import in_float32
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import Layout, Leaf, make_layout
@@ -379,7 +379,7 @@ class Sharded:
             copies, optional = make(saved.params)
         for name, started in optional.items():
             kept = getattr(saved, name)
-            if jax.tree.map(describe, started) == jax.tree.map(describe, kept):
+            if jax.tree.map(describe_array, started) == jax.tree.map(describe_array, kept):
                 optional[name] = kept
         return replace(saved, copies=copies, **optional)
 

@@ -77,7 +77,7 @@ def compile_one(program: RowProgram) -> dict[str, Any]:
     from fsdp_jax.contract.contract import judge
     from fsdp_jax.planner import parse_topology
     from fsdp_jax.train.build import build
-    from fsdp_jax.train.config_file import load
+    from fsdp_jax.train.config_file import load_config
 
     machine = parse_topology(program.topology)
     replicas = TOPOLOGIES.get(program.topology, 2) if program.strategy.startswith("hybrid") else 1
@@ -94,7 +94,7 @@ def compile_one(program: RowProgram) -> dict[str, Any]:
     overrides |= {"--model.layers": program.layers} if program.layers else {}
     overrides |= {"--precision.gather": program.gather} if program.gather else {}
     arguments = [str(each) for pair in overrides.items() for each in pair]
-    run = build(load(CONFIGS / f"{program.model}.yaml", arguments), machine.devices())
+    run = build(load_config(CONFIGS / f"{program.model}.yaml", arguments), machine.devices())
     started = time.perf_counter()
     compiled = run.step.compile(run.batch)
     seconds = time.perf_counter() - started

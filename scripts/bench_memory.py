@@ -58,14 +58,14 @@ def plan_one(model: str, lever: str, topology: str, rows: int, *, analytic: bool
 
     """
     from fsdp_jax.planner import cache_folder, parse_topology
-    from fsdp_jax.train.config_file import load
+    from fsdp_jax.train.config_file import load_config
     from fsdp_jax.train.planning import plan_of
 
     machine = parse_topology(topology)
     words = "--strategy full_shard --remat full --prefetch pre --model.attention flash"
     words += f" --data.sequence_length {MODELS[model]}"
     words += f" --train.global_batch_size {rows * machine.size} {LEVERS[lever]}"
-    config = load(CONFIGS / f"{model}.yaml", words.split())
+    config = load_config(CONFIGS / f"{model}.yaml", words.split())
     plan = plan_of(config, machine, analytic=analytic, cache=cache_folder())
     flops = None
     if plan.hfu is not None and plan.time is not None:

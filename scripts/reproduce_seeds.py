@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp_jax.planner import Plan, Time, cache_folder, parse_topology
-from fsdp_jax.train.config_file import load
+from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.planning import plan_of
 
 CONFIG = Path(__file__).parent.parent / "configs" / "llama2_7b.yaml"
@@ -51,7 +51,7 @@ def plan(topology: str, rows: int, overrides: str, *, analytic: bool = False) ->
     """Plans configs/llama2_7b.yaml with overrides and so many rows on each device."""
     machine = parse_topology(topology)
     batch_size = str(rows * machine.size)
-    config = load(CONFIG, [*overrides.split(), "--train.global_batch_size", batch_size])
+    config = load_config(CONFIG, [*overrides.split(), "--train.global_batch_size", batch_size])
     result = plan_of(config, machine, analytic=analytic, cache=cache_folder())
     print(f"  {overrides}: {result.summary()}", file=sys.stderr, flush=True)
     return result

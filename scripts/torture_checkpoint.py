@@ -231,7 +231,7 @@ def watch(fault: Fault, folder: Path) -> None:
         mock.patch.object(Training, name, wrapped).start()
 
     wrap("resume", "restoring", "restored")
-    wrap("_record", "", "step")
+    wrap("_record_step", "", "step")
     wrap("_evaluate", "evaluating", "")
 
     def hook(event: str, args: tuple[Any, ...]) -> None:

@@ -203,12 +203,12 @@ def _program(row: Row, remat: str) -> tuple[Any, Any, Any]:
     from fsdp_jax.planner import cache_folder, parse_topology
     from fsdp_jax.planner.compiled.program import compile_step
     from fsdp_jax.train.build import build, topology_devices
-    from fsdp_jax.train.config_file import load
+    from fsdp_jax.train.config_file import load_config
 
     topology = parse_topology(row.topology)
     overrides = [*row.model.split(), "--remat", remat, "--model.attention", "flash"]
     overrides += ["--train.global_batch_size", str(row.batch * topology.size)]
-    run = build(load(CONFIG, overrides), topology_devices(row.topology))
+    run = build(load_config(CONFIG, overrides), topology_devices(row.topology))
     program = compile_step(run.step, run.batch, topology, cache_folder())
     if not program.text:
         needs = f"{program.refused_bytes} bytes"
@@ -270,7 +270,7 @@ def estimates() -> list[dict[str, Any]]:
     """Compares analytic and compiled peaks of the models of scripts/bench_contract.py on H100s."""
     from fsdp_jax.planner import cache_folder, parse_topology
     from fsdp_jax.sharding.strategy import STRATEGIES
-    from fsdp_jax.train.config_file import load
+    from fsdp_jax.train.config_file import load_config
     from fsdp_jax.train.planning import plan_of
 
     gib = 2**30
@@ -280,7 +280,7 @@ def estimates() -> list[dict[str, Any]]:
         topology = parse_topology(name)
         overrides = ["--strategy", strategy, "--train.global_batch_size", str(topology.size)]
         overrides += ["--mesh.replica", str(replica)] if strategy.startswith("hybrid") else []
-        config = load(CONFIG.with_name(f"{model}.yaml"), overrides)
+        config = load_config(CONFIG.with_name(f"{model}.yaml"), overrides)
         analytic = plan_of(config, topology, analytic=True).peak_bytes
         compiled = plan_of(config, topology, cache=cache_folder()).peak_bytes
         ratio = analytic / compiled
@@ -335,14 +335,16 @@ def one_allocation(overrides: str) -> dict[str, Any]:
 
     from fsdp_jax.planner import compiled_plan, hardware_of, parse_topology
     from fsdp_jax.train.build import build
-    from fsdp_jax.train.config_file import load
+    from fsdp_jax.train.config_file import load_config
 
     device = jax.local_devices()[0]
     chip = hardware_of(device.device_kind)
     assert chip is not None, f"{device.device_kind} is not in the table of chips"
     devices = jax.device_count()
     topology = parse_topology(f"{chip.name}:{devices}")
-    config = load(CONFIG, [*overrides.split(), "--train.global_batch_size", str(2 * devices)])
+    config = load_config(
+        CONFIG, [*overrides.split(), "--train.global_batch_size", str(2 * devices)]
+    )
     # the plan, for devices that are absent
     planned = build(config, topology.devices())
     plan = compiled_plan(planned.step, planned.batch, topology, planned.work, None)

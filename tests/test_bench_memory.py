@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.train.config_file import load
+from fsdp_jax.train.config_file import load_config
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_memory.py"
 SPEC = importlib.util.spec_from_file_location("bench_memory", SCRIPT)
@@ -36,7 +36,7 @@ def test_a_lever_is_a_configuration_or_refused_by_name(lever):
     key = bench.LEVERS[lever].split()[0].removeprefix("--")
     refused = ""
     try:
-        load(bench.CONFIGS / "gpt2_xl.yaml", bench.LEVERS[lever].split())
+        load_config(bench.CONFIGS / "gpt2_xl.yaml", bench.LEVERS[lever].split())
     except ConfigError as error:
         refused = str(error)
     assert refused == "" or key in refused

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import message
-from fsdp_jax.io.array_specs import describe, is_prng_key
+from fsdp_jax.io.array_specs import describe_array, is_prng_key
 from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.sharding.offload import HOST
 from fsdp_jax.step.state import TrainState
@@ -71,7 +71,7 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         expected = "a state with at least one element"
         raise ValueError(message("nothing to save", expected=expected, got="none"))
     record = {
-        "leaves": {path: describe(leaf) for path, leaf in leaves.items()},
+        "leaves": {path: describe_array(leaf) for path, leaf in leaves.items()},
         "keys": key_impls,
         "shards": {
             path: list(leaf.sharding.shard_shape(leaf.shape)) for path, leaf in arrays.items()
@@ -133,7 +133,7 @@ def divide_replicas(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     shardings = {
         name: sharding
         for name, array in arrays.items()
-        if (sharding := _over_replicas(array)) is not None
+        if (sharding := _sharding_over_replicas(array)) is not None
     }
     if not shardings:
         return dict(arrays)
@@ -145,7 +145,7 @@ def _copy(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return arrays
 
 
-def _over_replicas(array: jax.Array) -> jax.NamedSharding | None:
+def _sharding_over_replicas(array: jax.Array) -> jax.NamedSharding | None:
     """Returns a sharding without replicas, if each is to have SHARED_BYTES at least."""
     sharding = array.sharding
     if not isinstance(sharding, jax.NamedSharding) or sharding.memory_kind == HOST:
@@ -174,7 +174,9 @@ def stored_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=leaf.sharding)
 
 
-def from_stored(array: jax.Array | None, leaf: jax.ShapeDtypeStruct, impl: str | None) -> jax.Array:
+def leaf_from_stored(
+    array: jax.Array | None, leaf: jax.ShapeDtypeStruct, impl: str | None
+) -> jax.Array:
     """Returns the leaf for its stored array.
 
     `array` is None for a leaf without elements, which is not stored; `impl` is the implementation

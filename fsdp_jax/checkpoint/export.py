@@ -15,9 +15,9 @@ from jax.sharding import SingleDeviceSharding
 from fsdp_jax.checkpoint.arrays import leaves_of, require_shardings
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import CheckpointError, ConfigError, first_lines, message
-from fsdp_jax.io.array_specs import describe, parse_description
+from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
-from fsdp_jax.io.safetensors_writer import Exported, batches, exported_dtype, write_weights
+from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, group_by_bytes, write_weights
 from fsdp_jax.io.sharded_read import STAGING_BYTES, ShardReader
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.tree import PyTree
@@ -88,7 +88,7 @@ def read_params(
     """
     # A CPU device's memory is the host's, so numpy views what is read without a copy.
     on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    for part in batches(targets, batch):
+    for part in group_by_bytes(targets, batch):
         specs = {
             PARAMS + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
             for path, leaf in part.items()
@@ -173,5 +173,5 @@ def _check_tensors(tensors: SafetensorsFolder, leaves: Mapping[str, jax.ShapeDty
     for name in leaves.keys() & tensors.keys():
         tensor, leaf = tensors[name], leaves[name]
         if tensor.shape != tuple(leaf.shape) or not fits_dtype(tensor, leaf):
-            lines.append(f"{name}: expected {describe(leaf)}, got {tensor}")
+            lines.append(f"{name}: expected {describe_array(leaf)}, got {tensor}")
     refuse_misfits(tensors.directory, sorted(lines))

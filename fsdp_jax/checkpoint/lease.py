@@ -68,7 +68,7 @@ class Lease:
     def _take(self) -> None:
         """Makes the directory if need be, locks the file and writes its owner into it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._lock()
+        self._file = self._open_locked()
         self._file.truncate(0)
         owner = {
             "host": socket.gethostname(),
@@ -82,45 +82,45 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         if self._file is None:
             return
-        if _is_at(self._file, self.path):  # not a file that someone created after removing ours
+        if _is_file_at(self._file, self.path):  # else someone removed ours and created it anew
             self.path.unlink()
         # The lock is released after the removal, so that nobody locks a file about to vanish.
         self._file.close()
         self._file = None
 
-    def _lock(self) -> IO[str]:
+    def _open_locked(self) -> IO[str]:
         """Returns the file, opened and locked. Raises ConfigError at once if another run has it."""
         while True:
-            file = self._open()
+            file = self._open_file()
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 with file:
-                    raise self._held_by_another(file) from None
+                    raise self._held_error(file) from None
             except OSError:
                 file.close()
                 raise
-            if _is_at(file, self.path):
+            if _is_file_at(file, self.path):
                 return file
             # Its owner removed it between our open and our lock: nobody else sees this file.
             file.close()
 
-    def _open(self) -> IO[str]:
+    def _open_file(self) -> IO[str]:
         """Opens the file, and no other under its name. Raises ConfigError for a link or a pipe."""
         try:
             handle = regular_opener(follow_link=False)(str(self.path), os.O_RDWR | os.O_CREAT)
         except NotRegularError as error:
-            raise self._not_a_lease(error.strerror or "") from error
+            raise self._not_a_lease_error(error.strerror or "") from error
         if os.fstat(handle).st_nlink > 1:
             os.close(handle)
-            raise self._not_a_lease("a file that has another name too")
+            raise self._not_a_lease_error("a file that has another name too")
         return os.fdopen(handle, "r+")
 
-    def _not_a_lease(self, got: str) -> ConfigError:
+    def _not_a_lease_error(self, got: str) -> ConfigError:
         what, fix = "something else has the name of the lease", "remove it"
         return ConfigError(message(what, where=str(self.path), got=got, fix=fix))
 
-    def _held_by_another(self, file: IO[str]) -> ConfigError:
+    def _held_error(self, file: IO[str]) -> ConfigError:
         """Returns the error for a file that another run has locked, with the owner it names."""
         file.seek(0)
         try:
@@ -134,7 +134,7 @@ class Lease:
         return ConfigError(message(what, where=str(self.path), got=owner, fix=fix))
 
 
-def _is_at(file: IO[str], path: Path) -> bool:
+def _is_file_at(file: IO[str], path: Path) -> bool:
     """Returns whether `path` still names this open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())

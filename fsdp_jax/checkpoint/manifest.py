@@ -18,7 +18,7 @@ from pathlib import Path
 from fsdp_jax.errors import DamageError, first_lines, message
 from fsdp_jax.io.array_specs import parse_description
 from fsdp_jax.io.atomic import fsync_directory, fsync_file
-from fsdp_jax.io.digests import Json, digest_file, read_sealed, sealed_text
+from fsdp_jax.io.digests import Json, digest_file, parse_sealed, sealed_text
 from fsdp_jax.io.regular_files import open_regular, read_regular
 
 MANIFEST = "manifest.json"
@@ -126,17 +126,17 @@ def read_manifest(root: Path) -> Json:
     """
     path = root / MANIFEST
     try:
-        body = read_sealed(read_regular(path, follow_link=False).decode())
+        body = parse_sealed(read_regular(path, follow_link=False).decode())
         if body.get("format") != FORMAT:
             raise ValueError(f"format {body.get('format')}, which this version does not read")
-        _require_sane(body, root.name)
+        _require_sane_entries(body, root.name)
     except (OSError, ValueError) as error:
-        got = "missing" if isinstance(error, FileNotFoundError) else _reason(error)
+        got = "missing" if isinstance(error, FileNotFoundError) else _error_reason(error)
         raise DamageError(message("a checkpoint is damaged", where=str(path), got=got)) from error
     return body
 
 
-def _require_sane(body: Json, name: str) -> None:
+def _require_sane_entries(body: Json, name: str) -> None:
     """Raises ValueError for a manifest of another step, or with numbers that no save writes."""
 
     def is_size(value: object) -> bool:
@@ -158,7 +158,7 @@ def _require_sane(body: Json, name: str) -> None:
         raise ValueError(f"of step {body['step']}: the folder was renamed; rename it back")
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     """Returns what is wrong with a file, without its path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
@@ -190,7 +190,7 @@ def check_files(root: Path, *, part: int = 0, parts: int = 1, contents: bool = T
             same = not contents or digest_file(root / name, follow_link=False) == expected[name]
             return "" if same else "its contents have changed"
         except OSError as error:
-            return _reason(error)
+            return _error_reason(error)
 
     with ThreadPoolExecutor(READERS) as pool:
         results = dict(zip(own_names, pool.map(problem_of, own_names), strict=True))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from fsdp_jax.checkpoint.arrays import require_shardings, stored_spec
 from fsdp_jax.errors import first_lines, human_bytes, message
-from fsdp_jax.io.array_specs import array_bytes, describe, is_prng_key, parse_description
+from fsdp_jax.io.array_specs import array_bytes, describe_array, is_prng_key, parse_description
 from fsdp_jax.io.boxes import box_of_index, box_sizes
 
 READ_AHEAD = 256 << 20  # bytes read into host memory at a time
@@ -81,7 +81,7 @@ def compare_to_target(
 
     # Paths, shapes and dtypes. Parameters first: the optimizer's state repeats what differs there.
     saved: dict[str, str] = record["leaves"]
-    wanted = {path: describe(leaf) for path, leaf in target.items()}
+    wanted = {path: describe_array(leaf) for path, leaf in target.items()}
     differences: list[str] = []
     casts: list[str] = []
     paths = wanted.keys() | saved.keys()
@@ -103,8 +103,8 @@ def compare_to_target(
     for path, shard in shards.items():
         is_key = is_prng_key(target[path])
         dtype = specs[path].dtype if is_key else parse_description(saved[path])[0]
-        requests += _requests(specs[path], shard, dtype)
-    limit = read_ahead((specs[path], shard) for path, shard in shards.items())
+        requests += _read_sizes(specs[path], shard, dtype)
+    limit = read_ahead_bytes((specs[path], shard) for path, shard in shards.items())
     return Preflight(
         where,
         tuple(differences),
@@ -118,19 +118,19 @@ def compare_to_target(
     )
 
 
-def read_ahead(shards: Iterable[tuple[jax.ShapeDtypeStruct, Sequence[int]]]) -> int:
+def read_ahead_bytes(shards: Iterable[tuple[jax.ShapeDtypeStruct, Sequence[int]]]) -> int:
     """Returns a bound on the host bytes in flight that lets the largest single part through.
 
     `shards` are pairs: the spec of what is read, and the shape of the shards it was saved in.
     """
     single = [
-        read + kept for spec, shard in shards for read, kept in _requests(spec, shard, spec.dtype)
+        read + kept for spec, shard in shards for read, kept in _read_sizes(spec, shard, spec.dtype)
     ]
     # Times 4 for a cast: the saved dtype may be wider.
     return max([READ_AHEAD, *(4 * size + 1 for size in single)])
 
 
-def _requests(
+def _read_sizes(
     spec: jax.ShapeDtypeStruct, shard: Sequence[int], saved_dtype: Any
 ) -> list[tuple[int, int]]:
     """Returns (bytes read, bytes kept) of each distinct part that this process's devices hold.

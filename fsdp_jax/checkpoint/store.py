@@ -25,7 +25,7 @@ from orbax.checkpoint import v1 as orbax
 from fsdp_jax.checkpoint.arrays import (
     begin_finite_check,
     divide_replicas,
-    from_stored,
+    leaf_from_stored,
     leaves_of,
     stored_spec,
     to_arrays,
@@ -40,7 +40,7 @@ from fsdp_jax.checkpoint.manifest import (
     write_manifest,
 )
 from fsdp_jax.checkpoint.orbax_paths import LiteralPath, require_usable
-from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahead
+from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahead_bytes
 from fsdp_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -49,7 +49,7 @@ from fsdp_jax.errors import (
     is_disk_full,
     message,
 )
-from fsdp_jax.io.array_specs import describe
+from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
 from fsdp_jax.processes import anywhere, together
@@ -159,22 +159,22 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             arrays, contents = to_arrays(state)
             positions = {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata)}
             record = {"step": step, "finite": finite, **positions, **contents}
-            self._make_ready(path)
+            self._prepare_directory(path)
 
         # Copy to the host; write in the background.
         log.info("saving %d", step)
         try:
-            # Dispatched before the state can be donated; `_finish` waits for it.
+            # Dispatched before the state can be donated; `_finish_save` waits for it.
             not_finite = begin_finite_check(arrays) if finite is None else None
             divided = divide_replicas(arrays) if jax.process_count() > 1 else arrays
             with self._context:
-                response = orbax.save_async(_beside(path, UNSEALED), divided)
+                response = orbax.save_async(_with_suffix(path, UNSEALED), divided)
         except Exception as error:
             self._swept = False
-            raise _failure(NOT_WRITTEN, path, error) from error
-        written = {name: describe(array) for name, array in arrays.items()}
+            raise _checkpoint_error(NOT_WRITTEN, path, error) from error
+        written = {name: describe_array(array) for name, array in arrays.items()}
         finish = (step, record, not_finite, written, response, delete_older)
-        self._pending = self._worker.submit(self._finish, *finish)
+        self._pending = self._worker.submit(self._finish_save, *finish)
         if not self.asynchronous:
             self.wait()
         return time.perf_counter() - started
@@ -210,7 +210,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
     def record(self, step: int) -> Json:
         """Returns the manifest: `data`, `metadata`, `leaves`, `files`, `packages` and more."""
-        return read_manifest(self._existing(step))
+        return read_manifest(self._existing_path(step))
 
     # Checking
 
@@ -219,7 +219,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         Of several processes, each reads its part, and every result tells of damage in any.
         """
-        path = self._existing(step)
+        path = self._existing_path(step)
         checked = check_files(path, part=jax.process_index(), parts=jax.process_count())
         if anywhere(not checked.good) and checked.good:
             return replace(checked, problems=("found by another process",))
@@ -227,7 +227,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
     def check_manifest(self, step: int) -> Checked:
         """Checks the manifest alone, which takes no time: it exists and is byte for byte intact."""
-        return check_files(self._existing(step), parts=0)
+        return check_files(self._existing_path(step), parts=0)
 
     def require_good(self, step: int) -> Checked:
         """Returns the result of `check`. Raises DamageError naming the damaged files, if any."""
@@ -240,9 +240,9 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         It is no longer a step. Only one process may call this.
         """
-        path = self._existing(step)
+        path = self._existing_path(step)
         suffixes = [f".{why}", *(f".{why}-{number}" for number in range(2, 1000))]
-        candidates = [_beside(path, suffix) for suffix in suffixes]
+        candidates = [_with_suffix(path, suffix) for suffix in suffixes]
         return path.rename(next(each for each in candidates if not each.exists()))
 
     # Restoring
@@ -281,7 +281,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         specs = {name: stored_spec(leaf) for name, leaf in leaves.items() if leaf.size}
         arrays = self.read(step, specs)
         restored = [
-            from_stored(arrays.get(name), leaf, record["keys"].get(name))
+            leaf_from_stored(arrays.get(name), leaf, record["keys"].get(name))
             for name, leaf in leaves.items()
         ]
         state = jax.tree.unflatten(jax.tree.structure(target), restored)
@@ -293,9 +293,9 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         path = self.path(step)
         self._refuse_damaged(step, check_files(path, contents=False))
         shards = self.record(step)["shards"]
-        context = _literal_paths()
+        context = _orbax_context()
         context.pytree.loading.partial_load = True
-        context.memory.read_concurrent_bytes = read_ahead(
+        context.memory.read_concurrent_bytes = read_ahead_bytes(
             (spec, shards[name]) for name, spec in specs.items()
         )
         try:
@@ -303,7 +303,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
                 return orbax.load(path, specs)
         except Exception as error:
             self._refuse_damaged(step, check_files(path))  # the caller did not verify
-            raise _failure(NOT_READ, path, error) from error
+            raise _checkpoint_error(NOT_READ, path, error) from error
 
     def _refuse_damaged(self, step: int, checked: Checked) -> None:
         """Raises DamageError naming the damaged files, if any."""
@@ -316,7 +316,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         what, where = "a checkpoint is damaged", str(self.path(step))
         raise DamageError(message(what, where=where, got=checked.summary(), fix=fix))
 
-    def _existing(self, step: int) -> Path:
+    def _existing_path(self, step: int) -> Path:
         """Returns the path of a step. Raises ValueError if there is no such step."""
         self.wait()
         path = self.path(step)
@@ -327,7 +327,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
     # The background thread
 
-    def _finish(
+    def _finish_save(
         self,
         step: int,
         record: Json,
@@ -351,33 +351,33 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             self._swept = False
             # Tell the processes that wait for this one's part, if the disk allows it.
             with contextlib.suppress(OSError):
-                self._exchange(path).joinpath(f"failed-{jax.process_index()}").touch()
-            raise _failure(NOT_WRITTEN, path, error) from error
+                self._digests_directory(path).joinpath(f"failed-{jax.process_index()}").touch()
+            raise _checkpoint_error(NOT_WRITTEN, path, error) from error
         log.info("saved %d", step)
         if jax.process_index() == 0 and delete_older:
-            for old in self._expired(step, finite=record["finite"]):
-                self._delete(old)
+            for old in self._expired_steps(step, finite=record["finite"]):
+                self._delete_step(old)
 
     def _seal(self, path: Path, record: Json, written: dict[str, str]) -> None:
         """Digests what each process wrote, and renames the step into place (process 0)."""
-        unsealed = _beside(path, UNSEALED)
+        unsealed = _with_suffix(path, UNSEALED)
         process = jax.process_index()
-        self._until(unsealed.exists, path, f"{unsealed} to be seen from process {process}")
-        own_files = [name for name in list_files(unsealed) if _writer(name) == process]
+        self._poll_until(unsealed.exists, path, f"{unsealed} to be seen from process {process}")
+        own_files = [name for name in list_files(unsealed) if _writing_process(name) == process]
         files = digest_files(unsealed, own_files, flush=True)
 
         # Other processes hand their digests to process 0 and wait for it.
         if process:
-            part = self._exchange(path) / f"{process}.json"
+            part = self._digests_directory(path) / f"{process}.json"
             # Not durably: once it has this name, process 0 may seal the step and remove the folder.
             unfinished = part.with_suffix(".writing")
             unfinished.write_text(json.dumps(files))
             unfinished.rename(part)
-            self._until(path.exists, path, "process 0 to seal it")
+            self._poll_until(path.exists, path, "process 0 to seal it")
             return
         for other in range(1, jax.process_count()):
-            part = self._exchange(path) / f"{other}.json"
-            self._until(part.exists, path, f"process {other} to digest its part")
+            part = self._digests_directory(path) / f"{other}.json"
+            self._poll_until(part.exists, path, f"process {other} to digest its part")
             files |= json.loads(part.read_text())
         assert files.keys() == set(list_files(unsealed)), "every file has one writer"
 
@@ -386,28 +386,28 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         log.info("sealed %s", path.name)
         rename_durably(unsealed, path)
         fsync_directory(path.parent.parent)  # the first save creates `directory` too
-        _remove(_beside(path, DIGESTS))
+        _remove(_with_suffix(path, DIGESTS))
 
-    def _exchange(self, path: Path) -> Path:
+    def _digests_directory(self, path: Path) -> Path:
         """Returns the directory where processes leave their digests, or that they failed."""
-        directory = _beside(path, DIGESTS)
+        directory = _with_suffix(path, DIGESTS)
         if jax.process_count() > 1:
             directory.mkdir(exist_ok=True)
         return directory
 
-    def _until(self, condition: Callable[[], bool], path: Path, what: str) -> None:
+    def _poll_until(self, condition: Callable[[], bool], path: Path, what: str) -> None:
         """Polls until `condition` holds. Raises TimeoutError, at once if another process failed.
 
         A background thread can only poll files: a collective would mix with those of the steps.
         """
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            failures = sorted(each.name for each in _beside(path, DIGESTS).glob("failed-*"))
+            failures = sorted(each.name for each in _with_suffix(path, DIGESTS).glob("failed-*"))
             if failures or time.monotonic() > deadline:
                 raise TimeoutError(f"waited for {what}; {', '.join(failures) or 'in vain'}")
             time.sleep(0.05)
 
-    def _expired(self, step: int, *, finite: bool) -> list[int]:
+    def _expired_steps(self, step: int, *, finite: bool) -> list[int]:
         """Returns the steps that `keep` and `keep_every` do not keep, after a save of `step`.
 
         Later steps do not count: a run that went further was resumed from before its end. Where the
@@ -427,10 +427,10 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         except DamageError:
             return False
 
-    def _delete(self, step: int) -> None:
+    def _delete_step(self, step: int) -> None:
         """Renames a step away, then removes it; only logs where it cannot be renamed."""
         log.info("deleting %d", step)
-        deleting = _beside(self.path(step), DELETING)
+        deleting = _with_suffix(self.path(step), DELETING)
         try:
             self.path(step).rename(deleting)
         except OSError as error:  # it takes space, but the new step is in place
@@ -439,7 +439,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         self._swept = _remove(deleting)
         log.info("deleted %d", step)
 
-    def _make_ready(self, path: Path) -> None:
+    def _prepare_directory(self, path: Path) -> None:
         """Removes what a killed writer or a failed save left, and tries to create a directory.
 
         Raises ValueError if the step exists; CheckpointError, in process 0, if that fails.
@@ -451,10 +451,10 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             if not self._swept:
                 self._remove_unsealed()
             try:
-                _beside(path, UNSEALED).mkdir(parents=True)
-                _beside(path, UNSEALED).rmdir()
+                _with_suffix(path, UNSEALED).mkdir(parents=True)
+                _with_suffix(path, UNSEALED).rmdir()
             except OSError as error:
-                raise _failure(NOT_WRITTEN, path, error) from error
+                raise _checkpoint_error(NOT_WRITTEN, path, error) from error
         self._swept = True
 
     def _remove_unsealed(self) -> None:
@@ -464,7 +464,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
                 _remove(path)
 
 
-def _literal_paths() -> orbax.Context:
+def _orbax_context() -> orbax.Context:
     """Returns orbax's defaults, but for its paths."""
     context = orbax.Context()
     context.file.path_class = LiteralPath
@@ -473,7 +473,7 @@ def _literal_paths() -> orbax.Context:
 
 def _saving_context() -> orbax.Context:
     """Returns the options with which orbax saves; their effects are measured."""
-    context = _literal_paths()
+    context = _orbax_context()
     # Creating directories in the background halves the time that a save of a small state blocks.
     # Of several processes, one that cannot create them would leave the others waiting for 300 s.
     context.asynchronous.create_directories_asynchronously = jax.process_count() == 1
@@ -483,14 +483,14 @@ def _saving_context() -> orbax.Context:
     # Orbax would compile a slice for each replica of an array, in the first save: 25 ms apiece.
     # `divide_replicas` is one program.
     saving.use_replica_parallel = False
-    saving.scoped_storage_options_creator = _storage_of
+    saving.scoped_storage_options_creator = _storage_options
     # `_require_readable` checks more; a restore brings its own shardings.
     saving.enable_post_merge_validation = False
     saving.enable_write_sharding_file = False
     return context
 
 
-def _storage_of(_: Any, array: jax.Array) -> Any:
+def _storage_options(_: Any, array: jax.Array) -> Any:
     """Returns how an array is divided in the file: a part that is read takes its whole chunk.
 
     Each replica of an array may be restored as a shard, and then reads its own chunk.
@@ -507,9 +507,9 @@ def _require_readable(path: Path, saved: dict[str, str]) -> None:
     `saved` has dtype and shape of each, as text, by path. Reads metadata alone. Raises ValueError
     naming the arrays that are missing or different.
     """
-    with _literal_paths():
+    with _orbax_context():
         found = orbax.metadata(path).metadata or {}  # None, and a warning, if it cannot be read
-    readable = {name: describe(array) for name, array in found.items()}
+    readable = {name: describe_array(array) for name, array in found.items()}
     wrong = [
         f"{name}: saved {saved.get(name, 'nothing')}, found {readable.get(name, 'nothing')}"
         for name in sorted(saved.keys() | readable.keys())
@@ -550,11 +550,11 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def _with_suffix(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _writer(name: str) -> int:
+def _writing_process(name: str) -> int:
     """Returns the process that wrote a file: `process_N` is in the name of its own; else 0."""
     match = re.search(r"(?:^|/)(?:ocdbt\.)?process_(\d+)(?:/|$)", name)
     return int(match[1]) if match else 0
@@ -572,7 +572,7 @@ def _as_json(name: str, value: Json) -> Json:
     return json.loads(json.dumps(value))
 
 
-def _failure(what: str, path: Path, error: BaseException) -> CheckpointError:
+def _checkpoint_error(what: str, path: Path, error: BaseException) -> CheckpointError:
     """Returns an error with the root cause in one line, which orbax wraps in others."""
     cause = error
     while (inner := cause.__cause__ or cause.__context__) and str(inner):

@@ -13,7 +13,7 @@ from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.train.build import (
-    errors_about_keys,
+    as_config_errors,
     make_loss,
     make_model,
     make_offload,
@@ -23,7 +23,7 @@ from fsdp_jax.train.build import (
 )
 from fsdp_jax.train.config import Config, DataConfig
 from fsdp_jax.train.optimizers import make_optimizer
-from fsdp_jax.train.shapes import Batch, batch_shapes, length_fields, make_shape
+from fsdp_jax.train.shapes import Batch, batch_shapes, length_fields, make_model_config
 
 DEVICES = 8
 ACCUMULATION = (1, 4)
@@ -62,19 +62,19 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
     model = dataclasses.replace(config.model, attention="blockwise", dropout=0.0)
     data = dataclasses.replace(config.data, sequence_length=LENGTH, target_length=None)
     family = FAMILIES[model.family]
-    configured = make_shape(model, config.data)
-    shape = small_shape(configured, length_fields(family, data))
+    configured = make_model_config(model, config.data)
+    shape = shrink_model_config(configured, length_fields(family, data))
     make, frozen = make_model(model, config.lora, family, shape, "cpu")
     rows = len(jax.devices()) * max(ACCUMULATION)
     units = config.units
     if units.min_params is not None:
         units = dataclasses.replace(units, min_params=1000)
 
-    with errors_about_keys():
+    with as_config_errors():
         return certify(
             make,
             partial(make_loss(family, config.train.loss_chunk), train=True),
-            make_batch(batch_shapes(family, shape, data, rows), shape, data),
+            random_batch(batch_shapes(family, shape, data, rows), shape, data),
             tx=make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
             units=make_units(units),
             precision=Precision(**vars(config.precision)),
@@ -88,7 +88,7 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
         )
 
 
-def small_shape(shape: Any, text_lengths: dict[str, int]) -> Any:
+def shrink_model_config(shape: Any, text_lengths: dict[str, int]) -> Any:
     """Returns a model configuration with small sizes; gates, tied heads and scanned layers stay."""
     names = {field.name for field in dataclasses.fields(shape)}
     sizes = {name: size for name, size in SIZES.items() if name in names}
@@ -99,7 +99,7 @@ def small_shape(shape: Any, text_lengths: dict[str, int]) -> Any:
     return dataclasses.replace(shape, **sizes, **text_lengths)
 
 
-def make_batch(shapes: Batch, shape: Any, data: DataConfig) -> dict[str, np.ndarray]:
+def random_batch(shapes: Batch, shape: Any, data: DataConfig) -> dict[str, np.ndarray]:
     """Returns random arrays of a batch; packed rows hold two documents each."""
     random = np.random.default_rng(0)
     half = data.sequence_length // 2

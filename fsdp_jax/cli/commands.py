@@ -64,7 +64,7 @@ class InspectCommand:
     def run(self) -> int:
         """Returns 0, or 3 if the contract does not hold."""
         config = self.config.load()
-        _check_page(self.html)
+        _check_html_path(self.html)
         from fsdp_jax.contract.contract import check_contract
         from fsdp_jax.sharding.report import layout_html, layout_json, layout_report
         from fsdp_jax.train.build import build, topology_devices
@@ -81,7 +81,7 @@ class InspectCommand:
             holds = contract.holds
         if self.html is not None:
             Path(self.html).write_text(layout_html(layout))
-        return _report(text, fields, self.json, holds)
+        return _print_result(text, fields, self.json, holds)
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,16 @@ class PlanCommand:
 
     def run(self) -> int:
         """Returns 0, or 3 if a plan does not fit in memory."""
-        self._check()
+        self._check_options()
         files = [replace(self.config, path=path) for path in self.compare] or [self.config]
         configs = [file.load() for file in files]
         from fsdp_jax import planner
-        from fsdp_jax.train.planning import choose, plan_of
+        from fsdp_jax.train.planning import plan_of, search_fastest
 
         assert self.topology is not None, "checked"
         cache = None if self.no_cache else planner.cache_folder()
         if self.search:
-            choice = choose(configs[0], self.topology, self.devices, cache, print_progress)
+            choice = search_fastest(configs[0], self.topology, self.devices, cache, print_progress)
             target = Path(self.to or f"{Path(str(self.config.path)).stem}.planned.yaml")
             choice.save(target)
             plans = [choice.result.best.plan]
@@ -136,19 +136,19 @@ class PlanCommand:
             if self.compare:
                 text = planner.plans_table(self.compare, plans)
                 fields = [plan.to_json() for plan in plans]
-        code = _report(text, fields, self.json, all(plan.fits for plan in plans))
+        code = _print_result(text, fields, self.json, all(plan.fits for plan in plans))
         if self.html is not None:
             page = planner.compare_html(plans) if self.compare else planner.plan_html(plans[0])
             Path(self.html).write_text(page, encoding="utf-8")
         return code
 
-    def _check(self) -> None:
+    def _check_options(self) -> None:
         """Raises ConfigError for options that are missing or do not go together."""
         where = "command line"
         if len(self.compare) != 2 and (self.compare or self.config.path is None):
             what, got = "--compare takes two files", " ".join(["--compare", *self.compare])
             raise ConfigError(message(what, where=where, expected="--compare A B", got=got))
-        _check_page(self.html)
+        _check_html_path(self.html)
         if self.topology is None:
             what, expected = "--topology is missing", "--topology T"
             fix = "--topology h100:8, h100:64x8, v5e:16x16, ...; with --search a chip alone, h100"
@@ -190,7 +190,7 @@ class CertifyCommand:
         except CertifyError as error:
             certificate = error.certificate
             text = str(error)
-        return _report(text, certificate.to_json(), self.json, certificate.holds)
+        return _print_result(text, certificate.to_json(), self.json, certificate.holds)
 
 
 @dataclass(frozen=True)
@@ -241,10 +241,10 @@ class ImportCommand:
     def run(self) -> int:
         """Writes the checkpoint and returns 0."""
         from fsdp_jax.train.build import start_devices
-        from fsdp_jax.train.huggingface import import_run
+        from fsdp_jax.train.huggingface import import_huggingface
 
         start_devices(self.devices)
-        print(import_run(self.folder, self.to, dtype=self.dtype))
+        print(import_huggingface(self.folder, self.to, dtype=self.dtype))
         return OK
 
 
@@ -267,7 +267,7 @@ class ExportCommand:
 
         jax.config.update("jax_platforms", "cpu")  # the accelerators may be training
         if self.format == "huggingface":
-            from fsdp_jax.train.huggingface import export_model as export
+            from fsdp_jax.train.huggingface import export_huggingface as export
         else:
             from fsdp_jax.checkpoint.verify import export_run as export
 
@@ -288,16 +288,16 @@ class VerifyCommand:
         from fsdp_jax.checkpoint.verify import verify_run
 
         report = verify_run(self.output)
-        return _report(report, report.to_json(), self.json, report.good)
+        return _print_result(report, report.to_json(), self.json, report.good)
 
 
-def _report(text: object, fields: Any, as_json: bool, holds: bool) -> int:
+def _print_result(text: object, fields: Any, as_json: bool, holds: bool) -> int:
     """Prints `text`, or `fields` as JSON. Returns OK if `holds`, otherwise BROKEN."""
     print(json_format.dumps(fields, indent=1) if as_json else text)
     return OK if holds else BROKEN
 
 
-def _check_page(path: str | None) -> None:
+def _check_html_path(path: str | None) -> None:
     """Raises ConfigError, before any work, for a page that cannot be written there."""
     if path is None:
         return

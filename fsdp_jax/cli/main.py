@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = _run(arguments)
+            code = _run_command(arguments)
             sys.stdout.flush()  # a full disk or a closed pipe shows here, not after the end
             return code
     except KeyboardInterrupt:  # of a run, before it handles signals
@@ -84,7 +84,7 @@ def _prepare_process(debug: bool) -> None:
         return
     # Libraries log tracebacks, and a log that cannot be written prints one.
     logging.raiseExceptions = False
-    logging.Formatter.formatException = _last_line  # type: ignore[assignment]
+    logging.Formatter.formatException = _format_exception  # type: ignore[assignment]
 
     def tell(kind: str, error: BaseException | None, where: object) -> None:
         if error is not None and is_failure(error) and not sys.is_finalizing():
@@ -106,7 +106,7 @@ def _prepare_process(debug: bool) -> None:
     sys.unraisablehook = of_callback
 
 
-def _last_line(formatter: logging.Formatter, info: Any) -> str:
+def _format_exception(formatter: logging.Formatter, info: Any) -> str:
     """Returns the exception of a log record, without its traceback."""
     return "".join(traceback.format_exception_only(info[1])).rstrip()
 
@@ -122,7 +122,7 @@ def _flush_stdout() -> None:
             os.close(null)
 
 
-def _run(arguments: list[str]) -> int:
+def _run_command(arguments: list[str]) -> int:
     """Runs the command that the first argument names."""
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = [

@@ -17,7 +17,7 @@ from tyro.conf import FlagConversionOff, FlagCreatePairsOff, arg
 
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import KEYS, load, load_with
+from fsdp_jax.train.config_file import KEYS, load_config, load_config_with
 from fsdp_jax.train.typed_keys import Key, check_text, split_arguments
 
 SYNTAX = "a YAML file, then dotted overrides such as `--train.steps 20`"
@@ -46,7 +46,7 @@ class ConfigFile:
     def load(self) -> Config:
         """Reads the file and applies the overrides. Raises ConfigError for what is unusable."""
         assert self.path is not None, "parse_command checks it"
-        return load_with(self.path, self.overrides)
+        return load_config_with(self.path, self.overrides)
 
 
 def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Any:
@@ -72,7 +72,7 @@ def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Any:
 
     # The options of the command itself; all other keys are overrides of the configuration.
     values = {key: value for key, value in given.items() if key in options}
-    for key in _required(kind):
+    for key in _required_options(kind):
         if key not in values:
             what = f"{options[key].option} is missing"
             raise ConfigError(message(what, where="command line", expected=options[key].usage))
@@ -89,10 +89,10 @@ def print_help(kind: type[Any], name: str, argv: Sequence[str]) -> None:
     """
     argument, _ = _argument_and_options(kind)
     first = ConfigFile(None, {}) if argument is CONFIG else ""
-    default: Any = kind(first, **dict.fromkeys(_required(kind), tyro.MISSING))
+    default: Any = kind(first, **dict.fromkeys(_required_options(kind), tyro.MISSING))
     shown: Any = kind
     if argument is CONFIG:
-        default = (default, Config() if argv[0].startswith("-") else load(argv[0]))
+        default = (default, Config() if argv[0].startswith("-") else load_config(argv[0]))
         keys = Annotated[Config, arg(name=""), FlagConversionOff]
         shown = tuple[Annotated[kind, arg(name="")], keys]  # type: ignore[valid-type]
     with contextlib.suppress(SystemExit):
@@ -107,13 +107,15 @@ def print_help(kind: type[Any], name: str, argv: Sequence[str]) -> None:
         )
 
 
-def _required(kind: type[Any]) -> list[str]:
+def _required_options(kind: type[Any]) -> list[str]:
     """Returns the options without a default."""
     return [field.name for field in fields(kind)[1:] if field.default is MISSING]
 
 
 def _argument_and_options(kind: type[Any]) -> tuple[Argument, dict[str, Key]]:
     """Returns the positional argument of a command, and its options."""
-    first, *options = (Key.of(*each) for each in get_type_hints(kind, include_extras=True).items())
+    first, *options = (
+        Key.from_hint(*each) for each in get_type_hints(kind, include_extras=True).items()
+    )
     argument = next(note for note in first.notes if isinstance(note, Argument))
     return argument, {key.name: key for key in options}

@@ -31,7 +31,7 @@ from fsdp_jax.data.tokenizer import (
     token_dtype,
 )
 from fsdp_jax.errors import DamageError, human_bytes, message
-from fsdp_jax.io.digests import DIGEST, Json, digest_file, digest_json, read_sealed, sealed_text
+from fsdp_jax.io.digests import DIGEST, Json, digest_file, digest_json, parse_sealed, sealed_text
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import open_regular, read_regular
 
@@ -117,7 +117,7 @@ class Manifest:
         if not isinstance(body, dict):
             raise ValueError("not an object")
         if DIGEST in body or "files" in body:  # older releases wrote neither
-            body = read_sealed(text)
+            body = parse_sealed(text)
         plan, shards = body.get("plan"), body.get("shards")
         if isinstance(plan, dict) and plan.get("format") != FORMAT:
             raise ValueError(f"format {plan.get('format')}, which this version does not read")

@@ -13,13 +13,13 @@ def is_prng_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def describe(leaf: Any) -> str:
+def describe_array(leaf: Any) -> str:
     """Returns dtype and shape as text: `bfloat16[8,4]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def parse_description(text: str) -> tuple[str, tuple[int, ...]]:
-    """Returns (dtype, shape) from the text that `describe` made."""
+    """Returns (dtype, shape) from the text that `describe_array` made."""
     dtype, _, shape = text.removesuffix("]").partition("[")
     return dtype, tuple(int(size) for size in shape.split(",") if size)
 

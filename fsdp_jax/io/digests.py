@@ -47,16 +47,16 @@ def digest_bytes(content: bytes) -> Json:
 
 def digest_json(value: Json) -> str:
     """Returns the xxh3_128, in hexadecimal, of an object's JSON with sorted keys."""
-    return xxhash.xxh3_128_hexdigest(_text(value).encode())
+    return xxhash.xxh3_128_hexdigest(_json_text(value).encode())
 
 
 def sealed_text(body: Json) -> str:
     """Returns `body` as JSON text with a digest of itself, in place of any that it has."""
     body = {key: value for key, value in body.items() if key != DIGEST}
-    return _text(body | {DIGEST: digest_json(body)})
+    return _json_text(body | {DIGEST: digest_json(body)})
 
 
-def read_sealed(text: str) -> Json:
+def parse_sealed(text: str) -> Json:
     """Returns what `sealed_text` wrote. Raises ValueError unless it is that, byte for byte."""
     body = parse_json(text, constants=True)
     # The text is compared: a flipped bit in white space is a flipped bit.
@@ -65,5 +65,5 @@ def read_sealed(text: str) -> Json:
     return body
 
 
-def _text(body: Json) -> str:
+def _json_text(body: Json) -> str:
     return json.dumps(body, indent=1, sort_keys=True) + "\n"

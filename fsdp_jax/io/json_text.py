@@ -19,9 +19,9 @@ def parse_json(text: str, *, constants: bool = False) -> Any:
     try:
         return json.loads(
             text,
-            object_pairs_hook=_without_repeats,
-            parse_constant=None if constants else _finite,
-            parse_float=None if constants else _finite,
+            object_pairs_hook=_dict_without_repeats,
+            parse_constant=None if constants else _parse_finite,
+            parse_float=None if constants else _parse_finite,
         )
     except RecursionError:
         raise ValueError("too many nested lists or objects") from None
@@ -47,7 +47,7 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -55,7 +55,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text}, which is not a finite number")

@@ -73,7 +73,7 @@ def exported_dtype(dtype: np.dtype, requested: str | None, where: str) -> np.dty
     return jnp.dtype(requested)
 
 
-def new_directory(directory: str | os.PathLike[str]) -> Path:
+def require_new_directory(directory: str | os.PathLike[str]) -> Path:
     """Returns the absolute path of a directory to create. Raises ConfigError if it exists."""
     target = Path(directory).absolute()
     if target.exists():
@@ -100,11 +100,11 @@ def write_weights(
     Raises ConfigError if the directory exists; CheckpointError, and leaves nothing of it, if it
     cannot be written.
     """
-    target = new_directory(directory)
+    target = require_new_directory(directory)
     total = sum(array_bytes(spec.shape, spec.dtype) for spec in tensors.values())
 
     # Assign the tensors to files.
-    parts = list(batches(tensors, file_bytes))
+    parts = list(group_by_bytes(tensors, file_bytes))
     files = {SINGLE: parts[0]}
     extra_files = dict(others)
     if len(parts) > 1:
@@ -119,10 +119,10 @@ def write_weights(
     lock = None
     try:
         unfinished.mkdir(parents=True)
-        lock = _locked(unfinished)
+        lock = _try_lock(unfinished)
         _remove_leftovers(target)
         for name, part in files.items():
-            _write_file(unfinished / name, part, values, metadata)
+            _write_safetensors_file(unfinished / name, part, values, metadata)
         for name, content in extra_files.items():
             write_durably(unfinished / name, content)
         fsync_directory(unfinished)
@@ -137,7 +137,7 @@ def write_weights(
     return Exported(target, tuple(files), len(tensors), total)
 
 
-def _locked(folder: Path) -> int | None:
+def _try_lock(folder: Path) -> int | None:
     """Returns a handle that locks a folder; None if another process has it, or without locks."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -162,13 +162,13 @@ def _remove_leftovers(target: Path) -> None:
                 path.name.removesuffix(UNFINISHED) if path.is_file() else ""
                 for path in folder.iterdir()
             ]
-            lock = _locked(folder) if all(map(OWN_FILES.fullmatch, names)) else None
+            lock = _try_lock(folder) if all(map(OWN_FILES.fullmatch, names)) else None
             if lock is not None:
                 shutil.rmtree(folder)
                 os.close(lock)
 
 
-def batches(tensors: Specs, limit: int) -> Iterator[Specs]:
+def group_by_bytes(tensors: Specs, limit: int) -> Iterator[Specs]:
     """Yields consecutive tensors of at most `limit` bytes together; a larger one comes alone."""
     batch: dict[str, jax.ShapeDtypeStruct] = {}
     total = 0
@@ -183,7 +183,7 @@ def batches(tensors: Specs, limit: int) -> Iterator[Specs]:
     yield batch
 
 
-def _write_file(
+def _write_safetensors_file(
     path: Path, part: Specs, values: Iterator[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
     """Writes a file, the header and then one tensor at a time, and flushes it to disk."""

@@ -145,13 +145,15 @@ class ShardReader(AbstractContextManager["ShardReader"]):
                 box: DeviceBuffer(sizes, leaf.dtype, targets[box])
                 for box, sizes in zip(targets, shapes, strict=True)
             }
-        self.fill(buffers, mappings)
+        self.fill_buffers(buffers, mappings)
 
         arrays = [array for buffer in buffers.values() for array in buffer.arrays()]
         jax.block_until_ready(arrays)  # a transfer holds host memory until it is done
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
-    def fill(self, buffers: Mapping[Box, ShardBuffer], mappings: Sequence[TensorMapping]) -> None:
+    def fill_buffers(
+        self, buffers: Mapping[Box, ShardBuffer], mappings: Sequence[TensorMapping]
+    ) -> None:
         """Reads the mapped tensors into `buffers`, by their boxes of the array. Raises OSError."""
         blocks = [each for mapping in mappings for each in self._needed_blocks(buffers, mapping)]
         for _ in self._pool.map(lambda block: self._copy_block(buffers, *block), blocks):
@@ -177,7 +179,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping, block: Box
     ) -> None:
         """Reads a block of the tensor, and writes into each buffer what its box has of it."""
-        values = mapping.to_array(self.tensors[mapping.name].read(block, self._scratch()))
+        values = mapping.to_array(self.tensors[mapping.name].read(block, self._read_buffer()))
         array_block = mapping.array_box(block)
         for box, buffer in buffers.items():
             part = intersect(array_block, box)
@@ -185,7 +187,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
                 part_values = box_view(values, relative_box(part, array_block))
                 buffer.write(relative_box(part, box), part_values)
 
-    def _scratch(self) -> np.ndarray:
+    def _read_buffer(self) -> np.ndarray:
         """Returns this thread's read buffer: a block, or one element of any dtype."""
         if not hasattr(self._local, "scratch"):
             self._local.scratch = np.empty(max(self.block_bytes, 16), np.uint8)

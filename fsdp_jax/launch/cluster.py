@@ -95,7 +95,7 @@ def join_cluster(
         what, expected = "an incomplete cluster", "coordinator, processes and process, or none"
         got = f"coordinator={coordinator}, processes={processes}, process={process}"
         raise ConfigError(message(what, where="cluster", expected=expected, got=got))
-    host, port = _address(coordinator)
+    host, port = _parse_address(coordinator)
     if processes < 1:
         what, where = "an empty cluster", "cluster.processes"
         raise ConfigError(message(what, where=where, expected="1 or more", got=processes))
@@ -107,14 +107,14 @@ def join_cluster(
         fix = "call leave_cluster before"
         raise ConfigError(message("this process has joined already", where="cluster", fix=fix))
     watch = Watch(host, port, process, processes, timeout)
-    service = watch.join({"cluster.processes": processes, **_surroundings(), **(facts or {})})
+    service = watch.join({"cluster.processes": processes, **_environment_facts(), **(facts or {})})
     _watch = watch
     _end_all_on_uncaught_errors()
     with fail_together():
         jax.distributed.initialize(service, processes, process)
 
 
-def _surroundings() -> dict[str, object]:
+def _environment_facts() -> dict[str, object]:
     """Returns the packages and settings that must be equal in all processes."""
     flags = {name: os.environ.get(name, "").split() for name in ENVIRONMENT}
     return {
@@ -137,10 +137,10 @@ def _end_all_on_uncaught_errors() -> None:
 
     sys.excepthook = report
     atexit.register(lambda: leave_cluster(AT_EXIT))
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_detach_forked_copy)
 
 
-def _forget() -> None:
+def _detach_forked_copy() -> None:
     """Makes a copy of this process, which is none of the run, let go of the others."""
     global _watch
     if _watch is not None:
@@ -164,7 +164,7 @@ def fail_together() -> Iterator[None]:
         _watch.fail(error)
 
 
-def end_all(error: BaseException) -> None:
+def end_all_processes(error: BaseException) -> None:
     """Ends every process of the run with an error, after the stacks of its threads."""
     if _watch is not None:
         _watch.fail(error, stacks=True)
@@ -183,7 +183,7 @@ def require_same(what: str, facts: Mapping[str, object]) -> None:
         _watch.require_same(what, facts)
 
 
-def _address(coordinator: str) -> tuple[str, int]:
+def _parse_address(coordinator: str) -> tuple[str, int]:
     """Returns host and port. Raises ConfigError if there are none."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

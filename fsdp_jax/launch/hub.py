@@ -29,17 +29,17 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USE
 Line = dict[str, Any]
 
 
-def encode(line: Line) -> bytes:
+def encode_line(line: Line) -> bytes:
     """Returns a line as it is sent."""
     return json.dumps(line).encode() + b"\n"
 
 
-def failure(text: str, code: int, *, process: int = EVERY, stacks: bool = False) -> Line:
+def failure_line(text: str, code: int, *, process: int = EVERY, stacks: bool = False) -> Line:
     """Returns the line that ends every process: an error block and an exit code."""
     return {"failed": process, "text": text, "code": code, "stacks": stacks}
 
 
-def lost(process: int, where: str) -> Line:
+def lost_line(process: int, where: str) -> Line:
     """Returns the failure of a process that is gone without a word."""
     text = message(
         f"error: process {process} is gone",
@@ -48,10 +48,10 @@ def lost(process: int, where: str) -> Line:
         fix="look at its own log, and at its machine's; then run the same command again to resume "
         "from the last checkpoint",
     )
-    return failure(text, LOST, process=process)
+    return failure_line(text, LOST, process=process)
 
 
-def keep_alive(connection: socket.socket) -> None:
+def enable_keep_alive(connection: socket.socket) -> None:
     """Makes the kernel notice when the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
@@ -123,20 +123,22 @@ class Hub:
         self._alone = threading.Event()  # the others are gone
         self._loop = asyncio.new_event_loop()
         run = self._loop.run_until_complete
-        threading.Thread(target=run, args=[self._main()], name="processes-hub", daemon=True).start()
+        threading.Thread(
+            target=run, args=[self._run_server()], name="processes-hub", daemon=True
+        ).start()
 
     def wait_until_alone(self, seconds: float) -> None:
         """Waits until the other processes are gone; refused ones that come late too."""
-        self._loop.call_soon_threadsafe(self._end)
+        self._loop.call_soon_threadsafe(self._mark_ending)
         self._alone.wait(seconds)
         self._loop.call_soon_threadsafe(self._server.close)
 
-    def handles(self) -> list[int]:
+    def descriptors(self) -> list[int]:
         """Returns the numbers of the open files of all connections."""
         sockets = [peer.writer.get_extra_info("socket") for peer in self._peers.values()]
         return [each.fileno() for each in (self._listener, *sockets)]
 
-    def _end(self) -> None:
+    def _mark_ending(self) -> None:
         self._ending = True
         self._check_alone()
 
@@ -144,14 +146,14 @@ class Hub:
         others = self._peers.keys() - {0} - self._left
         late = self._refusal is not None and len(self._refused) < self._processes
         if self._ending and not others and not late:
-            self._tell({"left": 0})
+            self._send_to_all({"left": 0})
             self._alone.set()
 
-    async def _main(self) -> None:
+    async def _run_server(self) -> None:
         """Listens, and says every few seconds who is waited for."""
         # asyncio's own `limit` bounds what a stranger may make this process store
         self._server = await asyncio.start_server(
-            self._serve, sock=self._listener, limit=LONGEST_LINE
+            self._serve_connection, sock=self._listener, limit=LONGEST_LINE
         )
         started = time.monotonic()
         seconds = 0.0
@@ -159,18 +161,20 @@ class Hub:
             await asyncio.sleep(min(SAY_SECONDS, max(self._patience - seconds, 1.0)))
             seconds = time.monotonic() - started
             if not self._started and not self._ending:
-                self._await_joins(seconds)
+                self._report_missing(seconds)
             elif tick % 12 == 0:
                 for what, facts in self._facts.items():
-                    missing = self._all_but(facts)
-                    self._tell({"say": f"waiting for {missing} to agree on {what}"})
+                    missing = self._missing_processes(facts)
+                    self._send_to_all({"say": f"waiting for {missing} to agree on {what}"})
 
-    def _await_joins(self, seconds: float) -> None:
+    def _report_missing(self, seconds: float) -> None:
         """Tells who has not joined after so many seconds; fails the run when patience ends."""
-        missing = self._all_but(self._peers)
+        missing = self._missing_processes(self._peers)
         if seconds < self._patience:
             limit = f"{seconds:.0f} of at most {self._patience:.0f} s (cluster.timeout)"
-            self._tell({"say": f"waiting for {missing} of {self._processes} to join: {limit}"})
+            self._send_to_all(
+                {"say": f"waiting for {missing} of {self._processes} to join: {limit}"}
+            )
             return
         text = message(
             f"error: {missing} did not join",
@@ -179,31 +183,33 @@ class Hub:
             got=", ".join(f"process {k} ({peer.where})" for k, peer in self._peers.items()),
             fix="look at the log of those that are missing: did they start, with this address?",
         )
-        self._fail(failure(text, LOST))
+        self._fail_all(failure_line(text, LOST))
 
-    def _all_but(self, known: dict[int, Any]) -> str:
+    def _missing_processes(self, known: dict[int, Any]) -> str:
         """Returns `process 1` or `processes 1, 3`: those that are not known."""
         missing = [str(k) for k in range(self._processes) if k not in known]
         shown = ", ".join(missing[:20]) + (", ..." if len(missing) > 20 else "")
         return f"process{'es' * (len(missing) > 1)} {shown}"
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Serves one connection until it closes."""
         process = -1
         try:
-            keep_alive(writer.get_extra_info("socket"))
+            enable_keep_alive(writer.get_extra_info("socket"))
             async with asyncio.timeout(10):
                 hello = json.loads(await reader.readline())
             process = self._admit(hello, writer)
             if process >= 0:
-                self._compare(process, JOIN, hello["facts"])
+                self._compare_facts(process, JOIN, hello["facts"])
                 while line := await reader.readline():
-                    self._receive(process, json.loads(line))
+                    self._handle_line(process, json.loads(line))
         except Exception:
             pass  # a stranger, or a connection that broke
         peer = self._peers.get(process)
         if peer is not None and peer.writer is writer:
-            self._lose(process)
+            self._handle_disconnect(process)
         writer.close()
 
     def _admit(self, hello: Line, writer: asyncio.StreamWriter) -> int:
@@ -213,42 +219,42 @@ class Hub:
             other = self._peers.get(process)
             if other is None or other.token == token:
                 self._peers[process] = Peer(writer, where, token)
-                writer.write(encode({"say": ""}))
+                writer.write(encode_line({"say": ""}))
                 return process
             # Which of the two is right is unknown.
             what = f"error: two processes have the number {process}"
             fix = "give each process its own cluster.process, from 0"
             got = f"{other.where} and {where}"
-            self._refuse(message(what, where="cluster.process", got=got, fix=fix))
+            self._refuse_all(message(what, where="cluster.process", got=got, fix=fix))
         if self._refusal is not None:
             self._refused.add(token)
-            writer.write(encode(self._refusal))
+            writer.write(encode_line(self._refusal))
             self._check_alone()
         elif not self._ending:
             what = "error: a run is under way at this address"
             fix = "wait for its end, or choose another address"
             text = message(what, where="cluster.coordinator", got=where, fix=fix)
-            writer.write(encode(failure(text, UNUSABLE)))
+            writer.write(encode_line(failure_line(text, UNUSABLE)))
         return -1  # as the run ends, it tries again, until another run listens here
 
-    def _receive(self, process: int, line: Line) -> None:
+    def _handle_line(self, process: int, line: Line) -> None:
         """Acts on what a process sends: facts to compare, its failure, or that it leaves."""
         if "same" in line:
-            self._compare(process, line["same"], line["facts"])
+            self._compare_facts(process, line["same"], line["facts"])
         elif "failed" in line:
-            self._fail(line)
+            self._fail_all(line)
         elif "left" in line:
             self._left.add(process)
             self._check_alone()
 
-    def _compare(self, process: int, what: str, facts: Line) -> None:
+    def _compare_facts(self, process: int, what: str, facts: Line) -> None:
         """Compares facts as they come with those of process 0; tells all once all agree."""
         known = self._facts.setdefault(what, {})
         known[process] = facts
         comparable = list(known) if process == 0 else [process]
         for other in comparable if 0 in known else []:
             if text := _disagreement(other, what, known[other], known[0]):
-                self._refuse(text)
+                self._refuse_all(text)
                 return
         if len(known) == self._processes:
             del self._facts[what]
@@ -256,29 +262,29 @@ class Hub:
             if not self._started:
                 self._started = True
                 agreed["port"] = _free_port(self._coordinator_port)
-            self._tell(agreed)
+            self._send_to_all(agreed)
 
-    def _refuse(self, text: str) -> None:
+    def _refuse_all(self, text: str) -> None:
         """Ends all processes because of what they were given."""
-        refusal = failure(text, UNUSABLE)
-        self._fail(refusal)
+        refusal = failure_line(text, UNUSABLE)
+        self._fail_all(refusal)
         if not self._started:
             self._refusal = refusal
             self._refused = {peer.token for peer in self._peers.values()}
 
-    def _lose(self, process: int) -> None:
+    def _handle_disconnect(self, process: int) -> None:
         """Takes note that a connection has closed."""
         peer = self._peers.pop(process)
         if not self._started:
             self._facts.get(JOIN, {}).pop(process, None)  # it may start again
         elif process not in self._left and not self._ending:
-            self._fail(lost(process, peer.where))
+            self._fail_all(lost_line(process, peer.where))
         self._check_alone()
 
-    def _fail(self, line: Line) -> None:
+    def _fail_all(self, line: Line) -> None:
         self._ending = True
-        self._tell(line)
+        self._send_to_all(line)
 
-    def _tell(self, line: Line) -> None:
+    def _send_to_all(self, line: Line) -> None:
         for peer in self._peers.values():
-            peer.writer.write(encode(line))
+            peer.writer.write(encode_line(line))

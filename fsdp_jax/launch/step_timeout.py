@@ -4,7 +4,7 @@ import threading
 from contextlib import AbstractContextManager
 
 from fsdp_jax.errors import ProcessLostError, message
-from fsdp_jax.launch.cluster import end_all
+from fsdp_jax.launch.cluster import end_all_processes
 
 
 class StepTimeout(AbstractContextManager["StepTimeout"]):
@@ -25,14 +25,16 @@ class StepTimeout(AbstractContextManager["StepTimeout"]):
         """Takes note that a step is done."""
         self._done.set()
         if self._thread is None and self._seconds is not None:
-            self._thread = threading.Thread(target=self._wait, name="step-timeout", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch_steps, name="step-timeout", daemon=True
+            )
             self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._over = True
         self._done.set()
 
-    def _wait(self) -> None:
+    def _watch_steps(self) -> None:
         """Returns after the `with` block; ends all processes if no step is done for `seconds`."""
         while self._done.wait(self._seconds):
             self._done.clear()
@@ -41,4 +43,4 @@ class StepTimeout(AbstractContextManager["StepTimeout"]):
         what = f"no step was done in {self._seconds:g} s"
         where = "cluster.step_timeout"
         fix = "look at the stacks above of every process: where does each wait?"
-        end_all(ProcessLostError(message(what, where=where, fix=fix)))
+        end_all_processes(ProcessLostError(message(what, where=where, fix=fix)))

@@ -32,10 +32,10 @@ from fsdp_jax.launch.hub import (
     SAY_SECONDS,
     Hub,
     Line,
-    encode,
-    failure,
-    keep_alive,
-    lost,
+    enable_keep_alive,
+    encode_line,
+    failure_line,
+    lost_line,
 )
 
 log = logging.getLogger("fsdp_jax.launch")
@@ -96,24 +96,24 @@ class Watch:
         began = said = time.monotonic()
         here = f"host {socket.gethostname()}, pid {os.getpid()}"
         name = {"process": self._process, "where": here, "token": secrets.token_hex(8)}
-        hello = encode({**name, "facts": _as_text(facts)})
+        hello = encode_line({**name, "facts": _facts_as_text(facts)})
         problem = ""
         while (now := time.monotonic()) < began + patience:
             if now - said >= SAY_SECONDS:
                 said = now
                 limit = f"{now - began:.0f} of at most {patience:.0f} s (cluster.timeout)"
-                self._print(f"waiting for process 0 at {self._where}: {problem}: {limit}")
+                self._print_line(f"waiting for process 0 at {self._where}: {problem}: {limit}")
             try:
                 with contextlib.ExitStack() as stack:
                     connection = socket.create_connection(self._address, timeout=SAY_SECONDS)
                     stack.enter_context(connection)
                     lines = stack.enter_context(connection.makefile("rb"))
-                    keep_alive(connection)
+                    enable_keep_alive(connection)
                     connection.sendall(hello)
                     connection.settimeout(3 * SAY_SECONDS)  # a stranger may never answer
                     if port := self._await_others(connection, lines):
                         stack.pop_all()
-                        self._start(connection, lines)
+                        self._start_reading(connection, lines)
                         return f"{self._host}:{port}"
                 problem = "it closes the connection"
             except (ConfigError, ProcessLostError):
@@ -139,7 +139,7 @@ class Watch:
             line = json.loads(data)
             connection.settimeout(2 * self._patience)  # process 0 ends it before that
             if "say" in line:
-                self._print(line["say"])
+                self._print_line(line["say"])
             elif "failed" in line:
                 text = line["text"].removeprefix("error: ")
                 raise ConfigError(text) if line["code"] == UNUSABLE else ProcessLostError(text)
@@ -147,33 +147,33 @@ class Watch:
                 return int(line["port"])
         return 0
 
-    def _start(self, connection: socket.socket, lines: BinaryIO) -> None:
+    def _start_reading(self, connection: socket.socket, lines: BinaryIO) -> None:
         connection.settimeout(None)
         self._connection = connection
         name = "processes-watch"
-        threading.Thread(target=self._read, args=[lines], name=name, daemon=True).start()
+        threading.Thread(target=self._read_lines, args=[lines], name=name, daemon=True).start()
 
     def close_copies(self) -> None:
         """Closes the connections in a copy of this process, which would outlive it."""
-        for handle in (self._connection.fileno(), *(self._hub.handles() if self._hub else ())):
+        for handle in (self._connection.fileno(), *(self._hub.descriptors() if self._hub else ())):
             if handle >= 0:
                 os.close(handle)
 
     # Reading
 
-    def _read(self, lines: BinaryIO) -> None:
+    def _read_lines(self, lines: BinaryIO) -> None:
         """Reads what process 0 sends until the connection closes."""
         with contextlib.suppress(OSError), self._connection, lines:
             for data in lines:
-                self._receive(json.loads(data))
+                self._handle_line(json.loads(data))
         if not (self._left or self._failing or self._news.is_set()):
-            line = lost(0, self._where)
-            self._end(self._as_told(line), line["code"])
+            line = lost_line(0, self._where)
+            self._end_process(self._failure_text(line), line["code"])
 
-    def _receive(self, line: Line) -> None:
+    def _handle_line(self, line: Line) -> None:
         """Acts on what process 0 sends; ends this process `GRACE` seconds after another fails."""
         if "say" in line:
-            self._print(line["say"])
+            self._print_line(line["say"])
         elif "same" in line:
             self._agreed.set()
         elif "left" in line:
@@ -183,20 +183,20 @@ class Watch:
         elif "failed" in line:
             if line["stacks"]:
                 print_stacks()
-            self._print_last(self._as_told(line))
+            self._print_last(self._failure_text(line))
             if not self._news.is_set():
                 self._news.set()
                 # Others may fail as well, this one too: their errors are printed until then.
-                timer = threading.Timer(GRACE, self._follow, [line["code"]])
+                timer = threading.Timer(GRACE, self._end_unless_failing, [line["code"]])
                 timer.daemon = True
                 timer.start()
 
-    def _follow(self, code: int) -> None:
+    def _end_unless_failing(self, code: int) -> None:
         """Ends this process as another one did, unless it has failed itself meanwhile."""
         if not self._failing:
-            self._end("", code)
+            self._end_process("", code)
 
-    def _as_told(self, line: Line) -> str:
+    def _failure_text(self, line: Line) -> str:
         """Returns the text of a failure, after which process failed."""
         process, text = line["failed"], line["text"]
         if process == EVERY:
@@ -213,7 +213,7 @@ class Watch:
         Returns False if some have not within `patience` seconds.
         """
         self._agreed.clear()
-        self._send({"same": what, "facts": _as_text(facts)})
+        self._send({"same": what, "facts": _facts_as_text(facts)})
         return self._agreed.wait(patience)
 
     def fail(self, error: BaseException, *, stacks: bool = False) -> None:
@@ -237,9 +237,9 @@ class Watch:
         text = text[: LONGEST_LINE // 16]  # JSON may take 6 bytes for a character
         place = f"error in process {self._process} of {self._processes}:"
         self._print_last(place + text.removeprefix("error:"), error)
-        self._send(failure(text, code, process=self._process, stacks=stacks))
+        self._send(failure_line(text, code, process=self._process, stacks=stacks))
         self._delivered.wait(DELIVERY)
-        self._end("", code)
+        self._end_process("", code)
 
     def leave(self) -> None:
         """Tells the others that this process is done; process 0 waits until all are."""
@@ -253,11 +253,11 @@ class Watch:
     def _send(self, line: Line) -> None:
         # If the connection is broken, the thread that reads has noticed.
         with self._sending, contextlib.suppress(OSError):
-            self._connection.sendall(encode(line))
+            self._connection.sendall(encode_line(line))
 
     # Ending
 
-    def _end(self, text: str, code: int) -> None:
+    def _end_process(self, text: str, code: int) -> None:
         """Prints text and ends the process; a collective could not be interrupted otherwise.
 
         What is being saved is lost, as if the process was killed; what was saved stays.
@@ -267,7 +267,7 @@ class Watch:
             self._hub.wait_until_alone(DELIVERY)
         os._exit(code)
 
-    def _print(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if text:
             print(f"process {self._process}: {text}", file=sys.stderr, flush=True)
 
@@ -293,7 +293,7 @@ def print_stacks() -> None:
         faulthandler.dump_traceback()
 
 
-def _as_text(facts: Mapping[str, object]) -> dict[str, str]:
+def _facts_as_text(facts: Mapping[str, object]) -> dict[str, str]:
     """Returns facts as texts of bounded length that differ where the facts do."""
     texts = {}
     for key, value in facts.items():

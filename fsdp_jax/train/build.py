@@ -32,7 +32,7 @@ from fsdp_jax.train.config import (
     UnitsConfig,
 )
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
-from fsdp_jax.train.shapes import Batch, batch_shapes, make_shape, work_of
+from fsdp_jax.train.shapes import Batch, batch_shapes, make_model_config, work_of
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.remat import Remat, RematPolicy, check_names
 
@@ -68,7 +68,7 @@ _KEY_OF = {
 
 
 @contextlib.contextmanager
-def errors_about_keys() -> Iterator[None]:
+def as_config_errors() -> Iterator[None]:
     """Raises the library's errors about arguments as ConfigErrors about the keys they come from."""
     try:
         yield
@@ -79,7 +79,7 @@ def errors_about_keys() -> Iterator[None]:
         raise ConfigError(text) from error
 
 
-@errors_about_keys()
+@as_config_errors()
 def check_activation_names(run: Run) -> None:
     """Raises ConfigError for a name of an activation that the model lacks; traces the step."""
     if run.config.remat_save or run.config.offload.activation_names:
@@ -96,12 +96,12 @@ def start_devices(virtual: int | None) -> None:
 def topology_devices(name: str) -> list[jax.Device]:
     """Returns the devices of a machine that need not be present; ConfigError without a compiler."""
     topology = parse_topology(name)
-    with errors_about_keys():  # JAX runs already, with fewer devices
+    with as_config_errors():  # JAX runs already, with fewer devices
         start_devices(topology.size if topology.hardware.platform == "cpu" else None)
     return topology.devices()
 
 
-@errors_about_keys()
+@as_config_errors()
 def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     """Builds the mesh, model, optimizer, layout and steps; allocates and compiles nothing.
 
@@ -117,7 +117,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     _check_batch(train.global_batch_size, mesh_axes(mesh).batch_shards, train.accumulation)
     family = FAMILIES[config.model.family]
     _check_attention(config.model, family, data.sequence_length)
-    shape = make_shape(config.model, data)
+    shape = make_model_config(config.model, data)
     platform = mesh.devices.flat[0].platform
     make, frozen = make_model(config.model, config.lora, family, shape, platform)
     if config.precision.frozen is not None and not frozen:

@@ -13,15 +13,15 @@ import yaml
 from fsdp_jax.errors import ConfigError, did_you_mean, message
 from fsdp_jax.io.regular_files import open_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
-from fsdp_jax.train.typed_keys import key_types, split_arguments
+from fsdp_jax.train.typed_keys import dataclass_keys, split_arguments
 
-KEYS = {key.name: key for key in key_types(Config)}
+KEYS = {key.name: key for key in dataclass_keys(Config)}
 # A configuration of all keys has 3 kB, 150 nodes and a depth of 4.
 LONGEST_FILE, MOST_NODES, DEEPEST = 2**18, 10_000, 8
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, then applies dotted overrides such as `--train.steps 20`.
 
     Raises ConfigError for a file that cannot be read, an unknown key, or a value of the wrong type
@@ -31,13 +31,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if unnamed:
         what, expected = f"unexpected argument '{unnamed[0]}'", "--key value"
         raise ConfigError(message(what, where="command line", expected=expected))
-    return load_with(path, values)
+    return load_config_with(path, values)
 
 
-def load_with(path: str | Path, values: dict[str, Any]) -> Config:
-    """Reads a YAML file, then replaces the values of these dotted keys. Raises as `load` does."""
+def load_config_with(path: str | Path, values: dict[str, Any]) -> Config:
+    """Reads a YAML file, then replaces the values of these dotted keys. Raises as `load_config` does."""
     config = Config()
-    for key, value in (dict(_file_values(Path(path))) | values).items():
+    for key, value in (dict(_yaml_values(Path(path))) | values).items():
         section, _, name = key.rpartition(".")
         if section:
             value = dataclasses.replace(getattr(config, section), **{name: value})
@@ -49,8 +49,8 @@ def load_with(path: str | Path, values: dict[str, Any]) -> Config:
     return config
 
 
-def dump(config: Config) -> str:
-    """Returns the configuration as YAML, which `load` reads back unchanged."""
+def dump_config(config: Config) -> str:
+    """Returns the configuration as YAML, which `load_config` reads back unchanged."""
     plain = json.loads(json.dumps(dataclasses.asdict(config)))  # lists for tuples
     return yaml.safe_dump(plain, sort_keys=False)
 
@@ -60,15 +60,15 @@ def key_values(config: Config) -> dict[str, Any]:
     return {key: attrgetter(key)(config) for key in KEYS}
 
 
-def digest(config: Config) -> str:
+def config_digest(config: Config) -> str:
     """Returns a hash of the keys that determine the numbers of a run: not where it is written."""
     neutral = dataclasses.replace(
         config, output="", cluster=ClusterConfig(), checkpoint=CheckpointConfig()
     )
-    return hashlib.sha256(dump(neutral).encode()).hexdigest()[:16]
+    return hashlib.sha256(dump_config(neutral).encode()).hexdigest()[:16]
 
 
-def _file_values(path: Path) -> Iterator[tuple[str, Any]]:
+def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) of a YAML file."""
     try:
         with open_regular(path) as file:
@@ -77,12 +77,14 @@ def _file_values(path: Path) -> Iterator[tuple[str, Any]]:
         fix = "give the path of a YAML file, such as configs/quickstart.yaml"
         what = "the configuration cannot be read"
         raise ConfigError(message(what, where=str(path), got=error, fix=fix)) from error
-    for name, value in _mapping(_parse(content, str(path)), str(path)).items():
+    for name, value in _require_mapping(_parse_yaml(content, str(path)), str(path)).items():
         where = f"{path}: {name}"
         # a section is itself a mapping of keys
         section = {name: value}
         if name in SECTIONS:
-            section = {f"{name}.{key}": value for key, value in _mapping(value, where).items()}
+            section = {
+                f"{name}.{key}": value for key, value in _require_mapping(value, where).items()
+            }
         for key, item in section.items():
             if key not in KEYS:
                 fix = did_you_mean(str(key), [*KEYS, *SECTIONS])
@@ -90,7 +92,7 @@ def _file_values(path: Path) -> Iterator[tuple[str, Any]]:
             yield key, KEYS[key].convert(item, f"{path}: {key}")
 
 
-def _parse(content: bytes, where: str) -> Any:
+def _parse_yaml(content: bytes, where: str) -> Any:
     """Returns the values of a YAML file, of plain types."""
     if len(content) > LONGEST_FILE:
         what, expected = "the configuration is too large", f"{LONGEST_FILE:,} bytes at most"
@@ -100,12 +102,12 @@ def _parse(content: bytes, where: str) -> Any:
         root = loader.get_single_node()
         if root is None:
             return None
-        _check_nodes(root, where)
+        _check_yaml_nodes(root, where)
         return loader.construct_document(root)
     except ConfigError:
         raise
     except RecursionError:
-        raise _too_nested(where) from None
+        raise _too_nested_error(where) from None
     except Exception as error:  # PyYAML has no type of its own for most of what it cannot read
         what, got = "the configuration is not YAML", str(error)
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -115,7 +117,7 @@ def _parse(content: bytes, where: str) -> Any:
         raise ConfigError(message(what, where=where, got=got)) from error
 
 
-def _check_nodes(root: yaml.Node, where: str) -> None:
+def _check_yaml_nodes(root: yaml.Node, where: str) -> None:
     """Raises ConfigError for nodes that are many or nested, and for keys that are set twice."""
     lines: dict[str, int] = {}  # of the keys
     count = 0
@@ -125,7 +127,7 @@ def _check_nodes(root: yaml.Node, where: str) -> None:
         node, depth, prefix = pending.pop()
         count += 1
         if depth > DEEPEST or count > MOST_NODES:
-            raise _too_nested(where)
+            raise _too_nested_error(where)
         if isinstance(node, yaml.SequenceNode):
             pending += [(item, depth + 1, None) for item in node.value]
         elif isinstance(node, yaml.MappingNode):
@@ -142,12 +144,12 @@ def _check_nodes(root: yaml.Node, where: str) -> None:
                 pending += [(key, depth + 1, None), (value, depth + 1, inner)]
 
 
-def _too_nested(where: str) -> ConfigError:
+def _too_nested_error(where: str) -> ConfigError:
     what, expected = "the configuration is nested too deeply, or too large", "sections of keys"
     return ConfigError(message(what, where=where, expected=expected))
 
 
-def _mapping(content: Any, where: str) -> Mapping[str, Any]:
+def _require_mapping(content: Any, where: str) -> Mapping[str, Any]:
     """Returns a section's keys, none if it is empty. Raises ConfigError for anything else."""
     if content is None:
         return {}

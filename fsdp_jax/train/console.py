@@ -66,9 +66,9 @@ class Screen:
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=record.step, description=description)
         if log:
-            self.say(self._line(record, more))
+            self.say(self._step_line(record, more))
 
-    def _line(self, record: StepRecord, more: Mapping[str, np.ndarray]) -> str:
+    def _step_line(self, record: StepRecord, more: Mapping[str, np.ndarray]) -> str:
         """Returns what is printed of a step; of `more`, the scalars."""
         seconds_left = round((self._steps - record.step) * record.step_time_s)
         fields = [
@@ -127,7 +127,7 @@ def banner(run: Run, corpus: str, checkpoints: str, resumed: int | None) -> str:
         "weights": weights,
         "state": layout.summary(),
         "replicated": replicated or "nothing larger than a counter",
-        "rules": _rules(layout),
+        "rules": _rule_matches(layout),
         "data": corpus,
         "batch": f"{examples} examples, {tokens:,} tokens per step",
         "checkpoints": f"{checkpoints}: {start}",
@@ -135,7 +135,7 @@ def banner(run: Run, corpus: str, checkpoints: str, resumed: int | None) -> str:
     return "\n".join(f"{name + ':':<13}{text}" for name, text in rows.items())
 
 
-def _rules(layout: Layout) -> str:
+def _rule_matches(layout: Layout) -> str:
     """Returns how many parameters each rule matched, and how many of them it sharded."""
     matched: dict[str, list[bool]] = {}
     for leaf in layout.by_path.values():

@@ -20,7 +20,7 @@ from fsdp_jax.data.images import SIDE
 from fsdp_jax.data.loader import Batch
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.train.build import Run
-from fsdp_jax.train.initial_weights import tokenizer_beside
+from fsdp_jax.train.initial_weights import verified_tokenizer
 from fsdp_jax.train.shapes import target_length
 
 
@@ -41,7 +41,7 @@ class Data:
         return "byte" if self.loaded.tokenizer.name == "bytes" else "token"
 
     @property
-    def tokenizer(self) -> str:
+    def tokenizer_digest(self) -> str:
         """The tokenizer's digest, which must equal the checkpoint's; "none" for images."""
         return "none" if self.loaded.tokenizer is None else self.loaded.tokenizer.digest
 
@@ -53,7 +53,7 @@ def open_data(run: Run) -> Data:
     # Text takes the tokenizer of the weights by default; token shards have their own.
     weights, tokenizer, beside = config.model.weights, settings.tokenizer, None
     if task.is_text and weights is not None:
-        beside = tokenizer_beside(Path(weights).expanduser())
+        beside = verified_tokenizer(Path(weights).expanduser())
         if tokenizer is None and settings.kind != "tokens":
             tokenizer = weights
             if beside is None:
@@ -72,8 +72,8 @@ def open_data(run: Run) -> Data:
         classes=getattr(run.shape, "classes", None),
     )
     loaded = open_examples(options)
-    _check_tokenizer(loaded, beside)
-    _check_rows(loaded, run)
+    _check_tokenizer_digest(loaded, beside)
+    _check_examples(loaded, run)
     # Batches of this process.
     rows = jax.tree.leaves(run.batch)[0].shape[0]
     process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
@@ -87,7 +87,7 @@ def open_data(run: Run) -> Data:
     return Data(loaded, loader, evaluation)
 
 
-def _check_tokenizer(loaded: LoadedData, expected: Tokenizer | None) -> None:
+def _check_tokenizer_digest(loaded: LoadedData, expected: Tokenizer | None) -> None:
     """Raises ConfigError if the text is encoded by another tokenizer than the weights know."""
     if expected is None or loaded.tokenizer is None:
         return
@@ -99,7 +99,7 @@ def _check_tokenizer(loaded: LoadedData, expected: Tokenizer | None) -> None:
         raise ConfigError(message(what, where=where, expected=expected.name, got=got, fix=fix))
 
 
-def _check_rows(loaded: LoadedData, run: Run) -> None:
+def _check_examples(loaded: LoadedData, run: Run) -> None:
     """Checks that the rows have the shapes and dtypes that the step is compiled for."""
     rows = {name: (array.shape, array.dtype) for name, array in loaded.train[0].items()}
     compiled = {name: (leaf.shape[1:], leaf.dtype) for name, leaf in run.batch.items()}

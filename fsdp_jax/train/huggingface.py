@@ -19,7 +19,7 @@ from fsdp_jax.data.tokenizer import FILE, SETTINGS
 from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.io.atomic import UNFINISHED, write_durably
 from fsdp_jax.io.boxes import Box, box_view
-from fsdp_jax.io.safetensors_writer import exported_dtype, new_directory
+from fsdp_jax.io.safetensors_writer import exported_dtype, require_new_directory
 from fsdp_jax.lora import merge, merged_paths
 from fsdp_jax.models import Family
 from fsdp_jax.models.families import family_of
@@ -27,7 +27,7 @@ from fsdp_jax.models.huggingface.config_json import CONFIG
 from fsdp_jax.models.huggingface.vit import IMAGES
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.train.initial_weights import CHECKPOINTS, tokenizer_beside
+from fsdp_jax.train.initial_weights import CHECKPOINTS, verified_tokenizer
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import (
     Source,
@@ -45,7 +45,7 @@ IS_IMPORT = "imported"  # key of a step's metadata: the name of the folder that 
 LEASE = "lease.json"
 
 
-def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
+def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     """Writes Hugging Face weights as step 0 of a new run, and returns what to print.
 
     The weights are sharded over all devices, and the folder's tokenizer is copied too.
@@ -57,8 +57,8 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     family = family_of(shape)
     has_tokenizer = family.task.is_text and (source / FILE).exists()
     tokenizer = load_tokenizer(source) if has_tokenizer else None
-    tokens = _token_ids(source, family, tokenizer)
-    _require_free(target)
+    tokens = _config_token_ids(source, family, tokenizer)
+    _require_empty(target)
 
     # the parameters, in the shards that a run would have
     sharded = fully_shard(
@@ -74,12 +74,12 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     if tokenizer is not None:
         metadata["tokenizer"] = tokenizer.digest
     with Lease(target):
-        _require_free(target)  # another process may have written meanwhile
+        _require_empty(target)  # another process may have written meanwhile
         if (target / CHECKPOINTS).exists():
             shutil.rmtree(target / CHECKPOINTS)
         with CheckpointStore(target / CHECKPOINTS) as store:
             store.save(0, {"params": params}, data={}, metadata=metadata)
-        write_model(target, shape, tokenizer, tokens)
+        write_config_and_tokenizer(target, shape, tokenizer, tokens)
 
     leaves = flatten(params).values()
     size = human_bytes(sum(leaf.nbytes for leaf in leaves))
@@ -87,7 +87,7 @@ def import_run(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     return f"{count}, in {target}: for --model.weights {target}"
 
 
-def _require_free(target: Path) -> None:
+def _require_empty(target: Path) -> None:
     """Raises ConfigError unless the directory is empty, absent or an unfinished import's."""
     fix = "choose another for --to"
     if target.exists() and not target.is_dir():
@@ -97,31 +97,31 @@ def _require_free(target: Path) -> None:
     for ending in (UNFINISHED, ".writing"):  # as older releases had it
         unfinished |= {name + ending for name in (FILE, SETTINGS, IMAGES, CONFIG)}
     others = sorted(names - unfinished)
-    if not others and CHECKPOINTS in names and not _is_import(target / CHECKPOINTS):
+    if not others and CHECKPOINTS in names and not _holds_only_imports(target / CHECKPOINTS):
         others = [CHECKPOINTS]
     if others:
         what = "the directory is not empty"
         raise ConfigError(message(what, where=str(target), got=others[0], fix=fix))
 
 
-def _is_import(directory: Path) -> bool:
+def _holds_only_imports(directory: Path) -> bool:
     """Whether a folder of checkpoints holds nothing but what imports wrote, if anything."""
     with CheckpointStore(directory) as store:
         imported = [IS_IMPORT in store.record(step)["metadata"] for step in store.steps()]
         return all(imported) and not store.foreign()
 
 
-def write_model(
+def write_config_and_tokenizer(
     output: Path, shape: Any, tokenizer: Tokenizer | None, tokens: dict[str, Any] | None = None
 ) -> None:
     """Writes `config.json`, with the tokenizer's ids if `tokens` are None, and the tokenizer."""
     files = {} if tokenizer is None else dict(tokenizer.files)
-    files |= config_files(shape, tokens=_tokenizer_ids(tokenizer) if tokens is None else tokens)
+    files |= config_files(shape, tokens=_special_token_ids(tokenizer) if tokens is None else tokens)
     for name, content in files.items():
         write_durably(output / name, content)
 
 
-def _tokenizer_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Returns the ids that begin and end a text, as `config.json` names them, if they are known."""
     if tokenizer is None:
         return {}
@@ -130,13 +130,13 @@ def _tokenizer_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {name: token for name, token in ids.items() if token is not None}
 
 
-def _token_ids(folder: Path, family: Family, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _config_token_ids(folder: Path, family: Family, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Returns the ids of `config.json`, or where it has no end of text also the tokenizer's."""
     ids = token_ids(folder) if family.task.is_text else {}
-    return ids if "eos_token_id" in ids else ids | _tokenizer_ids(tokenizer)
+    return ids if "eos_token_id" in ids else ids | _special_token_ids(tokenizer)
 
 
-def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str | None) -> str:
+def export_huggingface(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str | None) -> str:
     """Writes a verified step of a run, the newest if None, in Hugging Face's layout.
 
     LoRA adapters are merged into their kernels, one tensor at a time, in float32, and rounded once
@@ -149,12 +149,12 @@ def export_model(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str |
     """
     run, target = Path(output).expanduser(), Path(to).expanduser()
     exported_dtype(np.dtype("float32"), dtype, "--dtype")
-    new_directory(target)
+    require_new_directory(target)
     directory, chosen = choose_step(run, step)
     shape = read_config(run)
     family = family_of(shape)
-    tokenizer = tokenizer_beside(run) if family.task.is_text else None
-    tokens = _token_ids(run, family, tokenizer)
+    tokenizer = verified_tokenizer(run) if family.task.is_text else None
+    tokens = _config_token_ids(run, family, tokenizer)
     with CheckpointStore(directory) as store:
         store.require_good(chosen)
         source, change = _merged_source(store, chosen)

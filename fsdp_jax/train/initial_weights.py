@@ -9,7 +9,7 @@ from fsdp_jax.checkpoint.export import PARAMS, refuse_misfits
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.data.tokenizer import FILE as TOKENIZER
 from fsdp_jax.errors import ConfigError, DamageError, message
-from fsdp_jax.io.array_specs import describe, parse_description
+from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.lora import split_lora
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.weights import import_weights, read_config, table_of
@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints"
 CLASSIFIER = ("head/kernel", "head/bias")
 
 
-def tokenizer_beside(folder: Path) -> Tokenizer | None:
+def verified_tokenizer(folder: Path) -> Tokenizer | None:
     """Returns the tokenizer in a folder of weights; DamageError if its run records another."""
     if not (folder / TOKENIZER).exists():
         return None
@@ -76,17 +76,17 @@ def initial_params(
             for path, text in store.record(step)["leaves"].items()
             if path.startswith(PARAMS) and path.removeprefix(PARAMS) not in random
         }
-        _check_saved(saved, wanted, str(store.path(step)))
+        _check_saved_params(saved, wanted, str(store.path(step)))
         return unflatten(store.read(step, wanted))["params"]
 
 
-def _check_saved(saved: dict[str, str], wanted: dict[str, Any], where: str) -> None:
+def _check_saved_params(saved: dict[str, str], wanted: dict[str, Any], where: str) -> None:
     """Raises ConfigError unless the same parameters are saved in the same shapes, in any dtypes."""
     lines = [f"{path}: unknown" for path in saved if path not in wanted]
     for path, leaf in wanted.items():
         if path not in saved:
             lines.append(f"{path}: missing")
         elif parse_description(saved[path])[1] != tuple(leaf.shape):
-            lines.append(f"{path}: expected {describe(leaf)}, got {saved[path]}")
+            lines.append(f"{path}: expected {describe_array(leaf)}, got {saved[path]}")
     fix = "model.scan_layers and lora as they were there; or export it, and start from that"
     refuse_misfits(where, sorted(lines), fix=fix)

@@ -26,14 +26,20 @@ from fsdp_jax.step.loss_spikes import LossSpikeError
 from fsdp_jax.step.state import LOSS_SCALE, TrainState
 from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE
 from fsdp_jax.train.build import Run, lora_scale
-from fsdp_jax.train.config_file import digest
+from fsdp_jax.train.config_file import config_digest
 from fsdp_jax.train.console import Screen, banner, summary
 from fsdp_jax.train.dataset import Data
 from fsdp_jax.train.initial_weights import initial_params
-from fsdp_jax.train.memory import cliff_of
-from fsdp_jax.train.metrics import JsonLines, StepRecord, device_memory, now, of_the_loss
+from fsdp_jax.train.memory import find_memory_cliff
+from fsdp_jax.train.metrics import (
+    JsonLines,
+    StepRecord,
+    device_memory,
+    loss_metrics_field,
+    utc_timestamp,
+)
 from fsdp_jax.train.optimizers import learning_rates
-from fsdp_jax.train.resume import ResumePoint, Resuming
+from fsdp_jax.train.resume import ResumePoint, Resumer
 from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
 
@@ -42,7 +48,7 @@ RETURNS = 3  # times that spikes may take a run back to one and the same step
 
 
 @dataclass
-class Pending:
+class PendingStep:
     """A dispatched step whose metrics have not been read."""
 
     step: int
@@ -63,16 +69,16 @@ class Training:
         self.screen = screen
         self.config = run.config.train
         self.checkpoint = run.config.checkpoint
-        self.resuming = Resuming(store, self.checkpoint, screen.say)
+        self.resuming = Resumer(store, self.checkpoint, screen.say)
         self.layout = run.sharded.layout
         self.agree = Agreement(self.layout.mesh)
         self.step_timeout = StepTimeout(run.config.cluster.step_timeout)
         self.metadata: dict[str, Any] = {
-            "config": digest(run.config),
+            "config": config_digest(run.config),
             "strategy": self.layout.strategy.name,
             "mesh": self.layout.axes.shape,
             "corpus": data.loaded.digest,
-            "tokenizer": data.tokenizer,
+            "tokenizer": data.tokenizer_digest,
             "lora_scale": lora_scale(run.config.lora),
         }
         self.peak_flops = peak_flops(
@@ -109,12 +115,12 @@ class Training:
             params = initial_params(weights, self.run.sharded, self.run.shape, verify=verify)
             self.state = self.run.sharded.init(self.config.seed, params)
         else:
-            self.data.loader.set_state(self.resuming.check(point.step, self.metadata))
+            self.data.loader.set_state(self.resuming.check_metadata(point.step, self.metadata))
             self._restore(point)
             self.metadata["stated"] = self.checkpoint.step
             self.resumed = point.step
         # What is not finite before the first step may stay so, as a mask of -inf.
-        self.not_finite_at_start = set(not_finite(self._to_save()))
+        self.not_finite_at_start = set(not_finite(self._checkpoint_leaves()))
         if self.not_finite_at_start:
             paths = ", ".join(sorted(self.not_finite_at_start))
             self.screen.say(f"warning: the state is infinite or NaN before the first step: {paths}")
@@ -141,7 +147,7 @@ class Training:
                     f"this run is complete: {self.steps_done} of {steps} steps are done"
                 )
                 return self._finish(save=False)
-            stopped = self._is_unevaluated() and self._evaluate()
+            stopped = self._lacks_evaluation() and self._evaluate()
             with self.step_timeout:
                 stopped = stopped or self._run_steps()
             return self._stop() if stopped else self._finish(save=True)
@@ -164,7 +170,7 @@ class Training:
             if file is not None:
                 file.close()
 
-    def _is_unevaluated(self) -> bool:
+    def _lacks_evaluation(self) -> bool:
         """Returns whether the held-out loss is due before the first step, and not yet in the file.
 
         It is at step 0, and where a signal or a full disk kept a run from it before it was saved.
@@ -175,7 +181,7 @@ class Training:
 
     def _run_steps(self) -> bool:
         """Trains to the last step; returns True if asked to stop before it."""
-        pending: Pending | None = None
+        pending: PendingStep | None = None
         compiled = False
         self.steady_bytes = device_memory()[0]
         self.screen.start_bar(self.steps_done)
@@ -192,17 +198,17 @@ class Training:
                 self.screen.say(f"compiled in {seconds:.1f} s")
                 if self.run.sharded.offload.state:
                     self.screen.say(str(self.run.step.plan.stream_report))
-                if is_lead() and (cliff := cliff_of(self.run)):
+                if is_lead() and (cliff := find_memory_cliff(self.run)):
                     self.screen.say(str(cliff))
             self.steps_done += 1
-            if pending is not None and self._record(pending):
+            if pending is not None and self._record_step(pending):
                 pending = None
                 continue
-            pending = Pending(self.steps_done, metrics, data_wait)
+            pending = PendingStep(self.steps_done, metrics, data_wait)
 
             # Decide what interrupts the loop; every process decides the same.
             stopped, late, failed = self.agree(
-                self.stop.asked, self._save_is_due(), self.store.failed()
+                self.stop.asked, self._timed_save_is_due(), self.store.failed()
             )
             save = late or failed or self._is_due(self.checkpoint.every)
             # While it is postponed every step is waited for: the next applied one may be the last.
@@ -211,7 +217,7 @@ class Training:
             last = self.steps_done == self.config.steps
             if stopped or save or evaluate or last:
                 # Wait for all steps, so that no other work counts as theirs.
-                went_back = self._record(pending)
+                went_back = self._record_step(pending)
                 pending = None
                 if went_back:
                     if stopped:
@@ -229,7 +235,7 @@ class Training:
                 return True
         return False
 
-    def _go_back(self, what: str) -> bool:
+    def _go_back_after_spike(self, what: str) -> bool:
         """Restores the newest good checkpoint after a spike, if there is one; the data goes on."""
         self.run.step.finish()
         self._check_previous_save("going back to an older one")
@@ -259,7 +265,7 @@ class Training:
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.steps_done % every == 0
 
-    def _save_is_due(self) -> bool:
+    def _timed_save_is_due(self) -> bool:
         """Returns True once when `every_minutes` have passed, by the clock of process 0."""
         minutes = self.checkpoint.every_minutes
         if not is_lead() or minutes is None or time.monotonic() - self.saved_at < 60 * minutes:
@@ -267,7 +273,7 @@ class Training:
         self.saved_at = time.monotonic()  # the agreed answer comes a step later
         return True
 
-    def _record(self, pending: Pending) -> bool:
+    def _record_step(self, pending: PendingStep) -> bool:
         """Waits for a step, writes and shows its metrics; returns True if it takes the run back."""
         values = {name: np.asarray(value) for name, value in pending.metrics.items()}
         metrics = {name: float(values.pop(name)) for name in OWN}
@@ -298,7 +304,7 @@ class Training:
             memory_peak_bytes=device_memory()[1],
             skipped_steps=self.skipped,
             checkpoint_blocked_s=self.blocked_seconds,
-            time=now(),
+            time=utc_timestamp(),
         )
         self.blocked_seconds = None
         # In the log beside the metrics of the loss, in the file beside the step's own.
@@ -307,7 +313,7 @@ class Training:
         values.pop(LOSS_Z_SCORE, None)
         if self.metrics is not None:
             of_loss = {name: x for name, x in values.items() if name not in scale}
-            self.metrics.write(vars(record) | scale | of_the_loss(of_loss))
+            self.metrics.write(vars(record) | scale | loss_metrics_field(of_loss))
         log = pending.step % self.config.log_every == 0 or pending.step == self.config.steps
         self.screen.show_step(record, log=log, more=values)
 
@@ -320,7 +326,7 @@ class Training:
             f"standard deviations (robust) above the median of the {spikes.window} before it"
         )
         if self.config.spike == "back":
-            return self._go_back(what)
+            return self._go_back_after_spike(what)
         skipped = ", and its update was skipped" if spikes.skip else ""
         self.screen.say(f"warning: {what}{skipped}")
         return False
@@ -344,7 +350,7 @@ class Training:
             with np.errstate(invalid="ignore", divide="ignore"):  # a metric's own count may be zero
                 values = averaged(more[0]) if more else {}
             arrays = {name: np.asarray(value) for name, value in values.items()}
-            self.evals.write({**fields, "time": now()} | of_the_loss(arrays))
+            self.evals.write({**fields, "time": utc_timestamp()} | loss_metrics_field(arrays))
         return False
 
     def _save(self, *, ends: bool = False) -> None:
@@ -356,7 +362,7 @@ class Training:
         """
         started = time.perf_counter()
         self._check_previous_save(f"saving step {self.steps_done} instead")
-        self._check_data()
+        self._check_token_shards()
         if self.steps_done == self.saved:
             return
         skipping = self.skipped_in_a_row
@@ -367,7 +373,7 @@ class Training:
             self.save_postponed = True
             return
         self.save_postponed = False
-        spoiled = sorted({*not_finite(self._to_save())} - self.not_finite_at_start)
+        spoiled = sorted({*not_finite(self._checkpoint_leaves())} - self.not_finite_at_start)
         if spoiled:
             what = f"step {self.steps_done} is not saved: its state is infinite or NaN"
             where, fix = ", ".join(spoiled), "resume from an older step; none was deleted"
@@ -387,7 +393,7 @@ class Training:
         self.saved = self.steps_done
         self.saved_at = time.monotonic()
 
-    def _to_save(self) -> dict[str, jax.Array]:
+    def _checkpoint_leaves(self) -> dict[str, jax.Array]:
         return leaves_of(self.run.sharded.to_checkpoint(self.state))
 
     def _check_previous_save(self, instead: str) -> None:
@@ -403,7 +409,7 @@ class Training:
             self.screen.say(f"warning: step {self.saved} was not saved; {instead}\n{error}")
             self.saved = None
 
-    def _check_data(self, *, wait: bool = False) -> None:
+    def _check_token_shards(self, *, wait: bool = False) -> None:
         """Raises DamageError in every process if one has found that its data are damaged.
 
         With `wait` all of the data are compared with their digests first, unless a signal asks to
@@ -433,7 +439,7 @@ class Training:
         """Saves the last step if asked to, evaluates and prints the summary."""
         self.screen.end_bar()
         if save:
-            self._check_data(wait=True)
+            self._check_token_shards(wait=True)
             self._save(ends=True)
         stopped = self._evaluate()
         self.store.wait()

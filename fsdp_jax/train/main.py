@@ -13,10 +13,10 @@ from fsdp_jax.launch import fail_together, is_lead, join_cluster, leave_cluster,
 from fsdp_jax.sharding.report import layout_json
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import dump, key_values, load
+from fsdp_jax.train.config_file import dump_config, key_values, load_config
 from fsdp_jax.train.console import Screen
 from fsdp_jax.train.dataset import Data, open_data
-from fsdp_jax.train.huggingface import write_model
+from fsdp_jax.train.huggingface import write_config_and_tokenizer
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.memory import check_fits
 from fsdp_jax.train.signals import StopSignal
@@ -34,12 +34,12 @@ def train(config: Config) -> int:
     join_cluster(*processes, timeout=cluster.timeout, facts=facts)
     # Errors are made known before the stack unwinds, which may wait for other processes.
     with ExitStack() as stack, fail_together():
-        code = _train(config, stack)
+        code = _build_and_train(config, stack)
     leave_cluster()
     return code
 
 
-def _train(config: Config, stack: ExitStack) -> int:
+def _build_and_train(config: Config, stack: ExitStack) -> int:
     """Builds the run, resumes it and trains; returns the exit code. `stack` ends what it starts."""
     settings, checkpoint, output = config.train, config.checkpoint, Path(config.output)
 
@@ -50,8 +50,8 @@ def _train(config: Config, stack: ExitStack) -> int:
     check_activation_names(run)
     data = open_data(run)
     stack.callback(data.loader.close)
-    digests = {"data.path": data.loaded.digest, "data.tokenizer": data.tokenizer}
-    require_same("the data", digests | _position(data))
+    digests = {"data.path": data.loaded.digest, "data.tokenizer": data.tokenizer_digest}
+    require_same("the data", digests | _loader_position(data))
     try:
         stack.enter_context(Lease(output))
     except OSError as error:
@@ -70,26 +70,26 @@ def _train(config: Config, stack: ExitStack) -> int:
     # Resume or initialize.
     training = Training(run, data, store, stop, screen)
     training.resume()
-    require_same("the checkpoint", {"step": training.resumed} | _position(data))
+    require_same("the checkpoint", {"step": training.resumed} | _loader_position(data))
 
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
-    _say_changes(output / "config.yaml", config, screen.say)
+    _say_changed_keys(output / "config.yaml", config, screen.say)
     if is_lead():
-        _describe(output, config, run, data)
+        _write_run_files(output, config, run, data)
     return training.train()
 
 
-def _position(data: Data) -> dict[str, Any]:
+def _loader_position(data: Data) -> dict[str, Any]:
     """Returns the state of the loader, without the digests of the data."""
     return {name: value for name, value in data.loader.get_state().items() if name != "data"}
 
 
-def _describe(output: Path, config: Config, run: Run, data: Data) -> None:
+def _write_run_files(output: Path, config: Config, run: Run, data: Data) -> None:
     """Writes the files that describe a run, each as a whole. Raises CheckpointError."""
     layout = json.dumps(layout_json(run.sharded.layout), indent=1)
     try:
-        write_durably(output / "config.yaml", dump(config).encode())
-        write_model(output, run.shape, data.loaded.tokenizer)
+        write_durably(output / "config.yaml", dump_config(config).encode())
+        write_config_and_tokenizer(output, run.shape, data.loaded.tokenizer)
         write_durably(output / "layout.json", f"{layout}\n".encode())
     except OSError as error:
         what, where = "the files of the run cannot be written", str(error.filename or output)
@@ -97,12 +97,12 @@ def _describe(output: Path, config: Config, run: Run, data: Data) -> None:
         raise CheckpointError(message(what, where=where, got=error, fix=fix)) from error
 
 
-def _say_changes(file: Path, config: Config, say: Callable[[str], None]) -> None:
+def _say_changed_keys(file: Path, config: Config, say: Callable[[str], None]) -> None:
     """Prints the keys whose values differ from those that the run last started with."""
     if not file.is_file():
         return
     try:
-        before = key_values(load(file))
+        before = key_values(load_config(file))
     except ConfigError:
         say(f"note: {file} is of another release, so changed keys are not known")
         return

@@ -14,7 +14,7 @@ from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.planner.memory_cliff import MemoryCliff, compiler_limit, memory_cliff
 from fsdp_jax.planner.settings import lever
 from fsdp_jax.train.build import Run, build
-from fsdp_jax.train.planning import fixes_of
+from fsdp_jax.train.planning import memory_fixes
 
 
 def check_fits(run: Run) -> None:
@@ -32,7 +32,7 @@ def check_fits(run: Run) -> None:
     if devices[0].platform == "cpu":  # whose memory is the host's
         on_host += on_device * len(devices)
     allocator = (devices[0].memory_stats() or {}).get("bytes_limit")
-    for needed, limit in ((on_device, allocator), (on_host, _host_bytes())):
+    for needed, limit in ((on_device, allocator), (on_host, _host_memory_bytes())):
         if limit is not None and needed > limit:
             got = ", ".join(f"{name} {human_bytes(count)}" for name, count in needs.items())
             what, expected = "the run does not fit this machine's memory", human_bytes(limit)
@@ -41,7 +41,7 @@ def check_fits(run: Run) -> None:
             raise FitError(message(what, expected=f"{expected} at most", got=got, fix=fix))
 
 
-def _host_bytes() -> int | None:
+def _host_memory_bytes() -> int | None:
     """Returns the physical memory of this host, free or not; None if the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -49,7 +49,7 @@ def _host_bytes() -> int | None:
         return None
 
 
-def cliff_of(run: Run) -> MemoryCliff | None:
+def find_memory_cliff(run: Run) -> MemoryCliff | None:
     """Returns what XLA gave up for want of memory, with a lever; None if nothing or unknown."""
     device = run.sharded.layout.mesh.devices.flat[0]
     chip = hardware_of(device.device_kind)
@@ -70,7 +70,7 @@ def cliff_of(run: Run) -> MemoryCliff | None:
         return cliff
     planned = build(run.config, fake_devices(topology))
     plan = analytic_plan(planned.step, planned.batch, topology, run.work)
-    changes = fixes_of(run.config, plan, topology, run.work)
+    changes = memory_fixes(run.config, plan, topology, run.work)
     return replace(cliff, lever=lever(changes, cliff.free_bytes))
 
 

@@ -60,11 +60,11 @@ class JsonLines:
         self._told = False
         self._file: FileIO | None = None
         try:
-            self._file = self._continued()
+            self._file = self._open_continued()
         except OSError as error:
-            self._tell(error)
+            self._warn_once(error)
 
-    def _continued(self) -> FileIO:
+    def _open_continued(self) -> FileIO:
         """Returns the open file, which ends with the last record up to the step `after`."""
         content = b""
         if os.path.lexists(self._path):
@@ -91,16 +91,16 @@ class JsonLines:
         line = json.dumps(plain, allow_nan=False).encode() + b"\n"
         try:
             if self._file is None:
-                self._file = self._continued()
+                self._file = self._open_continued()
             before = self._file.seek(0, os.SEEK_END)
             if self._file.write(line) != len(line):
                 self._file.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         except OSError as error:
-            self._tell(error)
+            self._warn_once(error)
             self._lost.append(record["step"])
 
-    def _tell(self, error: OSError) -> None:
+    def _warn_once(self, error: OSError) -> None:
         """Says once that the disk does not take the metrics."""
         if self._told:
             return
@@ -137,7 +137,7 @@ def parse_lines(content: bytes) -> Iterator[tuple[int | None, int, str]]:
         yield step if is_record else None, end, f"line {number}: {ascii(line[:60])[2:-1]}"
 
 
-def of_the_loss(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def loss_metrics_field(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Returns the field `metrics` of a record, for metrics of the loss's own; none without them."""
     return {"metrics": {name: value.tolist() for name, value in values.items()}} if values else {}
 
@@ -150,7 +150,7 @@ def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def now() -> str:
+def utc_timestamp() -> str:
     """Returns the time in UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 

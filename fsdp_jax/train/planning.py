@@ -23,7 +23,7 @@ from fsdp_jax.planner.settings import StepSettings, fixes, lever
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.build import build, make_offload, start_devices
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import dump
+from fsdp_jax.train.config_file import dump_config
 from fsdp_jax.tree import PyTree
 
 
@@ -44,7 +44,7 @@ def plan_of(
         plan = compiled_plan(run.step, run.batch, topology, run.work, cache)
     if plan.fits and plan.cliff is None:
         return plan
-    changes = fixes_of(config, plan, topology, run.work)
+    changes = memory_fixes(config, plan, topology, run.work)
     cliff = plan.cliff and replace(plan.cliff, lever=lever(changes, plan.cliff.free_bytes))
     note = (
         f"`fsdp-jax plan CONFIG --search --topology {topology.name}` finds the fastest settings"
@@ -55,7 +55,7 @@ def plan_of(
 
 
 @dataclass(frozen=True)
-class Choice:
+class SearchedConfig:
     """The result of a search, and the configuration with the best settings."""
 
     result: SearchResult
@@ -76,12 +76,12 @@ class Choice:
         """Writes the configuration, with the plan's summary as a comment."""
         head = (*self.result.best.plan.summary().splitlines(), self.result.topology.name)
         comment = "\n".join(f"# {line}" for line in head)
-        path.write_text(f"{comment}\n{dump(self.config)}")
+        path.write_text(f"{comment}\n{dump_config(self.config)}")
 
 
-def choose(
+def search_fastest(
     config: Config, where: str, devices: int | None, cache: Path | None, progress: Progress
-) -> Choice:
+) -> SearchedConfig:
     """Searches for the fastest strategy, mesh, remat, prefetch and accumulation for a batch.
 
     `where` is a topology, or a chip alone, of which `devices`, or the smallest machine that fits,
@@ -89,7 +89,7 @@ def choose(
     FitError where nothing fits.
     """
     rows = config.train.global_batch_size
-    search = Search(partial(_make_step, config), rows, _work(config), cache, progress)
+    search = Search(partial(_make_step, config), rows, _work_of_step(config), cache, progress)
     chip = HARDWARE.get(where.strip().lower())
     if chip is not None:
         topology = search.smallest_topology(chip, devices)
@@ -102,10 +102,10 @@ def choose(
         topology = parse_topology(where)
     start_devices(None)
     result = search.run(topology)
-    return Choice(result, with_settings(config, result.best.settings))
+    return SearchedConfig(result, with_settings(config, result.best.settings))
 
 
-def fixes_of(config: Config, plan: Plan, topology: Topology, work: Work) -> tuple[Fix, ...]:
+def memory_fixes(config: Config, plan: Plan, topology: Topology, work: Work) -> tuple[Fix, ...]:
     """Returns changes of a configuration's settings that lower the peak of its plan."""
     settings = StepSettings(
         config.strategy,
@@ -151,7 +151,7 @@ def _make_step(
     return run.step, run.batch
 
 
-def _work(config: Config) -> Work:
+def _work_of_step(config: Config) -> Work:
     """Returns what a step computes, which does not depend on the machine."""
     one_device = fake_devices(parse_topology("h100:1"))
     return build(with_settings(config, StepSettings("no_shard")), one_device).work

@@ -9,11 +9,11 @@ import jax
 from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore, DamageError
 from fsdp_jax.errors import ConfigError, human_bytes, message
-from fsdp_jax.io.array_specs import describe, parse_description
+from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.launch import barrier, is_lead
 from fsdp_jax.sharding.mesh import replicated
 from fsdp_jax.step.state import LOSS_SCALE, RECENT_LOSSES, TrainState
-from fsdp_jax.train.build import errors_about_keys
+from fsdp_jax.train.build import as_config_errors
 from fsdp_jax.train.config import CheckpointConfig
 
 # Fields of the state that not every run has: name -> what it is.
@@ -36,7 +36,7 @@ class ResumePoint:
 
 
 @dataclass(frozen=True)
-class Resuming:
+class Resumer:
     """Chooses, checks and restores a checkpoint of `store` as `settings` ask; `say` is the log."""
 
     store: CheckpointStore
@@ -67,18 +67,18 @@ class Resuming:
         candidates = sorted(steps, reverse=True) if stated is None else [stated]
         for step in candidates:
             if self._is_good(step, stated):
-                self._check_foreign(step)
+                self._check_foreign_entries(step)
                 return ResumePoint(step, aside)
             aside[step] = "damaged"
         if candidates:
             fix = "restore one from elsewhere, or choose another `output`"
             what, got = "every checkpoint is damaged", f"steps {candidates}"
             raise DamageError(message(what, where=where, got=got, fix=fix))
-        self._check_foreign(0)
+        self._check_foreign_entries(0)
         self.say(f"no checkpoint in {self.store.directory}: starting from step 0")
         return None
 
-    def check(self, step: int, metadata: dict[str, Any]) -> dict[str, Any]:
+    def check_metadata(self, step: int, metadata: dict[str, Any]) -> dict[str, Any]:
         """Returns the data position of a step; ConfigError for an import, or other data or LoRA."""
         record = self.store.record(step)
         saved = record["metadata"]
@@ -101,10 +101,10 @@ class Resuming:
     def restore(self, point: ResumePoint, sharded: Sharded) -> TrainState:
         """Returns a checkpoint's state, sharded as this run is; if it fits, renames later ones."""
         step = point.step
-        target = self._with_optional_fields_of(step, sharded)
+        target = self._target_with_optional_fields(step, sharded)
         allow_cast = self.settings.allow_cast
         plan = self.store.preflight(step, target, allow_cast=allow_cast)
-        with errors_about_keys():
+        with as_config_errors():
             plan.require_fit(by="--checkpoint.allow_cast True")
         self.say(str(plan))
         saved, *_ = self.store.restore(step, target, allow_cast=allow_cast, verify=False)
@@ -119,7 +119,7 @@ class Resuming:
             barrier("set aside")
         return state
 
-    def _with_optional_fields_of(self, step: int, sharded: Sharded) -> TrainState:
+    def _target_with_optional_fields(self, step: int, sharded: Sharded) -> TrainState:
         """Returns the target of a restore, with the checkpoint's optional fields."""
         target, leaves = sharded.checkpoint_target(), self.store.record(step)["leaves"]
         on_all = replicated(sharded.layout.mesh)
@@ -130,10 +130,10 @@ class Resuming:
                 if field == name:
                     dtype, shape = parse_description(description)
                     saved[leaf] = jax.ShapeDtypeStruct(shape, dtype, sharding=on_all)
-            wanted = jax.tree.map(describe, getattr(target, name))
+            wanted = jax.tree.map(describe_array, getattr(target, name))
             if saved and not wanted:
                 self.say(f"note: the checkpoint has {what}, which this run leaves out")
-            elif wanted and jax.tree.map(describe, saved) != wanted:
+            elif wanted and jax.tree.map(describe_array, saved) != wanted:
                 self.say(f"note: the checkpoint has no {what} of this run's; it starts anew")
             target = replace(target, **{name: saved})
         return target
@@ -174,7 +174,7 @@ class Resuming:
         self.say(f"step {step} is damaged, trying the one before: {checked.summary()}")
         return False
 
-    def _check_foreign(self, step: int) -> None:
+    def _check_foreign_entries(self, step: int) -> None:
         """Reports directories named like steps that are none; raises ConfigError for later ones."""
         foreign = self.store.foreign()
         later = [str(self.store.path(number)) for number in foreign if number > step]

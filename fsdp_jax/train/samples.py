@@ -21,7 +21,7 @@ def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
     examples = loaded.held_out or loaded.train
     if task.prompt is None or task.write is None:
         count = min(IMAGES, len(examples))
-        return _predictions(run.sharded, state, [examples[index] for index in range(count)])
+        return _image_predictions(run.sharded, state, [examples[index] for index in range(count)])
     assert loaded.tokenizer is not None, "text has one"
     example, tokenizer, write = examples[0], loaded.tokenizer, task.write
     prompt = task.prompt(example)
@@ -43,7 +43,7 @@ def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
     return tokenizer.decode(prompt) + task.separator + tokenizer.decode(written)
 
 
-def _predictions(sharded: Sharded, state: TrainState, rows: list[Row]) -> str:
+def _image_predictions(sharded: Sharded, state: TrainState, rows: list[Row]) -> str:
     """Returns two lines, the classes of the images and those predicted, and how many agree."""
     images = np.stack([row["images"] for row in rows])
     labels = np.stack([row["labels"] for row in rows])

@@ -20,7 +20,7 @@ Batch = dict[str, jax.ShapeDtypeStruct]
 CONVENTION = "6 N + 12 L D T a token, attention in full"
 
 
-def make_shape(model: ModelConfig, data: DataConfig) -> Any:
+def make_model_config(model: ModelConfig, data: DataConfig) -> Any:
     """Returns the model's own configuration, the preset's or the weights'. Raises ConfigError."""
     family = FAMILIES[model.family]
     _check_data(model.family, family, data)

@@ -25,14 +25,14 @@ class StopSignal:
         # Python allows handlers only in the main thread.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._ask)
+                self._previous[number] = signal.signal(number, self._record_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked and number == signal.SIGINT:
             os._exit(128 + number)  # an ordinary exit waits for threads that still write
         self.asked = True

@@ -31,7 +31,7 @@ class Key:
     notes: tuple[Any, ...]  # what Annotated adds: a Range, tyro's `arg`
 
     @classmethod
-    def of(cls, name: str, hint: Any) -> "Key":
+    def from_hint(cls, name: str, hint: Any) -> "Key":
         """Returns the key of a field with a type hint: `T`, `T | None`, `Annotated` of them."""
         takes_none, notes = False, ()
         while get_origin(hint) in (Annotated, Union, types.UnionType):
@@ -58,7 +58,7 @@ class Key:
             return f"{self.option} VALUE"
         return f"{self.option} {told[0].metavar}" + (f": {told[0].help}" if told[0].help else "")
 
-    def read(self, texts: Sequence[str]) -> Any:
+    def parse_texts(self, texts: Sequence[str]) -> Any:
         """Returns the value that texts of a command line are. Raises ConfigError for others."""
         if self.is_flag and not texts:
             return True
@@ -73,7 +73,7 @@ class Key:
         elif self.type is bool:
             value = {"true": True, "false": False}.get(value.lower(), value)
         elif self.type is int:
-            value = _number(int, value)
+            value = _parse_number(int, value)
         return self.convert(value, self.option)
 
     def convert(self, value: Any, where: str) -> Any:
@@ -93,35 +93,35 @@ class Key:
             items = [value] if isinstance(value, str) else value
             if isinstance(items, list) and all(isinstance(item, str) for item in items):
                 return tuple(check_text(item, where) for item in items)
-            raise _refusal(wrong_type, where, "a list of names", repr(value))
+            raise _value_error(wrong_type, where, "a list of names", repr(value))
 
         # Numbers and texts.
         if self.type is float and isinstance(value, int | str) and not isinstance(value, bool):
-            value = _number(float, value)  # YAML 1.1 reads 1e-3 as text
+            value = _parse_number(float, value)  # YAML 1.1 reads 1e-3 as text
         if type(value) is not self.type:
-            raise _refusal(wrong_type, where, TYPE_NAMES[self.type], repr(value))
+            raise _value_error(wrong_type, where, TYPE_NAMES[self.type], repr(value))
         if self.type is float and not abs(value) <= LARGEST_FLOAT:
             expected = f"from -{LARGEST_FLOAT} to {LARGEST_FLOAT}"
-            raise _refusal("a number that is not finite in float32", where, expected, value)
+            raise _value_error("a number that is not finite in float32", where, expected, value)
         for limits in (note for note in self.notes if isinstance(note, Range)):
             if not value >= limits.least:
-                raise _refusal("a value is too small", where, f"{limits.least} or more", value)
+                raise _value_error("a value is too small", where, f"{limits.least} or more", value)
             if not value <= limits.most:
-                raise _refusal("a value is too large", where, f"{limits.most:,} or less", value)
+                raise _value_error("a value is too large", where, f"{limits.most:,} or less", value)
         return check_text(value, where) if self.type is str else value
 
 
-def _refusal(what: str, where: str, expected: str, got: object) -> ConfigError:
+def _value_error(what: str, where: str, expected: str, got: object) -> ConfigError:
     return ConfigError(message(what, where=where, expected=expected, got=got))
 
 
-def key_types(kind: Any, prefix: str = "") -> Iterator[Key]:
+def dataclass_keys(kind: Any, prefix: str = "") -> Iterator[Key]:
     """Yields the keys of a dataclass and of the dataclasses in it."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
-            yield from key_types(hint, f"{prefix}{name}.")
+            yield from dataclass_keys(hint, f"{prefix}{name}.")
         else:
-            yield Key.of(prefix + name, hint)
+            yield Key.from_hint(prefix + name, hint)
 
 
 def split_arguments(
@@ -154,7 +154,7 @@ def split_arguments(
         most = math.inf if get_origin(key.type) is tuple else int(not key.is_flag)
         while remaining and not remaining[0].startswith("--") and len(texts) < most:
             texts.append(remaining.popleft())
-        values[key.name] = key.read(texts)
+        values[key.name] = key.parse_texts(texts)
     return positional, values
 
 
@@ -172,7 +172,7 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
-def _number(kind: type[int] | type[float], value: str | int) -> float | str:
+def _parse_number(kind: type[int] | type[float], value: str | int) -> float | str:
     """Returns the number that a text spells, or the text itself for `Key.convert` to refuse."""
     try:
         return kind(value)

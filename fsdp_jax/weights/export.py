@@ -13,7 +13,7 @@ from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.export import read_params, refuse_misfits, saved_params
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError, message
-from fsdp_jax.io.array_specs import describe
+from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.boxes import Box, box_of_index, box_sizes, box_view, intersect, relative_box
 from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, write_weights
@@ -132,7 +132,7 @@ def _check_complete(
     names = table.names()
     paths = {mapping.name: path for path, each in mappings.items() for mapping in each}
     lines = [
-        f"ours {path}, {describe(leaves[path])}: no tensor is known for it"
+        f"ours {path}, {describe_array(leaves[path])}: no tensor is known for it"
         for path, each in mappings.items()
         if not each
     ]
@@ -162,7 +162,7 @@ def _tensor_values(
             changed = values if change is None else change(path, mapping.box, values)
             if changed.shape != values.shape:
                 what = "`change` must keep the shape of the values"
-                got = f"{describe(values)} to {describe(changed)}"
+                got = f"{describe_array(values)} to {describe_array(changed)}"
                 raise ConfigError(message(what, where=path, got=got))
             yield mapping.to_tensor(changed)
 

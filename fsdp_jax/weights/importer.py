@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.export import fits_dtype, read_mapped, refuse_misfits
-from fsdp_jax.io.array_specs import describe
+from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.sharded_read import STAGING_BYTES, tensors_equal
 from fsdp_jax.io.tensor_mapping import TensorMapping
@@ -72,13 +72,13 @@ def locate_tensors(
     owners = {mapping.name: (path, mapping) for path, each in mappings.items() for mapping in each}
     located, lines = _match_tensors(tensors, table, owners, ignore)
     lines += [
-        f"ours {path}, {describe(leaves[path])}: no tensor is known for it"
+        f"ours {path}, {describe_array(leaves[path])}: no tensor is known for it"
         for path, each in mappings.items()
         if not each
     ]
     for name, (path, mapping) in owners.items():
         leaf, tensor = leaves[path], located.get(name)
-        both = f"theirs {name}, ours {path}, {describe(leaf)}"
+        both = f"theirs {name}, ours {path}, {describe_array(leaf)}"
         if tensor is None:
             lines.append(f"{both}: missing in the files")
         elif tensor.shape != mapping.shape:

@@ -13,8 +13,8 @@ from fsdp_jax.cli import certify as command
 from fsdp_jax.cli.main import main
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.train.config import Config, ModelConfig
-from fsdp_jax.train.config_file import load
-from fsdp_jax.train.shapes import batch_shapes, length_fields, make_shape
+from fsdp_jax.train.config_file import load_config
+from fsdp_jax.train.shapes import batch_shapes, length_fields, make_model_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SETTING = Setting("full_shard", 1, 32)
@@ -60,7 +60,7 @@ def test_the_exit_code_says_whether_it_holds(quickstart, certificate, capsys):
 def test_the_keys_of_a_run_are_heeded(quickstart):
     quickstart["certificate"] = HOLDS
     overrides = "--train.devices 8 --train.local_batch False --precision.compute bfloat16"
-    config = load(CONFIGS / "quickstart.yaml", [*overrides.split(), "--remat", "full"])
+    config = load_config(CONFIGS / "quickstart.yaml", [*overrides.split(), "--remat", "full"])
     command.certify_small(config)
     assert not quickstart["local_batch"]
     assert quickstart["precision"].compute == "bfloat16"
@@ -82,11 +82,11 @@ def test_every_preset_has_a_small_version(family, preset):
     config = Config(model=ModelConfig(family=family, preset=preset))
     kind = config.data.kind if task.is_text else "images"
     data = dataclasses.replace(config.data, kind=kind)
-    shape = make_shape(config.model, data)
+    shape = make_model_config(config.model, data)
     packing = task.name == "text"
     data = dataclasses.replace(data, sequence_length=command.LENGTH, packing=packing)
-    shape = command.small_shape(shape, length_fields(FAMILIES[family], data))
-    batch = command.make_batch(batch_shapes(FAMILIES[family], shape, data, 4), shape, data)
+    shape = command.shrink_model_config(shape, length_fields(FAMILIES[family], data))
+    batch = command.random_batch(batch_shapes(FAMILIES[family], shape, data, 4), shape, data)
 
     def loss():
         model = FAMILIES[family].model(shape, rngs=nnx.Rngs(0))
@@ -101,7 +101,7 @@ def test_every_preset_has_a_small_version(family, preset):
     "overrides", ["", "--precision.compute bfloat16 --precision.reduce float32"]
 )
 def test_the_quickstart_is_certified(overrides):
-    config = load(CONFIGS / "quickstart.yaml", ["--train.devices", "8", *overrides.split()])
+    config = load_config(CONFIGS / "quickstart.yaml", ["--train.devices", "8", *overrides.split()])
     certificate = command.certify_small(config, ["full_shard", "hybrid_shard_zero2"])
     assert certificate.holds
     assert len(certificate.rows) == 2 * (2 + 2 + 1) + 1

@@ -68,7 +68,8 @@ def planted(kind: type[Target]) -> Target:
     class Planted(kind):  # type: ignore[misc, valid-type]
         def start(self) -> None:
             super().start()
-            options.load_with = with_fault(options.load_with)  # the command line calls no `read`
+            # The command line calls no `read`.
+            options.load_config_with = with_fault(options.load_config_with)
 
         def make(self, case: Case) -> None:
             case.rng = First()

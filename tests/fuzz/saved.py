@@ -14,7 +14,7 @@ from fsdp_jax.cli.main import main
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.config import CheckpointConfig
 from fsdp_jax.train.metrics import JsonLines
-from fsdp_jax.train.resume import Resuming
+from fsdp_jax.train.resume import Resumer
 from fuzz import mutations
 from fuzz.harness import Case, ExitCode, RefusedError, Running, Target
 
@@ -121,7 +121,7 @@ class CheckpointTarget(Target):
         with ExitStack() as stack:
             stack.push(lease)
             store = stack.enter_context(CheckpointStore(run / "checkpoints"))
-            point = Resuming(store, settings, print).choose()
+            point = Resumer(store, settings, print).choose()
             if point is None:
                 return ExitCode(0)
             # The same bytes under the same name are read from disk once.

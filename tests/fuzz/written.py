@@ -107,7 +107,9 @@ class ConfigTarget(Target):
     def make(self, case: Case) -> None:
         rng, path = case.rng, case.folder / "config.yaml"
         shipped = sorted(CONFIGS.glob("*.yaml"))
-        texts = [config_file.dump(Config()) if rng.random() < 0.2 else yaml.safe_dump(SETTINGS)]
+        texts = [
+            config_file.dump_config(Config()) if rng.random() < 0.2 else yaml.safe_dump(SETTINGS)
+        ]
         content = rng.choice([rng.choice(shipped).read_text(), *texts])
         path.write_text(content)
         way = rng.random()
@@ -151,7 +153,7 @@ class ConfigTarget(Target):
         return f"a key in {section}"
 
     def read(self, case: Case) -> Any:
-        config = config_file.load(case.folder / "config.yaml")
+        config = config_file.load_config(case.folder / "config.yaml")
         if case.done:  # what it describes too, up to compilation
             build(
                 dataclasses.replace(config, train=dataclasses.replace(config.train, devices=None))
@@ -248,9 +250,9 @@ class CommandLineTarget(Target):
             raise FitError("the work begins here")
 
         for module, name in (
-            (main, "train"), (build, "build"), (planning, "plan_of"), (planning, "choose"),
-            (certify, "certify_small"), (huggingface, "import_run"), (huggingface, "export_model"),
-            (verify, "export_run"),
+            (main, "train"), (build, "build"), (planning, "plan_of"), (planning, "search_fastest"),
+            (certify, "certify_small"), (huggingface, "import_huggingface"),
+            (huggingface, "export_huggingface"), (verify, "export_run"),
         ):  # fmt: skip
             setattr(module, name, reached)
 

@@ -21,7 +21,7 @@ from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.sharding.mesh import mesh_axes
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.train.build import build
-from fsdp_jax.train.config_file import load
+from fsdp_jax.train.config_file import load_config
 
 pytestmark = pytest.mark.releases
 
@@ -308,7 +308,9 @@ def test_fake_devices_have_the_coordinates_of_the_real_ones(name):
 @pytest.mark.needs_plugin
 def test_the_estimated_peak_is_close_to_the_compiled_one():
     settings = ["--model.layers", "3", "--data.sequence_length", "1024"]
-    run = build(load(CONFIGS / "llama2_7b.yaml", settings), parse_topology("h100:8").devices())
+    run = build(
+        load_config(CONFIGS / "llama2_7b.yaml", settings), parse_topology("h100:8").devices()
+    )
     jaxpr = run.step.trace(run.batch)
     memory = run.step.compile(run.batch).memory_analysis()
     assert estimate(run.step.plan, jaxpr).peak_bytes == pytest.approx(

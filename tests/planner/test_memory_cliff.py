@@ -9,7 +9,7 @@ from fsdp_jax.hlo.parser import parse
 from fsdp_jax.planner import HARDWARE, Work, analytic_plan, compiled_plan, parse_topology
 from fsdp_jax.planner.memory_cliff import GPU_BASE, GPU_SLOP, compiler_limit, memory_cliff
 from fsdp_jax.train.build import build
-from fsdp_jax.train.config_file import load
+from fsdp_jax.train.config_file import load_config
 
 GIB = 2**30
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
@@ -110,7 +110,7 @@ def test_a_gpu_with_too_little_memory_has_a_cliff(tmp_path):
     words = "--model.preset llama-tiny --model.layers 8 --model.width 1024 --model.heads 8"
     words += " --model.vocab_size 8192 --data.sequence_length 2048 --remat none"
     words += " --train.global_batch_size 16"
-    config = load("configs/llama2_7b.yaml", words.split())
+    config = load_config("configs/llama2_7b.yaml", words.split())
     plans = []
     for gib in (3, 0.9):
         machine = parse_topology("h100:8")

@@ -12,7 +12,7 @@ from fsdp_jax.models import FAMILIES
 from fsdp_jax.planner import compiled_plan, parse_topology
 from fsdp_jax.planner.compiled.program import compile_step
 from fsdp_jax.train.build import build
-from fsdp_jax.train.config_file import load
+from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.planning import plan_of
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ PLANNED = {
     if (match := re.search(r"fsdp-jax plan \S+ --topology (\S+)", path.read_text()))
     and "weights:" not in path.read_text()
 }
-IN_CONFIGS = {load(path).model.preset for path in CONFIGS.values()}
+IN_CONFIGS = {load_config(path).model.preset for path in CONFIGS.values()}
 OTHERS = [
     (name, preset)
     for name, each in FAMILIES.items()
@@ -35,7 +35,7 @@ OTHERS = [
 @pytest.mark.long
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_configuration_fits_the_machine_it_names(name):
-    plan = plan_of(load(CONFIGS[name]), parse_topology(PLANNED[name]), analytic=True)
+    plan = plan_of(load_config(CONFIGS[name]), parse_topology(PLANNED[name]), analytic=True)
     assert plan.fits
     assert plan.mfu > 0
 
@@ -71,7 +71,7 @@ def test_other_presets_are_planned(family, preset, tmp_path):
         f"model: {{family: {family}, preset: {preset}}}\ndata: {{kind: {kind}}}\n"
         "train: {global_batch_size: 64}\n"
     )
-    plan = plan_of(load(tmp_path / "run.yaml"), parse_topology("h100:8x8"), analytic=True)
+    plan = plan_of(load_config(tmp_path / "run.yaml"), parse_topology("h100:8x8"), analytic=True)
     assert plan.parameters == pytest.approx(
         FAMILIES[family].parameter_count(FAMILIES[family].presets[preset]), rel=0.01
     )
@@ -94,7 +94,7 @@ def test_other_presets_are_planned(family, preset, tmp_path):
 def test_contract_and_plan_hold_for_every_family(name, tmp_path):
     """At real width and small depth: the traffic is as declared, and the figures add up."""
     topology = parse_topology("h100:8")
-    config = load(CONFIGS[name], ["--model.layers", "3", "--train.global_batch_size", "16"])
+    config = load_config(CONFIGS[name], ["--model.layers", "3", "--train.global_batch_size", "16"])
     run = build(config, topology.devices())
     with rematerializations() as repeated:
         plan = compiled_plan(run.step, run.batch, topology, run.work, tmp_path)
@@ -113,7 +113,7 @@ def test_contract_and_plan_hold_for_every_family(name, tmp_path):
 def test_adapters_on_frozen_weights_hold_their_contract():
     """Llama 3 8B's width with LoRA: only the adapters' gradients are reduced."""
     overrides = ["--model.weights", "None", "--model.preset", "llama3-8b", "--model.layers", "3"]
-    config = load(CONFIGS["finetune_lora_llama3_8b"], overrides)
+    config = load_config(CONFIGS["finetune_lora_llama3_8b"], overrides)
     run = build(config, parse_topology("h100:8").devices())
     contract = check_contract(run.step, run.batch)
     assert contract.holds, str(contract)

@@ -18,7 +18,7 @@ from fsdp_jax.jaxprs import all_eqns
 from fsdp_jax.planner import parse_topology
 from fsdp_jax.step.finite import checked_update, stays_finite
 from fsdp_jax.train.build import build
-from fsdp_jax.train.config_file import load
+from fsdp_jax.train.config_file import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -181,7 +181,9 @@ def test_no_new_state_is_kept_for_the_check():
     settings = ["--prefetch", "pre", "--train.local_batch", "True", "--mesh.replica", "1"]
     settings += ["--model.attention", "blockwise", "--train.accumulation", "1"]
     settings += ["--train.deferred_reduction", "False", "--train.global_batch_size", "8"]
-    run = build(load(CONFIGS / "llama2_7b.yaml", settings), parse_topology("h100:8").devices())
+    run = build(
+        load_config(CONFIGS / "llama2_7b.yaml", settings), parse_topology("h100:8").devices()
+    )
     program = run.step.compile(run.batch).as_text()
     results = re.findall(r"= (\(.*?\)) fusion\(", program)
     checks = [each for each in results if "pred[" in each]

@@ -12,7 +12,7 @@ from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import LossScale, Precision
 from fsdp_jax.step.loss_scaling import after_step, counts_as_skipped, loss_factor, start
 from fsdp_jax.train.config import CheckpointConfig
-from fsdp_jax.train.resume import ResumePoint, Resuming
+from fsdp_jax.train.resume import ResumePoint, Resumer
 from fsdp_jax.tree import flatten
 from tests.reference import CASES, STEPS, by_path, control, make_model, optimizer, train
 
@@ -123,7 +123,7 @@ def test_a_resumed_run_may_turn_scaling_on_or_off_and_a_line_says_so(tmp_path, s
     with CheckpointStore(tmp_path) as store:
         store.save(0, before.to_checkpoint(before.init(0)), data={}, metadata={})
         point = ResumePoint(0, {})
-        state = Resuming(store, CheckpointConfig(), said.append).restore(point, after)
+        state = Resumer(store, CheckpointConfig(), said.append).restore(point, after)
     assert jax.tree.structure(state) == jax.tree.structure(after.abstract_state())
     assert ("loss_scale" in str(flatten(state))) == (resumed is HALF)
     assert any("scale" in line for line in said) == (saved is not resumed)

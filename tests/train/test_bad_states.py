@@ -111,7 +111,7 @@ def test_a_run_does_not_go_back_for_ever(run, capsys):
 
 @pytest.mark.long
 def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
-    go_back, damaged = Training._go_back, []
+    go_back, damaged = Training._go_back_after_spike, []
 
     def damage(training, what):
         path = training.store.path(8)
@@ -124,7 +124,7 @@ def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
             file.write_bytes(content)
         return go_back(training, what)
 
-    monkeypatch.setattr(Training, "_go_back", damage)
+    monkeypatch.setattr(Training, "_go_back_after_spike", damage)
     every = ("--checkpoint.every", "4")
     assert spiking(run, "stops", "back", 1e-6, *every) == 3
     assert "a checkpoint is damaged" in capsys.readouterr().err
@@ -143,14 +143,14 @@ def size_of(file):
 
 
 def test_a_signal_at_a_spike_does_not_save_what_is_gone_back_from(run, monkeypatch, capsys):
-    record = Training._record
+    record = Training._record_step
 
     def stopping(training, pending):
         went_back = record(training, pending)
         training.stop.asked |= pending.step == 8
         return went_back
 
-    monkeypatch.setattr(Training, "_record", stopping)
+    monkeypatch.setattr(Training, "_record_step", stopping)
     assert spiking(run, "stopped", "back", 1e-6, "--checkpoint.every", "4") == 75
     said = capsys.readouterr().out
     assert "back to step 8, and on" in said

@@ -11,7 +11,7 @@ from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.train.build import build, make_model, make_offload, make_remat
 from fsdp_jax.train.config import Config, LoraConfig, ModelConfig
-from fsdp_jax.train.config_file import KEYS, digest, dump, load
+from fsdp_jax.train.config_file import KEYS, config_digest, dump_config, load_config
 from fsdp_jax.units.remat import RematPolicy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -29,14 +29,14 @@ def written(tmp_path):
 
 
 def test_an_empty_file_is_the_defaults(written):
-    assert load(written("")) == Config()
+    assert load_config(written("")) == Config()
 
 
 def test_overrides_win_over_the_file(written):
     path = written("train: {steps: 5, seed: 3}\nunits: {classes: [Block]}\n")
     overrides = "--train.steps 20 --mesh.replica=2 --mesh.data -1 --units.classes Block MLP"
     overrides += " --optimizer.clip None --model.scan-layers False --train.global_batch_size 8"
-    config = load(path, overrides.split())
+    config = load_config(path, overrides.split())
     assert (config.train.steps, config.train.seed, config.train.global_batch_size) == (20, 3, 8)
     assert (config.mesh.replica, config.mesh.data) == (2, -1)
     assert config.units.classes == ("Block", "MLP")
@@ -45,16 +45,16 @@ def test_overrides_win_over_the_file(written):
 
 
 def test_numbers_without_a_point(written):
-    config = load(written("optimizer: {learning_rate: 1e-3, clip: 1}"))
+    config = load_config(written("optimizer: {learning_rate: 1e-3, clip: 1}"))
     assert (config.optimizer.learning_rate, config.optimizer.clip) == (1e-3, 1.0)
 
 
 def test_dump_reads_back(written):
-    config = load(
+    config = load_config(
         QUICKSTART, ["--units.classes", "Block", "MLP", "--optimizer.learning_rate", "1e-05"]
     )
-    assert load(written(dump(config))) == config
-    assert digest(load(written(dump(config)))) == digest(config)
+    assert load_config(written(dump_config(config))) == config
+    assert config_digest(load_config(written(dump_config(config)))) == config_digest(config)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -62,25 +62,25 @@ def test_configs_comment_every_key(path):
     lines = [line for line in path.read_text().splitlines() if line.startswith(" ") and ":" in line]
     assert lines
     assert [line for line in lines if "#" not in line] == []
-    config = load(path)
+    config = load_config(path)
     assert config.train.steps >= 200
     assert config.train.global_batch_size % 8 == 0
 
 
 def test_the_keys_of_recomputation_and_offload(written):
-    assert make_remat(load(written("remat: full"))) == "full"
-    config = load(written("remat: dots\nremat_save: attention\nremat_every: 2"))
+    assert make_remat(load_config(written("remat: full"))) == "full"
+    config = load_config(written("remat: dots\nremat_save: attention\nremat_every: 2"))
     assert make_remat(config) == RematPolicy("dots", ("attention",), every=2)
     with pytest.raises(
         ConfigError, match="remat none nothing is recomputed\n  where:    remat_every"
     ):
-        make_remat(load(written("remat_every: 2")))
+        make_remat(load_config(written("remat_every: 2")))
     assert make_offload(Config().offload) == Offload()
-    config = load(written("offload: {params: true, optimizer: 0.5, activations: true}"))
+    config = load_config(written("offload: {params: true, optimizer: 0.5, activations: true}"))
     assert make_offload(config.offload) == Offload(True, 0.5, activations=True)
-    config = load(written("offload: {activation_names: [mlp], in_flight: 3}"))
+    config = load_config(written("offload: {activation_names: [mlp], in_flight: 3}"))
     assert make_offload(config.offload) == Offload(activations=("mlp",), in_flight=3)
-    both = load(written("offload: {activation_names: [mlp], activations: true}"))
+    both = load_config(written("offload: {activation_names: [mlp], activations: true}"))
     with pytest.raises(ConfigError, match=r"or activations by name\n.*activation_names"):
         make_offload(both.offload)
 
@@ -119,7 +119,7 @@ def test_the_keys_of_recomputation_and_offload(written):
 )
 def test_mistakes_in_the_file(written, text, message):
     with pytest.raises(ConfigError, match=message):
-        load(written(text))
+        load_config(written(text))
 
 
 def test_yaml_that_wants_to_run_code(written, tmp_path):
@@ -132,7 +132,7 @@ def test_yaml_that_wants_to_run_code(written, tmp_path):
         with pytest.raises(
             ConfigError, match=r"not YAML[^$]*could not determine a constructor for the tag"
         ):
-            load(written(f"output: {tag} ['{mark}']"))
+            load_config(written(f"output: {tag} ['{mark}']"))
     assert not mark.exists()
 
 
@@ -187,13 +187,13 @@ def test_yaml_that_wants_to_run_code(written, tmp_path):
 )
 def test_nonsense_in_the_file_is_refused(written, text, what):
     with pytest.raises(ConfigError, match=what):
-        load(written(text))
+        load_config(written(text))
 
 
 def test_anchors_and_merges_that_are_small_are_read(written):
-    config = load(written("train: &t {steps: 5}\ndata: {split: &s a, field: *s}"))
+    config = load_config(written("train: &t {steps: 5}\ndata: {split: &s a, field: *s}"))
     assert (config.train.steps, config.data.split, config.data.field) == (5, "a", "a")
-    config = load(written("train:\n  <<: {steps: 5, seed: 3}\n  steps: 6"))
+    config = load_config(written("train:\n  <<: {steps: 5, seed: 3}\n  steps: 6"))
     assert (config.train.steps, config.train.seed) == (6, 3)
 
 
@@ -207,7 +207,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path):
         tmp_path / "latin.yaml": "not YAML",
     }.items():
         with pytest.raises(ConfigError, match=rf"{path}\n  got: .*{what}|{what}\n  where: +{path}"):
-            load(path)
+            load_config(path)
 
 
 def number_keys(wanted):
@@ -219,22 +219,22 @@ def test_no_number_is_infinite(written, key):
     section, name = key.split(".")
     for value in (".inf", "-.inf", ".nan", "'inf'", "'nan'", "1e400", "1" + "0" * 400):
         with pytest.raises(ConfigError, match=key):
-            load(written(f"{section}: {{{name}: {value}}}"))
+            load_config(written(f"{section}: {{{name}: {value}}}"))
         text = value.strip("'").replace(".", "")
         with pytest.raises(ConfigError, match=rf"where: +--{key}"):
-            load(written(""), [f"--{key}={text}"])
+            load_config(written(""), [f"--{key}={text}"])
 
 
 @pytest.mark.parametrize("key", number_keys(int))
 def test_no_whole_number_is_without_limits(written, key):
     for value in (-2, 10**30, "True", "1.5"):
         with pytest.raises(ConfigError, match=rf"where: +{KEYS[key].option}"):
-            load(written(""), [f"--{key}={value}"])
+            load_config(written(""), [f"--{key}={value}"])
 
 
 def test_no_such_file(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read\n  where: +\S+none\.yaml"):
-        load(tmp_path / "none.yaml")
+        load_config(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize(
@@ -262,12 +262,12 @@ def test_no_such_file(tmp_path):
 )
 def test_mistakes_on_the_command_line(written, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        load(written(""), overrides.split())
+        load_config(written(""), overrides.split())
 
 
 @pytest.mark.parametrize("value", ["true", "True", "TRUE"])
 def test_booleans_in_any_case(written, value):
-    config = load(written(""), ["--data.packing", value, "--train.local_batch=false"])
+    config = load_config(written(""), ["--data.packing", value, "--train.local_batch=false"])
     assert config.data.packing is True
     assert config.train.local_batch is False
 
@@ -287,7 +287,7 @@ def test_help_shows_every_key_with_its_type_default_and_meaning(written, capsys,
     [("prefetch", "pre"), ("train.deferred_reduction", "True"), ("precision.reduce", "bfloat16")],
 )
 def test_keys_that_need_local_batches_are_refused_by_name(key, value):
-    config = load(
+    config = load_config(
         QUICKSTART, ["--train.local_batch", "False", f"--{key}", value, "--train.devices", "8"]
     )
     with pytest.raises(

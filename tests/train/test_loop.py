@@ -317,21 +317,21 @@ FAULTS = {
     "hang": """
 import time
 from fsdp_jax.train.loop import Training
-record = Training._record
+record = Training._record_step
 def hang(self, pending):
     record(self, pending)
     time.sleep(600 * (pending.step == 5))
-Training._record = hang
+Training._record_step = hang
 """,
     # In the loop, while a save of step 4 may be under way.
     "exception": """
 from fsdp_jax.train.loop import Training
-record = Training._record
+record = Training._record_step
 def fail(self, pending):
     record(self, pending)
     if pending.step == 5:
         raise KeyError("in the step")
-Training._record = fail
+Training._record_step = fail
 """,
     # After the first save; the run ends with the second that fails.
     "full disk": """

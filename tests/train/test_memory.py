@@ -9,7 +9,7 @@ from fsdp_jax.step import known_defects
 from fsdp_jax.step.known_defects import KnownDefect
 from fsdp_jax.train import memory
 from fsdp_jax.train.build import build
-from fsdp_jax.train.config_file import load
+from fsdp_jax.train.config_file import load_config
 
 WORDS = "--model.layers 4 --model.width 64 --model.heads 2 --units.classes Block"
 WORDS += " --data.sequence_length 64 --train.global_batch_size 64 --train.local_batch True"
@@ -40,24 +40,24 @@ class Compiled:
 def run_like(tmp_path):
     file = tmp_path / "empty.yaml"
     file.write_text("train: {}")
-    run = build(load(file, WORDS.split()))
+    run = build(load_config(file, WORDS.split()))
     run.step.compiled = Compiled()
     return run
 
 
 def test_a_run_on_virtual_devices_has_no_cliff(run_like):
-    assert memory.cliff_of(run_like) is None
+    assert memory.find_memory_cliff(run_like) is None
 
 
 @pytest.mark.long
 def test_a_run_names_the_lever_of_its_cliff(run_like, monkeypatch):
     """As if the virtual devices were eight H100s."""
     monkeypatch.setattr(memory, "hardware_of", lambda kind: HARDWARE["h100"])
-    cliff = memory.cliff_of(run_like)
+    cliff = memory.find_memory_cliff(run_like)
     assert (cliff.rematerialized, cliff.free_bytes) == (1, 256)
     assert "which frees" in cliff.lever
     run_like.step.compiled = None
-    assert memory.cliff_of(run_like) is None
+    assert memory.find_memory_cliff(run_like) is None
 
 
 def test_a_run_prints_a_line_for_a_known_defect(run, capsys, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from fsdp_jax.cli.main import main
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import load
+from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.planning import with_settings
 
 TINY = """
@@ -135,9 +135,9 @@ def test_a_search_writes_the_best_configuration(tiny, capsys, tmp_path, monkeypa
     shown = capsys.readouterr()
     assert "best: --strategy" in shown.out
     assert "estimated" in shown.err
-    best = load(tmp_path / "best.yaml")
+    best = load_config(tmp_path / "best.yaml")
     assert f"--strategy {best.strategy} " in shown.out
-    assert best.model == load(tiny).model
+    assert best.model == load_config(tiny).model
 
 
 @pytest.mark.needs_plugin

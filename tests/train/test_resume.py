@@ -275,14 +275,14 @@ def test_a_signal_while_it_compiles_or_saves(run, uninterrupted, tmp_path, monke
         assert run("signal") == 75
     assert len(names(tmp_path / "signal")) == 1
     with monkeypatch.context() as patched:
-        finish = CheckpointStore._finish
+        finish = CheckpointStore._finish_save
 
         def interrupted_save(self, step, *rest):
             if step == 4:
                 signal.raise_signal(signal.SIGTERM)
             finish(self, step, *rest)
 
-        patched.setattr(CheckpointStore, "_finish", interrupted_save)
+        patched.setattr(CheckpointStore, "_finish_save", interrupted_save)
         assert run("signal") == 75
     assert run("signal") == 0
     assert losses(tmp_path / "signal") == uninterrupted

@@ -17,7 +17,11 @@ from fsdp_jax.cli.main import main
 from fsdp_jax.data import load_tokenizer, train_bpe
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train import huggingface
-from fsdp_jax.train.huggingface import export_model, import_run, write_model
+from fsdp_jax.train.huggingface import (
+    export_huggingface,
+    import_huggingface,
+    write_config_and_tokenizer,
+)
 from fsdp_jax.tree import flatten, unflatten
 from fsdp_jax.weights import import_weights, token_ids
 
@@ -45,7 +49,7 @@ def adapted_run(run, *, scan_layers=True):
     tree = unflatten(params | {path: jnp.asarray(value) for path, value in added.items()})
     with CheckpointStore(run / "checkpoints") as store:
         store.save(7, {"params": tree}, data={}, metadata={"lora_scale": SCALE})
-    write_model(run, config, None)
+    write_config_and_tokenizer(run, config, None)
     return params, added
 
 
@@ -54,7 +58,7 @@ def test_adapters_of_kernels_in_bfloat16_are_not_rounded_away(tmp_path, scan_lay
     params, added = adapted_run(tmp_path / "run", scan_layers=scan_layers)
     outs = {dtype: tmp_path / str(dtype) for dtype in ("float32", "bfloat16", None)}
     for dtype, out in outs.items():
-        export_model(tmp_path / "run", out, step=None, dtype=dtype)
+        export_huggingface(tmp_path / "run", out, step=None, dtype=dtype)
     found = {dtype: load_file(out / "model.safetensors") for dtype, out in outs.items()}
     lost = 0
     for layer in range(LAYERS):
@@ -87,7 +91,7 @@ def test_adapters_are_merged_one_layer_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(
         huggingface, "read_params", lambda *given: (reads.extend(given[2]), read(*given))[1]
     )
-    export_model(tmp_path / "run", tmp_path / "out", step=7, dtype="float32")
+    export_huggingface(tmp_path / "run", tmp_path / "out", step=7, dtype="float32")
     assert sorted(shapes) == LAYERS * [("float32", (1, WIDTH, WIDTH))] + LAYERS * [
         ("float32", (1, HIDDEN, WIDTH))
     ]
@@ -111,8 +115,8 @@ def theirs(tmp_path):
 def test_token_ids_are_exported_from_the_tokenizer(theirs, tmp_path):
     end = load_tokenizer(theirs).end
     assert end not in (None, 0)
-    import_run(theirs, tmp_path / "run", dtype="float32")
-    export_model(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
+    import_huggingface(theirs, tmp_path / "run", dtype="float32")
+    export_huggingface(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
     found = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (found["eos_token_id"], found["bos_token_id"], found["pad_token_id"]) == (
         end,
@@ -126,7 +130,7 @@ def test_token_ids_are_exported_from_the_tokenizer(theirs, tmp_path):
     config.write_text(
         json.dumps({k: v for k, v in json.loads(config.read_text()).items() if "token_id" not in k})
     )
-    export_model(tmp_path / "run", tmp_path / "again", step=None, dtype="float32")
+    export_huggingface(tmp_path / "run", tmp_path / "again", step=None, dtype="float32")
     assert token_ids(tmp_path / "again") == {"eos_token_id": end}
 
 
@@ -135,8 +139,8 @@ def test_token_ids_of_an_imported_config_are_exported(theirs, tmp_path):
     tokens = {"bos_token_id": 90, "eos_token_id": [91, 92], "pad_token_id": 5}
     (theirs / "config.json").write_text(json.dumps(config | tokens))
     (theirs / "tokenizer.json").unlink()
-    import_run(theirs, tmp_path / "run", dtype="float32")
-    export_model(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
+    import_huggingface(theirs, tmp_path / "run", dtype="float32")
+    export_huggingface(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
     assert token_ids(tmp_path / "out") == tokens
 
 
@@ -144,8 +148,8 @@ def test_image_models_have_no_token_ids(tmp_path):
     folder, _ = folder_of("vit", tmp_path / "theirs")
     processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    import_run(folder, tmp_path / "run", dtype="float32")
-    export_model(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
+    import_huggingface(folder, tmp_path / "run", dtype="float32")
+    export_huggingface(tmp_path / "run", tmp_path / "out", step=None, dtype="float32")
     found = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
     assert processor.items() <= found.items()
     assert "eos_token_id" not in json.loads((tmp_path / "out" / "config.json").read_text())
@@ -162,23 +166,23 @@ def test_a_killed_import_starts_over(theirs, tmp_path, monkeypatch, when):
         if when == "saving":
             patch.setattr(CheckpointStore, "_seal", killed)
         elif when == "between":
-            patch.setattr(huggingface, "write_model", killed)
+            patch.setattr(huggingface, "write_config_and_tokenizer", killed)
         else:
             patch.setattr(huggingface, "config_files", killed)
         with pytest.raises(KeyboardInterrupt):
-            import_run(theirs, run, dtype="float32")
+            import_huggingface(theirs, run, dtype="float32")
     assert not (run / "config.json").exists()
     (run / "lease.json").write_text("{}")  # which a killed process leaves
     (run / "tokenizer.json.unfinished").write_text("{")
     (run / "config.json.writing").write_text("{")  # which older releases left
-    import_run(theirs, run, dtype="bfloat16")
-    export_model(run, tmp_path / "out", step=None, dtype=None)
+    import_huggingface(theirs, run, dtype="bfloat16")
+    export_huggingface(run, tmp_path / "out", step=None, dtype=None)
     assert (
         load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"].dtype
         == jnp.bfloat16
     )
     with pytest.raises(ConfigError, match=r"is not empty[^$]*config\.json"):
-        import_run(theirs, run, dtype="float32")
+        import_huggingface(theirs, run, dtype="float32")
 
 
 def test_an_import_replaces_no_other_files(theirs, tmp_path):
@@ -191,20 +195,20 @@ def test_an_import_replaces_no_other_files(theirs, tmp_path):
         run.mkdir()
         (run / name).write_text("{}")
         with pytest.raises(ConfigError, match=rf"is not empty[^$]*{said}"):
-            import_run(theirs, run, dtype="float32")
+            import_huggingface(theirs, run, dtype="float32")
     with CheckpointStore(tmp_path / "own" / "checkpoints") as store:
         store.save(0, {"params": {"w": jax.device_put(1.0)}}, data={}, metadata={})
     with pytest.raises(ConfigError, match=r"is not empty[^$]*checkpoints"):
-        import_run(theirs, tmp_path / "own", dtype="float32")
+        import_huggingface(theirs, tmp_path / "own", dtype="float32")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="not a directory"):
-        import_run(theirs, tmp_path / "file", dtype="float32")
+        import_huggingface(theirs, tmp_path / "file", dtype="float32")
 
 
 def test_an_unknown_dtype_is_refused_first(tmp_path, capsys):
     nowhere = tmp_path / "nowhere"
     with pytest.raises(ConfigError, match=r"where:\s+--dtype[^$]*expected:\s+float32[^$]*int8"):
-        export_model(nowhere, tmp_path / "out", step=None, dtype="int8")
+        export_huggingface(nowhere, tmp_path / "out", step=None, dtype="int8")
     for dtype in ("int8", "float16"):
         assert main(["import", str(nowhere), "--to", str(tmp_path / "out"), "--dtype", dtype]) == 2
         error = capsys.readouterr().err
@@ -213,8 +217,8 @@ def test_an_unknown_dtype_is_refused_first(tmp_path, capsys):
 
 def test_the_home_directory_is_expanded(theirs, tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "HOME", str(tmp_path))
-    import_run("~/theirs", "~/run", dtype="float32")
-    export_model("~/run", "~/out", step=None, dtype="float32")
+    import_huggingface("~/theirs", "~/run", dtype="float32")
+    export_huggingface("~/run", "~/out", step=None, dtype="float32")
     assert (tmp_path / "out" / "model.safetensors").exists()
     with pytest.raises(ConfigError, match="there already"):
-        export_model("~/run", "~/out", step=None, dtype="float32")
+        export_huggingface("~/run", "~/out", step=None, dtype="float32")
