@@ -81,7 +81,7 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
 
 
 def not_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
-    """Returns the names of arrays with a value that is infinite or NaN; waits for them.
+    """Returns the names of the arrays that have an infinite or NaN element; waits for them.
 
     Every process of an array's devices must call this.
     """
@@ -119,6 +119,7 @@ def begin_finite_check(arrays: Mapping[str, jax.Array]) -> Callable[[], list[str
 
 @jax.jit
 def _are_finite(arrays: list[jax.Array]) -> jax.Array:
+    """Returns for each array whether all of its elements are finite: bool[arrays]."""
     on_device = (jax.device_put(array, jax.memory.Space.Device) for array in arrays)
     return jnp.stack([jnp.all(jnp.isfinite(array)) for array in on_device])
 
@@ -146,7 +147,11 @@ def _copy(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _sharding_over_replicas(array: jax.Array) -> jax.NamedSharding | None:
-    """Returns a sharding without replicas, if each is to have SHARED_BYTES at least."""
+    """Returns a sharding that also splits some dim over the mesh axes that replicate an array.
+
+    None if nothing is replicated or no dim divides, in host memory, and if a part would have less
+    than SHARED_BYTES.
+    """
     sharding = array.sharding
     if not isinstance(sharding, jax.NamedSharding) or sharding.memory_kind == HOST:
         return None
@@ -177,7 +182,7 @@ def stored_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def leaf_from_stored(
     array: jax.Array | None, leaf: jax.ShapeDtypeStruct, impl: str | None
 ) -> jax.Array:
-    """Returns the leaf for its stored array.
+    """Returns a leaf of the restored state from its stored array.
 
     `array` is None for a leaf without elements, which is not stored; `impl` is the implementation
     of PRNG keys, None for other leaves.

@@ -66,7 +66,7 @@ class Lease:
         return seen
 
     def _take(self) -> None:
-        """Makes the directory if need be, locks the file and writes its owner into it."""
+        """Takes the lease: creates the directory, locks the file and writes its owner in."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._open_locked()
         self._file.truncate(0)
@@ -135,7 +135,7 @@ class Lease:
 
 
 def _is_file_at(file: IO[str], path: Path) -> bool:
-    """Returns whether `path` still names this open file."""
+    """Returns whether `path` names this open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:

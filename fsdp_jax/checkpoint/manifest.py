@@ -109,7 +109,7 @@ def write_manifest(root: Path, contents: Json, files: dict[str, Json]) -> None:
 
 @cache  # 3 ms
 def package_versions() -> dict[str, str]:
-    """Returns the versions of the packages that write a checkpoint."""
+    """Returns {package: version} of what decides on a program and on the files of a checkpoint."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -159,14 +159,15 @@ def _require_sane_entries(body: Json, name: str) -> None:
 
 
 def _error_reason(error: Exception) -> str:
-    """Returns what is wrong with a file, without its path."""
+    """Returns the message of an error about a file, without its path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def check_files(root: Path, *, part: int = 0, parts: int = 1, contents: bool = True) -> Checked:
-    """Compares files to the digests of the manifest; of `parts` readers, each takes every n-th.
+    """Compares a checkpoint's files to the digests of its manifest.
 
-    With 0 parts only the manifest is read; without `contents`, kinds and sizes are compared alone.
+    `part` of `parts` readers takes every n-th file; with 0 parts only the manifest is read. Without
+    `contents`, kinds and sizes are compared alone.
     Files that the manifest does not list are ignored.
     """
     started = time.perf_counter()

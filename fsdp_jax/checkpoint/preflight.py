@@ -75,7 +75,11 @@ class Preflight:
 def compare_to_target(
     where: Path, record: dict[str, Any], target: dict[str, Any], *, allow_cast: bool
 ) -> Preflight:
-    """Compares a manifest to a target. Raises ValueError for a target without shardings."""
+    """Returns what restoring a step into a target takes, and where they differ.
+
+    `record` is its manifest, and `target` its leaves by path. Raises ValueError for leaves without
+    shardings.
+    """
     fix = "sharded.checkpoint_target(), or a sharding in each ShapeDtypeStruct"
     require_shardings(target, where=str(where), fix=fix)
 
@@ -119,7 +123,7 @@ def compare_to_target(
 
 
 def read_ahead_bytes(shards: Iterable[tuple[jax.ShapeDtypeStruct, Sequence[int]]]) -> int:
-    """Returns a bound on the host bytes in flight that lets the largest single part through.
+    """Returns how many bytes to read concurrently at most: no less than the largest part takes.
 
     `shards` are pairs: the spec of what is read, and the shape of the shards it was saved in.
     """
@@ -154,7 +158,7 @@ def _read_sizes(
 
 
 def _castable(expected: str, got: str) -> bool:
-    """Returns whether two descriptions differ in their floating-point dtypes only."""
+    """Returns whether two texts of `describe_array` differ in floating-point dtypes only."""
     (wanted, shape), (saved, saved_shape) = parse_description(expected), parse_description(got)
     return shape == saved_shape and _is_floating(wanted) and _is_floating(saved)
 

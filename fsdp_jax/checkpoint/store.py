@@ -389,7 +389,10 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         _remove(_with_suffix(path, DIGESTS))
 
     def _digests_directory(self, path: Path) -> Path:
-        """Returns the directory where processes leave their digests, or that they failed."""
+        """Returns the directory where processes leave their digests, or a note that they failed.
+
+        Creates it if there are several processes.
+        """
         directory = _with_suffix(path, DIGESTS)
         if jax.process_count() > 1:
             directory.mkdir(exist_ok=True)
@@ -440,7 +443,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         log.info("deleted %d", step)
 
     def _prepare_directory(self, path: Path) -> None:
-        """Removes what a killed writer or a failed save left, and tries to create a directory.
+        """Removes what a killed or failed save left, and tries whether a step can be created.
 
         Raises ValueError if the step exists; CheckpointError, in process 0, if that fails.
         """
@@ -458,6 +461,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         self._swept = True
 
     def _remove_unsealed(self) -> None:
+        """Removes what is left of saves and deletions that were not finished."""
         for path in sorted(self.directory.glob("*")):
             # Orbax appends a suffix of its own while it writes.
             if path.name.endswith((UNSEALED, DELETING, DIGESTS)) or f"{UNSEALED}." in path.name:
@@ -465,7 +469,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
 
 def _orbax_context() -> orbax.Context:
-    """Returns orbax's defaults, but for its paths."""
+    """Returns orbax's default options, with paths taken literally."""
     context = orbax.Context()
     context.file.path_class = LiteralPath
     return context
@@ -491,7 +495,7 @@ def _saving_context() -> orbax.Context:
 
 
 def _storage_options(_: Any, array: jax.Array) -> Any:
-    """Returns how an array is divided in the file: a part that is read takes its whole chunk.
+    """Returns orbax's options for an array: the size of its chunks, which are read as a whole.
 
     Each replica of an array may be restored as a shard, and then reads its own chunk.
     """
@@ -555,13 +559,13 @@ def _with_suffix(path: Path, suffix: str) -> Path:
 
 
 def _writing_process(name: str) -> int:
-    """Returns the process that wrote a file: `process_N` is in the name of its own; else 0."""
+    """Returns the number of the process that wrote a file: N of `process_N` in its name, or 0."""
     match = re.search(r"(?:^|/)(?:ocdbt\.)?process_(\d+)(?:/|$)", name)
     return int(match[1]) if match else 0
 
 
 def _as_json(name: str, value: Json) -> Json:
-    """Returns a copy as JSON gives it back. Raises ValueError naming the entry that JSON lacks."""
+    """Returns a copy as JSON gives it back. Raises ValueError naming the entry it cannot hold."""
     for key, entry in value.items():
         try:
             json.dumps(entry)
@@ -573,7 +577,7 @@ def _as_json(name: str, value: Json) -> Json:
 
 
 def _checkpoint_error(what: str, path: Path, error: BaseException) -> CheckpointError:
-    """Returns an error with the root cause in one line, which orbax wraps in others."""
+    """Returns the error to raise: `what`, and in one line the root cause, which orbax wraps."""
     cause = error
     while (inner := cause.__cause__ or cause.__context__) and str(inner):
         cause = inner

@@ -22,8 +22,9 @@ from fsdp_jax.train.build import (
     start_devices,
 )
 from fsdp_jax.train.config import Config, DataConfig
+from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.optimizers import make_optimizer
-from fsdp_jax.train.shapes import Batch, batch_shapes, length_fields, make_model_config
+from fsdp_jax.train.shapes import Batch, batch_shapes, length_fields
 
 DEVICES = 8
 ACCUMULATION = (1, 4)
@@ -63,8 +64,8 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
     data = dataclasses.replace(config.data, sequence_length=LENGTH, target_length=None)
     family = FAMILIES[model.family]
     configured = make_model_config(model, config.data)
-    shape = shrink_model_config(configured, length_fields(family, data))
-    make, frozen = make_model(model, config.lora, family, shape, "cpu")
+    model_config = shrink_model_config(configured, length_fields(family, data))
+    make, frozen = make_model(model, config.lora, family, model_config, "cpu")
     rows = len(jax.devices()) * max(ACCUMULATION)
     units = config.units
     if units.min_params is not None:
@@ -74,7 +75,7 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
         return certify(
             make,
             partial(make_loss(family, config.train.loss_chunk), train=True),
-            random_batch(batch_shapes(family, shape, data, rows), shape, data),
+            random_batch(batch_shapes(family, model_config, data, rows), model_config, data),
             tx=make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
             units=make_units(units),
             precision=Precision(**vars(config.precision)),
@@ -88,19 +89,22 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
         )
 
 
-def shrink_model_config(shape: Any, text_lengths: dict[str, int]) -> Any:
-    """Returns a model configuration with small sizes; gates, tied heads and scanned layers stay."""
-    names = {field.name for field in dataclasses.fields(shape)}
+def shrink_model_config(model_config: Any, text_lengths: dict[str, int]) -> Any:
+    """Returns a model's configuration with the sizes in `SIZES`, and the lengths of texts.
+
+    All else, such as gates, tied heads and scanned layers, stays.
+    """
+    names = {field.name for field in dataclasses.fields(model_config)}
     sizes = {name: size for name, size in SIZES.items() if name in names}
-    if "kv_heads" in names and shape.kv_heads == shape.heads:
+    if "kv_heads" in names and model_config.kv_heads == model_config.heads:
         sizes["kv_heads"] = SIZES["heads"]
     if "image_size" in names:
-        sizes["image_size"] = 2 * shape.patch
-    return dataclasses.replace(shape, **sizes, **text_lengths)
+        sizes["image_size"] = 2 * model_config.patch
+    return dataclasses.replace(model_config, **sizes, **text_lengths)
 
 
-def random_batch(shapes: Batch, shape: Any, data: DataConfig) -> dict[str, np.ndarray]:
-    """Returns random arrays of a batch; packed rows hold two documents each."""
+def random_batch(shapes: Batch, model_config: Any, data: DataConfig) -> dict[str, np.ndarray]:
+    """Returns random values for the arrays of a batch; packed rows hold two documents each."""
     random = np.random.default_rng(0)
     half = data.sequence_length // 2
     batch: dict[str, np.ndarray] = {}
@@ -108,9 +112,9 @@ def random_batch(shapes: Batch, shape: Any, data: DataConfig) -> dict[str, np.nd
         columns = np.broadcast_to(np.arange(leaf.shape[-1]), leaf.shape)
         match name:
             case "tokens" | "inputs" | "targets":
-                values = random.integers(1, shape.vocab_size, leaf.shape)
+                values = random.integers(1, model_config.vocab_size, leaf.shape)
             case "labels":
-                values = random.integers(0, shape.classes, leaf.shape)
+                values = random.integers(0, model_config.classes, leaf.shape)
             case "images":
                 values = random.integers(0, 256, leaf.shape)
             case "mask" | "inputs_mask":  # uneven, so that a mean of means would show

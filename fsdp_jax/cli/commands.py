@@ -298,7 +298,7 @@ def _print_result(text: object, fields: Any, as_json: bool, holds: bool) -> int:
 
 
 def _check_html_path(path: str | None) -> None:
-    """Raises ConfigError, before any work, for a page that cannot be written there."""
+    """Raises ConfigError, before any work, if `--html` cannot be written to this path."""
     if path is None:
         return
     what = ""

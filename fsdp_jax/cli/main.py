@@ -107,7 +107,7 @@ def _prepare_process(debug: bool) -> None:
 
 
 def _format_exception(formatter: logging.Formatter, info: Any) -> str:
-    """Returns the exception of a log record, without its traceback."""
+    """Returns type and message of a logged exception; replaces `logging.Formatter`'s method."""
     return "".join(traceback.format_exception_only(info[1])).rstrip()
 
 
@@ -123,7 +123,7 @@ def _flush_stdout() -> None:
 
 
 def _run_command(arguments: list[str]) -> int:
-    """Runs the command that the first argument names."""
+    """Runs the command that the first argument names, or prints help; returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = [
             f"  {name:<9}{str(kind.__doc__).splitlines()[0]}" for name, kind in COMMANDS.items()
@@ -141,6 +141,7 @@ def _run_command(arguments: list[str]) -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Prints a warning on stderr, without control codes; replaces `warnings.showwarning`."""
     text = "\n".join(printable(line) for line in str(message).split("\n"))
     with contextlib.suppress(OSError):
         print(f"warning: {text}", file=sys.stderr)

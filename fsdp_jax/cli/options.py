@@ -108,12 +108,12 @@ def print_help(kind: type[Any], name: str, argv: Sequence[str]) -> None:
 
 
 def _required_options(kind: type[Any]) -> list[str]:
-    """Returns the options without a default."""
+    """Returns the names of a command's options without a default."""
     return [field.name for field in fields(kind)[1:] if field.default is MISSING]
 
 
 def _argument_and_options(kind: type[Any]) -> tuple[Argument, dict[str, Key]]:
-    """Returns the positional argument of a command, and its options."""
+    """Returns (the positional argument, {name: option}) of a command."""
     first, *options = (
         Key.from_hint(*each) for each in get_type_hints(kind, include_extras=True).items()
     )

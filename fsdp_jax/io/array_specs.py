@@ -19,7 +19,7 @@ def describe_array(leaf: Any) -> str:
 
 
 def parse_description(text: str) -> tuple[str, tuple[int, ...]]:
-    """Returns (dtype, shape) from the text that `describe_array` made."""
+    """Returns (name of the dtype, shape) from a text of `describe_array`."""
     dtype, _, shape = text.removesuffix("]").partition("[")
     return dtype, tuple(int(size) for size in shape.split(",") if size)
 

@@ -51,13 +51,16 @@ def digest_json(value: Json) -> str:
 
 
 def sealed_text(body: Json) -> str:
-    """Returns `body` as JSON text with a digest of itself, in place of any that it has."""
+    """Returns `body` as JSON text with its own digest under the key `digest`."""
     body = {key: value for key, value in body.items() if key != DIGEST}
     return _json_text(body | {DIGEST: digest_json(body)})
 
 
 def parse_sealed(text: str) -> Json:
-    """Returns what `sealed_text` wrote. Raises ValueError unless it is that, byte for byte."""
+    """Returns the object of a text of `sealed_text`, digest included.
+
+    Raises ValueError unless it is such a text, byte for byte.
+    """
     body = parse_json(text, constants=True)
     # The text is compared: a flipped bit in white space is a flipped bit.
     if not isinstance(body, dict) or sealed_text(body) != text:
@@ -66,4 +69,5 @@ def parse_sealed(text: str) -> Json:
 
 
 def _json_text(body: Json) -> str:
+    """Returns the JSON text that is digested: equal objects have equal texts."""
     return json.dumps(body, indent=1, sort_keys=True) + "\n"

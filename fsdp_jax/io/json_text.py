@@ -48,6 +48,7 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def _dict_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the dict of a JSON object. Raises ValueError for a key that stands twice in it."""
     values = dict(pairs)
     if len(values) < len(pairs):
         repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -56,6 +57,7 @@ def _dict_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_finite(text: str) -> float:
+    """Returns the number of a JSON text. Raises ValueError if it is not finite."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text}, which is not a finite number")

@@ -34,9 +34,10 @@ def read_regular(path: str | os.PathLike[str], *, follow_link: bool = True) -> b
 
 
 def regular_opener(*, follow_link: bool) -> Callable[[str, int], int]:
-    """Returns what `open` takes as its `opener`, in any mode, to open regular files alone."""
+    """Returns an `opener` for Python's `open`, in any mode, that opens regular files alone."""
 
     def opener(name: str, flags: int) -> int:
+        """Returns a file descriptor. Raises NotRegularError, and OSError as `os.open`."""
         flags |= os.O_NONBLOCK if follow_link else os.O_NONBLOCK | os.O_NOFOLLOW
         try:
             handle = os.open(name, flags, 0o666)

@@ -149,7 +149,7 @@ def _weight_files(directory: Path) -> dict[Path, set[str]]:
 
 
 def _refuse_other_weights(directory: Path) -> NoReturn:
-    """Raises ConfigError: there are no safetensors, or pickles, whose reading runs their code."""
+    """Raises ConfigError: the folder has no weights, or only pickles, whose code would run."""
     suffixes = (".bin", ".pt", ".pth", ".ckpt")
     pickles = sorted(path.name for path in directory.glob("*.*") if path.suffix in suffixes)
     if pickles:

@@ -74,7 +74,7 @@ def exported_dtype(dtype: np.dtype, requested: str | None, where: str) -> np.dty
 
 
 def require_new_directory(directory: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a directory to create. Raises ConfigError if it exists."""
+    """Returns the absolute path of `directory`, which is not created. ConfigError if it exists."""
     target = Path(directory).absolute()
     if target.exists():
         what = "the directory is there already"
@@ -91,7 +91,7 @@ def write_weights(
     metadata: Mapping[str, str],
     others: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Exported:
-    """Writes a new directory, which appears under its name once it is complete and on disk.
+    """Writes tensors to a new directory, which appears once it is complete and on disk.
 
     The values are in the order of `tensors` and any memory order; they are taken one at a time, and
     cast. A file has `file_bytes` of them, or a single larger one, and the metadata; `others` are
@@ -138,7 +138,10 @@ def write_weights(
 
 
 def _try_lock(folder: Path) -> int | None:
-    """Returns a handle that locks a folder; None if another process has it, or without locks."""
+    """Locks a folder, and returns the file descriptor that holds the lock.
+
+    Returns None if another process has it, or the file system has no locks.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,7 +189,10 @@ def group_by_bytes(tensors: Specs, limit: int) -> Iterator[Specs]:
 def _write_safetensors_file(
     path: Path, part: Specs, values: Iterator[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a file, the header and then one tensor at a time, and flushes it to disk."""
+    """Writes the tensors of `part`, the next of `values`, to a file, and flushes it to disk.
+
+    One tensor is in memory at a time.
+    """
     # Wide dtypes first: readers that map the file want aligned tensors.
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offsets = {}

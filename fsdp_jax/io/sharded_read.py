@@ -93,6 +93,7 @@ ShardBuffer = HostBuffer | DeviceBuffer
 
 @partial(jax.jit, donate_argnums=0)
 def _update(array: jax.Array, block: jax.Array, start: Sequence[int]) -> jax.Array:
+    """Returns the array, donated, with `block` written at the index `start`."""
     return jax.lax.dynamic_update_slice(array, block, start)
 
 
@@ -154,7 +155,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     def fill_buffers(
         self, buffers: Mapping[Box, ShardBuffer], mappings: Sequence[TensorMapping]
     ) -> None:
-        """Reads the mapped tensors into `buffers`, by their boxes of the array. Raises OSError."""
+        """Reads the mapped tensors into `buffers`, {box of the array: buffer}. Raises OSError."""
         blocks = [each for mapping in mappings for each in self._needed_blocks(buffers, mapping)]
         for _ in self._pool.map(lambda block: self._copy_block(buffers, *block), blocks):
             pass  # raises the error of a copy that failed
@@ -162,7 +163,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     def _needed_blocks(
         self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping
     ) -> Iterator[tuple[TensorMapping, Box]]:
-        """Yields the blocks of the tensor that some buffer needs."""
+        """Yields (mapping, box of the tensor) for each block that some buffer needs."""
         tensor = self.tensors[mapping.name]
         needed = [part for box in buffers if (part := intersect(box, mapping.box)) is not None]
         if not needed:

@@ -34,7 +34,7 @@ class TensorMapping:
 
     @property
     def box(self) -> Box:
-        """The box of the array."""
+        """The box of the array that the tensor is mapped onto."""
         return tuple(
             (start, start + size) for start, size in zip(self.start, self.size, strict=True)
         )
@@ -48,7 +48,7 @@ class TensorMapping:
         return tuple(bounds)
 
     def array_box(self, box: Box) -> Box:
-        """Returns the box of the array for a box of the tensor."""
+        """Returns the box of the array that a box of the tensor is mapped onto."""
         return tuple(
             (start, start + 1) if dim is None else (start + box[dim][0], start + box[dim][1])
             for start, dim in zip(self.start, self.dims, strict=True)
@@ -63,7 +63,7 @@ class TensorMapping:
         return view.reshape([1 if dim is None else next(sizes) for dim in self.dims])
 
     def to_tensor(self, block: Any) -> Any:
-        """Returns the values of the whole box of the array as the tensor."""
+        """Returns the tensor, from the values of the whole mapped box of the array."""
         mapped = [dim for dim in self.dims if dim is not None]
         sizes = [size for size, dim in zip(block.shape, self.dims, strict=True) if dim is not None]
         view = block.reshape(sizes)

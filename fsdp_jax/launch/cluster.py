@@ -1,4 +1,4 @@
-"""Sets up a process before jax starts its backends: virtual devices, and joining a cluster."""
+"""Virtual devices, and the processes of a run: they join, compare facts, wait and end together."""
 
 import atexit
 import contextlib
@@ -115,7 +115,7 @@ def join_cluster(
 
 
 def _environment_facts() -> dict[str, object]:
-    """Returns the packages and settings that must be equal in all processes."""
+    """Returns {name: value} of the packages and settings that must be equal in all processes."""
     flags = {name: os.environ.get(name, "").split() for name in ENVIRONMENT}
     return {
         "python": platform.python_version(),
@@ -141,7 +141,7 @@ def _end_all_on_uncaught_errors() -> None:
 
 
 def _detach_forked_copy() -> None:
-    """Makes a copy of this process, which is none of the run, let go of the others."""
+    """Closes the connections that a forked copy of this process has inherited; runs in the copy."""
     global _watch
     if _watch is not None:
         _watch.close_copies()
@@ -165,7 +165,7 @@ def fail_together() -> Iterator[None]:
 
 
 def end_all_processes(error: BaseException) -> None:
-    """Ends every process of the run with an error, after the stacks of its threads."""
+    """Ends every process of the run with an error; each prints the stacks of its threads first."""
     if _watch is not None:
         _watch.fail(error, stacks=True)
     print_stacks()
@@ -184,7 +184,7 @@ def require_same(what: str, facts: Mapping[str, object]) -> None:
 
 
 def _parse_address(coordinator: str) -> tuple[str, int]:
-    """Returns host and port. Raises ConfigError if there are none."""
+    """Returns (host, port) of `HOST:PORT`. Raises ConfigError for anything else."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         what, where = "not an address", "cluster.coordinator"

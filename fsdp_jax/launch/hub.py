@@ -30,17 +30,20 @@ Line = dict[str, Any]
 
 
 def encode_line(line: Line) -> bytes:
-    """Returns a line as it is sent."""
+    """Returns the bytes of a line as it is sent: JSON that ends with a newline."""
     return json.dumps(line).encode() + b"\n"
 
 
 def failure_line(text: str, code: int, *, process: int = EVERY, stacks: bool = False) -> Line:
-    """Returns the line that ends every process: an error block and an exit code."""
+    """Returns the line that ends every process, with an error block and an exit code.
+
+    `process` is the one that failed; with `stacks` each process prints the stacks of its threads.
+    """
     return {"failed": process, "text": text, "code": code, "stacks": stacks}
 
 
 def lost_line(process: int, where: str) -> Line:
-    """Returns the failure of a process that is gone without a word."""
+    """Returns the failure line for a process whose connection closed without a word."""
     text = message(
         f"error: process {process} is gone",
         where=where,
@@ -52,7 +55,7 @@ def lost_line(process: int, where: str) -> Line:
 
 
 def enable_keep_alive(connection: socket.socket) -> None:
-    """Makes the kernel notice when the other machine is gone."""
+    """Makes the kernel close a connection when the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
         if hasattr(socket, name):  # not on every system
@@ -67,6 +70,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _free_port(preferred: int) -> int:
+    """Returns the preferred port, or any that is free if it is taken. Raises OSError."""
     for port in (preferred, 0):
         with contextlib.suppress(OSError, OverflowError), _listen(port) as probe:
             return int(probe.getsockname()[1])
@@ -74,7 +78,7 @@ def _free_port(preferred: int) -> int:
 
 
 def _disagreement(process: int, what: str, facts: Line, expected: Line) -> str:
-    """Returns the keys whose values differ between process 0 and another; empty if none does."""
+    """Returns an error block of the facts that differ from process 0's; "" if none does."""
     lines = [
         f"{key}: {expected.get(key, 'missing')} in process 0, "
         f"{facts.get(key, 'missing')} in process {process}"
@@ -94,7 +98,7 @@ def _disagreement(process: int, what: str, facts: Line, expected: Line) -> str:
 
 @dataclass
 class Peer:
-    """A process as process 0 knows it."""
+    """A connected process, as process 0 knows it."""
 
     writer: asyncio.StreamWriter
     where: str  # host and pid
@@ -128,21 +132,26 @@ class Hub:
         ).start()
 
     def wait_until_alone(self, seconds: float) -> None:
-        """Waits until the other processes are gone; refused ones that come late too."""
+        """Waits until the others are gone, and those that are refused have come and know it.
+
+        Then, or after some seconds, closes the server.
+        """
         self._loop.call_soon_threadsafe(self._mark_ending)
         self._alone.wait(seconds)
         self._loop.call_soon_threadsafe(self._server.close)
 
     def descriptors(self) -> list[int]:
-        """Returns the numbers of the open files of all connections."""
+        """Returns the file descriptors of all connections."""
         sockets = [peer.writer.get_extra_info("socket") for peer in self._peers.values()]
         return [each.fileno() for each in (self._listener, *sockets)]
 
     def _mark_ending(self) -> None:
+        """Notes that the run ends, so that a closed connection is no failure."""
         self._ending = True
         self._check_alone()
 
     def _check_alone(self) -> None:
+        """Releases `wait_until_alone` if the run ends and no other process is waited for."""
         others = self._peers.keys() - {0} - self._left
         late = self._refusal is not None and len(self._refused) < self._processes
         if self._ending and not others and not late:
@@ -150,7 +159,7 @@ class Hub:
             self._alone.set()
 
     async def _run_server(self) -> None:
-        """Listens, and says every few seconds who is waited for."""
+        """Serves connections for good, and says every few seconds who is waited for."""
         # asyncio's own `limit` bounds what a stranger may make this process store
         self._server = await asyncio.start_server(
             self._serve_connection, sock=self._listener, limit=LONGEST_LINE
@@ -168,7 +177,7 @@ class Hub:
                     self._send_to_all({"say": f"waiting for {missing} to agree on {what}"})
 
     def _report_missing(self, seconds: float) -> None:
-        """Tells who has not joined after so many seconds; fails the run when patience ends."""
+        """Says who has not joined after so many seconds; ends the run when patience does."""
         missing = self._missing_processes(self._peers)
         if seconds < self._patience:
             limit = f"{seconds:.0f} of at most {self._patience:.0f} s (cluster.timeout)"
@@ -186,7 +195,7 @@ class Hub:
         self._fail_all(failure_line(text, LOST))
 
     def _missing_processes(self, known: dict[int, Any]) -> str:
-        """Returns `process 1` or `processes 1, 3`: those that are not known."""
+        """Returns `process 1` or `processes 1, 3`: those that are no key of `known`."""
         missing = [str(k) for k in range(self._processes) if k not in known]
         shown = ", ".join(missing[:20]) + (", ..." if len(missing) > 20 else "")
         return f"process{'es' * (len(missing) > 1)} {shown}"
@@ -213,7 +222,10 @@ class Hub:
         writer.close()
 
     def _admit(self, hello: Line, writer: asyncio.StreamWriter) -> int:
-        """Returns the number of a process that joins, or -1 if it may not."""
+        """Returns the number of the process that sent `hello`, or -1 if it may not join.
+
+        It is told why it may not, unless it came by chance as the run ends.
+        """
         process, where, token = int(hello["process"]), str(hello["where"]), str(hello["token"])
         if not self._started and not self._ending:
             other = self._peers.get(process)
@@ -248,7 +260,7 @@ class Hub:
             self._check_alone()
 
     def _compare_facts(self, process: int, what: str, facts: Line) -> None:
-        """Compares facts as they come with those of process 0; tells all once all agree."""
+        """Compares a process's facts about `what` with process 0's; tells all when all agree."""
         known = self._facts.setdefault(what, {})
         known[process] = facts
         comparable = list(known) if process == 0 else [process]
@@ -265,7 +277,7 @@ class Hub:
             self._send_to_all(agreed)
 
     def _refuse_all(self, text: str) -> None:
-        """Ends all processes because of what they were given."""
+        """Ends all processes with the error block `text`, exit code 2; those that join late too."""
         refusal = failure_line(text, UNUSABLE)
         self._fail_all(refusal)
         if not self._started:
@@ -273,15 +285,19 @@ class Hub:
             self._refused = {peer.token for peer in self._peers.values()}
 
     def _handle_disconnect(self, process: int) -> None:
-        """Takes note that a connection has closed."""
+        """Drops a process whose connection closed; ends the run if all had joined and it had not left.
+
+        While they join it may start again.
+        """
         peer = self._peers.pop(process)
         if not self._started:
-            self._facts.get(JOIN, {}).pop(process, None)  # it may start again
+            self._facts.get(JOIN, {}).pop(process, None)
         elif process not in self._left and not self._ending:
             self._fail_all(lost_line(process, peer.where))
         self._check_alone()
 
     def _fail_all(self, line: Line) -> None:
+        """Ends all processes with a failure line."""
         self._ending = True
         self._send_to_all(line)
 

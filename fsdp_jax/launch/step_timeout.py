@@ -22,7 +22,7 @@ class StepTimeout(AbstractContextManager["StepTimeout"]):
         self._thread: threading.Thread | None = None
 
     def restart(self) -> None:
-        """Takes note that a step is done."""
+        """Notes that a step is done; the first call starts the watch."""
         self._done.set()
         if self._thread is None and self._seconds is not None:
             self._thread = threading.Thread(

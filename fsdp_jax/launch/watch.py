@@ -134,7 +134,11 @@ class Watch:
         )
 
     def _await_others(self, connection: socket.socket, lines: BinaryIO) -> int:
-        """Reads until all processes agree; returns the port of jax's service, 0 at the end."""
+        """Reads until all processes agree; returns the port of jax's service.
+
+        Returns 0 if the connection closes before. Raises ConfigError or ProcessLostError as process
+        0 says.
+        """
         while data := lines.readline(LONGEST_LINE):
             line = json.loads(data)
             connection.settimeout(2 * self._patience)  # process 0 ends it before that
@@ -148,6 +152,7 @@ class Watch:
         return 0
 
     def _start_reading(self, connection: socket.socket, lines: BinaryIO) -> None:
+        """Keeps the connection, and starts the thread that reads from it."""
         connection.settimeout(None)
         self._connection = connection
         name = "processes-watch"
@@ -162,7 +167,7 @@ class Watch:
     # Reading
 
     def _read_lines(self, lines: BinaryIO) -> None:
-        """Reads what process 0 sends until the connection closes."""
+        """Acts on what process 0 sends; ends this process if the connection closes too early."""
         with contextlib.suppress(OSError), self._connection, lines:
             for data in lines:
                 self._handle_line(json.loads(data))
@@ -171,7 +176,7 @@ class Watch:
             self._end_process(self._failure_text(line), line["code"])
 
     def _handle_line(self, line: Line) -> None:
-        """Acts on what process 0 sends; ends this process `GRACE` seconds after another fails."""
+        """Acts on a line of process 0; ends this process `GRACE` seconds after another fails."""
         if "say" in line:
             self._print_line(line["say"])
         elif "same" in line:
@@ -192,12 +197,12 @@ class Watch:
                 timer.start()
 
     def _end_unless_failing(self, code: int) -> None:
-        """Ends this process as another one did, unless it has failed itself meanwhile."""
+        """Ends this process with the code of another, unless it has failed itself meanwhile."""
         if not self._failing:
             self._end_process("", code)
 
     def _failure_text(self, line: Line) -> str:
-        """Returns the text of a failure, after which process failed."""
+        """Returns the text of a failure line, and before it which process failed."""
         process, text = line["failed"], line["text"]
         if process == EVERY:
             return text

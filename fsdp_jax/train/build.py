@@ -31,8 +31,9 @@ from fsdp_jax.train.config import (
     OffloadConfig,
     UnitsConfig,
 )
+from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
-from fsdp_jax.train.shapes import Batch, batch_shapes, make_model_config, work_of
+from fsdp_jax.train.shapes import Batch, batch_shapes, work_of
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.remat import Remat, RematPolicy, check_names
 
@@ -49,7 +50,7 @@ class Run:
     batch: Batch  # shapes and dtypes of the global batch
     work: Work  # tokens and FLOPs of a step
     family: Family
-    shape: Any  # the model's own configuration
+    model_config: Any  # of the model itself, such as a GPTConfig
 
 
 # Where the library's errors are, in the words of a configuration.
@@ -69,7 +70,7 @@ _KEY_OF = {
 
 @contextlib.contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Raises the library's errors about arguments as ConfigErrors about the keys they come from."""
+    """Turns ValueErrors about the library's arguments into ConfigErrors about the run's keys."""
     try:
         yield
     except ValueError as error:
@@ -94,7 +95,10 @@ def start_devices(virtual: int | None) -> None:
 
 
 def topology_devices(name: str) -> list[jax.Device]:
-    """Returns the devices of a machine that need not be present; ConfigError without a compiler."""
+    """Returns the devices to compile for on a machine, such as `h100:8`, that need not be present.
+
+    Raises ConfigError where there is no compiler for it.
+    """
     topology = parse_topology(name)
     with as_config_errors():  # JAX runs already, with fewer devices
         start_devices(topology.size if topology.hardware.platform == "cpu" else None)
@@ -117,37 +121,17 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     _check_batch(train.global_batch_size, mesh_axes(mesh).batch_shards, train.accumulation)
     family = FAMILIES[config.model.family]
     _check_attention(config.model, family, data.sequence_length)
-    shape = make_model_config(config.model, data)
+    model_config = make_model_config(config.model, data)
     platform = mesh.devices.flat[0].platform
-    make, frozen = make_model(config.model, config.lora, family, shape, platform)
+    make, frozen = make_model(config.model, config.lora, family, model_config, platform)
     if config.precision.frozen is not None and not frozen:
         fix = "leave it out, or set what is frozen: model.frozen, lora.rank"
         raise ignored_key_error("precision.frozen", config.precision.frozen, fix)
     _check_local_batch(config)
 
-    # The sharded training state.
+    # The sharded training state and the steps.
     schedule = make_schedule(config.optimizer, train.steps)
-    spikes = None
-    if train.spike != "ignore":
-        spikes = LossSpikes(train.spike_window, train.spike_threshold, train.spike == "skip")
-    sharded = fully_shard(
-        make,
-        make_optimizer(config.optimizer, schedule),
-        mesh,
-        config.strategy,
-        make_units(config.units),
-        precision=Precision(**vars(config.precision)),
-        remat=make_remat(config),
-        prefetch=config.prefetch,
-        offload=make_offload(config.offload),
-        loss_spikes=spikes,
-        frozen=frozen,
-    )
-    if not any(leaf.trainable for leaf in sharded.layout.by_path.values()):
-        what, fix = "nothing is trained", "leave some parameters out of model.frozen"
-        raise ConfigError(message(what, where="model.frozen", got=", ".join(frozen), fix=fix))
-
-    # The steps.
+    sharded = _shard(config, make, frozen, make_optimizer(config.optimizer, schedule), mesh)
     loss = make_loss(family, train.loss_chunk)
     step = sharded.make_train_step(
         partial(loss, train=True),
@@ -163,21 +147,57 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         step=step,
         eval_step=sharded.make_eval_step(loss),
         schedule=schedule,
-        batch=batch_shapes(family, shape, data, train.global_batch_size),
-        work=work_of(family, shape, data, train.global_batch_size),
+        batch=batch_shapes(family, model_config, data, train.global_batch_size),
+        work=work_of(family, model_config, data, train.global_batch_size),
         family=family,
-        shape=shape,
+        model_config=model_config,
     )
 
 
+def _shard(
+    config: Config,
+    make: Callable[[nnx.Rngs], nnx.Module],
+    frozen: tuple[str, ...],
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> Sharded:
+    """Calls `fully_shard` with the keys of a run. Raises ConfigError if all parameters are frozen.
+
+    `make` is the constructor of the model, and `frozen` are patterns of its frozen parameters.
+    """
+    train, spikes = config.train, None
+    if train.spike != "ignore":
+        spikes = LossSpikes(train.spike_window, train.spike_threshold, train.spike == "skip")
+    sharded = fully_shard(
+        make,
+        tx,
+        mesh,
+        config.strategy,
+        make_units(config.units),
+        precision=Precision(**vars(config.precision)),
+        remat=make_remat(config),
+        prefetch=config.prefetch,
+        offload=make_offload(config.offload),
+        loss_spikes=spikes,
+        frozen=frozen,
+    )
+    if not any(leaf.trainable for leaf in sharded.layout.by_path.values()):
+        what, fix = "nothing is trained", "leave some parameters out of model.frozen"
+        raise ConfigError(message(what, where="model.frozen", got=", ".join(frozen), fix=fix))
+    return sharded
+
+
 def make_model(
-    model: ModelConfig, lora: LoraConfig, family: Family, shape: Any, platform: str
+    model: ModelConfig, lora: LoraConfig, family: Family, model_config: Any, platform: str
 ) -> tuple[Callable[[nnx.Rngs], nnx.Module], tuple[str, ...]]:
-    """Returns the constructor of the model, checked, and patterns of its frozen parameters."""
+    """Returns (the constructor of the model, with adapters if any; patterns of frozen parameters).
+
+    Raises ConfigError for keys of `model` and `lora` that do not go together.
+    """
     attention = make_attention(model.attention, platform)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        return family.model(shape, rngs=rngs, attention=attention)
+        return family.model(model_config, rngs=rngs, attention=attention)
 
     if lora.rank is None:
         # Configurations that runs wrote before targets depended on the family state this default.
@@ -201,14 +221,14 @@ def make_model(
 
 
 def lora_scale(lora: LoraConfig) -> float | None:
-    """Returns alpha / rank, or None without adapters."""
+    """Returns what scales the adapters' output, alpha / rank; None without adapters."""
     if lora.rank is None:
         return None
     return 1.0 if lora.alpha is None else lora.alpha / lora.rank
 
 
 def make_remat(config: Config) -> Remat:
-    """Returns the keys as `fully_shard` takes them; ConfigError for those that change nothing."""
+    """Returns the `remat` of `fully_shard`; ConfigError for keys that change nothing."""
     unused = {"remat_save": config.remat_save, "remat_every": config.remat_every > 1}
     for key, is_set in unused.items():
         if is_set and config.remat == "none":
@@ -219,7 +239,7 @@ def make_remat(config: Config) -> Remat:
 
 
 def make_offload(offload: OffloadConfig) -> Offload:
-    """Returns the keys as `fully_shard` takes them; ConfigError for both inputs and names."""
+    """Returns the `offload` of `fully_shard`; ConfigError for both inputs and names."""
     if offload.activations and offload.activation_names:
         what = "either the inputs of the units are offloaded, or activations by name"
         fix = "leave one of them out"
@@ -232,12 +252,15 @@ def make_offload(offload: OffloadConfig) -> Offload:
 
 
 def make_units(units: UnitsConfig) -> Units:
-    """Returns the keys as `fully_shard` takes them."""
+    """Returns the `units` of `fully_shard`."""
     return "scan" if units.scan else units.min_params or units.classes or "model"
 
 
 def make_loss(family: Family, chunk: int | None) -> Callable[..., Any]:
-    """Returns the loss, (model, batch, *, train) -> (sum, count), in vocabulary chunks if given."""
+    """Returns the loss, (model, batch, *, train) -> (sum, count).
+
+    A `chunk` is the number of vocabulary entries whose logits are computed at a time.
+    """
     if chunk is None:
         return family.loss
     if not family.task.is_text:

@@ -35,7 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_config_with(path: str | Path, values: dict[str, Any]) -> Config:
-    """Reads a YAML file, then replaces the values of these dotted keys. Raises as `load_config` does."""
+    """Reads a YAML file, then replaces the values of these dotted keys. Raises as `load_config`."""
     config = Config()
     for key, value in (dict(_yaml_values(Path(path))) | values).items():
         section, _, name = key.rpartition(".")
@@ -69,7 +69,7 @@ def config_digest(config: Config) -> str:
 
 
 def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of a YAML file."""
+    """Yields (dotted key, value) of a YAML file. Raises as `load_config`."""
     try:
         with open_regular(path) as file:
             content = file.read(LONGEST_FILE + 1)
@@ -93,7 +93,7 @@ def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_yaml(content: bytes, where: str) -> Any:
-    """Returns the values of a YAML file, of plain types."""
+    """Returns the value of a YAML text: dicts, lists and scalars; None if it is empty."""
     if len(content) > LONGEST_FILE:
         what, expected = "the configuration is too large", f"{LONGEST_FILE:,} bytes at most"
         raise ConfigError(message(what, where=where, expected=expected))
@@ -118,7 +118,7 @@ def _parse_yaml(content: bytes, where: str) -> Any:
 
 
 def _check_yaml_nodes(root: yaml.Node, where: str) -> None:
-    """Raises ConfigError for nodes that are many or nested, and for keys that are set twice."""
+    """Raises ConfigError for too many or too deeply nested nodes, and for keys set twice."""
     lines: dict[str, int] = {}  # of the keys
     count = 0
     # Nodes with their depth, and what the names of their keys begin with; None: they have no names.
@@ -150,7 +150,7 @@ def _too_nested_error(where: str) -> ConfigError:
 
 
 def _require_mapping(content: Any, where: str) -> Mapping[str, Any]:
-    """Returns a section's keys, none if it is empty. Raises ConfigError for anything else."""
+    """Returns a section's dict, {} if it is None. Raises ConfigError for anything else."""
     if content is None:
         return {}
     if isinstance(content, dict):

@@ -60,7 +60,7 @@ class Screen:
             self._bar = None
 
     def show_step(self, record: StepRecord, *, log: bool, more: Mapping[str, np.ndarray]) -> None:
-        """Advances the bar; if `log`, prints the metrics, with the numbers in `more`."""
+        """Advances the bar; if `log`, prints a line of metrics, with the scalars in `more`."""
         if self._bar is not None:
             description = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tok/s"
             task = self._bar.task_ids[0]
@@ -69,7 +69,7 @@ class Screen:
             self.say(self._step_line(record, more))
 
     def _step_line(self, record: StepRecord, more: Mapping[str, np.ndarray]) -> str:
-        """Returns what is printed of a step; of `more`, the scalars."""
+        """Returns the log line of a step, with the scalars of `more`, the loss's own metrics."""
         seconds_left = round((self._steps - record.step) * record.step_time_s)
         fields = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
@@ -92,7 +92,11 @@ class Screen:
 
 
 def banner(run: Run, corpus: str, checkpoints: str, resumed: int | None) -> str:
-    """Returns what a run prints before its first step."""
+    """Returns what a run prints before its first step: versions, devices, parameters, data, ...
+
+    `corpus` describes the data, `checkpoints` is their directory, and `resumed` is the step that
+    the run resumed from, None for a new run.
+    """
     layout = run.sharded.layout
     devices = layout.mesh.devices.flatten()
     hosts = len({device.process_index for device in devices})
@@ -136,7 +140,7 @@ def banner(run: Run, corpus: str, checkpoints: str, resumed: int | None) -> str:
 
 
 def _rule_matches(layout: Layout) -> str:
-    """Returns how many parameters each rule matched, and how many of them it sharded."""
+    """Returns how many parameters each sharding rule matched, and how many of them it sharded."""
     matched: dict[str, list[bool]] = {}
     for leaf in layout.by_path.values():
         matched.setdefault(leaf.rule, []).append(not leaf.is_replicated)
@@ -147,7 +151,10 @@ def _rule_matches(layout: Layout) -> str:
 
 
 def summary(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
-    """Returns what a run prints at its end: held-out loss in nats per `unit`, memory, a sample."""
+    """Returns what a run prints at its end: held-out loss in nats per `unit`, memory, a sample.
+
+    The loss and the sample are None where there is none.
+    """
     loss = "no held-out data"
     if held_out is not None:
         loss = f"held-out loss {held_out:.4f} nats per {unit}"

@@ -26,7 +26,7 @@ from fsdp_jax.train.shapes import target_length
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run."""
+    """The data of a run: the examples, this process's training batches, and held-out batches."""
 
     loaded: LoadedData  # the examples and their description
     loader: Loader  # this process's training batches
@@ -42,7 +42,7 @@ class Data:
 
     @property
     def tokenizer_digest(self) -> str:
-        """The tokenizer's digest, which must equal the checkpoint's; "none" for images."""
+        """Digest of the tokenizer, which must equal the checkpoint's; "none" for images."""
         return "none" if self.loaded.tokenizer is None else self.loaded.tokenizer.digest
 
 
@@ -66,10 +66,10 @@ def open_data(run: Run) -> Data:
     options = DataOptions(
         **keys,
         targets_length=target_length(settings) if "target_length" in task.data_keys else None,
-        vocab_size=getattr(run.shape, "vocab_size", None),
+        vocab_size=getattr(run.model_config, "vocab_size", None),
         seed=seed,
-        image_size=getattr(run.shape, "image_size", SIDE),
-        classes=getattr(run.shape, "classes", None),
+        image_size=getattr(run.model_config, "image_size", SIDE),
+        classes=getattr(run.model_config, "classes", None),
     )
     loaded = open_examples(options)
     _check_tokenizer_digest(loaded, beside)
@@ -88,7 +88,7 @@ def open_data(run: Run) -> Data:
 
 
 def _check_tokenizer_digest(loaded: LoadedData, expected: Tokenizer | None) -> None:
-    """Raises ConfigError if the text is encoded by another tokenizer than the weights know."""
+    """Raises ConfigError if the text is not encoded by the tokenizer of the weights, if any."""
     if expected is None or loaded.tokenizer is None:
         return
     if loaded.tokenizer.digest != expected.digest:
@@ -100,7 +100,7 @@ def _check_tokenizer_digest(loaded: LoadedData, expected: Tokenizer | None) -> N
 
 
 def _check_examples(loaded: LoadedData, run: Run) -> None:
-    """Checks that the rows have the shapes and dtypes that the step is compiled for."""
+    """Raises ConfigError for images of another size than that of the arrays of `run.batch`."""
     rows = {name: (array.shape, array.dtype) for name, array in loaded.train[0].items()}
     compiled = {name: (leaf.shape[1:], leaf.dtype) for name, leaf in run.batch.items()}
     if "images" in compiled and rows["images"] != compiled["images"]:

@@ -53,8 +53,8 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     for what is not supported, by name, and for a directory that is not empty.
     """
     source, target = Path(folder).expanduser(), Path(to).expanduser()
-    shape = read_config(source)
-    family = family_of(shape)
+    model_config = read_config(source)
+    family = family_of(model_config)
     has_tokenizer = family.task.is_text and (source / FILE).exists()
     tokenizer = load_tokenizer(source) if has_tokenizer else None
     tokens = _config_token_ids(source, family, tokenizer)
@@ -62,12 +62,12 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
 
     # the parameters, in the shards that a run would have
     sharded = fully_shard(
-        lambda rngs: family.model(shape, rngs=rngs),
+        lambda rngs: family.model(model_config, rngs=rngs),
         optax.identity(),
         make_mesh(),
         precision=Precision(dtype),
     )
-    params = import_weights(source, sharded.checkpoint_target().params, shape)
+    params = import_weights(source, sharded.checkpoint_target().params, model_config)
 
     # the run's directory
     metadata = {"config": "", "strategy": "full_shard", IS_IMPORT: source.resolve().name}
@@ -79,7 +79,7 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
             shutil.rmtree(target / CHECKPOINTS)
         with CheckpointStore(target / CHECKPOINTS) as store:
             store.save(0, {"params": params}, data={}, metadata=metadata)
-        write_config_and_tokenizer(target, shape, tokenizer, tokens)
+        write_config_and_tokenizer(target, model_config, tokenizer, tokens)
 
     leaves = flatten(params).values()
     size = human_bytes(sum(leaf.nbytes for leaf in leaves))
@@ -105,24 +105,32 @@ def _require_empty(target: Path) -> None:
 
 
 def _holds_only_imports(directory: Path) -> bool:
-    """Whether a folder of checkpoints holds nothing but what imports wrote, if anything."""
+    """Returns whether imports wrote all that a folder of checkpoints holds, if anything."""
     with CheckpointStore(directory) as store:
         imported = [IS_IMPORT in store.record(step)["metadata"] for step in store.steps()]
         return all(imported) and not store.foreign()
 
 
 def write_config_and_tokenizer(
-    output: Path, shape: Any, tokenizer: Tokenizer | None, tokens: dict[str, Any] | None = None
+    output: Path,
+    model_config: Any,
+    tokenizer: Tokenizer | None,
+    tokens: dict[str, Any] | None = None,
 ) -> None:
-    """Writes `config.json`, with the tokenizer's ids if `tokens` are None, and the tokenizer."""
+    """Writes `config.json` and the tokenizer's files, if there is one, to a run's directory.
+
+    `tokens` are the special token ids of `config.json`; None: those of the tokenizer.
+    """
     files = {} if tokenizer is None else dict(tokenizer.files)
-    files |= config_files(shape, tokens=_special_token_ids(tokenizer) if tokens is None else tokens)
+    files |= config_files(
+        model_config, tokens=_special_token_ids(tokenizer) if tokens is None else tokens
+    )
     for name, content in files.items():
         write_durably(output / name, content)
 
 
 def _special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns the ids that begin and end a text, as `config.json` names them, if they are known."""
+    """Returns the tokenizer's {bos_token_id, eos_token_id}, without those that it does not have."""
     if tokenizer is None:
         return {}
     begin = tokenizer.begin[-1] if tokenizer.begin else None
@@ -131,13 +139,16 @@ def _special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _config_token_ids(folder: Path, family: Family, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns the ids of `config.json`, or where it has no end of text also the tokenizer's."""
+    """Returns the special token ids of a folder's `config.json`.
+
+    Where it has no eos_token_id, those of the tokenizer replace its own; {} for a model of images.
+    """
     ids = token_ids(folder) if family.task.is_text else {}
     return ids if "eos_token_id" in ids else ids | _special_token_ids(tokenizer)
 
 
 def export_huggingface(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str | None) -> str:
-    """Writes a verified step of a run, the newest if None, in Hugging Face's layout.
+    """Writes a verified step of a run, the newest if None, as a Hugging Face folder.
 
     LoRA adapters are merged into their kernels, one tensor at a time, in float32, and rounded once
     to the dtype that is written: the kernel's own where `dtype` is None. In bfloat16, with 8
@@ -151,8 +162,8 @@ def export_huggingface(output: AnyPath, to: AnyPath, *, step: int | None, dtype:
     exported_dtype(np.dtype("float32"), dtype, "--dtype")
     require_new_directory(target)
     directory, chosen = choose_step(run, step)
-    shape = read_config(run)
-    family = family_of(shape)
+    model_config = read_config(run)
+    family = family_of(model_config)
     tokenizer = verified_tokenizer(run) if family.task.is_text else None
     tokens = _config_token_ids(run, family, tokenizer)
     with CheckpointStore(directory) as store:
@@ -160,13 +171,22 @@ def export_huggingface(output: AnyPath, to: AnyPath, *, step: int | None, dtype:
         source, change = _merged_source(store, chosen)
         folder = None if tokenizer is None else run
         done = export_weights(
-            source, shape, target, dtype=dtype, tokenizer=folder, tokens=tokens, change=change
+            source,
+            model_config,
+            target,
+            dtype=dtype,
+            tokenizer=folder,
+            tokens=tokens,
+            change=change,
         )
     return f"{describe_export(chosen, done)}, for Hugging Face"
 
 
 def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | None]:
-    """Returns (the parameters without adapters, what merges the adapters into them)."""
+    """Returns (the parameters without adapters, what merges the adapters into a kernel's box).
+
+    The second is None where the checkpoint has no adapters.
+    """
     leaves = saved_params(store, step)
     scale = store.record(step)["metadata"].get("lora_scale")
     if scale is None:

@@ -20,7 +20,10 @@ CLASSIFIER = ("head/kernel", "head/bias")
 
 
 def verified_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the tokenizer in a folder of weights; DamageError if its run records another."""
+    """Returns the tokenizer in a folder of weights, or in a run's directory; None if it has none.
+
+    Raises DamageError if its digest is not the one that the run's newest checkpoint records.
+    """
     if not (folder / TOKENIZER).exists():
         return None
     tokenizer = load_tokenizer(folder)
@@ -39,7 +42,7 @@ def verified_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def initial_params(
-    path: str | None, sharded: Sharded, shape: Any, *, verify: bool = True
+    path: str | None, sharded: Sharded, model_config: Any, *, verify: bool = True
 ) -> PyTree | None:
     """Reads the parameters of a new run straight into their shards; None if all are random.
 
@@ -55,12 +58,12 @@ def initial_params(
     # Adapters, and a head for other classes, start from random values.
     base = flatten(split_lora(sharded.checkpoint_target().params)[0])
     saved_classes = getattr(read_config(folder), "classes", None)
-    random = CLASSIFIER if saved_classes != getattr(shape, "classes", None) else ()
+    random = CLASSIFIER if saved_classes != getattr(model_config, "classes", None) else ()
     target = unflatten({path: leaf for path, leaf in base.items() if path not in random})
     # A Hugging Face folder.
     if not (folder / CHECKPOINTS).is_dir():
-        ignore = [each.theirs for each in table_of(shape).entries if each.ours in random]
-        return import_weights(folder, target, shape, ignore=ignore)
+        ignore = [each.theirs for each in table_of(model_config).entries if each.ours in random]
+        return import_weights(folder, target, model_config, ignore=ignore)
 
     # The newest checkpoint of another run.
     with CheckpointStore(folder / CHECKPOINTS) as store:

@@ -22,7 +22,7 @@ from fsdp_jax.processes import anywhere, together
 from fsdp_jax.step.compiled_step import NonFiniteError
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
-from fsdp_jax.step.loss_spikes import LossSpikeError
+from fsdp_jax.step.loss_spikes import LossSpikeError, LossSpikes
 from fsdp_jax.step.state import LOSS_SCALE, TrainState
 from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE
 from fsdp_jax.train.build import Run, lora_scale
@@ -108,11 +108,11 @@ class Training:
         self.evals: JsonLines | None = None
 
     def resume(self) -> None:
-        """Restores the checkpoint to resume from, or initializes, from the weights if named."""
+        """Restores the checkpoint to resume from, or initializes, from `model.weights` if set."""
         point = self.resuming.choose()
         if point is None:
             weights, verify = self.run.config.model.weights, self.checkpoint.verify
-            params = initial_params(weights, self.run.sharded, self.run.shape, verify=verify)
+            params = initial_params(weights, self.run.sharded, self.run.model_config, verify=verify)
             self.state = self.run.sharded.init(self.config.seed, params)
         else:
             self.data.loader.set_state(self.resuming.check_metadata(point.step, self.metadata))
@@ -126,6 +126,7 @@ class Training:
             self.screen.say(f"warning: the state is infinite or NaN before the first step: {paths}")
 
     def _restore(self, point: ResumePoint) -> None:
+        """Takes over the state of a checkpoint, and the counters of its steps."""
         self.state = self.resuming.restore(point, self.run.sharded)
         self.steps_done = self.saved = point.step
         self.skipped = int(self.state.skipped)
@@ -171,9 +172,9 @@ class Training:
                 file.close()
 
     def _lacks_evaluation(self) -> bool:
-        """Returns whether the held-out loss is due before the first step, and not yet in the file.
+        """Returns whether the held-out loss is due at the current step, and not in `evals.jsonl`.
 
-        It is at step 0, and where a signal or a full disk kept a run from it before it was saved.
+        It is at step 0, and where a signal or a full disk kept the run before from writing it.
         """
         due = self.steps_done == 0 or self._is_due(self.config.eval_every)
         missing = self.evals is not None and self.evals.continued_at != self.steps_done
@@ -236,7 +237,11 @@ class Training:
         return False
 
     def _go_back_after_spike(self, what: str) -> bool:
-        """Restores the newest good checkpoint after a spike, if there is one; the data goes on."""
+        """Restores the newest good checkpoint, but keeps the data's position; `what` tells the spike.
+
+        Returns False if there is no checkpoint. Raises LossSpikeError if the run has gone back to
+        it `RETURNS` times.
+        """
         self.run.step.finish()
         self._check_previous_save("going back to an older one")
         # Verified, as when a run resumes, but whichever step this one began from.
@@ -266,7 +271,7 @@ class Training:
         return every is not None and self.steps_done % every == 0
 
     def _timed_save_is_due(self) -> bool:
-        """Returns True once when `every_minutes` have passed, by the clock of process 0."""
+        """Returns True once, in process 0 alone, when `every_minutes` have passed since a save."""
         minutes = self.checkpoint.every_minutes
         if not is_lead() or minutes is None or time.monotonic() - self.saved_at < 60 * minutes:
             return False
@@ -274,7 +279,7 @@ class Training:
         return True
 
     def _record_step(self, pending: PendingStep) -> bool:
-        """Waits for a step, writes and shows its metrics; returns True if it takes the run back."""
+        """Waits for a step, writes and shows its metrics; returns True if the run goes back."""
         values = {name: np.asarray(value) for name, value in pending.metrics.items()}
         metrics = {name: float(values.pop(name)) for name in OWN}
         self.step_timeout.restart()  # from the first step that all processes have done
@@ -317,12 +322,15 @@ class Training:
         log = pending.step % self.config.log_every == 0 or pending.step == self.config.steps
         self.screen.show_step(record, log=log, more=values)
 
-        # A spike of the loss is told, or taken back.
         spikes = self.run.sharded.loss_spikes
-        if spikes is None or not scale[LOSS_Z_SCORE] > spikes.threshold:
+        return spikes is not None and self._handle_spike(spikes, record, scale[LOSS_Z_SCORE])
+
+    def _handle_spike(self, spikes: LossSpikes, record: StepRecord, z_score: float) -> bool:
+        """Warns of a loss above the threshold, or goes back, if asked; returns True if it did."""
+        if not z_score > spikes.threshold:
             return False
         what = (
-            f"the loss of step {pending.step}, {record.loss:.4f}, is {scale[LOSS_Z_SCORE]:.1f} "
+            f"the loss of step {record.step}, {record.loss:.4f}, is {z_score:.1f} "
             f"standard deviations (robust) above the median of the {spikes.window} before it"
         )
         if self.config.spike == "back":
@@ -332,7 +340,7 @@ class Training:
         return False
 
     def _evaluate(self) -> bool:
-        """Measures the held-out loss in nats per token; returns True if asked to stop meanwhile."""
+        """Measures the held-out loss, in nats per `data.unit`; returns True if asked to stop."""
         if self.data.evaluation is None:
             self.screen.say("no evaluation: the held-out data is less than one example")
             return False
@@ -394,6 +402,7 @@ class Training:
         self.saved_at = time.monotonic()
 
     def _checkpoint_leaves(self) -> dict[str, jax.Array]:
+        """Returns {path: array} of the state as a checkpoint has it."""
         return leaves_of(self.run.sharded.to_checkpoint(self.state))
 
     def _check_previous_save(self, instead: str) -> None:
@@ -410,10 +419,10 @@ class Training:
             self.saved = None
 
     def _check_token_shards(self, *, wait: bool = False) -> None:
-        """Raises DamageError in every process if one has found that its data are damaged.
+        """Raises DamageError in every process if one has found that its token shards are damaged.
 
-        With `wait` all of the data are compared with their digests first, unless a signal asks to
-        stop.
+        With `wait` all of them are compared with their digests first, unless a signal asks to
+        stop. Does nothing for other data.
         """
         shards = self.data.loaded.shards
         if shards is None:

@@ -80,16 +80,16 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
 
 
 def _loader_position(data: Data) -> dict[str, Any]:
-    """Returns the state of the loader, without the digests of the data."""
+    """Returns the position of the loader, as a checkpoint has it, without the data's digests."""
     return {name: value for name, value in data.loader.get_state().items() if name != "data"}
 
 
 def _write_run_files(output: Path, config: Config, run: Run, data: Data) -> None:
-    """Writes the files that describe a run, each as a whole. Raises CheckpointError."""
+    """Writes config.yaml, config.json, the tokenizer and layout.json. Raises CheckpointError."""
     layout = json.dumps(layout_json(run.sharded.layout), indent=1)
     try:
         write_durably(output / "config.yaml", dump_config(config).encode())
-        write_config_and_tokenizer(output, run.shape, data.loaded.tokenizer)
+        write_config_and_tokenizer(output, run.model_config, data.loaded.tokenizer)
         write_durably(output / "layout.json", f"{layout}\n".encode())
     except OSError as error:
         what, where = "the files of the run cannot be written", str(error.filename or output)
@@ -98,7 +98,7 @@ def _write_run_files(output: Path, config: Config, run: Run, data: Data) -> None
 
 
 def _say_changed_keys(file: Path, config: Config, say: Callable[[str], None]) -> None:
-    """Prints the keys whose values differ from those that the run last started with."""
+    """Says which keys have other values than `file`, with which the run last started, if any."""
     if not file.is_file():
         return
     try:

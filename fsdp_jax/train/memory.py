@@ -1,4 +1,4 @@
-"""The memory of a run: what cannot fit, and what XLA gave up for want of it."""
+"""The memory of a run: whether it fits this machine, and what the compiler lost for want of it."""
 
 import os
 from dataclasses import replace
@@ -18,7 +18,7 @@ from fsdp_jax.train.planning import memory_fixes
 
 
 def check_fits(run: Run) -> None:
-    """Raises FitError if this machine tells that it cannot hold the state and a batch."""
+    """Raises FitError if the state and a batch exceed the memory that this machine reports."""
     layout = run.sharded.layout
     devices = layout.mesh.local_devices
     rows = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in run.batch.values())
@@ -50,7 +50,11 @@ def _host_memory_bytes() -> int | None:
 
 
 def find_memory_cliff(run: Run) -> MemoryCliff | None:
-    """Returns what XLA gave up for want of memory, with a lever; None if nothing or unknown."""
+    """Returns what XLA recomputes and no longer overlaps in the compiled step for want of memory.
+
+    It names the setting that frees this memory, if the machine can be planned for. None if XLA lost
+    nothing, and for a device of unknown memory.
+    """
     device = run.sharded.layout.mesh.devices.flat[0]
     chip = hardware_of(device.device_kind)
     if chip is None or chip.memory_bytes is None or run.step.compiled is None:
@@ -75,7 +79,7 @@ def find_memory_cliff(run: Run) -> MemoryCliff | None:
 
 
 def _topology_of(run: Run) -> Topology | None:
-    """Returns the machine of a run's mesh; of TPUs, None: the mesh does not tell the torus."""
+    """Returns the machine of a run's mesh if it has known GPUs, as many on each host; else None."""
     devices = run.sharded.layout.mesh.devices.flatten()
     chip = hardware_of(devices[0].device_kind)
     hosts = len({device.process_index for device in devices})

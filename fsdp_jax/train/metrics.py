@@ -65,7 +65,7 @@ class JsonLines:
             self._warn_once(error)
 
     def _open_continued(self) -> FileIO:
-        """Returns the open file, which ends with the last record up to the step `after`."""
+        """Returns the open file, cut off behind the last record up to step `after`."""
         content = b""
         if os.path.lexists(self._path):
             content = read_regular(self._path, follow_link=False)
@@ -101,7 +101,7 @@ class JsonLines:
             self._lost.append(record["step"])
 
     def _warn_once(self, error: OSError) -> None:
-        """Says once that the disk does not take the metrics."""
+        """Says that the metrics are not written, the first time that this happens."""
         if self._told:
             return
         self._told = True
@@ -122,9 +122,10 @@ class JsonLines:
 
 
 def parse_lines(content: bytes) -> Iterator[tuple[int | None, int, str]]:
-    """Yields of each line (step, None if it is no record; where it ends; number and beginning).
+    """Yields (step, end, excerpt) of each line of a file of metrics.
 
-    A record is a whole line with a JSON object that has a step.
+    `step` is None unless the line is whole, and a JSON object with a step; `end` is the offset of
+    the next line in bytes; `excerpt` is the number and the beginning of the line, for a message.
     """
     end = 0
     for number, line in enumerate(BytesIO(content), 1):
@@ -138,11 +139,12 @@ def parse_lines(content: bytes) -> Iterator[tuple[int | None, int, str]]:
 
 
 def loss_metrics_field(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the field `metrics` of a record, for metrics of the loss's own; none without them."""
+    """Returns {"metrics": the loss's own metrics}, a field of a record; {} if there are none."""
     return {"metrics": {name: value.tolist() for name, value in values.items()}} if values else {}
 
 
 def _finite_or_none(value: Any) -> Any:
+    """Returns a value, or dict or list of values, with None for NaN and infinity."""
     if isinstance(value, dict):
         return {name: _finite_or_none(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -156,7 +158,7 @@ def utc_timestamp() -> str:
 
 
 def device_memory() -> tuple[int | None, int | None]:
-    """Returns (bytes in use, peak bytes) of this process's fullest device, or None if unknown."""
+    """Returns (bytes in use, peak bytes) of this process's fullest device; None if unknown."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     in_use = [stat["bytes_in_use"] for stat in stats if "bytes_in_use" in stat]
     peak = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]

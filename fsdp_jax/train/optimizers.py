@@ -32,19 +32,26 @@ def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def learning_rates(schedule: optax.Schedule) -> Callable[[int], float]:
-    """Returns update, from 0 -> learning rate; in blocks, as each call queues behind the step."""
+    """Returns a function from the number of an update, from 0, to its learning rate.
+
+    It evaluates the schedule for a block of updates at a time, as each evaluation waits behind the
+    steps that are dispatched.
+    """
 
     @lru_cache(maxsize=1)
-    def block(first: int) -> np.ndarray:
+    def rates_from(first: int) -> np.ndarray:
         return np.asarray(jax.vmap(schedule)(jnp.arange(first, first + BLOCK)))
 
-    return lambda update: float(block(update - update % BLOCK)[update % BLOCK])
+    return lambda update: float(rates_from(update - update % BLOCK)[update % BLOCK])
 
 
 def make_optimizer(
     settings: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Returns the optimizer. Raises ConfigError for a key that it does not apply."""
+    """Returns the named optimizer of optax or `fsdp_jax.optim`, with the schedule's learning rate.
+
+    Raises ConfigError for a key that it does not apply.
+    """
     name, decay = settings.name, settings.weight_decay
     if decay and name in ("adam", "sgd"):
         got = f"{decay} with {name}, which has none"

@@ -56,13 +56,13 @@ def plan_of(
 
 @dataclass(frozen=True)
 class SearchedConfig:
-    """The result of a search, and the configuration with the best settings."""
+    """The result of a search, and the run's configuration with the best settings."""
 
     result: SearchResult
     config: Config
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the settings of the best, and the plans of the Pareto front."""
+        """Returns the output of `plan --search --json`: the best settings and the Pareto front."""
         return {
             "topology": self.result.topology.name,
             "best": self.result.best.settings.keys(),
@@ -73,7 +73,7 @@ class SearchedConfig:
         }
 
     def save(self, path: Path) -> None:
-        """Writes the configuration, with the plan's summary as a comment."""
+        """Writes the configuration as YAML, with a comment above it: the plan's summary."""
         head = (*self.result.best.plan.summary().splitlines(), self.result.topology.name)
         comment = "\n".join(f"# {line}" for line in head)
         path.write_text(f"{comment}\n{dump_config(self.config)}")
@@ -106,7 +106,7 @@ def search_fastest(
 
 
 def memory_fixes(config: Config, plan: Plan, topology: Topology, work: Work) -> tuple[Fix, ...]:
-    """Returns changes of a configuration's settings that lower the peak of its plan."""
+    """Returns the changes of settings, such as remat, that lower the peak memory of a plan."""
     settings = StepSettings(
         config.strategy,
         config.mesh.replica,
@@ -119,7 +119,7 @@ def memory_fixes(config: Config, plan: Plan, topology: Topology, work: Work) -> 
 
 
 def with_settings(config: Config, settings: StepSettings) -> Config:
-    """Returns the configuration with other settings."""
+    """Returns a run's configuration with the strategy, mesh, remat, offload, ... of `settings`."""
     train = replace(config.train, accumulation=settings.accumulation, devices=None)
     if settings.loss_chunk is not None:
         train = replace(train, loss_chunk=settings.loss_chunk)
@@ -146,12 +146,12 @@ def with_settings(config: Config, settings: StepSettings) -> Config:
 def _make_step(
     config: Config, settings: StepSettings, devices: Sequence[Any]
 ) -> tuple[CompiledStep, PyTree]:
-    """Returns the step and the batch of a configuration with other settings."""
+    """Returns (the train step, shapes of the batch) of a configuration with other settings."""
     run = build(with_settings(config, settings), devices)
     return run.step, run.batch
 
 
 def _work_of_step(config: Config) -> Work:
-    """Returns what a step computes, which does not depend on the machine."""
+    """Returns the tokens and FLOPs of a step, which do not depend on the machine."""
     one_device = fake_devices(parse_topology("h100:1"))
     return build(with_settings(config, StepSettings("no_shard")), one_device).work

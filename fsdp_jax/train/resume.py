@@ -79,7 +79,10 @@ class Resumer:
         return None
 
     def check_metadata(self, step: int, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Returns the data position of a step; ConfigError for an import, or other data or LoRA."""
+        """Compares a step's metadata with the run's, and returns its data position.
+
+        Raises ConfigError for imported weights, other data, another tokenizer or LoRA scale.
+        """
         record = self.store.record(step)
         saved = record["metadata"]
         where = str(self.store.path(step))
@@ -99,7 +102,10 @@ class Resumer:
         return record["data"]
 
     def restore(self, point: ResumePoint, sharded: Sharded) -> TrainState:
-        """Returns a checkpoint's state, sharded as this run is; if it fits, renames later ones."""
+        """Returns a checkpoint's state, sharded as this run is; then renames the steps in `aside`.
+
+        Raises ConfigError, and renames none, if the checkpoint does not fit the run.
+        """
         step = point.step
         target = self._target_with_optional_fields(step, sharded)
         allow_cast = self.settings.allow_cast
@@ -120,7 +126,10 @@ class Resumer:
         return state
 
     def _target_with_optional_fields(self, step: int, sharded: Sharded) -> TrainState:
-        """Returns the target of a restore, with the checkpoint's optional fields."""
+        """Returns the target of a restore, with the optional fields that the checkpoint has.
+
+        Says which of them this run leaves out, or starts anew.
+        """
         target, leaves = sharded.checkpoint_target(), self.store.record(step)["leaves"]
         on_all = replicated(sharded.layout.mesh)
         for name, what in OPTIONAL_FIELDS.items():
@@ -139,7 +148,7 @@ class Resumer:
         return target
 
     def _already_resumed(self, steps: list[int]) -> bool:
-        """Returns whether the newest step continues the stated one: the command was repeated."""
+        """Returns whether an earlier run has resumed from the stated step, and saved the newest."""
         stated = self.settings.step
         later = [step for step in steps if stated is not None and step > stated]
         if not later:
@@ -175,7 +184,10 @@ class Resumer:
         return False
 
     def _check_foreign_entries(self, step: int) -> None:
-        """Reports directories named like steps that are none; raises ConfigError for later ones."""
+        """Says which entries are named like a step but are no checkpoint.
+
+        Raises ConfigError if one has a later number than `step`: the run would save over it.
+        """
         foreign = self.store.foreign()
         later = [str(self.store.path(number)) for number in foreign if number > step]
         if later:

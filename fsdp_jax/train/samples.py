@@ -16,7 +16,10 @@ IMAGES = 16
 
 
 def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
-    """Returns text that continues the first held-out example, or predictions for a few images."""
+    """Returns text that continues the first held-out example, or predictions for a few images.
+
+    Without held-out examples, takes those of training.
+    """
     task, config = run.family.task, run.config.train
     examples = loaded.held_out or loaded.train
     if task.prompt is None or task.write is None:
@@ -29,7 +32,7 @@ def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
     if "targets" in example:
         length = min(length, len(example["targets"]))
     # Tokens that the model sees at most.
-    window = getattr(run.shape, "sequence_length", 0)
+    window = getattr(run.model_config, "sequence_length", 0)
     if "tokens" in run.batch:
         window = min(window, run.batch["tokens"].shape[1] - 1)
     settings: dict[str, Any] = {"temperature": TEMPERATURE, "key": jax.random.key(config.seed)}
@@ -44,7 +47,7 @@ def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
 
 
 def _image_predictions(sharded: Sharded, state: TrainState, rows: list[Row]) -> str:
-    """Returns two lines, the classes of the images and those predicted, and how many agree."""
+    """Returns three lines: the classes of the images, those predicted, and how many agree."""
     images = np.stack([row["images"] for row in rows])
     labels = np.stack([row["labels"] for row in rows])
     classify = sharded.apply(lambda model, images: model(images).argmax(-1))

@@ -1,4 +1,4 @@
-"""Stopping a run by a signal, and agreement of its processes on it."""
+"""Stopping a run by a signal, and agreement of its processes on what to do next."""
 
 import os
 import signal
@@ -39,7 +39,10 @@ class StopSignal:
 
 
 class Agreement:
-    """Combines flags of all processes; of several, each answer is to the call before."""
+    """Tells every process whether any process has set a flag, without waiting for the others.
+
+    Of several processes, each call therefore answers for the flags of the call before.
+    """
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh

@@ -59,7 +59,10 @@ class Key:
         return f"{self.option} {told[0].metavar}" + (f": {told[0].help}" if told[0].help else "")
 
     def parse_texts(self, texts: Sequence[str]) -> Any:
-        """Returns the value that texts of a command line are. Raises ConfigError for others."""
+        """Returns the value of the texts that follow the option on a command line.
+
+        Raises ConfigError if there is none, or one of another type or range.
+        """
         if self.is_flag and not texts:
             return True
         if get_origin(self.type) is tuple:
@@ -77,7 +80,10 @@ class Key:
         return self.convert(value, self.option)
 
     def convert(self, value: Any, where: str) -> Any:
-        """Returns a value of YAML as the field's. Raises ConfigError for another type or range."""
+        """Returns a value of YAML in the field's type, such as a tuple for a list.
+
+        Raises ConfigError, naming `where` it stands, for another type or range.
+        """
         if value is None and self.takes_none:
             return None
 
@@ -159,7 +165,7 @@ def split_arguments(
 
 
 def check_text(text: str, where: str) -> str:
-    """Returns a text; raises ConfigError for one that can be no path, name or pattern."""
+    """Returns `text`; raises ConfigError if it can be no path, name or pattern."""
     what = ""
     if not text.strip():
         what = "an empty text"

@@ -14,7 +14,8 @@ from fsdp_jax.cli.main import main
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.train.config import Config, ModelConfig
 from fsdp_jax.train.config_file import load_config
-from fsdp_jax.train.shapes import batch_shapes, length_fields, make_model_config
+from fsdp_jax.train.model_config import make_model_config
+from fsdp_jax.train.shapes import batch_shapes, length_fields
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SETTING = Setting("full_shard", 1, 32)

@@ -1,0 +1,112 @@
+"""The configuration of the model itself, such as a GPTConfig, from the keys of a run."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from fsdp_jax.data.checks import ignored_key_error
+from fsdp_jax.data.sources import kinds_for
+from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.models import FAMILIES, Family
+from fsdp_jax.models.families import family_of
+from fsdp_jax.train.config import DataConfig, ModelConfig
+from fsdp_jax.train.shapes import length_fields
+from fsdp_jax.weights import read_config
+
+
+def make_model_config(model: ModelConfig, data: DataConfig) -> Any:
+    """Returns the configuration of a preset or of `model.weights`, with the keys that override it.
+
+    It is of the family's own type, such as GPTConfig. Raises ConfigError for keys that do not fit.
+    """
+    family = FAMILIES[model.family]
+    _check_data(model.family, family, data)
+    fields = _field_overrides(model, family)
+    if model.weights is not None:
+        weights = read_config(Path(model.weights).expanduser())
+        return _config_of_weights(model, family, data, weights, fields)
+    preset = model.preset or next(iter(family.presets))
+    if preset not in family.presets:
+        _refuse_preset(model.family, preset)
+    return family.preset(preset, **fields, **length_fields(family, data))
+
+
+def _field_overrides(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """Returns {field: value} for the set keys that replace a preset's fields.
+
+    Raises ConfigError for keys that the family does not have.
+    """
+    known = {field.name for field in dataclasses.fields(family.config)}
+    names = ("layers", "width", "heads", "vocab_size", "classes")
+    fields = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
+    if model.dropout:
+        fields["dropout"] = model.dropout
+    for name, value in fields.items():
+        if name not in known:
+            got = f"{value} with {model.family}, which has none"
+            raise ignored_key_error(f"model.{name}", got)
+    if "layers" in fields and "decoder_layers" in known:
+        fields["decoder_layers"] = fields["layers"]
+    return {"scan_layers": model.scan_layers, **fields}
+
+
+def _config_of_weights(
+    model: ModelConfig, family: Family, data: DataConfig, weights: Any, overrides: dict[str, Any]
+) -> Any:
+    """Returns the configuration of the weights, checked against the keys of the model."""
+    name, where = family_of(weights).name, "model.weights"
+    if name != model.family:
+        what, fix = "the weights are of another family", f"set model.family to {name}"
+        raise ConfigError(message(what, where=where, expected=model.family, got=name, fix=fix))
+
+    # keys that contradict the shape of the weights
+    keys = ("heads", "layers", "preset", "vocab_size", "width")
+    differing = [
+        f"model.{key} {getattr(model, key)}"
+        for key in keys
+        if getattr(model, key) not in (None, getattr(weights, key, None))
+    ]
+    if differing:
+        what, got = "the weights have a shape of their own", ", ".join(differing)
+        raise ConfigError(message(what, where=where, got=got, fix="leave them out"))
+
+    # keys that change it; another number of classes has a new head: see `initial_params`
+    changeable = ("scan_layers", "classes", "dropout")
+    changes = {name: overrides[name] for name in changeable if name in overrides}
+    for name, length in length_fields(family, data).items():
+        longest = getattr(weights, name)
+        if family.task.any_length:
+            changes[name] = length
+        elif length > longest:
+            what, where = "the sequence is too long", "data.sequence_length"
+            fix = f"use {longest}, the length that the weights were made for"
+            raise ConfigError(message(what, where=where, got=length, fix=fix))
+    return dataclasses.replace(weights, **changes)
+
+
+def _refuse_preset(name: str, preset: str) -> None:
+    """Raises ConfigError for a preset that the family `name` does not have."""
+    where = "model.preset"
+    for other, family in FAMILIES.items():
+        if preset in family.presets:
+            what, got = "family and preset do not go together", f"{preset}, which is a {other}"
+            fix = f"set model.family to {other}"
+            raise ConfigError(message(what, where=where, expected=f"a {name}", got=got, fix=fix))
+    fix = did_you_mean(preset, FAMILIES[name].presets)
+    raise ConfigError(message(f"unknown preset '{preset}'", where=where, fix=fix))
+
+
+def _check_data(name: str, family: Family, data: DataConfig) -> None:
+    """Raises ConfigError for data of another task, or keys that this task does not read."""
+    kinds = kinds_for(family.task.name)
+    if data.kind not in kinds:
+        what, fix = "family and data do not go together", f"set data.kind to {kinds[0]}"
+        expected = f"{' or '.join(kinds)}, for {name}"
+        raise ConfigError(
+            message(what, where="data.kind", expected=expected, got=data.kind, fix=fix)
+        )
+    every_key = {key for each in FAMILIES.values() for key in each.task.data_keys}
+    for key in sorted(every_key.difference(family.task.data_keys)):
+        if getattr(data, key):
+            fix = f"leave it out, or choose another family than {name}"
+            raise ignored_key_error(f"data.{key}", name, fix)
