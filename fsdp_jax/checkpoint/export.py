@@ -138,7 +138,8 @@ def read_mapped(
 ) -> PyTree:
     """Returns the target's structure with every leaf read from the tensors mapped to its path.
 
-    Raises ValueError for leaves without shardings; CheckpointError if a file cannot be read.
+    `budget` is in bytes of host memory beside the arrays; `where` is what errors name. Raises
+    ValueError for leaves without shardings; CheckpointError if a file cannot be read.
     """
     leaves = leaves_of(target)
     fix = "sharded.checkpoint_target().params, or a sharding in each leaf"
@@ -153,7 +154,7 @@ def read_mapped(
 
 
 def refuse_misfits(where: object, lines: Sequence[str], *, fix: str = "") -> None:
-    """Raises ConfigError with the first `SHOWN` lines and the count of the others, if any."""
+    """Raises ConfigError for tensors that do not fit the model, a line for each; if any."""
     if lines:
         what = "the weights do not fit the model"
         got = first_lines(lines, SHOWN)
@@ -161,7 +162,7 @@ def refuse_misfits(where: object, lines: Sequence[str], *, fix: str = "") -> Non
 
 
 def fits_dtype(tensor: StoredTensor, leaf: jax.ShapeDtypeStruct) -> bool:
-    """Returns whether a tensor may become the leaf: both floating-point, or of one dtype."""
+    """Returns whether a tensor may be cast to the leaf: both floating-point, or of one dtype."""
     floating = [jnp.issubdtype(dtype, jnp.floating) for dtype in (tensor.dtype, leaf.dtype)]
     return all(floating) or tensor.dtype == leaf.dtype
 

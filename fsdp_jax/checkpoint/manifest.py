@@ -167,8 +167,8 @@ def check_files(root: Path, *, part: int = 0, parts: int = 1, contents: bool = T
     """Compares a checkpoint's files to the digests of its manifest.
 
     `part` of `parts` readers takes every n-th file; with 0 parts only the manifest is read. Without
-    `contents`, kinds and sizes are compared alone.
-    Files that the manifest does not list are ignored.
+    `contents`, kinds and sizes are compared alone. Files that the manifest does not list are
+    ignored.
     """
     started = time.perf_counter()
     try:

@@ -359,7 +359,10 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
                 self._delete_step(old)
 
     def _seal(self, path: Path, record: Json, written: dict[str, str]) -> None:
-        """Digests what each process wrote, and renames the step into place (process 0)."""
+        """Digests this process's files; process 0 then writes the manifest and renames the step.
+
+        The others wait until it has. `written` is {path: dtype and shape} of the saved arrays.
+        """
         unsealed = _with_suffix(path, UNSEALED)
         process = jax.process_index()
         self._poll_until(unsealed.exists, path, f"{unsealed} to be seen from process {process}")

@@ -49,8 +49,8 @@ class Verified:
 
 
 def verify_run(output: str | os.PathLike[str]) -> Verified:
-    """Reads every checkpoint of a run, which may still be writing. Raises as `steps_of`."""
-    directory, steps = steps_of(output)
+    """Checks every checkpoint of a run, which may be writing more. Raises as `find_checkpoints`."""
+    directory, steps = find_checkpoints(output)
     results = {step: _check_unless_deleted(directory / str(step)) for step in steps}
     others = {path.name for path in directory.iterdir()} - {str(step) for step in steps}
     existing = {step: checked for step, checked in results.items() if checked is not None}
@@ -80,9 +80,9 @@ def describe_export(step: int, exported: Exported) -> str:
 def choose_step(output: str | os.PathLike[str], step: int | None) -> tuple[Path, int]:
     """Returns a run's directory of checkpoints and `step`, the newest if it is None.
 
-    Raises ConfigError as `steps_of`, and if there is no such step.
+    Raises ConfigError as `find_checkpoints`, and if there is no such step.
     """
-    directory, steps = steps_of(output)
+    directory, steps = find_checkpoints(output)
     step = max(steps) if step is None else step
     if step not in steps:
         expected = f"one of {steps}"
@@ -90,8 +90,8 @@ def choose_step(output: str | os.PathLike[str], step: int | None) -> tuple[Path,
     return directory, step
 
 
-def steps_of(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
-    """Returns a run's directory of checkpoints, and their steps.
+def find_checkpoints(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
+    """Returns (a run's directory of checkpoints, their steps).
 
     Raises ConfigError if there are none, naming a parent directory that has some.
     """
@@ -110,7 +110,7 @@ def steps_of(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
 
 
 def _check_unless_deleted(path: Path) -> Checked | None:
-    """Returns the result for a step; None if the run that is writing there has deleted it."""
+    """Returns the result of `check_files`; None if the run has deleted the step meanwhile."""
     try:
         before = path.stat()
         checked = check_files(path)

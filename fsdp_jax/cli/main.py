@@ -86,24 +86,24 @@ def _prepare_process(debug: bool) -> None:
     logging.raiseExceptions = False
     logging.Formatter.formatException = _format_exception  # type: ignore[assignment]
 
-    def tell(kind: str, error: BaseException | None, where: object) -> None:
+    def warn_of_failure(kind: str, error: BaseException | None, where: object) -> None:
         if error is not None and is_failure(error) and not sys.is_finalizing():
             what = f"{kind} failed: {type(error).__name__}: {error}"
             fix = "run again with --debug for the traceback"
             _show_warning(message(what, where=str(where), fix=fix))
 
-    def of_thread(failure: threading.ExceptHookArgs) -> None:
+    def thread_hook(failure: threading.ExceptHookArgs) -> None:
         name = "" if failure.thread is None else failure.thread.name
-        tell("a thread in the background", failure.exc_value, name)
+        warn_of_failure("a thread in the background", failure.exc_value, name)
 
-    def of_callback(failure: "sys.UnraisableHookArgs") -> None:
+    def unraisable_hook(failure: "sys.UnraisableHookArgs") -> None:
         if isinstance(failure.exc_value, KeyboardInterrupt) and not sys.is_finalizing():
             # Ctrl-C met a callback, such as jax's of the garbage collector, and Python drops it.
             threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
-        tell("cleaning up", failure.exc_value, failure.object)
+        warn_of_failure("cleaning up", failure.exc_value, failure.object)
 
-    threading.excepthook = of_thread
-    sys.unraisablehook = of_callback
+    threading.excepthook = thread_hook
+    sys.unraisablehook = unraisable_hook
 
 
 def _format_exception(formatter: logging.Formatter, info: Any) -> str:

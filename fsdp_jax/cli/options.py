@@ -49,12 +49,12 @@ class ConfigFile:
         return load_config_with(self.path, self.overrides)
 
 
-def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Any:
-    """Returns the command of that kind that `argv`, what follows `fsdp-jax NAME`, describes.
+def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
+    """Returns `command`, a class in `COMMANDS`, with the fields that `argv` after its name sets.
 
     Raises ConfigError for an unknown option, or a missing or malformed value or argument.
     """
-    argument, options = _argument_and_options(kind)
+    argument, options = _argument_and_options(command)
     known = options | KEYS if argument is CONFIG else options
     positional, given = split_arguments(argv, known)
 
@@ -72,50 +72,50 @@ def parse_command(kind: type[Any], name: str, argv: Sequence[str]) -> Any:
 
     # The options of the command itself; all other keys are overrides of the configuration.
     values = {key: value for key, value in given.items() if key in options}
-    for key in _required_options(kind):
+    for key in _required_options(command):
         if key not in values:
             what = f"{options[key].option} is missing"
             raise ConfigError(message(what, where="command line", expected=options[key].usage))
     if argument is not CONFIG:
-        return kind(path, **values)
+        return command(path, **values)
     overrides = {key: value for key, value in given.items() if key not in options}
-    return kind(ConfigFile(path, overrides), **values)
+    return command(ConfigFile(path, overrides), **values)
 
 
-def print_help(kind: type[Any], name: str, argv: Sequence[str]) -> None:
+def print_help(command: type[Any], name: str, argv: Sequence[str]) -> None:
     """Prints what a command does, and every option and key with its type, default and meaning.
 
     The defaults of keys are those of the configuration file, if `argv` begins with one.
     """
-    argument, _ = _argument_and_options(kind)
+    argument, _ = _argument_and_options(command)
     first = ConfigFile(None, {}) if argument is CONFIG else ""
-    default: Any = kind(first, **dict.fromkeys(_required_options(kind), tyro.MISSING))
-    shown: Any = kind
+    default: Any = command(first, **dict.fromkeys(_required_options(command), tyro.MISSING))
+    shown: Any = command
     if argument is CONFIG:
         default = (default, Config() if argv[0].startswith("-") else load_config(argv[0]))
         keys = Annotated[Config, arg(name=""), FlagConversionOff]
-        shown = tuple[Annotated[kind, arg(name="")], keys]  # type: ignore[valid-type]
+        shown = tuple[Annotated[command, arg(name="")], keys]  # type: ignore[valid-type]
     with contextlib.suppress(SystemExit):
         tyro.cli(
             shown,
             args=["--help"],
             default=default,
             prog=f"fsdp-jax {name} {argument.name}",
-            description=cleandoc(kind.__doc__ or ""),
+            description=cleandoc(command.__doc__ or ""),
             use_underscores=argument is CONFIG,
             config=(FlagCreatePairsOff,),
         )
 
 
-def _required_options(kind: type[Any]) -> list[str]:
+def _required_options(command: type[Any]) -> list[str]:
     """Returns the names of a command's options without a default."""
-    return [field.name for field in fields(kind)[1:] if field.default is MISSING]
+    return [field.name for field in fields(command)[1:] if field.default is MISSING]
 
 
-def _argument_and_options(kind: type[Any]) -> tuple[Argument, dict[str, Key]]:
+def _argument_and_options(command: type[Any]) -> tuple[Argument, dict[str, Key]]:
     """Returns (the positional argument, {name: option}) of a command."""
     first, *options = (
-        Key.from_hint(*each) for each in get_type_hints(kind, include_extras=True).items()
+        Key.from_hint(*each) for each in get_type_hints(command, include_extras=True).items()
     )
     argument = next(note for note in first.notes if isinstance(note, Argument))
     return argument, {key.name: key for key in options}

@@ -71,9 +71,10 @@ def _open_corpus(corpus: str, field: str, invalid: Invalid) -> Documents:
 
 
 def _trained_tokenizer(split: Split, to: Path, vocab_size: int, say: Say) -> Tokenizer:
-    """Returns the tokenizer of a stopped run, or trains one: the same text gives the same one.
+    """Returns the tokenizer that a stopped command left in `to`, or trains one.
 
-    The requested sizes are compared, since a tokenizer may have got fewer ids than that.
+    The same text gives the same one. The requested sizes are compared, since a tokenizer may have
+    got fewer ids than that.
     """
     plan = read_plan(to)
     if plan is not None and plan.asked != vocab_size:

@@ -120,7 +120,10 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     def read_array(
         self, leaf: jax.ShapeDtypeStruct, mappings: Sequence[TensorMapping]
     ) -> jax.Array:
-        """Returns an array with the leaf's shape, dtype and sharding; unmapped elements are 0."""
+        """Reads the mapped tensors into an array of the leaf's shape, dtype and sharding.
+
+        Elements that no tensor is mapped to are 0.
+        """
         shape = tuple(leaf.shape)
         sharding = leaf.sharding
         assert sharding is not None, "callers check that a target has shardings"

@@ -109,7 +109,7 @@ def join_cluster(
     watch = Watch(host, port, process, processes, timeout)
     service = watch.join({"cluster.processes": processes, **_environment_facts(), **(facts or {})})
     _watch = watch
-    _end_all_on_uncaught_errors()
+    _install_exit_hooks()
     with fail_together():
         jax.distributed.initialize(service, processes, process)
 
@@ -126,8 +126,8 @@ def _environment_facts() -> dict[str, object]:
     }
 
 
-def _end_all_on_uncaught_errors() -> None:
-    """Makes an error that ends this process, or its ordinary end, known to the others."""
+def _install_exit_hooks() -> None:
+    """Makes an uncaught error end all processes, an exit leave the cluster, a fork let it go."""
     previous = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
@@ -144,7 +144,7 @@ def _detach_forked_copy() -> None:
     """Closes the connections that a forked copy of this process has inherited; runs in the copy."""
     global _watch
     if _watch is not None:
-        _watch.close_copies()
+        _watch.close_after_fork()
         _watch = None
 
 

@@ -106,7 +106,7 @@ class Peer:
 
 
 class Hub:
-    """Serves the connections of all processes, in a thread of its own.
+    """The server in process 0 that all processes connect to, in a thread of its own.
 
     Raises OSError if the port is in use.
     """
@@ -285,9 +285,9 @@ class Hub:
             self._refused = {peer.token for peer in self._peers.values()}
 
     def _handle_disconnect(self, process: int) -> None:
-        """Drops a process whose connection closed; ends the run if all had joined and it had not left.
+        """Drops a process whose connection closed.
 
-        While they join it may start again.
+        Ends the run if all had joined and it had not left; while they join it may start again.
         """
         peer = self._peers.pop(process)
         if not self._started:

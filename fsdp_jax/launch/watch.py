@@ -48,7 +48,10 @@ GRACE, DELIVERY, CAUSE, LATE = 1.0, 3.0, 3.0, 10.0
 
 
 class Watch:
-    """Joins this process to process 0: one connection to its `Hub`, read by a thread of its own."""
+    """Joins this process to the others, compares facts with them, and makes all end if one fails.
+
+    It has one connection to the `Hub` of process 0, which a thread of its own reads.
+    """
 
     def __init__(self, host: str, port: int, process: int, processes: int, patience: float):
         self._address = (host, port)
@@ -158,8 +161,8 @@ class Watch:
         name = "processes-watch"
         threading.Thread(target=self._read_lines, args=[lines], name=name, daemon=True).start()
 
-    def close_copies(self) -> None:
-        """Closes the connections in a copy of this process, which would outlive it."""
+    def close_after_fork(self) -> None:
+        """Closes the connections in a forked copy of this process, which would keep them open."""
         for handle in (self._connection.fileno(), *(self._hub.descriptors() if self._hub else ())):
             if handle >= 0:
                 os.close(handle)

@@ -82,7 +82,7 @@ def as_config_errors() -> Iterator[None]:
 
 @as_config_errors()
 def check_activation_names(run: Run) -> None:
-    """Raises ConfigError for a name of an activation that the model lacks; traces the step."""
+    """Traces the step; raises ConfigError for keys that name activations that it does not have."""
     if run.config.remat_save or run.config.offload.activation_names:
         check_names(run.step.plan.activations, run.step.trace(run.batch).jaxpr)
 
@@ -131,7 +131,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
 
     # The sharded training state and the steps.
     schedule = make_schedule(config.optimizer, train.steps)
-    sharded = _shard(config, make, frozen, make_optimizer(config.optimizer, schedule), mesh)
+    sharded = _make_sharded(config, make, frozen, make_optimizer(config.optimizer, schedule), mesh)
     loss = make_loss(family, train.loss_chunk)
     step = sharded.make_train_step(
         partial(loss, train=True),
@@ -154,14 +154,14 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     )
 
 
-def _shard(
+def _make_sharded(
     config: Config,
     make: Callable[[nnx.Rngs], nnx.Module],
     frozen: tuple[str, ...],
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> Sharded:
-    """Calls `fully_shard` with the keys of a run. Raises ConfigError if all parameters are frozen.
+    """Returns what `fully_shard` makes of a run's keys. Raises ConfigError if nothing is trained.
 
     `make` is the constructor of the model, and `frozen` are patterns of its frozen parameters.
     """

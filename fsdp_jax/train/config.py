@@ -24,7 +24,7 @@ NonNegativeFloat = Annotated[float, Range(0)]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model."""
+    """The model: its architecture, size, initial weights and attention kernel."""
 
     # Architecture. gpt, llama: language models; t5: text to text; vit, cait: image classes.
     family: Literal["gpt", "llama", "t5", "vit", "cait"] = "gpt"
@@ -141,7 +141,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The training data."""
+    """The training data: which they are, and how they become rows of a batch."""
 
     # embedded: the source of Python's standard library; text: files, folders or .jsonl; tokens:
     # the output of `fsdp-jax tokenize`; instructions: Alpaca's format; datasets: Hugging
@@ -170,7 +170,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Steps, batch and log."""
+    """Steps, batch, loss, log and evaluation."""
 
     steps: Positive = 1000  # Optimizer steps.
     # Sequences per optimizer step, over all devices and microbatches.
@@ -242,7 +242,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All keys of a run."""
+    """All keys of a run, by section; the first few belong to none."""
 
     # no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard,
     # hybrid_shard_zero2.

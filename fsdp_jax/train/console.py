@@ -17,7 +17,7 @@ from fsdp_jax.train.metrics import StepRecord
 
 
 class Screen:
-    """Prints lines; on a terminal a bar stays below them while training."""
+    """Prints lines, unless `quiet`; on a terminal a bar stays below them while training."""
 
     def __init__(self, steps: int, *, quiet: bool):
         self._steps = steps
@@ -150,7 +150,7 @@ def _rule_matches(layout: Layout) -> str:
     )
 
 
-def summary(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
+def closing_summary(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
     """Returns what a run prints at its end: held-out loss in nats per `unit`, memory, a sample.
 
     The loss and the sample are None where there is none.

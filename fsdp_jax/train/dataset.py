@@ -34,7 +34,7 @@ class Data:
     evaluation: Callable[[], Iterator[Batch]] | None
 
     @property
-    def unit(self) -> str:
+    def loss_unit(self) -> str:
         """What the loss is per: `image`, `byte` or `token`."""
         if self.loaded.tokenizer is None:
             return "image"

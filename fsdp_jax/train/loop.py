@@ -27,7 +27,7 @@ from fsdp_jax.step.state import LOSS_SCALE, TrainState
 from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE
 from fsdp_jax.train.build import Run, lora_scale
 from fsdp_jax.train.config_file import config_digest
-from fsdp_jax.train.console import Screen, banner, summary
+from fsdp_jax.train.console import Screen, banner, closing_summary
 from fsdp_jax.train.dataset import Data
 from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.train.memory import find_memory_cliff
@@ -237,10 +237,10 @@ class Training:
         return False
 
     def _go_back_after_spike(self, what: str) -> bool:
-        """Restores the newest good checkpoint, but keeps the data's position; `what` tells the spike.
+        """Restores the newest good checkpoint, without going back in the data.
 
-        Returns False if there is no checkpoint. Raises LossSpikeError if the run has gone back to
-        it `RETURNS` times.
+        `what` describes the spike. Returns False if there is no checkpoint. Raises
+        LossSpikeError if the run has gone back to it `RETURNS` times.
         """
         self.run.step.finish()
         self._check_previous_save("going back to an older one")
@@ -340,7 +340,7 @@ class Training:
         return False
 
     def _evaluate(self) -> bool:
-        """Measures the held-out loss, in nats per `data.unit`; returns True if asked to stop."""
+        """Measures the held-out loss in nats per `loss_unit`; returns True if asked to stop."""
         if self.data.evaluation is None:
             self.screen.say("no evaluation: the held-out data is less than one example")
             return False
@@ -351,7 +351,7 @@ class Training:
                 return True
         loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
         loss = self.held_out_loss = float(loss_sum / count)
-        measured = f"held-out loss {loss:.4f} over {count:,.0f} {self.data.unit}s"
+        measured = f"held-out loss {loss:.4f} over {count:,.0f} {self.data.loss_unit}s"
         self.screen.say(f"step {self.steps_done}: {measured}")
         if self.evals is not None:
             fields = {"step": self.steps_done, "held_out_loss": loss, "tokens": int(count)}
@@ -455,5 +455,7 @@ class Training:
         if stopped:
             return self._stop()
         sample = make_sample(self.run, self.state, self.data.loaded) if self.config.sample else None
-        self.screen.say(summary(self.layout, self.held_out_loss, self.data.unit, sample))
+        self.screen.say(
+            closing_summary(self.layout, self.held_out_loss, self.data.loss_unit, sample)
+        )
         return DONE

@@ -20,7 +20,7 @@ def make_model_config(model: ModelConfig, data: DataConfig) -> Any:
     It is of the family's own type, such as GPTConfig. Raises ConfigError for keys that do not fit.
     """
     family = FAMILIES[model.family]
-    _check_data(model.family, family, data)
+    _check_data_keys(model.family, family, data)
     fields = _field_overrides(model, family)
     if model.weights is not None:
         weights = read_config(Path(model.weights).expanduser())
@@ -53,7 +53,10 @@ def _field_overrides(model: ModelConfig, family: Family) -> dict[str, Any]:
 def _config_of_weights(
     model: ModelConfig, family: Family, data: DataConfig, weights: Any, overrides: dict[str, Any]
 ) -> Any:
-    """Returns the configuration of the weights, checked against the keys of the model."""
+    """Returns `weights`, a configuration, with the overrides that weights allow.
+
+    Raises ConfigError for keys that contradict it, and for sequences that are too long for it.
+    """
     name, where = family_of(weights).name, "model.weights"
     if name != model.family:
         what, fix = "the weights are of another family", f"set model.family to {name}"
@@ -96,8 +99,8 @@ def _refuse_preset(name: str, preset: str) -> None:
     raise ConfigError(message(f"unknown preset '{preset}'", where=where, fix=fix))
 
 
-def _check_data(name: str, family: Family, data: DataConfig) -> None:
-    """Raises ConfigError for data of another task, or keys that this task does not read."""
+def _check_data_keys(name: str, family: Family, data: DataConfig) -> None:
+    """Raises ConfigError for `data` of another task, or keys of it that the task does not read."""
     kinds = kinds_for(family.task.name)
     if data.kind not in kinds:
         what, fix = "family and data do not go together", f"set data.kind to {kinds[0]}"

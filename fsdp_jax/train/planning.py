@@ -89,7 +89,7 @@ def search_fastest(
     FitError where nothing fits.
     """
     rows = config.train.global_batch_size
-    search = Search(partial(_make_step, config), rows, _work_of_step(config), cache, progress)
+    search = Search(partial(_make_step, config), rows, _work_of_config(config), cache, progress)
     chip = HARDWARE.get(where.strip().lower())
     if chip is not None:
         topology = search.smallest_topology(chip, devices)
@@ -151,7 +151,7 @@ def _make_step(
     return run.step, run.batch
 
 
-def _work_of_step(config: Config) -> Work:
+def _work_of_config(config: Config) -> Work:
     """Returns the tokens and FLOPs of a step, which do not depend on the machine."""
     one_device = fake_devices(parse_topology("h100:1"))
     return build(with_settings(config, StepSettings("no_shard")), one_device).work

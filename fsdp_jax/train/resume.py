@@ -159,7 +159,10 @@ class Resumer:
             return False
 
     def _is_good(self, step: int, stated: int | None) -> bool:
-        """Returns whether a step is undamaged; raises DamageError if no other may replace it."""
+        """Returns whether a step is undamaged; raises DamageError if no other may replace it.
+
+        `stated` is `checkpoint.step`, None where the newest step is to be taken.
+        """
         verify = self.settings.verify
         if not verify:
             self.say(f"step {step} is not verified (checkpoint.verify)")

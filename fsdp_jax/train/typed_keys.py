@@ -99,25 +99,27 @@ class Key:
             items = [value] if isinstance(value, str) else value
             if isinstance(items, list) and all(isinstance(item, str) for item in items):
                 return tuple(check_text(item, where) for item in items)
-            raise _value_error(wrong_type, where, "a list of names", repr(value))
+            raise _config_error(wrong_type, where, "a list of names", repr(value))
 
         # Numbers and texts.
         if self.type is float and isinstance(value, int | str) and not isinstance(value, bool):
             value = _parse_number(float, value)  # YAML 1.1 reads 1e-3 as text
         if type(value) is not self.type:
-            raise _value_error(wrong_type, where, TYPE_NAMES[self.type], repr(value))
+            raise _config_error(wrong_type, where, TYPE_NAMES[self.type], repr(value))
         if self.type is float and not abs(value) <= LARGEST_FLOAT:
             expected = f"from -{LARGEST_FLOAT} to {LARGEST_FLOAT}"
-            raise _value_error("a number that is not finite in float32", where, expected, value)
+            raise _config_error("a number that is not finite in float32", where, expected, value)
         for limits in (note for note in self.notes if isinstance(note, Range)):
             if not value >= limits.least:
-                raise _value_error("a value is too small", where, f"{limits.least} or more", value)
+                raise _config_error("a value is too small", where, f"{limits.least} or more", value)
             if not value <= limits.most:
-                raise _value_error("a value is too large", where, f"{limits.most:,} or less", value)
+                raise _config_error(
+                    "a value is too large", where, f"{limits.most:,} or less", value
+                )
         return check_text(value, where) if self.type is str else value
 
 
-def _value_error(what: str, where: str, expected: str, got: object) -> ConfigError:
+def _config_error(what: str, where: str, expected: str, got: object) -> ConfigError:
     return ConfigError(message(what, where=where, expected=expected, got=got))
 
 
