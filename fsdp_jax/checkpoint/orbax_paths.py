@@ -17,7 +17,7 @@ log = logging.getLogger("fsdp_jax.checkpoint")
 _PathOfOrbax: Any = type(orbax.Context().file.path_class("/"))
 # What orbax or tensorstore takes for something else: a separator, an address in a cloud; and what
 # Python has in place of bytes that are not UTF-8.
-UNUSABLE = re.compile(r"\\|gs:/|^/(gs|s3|az|hf)(/|$)|(?P<bytes>[\ud800-\udfff])")
+UNUSABLE_NAME = re.compile(r"\\|gs:/|^/(gs|s3|az|hf)(/|$)|(?P<bytes>[\ud800-\udfff])")
 
 
 class LiteralPath(_PathOfOrbax):
@@ -42,7 +42,7 @@ class LiteralPath(_PathOfOrbax):
 
 def require_usable(directory: Path) -> None:
     """Raises ConfigError for a directory that orbax would take for another, or cannot name."""
-    found = UNUSABLE.search(f"{directory}/")
+    found = UNUSABLE_NAME.search(f"{directory}/")
     if found:
         what = "checkpoints cannot be written under this name"
         fix = "use another directory, or a link with a plain name"

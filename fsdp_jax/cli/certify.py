@@ -24,7 +24,7 @@ from fsdp_jax.train.build import (
 from fsdp_jax.train.config import Config, DataConfig
 from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.optimizers import make_optimizer
-from fsdp_jax.train.shapes import Batch, batch_shapes, length_fields
+from fsdp_jax.train.shapes import BatchShapes, batch_shapes, length_fields
 
 DEVICES = 8
 ACCUMULATION = (1, 4)
@@ -103,7 +103,7 @@ def shrink_model_config(model_config: Any, text_lengths: dict[str, int]) -> Any:
     return dataclasses.replace(model_config, **sizes, **text_lengths)
 
 
-def random_batch(shapes: Batch, model_config: Any, data: DataConfig) -> dict[str, np.ndarray]:
+def random_batch(shapes: BatchShapes, model_config: Any, data: DataConfig) -> dict[str, np.ndarray]:
     """Returns random values for the arrays of a batch; packed rows hold two documents each."""
     random = np.random.default_rng(0)
     half = data.sequence_length // 2

@@ -33,7 +33,7 @@ from fsdp_jax.train.config import (
 )
 from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
-from fsdp_jax.train.shapes import Batch, batch_shapes, work_of
+from fsdp_jax.train.shapes import BatchShapes, batch_shapes, work_of
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.remat import Remat, RematPolicy, check_names
 
@@ -47,7 +47,7 @@ class Run:
     step: CompiledStep  # `step.lower(batch)` is the program that trains
     eval_step: CompiledStep
     schedule: optax.Schedule  # optimizer updates so far -> learning rate
-    batch: Batch  # shapes and dtypes of the global batch
+    batch: BatchShapes  # shapes and dtypes of the global batch
     work: Work  # tokens and FLOPs of a step
     family: Family
     model_config: Any  # of the model itself, such as a GPTConfig

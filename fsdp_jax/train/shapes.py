@@ -10,7 +10,7 @@ from fsdp_jax.models.tasks import Lengths
 from fsdp_jax.planner import Work
 from fsdp_jax.train.config import DataConfig
 
-Batch = dict[str, jax.ShapeDtypeStruct]
+BatchShapes = dict[str, jax.ShapeDtypeStruct]
 CONVENTION = "6 N + 12 L D T a token, attention in full"
 
 
@@ -24,7 +24,7 @@ def length_fields(family: Family, data: DataConfig) -> dict[str, int]:
     return family.task.config_lengths(_lengths(data))
 
 
-def batch_shapes(family: Family, model_config: Any, data: DataConfig, rows: int) -> Batch:
+def batch_shapes(family: Family, model_config: Any, data: DataConfig, rows: int) -> BatchShapes:
     """Returns {name: shape and dtype} of a global batch of that many rows."""
     arrays = family.task.arrays(model_config, _lengths(data))
     return {
