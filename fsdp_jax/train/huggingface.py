@@ -200,7 +200,7 @@ def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | 
         arrays = dict(read_params(store, step, {each: leaves[each] for each in paths}))
         return [arrays[each] for each in paths]
 
-    def change(path: str, box: Box, kernel: np.ndarray) -> np.ndarray:
+    def merge_adapters(path: str, box: Box, kernel: np.ndarray) -> np.ndarray:
         if len(parts[path]) == 1:
             return kernel
         a, b = adapters(path)
@@ -213,4 +213,4 @@ def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | 
     def read(paths: Sequence[str]) -> Any:
         return read_params(store, step, {path: base[path] for path in paths})
 
-    return Source(base, read), change
+    return Source(base, read), merge_adapters
