@@ -198,8 +198,8 @@ def _step_and_forward(row: Row, remat: str, chip: Any) -> tuple[float, float]:
 @cache
 def _program(row: Row, remat: str) -> tuple[Any, Any, Any]:
     """Compiles a row's step once; returns (module, collectives, mesh)."""
-    from fsdp_jax.hlo.collectives import read_program
-    from fsdp_jax.hlo.parser import parse
+    from fsdp_jax.hlo.collectives import read_collectives
+    from fsdp_jax.hlo.parser import parse_program
     from fsdp_jax.planner import cache_folder, parse_topology
     from fsdp_jax.planner.compiled.program import compile_step
     from fsdp_jax.train.build import build, topology_devices
@@ -214,7 +214,7 @@ def _program(row: Row, remat: str) -> tuple[Any, Any, Any]:
         needs = f"{program.refused_bytes} bytes"
         raise SystemExit(f"{row.name} on {row.topology} does not fit: {needs}")
     mesh = run.step.plan.layout.mesh
-    return parse(program.text), read_program(program.text, mesh.shape).collectives, mesh
+    return parse_program(program.text), read_collectives(program.text, mesh.shape).collectives, mesh
 
 
 def fitted(rows: list[Row]) -> float:

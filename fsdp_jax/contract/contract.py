@@ -16,8 +16,8 @@ from typing import Any
 from fsdp_jax.contract.expected import Expected, expected_of
 from fsdp_jax.contract.violations import Violation, other_axes, traffic_violations
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.hlo.collectives import Collective, read_program
-from fsdp_jax.hlo.partitioner_log import Rematerialization, rematerializations
+from fsdp_jax.hlo.collectives import Collective, read_collectives
+from fsdp_jax.hlo.partitioner_log import Rematerialization, collect_rematerializations
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.rules import MIN_SIZE
 from fsdp_jax.step.compiled_step import CompiledStep
@@ -151,7 +151,7 @@ def check_contract(step: CompiledStep, batch: PyTree) -> Contract:
         batch: arrays or shapes [global rows, ...].
 
     """
-    with rematerializations() as repeated:
+    with collect_rematerializations() as repeated:
         compiled = step.compile(batch)
     return judge(step.plan, compiled.as_text(), repeated)
 
@@ -163,7 +163,7 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
     """
     axes = plan.layout.axes
     annotated = not plan.local_batch
-    program = read_program(text, axes.mesh.shape)
+    program = read_collectives(text, axes.mesh.shape)
     expected = expected_of(plan)
     # What the model sends along axes of its own is not declared.
     collectives = [each for each in program.collectives if not _is_models(each, axes)]

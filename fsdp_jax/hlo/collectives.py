@@ -1,4 +1,4 @@
-"""Reads what a compiled program sends: `read_program(compiled.as_text(), mesh.shape)`.
+"""Reads the collectives of a compiled program: `read_collectives(text, mesh.shape)`.
 
 An operation is named by what is communicated, not by the instruction: an `all-reduce-scatter`
 fusion of a TPU is a reduce-scatter; an all-reduce of which each device then keeps a part is an
@@ -15,9 +15,9 @@ from math import gcd, prod
 from typing import Literal, NamedTuple
 
 from fsdp_jax.errors import message
-from fsdp_jax.hlo.dataflow import concatenated_operands, only_sliced, paths_of
+from fsdp_jax.hlo.dataflow import concatenated_operands, is_only_sliced, paths_of_operands
 from fsdp_jax.hlo.overlap import KERNELS, Overlap, receive_of
-from fsdp_jax.hlo.parser import Computation, Instruction, Module, Shape, parse
+from fsdp_jax.hlo.parser import Computation, Instruction, Module, Shape, parse_program
 from fsdp_jax.hlo.replica_groups import Axes, Groups, groups_of
 
 Op = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
@@ -80,14 +80,14 @@ class ProgramTraffic:
     unread: tuple[str, ...]
 
 
-def read_program(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
-    """Reads what a compiled program sends.
+def read_collectives(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
+    """Returns the collectives of a compiled program, and what could not be read of it.
 
     `text`: `compiled.as_text()`, of any backend; `axes`: `mesh.shape`, where slices of a TPU are
     along the first axes. Raises ValueError for a text that is not a compiled program, or is one for
     another number of devices.
     """
-    module = parse(text)
+    module = parse_program(text)
     devices = prod(axes.values())
     inner, across = _split_across_slices(axes, devices // module.partitions)
     fits = devices == module.partitions * across.size
@@ -100,12 +100,15 @@ def read_program(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
         raise ValueError(message(what, got=got, expected=expected, fix=fix))
     reader = _CollectiveReader(module, inner, across)
     collectives = reader.read(module[module.entry], _Context(1, 0, {}))
-    unread = dict.fromkeys([*reader.unread, *reader.not_entered()])
+    unread = dict.fromkeys([*reader.unread, *reader.unreached_sends()])
     return ProgramTraffic(tuple(collectives), tuple(unread))
 
 
 def _split_across_slices(axes: Mapping[str, int], slice_count: int) -> tuple[Axes, Groups]:
-    """Returns (axes inside a TPU slice, group across slices), which are along the first axes."""
+    """Returns (mesh axes and sizes inside a TPU slice, the group of devices across slices).
+
+    Slices are along the first mesh axes, so that the last of these may be cut in two.
+    """
     inner: list[tuple[str, int]] = []
     across: list[str] = []
     covered = 1
@@ -119,7 +122,7 @@ def _split_across_slices(axes: Mapping[str, int], slice_count: int) -> tuple[Axe
 
 
 class _Context(NamedTuple):
-    """Where a computation runs."""
+    """Where in the program a computation runs, and how often."""
 
     executions: int  # how often it runs per step
     loop: int  # number of while loops around it
@@ -130,7 +133,7 @@ class _Context(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """What a collective sends: per operand, its unsharded array and what that serves."""
+    """What one execution of a collective sends: each operand's unsharded array and its purpose."""
 
     op: Op
     groups: Groups
@@ -140,7 +143,7 @@ class _Transfer(NamedTuple):
 
 
 class _CollectiveReader:
-    """Reads the collectives of a module."""
+    """Reads a program's collectives, computation by computation; `axes` are (name, size)."""
 
     def __init__(self, module: Module, axes: Axes, across: Groups):
         self.unread: list[str] = []  # what could not be read so far
@@ -155,25 +158,25 @@ class _CollectiveReader:
         for position, one in enumerate(within.instructions):
             here = context._replace(caller=context.caller or (within, position))
             if one.opcode == "while":
-                collectives += self._loop(within, one, context)
+                collectives += self._collectives_of_loop(within, one, context)
             elif one.opcode == "conditional":
                 unknown = context._replace(known={}, caller=None)
                 branches = [self.read(self._module[name], unknown) for name in one.calls]
                 collectives += max(branches, key=_total_bytes, default=[])
             elif one.opcode.removesuffix("-start") in OPS:
-                transfer = self._transfer(within, one, fused=context.caller is not None)
-                collectives += self._per_dtype(transfer, one, here)
+                transfer = self._read_transfer(within, one, fused=context.caller is not None)
+                collectives += self._collectives_by_dtype(transfer, one, here)
             elif _communicates(one):
-                if exchange := self._between_slices(within, one):
-                    collectives += self._per_dtype(exchange, one, here)
+                if exchange := self._read_slice_exchange(within, one):
+                    collectives += self._collectives_by_dtype(exchange, one, here)
                 else:
                     self.unread.append(f"{one.opcode} '{one.name}' in '{within.name}'")
             else:
                 collectives += self._collectives_of_callees(within, one, here)
         return collectives
 
-    def not_entered(self) -> list[str]:
-        """Returns the communication in computations that no understood instruction calls."""
+    def unreached_sends(self) -> list[str]:
+        """Returns a line for each instruction that may send in a computation not read so far."""
         return [
             f"{one.opcode} '{one.name}' in '{name}', "
             "which is not run by an instruction that is understood"
@@ -183,18 +186,22 @@ class _CollectiveReader:
             if _may_send(one)
         ]
 
-    def _loop(self, within: Computation, one: Instruction, context: _Context) -> list[Collective]:
+    def _collectives_of_loop(
+        self, within: Computation, instruction: Instruction, context: _Context
+    ) -> list[Collective]:
         """Returns the collectives of a `while`; where its trips are unknown, those of one trip."""
-        condition, body, trips, constants = self._module.loop(within, one, context.known)
+        condition, body, trips, constants = self._module.read_loop(
+            within, instruction, context.known
+        )
         if trips is None:
-            self.unread.append(f"the length of the loop '{one.name}' in '{within.name}'")
+            self.unread.append(f"the length of the loop '{instruction.name}' in '{within.name}'")
             trips = 1
         inside = _Context(context.executions * trips, context.loop + 1, constants)
         tested = inside._replace(executions=inside.executions + context.executions)
         return [*self.read(condition, tested), *self.read(body, inside)]
 
     def _collectives_of_callees(
-        self, within: Computation, one: Instruction, context: _Context
+        self, within: Computation, instruction: Instruction, context: _Context
     ) -> list[Collective]:
         """Returns the collectives of what fusions, calls and asynchronous wrappers call.
 
@@ -202,63 +209,79 @@ class _CollectiveReader:
         """
         collectives: list[Collective] = []
         context = context._replace(known={})
-        if one.opcode not in ("fusion", "async-start", "call-start"):
+        if instruction.opcode not in ("fusion", "async-start", "call-start"):
             context = context._replace(caller=None)
-        for called in (self._module[name] for name in one.calls):
+        for called in (self._module[name] for name in instruction.calls):
             inside = self.read(called, context)
-            if not (inside and one.opcode == "fusion" and self._overlap.continues(called)):
+            if not (
+                inside and instruction.opcode == "fusion" and self._overlap.only_continues(called)
+            ):
                 collectives += inside
         self.unread += [
-            f"what {one.opcode} '{one.name}' in '{within.name}' sends by '{called.name}'"
-            for called in self._module.named(one)
-            if called.name not in one.calls and self._may_communicate(called)
+            f"what {instruction.opcode} '{instruction.name}' in '{within.name}' sends"
+            f" by '{called.name}'"
+            for called in self._module.computations_named_by(instruction)
+            if called.name not in instruction.calls and self._may_communicate(called)
         ]
         return collectives
 
     def _may_communicate(self, within: Computation) -> bool:
-        """Returns whether a computation, or one that it names, may send; enters all of them."""
+        """Returns whether a computation, or one that it names, may send; all count as read."""
         self._entered.add(within.name)
-        named = [each for one in within.instructions for each in self._module.named(one)]
+        named = [
+            each for one in within.instructions for each in self._module.computations_named_by(one)
+        ]
         inside = [self._may_communicate(each) for each in named]
         return any(inside) or any(_may_send(one) for one in within.instructions)
 
-    def _transfer(self, within: Computation, one: Instruction, *, fused: bool) -> _Transfer:
-        """Returns what a collective sends; `fused`: it is inside a fusion or an async wrapper."""
-        op = OPS[one.opcode.removesuffix("-start")]
-        groups = groups_of(one, self._axes)
+    def _read_transfer(
+        self, within: Computation, instruction: Instruction, *, fused: bool
+    ) -> _Transfer:
+        """Returns what a collective sends; nothing if its groups have one device.
+
+        `fused`: it is inside a fusion or an asynchronous wrapper.
+        """
+        op = OPS[instruction.opcode.removesuffix("-start")]
+        groups = groups_of(instruction, self._axes)
         if groups.size == 1:
             return _Transfer(op, groups, (), ())
-        sliced = op == "all-reduce" and only_sliced(self._module, within, one.name)
+        sliced = op == "all-reduce" and is_only_sliced(self._module, within, instruction.name)
         if sliced and fused:
             op = "reduce-scatter"
             sliced = False
         # XLA concatenates small arrays before it reduces them.
-        parts = list(one.operands)
+        parts = list(instruction.operands)
         if op == "all-reduce":
             parts = [
                 part for name in parts for part in concatenated_operands(self._module, within, name)
             ]
-        unmerged = one
-        if len(parts) != len(one.operands):
-            unmerged = replace(one, inside=", ".join(f"%{name}" for name in parts))
-        paths = paths_of(self._module, within, unmerged)
-        shapes = [_unsharded(op, one, within[name].shapes[0], groups.size) for name in parts]
+        unmerged = instruction
+        if len(parts) != len(instruction.operands):
+            unmerged = replace(instruction, inside=", ".join(f"%{name}" for name in parts))
+        paths = paths_of_operands(self._module, within, unmerged)
+        shapes = [
+            _unsharded_shape(op, instruction, within[name].shapes[0], groups.size) for name in parts
+        ]
         return _Transfer(op, groups, shapes, paths, sliced)
 
-    def _between_slices(self, within: Computation, one: Instruction) -> _Transfer | None:
-        """Returns the exchange between a TPU's slices through their hosts: a send and a receive."""
-        attributes = dict(re.findall(r'_xla_(megascale_\w+)="([^"]*)"', one.attributes))
+    def _read_slice_exchange(
+        self, within: Computation, instruction: Instruction
+    ) -> _Transfer | None:
+        """Returns what a `send` sends to other TPU slices through the hosts; None if not known."""
+        attributes = dict(re.findall(r'_xla_(megascale_\w+)="([^"]*)"', instruction.attributes))
         op = MEGASCALE.get(attributes.get("megascale_transfer_type", ""))
         targets = attributes.get("megascale_target", "").partition("}")[0].count(",") + 1
-        receive = receive_of(within, one)
+        receive = receive_of(within, instruction)
         if op is None or receive is None or targets != self._across.size:
             return None
-        shape = receive.shapes[0] if op == "all-gather" else one.shapes[0]
-        paths = paths_of(self._module, within, replace(one, inside=f"%{one.operands[0]}"))
+        shape = receive.shapes[0] if op == "all-gather" else instruction.shapes[0]
+        paths = paths_of_operands(
+            self._module, within, replace(instruction, inside=f"%{instruction.operands[0]}")
+        )
         return _Transfer(op, self._across, [shape], paths)
 
-    def _per_dtype(
-        self, transfer: _Transfer, one: Instruction, context: _Context
+    def _collectives_by_dtype(
+        self, transfer: _Transfer, instruction: Instruction, context: _Context
     ) -> list[Collective]:
         """Returns one collective for each dtype that an instruction sends."""
         op, groups, shapes, paths, sliced = transfer
@@ -266,7 +289,7 @@ class _CollectiveReader:
             return []
         assert context.caller is not None
         scheduled, position = context.caller
-        asynchronous, kernels, ends = self._overlap.between(scheduled, position)
+        asynchronous, kernels, ends = self._overlap.span_of(scheduled, position)
         collectives = []
         for dtype in dict.fromkeys(shape.dtype for shape in shapes):
             operands = [each for each in zip(shapes, paths, strict=True) if each[0].dtype == dtype]
@@ -283,7 +306,7 @@ class _CollectiveReader:
                 shapes=tuple(shape.dims for shape, _ in operands),
                 paths=tuple(path for _, path in operands),
                 loop=context.loop,
-                name=one.name,
+                name=instruction.name,
                 within=scheduled.name,
                 begins=scheduled.instructions[position].name,
                 ends=ends,
@@ -292,37 +315,43 @@ class _CollectiveReader:
         return collectives
 
 
-def _communicates(one: Instruction) -> bool:
+def _communicates(instruction: Instruction) -> bool:
     """Returns whether an instruction sends between devices; a Pallas kernel declares it."""
-    if one.opcode == "custom-call":
-        return '"has_communication":true' in one.attributes
-    if one.opcode in UNREAD:
-        return "is_host_transfer=true" not in one.attributes or _MEGASCALE in one.attributes
-    return one.opcode.removesuffix("-start") in OPS
+    if instruction.opcode == "custom-call":
+        return '"has_communication":true' in instruction.attributes
+    if instruction.opcode in UNREAD:
+        return (
+            "is_host_transfer=true" not in instruction.attributes
+            or _MEGASCALE in instruction.attributes
+        )
+    return instruction.opcode.removesuffix("-start") in OPS
 
 
-def _may_send(one: Instruction) -> bool:
-    """Returns whether it communicates, or calls a library or the runtime, which may do so."""
-    is_opaque = one.opcode == "custom-call" and not KERNELS.search(one.target)
-    return is_opaque or _communicates(one)
+def _may_send(instruction: Instruction) -> bool:
+    """Returns whether an instruction communicates, or calls a library or runtime that may."""
+    is_opaque = instruction.opcode == "custom-call" and not KERNELS.search(instruction.target)
+    return is_opaque or _communicates(instruction)
 
 
 def _total_bytes(collectives: Iterable[Collective]) -> int:
     return sum(each.bytes for each in collectives)
 
 
-def _unsharded(op: Op, one: Instruction, shape: Shape, size: int) -> Shape:
-    """Returns the gathered shape of an all-gather's operand; other operands are not sharded."""
+def _unsharded_shape(op: Op, instruction: Instruction, shape: Shape, size: int) -> Shape:
+    """Returns the gathered shape of an all-gather's operand; of other operations, `shape` itself.
+
+    `size`: how many devices are in the group.
+    """
     if op != "all-gather":
         return shape
-    dim = int(one.attribute("dimensions").strip("{}"))
+    dim = int(instruction.attribute("dimensions").strip("{}"))
     dims = list(shape.dims)
     dims[dim] *= size
     return Shape(shape.dtype, tuple(dims))
 
 
 def _sent_bytes(op: Op, size: int, array_bytes: int) -> int:
-    """Returns the bytes that a device sends once, in a ring of `size` devices."""
+    """Returns the bytes that a device sends in one execution, in a ring of `size` devices."""
     if op == "permute":
         return array_bytes
     return (2 if op == "all-reduce" else 1) * array_bytes * (size - 1) // size

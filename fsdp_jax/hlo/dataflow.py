@@ -5,7 +5,7 @@ Backwards for the parameter that it serves, forwards for the part of its result 
 
 from math import prod
 
-from fsdp_jax.hlo.op_names import expand, scopes, stripped
+from fsdp_jax.hlo.op_names import scoped_paths, split_merged_names, strip_tracing
 from fsdp_jax.hlo.parser import Computation, Instruction, Module
 
 _SENDING = "all-gather reduce-scatter all-reduce all-to-all collective-permute async"
@@ -19,40 +19,47 @@ _CONSTANT = {"parameter", "constant", "broadcast"}
 DEPTH = 10  # how many instructions are followed in search of a name
 
 
-def paths_of(module: Module, within: Computation, one: Instruction) -> list[str]:
+def paths_of_operands(module: Module, within: Computation, instruction: Instruction) -> list[str]:
     """Returns what each operand of a collective serves; "" where the program does not tell.
+
+    That is the path of the parameter in its scope, or of several joined by "+"; without a scope,
+    the traced operation.
 
     XLA names a combined collective after all that it combined, or after the first; then its
     operands' producers are searched. A gradient that the partitioner reduces has no name of its
     own, but the array that it becomes has.
     """
-    own = scopes(one.op_name)
-    if own and len(one.operands) == 1:
-        return [_joined(own)]
-    if own and len(own) == len(one.operands):
+    own = scoped_paths(instruction.op_name)
+    if own and len(instruction.operands) == 1:
+        return [_join_unique(own)]
+    if own and len(own) == len(instruction.operands):
         return own
     return [
-        _joined(_scopes_behind(module, within, name))
-        or _joined(_scopes_ahead(module, within, one, number))
-        or _own_name(module, within, one, number)
-        for number, name in enumerate(one.operands)
+        _join_unique(_paths_of_producers(module, within, name))
+        or _join_unique(_paths_after_reduction(module, within, instruction, number))
+        or _path_in_own_name(module, within, instruction, number)
+        for number, name in enumerate(instruction.operands)
     ]
 
 
-def _own_name(module: Module, within: Computation, one: Instruction, operand: int) -> str:
-    """Returns what a collective's own name, or its reduction's, tells of an operand."""
-    names = expand(one.op_name)
-    if len(names) == len(one.operands) > 1:  # activations have no scope
-        return _joined(scopes(names[operand])) or stripped(names[operand])
-    if own := scopes(one.op_name) or _scopes_of_reduction(module, one):
+def _path_in_own_name(
+    module: Module, within: Computation, instruction: Instruction, operand: int
+) -> str:
+    """Returns what a collective's own name, or its reduction's, tells of an operand by number."""
+    names = split_merged_names(instruction.op_name)
+    if len(names) == len(instruction.operands) > 1:  # activations have no scope
+        return _join_unique(scoped_paths(names[operand])) or strip_tracing(names[operand])
+    if own := scoped_paths(instruction.op_name) or _paths_of_reduction_function(
+        module, instruction
+    ):
         return "" if operand else own[0]  # it is that of the first
-    return _traced_name(within, one, operand)
+    return _traced_name(within, instruction, operand)
 
 
 def concatenated_operands(module: Module, within: Computation, name: str) -> list[str]:
-    """Returns the names of the arrays that an array concatenates, before they were flattened.
+    """Returns the names of the arrays that are concatenated, flattened, in the array `name`.
 
-    It is a concatenation of arrays of `within`, or a fusion whose root is; else, `[name]`.
+    It is `[name]` alone where that is neither a concatenation nor a fusion whose root is one.
     """
     one = producer = within[name]
     parts = list(one.operands)
@@ -75,42 +82,55 @@ def concatenated_operands(module: Module, within: Computation, name: str) -> lis
     return parts if arrays and elements == prod(one.shapes[0].dims) else [name]
 
 
-def _scopes_ahead(module: Module, within: Computation, one: Instruction, operand: int) -> list[str]:
-    """Returns the scopes in which a reduction's result is cast, where it is only moved before."""
-    if one.opcode.removesuffix("-start") not in ("all-reduce", "reduce-scatter"):
+def _paths_after_reduction(
+    module: Module, within: Computation, instruction: Instruction, operand: int
+) -> list[str]:
+    """Returns the parameters in whose scope a reduction's result is cast, if only moved before.
+
+    `operand`: the number of the operand that it is the result of.
+    """
+    if instruction.opcode.removesuffix("-start") not in ("all-reduce", "reduce-scatter"):
         return []
-    one = within.done(one) or one
-    if len(one.shapes) == 1:
-        return _scopes_of_users(module, within, one.name)
+    instruction = within.done_of(instruction) or instruction
+    if len(instruction.shapes) == 1:
+        return _paths_of_users(module, within, instruction.name)
     index = str(operand)
-    elements = [u for u in within.users.get(one.name, []) if u.attribute("index") == index]
-    return [scope for each in elements for scope in _scopes_of_users(module, within, each.name)]
+    elements = [u for u in within.users.get(instruction.name, []) if u.attribute("index") == index]
+    return [path for each in elements for path in _paths_of_users(module, within, each.name)]
 
 
-def _scopes_of_users(
+def _paths_of_users(
     module: Module, within: Computation, name: str, depth: int = DEPTH
 ) -> list[str]:
-    """Returns the nearest scopes among the instructions that move an array on."""
+    """Returns the parameters in the nearest scopes among the instructions that move an array on.
+
+    `depth`: how many instructions are followed.
+    """
     nearest: list[str] = []
     for user in within.users.get(name, []) if depth else []:
         if user.opcode == "fusion":
             called = module[user.calls[0]]
             for parameter in called.parameters_for(user, name):
-                nearest += _scopes_of_users(module, called, parameter.name, depth - 1)
+                nearest += _paths_of_users(module, called, parameter.name, depth - 1)
         elif user.opcode in _REARRANGING:
-            own = scopes(user.op_name)
-            nearest += own or _scopes_of_users(module, within, user.name, depth - 1)
+            own = scoped_paths(user.op_name)
+            nearest += own or _paths_of_users(module, within, user.name, depth - 1)
     return list(dict.fromkeys(nearest))
 
 
-def _scopes_behind(module: Module, within: Computation, name: str, depth: int = DEPTH) -> list[str]:
-    """Returns the nearest scopes among an array's producers that only move it."""
+def _paths_of_producers(
+    module: Module, within: Computation, name: str, depth: int = DEPTH
+) -> list[str]:
+    """Returns the parameters in the nearest scopes among the producers that only move an array.
+
+    `depth`: how many instructions are followed.
+    """
     one = within[name]
     if not depth:
         return []
     if one.opcode == "get-tuple-element":
-        return _scopes_of_element(module, within, one, depth)
-    if own := scopes(one.op_name):
+        return _paths_of_element(module, within, one, depth)
+    if own := scoped_paths(one.op_name):
         return own
     if one.opcode == "fusion":
         inside = module[one.calls[0]].instructions
@@ -118,70 +138,76 @@ def _scopes_behind(module: Module, within: Computation, name: str, depth: int = 
         if any(each.opcode in ("dot", "convolution") for each in inside):
             # It makes an activation of a weight; a gradient's scope still counts.
             named = [each for each in inside if "fsdp.reduce[" in each.op_name]
-        scopes_inside = [
-            scope
+        inside_paths = [
+            path
             for each in named
-            for scope in scopes(each.op_name) or _scopes_of_reduction(module, each)
+            for path in scoped_paths(each.op_name) or _paths_of_reduction_function(module, each)
         ]
-        if scopes_inside:
-            return scopes_inside
+        if inside_paths:
+            return inside_paths
         if not all(each.opcode in _REARRANGING | _JOINING | _CONSTANT for each in inside):
             return []
     elif one.opcode not in _REARRANGING | _JOINING:
         return []
     return [
-        scope
+        path
         for operand in one.operands
-        for scope in _scopes_behind(module, within, operand, depth - 1)
+        for path in _paths_of_producers(module, within, operand, depth - 1)
     ]
 
 
-def _scopes_of_element(
-    module: Module, within: Computation, one: Instruction, depth: int
+def _paths_of_element(
+    module: Module, within: Computation, instruction: Instruction, depth: int
 ) -> list[str]:
-    """Returns the scopes of one element of a tuple, or of a combined collective's result."""
-    source = within[one.operands[0]]
-    index = int(one.attribute("index"))
-    own = scopes(source.op_name)
+    """Returns the parameters in the scopes of an element of a tuple, or of a collective's result.
+
+    `instruction`: the `get-tuple-element` that reads it.
+    """
+    source = within[instruction.operands[0]]
+    index = int(instruction.attribute("index"))
+    own = scoped_paths(source.op_name)
     if len(own) > 1:
         return own[index : index + 1]
     while source.opcode.endswith("-done"):
         source = within[source.operands[0]]
     opcode = source.opcode.removesuffix("-start")
     if (opcode in _COLLECTIVES or opcode == "tuple") and index < len(source.operands):
-        behind = _scopes_behind(module, within, source.operands[index], depth - 1)
+        behind = _paths_of_producers(module, within, source.operands[index], depth - 1)
         return behind or (own if index == 0 else [])
     return own
 
 
-def _scopes_of_reduction(module: Module, one: Instruction) -> list[str]:
-    """Returns the scopes in the function that a reduction applies.
+def _paths_of_reduction_function(module: Module, instruction: Instruction) -> list[str]:
+    """Returns the parameters in the scopes of the function that a reduction applies.
 
     A TPU's compiler may drop a reduction's own name; the function keeps that of the first one.
     """
-    name = one.attribute("to_apply").lstrip("%")
+    name = instruction.attribute("to_apply").lstrip("%")
     if not name:
         return []
-    return [scope for each in module[name].instructions for scope in scopes(each.op_name)]
+    return [path for each in module[name].instructions for path in scoped_paths(each.op_name)]
 
 
-def _traced_name(within: Computation, one: Instruction, operand: int) -> str:
-    """Returns the traced operation of a collective without scope, or of its operand's producer."""
+def _traced_name(within: Computation, instruction: Instruction, operand: int) -> str:
+    """Returns the traced operation of a collective without scope, or of its operand's producer.
+
+    `operand`: the operand's number. "" where neither has a name.
+    """
     for _ in range(DEPTH):
-        if name := stripped(one.op_name):
+        if name := strip_tracing(instruction.op_name):
             return name
-        if not one.operands or operand >= len(one.operands):
+        if not instruction.operands or operand >= len(instruction.operands):
             break
-        one, operand = within[one.operands[operand]], 0
+        instruction, operand = within[instruction.operands[operand]], 0
     return ""
 
 
-def _joined(names: list[str]) -> str:
+def _join_unique(names: list[str]) -> str:
     return "+".join(dict.fromkeys(names))
 
 
-def only_sliced(module: Module, within: Computation, name: str) -> bool:
-    """Returns whether only a dynamic slice of a result is used: by each device its own part."""
+def is_only_sliced(module: Module, within: Computation, name: str) -> bool:
+    """Returns whether each device uses only its own part of an array, by a dynamic slice."""
     seen = {name}
     remaining = [name]
     while remaining:
@@ -193,12 +219,12 @@ def only_sliced(module: Module, within: Computation, name: str) -> bool:
             if user.opcode in _REARRANGING | _SCALING:
                 remaining += {user.name} - seen
                 seen.add(user.name)
-            elif not _only_slices(module, within, user, name):
+            elif not _reads_only_a_slice(module, within, user, name):
                 return False
     return True
 
 
-def _only_slices(module: Module, within: Computation, user: Instruction, name: str) -> bool:
+def _reads_only_a_slice(module: Module, within: Computation, user: Instruction, name: str) -> bool:
     """Returns whether `user` reads no more than a slice of `name`, itself or in its fusion."""
     if user.opcode == "dynamic-slice":
         smaller = prod(user.shapes[0].dims) < prod(within[name].shapes[0].dims)
@@ -207,4 +233,4 @@ def _only_slices(module: Module, within: Computation, user: Instruction, name: s
         return False
     called = module[user.calls[0]]
     parameters = called.parameters_for(user, name)
-    return all(only_sliced(module, called, parameter.name) for parameter in parameters)
+    return all(is_only_sliced(module, called, parameter.name) for parameter in parameters)

@@ -14,8 +14,8 @@ _ADDED_BY_TRACING = re.compile(
 )
 
 
-def scopes(op_name: str) -> list[str]:
-    """Returns the parameters named by `fsdp.gather[...]` and `fsdp.reduce[...]`.
+def scoped_paths(op_name: str) -> list[str]:
+    """Returns the paths of parameters in the scopes `fsdp.gather[...]` and `fsdp.reduce[...]`.
 
     One for each operation that XLA combined. The prefix that XLA factors out of their names may end
     inside a scope's bracket: `jvp(fsdp.gather[mlp/(up])/all_gather:down])/all_gather)`.
@@ -24,34 +24,34 @@ def scopes(op_name: str) -> list[str]:
     if factored:
         prefix, parts = factored.groups()
         return [prefix + part.partition("]")[0] for part in parts.split(":")]
-    matches = [_SCOPE.search(name) for name in expand(op_name)]
+    matches = [_SCOPE.search(name) for name in split_merged_names(op_name)]
     return [match.group(1) for match in matches if match]
 
 
-def stripped(op_name: str) -> str:
-    """Returns the name without what tracing adds.
+def strip_tracing(op_name: str) -> str:
+    """Returns the name without what tracing adds; "" if nothing is left.
 
     `jit(f)/transpose(jvp(mlp))/while/body/dot_general` -> `mlp/dot_general`.
     """
-    names = dict.fromkeys("/".join(_user_segments(name)) for name in expand(op_name))
+    names = dict.fromkeys("/".join(_user_segments(name)) for name in split_merged_names(op_name))
     return "+".join(name for name in names if name)
 
 
-def expand(op_name: str) -> list[str]:
+def split_merged_names(op_name: str) -> list[str]:
     """Returns the names that XLA merged when it combined operations: `a/(b:c)` -> `a/b`, `a/c`."""
     for start in re.finditer(r"(?:^|(?<=/))\(", op_name):
-        inside, *rest = _split(op_name[start.end() :], ")")
-        parts = _split(inside, ":")
+        inside, *rest = _split_outside_parentheses(op_name[start.end() :], ")")
+        parts = _split_outside_parentheses(inside, ":")
         if rest and len(parts) > 1:
             before, after = op_name[: start.start()], ")".join(rest)
-            return [name for part in parts for name in expand(before + part + after)]
+            return [name for part in parts for name in split_merged_names(before + part + after)]
     return [op_name]
 
 
 def _user_segments(name: str) -> list[str]:
-    """Returns the segments of a name that tracing did not add."""
+    """Returns the segments, between slashes, of a name that tracing did not add."""
     segments: list[str] = []
-    for segment in _split(name, "/"):
+    for segment in _split_outside_parentheses(name, "/"):
         while wrapped := _WRAPPER.fullmatch(segment):
             segment = wrapped.group(1)
         if "/" in segment and segment != name:  # a function's own name may contain slashes
@@ -61,7 +61,7 @@ def _user_segments(name: str) -> list[str]:
     return segments
 
 
-def _split(text: str, separator: str) -> list[str]:
+def _split_outside_parentheses(text: str, separator: str) -> list[str]:
     """Splits a text at the separators outside parentheses."""
     parts = [""]
     depth = 0

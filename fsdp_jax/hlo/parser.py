@@ -53,7 +53,7 @@ _OPERATIONS: dict[str, Callable[[int, int], Any]] = {
 """Operations on two scalars; comparisons by their direction."""
 
 
-def malformed(what: str, got: str) -> ValueError:
+def malformed_error(what: str, got: str) -> ValueError:
     """Returns the error for a text that is not a compiled program as XLA prints it."""
     fix = "pass compiled.as_text(), whole; where it is, this release of XLA prints what the reader"
     fix += " does not know"
@@ -62,7 +62,7 @@ def malformed(what: str, got: str) -> ValueError:
 
 @dataclass(frozen=True)
 class Shape:
-    """One array: the numpy name of its dtype, its dims on one device, and XLA's memory space."""
+    """One array: its dtype as numpy names it, its dims on one device, and XLA's memory space."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -121,7 +121,7 @@ class Instruction:
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """Computations that it calls; not the reduction of a `to_apply`, nor a loop's."""
+        """Names of the computations that it calls, but a reduction's `to_apply` and a loop's."""
         keys = "calls called_computations branch_computations true_computation false_computation"
         if self.opcode in ("call", "call-start"):
             keys += " to_apply"
@@ -131,7 +131,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions in the order in which they are scheduled."""
+    """A computation: its instructions in the order in which they are scheduled."""
 
     name: str
     instructions: list[Instruction] = field(default_factory=list)
@@ -161,21 +161,21 @@ class Computation:
         return next((one for one in self.instructions if one.root), self.instructions[-1])
 
     def parameters_for(self, caller: Instruction, name: str) -> list[Instruction]:
-        """Returns the parameters that receive the array `name` of a caller."""
+        """Returns the parameters to which a calling instruction passes the array `name`."""
         return [self.parameters[i] for i, operand in enumerate(caller.operands) if operand == name]
 
-    def done(self, start: Instruction) -> Instruction | None:
+    def done_of(self, start: Instruction) -> Instruction | None:
         """Returns the instruction that waits for an asynchronous one; None where none does."""
         for user in self.users.get(start.name, []):
             if user.opcode.endswith("-done"):
                 return user
             if user.opcode.endswith("-update"):
-                return self.done(user)
+                return self.done_of(user)
         return None
 
     def __getitem__(self, name: str) -> Instruction:
         if name not in self.by_name:
-            raise malformed(f"'{name}' is read but not defined", self.name)
+            raise malformed_error(f"'{name}' is read but not defined", self.name)
         return self.by_name[name]
 
 
@@ -201,29 +201,34 @@ class Module:
 
     def __getitem__(self, name: str) -> Computation:
         if name not in self.computations:
-            raise malformed(f"the computation '{name}' is called but not defined", self.entry)
+            raise malformed_error(f"the computation '{name}' is called but not defined", self.entry)
         return self.computations[name]
 
-    def named(self, one: Instruction) -> list[Computation]:
+    def computations_named_by(self, instruction: Instruction) -> list[Computation]:
         """Returns all computations that an instruction's attributes name, for whatever purpose."""
-        lists = _NAMED.findall(one.attributes)
+        lists = _NAMED.findall(instruction.attributes)
         names = dict.fromkeys(name for each in lists for name in _OPERAND.findall(each))
         return [self.computations[name] for name in names if name in self.computations]
 
-    def parts(self, loop: Instruction) -> tuple[Computation, Computation]:
+    def condition_and_body(self, loop: Instruction) -> tuple[Computation, Computation]:
         """Returns a loop's condition and body."""
         condition, body = loop.attribute("condition"), loop.attribute("body")
         return self[condition.lstrip("%")], self[body.lstrip("%")]
 
-    def loop(self, within: Computation, one: Instruction, known: Mapping[int, int]) -> Loop:
-        """Reads a `while` of `within`; `known`: scalars of the tuple that `within` receives."""
-        condition, body = self.parts(one)
-        stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.attributes)
+    def read_loop(
+        self, within: Computation, instruction: Instruction, known: Mapping[int, int]
+    ) -> Loop:
+        """Returns a `while` of `within`.
+
+        `known`: known scalars of the tuple that `within` receives, by position.
+        """
+        condition, body = self.condition_and_body(instruction)
+        stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.attributes)
         trips = int(stated[1]) if stated else None
-        start = within[one.operands[0]]
+        start = within[instruction.operands[0]]
         if body.root.opcode != "tuple" or start.opcode != "tuple":
             return Loop(condition, body, trips, {})
-        state = self._scalars(within, start, known)
+        state = self._scalar_operands(within, start, known)
         constants = {}
         for i, value in state.items():
             passed = body[body.root.operands[i]]
@@ -236,23 +241,29 @@ class Module:
     def _count_trips(
         self, condition: Computation, body: Computation, state: Mapping[int, int]
     ) -> int | None:
-        """Evaluates a loop's counter, from the known scalars of its first trip."""
+        """Returns a loop's trips by evaluating its counter; None if it cannot be computed.
+
+        `state`: known scalars of the tuple at its first trip, by position.
+        """
         for trip in range(LONGEST_LOOP):
-            again = self.scalar(condition, condition.root.name, state)
+            again = self.scalar_value(condition, condition.root.name, state)
             if not again:
                 return None if again is None else trip
-            after = {i: self.scalar(body, body.root.operands[i], state) for i in state}
+            after = {i: self.scalar_value(body, body.root.operands[i], state) for i in state}
             state = {i: value for i, value in after.items() if value is not None}
         return None
 
-    def _scalars(
-        self, within: Computation, one: Instruction, inputs: Mapping[int, int]
+    def _scalar_operands(
+        self, within: Computation, instruction: Instruction, inputs: Mapping[int, int]
     ) -> dict[int, int]:
-        """Returns the values of those operands that are scalars and can be computed."""
-        values = {i: self.scalar(within, name, inputs) for i, name in enumerate(one.operands)}
+        """Returns position -> value of the operands that are scalars and can be computed."""
+        values = {
+            i: self.scalar_value(within, name, inputs)
+            for i, name in enumerate(instruction.operands)
+        }
         return {i: value for i, value in values.items() if value is not None}
 
-    def scalar(self, within: Computation, name: str, inputs: Mapping[int, int]) -> int | None:
+    def scalar_value(self, within: Computation, name: str, inputs: Mapping[int, int]) -> int | None:
         """Returns the value of an integer or boolean scalar; None if it cannot be computed.
 
         `inputs`: known scalars, by parameter number or by position in the only parameter's tuple.
@@ -261,38 +272,40 @@ class Module:
         if not _is_integer_scalar(one):  # the operands of arrays need not be visited
             return None
         if one.opcode == "constant":
-            return _literal(one.inside)
+            return _parse_scalar(one.inside)
         if one.opcode == "parameter":
             return inputs.get(int(one.inside))
         if one.opcode == "get-tuple-element":
             source = within[one.operands[0]]
             index = int(one.attribute("index"))
             if source.opcode == "tuple":
-                return self.scalar(within, source.operands[index], inputs)
+                return self.scalar_value(within, source.operands[index], inputs)
             return inputs.get(index) if source.opcode == "parameter" else None
         if one.opcode in _TRANSPARENT:
-            return self.scalar(within, one.operands[0], inputs)
+            return self.scalar_value(within, one.operands[0], inputs)
         if one.opcode in ("fusion", "call"):
             called = self[one.calls[0]]
-            return self.scalar(called, called.root.name, self._scalars(within, one, inputs))
+            return self.scalar_value(
+                called, called.root.name, self._scalar_operands(within, one, inputs)
+            )
         operation = _OPERATIONS.get(one.attribute("direction") or one.opcode)
         if operation is None:
             return None
-        left, right = (self.scalar(within, operand, inputs) for operand in one.operands)
+        left, right = (self.scalar_value(within, operand, inputs) for operand in one.operands)
         return None if left is None or right is None else int(operation(left, right))
 
 
-def parse(text: str) -> Module:
-    """Parses a compiled, scheduled program; ValueError for a text that is none or is cut short."""
+def parse_program(text: str) -> Module:
+    """Returns the module of a compiled program's text; ValueError if it is none or is cut short."""
     # Only scheduled, partitioned programs have the collectives that a device runs.
     lines = text.splitlines()
     head = lines[0] if lines else ""
     if not head.startswith("HloModule"):
-        raise malformed("it does not begin with HloModule", head)
+        raise malformed_error("it does not begin with HloModule", head)
     if "is_scheduled=true" not in head:
-        raise malformed("it is not scheduled, so not compiled", head)
+        raise malformed_error("it is not scheduled, so not compiled", head)
     if "replica_count=" in head:
-        raise malformed("it is replicated (pmap), not partitioned", head)
+        raise malformed_error("it is replicated (pmap), not partitioned", head)
     # Each computation is a header, one instruction per line, and a closing brace.
     computations: dict[str, Computation] = {}
     entry = ""
@@ -310,11 +323,11 @@ def parse(text: str) -> Module:
                 Instruction(name, opcode, kind, inside, attributes, root is not None)
             )
         else:
-            raise malformed(f"a line of '{current.name}' is not an instruction", line)
+            raise malformed_error(f"a line of '{current.name}' is not an instruction", line)
     if current is not None:
-        raise malformed(f"it ends inside '{current.name}'", lines[-1])
+        raise malformed_error(f"it ends inside '{current.name}'", lines[-1])
     if not entry:
-        raise malformed("it has no ENTRY", head)
+        raise malformed_error("it has no ENTRY", head)
     partitions = re.search(r"num_partitions=(\d+)", head)
     return Module(computations, entry, int(partitions.group(1)) if partitions else 1)
 
@@ -337,31 +350,33 @@ def _joined_lines(lines: Sequence[str]) -> Iterator[str]:
 
 
 def shapes_of(text: str) -> tuple[Shape, ...]:
-    """Returns the arrays of a type as XLA writes it, tuples flattened."""
+    """Returns the arrays of a type as XLA writes it, `f32[8,16]{1,0}`; tuples are flattened."""
     shapes = []
     for dtype, dims, layout in _SHAPE.findall(text):
         sizes = tuple(int(size) for size in re.findall(r"\d+", dims))
         space = _SPACE.search(layout)
-        shapes.append(Shape(_dtype(dtype), sizes, int(space[1]) if space else 0))
+        shapes.append(Shape(_numpy_dtype(dtype), sizes, int(space[1]) if space else 0))
     return tuple(shapes)
 
 
-def _dtype(name: str) -> str:
+def _numpy_dtype(name: str) -> str:
+    """Returns numpy's name of a dtype that XLA names; ValueError for an unknown one."""
     if name in DTYPES:
         return DTYPES[name]
     if re.fullmatch(r"f\d+e\d+m\d+\w*", name):
         return f"float{name[1:].replace('e', '_e', 1)}"
-    raise malformed(f"unknown dtype '{name}'", name)
+    raise malformed_error(f"unknown dtype '{name}'", name)
 
 
-def _is_integer_scalar(one: Instruction) -> bool:
-    """Returns whether the result is one integer or boolean."""
-    if len(one.shapes) != 1 or one.shapes[0].dims:
+def _is_integer_scalar(instruction: Instruction) -> bool:
+    """Returns whether an instruction's result is one integer or boolean."""
+    if len(instruction.shapes) != 1 or instruction.shapes[0].dims:
         return False
-    return one.shapes[0].dtype.startswith(("int", "uint", "bool"))
+    return instruction.shapes[0].dtype.startswith(("int", "uint", "bool"))
 
 
-def _literal(text: str) -> int | None:
+def _parse_scalar(text: str) -> int | None:
+    """Returns the value of an integer or boolean constant; None for any other."""
     if text in ("true", "false"):
         return int(text == "true")
     return int(text) if re.fullmatch(r"-?\d+", text) else None

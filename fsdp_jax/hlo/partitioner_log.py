@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fsdp_jax.hlo.compilation_cache import without_compilation_cache
-from fsdp_jax.hlo.op_names import scopes, stripped
+from fsdp_jax.hlo.op_names import scoped_paths, strip_tracing
 
 _MESSAGE = re.compile(r"\[spmd\] Involuntary full rematerialization\..*", re.IGNORECASE)
 _OPERATION = re.compile(r"HLO operation:? %?\S+ = (\w+\[[\d,]*\])")
@@ -26,11 +26,11 @@ class Rematerialization:
     @property
     def path(self) -> str:
         """The parameter of an `fsdp` scope around it, else the name that tracing gave it."""
-        return "+".join(scopes(self.op_name)) or stripped(self.op_name)
+        return "+".join(scoped_paths(self.op_name)) or strip_tracing(self.op_name)
 
 
 @contextmanager
-def rematerializations() -> Iterator[list[Rematerialization]]:
+def collect_rematerializations() -> Iterator[list[Rematerialization]]:
     """Collects XLA's warnings of involuntary full rematerialization while the block compiles.
 
     The list is filled when the block ends, also by an exception. File descriptor 2 of the whole
@@ -55,10 +55,10 @@ def rematerializations() -> Iterator[list[Rematerialization]]:
             text = redirected.read()
             with os.fdopen(2, "wb", closefd=False) as stderr:
                 stderr.write(text)
-            collected += find(text.decode(errors="replace"))
+            collected += find_rematerializations(text.decode(errors="replace"))
 
 
-def find(text: str) -> list[Rematerialization]:
+def find_rematerializations(text: str) -> list[Rematerialization]:
     """Returns the rematerializations in XLA's log, each once."""
     replicated = []
     for warning in _MESSAGE.findall(text):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdp_jax.hlo.parser import Instruction, malformed
+from fsdp_jax.hlo.parser import Instruction, malformed_error
 
-Axes = tuple[tuple[str, int], ...]
+Axes = tuple[tuple[str, int], ...]  # (name, size) of the axes of a mesh
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\}")
@@ -18,65 +18,79 @@ _AXIS = re.compile(r"'?([^,'=:]+)'?(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
 class Groups(NamedTuple):
-    """The devices of one group of a collective."""
+    """How a collective groups the devices of a mesh; all groups are alike."""
 
     size: int  # devices in a group
     axis: str  # mesh axes that they differ along, joined by "+"; "?" where the groups fit no axes
 
 
-def groups_of(one: Instruction, axes: Axes) -> Groups:
+def groups_of(instruction: Instruction, axes: Axes) -> Groups:
     """Returns the groups of a collective; a group of size 1 sends nothing.
 
     Devices are numbered as positions in the flattened mesh, row-major. XLA writes groups as
     `{{0,1},{2,3}}`, as an iota `[2,2]<=[4]`, possibly transposed, or as axes of a mesh of its own,
     or parts of them: `mesh['a'=8] {'a':(2)4}`.
     """
-    if pairs := re.search(r"source_target_pairs=\{([\d,{}]*)\}", one.attributes):
+    if pairs := re.search(r"source_target_pairs=\{([\d,{}]*)\}", instruction.attributes):
         return _permutation_groups(pairs.group(1), axes)
-    if groups := _FORMS.search(one.attributes):
+    if groups := _FORMS.search(instruction.attributes):
         return _replica_groups(groups.group(1), axes)
-    raise malformed("a collective without groups", f"{one.name}{one.attributes}")
+    raise malformed_error(
+        "a collective without groups", f"{instruction.name}{instruction.attributes}"
+    )
 
 
 @cache
 def _permutation_groups(pairs: str, axes: Axes) -> Groups:
-    return _span(np.array(_numbers(pairs), int).reshape(-1, 2), axes)
+    """Returns the groups of a permute by its (source, target) pairs of devices."""
+    return _spanned_groups(np.array(_numbers(pairs), int).reshape(-1, 2), axes)
 
 
 @cache
 def _replica_groups(text: str, axes: Axes) -> Groups:
-    groups = _expand(text, prod(size for _, size in axes))
-    span = _span(groups, axes)
+    """Returns the groups that `replica_groups` states; their axis is "?" if they fit no axes."""
+    groups = _group_members(text, prod(size for _, size in axes))
+    spanned = _spanned_groups(groups, axes)
     size = groups.shape[1]
-    return span if span.size == size else Groups(size, "?")
+    return spanned if spanned.size == size else Groups(size, "?")
 
 
-def _span(groups: np.ndarray, axes: Axes) -> Groups:
-    """Returns all devices along the axes along which the devices of any one group differ."""
+def _spanned_groups(groups: np.ndarray, axes: Axes) -> Groups:
+    """Returns the groups along all axes along which the devices of any one group differ.
+
+    `groups`: numbers of devices, [groups, devices of a group].
+    """
     coordinates = np.stack(np.unravel_index(groups, [size for _, size in axes]))
     differ = (coordinates != coordinates[..., :1]).any((1, 2))
     along = [axis for axis, differs in zip(axes, differ, strict=True) if differs]
     return Groups(prod(size for _, size in along), "+".join(name for name, _ in along))
 
 
-def _expand(text: str, devices: int) -> np.ndarray:
-    """Returns device numbers, [groups, devices of a group]."""
+def _group_members(text: str, devices: int) -> np.ndarray:
+    """Returns the numbers of the devices of each group, [groups, devices of a group].
+
+    `text`: in any form that XLA writes; `devices`: how many the program runs on.
+    """
     if text == "{}":
         return np.arange(devices)[None]
     if text.startswith("{"):
         rows = [row.split(",") for row in re.findall(r"\{([\d,]+)\}", text)]
         if len({len(row) for row in rows}) != 1 or sum(map(len, rows)) != devices:
-            raise malformed(f"groups that do not share out {devices} devices evenly", text)
+            raise malformed_error(f"groups that do not share out {devices} devices evenly", text)
         return np.array(rows, int)
     if iota := _IOTA.fullmatch(text):
         return _iota_numbers(iota[2], iota[3]).reshape(_numbers(iota[1]))
     if mesh := _MESH.fullmatch(text):
-        return _mesh(*mesh.groups())
-    raise malformed("groups of an unknown form", text)
+        return _group_members_along_axes(*mesh.groups())
+    raise malformed_error("groups of an unknown form", text)
 
 
-def _mesh(sizes: str, order: str | None, joined: str) -> np.ndarray:
-    """Returns groups along axes of a mesh or parts of them: `a:(2)4` is the 4 of a = 2 x 4 x n."""
+def _group_members_along_axes(sizes: str, order: str | None, joined: str) -> np.ndarray:
+    """Returns the numbers of the devices of each group along axes of XLA's own mesh.
+
+    `sizes`: of its axes, `'a'=8,'b'=2`; `order`: of the devices in it, row-major if None; `joined`:
+    the axes that a group spans, or parts of them: `a:(2)4` is the 4 of a = 2 x 4 x n.
+    """
     shape = {name: int(size) for name, size, _, _ in _AXIS.findall(sizes)}
     cuts: dict[str, list[tuple[int, int]]] = {name: [] for name in shape}
     for name, _, before, size in _AXIS.findall(joined):

@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_jax.contract.contract import Contract, judge
 from fsdp_jax.contract.expected import expected_of
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.hlo.parser import parse
+from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner.analytic.communication import ExpectedTraffic, expected_traffic
 from fsdp_jax.planner.analytic.memory import Estimate, estimate
 from fsdp_jax.planner.compiled.peak_memory import KINDS, peak_memory
@@ -83,7 +83,7 @@ def compiled_plan(
     if program.report is None:
         return _refused_plan(step, batch, topology, work, program)
     # Memory from the report, traffic and time from the scheduled program.
-    module = parse(program.text)
+    module = parse_program(program.text)
     memory = peak_memory(plan, module, program.report)
     contract = judge(plan, program.text)
     sent = contract.collectives

@@ -7,8 +7,8 @@ from math import prod
 import jax
 
 from fsdp_jax.errors import FitError, human_bytes, message
-from fsdp_jax.hlo.collectives import read_program
-from fsdp_jax.hlo.parser import parse
+from fsdp_jax.hlo.collectives import read_collectives
+from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner import analytic_plan, fake_devices, hardware_of, parse_topology
 from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.planner.memory_cliff import MemoryCliff, compiler_limit, memory_cliff
@@ -61,10 +61,10 @@ def find_memory_cliff(run: Run) -> MemoryCliff | None:
         return None
     # As in a plan, but for the memory that this process may take.
     text = run.step.compiled.as_text()
-    module = parse(text)
+    module = parse_program(text)
     allocator = (device.memory_stats() or {}).get("bytes_limit")
     limit = compiler_limit(chip, module, allocator)
-    sent = read_program(text, run.sharded.layout.mesh.shape).collectives
+    sent = read_collectives(text, run.sharded.layout.mesh.shape).collectives
     stats = run.step.compiled.memory_analysis()
     used = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     peak = int(used + stats.output_size_in_bytes - stats.alias_size_in_bytes)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax.hlo.collectives import ProgramTraffic, read_program
+from fsdp_jax.hlo.collectives import ProgramTraffic, read_collectives
 from fsdp_jax.sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.releases
@@ -82,7 +82,7 @@ def compile_loop(
 def test_collectives_in_loops_are_read_back(op, axis, rows, columns, outer, inner):
     run, share = ROUND_TRIPS[op]
     shape = (8 * rows, columns)
-    program = read_program(
+    program = read_collectives(
         compile_loop(run, AXES[axis], SIZES[axis], shape, outer, inner), {"replica": 2, "data": 4}
     )
     assert program.unread == ()
@@ -102,7 +102,7 @@ def test_a_loop_of_unknown_length_is_counted_once_and_reported():
     spec = PartitionSpec("data")
     ours = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     text = ours.lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile().as_text()
-    program = read_program(text, dict(mesh.shape))
+    program = read_collectives(text, dict(mesh.shape))
     assert [one.count for one in program.collectives] == [1]
     assert len(program.unread) == 1
     assert "length of the loop" in program.unread[0]
@@ -117,7 +117,7 @@ GROUPS = "replica_groups={{0,1,2,3}}"
 def written(body: str, *, more: str = "") -> partial[ProgramTraffic]:
     head = "HloModule m, is_scheduled=true, num_partitions=4"
     return partial(
-        read_program,
+        read_collectives,
         f"{head}\n\n{more}\n\nENTRY %main (x: f32[64]) -> f32[64] {{{PLAIN}{body}\n}}\n",
         {"d": 4},
     )
@@ -217,7 +217,7 @@ MALFORMED = {
 @pytest.mark.parametrize(("text", "what"), MALFORMED.items())
 def test_a_text_that_is_not_a_compiled_program_is_refused(text, what):
     with pytest.raises(ValueError, match=what):
-        read_program(text, {"d": 1})
+        read_collectives(text, {"d": 1})
 
 
 @pytest.mark.parametrize(

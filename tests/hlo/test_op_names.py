@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_jax.hlo.op_names import expand, scopes, stripped
+from fsdp_jax.hlo.op_names import scoped_paths, split_merged_names, strip_tracing
 
 pytestmark = pytest.mark.releases
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.releases
     ],
 )
 def test_combined_names_are_expanded(name, expected):
-    assert expand(name) == expected
+    assert split_merged_names(name) == expected
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_combined_names_are_expanded(name, expected):
     ],
 )
 def test_scopes(name, expected):
-    assert scopes(name) == expected
+    assert scoped_paths(name) == expected
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_scopes(name, expected):
     ],
 )
 def test_what_tracing_adds_is_stripped(name, expected):
-    assert stripped(name) == expected
+    assert strip_tracing(name) == expected
 
 
 def test_a_factored_prefix_may_end_inside_a_bracket():
     name = "jit(f)/jvp(fsdp.gather[mlp/(down/w])/all_gather:gate/w])/all_gather:up/w])/all_gather)"
-    assert scopes(name) == ["mlp/down/w", "mlp/gate/w", "mlp/up/w"]
+    assert scoped_paths(name) == ["mlp/down/w", "mlp/gate/w", "mlp/up/w"]
 
 
 def test_a_function_whose_own_name_contains_slashes():
-    assert scopes("jit(f)/jit(fsdp.gather[mlp/up])/add") == ["mlp/up"]
-    assert stripped("jit(f)/jvp(shard_map)/foo(fsdp[mlp/up])/add").endswith("add")
+    assert scoped_paths("jit(f)/jit(fsdp.gather[mlp/up])/add") == ["mlp/up"]
+    assert strip_tracing("jit(f)/jvp(shard_map)/foo(fsdp[mlp/up])/add").endswith("add")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jax.hlo.collectives import ProgramTraffic, read_program
-from fsdp_jax.hlo.parser import parse
+from fsdp_jax.hlo.collectives import ProgramTraffic, read_collectives
+from fsdp_jax.hlo.parser import parse_program
 
 LAYERS = 3
 W = 1024 * 4096 * 2
@@ -48,7 +48,7 @@ def text_of(name: str) -> str:
 
 @cache
 def stored(name: str) -> ProgramTraffic:
-    return read_program(text_of(name), MESHES[name])
+    return read_collectives(text_of(name), MESHES[name])
 
 
 def sent(program: ProgramTraffic) -> dict[tuple[str, str, str], int]:
@@ -232,7 +232,7 @@ def test_slices_exchange_the_shards_through_their_hosts():
 
 def test_a_program_of_slices_is_refused_for_a_mesh_of_one():
     with pytest.raises(ValueError, match="16 devices in each of several slices"):
-        read_program(text_of("v5e_slices"), {"data": 16})
+        read_collectives(text_of("v5e_slices"), {"data": 16})
 
 
 def test_windowed_matmuls_permute_each_part_nine_times_round_a_ring_of_eight():
@@ -319,7 +319,7 @@ def test_an_unknown_instruction_that_calls_a_collective_is_reported(key):
         .replace("call-done(", "offload-end(")
     )
     text = text.replace("to_apply=%called_computation", f"{key}=%called_computation")
-    program = read_program(text, MESHES["v6e_sparse_core"])
+    program = read_collectives(text, MESHES["v6e_sparse_core"])
     told = [
         line for line in program.unread if line.startswith("what offload-begin 'reduce-scatter.")
     ]
@@ -331,7 +331,9 @@ def test_an_unknown_second_caller_of_a_collective_is_reported():
     text, start = text_of("v6e_sparse_core"), "  %reduce-scatter.3.cloned.1.call-start = "
     [line] = [line for line in text.splitlines() if line.startswith(start)]
     again = line.replace(start, "  %again = ").replace(" call-start(", " call-again(")
-    [told] = read_program(text.replace(line, f"{line}\n{again}"), MESHES["v6e_sparse_core"]).unread
+    [told] = read_collectives(
+        text.replace(line, f"{line}\n{again}"), MESHES["v6e_sparse_core"]
+    ).unread
     assert told.startswith("what call-again 'again' in ")
 
 
@@ -345,7 +347,7 @@ def test_an_unknown_second_caller_of_a_collective_is_reported():
 def test_a_collective_in_a_computation_that_nothing_names_is_reported(body):
     planted = "\n\n%planted (p: f32[8]) -> f32[64] {\n  %p = f32[8] parameter(0)\n"
     planted += f"  ROOT %x = f32[64] {body}\n}}\n"
-    program = read_program(text_of("h100_mapped") + planted, MESHES["h100_mapped"])
+    program = read_collectives(text_of("h100_mapped") + planted, MESHES["h100_mapped"])
     assert program.collectives == stored("h100_mapped").collectives
     opcode = body.partition("(")[0]
     assert program.unread == (
@@ -360,9 +362,9 @@ def test_a_pallas_kernel_that_copies_to_another_device_is_reported():
         '  ROOT %k = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", '
         'backend_config={"custom_call_config":{"has_communication":true}}\n}\n'
     )
-    [told] = read_program(text, MESHES["h100_mapped"]).unread
+    [told] = read_collectives(text, MESHES["h100_mapped"]).unread
     assert told.startswith("custom-call 'k' in 'f'")
-    assert read_program(text.replace(":true}}", ":false}}"), MESHES["h100_mapped"]).unread == ()
+    assert read_collectives(text.replace(":true}}", ":false}}"), MESHES["h100_mapped"]).unread == ()
 
 
 # Nested loops, branches, two dtypes at once: x is float32 [64, 128] on each of 4, ids int32 [64].
@@ -402,17 +404,17 @@ def test_exchanges_of_a_cpu():
 def test_a_loop_of_unstated_length_is_evaluated(name):
     untold = re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text_of(name))
     assert untold != text_of(name)
-    assert read_program(untold, MESHES[name]) == stored(name)
+    assert read_collectives(untold, MESHES[name]) == stored(name)
 
 
 def test_a_text_that_is_cut_short_is_refused():
     with pytest.raises(ValueError, match="ends inside"):
-        read_program(text_of("h100_mapped").rstrip()[:-2], MESHES["h100_mapped"])
+        read_collectives(text_of("h100_mapped").rstrip()[:-2], MESHES["h100_mapped"])
 
 
 def test_another_mesh_is_refused():
     with pytest.raises(ValueError, match="not for this mesh"):
-        read_program(text_of("h100_mapped"), {"data": 16})
+        read_collectives(text_of("h100_mapped"), {"data": 16})
 
 
 def test_an_instruction_may_run_over_several_lines():
@@ -427,7 +429,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
 }}}}, metadata={{op_name="jit(f)/splash_mha_fwd"}}
 }}
 """
-    entry = parse(text)["main"]
+    entry = parse_program(text)["main"]
     assert [one.name for one in entry.instructions] == ["p", "k"]
     assert entry.root.op_name == "jit(f)/splash_mha_fwd"
     assert entry.root.attribute("custom_call_target") == '"tpu_custom_call"'

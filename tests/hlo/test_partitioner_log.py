@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax.hlo.partitioner_log import Rematerialization, find, rematerializations
+from fsdp_jax.hlo.partitioner_log import (
+    Rematerialization,
+    collect_rematerializations,
+    find_rematerializations,
+)
 from fsdp_jax.sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.releases
@@ -37,7 +41,7 @@ def compile_reshard(name: str, after: PartitionSpec, scale: float) -> None:
 
 
 def test_a_reshard_that_replicates_is_found_with_its_path(capfd):
-    with rematerializations() as found:
+    with collect_rematerializations() as found:
         compile_reshard("fsdp.gather[blocks/mlp/up]", PartitionSpec(("replica", "data")), 2.0)
     shape = "f32[8,8,8]"  # 16/2 and 32/4
     assert [(one.shape, one.path) for one in found] == [(shape, "blocks/mlp/up")]
@@ -49,22 +53,22 @@ def test_a_program_in_the_compilation_cache_is_reported_all_the_same():
     assert jax.config.jax_enable_compilation_cache
     for _ in range(2):
         compile_reshard("cached", PartitionSpec(("replica", "data")), 5.0)
-    with rematerializations() as found:
+    with collect_rematerializations() as found:
         compile_reshard("cached", PartitionSpec(("replica", "data")), 5.0)
     assert [one.shape for one in found] == ["f32[8,8,8]"]
     assert jax.config.jax_enable_compilation_cache
 
 
 def test_a_reshard_by_an_exchange_is_not_reported():
-    with rematerializations() as found:
+    with collect_rematerializations() as found:
         compile_reshard("f", PartitionSpec("replica", None, "data"), 3.0)
     assert found == []
 
 
 def test_other_output_on_stderr_is_kept_in_order(capfd):
-    with rematerializations() as outer:
+    with collect_rematerializations() as outer:
         os.write(2, b"one\n")
-        with rematerializations() as inner:
+        with collect_rematerializations() as inner:
             print("two", file=sys.__stderr__)
             os.write(2, f"{OLD}\n".encode())
         os.write(2, b"three\n")
@@ -78,7 +82,7 @@ def test_an_exception_restores_the_descriptor(capfd):
     seen = []
 
     def fails():
-        with rematerializations() as found:
+        with collect_rematerializations() as found:
             seen.append(found)
             os.write(2, f"{OLD}\n".encode())
             raise RuntimeError("in the block")
@@ -94,7 +98,7 @@ def test_no_descriptor_is_left_open():
     before = os.dup(2)
     os.close(before)
     for _ in range(3):
-        with rematerializations():
+        with collect_rematerializations():
             pass
     after = os.dup(2)
     os.close(after)
@@ -102,5 +106,5 @@ def test_no_descriptor_is_left_open():
 
 
 def test_the_same_warning_twice_counts_once():
-    assert len(find(f"W1121 07:41:14 x.cc:1] {OLD}\nnoise\n{OLD}\n")) == 1
-    assert find("[SPMD] all is well") == []
+    assert len(find_rematerializations(f"W1121 07:41:14 x.cc:1] {OLD}\nnoise\n{OLD}\n")) == 1
+    assert find_rematerializations("[SPMD] all is well") == []

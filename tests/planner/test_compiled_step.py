@@ -6,9 +6,9 @@ import optax
 import pytest
 
 import fsdp_jax as fsdp
-from fsdp_jax.hlo.collectives import read_program
+from fsdp_jax.hlo.collectives import read_collectives
 from fsdp_jax.hlo.compilation_cache import without_compilation_cache
-from fsdp_jax.hlo.parser import parse
+from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.planner import HARDWARE
 from fsdp_jax.planner.compiled.buffer_assignment import read_memory_report
@@ -31,8 +31,8 @@ def test_a_compiled_llama_has_the_computed_matmuls_traffic_and_memory(tmp_path):
     """One test, since compiling takes most of its time."""
     mesh = mesh_of("h100:8")
     sharded, step, compiled = compiled_llama(LLAMA, mesh, DEVICE_ROWS, tmp_path, remat="none")
-    module = parse(compiled.as_text())
-    collectives = read_program(compiled.as_text(), mesh.shape).collectives
+    module = parse_program(compiled.as_text())
+    collectives = read_collectives(compiled.as_text(), mesh.shape).collectives
     simulated = ScheduleSimulator(module, collectives, mesh, HARDWARE["h100"]).step()
     check_matmuls(simulated)
     check_traffic(simulated)
@@ -93,7 +93,7 @@ def check_traffic(simulated):
 
 
 def check_memory(step, layout, compiled, folder):
-    memory = peak_memory(step.plan, parse(compiled.as_text()), read_memory_report(folder))
+    memory = peak_memory(step.plan, parse_program(compiled.as_text()), read_memory_report(folder))
     assert memory.breakdown["params"] == layout.per_device("params")
     assert memory.breakdown["optimizer"] == layout.per_device("optimizer")
     assert sum(memory.breakdown.values()) == memory.peak_bytes

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_jax.hlo.parser import parse
+from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner.compiled.cost import CostModel, InstructionCost
 
 ON_CHIP = frozenset({1})
@@ -15,7 +15,7 @@ def cost(lines: str, more: str = "") -> InstructionCost:
     """Returns the cost of the last line of the entry."""
     entry = f"ENTRY %main (x: f32[]) -> f32[] {{\n{lines}\n}}\n"
     text = f"HloModule m, is_scheduled=true\n\n{more}\n\n{entry}"
-    costs = CostModel(parse(text), ON_CHIP)
+    costs = CostModel(parse_program(text), ON_CHIP)
     main = costs.module["main"]
     return costs.cost(main, main.instructions[-1])
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from fsdp_jax.hlo.parser import parse
+from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
 from fsdp_jax.planner.compiled.cost import CostModel, InstructionCost
 from fsdp_jax.planner.machines.chips import HARDWARE
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.releases
 
 def cost(lines: str) -> InstructionCost:
     """Returns the cost of the last line of the entry."""
-    module = parse(
+    module = parse_program(
         f"HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[]) -> f32[] {{\n{lines}\n}}\n"
     )
     return CostModel(module).cost(module["main"], module["main"].instructions[-1])

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_jax.hlo.collectives import read_program
-from fsdp_jax.hlo.parser import parse
+from fsdp_jax.hlo.collectives import read_collectives
+from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner import HARDWARE, Work, analytic_plan, compiled_plan, parse_topology
 from fsdp_jax.planner.memory_cliff import GPU_BASE, GPU_SLOP, compiler_limit, memory_cliff
 from fsdp_jax.train.build import build
@@ -48,8 +48,8 @@ DONE = "  %d = f32[512,64]{1,0} all-gather-done(%s)\n"
 def cliff_of(remat="", peak=0, limit=0, *, hidden=True):
     start, done = (START, DONE) if hidden else ("", START + DONE)
     text = LOOP.replace("START", start).replace("DONE", done).replace("REMAT", remat)
-    collectives = read_program(text, {"data": 8}).collectives
-    return memory_cliff(parse(text), collectives, peak, limit)
+    collectives = read_collectives(text, {"data": 8}).collectives
+    return memory_cliff(parse_program(text), collectives, peak, limit)
 
 
 def test_a_program_that_gave_up_nothing_has_no_cliff():
@@ -94,7 +94,7 @@ def test_collectives_that_are_not_hidden_above_the_limit_are_a_cliff():
 
 
 def test_the_limit_is_what_xla_plans_with():
-    module = parse(LOOP.replace("START", "").replace("DONE", "").replace("REMAT", ""))
+    module = parse_program(LOOP.replace("START", "").replace("DONE", "").replace("REMAT", ""))
     inputs = 4 * 64 * 64  # of those in device memory
     h100 = HARDWARE["h100"]
     base = GPU_BASE * h100.memory_bytes

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import fsdp_jax as fsdp
-from fsdp_jax.hlo.parser import parse
+from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner.compiled.buffer_assignment import LiveBuffer, MemoryReport, read_memory_report
 from fsdp_jax.planner.compiled.peak_memory import peak_memory
 
@@ -164,7 +164,7 @@ def plan():
 
 def kind_and_path(plan, name, array, element=(), parameter=None):
     report = MemoryReport({"default": 10}, [LiveBuffer(name, element, 10, array, parameter)])
-    (buffer,) = peak_memory(plan, parse(PROGRAM), report).buffers
+    (buffer,) = peak_memory(plan, parse_program(PROGRAM), report).buffers
     return buffer.kind, buffer.path
 
 
@@ -223,7 +223,9 @@ def test_the_breakdown_adds_up_and_gaps_are_other(plan):
         LiveBuffer("whole", (), 8, "bf16[64,64]", None),
         LiveBuffer("w", (), 20, "f32[8,64]", 1),
     ]
-    memory = peak_memory(plan, parse(PROGRAM), MemoryReport({"default": 100, "host": 7}, alive))
+    memory = peak_memory(
+        plan, parse_program(PROGRAM), MemoryReport({"default": 100, "host": 7}, alive)
+    )
     assert (memory.peak_bytes, memory.host_bytes) == (100, 7)
     assert {kind: size for kind, size in memory.breakdown.items() if size} == {
         "params": 20,

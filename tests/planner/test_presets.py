@@ -7,7 +7,7 @@ import pytest
 
 from fsdp_jax.contract.contract import check_contract, judge
 from fsdp_jax.data.sources import kinds_for
-from fsdp_jax.hlo.partitioner_log import rematerializations
+from fsdp_jax.hlo.partitioner_log import collect_rematerializations
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.planner import compiled_plan, parse_topology
 from fsdp_jax.planner.compiled.program import compile_step
@@ -96,7 +96,7 @@ def test_contract_and_plan_hold_for_every_family(name, tmp_path):
     topology = parse_topology("h100:8")
     config = load_config(CONFIGS[name], ["--model.layers", "3", "--train.global_batch_size", "16"])
     run = build(config, topology.devices())
-    with rematerializations() as repeated:
+    with collect_rematerializations() as repeated:
         plan = compiled_plan(run.step, run.batch, topology, run.work, tmp_path)
     program = compile_step(run.step, run.batch, topology, tmp_path)
     assert program.seconds == plan.compile_s, "it is cached"

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from fsdp_jax.hlo.collectives import read_program
-from fsdp_jax.hlo.parser import parse
+from fsdp_jax.hlo.collectives import read_collectives
+from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner import fake_devices, parse_topology
 from fsdp_jax.planner.compiled.timeline import COMPUTE, LINK, ScheduleSimulator, SimulatedTime
 from fsdp_jax.planner.machines.hardware import Hardware
@@ -37,8 +37,8 @@ def simulator(body: str, more: str = "", machine: str = H100) -> ScheduleSimulat
     mesh, chip = mesh_and_chip(machine)
     head = f"HloModule m, is_scheduled=true, num_partitions={mesh.size}"
     text = f"{head}\n\n{more}\n\nENTRY %main (x: f32[8]) -> f32[] {{\n{body}}}\n"
-    sent = read_program(text, mesh.shape).collectives
-    return ScheduleSimulator(parse(text), sent, mesh, chip)
+    sent = read_collectives(text, mesh.shape).collectives
+    return ScheduleSimulator(parse_program(text), sent, mesh, chip)
 
 
 def simulate(body: str, more: str = "", machine: str = H100) -> SimulatedTime:

@@ -27,7 +27,7 @@ from reference import (
 )
 
 import fsdp_jax as fsdp
-from fsdp_jax.hlo.collectives import read_program
+from fsdp_jax.hlo.collectives import read_collectives
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.sharding.mesh import mesh_axes, split_data
@@ -140,7 +140,7 @@ def test_deferred_reduction_reduces_each_gradient_once(scan, prefetch):
 def test_the_compiled_program_gathers_what_the_traced_one_does(prefetch):
     """Parameters alone are gathered: no activation, no token."""
     sharded, step = gpt_step(True, 4, prefetch)
-    program = read_program(step.compile(TOKENS).as_text(), sharded.layout.mesh.shape)
+    program = read_collectives(step.compile(TOKENS).as_text(), sharded.layout.mesh.shape)
     assert not program.unread
     found = {}
     for one in program.collectives:

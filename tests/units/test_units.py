@@ -14,7 +14,7 @@ from flax import nnx
 from reference import CASES, CNN, LinenTransformer, gpt, linen_loss, traffic
 
 import fsdp_jax as fsdp
-from fsdp_jax.hlo.collectives import read_program
+from fsdp_jax.hlo.collectives import read_collectives
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import GPT, Block, preset
 from fsdp_jax.tree import flatten
@@ -142,7 +142,7 @@ def test_the_compiled_program_gathers_twice_per_layer_too(mesh):
     sharded = shard(mesh, gpt(True, layers=3), "full_shard")
     text = sharded.train_step(next_token_loss, local_batch=True).compile(TOKENS).as_text()
     counts = Counter()
-    for one in read_program(text, sharded.layout.mesh.shape).collectives:
+    for one in read_collectives(text, sharded.layout.mesh.shape).collectives:
         counts.update({path: one.count for path in one.paths if one.op == "all-gather"})
     assert counts["blocks/attn/qkv/kernel"] == 6
 

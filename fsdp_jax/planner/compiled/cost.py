@@ -66,7 +66,7 @@ class CostModel:
         if opcode.removesuffix("-start") in FREE or opcode.endswith(("-done", "-update")):
             return InstructionCost()
         if opcode.endswith("-start"):
-            return self._started(within, instruction)
+            return self._started_cost(within, instruction)
         target = instruction.target if opcode == "custom-call" else ""
         if _MARKERS.search(target):
             return InstructionCost()
@@ -81,9 +81,9 @@ class CostModel:
         from_host, to_host = self._host_transfer(within, instruction)
         return InstructionCost(matmuls or (), moved, unknown, from_host, to_host)
 
-    def _started(self, within: Computation, start: Instruction) -> InstructionCost:
+    def _started_cost(self, within: Computation, start: Instruction) -> InstructionCost:
         """Returns the cost of an asynchronous transfer to or from the host, copy or slice."""
-        done = within.done(start) or start
+        done = within.done_of(start) or start
         # `async-start` calls the computation that it runs, as a fusion does
         opcode = start.opcode.removesuffix("-start").replace("async", "fusion")
         synchronous = replace(start, opcode=opcode, type=done.type)

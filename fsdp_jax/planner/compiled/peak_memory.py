@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
-from fsdp_jax.hlo.op_names import scopes, stripped
+from fsdp_jax.hlo.op_names import scoped_paths, strip_tracing
 from fsdp_jax.hlo.parser import HOST_SPACE, Computation, Instruction, Module, shapes_of
 from fsdp_jax.planner.compiled.buffer_assignment import DEFAULT, HOST, LiveBuffer, MemoryReport
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
@@ -95,7 +95,9 @@ class _BufferClassifier:
         for within in module.computations.values():
             for instruction in within.instructions:
                 self._computation_of[instruction.name] = within
-                loop = module.parts(instruction) if instruction.opcode == "while" else ()
+                loop = (
+                    module.condition_and_body(instruction) if instruction.opcode == "while" else ()
+                )
                 for called in (*instruction.calls, *(part.name for part in loop)):
                     self._callers[called] = _ArrayRef(within, instruction.name)
         self._leaves = _leaves_by_input_name(plan.layout)
@@ -223,7 +225,7 @@ class _BufferClassifier:
             case "tuple":
                 return [_ArrayRef(within, operands[element[0]], element[1:])] if element else []
             case "while":  # the last result of its body, and its initial value
-                body = self._module.parts(instruction)[1]
+                body = self._module.condition_and_body(instruction)[1]
                 initial = _ArrayRef(within, operands[0], element)
                 return [_ArrayRef(body, body.root.name, element), initial]
             case "parameter":
@@ -276,7 +278,7 @@ class _BufferClassifier:
                 indices = [i for i, operand in enumerate(user.operands) if operand == name]
                 return [_ArrayRef(within, user.name, (i, *element)) for i in indices]
             case "while":
-                body = self._module.parts(user)[1]
+                body = self._module.condition_and_body(user)[1]
                 return [_ArrayRef(body, one.name, element) for one in body.parameters.values()]
             case "fusion" | "call":
                 called = self._module[user.calls[0]]
@@ -338,7 +340,7 @@ def _scope(ref: _ArrayRef) -> tuple[Kind, str] | None:
     gather, reduce = name.rfind("fsdp.gather["), name.rfind("fsdp.reduce[")
     if max(gather, reduce) < 0:
         return None
-    paths = scopes(name) or [""]
+    paths = scoped_paths(name) or [""]
     index = ref.element[-1] if ref.element else 0
     path = paths[index] if index < len(paths) else paths[0]
     return ("gathered" if gather > reduce else "gradients"), path
@@ -346,7 +348,7 @@ def _scope(ref: _ArrayRef) -> tuple[Kind, str] | None:
 
 def _operation(sources: Sequence[_ArrayRef]) -> str:
     """Returns the first name that tells more than that something was stacked."""
-    names = [name for ref in sources if (name := stripped(ref.instruction.op_name))]
+    names = [name for ref in sources if (name := strip_tracing(ref.instruction.op_name))]
     informative = [
         name
         for name in names

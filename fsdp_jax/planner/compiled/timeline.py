@@ -16,7 +16,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from fsdp_jax.hlo.collectives import Collective
-from fsdp_jax.hlo.op_names import stripped
+from fsdp_jax.hlo.op_names import strip_tracing
 from fsdp_jax.hlo.parser import Computation, Instruction, Module
 from fsdp_jax.planner.compiled.cost import CostModel, InstructionCost
 from fsdp_jax.planner.machines.hardware import Hardware
@@ -159,7 +159,7 @@ class _ComputationRun:
 
     def _waiter(self, instruction: Instruction) -> str:
         """Returns the instruction that waits for what an instruction starts, by default itself."""
-        return (self.within.done(instruction) or instruction).name
+        return (self.within.done_of(instruction) or instruction).name
 
     def _wait(self, name: str) -> None:
         """Advances the clock until all is done that this instruction waits for."""
@@ -215,13 +215,13 @@ class _ComputationRun:
     def _loop(self, one: Instruction) -> None:
         """Adds the time of a loop: its body is simulated once; unknown trips count as one."""
         loops = self.simulator.loops
-        loop = self.simulator.module.loop(self.within, one, self.known)
+        loop = self.simulator.module.read_loop(self.within, one, self.known)
         trips = 1 if loop.trips is None else loop.trips
         name = loop.body.name
         result = self.simulator.simulate(name, tuple(loop.constants.items()))
         trips_before, _ = loops.get(name, (0, result))
         loops[name] = (trips_before + trips, result)
-        self._run(result, trips, f"{trips} x {stripped(one.op_name) or name}")
+        self._run(result, trips, f"{trips} x {strip_tracing(one.op_name) or name}")
 
     def _call(self, call: Instruction) -> None:
         """Adds the simulated time of what is called; of a conditional, its longest branch."""
@@ -258,4 +258,4 @@ class _ComputationRun:
 
 
 def _label(instruction: Instruction) -> str:
-    return stripped(instruction.op_name) or instruction.name
+    return strip_tracing(instruction.op_name) or instruction.name
