@@ -74,7 +74,7 @@ class RowProgram(NamedTuple):
 
 def compile_one(program: RowProgram) -> dict[str, Any]:
     """Compiles one program and returns its row."""
-    from fsdp_jax.contract.contract import judge
+    from fsdp_jax.contract.contract import check_program
     from fsdp_jax.planner import parse_topology
     from fsdp_jax.train.build import build
     from fsdp_jax.train.config_file import load_config
@@ -98,7 +98,7 @@ def compile_one(program: RowProgram) -> dict[str, Any]:
     started = time.perf_counter()
     compiled = run.step.compile(run.batch)
     seconds = time.perf_counter() - started
-    contract = judge(run.step.plan, compiled.as_text())
+    contract = check_program(run.step.plan, compiled.as_text())
     hidden = dict.fromkeys(("all-gather", "reduce-scatter"), 0)
     in_loop = dict(hidden)
     for each in contract.collectives:

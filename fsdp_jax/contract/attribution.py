@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from fsdp_jax.contract.expected import Expected, Role
+from fsdp_jax.contract.expected import ExpectedTraffic, Role
 from fsdp_jax.hlo.collectives import Collective
 
 TOLERANCE = 1.02  # a step may send this multiple of what it declares
@@ -50,7 +50,7 @@ class Account:
 
     path: str
     role: Role
-    expected: list[Expected] = field(default_factory=list)
+    expected: list[ExpectedTraffic] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
 
     @property
@@ -69,12 +69,15 @@ class Account:
         return self.expected[0].dtype
 
     def is_avoided(self, material: float) -> bool:
-        """Returns whether hardly anything is sent of what is declared."""
+        """Returns whether hardly anything is sent of what is declared.
+
+        `material`: bytes of a parameter that matter; what declares less is never avoided.
+        """
         declared = self.declared_bytes
         return self.sent_bytes < AVOIDED * declared and declared > material
 
     def missing(self, op: str, *, as_substitute: bool) -> int:
-        """Returns the declared bytes that are still to be sent by an operation.
+        """Returns the declared bytes that an operation, such as "all-gather", has not yet sent.
 
         `as_substitute`: by this operation in place of any that is declared; an all-reduce sends
         twice the bytes of the others.
@@ -87,8 +90,8 @@ class Account:
         declared = sum(each.bytes for each in self.expected if each.op == op)
         return declared - sum(each.bytes for each in self.sent if each.op == op)
 
-    def may_be(self, sent: Sent) -> bool:
-        """Returns whether an operand that names this parameter may be it.
+    def may_be_served_by(self, sent: Sent) -> bool:
+        """Returns whether an operand that names this parameter may be an array of it.
 
         XLA may give the names of what it combined in another order.
         """
@@ -96,14 +99,22 @@ class Account:
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:
         """Returns whether the parameter is declared in this shape, transposed or flattened."""
-        return any(_same_array(shape, other) for each in self.expected for other in each.shapes)
+        return any(
+            _may_be_same_array(shape, other) for each in self.expected for other in each.shapes
+        )
 
 
 class Attribution:
-    """Every byte of a program in the account of the parameter that it serves."""
+    """Every byte that a program sends, in the account of the parameter that it serves.
+
+    `expected`: the declared traffic; `paths`: of all parameters, also those that declare none.
+    """
 
     def __init__(
-        self, expected: Sequence[Expected], collectives: Sequence[Collective], paths: Container[str]
+        self,
+        expected: Sequence[ExpectedTraffic],
+        collectives: Sequence[Collective],
+        paths: Container[str],
     ):
         declared = sum(each.bytes for each in expected)
         self.material = declared * MATERIAL  # bytes of a parameter that matter
@@ -116,11 +127,13 @@ class Attribution:
             accounts.setdefault(key, Account(*key)).expected.append(each)
         # First by name, ...
         unnamed = []
-        for sent in (operand for collective in collectives for operand in _operands(collective)):
+        for sent in (
+            operand for collective in collectives for operand in _sent_operands(collective)
+        ):
             roles = _ROLES.get(sent.op, _ANY_ROLE)
             own = [accounts[sent.path, role] for role in roles if (sent.path, role) in accounts]
             fits = sent.path in paths and len(sent.shape) > 1
-            if not fits or (own and not any(each.may_be(sent) for each in own)):
+            if not fits or (own and not any(each.may_be_served_by(sent) for each in own)):
                 unnamed.append(sent)
             elif own:
                 missing = (a for a in own if sent.bytes <= a.missing(sent.op, as_substitute=True))
@@ -137,8 +150,9 @@ class Attribution:
         self.unattributed = [sent._replace(bytes=total) for sent, total in left.items()]
 
     def _attribute_by_shape(self, sent: Sent) -> Sent | None:
-        """Attributes an operand that names no parameter to those that lack it; returns the rest.
+        """Attributes an operand that names no parameter to those that lack it.
 
+        Returns what is left of it, None if nothing is.
         An array of a parameter's shape is that parameter. Small arrays are sent together: their
         bytes are shared out.
         """
@@ -159,7 +173,7 @@ class Attribution:
             # XLA names what it has joined, and they lack as much; it does not always name the
             # small ones.
             rest = _share_out(joined, sent, as_substitute=False)
-            return _unless_scalars(_share_out(fits, rest, as_substitute=False))
+            return _without_scalars(_share_out(fits, rest, as_substitute=False))
         for as_substitute in (False, True):
             for each in fits:
                 itemsizes = jnp.dtype(each.dtype).itemsize, jnp.dtype(sent.dtype).itemsize
@@ -173,10 +187,10 @@ class Attribution:
             for as_substitute in (False, True):
                 sent = _share_out(joined, sent, as_substitute=as_substitute)
                 sent = _share_out(fits, sent, as_substitute=as_substitute)
-        return _unless_scalars(sent)
+        return _without_scalars(sent)
 
 
-def _operands(collective: Collective) -> Iterator[Sent]:
+def _sent_operands(collective: Collective) -> Iterator[Sent]:
     """Yields the operands of a collective, with the bytes of each."""
     sizes = [prod(shape) for shape in collective.shapes]
     total = max(sum(sizes), 1)
@@ -185,8 +199,11 @@ def _operands(collective: Collective) -> Iterator[Sent]:
         yield Sent(collective.op, collective.dtype, shape, path, part, collective.sliced)
 
 
-def _unless_scalars(sent: Sent) -> Sent | None:
-    """Returns what is left, unless a few scalars make it up; small arrays are joined with them."""
+def _without_scalars(sent: Sent) -> Sent | None:
+    """Returns what is left of an operand; None if that may be a few scalars.
+
+    XLA joins scalars with small arrays.
+    """
     scalars = 2 * SCALARS * jnp.dtype(sent.dtype).itemsize
     return None if prod(sent.shape) <= SCALARS or sent.bytes <= scalars else sent
 
@@ -201,8 +218,8 @@ def _share_out(accounts: Sequence[Account], sent: Sent, *, as_substitute: bool) 
     return sent._replace(bytes=sent.bytes - given)
 
 
-def _same_array(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Returns whether it may be one array, transposed or flattened, with or without dims of one."""
+def _may_be_same_array(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Returns whether two shapes may be of one array, transposed or flattened; dims of 1 aside."""
     if len(shape) == 1:
         return prod(shape) == prod(other)
     return sorted(size for size in shape if size > 1) == sorted(size for size in other if size > 1)

@@ -13,8 +13,8 @@ from html import escape
 from math import prod
 from typing import Any
 
-from fsdp_jax.contract.expected import Expected, expected_of
-from fsdp_jax.contract.violations import Violation, other_axes, traffic_violations
+from fsdp_jax.contract.expected import ExpectedTraffic, expected_traffic
+from fsdp_jax.contract.violations import Violation, traffic_violations, undeclared_axis_violations
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective, read_collectives
 from fsdp_jax.hlo.partitioner_log import Rematerialization, collect_rematerializations
@@ -45,7 +45,7 @@ class Contract:
 
     """
 
-    expected: Sequence[Expected]
+    expected: Sequence[ExpectedTraffic]
     collectives: Sequence[Collective]
     violations: Sequence[Violation]
     axes: MeshAxes = field(repr=False)
@@ -61,12 +61,14 @@ class Contract:
     @cached_property
     def wire_bytes(self) -> int:
         """Bytes that a device sends per step, but for those along the model's own mesh axes."""
-        return sum(each.bytes for each in self.collectives if not _is_models(each, self.axes))
+        return sum(
+            each.bytes for each in self.collectives if not _is_along_model_axes(each, self.axes)
+        )
 
     @cached_property
     def model_bytes(self) -> int:
         """Bytes that a device sends per step along the model's own mesh axes alone."""
-        return sum(each.bytes for each in self.collectives if _is_models(each, self.axes))
+        return sum(each.bytes for each in self.collectives if _is_along_model_axes(each, self.axes))
 
     @cached_property
     def wire_bytes_limit(self) -> int:
@@ -96,8 +98,8 @@ class Contract:
             "collectives": self.rows(),
             "contract": {
                 "holds": self.holds,
-                "expected": _sums(vars(each) for each in self.expected),
-                "found": _sums(self.rows()),
+                "expected": _summed_rows(vars(each) for each in self.expected),
+                "found": _summed_rows(self.rows()),
                 "violations": [str(violation) for violation in self.violations] + list(self.unread),
                 "choices": list(self.choices),
             },
@@ -107,16 +109,16 @@ class Contract:
         }
 
     def _repr_html_(self) -> str:
-        return f"{html_table(COLUMNS, self._cells())}<pre>{escape(self._verdict())}</pre>"
+        return f"{html_table(COLUMNS, self._table_cells())}<pre>{escape(self._verdict())}</pre>"
 
     def __str__(self) -> str:
         table = "nothing is sent"
         if self.collectives:
-            table = text_table(COLUMNS, self._cells(), right=COLUMNS[3:6])
+            table = text_table(COLUMNS, self._table_cells(), right=COLUMNS[3:6])
         return f"{table}\n{self._verdict()}"
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        """Returns the texts of the table: for each of `rows`, one of each of `COLUMNS`."""
+    def _table_cells(self) -> list[tuple[str, ...]]:
+        """Returns the texts of the table: for each of `rows`, one for each of `COLUMNS`."""
         cells: list[tuple[str, ...]] = []
         for row in self.rows():
             sizes = human_bytes(row["bytes"]), human_bytes(row["overlapped_bytes"])
@@ -153,25 +155,31 @@ def check_contract(step: CompiledStep, batch: PyTree) -> Contract:
     """
     with collect_rematerializations() as repeated:
         compiled = step.compile(batch)
-    return judge(step.plan, compiled.as_text(), repeated)
+    return check_program(step.plan, compiled.as_text(), repeated)
 
 
-def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ()) -> Contract:
-    """Compares a compiled program's traffic with what a step's plan declares.
+def check_program(
+    plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ()
+) -> Contract:
+    """Returns the contract of a step's plan with a compiled program's traffic.
 
     `text`: `compiled.as_text()`; `repeated`: what XLA's partitioner reported while it compiled.
     """
     axes = plan.layout.axes
     annotated = not plan.local_batch
     program = read_collectives(text, axes.mesh.shape)
-    expected = expected_of(plan)
+    expected = expected_traffic(plan)
     # What the model sends along axes of its own is not declared.
-    collectives = [each for each in program.collectives if not _is_models(each, axes)]
+    collectives = [each for each in program.collectives if not _is_along_model_axes(each, axes)]
     traffic, choices = traffic_violations(
         expected, collectives, plan.layout.by_path, annotated=annotated
     )
-    traffic += other_axes(expected, collectives, axes)
-    violations = [*traffic, *_replicated(plan), *map(_rematerialized, repeated)]
+    traffic += undeclared_axis_violations(expected, collectives, axes)
+    violations = [
+        *traffic,
+        *_replicated_parameters(plan),
+        *map(_rematerialization_violation, repeated),
+    ]
     notes = []
     if traffic and annotated:
         notes.append(
@@ -188,13 +196,13 @@ def judge(plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ())
     return Contract(expected, program.collectives, violations, axes, program.unread, choices, note)
 
 
-def _is_models(collective: Collective, axes: MeshAxes) -> bool:
+def _is_along_model_axes(collective: Collective, axes: MeshAxes) -> bool:
     """Returns whether a collective runs along the model's own mesh axes alone."""
     return set(collective.axis.split("+")) <= set(axes.model)
 
 
-def _replicated(plan: StepPlan) -> Iterator[Violation]:
-    """Yields the large parameters that the strategy would shard and that are replicated."""
+def _replicated_parameters(plan: StepPlan) -> Iterator[Violation]:
+    """Yields the violations of large parameters that stay replicated under this strategy."""
     axes = plan.layout.axes
     if not plan.layout.strategy.shards_optimizer or axes.batch_shards == 1:
         return
@@ -207,14 +215,15 @@ def _replicated(plan: StepPlan) -> Iterator[Violation]:
         yield Violation(leaf.path, f"replicated on every device, {reason}", 0, cause)
 
 
-def _rematerialized(array: Rematerialization) -> Violation:
+def _rematerialization_violation(array: Rematerialization) -> Violation:
+    """Returns the violation of an array that XLA replicates because it cannot reshard it."""
     cause = "XLA found no way between two shardings but to gather all of it "
     cause += "(involuntary full rematerialization)"
     return Violation(array.path, f"{array.shape} is replicated at {array.op_name}", 0, cause)
 
 
-def _sums(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sums the bytes of rows with the same op, dtype and axis."""
+def _summed_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows of JSON, those of the same op, dtype and axis as one, with summed bytes."""
     sums = Counter[tuple[str, str, str]]()
     for row in rows:
         sums[row["op"], row["dtype"], row["axis"]] += row["bytes"]

@@ -32,7 +32,7 @@ Role = Literal["gather", "reduce"]
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTraffic:
     """The declared traffic of one parameter, by one operation."""
 
     path: str  # of the parameter
@@ -49,9 +49,9 @@ class Expected:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def expected_of(plan: StepPlan) -> list[Expected]:
-    """Returns all traffic that the parameters of a step declare."""
-    rows: list[Expected] = []
+def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
+    """Returns the traffic that the parameters of a step declare, by parameter and operation."""
+    rows: list[ExpectedTraffic] = []
     copies = flatten(plan.layout.other.get(COPIES, {}))
     axes = plan.layout.axes
     gathers = plan.layout.strategy.gathers_params
@@ -67,22 +67,22 @@ def expected_of(plan: StepPlan) -> list[Expected]:
             passes = 1 if plan.comms[path].unit is None else 2
             dtype = transform.wire if sends_copy else leaf.dtype
             times = plan.accumulation * passes if plan.per_unit else 1
-            rows.append(_in_ring(plan, leaf, "all-gather", dtype, along, shape, times))
+            rows.append(_ring_traffic(plan, leaf, "all-gather", dtype, along, shape, times))
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         # Its gradient: scattered along the axes that it is sharded along, ...
         times = 1 if plan.deferred else plan.accumulation
         dtype = transform.reduce if plan.local_batch else transform.compute
         scattered = axes.batch_spec_axes(leaf.grad_spec)
-        rows.append(_in_ring(plan, leaf, "reduce-scatter", dtype, scattered, shape, times))
+        rows.append(_ring_traffic(plan, leaf, "reduce-scatter", dtype, scattered, shape, times))
         # ... and a device's part of it reduced along the others.
         others = [axis for axis in axes.batch if axis not in scattered]
         part = leaf.grad_sharding.shard_shape(leaf.shape)
-        rows.append(_in_ring(plan, leaf, "all-reduce", dtype, others, part, times))
+        rows.append(_ring_traffic(plan, leaf, "all-reduce", dtype, others, part, times))
     return [each for each in rows if each.bytes]
 
 
-def _in_ring(
+def _ring_traffic(
     plan: StepPlan,
     leaf: Leaf,
     op: str,
@@ -90,21 +90,24 @@ def _in_ring(
     along: Sequence[str],
     shape: tuple[int, ...],
     times: int,
-) -> Expected:
-    """Returns the traffic of an operation on a whole array, in a ring along these axes."""
+) -> ExpectedTraffic:
+    """Returns the traffic of an operation on an array of this `shape`, in a ring.
+
+    `along`: the mesh axes that it runs along; `times`: how often a step sends the array.
+    """
     mesh = leaf.axes.mesh
     n = prod(mesh.shape[axis] for axis in along)
-    dtype = _on_wire(dtype, mesh.devices.flat[0].platform)
+    dtype = _wire_dtype(dtype, mesh.devices.flat[0].platform)
     elements = prod(shape) * times
     sent = elements * dtype.itemsize * (n - 1) // n * (2 if op == "all-reduce" else 1)
     axis = leaf.axes.user_name(axis for axis in along if mesh.shape[axis] > 1)
     role: Role = "gather" if op == "all-gather" else "reduce"
     layers = prod(leaf.shape[: leaf.stacked]) if plan.per_unit else 1
     shapes = shape[leaf.stacked :], shape
-    return Expected(leaf.path, role, op, str(dtype), axis, sent, layers * times, shapes)
+    return ExpectedTraffic(leaf.path, role, op, str(dtype), axis, sent, layers * times, shapes)
 
 
-def _on_wire(dtype: np.dtype, platform: str) -> np.dtype:
+def _wire_dtype(dtype: np.dtype, platform: str) -> np.dtype:
     """Returns the dtype that is sent: XLA:CPU widens narrow floats first, no accelerator does."""
     if platform == "cpu" and dtype == jnp.bfloat16:
         return jnp.dtype(jnp.float32)

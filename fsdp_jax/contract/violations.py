@@ -17,7 +17,7 @@ from fsdp_jax.contract.attribution import (
     Attribution,
     Sent,
 )
-from fsdp_jax.contract.expected import Expected
+from fsdp_jax.contract.expected import ExpectedTraffic
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.sharding.mesh import MeshAxes
@@ -44,7 +44,7 @@ class Violation:
 
 
 def traffic_violations(
-    expected: Sequence[Expected],
+    expected: Sequence[ExpectedTraffic],
     collectives: Sequence[Collective],
     paths: Container[str],
     *,
@@ -52,28 +52,29 @@ def traffic_violations(
 ) -> tuple[list[Violation], list[str]]:
     """Returns (violations, what XLA sends in place of what is declared, one line each).
 
-    Parameter by parameter; then, where each is within its tolerance, all together. `paths`: of all
-    parameters, also of those that declare nothing; `annotated`: the step is partitioned by sharding
-    annotations; otherwise its collectives are explicit, and any activation is a violation.
+    Compares parameter by parameter; where each is within its tolerance, all together. `paths`: of
+    all parameters, also of those that declare nothing; `annotated`: the step is partitioned by
+    sharding annotations; otherwise its collectives are explicit, and any activation is a violation.
     """
     attribution = Attribution(expected, collectives, paths)
-    alone = (_violation_of(account, attribution.material) for account in attribution.accounts)
-    own = [each for each in alone if each is not None] or _violations_of_many(attribution)
+    alone = (_account_violation(account, attribution.material) for account in attribution.accounts)
+    own = [each for each in alone if each is not None] or _violations_in_sum(attribution)
     if annotated:
-        return _annotated(attribution, own)
+        return _annotated_violations(attribution, own)
     accounts, unattributed = attribution.accounts, attribution.unattributed
-    activations = [_activation(sent, accounts, annotated=False) for sent in unattributed]
-    return own + activations or _total_excess(attribution), []
+    activations = [_activation_violation(sent, accounts, annotated=False) for sent in unattributed]
+    return own + activations or _total_excess_violations(attribution), []
 
 
-def _annotated(
+def _annotated_violations(
     attribution: Attribution, own: Sequence[Violation]
 ) -> tuple[list[Violation], list[str]]:
-    """Returns as `traffic_violations`, for a step that is partitioned by sharding annotations.
+    """Returns what `traffic_violations` does, for a step partitioned by sharding annotations.
 
-    XLA may send activations in place of a parameter, or of its gradient, where that is less. The
-    bytes saved on parameters offset the activations sent instead, the smallest first; an activation
-    that they do not offset is a violation.
+    `own`: the violations of single parameters, as if they were not annotated. XLA may send
+    activations in place of a parameter, or of its gradient, where that is less. The bytes saved on
+    parameters offset the activations sent instead, the smallest first; an activation that they do
+    not offset is a violation.
     """
     never_offset = [violation for violation in own if violation.kind == "dtype"]
     more = [violation for violation in own if violation.kind in ("bytes", "repeat")]
@@ -87,7 +88,7 @@ def _annotated(
     for sent in attribution.unattributed:
         is_large = sent.op == "all-gather" and sent.bytes > material
         is_wide = is_large and jnp.dtype(sent.dtype).itemsize > max(itemsizes, default=4)
-        violation = _activation(sent, accounts, annotated=True)
+        violation = _activation_violation(sent, accounts, annotated=True)
         (never_offset if is_wide else more).append(violation)
     # Offset the rest by what is saved.
     avoided = [account for account in accounts if account.is_avoided(material)]
@@ -100,11 +101,12 @@ def _annotated(
             offset.append(violation)
         else:
             not_offset.append(violation)
-    return never_offset + not_offset or _total_excess(attribution), _substitutions(avoided, offset)
+    violations = never_offset + not_offset or _total_excess_violations(attribution)
+    return violations, _substitutions(avoided, offset)
 
 
-def other_axes(
-    expected: Sequence[Expected], collectives: Sequence[Collective], axes: MeshAxes
+def undeclared_axis_violations(
+    expected: Sequence[ExpectedTraffic], collectives: Sequence[Collective], axes: MeshAxes
 ) -> list[Violation]:
     """Returns a violation for each mesh axis along which traffic is sent and none is declared."""
     if not expected:
@@ -124,7 +126,10 @@ def other_axes(
 
 
 def _substitutions(avoided: Sequence[Account], offset: Sequence[Violation]) -> list[str]:
-    """Returns what XLA does in place of gathering or reducing some parameters, as one line."""
+    """Returns at most one line: what XLA sends in place of gathering or reducing parameters.
+
+    `avoided`: these parameters; `offset`: the violations that the bytes saved on them offset.
+    """
     moved = sum(violation.bytes for violation in offset)
     if not avoided:
         what = ", ".join(violation.what for violation in offset)
@@ -144,8 +149,8 @@ def _substitutions(avoided: Sequence[Account], offset: Sequence[Violation]) -> l
     ]
 
 
-def _total_excess(attribution: Attribution) -> list[Violation]:
-    """Returns what is sent above all that is declared, where no parameter accounts for it."""
+def _total_excess_violations(attribution: Attribution) -> list[Violation]:
+    """Returns at most one violation: more is sent in sum than declared, by no one parameter."""
     if attribution.excess <= attribution.slack:
         return []
     cause = "many small parameters, each sent by a collective that the compiler chose: "
@@ -153,8 +158,11 @@ def _total_excess(attribution: Attribution) -> list[Violation]:
     return [Violation("", "more is sent than declared", attribution.excess, cause)]
 
 
-def _activation(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -> Violation:
-    """Returns the violation of an activation, or of a parameter's shape sent once more."""
+def _activation_violation(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -> Violation:
+    """Returns the violation of an operand that serves no parameter.
+
+    It is an activation, or that parameter sent once more whose shape it has.
+    """
     source = f" ({sent.path})" if sent.path else ""
     what = f"{sent.dtype}{list(sent.shape)} by {sent.op}{source}"
     same_shape = list(dict.fromkeys(each.path for each in accounts if each.has_shape(sent.shape)))
@@ -188,12 +196,13 @@ def _activation(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -> 
     return Violation("", f"an activation is sent, {what}", sent.bytes, cause)
 
 
-def _violations_of_many(attribution: Attribution) -> list[Violation]:
-    """Returns differences too small to matter in any parameter, which matter in their sum."""
+def _violations_in_sum(attribution: Attribution) -> list[Violation]:
+    """Returns the violations that are too small in each parameter, and matter in their sum."""
     weights, kinds = Counter[str](), dict[str, list[Violation]]()
     for account in attribution.accounts:
-        violation = _violation_of(account, 0)
-        if violation is None or violation.kind == "repeat":  # `_total_excess` finds these
+        violation = _account_violation(account, 0)
+        # `_total_excess_violations` finds repeats
+        if violation is None or violation.kind == "repeat":
             continue
         weight = violation.bytes
         if violation.kind == "less":
@@ -214,8 +223,11 @@ def _violations_of_many(attribution: Attribution) -> list[Violation]:
     return merged
 
 
-def _violation_of(account: Account, material: float) -> Violation | None:
-    """Returns the first difference that matters between what one parameter declares and sends."""
+def _account_violation(account: Account, material: float) -> Violation | None:
+    """Returns the first difference that matters between what one parameter declares and sends.
+
+    `material`: bytes that matter. None if no difference does.
+    """
     done = "gathered" if account.role == "gather" else "reduced"
     excess = account.sent_bytes - account.declared_bytes
     if not account.expected:
@@ -234,7 +246,7 @@ def _violation_of(account: Account, material: float) -> Violation | None:
         cause = _dtype_cause(account, dtype, more)
         return Violation(account.path, what, max(more, 0), cause, "dtype")
     if excess > max(material, (TOLERANCE - 1) * account.declared_bytes):
-        return _excess(account, excess)
+        return _excess_violation(account, excess)
     if account.is_avoided(material):
         cause = "XLA computes on its shards and sends activations: "
         cause += "make the module that uses it a unit"
@@ -261,8 +273,11 @@ def _dtype_cause(account: Account, dtype: np.dtype, more: int) -> str:
     )
 
 
-def _excess(account: Account, excess: int) -> Violation:
-    """Returns the violation of more bytes than declared, in the declared dtype."""
+def _excess_violation(account: Account, excess: int) -> Violation:
+    """Returns the violation of a parameter for which `excess` bytes above the declared are sent.
+
+    They are sent in the declared dtype.
+    """
     scatters = any(each.op == "reduce-scatter" for each in account.expected)
     if scatters and -account.missing("all-reduce", as_substitute=False) > excess / 2:
         what = "reduced by an all-reduce, declared a reduce-scatter"

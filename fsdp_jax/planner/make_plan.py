@@ -6,11 +6,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.contract.contract import Contract, judge
-from fsdp_jax.contract.expected import expected_of
+from fsdp_jax.contract.contract import Contract, check_program
+from fsdp_jax.contract.expected import expected_traffic
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.parser import parse_program
-from fsdp_jax.planner.analytic.communication import ExpectedTraffic, expected_traffic
+from fsdp_jax.planner.analytic.communication import TrafficEstimate, estimate_traffic
 from fsdp_jax.planner.analytic.memory import Estimate, estimate
 from fsdp_jax.planner.compiled.peak_memory import KINDS, peak_memory
 from fsdp_jax.planner.compiled.program import CompiledProgram, check_dtypes, compile_step
@@ -85,7 +85,7 @@ def compiled_plan(
     # Memory from the report, traffic and time from the scheduled program.
     module = parse_program(program.text)
     memory = peak_memory(plan, module, program.report)
-    contract = judge(plan, program.text)
+    contract = check_program(plan, program.text)
     sent = contract.collectives
     simulator = ScheduleSimulator(module, sent, plan.layout.mesh, topology.hardware)
     simulated = simulator.step()
@@ -136,7 +136,7 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     check_dtypes(plan, topology)
     estimated = estimate(plan, jaxpr)
     roofline = Roofline(topology.hardware)
-    traffic = expected_traffic(plan, Network(plan.layout.mesh, topology.hardware))
+    traffic = estimate_traffic(plan, Network(plan.layout.mesh, topology.hardware))
     time = _analytic_time(estimated, traffic, roofline)
     host_bytes = plan.layout.per_device(host=True) + estimated.host_bytes
     flops = sum(matmul.flops * matmul.times for matmul in estimated.matmuls)
@@ -186,7 +186,7 @@ def _refused_plan(
     layout = step.plan.layout
     state = {part: layout.per_device(part) for part in ("params", "optimizer")}
     other = refused - sum(state.values())
-    limit = sum(expected.bytes for expected in expected_of(step.plan))
+    limit = sum(expected.bytes for expected in expected_traffic(step.plan))
     return Plan(
         **_layout_figures(step.plan, topology, work),
         peak_bytes=refused,
@@ -219,7 +219,7 @@ def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str,
     }
 
 
-def _analytic_time(estimated: Estimate, traffic: ExpectedTraffic, roofline: Roofline) -> Time:
+def _analytic_time(estimated: Estimate, traffic: TrafficEstimate, roofline: Roofline) -> Time:
     """Adds matmuls, other memory traffic, and communication and transfers that they cannot hide."""
     compute = sum(roofline.seconds(matmul) for matmul in estimated.matmuls)
     matmul_bytes = sum(matmul.bytes for matmul in estimated.matmuls)

@@ -337,7 +337,7 @@ def test_inspect_holds_a_step_to_its_contract(tiny, capsys, monkeypatch):
     assert fields <= report["collectives"][0].keys()
 
     # With nothing expected, every collective of the program violates the contract.
-    monkeypatch.setattr("fsdp_jax.contract.contract.expected_of", lambda plan: [])
+    monkeypatch.setattr("fsdp_jax.contract.contract.expected_traffic", lambda plan: [])
     assert main(argv) == 3
     assert "DOES NOT HOLD" in capsys.readouterr().out
 

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import LinenTransformer, gpt, linen_loss
 
 import fsdp_jax as fsdp
-from fsdp_jax.contract.contract import check_contract, judge
-from fsdp_jax.contract.expected import Expected
-from fsdp_jax.contract.violations import other_axes, traffic_violations
+from fsdp_jax.contract.contract import check_contract, check_program
+from fsdp_jax.contract.expected import ExpectedTraffic
+from fsdp_jax.contract.violations import traffic_violations, undeclared_axis_violations
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
@@ -159,7 +159,7 @@ def test_a_program_that_gathers_wider_than_float8_is_a_violation():
 
     batch = {"tokens": jax.ShapeDtypeStruct((8, 65), jnp.int32)}
     text = step().compile(batch).as_text()
-    contract = judge(step(gather="float8_e4m3fn").plan, text)
+    contract = check_program(step(gather="float8_e4m3fn").plan, text)
     what = "gathered in float32, declared float16"  # as XLA:CPU sends float8
     assert {v.path for v in contract.violations if v.what == what} == {
         f"blocks/{path}/kernel" for path in ("attn/qkv", "attn/out", "mlp/up", "mlp/down")
@@ -399,7 +399,7 @@ def test_an_array_that_xla_replicates_is_a_violation(capfd):
 
 
 def declared(path, role, op, size, *shapes, dtype="bfloat16"):
-    return Expected(path, role, op, dtype, "data", size, 1, shapes)
+    return ExpectedTraffic(path, role, op, dtype, "data", size, 1, shapes)
 
 
 def sent(op, size, shapes, paths, dtype="bfloat16", *, sliced=False):
@@ -582,7 +582,9 @@ def many(op, dtype, *, declared=None, axis="data", times=1.0, count=300):
         path, (declared_op, declared_dtype) = f"l{number}/k", declared or (op, dtype)
         declared_bytes = size * jnp.dtype(declared_dtype).itemsize
         expected.append(
-            Expected(path, role, declared_op, declared_dtype, "data", declared_bytes, 1, (shape,))
+            ExpectedTraffic(
+                path, role, declared_op, declared_dtype, "data", declared_bytes, 1, (shape,)
+            )
         )
         sent = int(times * size * jnp.dtype(dtype).itemsize)
         if sent:
@@ -620,6 +622,6 @@ def test_small_differences_in_many_parameters_count_in_their_sum(case, said):
 def test_traffic_along_an_undeclared_axis_is_a_violation():
     axes = mesh_axes(fsdp.make_mesh(4, 2))
     expected, collectives, _ = many("all-gather", "bfloat16", axis="replica", count=4)
-    (violation,) = other_axes(expected, collectives, axes)
+    (violation,) = undeclared_axis_violations(expected, collectives, axes)
     assert "more is sent along 'replica' than declared: +7.81 MiB per step" in str(violation)
-    assert not other_axes(*many("all-gather", "bfloat16", count=4)[:2], axes)
+    assert not undeclared_axis_violations(*many("all-gather", "bfloat16", count=4)[:2], axes)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jax.contract.contract import check_contract, judge
+from fsdp_jax.contract.contract import check_contract, check_program
 from fsdp_jax.data.sources import kinds_for
 from fsdp_jax.hlo.partitioner_log import collect_rematerializations
 from fsdp_jax.models import FAMILIES
@@ -100,7 +100,7 @@ def test_contract_and_plan_hold_for_every_family(name, tmp_path):
         plan = compiled_plan(run.step, run.batch, topology, run.work, tmp_path)
     program = compile_step(run.step, run.batch, topology, tmp_path)
     assert program.seconds == plan.compile_s, "it is cached"
-    contract = judge(run.step.plan, program.text, repeated)
+    contract = check_program(run.step.plan, program.text, repeated)
     assert contract.holds, str(contract)
     assert plan.fits
     assert plan.mfu > 0.02

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_jax.contract.expected import Expected, expected_of
+from fsdp_jax.contract.expected import ExpectedTraffic, expected_traffic
 from fsdp_jax.planner.machines.network import Network
 from fsdp_jax.step.train_step import StepPlan
 
@@ -16,7 +16,7 @@ From `scripts/bench_contract.py`, Llama 2 7B on h100:8.
 
 
 @dataclass(frozen=True)
-class ExpectedTraffic:
+class TrafficEstimate:
     """What one device sends in one step."""
 
     rows: Sequence[dict[str, Any]]  # as in `inspect --json`
@@ -34,11 +34,11 @@ class ExpectedTraffic:
         return self.overlapped_s + self.exposed_s
 
 
-def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
+def estimate_traffic(plan: StepPlan, network: Network) -> TrafficEstimate:
     """Returns the declared communication as it is scheduled."""
-    declared = expected_of(plan)
+    declared = expected_traffic(plan)
     # Prefetch gathers all parameters of a unit as one, so that they share a latency.
-    groups: dict[tuple[str, ...], list[Expected]] = {}
+    groups: dict[tuple[str, ...], list[ExpectedTraffic]] = {}
     for expected in declared:
         unit = plan.comms[expected.path].unit
         prefetched = plan.per_unit and plan.prefetch != "none" and unit is not None
@@ -68,10 +68,10 @@ def expected_traffic(plan: StepPlan, network: Network) -> ExpectedTraffic:
         }
         for expected in declared
     ]
-    return ExpectedTraffic(rows, overlapped, exposed)
+    return TrafficEstimate(rows, overlapped, exposed)
 
 
-def _exposed_share(plan: StepPlan, expected: Expected) -> float:
+def _exposed_share(plan: StepPlan, expected: ExpectedTraffic) -> float:
     """Returns the fraction of its time that no compute can overlap."""
     # gathered before the model runs, or reduced after it
     if not plan.per_unit or plan.comms[expected.path].unit is None:
