@@ -15,7 +15,8 @@ from importlib.util import find_spec
 
 from jax.sharding import Mesh
 
-from fsdp_jax.certify import Certificate, CertifyError, Tolerance, certify
+from fsdp_jax.certify.certificate import Certificate, CertifyError, Tolerance
+from fsdp_jax.certify.comparison import certify
 from fsdp_jax.contract.contract import Contract, check_contract
 from fsdp_jax.planner import parse_topology
 from fsdp_jax.sharding.mesh import make_mesh

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_jax.certify.certificate import Setting
-from fsdp_jax.certify.unsharded import Measured
+from fsdp_jax.certify.unsharded import UnshardedStep
 
 NEAR = 0.02  # relative distance at which a ratio counts as equal to a number
 NAN = float("nan")
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 @dataclass
 class Evidence:
-    """What is known of a run that differs."""
+    """What is known of a sharded run, from which a cause of its differences is inferred."""
 
     setting: Setting
     sizes: Mapping[str, int]  # devices, and the axes of the mesh
@@ -27,13 +27,13 @@ class Evidence:
     ratios: dict[str, float] = field(default_factory=dict)  # sharded over unsharded, first step
     lost: frozenset[str] = frozenset()  # paths of gradients that are zero and should not be
 
-    def add(
+    def add_step(
         self,
-        expected: Measured,
+        expected: UnshardedStep,
         metrics: Mapping[str, np.ndarray],
         gradients: Mapping[str, np.ndarray],
     ) -> None:
-        """Adds a step; only the first gives ratios, as later ones follow from it."""
+        """Adds what a sharded step computed; only the first step gives ratios, as others follow."""
         self.skipped = self.skipped or bool(metrics["skipped"] > 0)
         if self.ratios:
             return
@@ -50,6 +50,7 @@ class Evidence:
 
 
 def _ratio(measured: Any, expected: float) -> float:
+    """Returns measured over expected; NaN where zero is expected."""
     return float(measured) / expected if expected else NAN
 
 
@@ -63,9 +64,10 @@ def _common_scale(measured: Mapping[str, np.ndarray], expected: Mapping[str, np.
 
 
 def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[str]) -> str:
-    """Returns the likely cause why the column `what` fails, in a few words.
+    """Returns the likely cause why numbers of the kind `what` differ, in a few words.
 
-    `path`: of the array that differs most; `broken`: all failed columns.
+    `what`: a name of `COMPARED`; `path`: of the array that differs most; `broken`: all kinds that
+    differ.
     """
     if evidence.skipped:
         partial = ": a part of the batch alone gives NaN" if evidence.setting.local_batch else ""
@@ -105,7 +107,7 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[st
 
 
 def _cause_with_local_batch(evidence: Evidence) -> str:
-    """Returns the first cause that the evidence supports; the last one is what remains."""
+    """Returns the likely cause why a step with `local_batch=True` differs, in a few words."""
     if evidence.is_random:
         return (
             "dropout or other random layers: with local_batch each device draws its own numbers, "
@@ -130,6 +132,6 @@ def _cause_with_local_batch(evidence: Evidence) -> str:
 
 
 def _is_power(scale: float, number: int, exponent: float) -> bool:
-    """Returns whether a scale is about `number ** exponent`, or one over it."""
+    """Returns whether a scale is near `number ** exponent`, or near its inverse."""
     target = float(number) ** exponent
     return abs(scale / target - 1) < NEAR or abs(scale * target - 1) < NEAR

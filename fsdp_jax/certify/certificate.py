@@ -30,10 +30,11 @@ class Tolerance:
 
 
 def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Tolerance:
-    """Returns what rounding amounts to: float16 keeps 11 bits, bfloat16 8, float8 4 and 3.
+    """Returns a tolerance for the rounding of these dtypes.
 
-    The control computes in float32 on parameters rounded to the compute dtype, so that these are
-    compared loosely. `stored`: dtypes of the stored parameters.
+    Float16 keeps 11 bits, bfloat16 8, float8 4 and 3. The control computes in float32 on parameters
+    rounded to the compute dtype, so that these are compared loosely. `stored`: dtypes of the stored
+    parameters.
     """
     tolerance = Tolerance()
     narrow = "bfloat16" in stored
@@ -114,7 +115,7 @@ class Row:
         return not self.failures
 
     def cells(self, compared: Sequence[str]) -> list[str]:
-        """Returns the row's cells in the table."""
+        """Returns the row's texts in the table: setting, a difference for each column, verdict."""
         cells = [str(self.setting)]
         for name in compared:
             difference, path = self.differences.get(name, (None, ""))

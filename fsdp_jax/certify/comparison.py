@@ -36,7 +36,7 @@ from fsdp_jax.certify.certificate import (
     Tolerance,
     tolerance_of,
 )
-from fsdp_jax.certify.unsharded import Measured, Unsharded, as_float64
+from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64
 from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
@@ -61,8 +61,8 @@ class _RefusedError(Exception):
 
 
 @contextmanager
-def _refusals(setting: Setting) -> Iterator[None]:
-    """Raises _RefusedError for any error with local batches; by default it is the caller's own."""
+def _refusals_of_local_batch(setting: Setting) -> Iterator[None]:
+    """Turns any error of a setting with local batches into _RefusedError; others stay as raised."""
     try:
         yield
     except Exception as error:
@@ -72,7 +72,7 @@ def _refusals(setting: Setting) -> Iterator[None]:
 
 
 def _one_line(error: BaseException | None) -> str:
-    """Returns an error's message without what jax adds below it."""
+    """Returns an error's message in one line, without what jax adds below it."""
     lines = [" ".join(line.split()) for line in str(error).partition("\n-----")[0].splitlines()]
     return "; ".join(filter(None, lines)) or type(error).__name__
 
@@ -104,12 +104,12 @@ class Comparison:
     seed: int
     tolerance: Tolerance | None  # if None, the dtypes decide as the first setting runs
     _start: TrainState | None = None
-    _control: Unsharded | None = None
+    _control: UnshardedRun | None = None
 
-    def row(self, setting: Setting, before: Sequence[Row]) -> Row:
-        """Runs one setting. `before`: rows of settings that ran earlier."""
+    def compare_setting(self, setting: Setting, before: Sequence[Row]) -> Row:
+        """Runs one setting and returns its row; `before`: rows of settings that ran earlier."""
         alone = replace(setting, accumulation=1, deferred_reduction=False)
-        mesh = self._mesh_of(setting.strategy)
+        mesh = self._mesh_for(setting.strategy)
         evidence = Evidence(
             setting=setting,
             sizes={"devices": len(self.devices), **mesh_axes(mesh).shape},
@@ -117,7 +117,7 @@ class Comparison:
             holds_local=any(row.setting.local_batch and row.holds for row in before),
         )
         try:
-            differences = self._run(setting, mesh, evidence)
+            differences = self._train_and_compare(setting, mesh, evidence)
         except _RefusedError as refused:
             cause = f"refused with local batches: {_one_line(refused.__cause__)}"
             return Row(setting, {}, (Failure(setting, "error", "", 0, math.inf, 0.0, cause),))
@@ -132,14 +132,18 @@ class Comparison:
         largest = {name: (each.size, each.path) for name, each in differences.items()}
         return Row(setting, largest, tuple(failures))
 
-    def _mesh_of(self, strategy: str) -> Mesh:
+    def _mesh_for(self, strategy: str) -> Mesh:
+        """Returns the user's mesh, or one of all devices; for hybrid strategies with 2 replicas."""
         if self.mesh is not None:
             return self.mesh
         replica = 2 if get_strategy(strategy).hybrid and len(self.devices) % 2 == 0 else 1
         return make_mesh(-1, replica, devices=self.devices)
 
-    def _sharded(self, setting: Setting, mesh: Mesh) -> Sharded:
-        """Shards the model; its optimizer keeps the gradients too. Sets a missing tolerance."""
+    def _shard_model(self, setting: Setting, mesh: Mesh) -> Sharded:
+        """Returns the sharded model; its optimizer's state also has the gradients.
+
+        Sets the tolerance if there is none yet.
+        """
         settings = dict(self.settings)
         if not setting.local_batch:  # these need explicit collectives
             settings["prefetch"] = "none"
@@ -153,10 +157,13 @@ class Comparison:
             self.tolerance = tolerance_of(sharded.precision, stored)
         return sharded
 
-    def _run(self, setting: Setting, mesh: Mesh, evidence: Evidence) -> _Differences:
-        """Returns the largest differences over all steps; adds the first step to the evidence."""
-        sharded = self._sharded(setting, mesh)
-        with _refusals(setting):
+    def _train_and_compare(self, setting: Setting, mesh: Mesh, evidence: Evidence) -> _Differences:
+        """Trains sharded and on one device; returns the largest differences over all steps.
+
+        Adds what the first step tells to the evidence.
+        """
+        sharded = self._shard_model(setting, mesh)
+        with _refusals_of_local_batch(setting):
             step = sharded.make_train_step(
                 self.loss_fn,
                 accumulation=setting.accumulation,
@@ -169,28 +176,31 @@ class Comparison:
         assert self._start is not None
         assert self.tolerance is not None
         params, model_state = flatten(self._start.params), flatten(self._start.model_state)
-        control = self._unsharded(step)
-        opt_state = control.start(params)
+        control = self._control_for(step)
+        opt_state = control.init_optimizer(params)
         differences: _Differences = {}
         for number in range(self.steps):
             # Before the control, so that a mistake in the loss has the library's message.
-            with _refusals(setting):
+            with _refusals_of_local_batch(setting):
                 state, metrics = step(state, batch)
-            expected = control.measure(
+            expected = control.evaluate(
                 params, model_state, batch, self._start.rng, number, setting.accumulation
             )
             _check_finite(expected, number)
-            gradients = _float64(flatten(optax.tree.get(state.opt_state, GRADIENTS)))
-            metrics = _float64(metrics)
-            evidence.add(expected, metrics, gradients)
-            for name, each in self._compare(expected, metrics, gradients, state).items():
+            gradients = _to_float64(flatten(optax.tree.get(state.opt_state, GRADIENTS)))
+            metrics = _to_float64(metrics)
+            evidence.add_step(expected, metrics, gradients)
+            for name, each in self._compare_step(expected, metrics, gradients, state).items():
                 differences[name] = max(differences.get(name, each), each, key=lambda x: x.size)
             params, opt_state = control.update(params, opt_state, gradients, expected.loss)
             model_state = expected.model_state
-        final, initial = _float64(params), _float64(flatten(self._start.params))
-        measured, limit = _float64(flatten(state.params)), self.tolerance.parameter
-        differences["parameters"] = _largest(
-            measured, final, limit, lambda path, x: _peak(x - initial[path]) + FLOOR * _peak(x)
+        final, initial = _to_float64(params), _to_float64(flatten(self._start.params))
+        measured, limit = _to_float64(flatten(state.params)), self.tolerance.parameter
+        differences["parameters"] = _largest_difference(
+            measured,
+            final,
+            limit,
+            lambda path, x: _max_abs(x - initial[path]) + FLOOR * _max_abs(x),
         )
         return differences
 
@@ -200,36 +210,39 @@ class Comparison:
             state = sharded.init(self.seed)
             one_device = SingleDeviceSharding(self.devices[0])
             saved = sharded.to_checkpoint(state)
-            self._start = jax.tree.map(lambda leaf: _copied(leaf, one_device), saved)
+            self._start = jax.tree.map(lambda leaf: _copy_to(leaf, one_device), saved)
             return state
         target = sharded.checkpoint_target()
-        copied = jax.tree.map(lambda leaf, to: _copied(leaf, to.sharding), self._start, target)
+        copied = jax.tree.map(lambda leaf, to: _copy_to(leaf, to.sharding), self._start, target)
         return sharded.from_checkpoint(copied)
 
-    def _unsharded(self, step: CompiledStep) -> Unsharded:
-        """Returns the run on one device: made from the first step, the same for all settings."""
+    def _control_for(self, step: CompiledStep) -> UnshardedRun:
+        """Returns the run on one device, made for the first setting and kept for the others."""
         if self._control is None:
             leaves = step.plan.layout.by_path
             trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
             compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
             model = step.plan.model
             streams = model.demands.streams if isinstance(model, LinenModel) else ()
-            self._control = Unsharded(
+            self._control = UnshardedRun(
                 self.model, self.loss_fn, self.tx, trained, compute, streams, model.axis_names
             )
         return self._control
 
-    def _compare(
+    def _compare_step(
         self,
-        expected: Measured,
+        expected: UnshardedStep,
         metrics: Mapping[str, np.ndarray],
         gradients: Mapping[str, np.ndarray],
         state: TrainState,
     ) -> _Differences:
-        """Returns the differences of one step."""
+        """Returns the differences of one step, by what is compared.
+
+        `metrics`, `gradients` and `state` are those of the sharded step.
+        """
         assert self.tolerance is not None
         tolerance = self.tolerance
-        floor = FLOOR * max(map(_peak, expected.gradients.values()), default=0.0)
+        floor = FLOOR * max(map(_max_abs, expected.gradients.values()), default=0.0)
         numbers = {
             # Below 0.1 a loss is a difference of larger numbers, or nearly learned.
             "loss": (metrics["loss"], expected.loss, tolerance.loss, 0.1),
@@ -237,21 +250,23 @@ class Comparison:
             "gradient norm": (metrics["grad_norm"], expected.grad_norm, tolerance.grad_norm, 0.0),
         }
         differences = {
-            name: _largest({"": x}, {"": np.array(wanted)}, limit, _at_least(least))
+            name: _largest_difference(
+                {"": x}, {"": np.array(wanted)}, limit, _scale_at_least(least)
+            )
             for name, (x, wanted, limit, least) in numbers.items()
         }
-        differences["gradients"] = _largest(
-            gradients, expected.gradients, tolerance.gradient, lambda _, x: _peak(x) + floor
+        differences["gradients"] = _largest_difference(
+            gradients, expected.gradients, tolerance.gradient, lambda _, x: _max_abs(x) + floor
         )
-        model_state = _float64(
+        model_state = _to_float64(
             {p: x for p, x in expected.model_state.items() if jnp.issubdtype(x.dtype, jnp.number)}
         )
         measured = flatten(state.model_state)
-        differences["model state"] = _largest(
-            _float64({path: measured[path] for path in model_state}),
+        differences["model state"] = _largest_difference(
+            _to_float64({path: measured[path] for path in model_state}),
             model_state,
             tolerance.gradient,
-            lambda _, x: _peak(x) + 1e-6,
+            lambda _, x: _max_abs(x) + 1e-6,
         )
         if expected.metrics:
             # Both are NaN where the count is zero.
@@ -262,20 +277,25 @@ class Comparison:
                 {name: np.where(nan[name], 0.0, each[name]) for name in nan}
                 for each in (metrics, expected.metrics)
             )
-            differences["metrics"] = _largest(own, wanted, tolerance.loss, _at_least(0.1))
+            differences["metrics"] = _largest_difference(
+                own, wanted, tolerance.loss, _scale_at_least(0.1)
+            )
         return differences
 
     @cached_property
     def _randomness(self) -> tuple[bool, bool]:
-        """Whether the loss depends on its random streams, and whether it draws at all."""
+        """Whether the loss depends on its random streams, and whether it draws any numbers."""
         assert self._start is not None
         assert self._control is not None
         params, model_state = flatten(self._start.params), flatten(self._start.model_state)
         return self._control.randomness(params, model_state, self.batch, self._start.rng)
 
 
-def _check_finite(expected: Measured, number: int) -> None:
-    """Raises ValueError where the control is not finite; the step squares gradients in float32."""
+def _check_finite(expected: UnshardedStep, number: int) -> None:
+    """Raises ValueError where the control is not finite; `number`: the step's, from 0.
+
+    The sharded step squares gradients in float32.
+    """
     largest = np.finfo(np.float32).max
     if not math.isfinite(expected.loss) or not expected.grad_norm**2 < largest:
         got = f"loss {expected.loss}, gradient norm {expected.grad_norm} in step {number + 1}"
@@ -283,17 +303,20 @@ def _check_finite(expected: Measured, number: int) -> None:
         raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))
 
 
-def _largest(
+def _largest_difference(
     measured: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
     limit: float,
     scale: Callable[[str, np.ndarray], float],
 ) -> _Difference:
-    """Returns the largest difference, each relative to the scale of an expected array."""
+    """Returns the largest difference among arrays by path, and how many exceed the limit.
+
+    Each is relative to what `scale` returns for the path and the expected array.
+    """
     assert measured.keys() == expected.keys(), (sorted(measured), sorted(expected))
     sizes = {}
     for path, value in expected.items():
-        size = _peak(measured[path] - value) / max(scale(path, value), 1e-30)
+        size = _max_abs(measured[path] - value) / max(scale(path, value), 1e-30)
         sizes[path] = math.inf if math.isnan(size) else size
     largest = max(sizes, key=sizes.__getitem__, default="")
     size = sizes.get(largest, 0.0)
@@ -301,22 +324,23 @@ def _largest(
     return _Difference(size, largest if size else "", failed, limit)
 
 
-def _at_least(least: float) -> Callable[[str, np.ndarray], float]:
-    return lambda _, value: max(_peak(np.nan_to_num(value)), least)
+def _scale_at_least(least: float) -> Callable[[str, np.ndarray], float]:
+    """Returns a scale for `_largest_difference`: an array's largest magnitude, or `least`."""
+    return lambda _, value: max(_max_abs(np.nan_to_num(value)), least)
 
 
-def _peak(value: np.ndarray) -> float:
+def _max_abs(value: np.ndarray) -> float:
     return float(np.abs(value).max(initial=0.0))
 
 
-def _float64(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _to_float64(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {path: as_float64(value) for path, value in arrays.items()}
 
 
-def _copied(array: jax.Array, sharding: Sharding) -> jax.Array:
+def _copy_to(array: jax.Array, sharding: Sharding) -> jax.Array:
     """Copies an array through the host: steps donate theirs, so that no buffer may be shared."""
     if is_prng_key(array):
-        data = _copied(jax.random.key_data(array), SingleDeviceSharding(jax.devices()[0]))
+        data = _copy_to(jax.random.key_data(array), SingleDeviceSharding(jax.devices()[0]))
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
         return jax.device_put(keys, sharding)
     return jax.device_put(np.array(array), sharding)
@@ -380,9 +404,9 @@ def certify(
 
     """
     devices = list(jax.devices() if mesh is None else mesh.devices.flat)
-    rows = _check(batch, len(devices), accumulation)
+    rows = _check_rows(batch, len(devices), accumulation)
     names = [get_strategy(name).name for name in strategies]
-    precision = _comparable(precision or AS_MADE)
+    precision = _comparable_precision(precision or AS_MADE)
     settings |= {"units": units, "inputs": inputs, "min_size": min_size, "precision": precision}
     comparison = Comparison(
         model=model,
@@ -398,8 +422,8 @@ def certify(
     )
     compared: list[Row] = []
     with jax.default_matmul_precision("highest"):  # GPUs and TPUs would round float32 to fewer bits
-        for setting in _settings(names, accumulation, rows, len(devices), local_batch):
-            compared.append(comparison.row(setting, compared))
+        for setting in _settings_to_compare(names, accumulation, rows, len(devices), local_batch):
+            compared.append(comparison.compare_setting(setting, compared))
     assert comparison.tolerance is not None, "the first setting decides it"
     certificate = Certificate(tuple(compared), len(devices), steps, comparison.tolerance)
     if not certificate.holds:
@@ -407,15 +431,21 @@ def certify(
     return certificate
 
 
-def _comparable(precision: Precision) -> Precision:
-    """Returns the precision without what one device in plain JAX does not do."""
+def _comparable_precision(precision: Precision) -> Precision:
+    """Returns the precision with what plain JAX can compute too.
+
+    A loss scale becomes one that stays, and parameters are rounded to nearest.
+    """
     if precision.scaling is not None:
         precision = replace(precision, loss_scale=SCALE)
     return replace(precision, stochastic_rounding=False)
 
 
-def _check(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:
-    """Returns the rows of the batch; raises ValueError if they cannot be split evenly."""
+def _check_rows(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:
+    """Returns the number of rows of the batch; raises ValueError if it cannot be split evenly.
+
+    Or if there is one device alone, on which nothing is sharded.
+    """
     if devices < 2:
         what = "nothing is sharded on one device"
         fix = "fsdp_jax.launch.use_virtual_devices(8), before jax starts"
@@ -433,14 +463,17 @@ def _check(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:
     return first
 
 
-def _settings(
+def _settings_to_compare(
     strategies: Sequence[str],
     accumulation: Sequence[int],
     rows: int,
     devices: int,
     local_batch: bool,
 ) -> Iterator[Setting]:
-    """Yields the settings; simpler ones first, as causes are inferred from earlier rows."""
+    """Yields the settings that are run; simpler ones first, as causes are inferred from these.
+
+    `rows`: of the global batch; `local_batch`: also those with local batches.
+    """
     for strategy in strategies:
         for number in accumulation:
             yield Setting(strategy, number, rows)

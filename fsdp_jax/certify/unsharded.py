@@ -28,8 +28,8 @@ Apply = Callable[[Arrays, Arrays, PyTree, jax.Array], tuple[Any, Arrays]]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A batch's loss on one device; all but the model state in float64."""
+class UnshardedStep:
+    """What one device computes for a batch; all but the model state in float64."""
 
     total: float  # the summed loss
     count: float  # what it is divided by
@@ -50,7 +50,7 @@ class Measured:
 
 
 @dataclass(eq=False)
-class Unsharded:
+class UnshardedRun:
     """The model, its loss and its optimizer on one device."""
 
     model: Any  # as `fully_shard` takes it
@@ -69,9 +69,9 @@ class Unsharded:
             return checked(model, batch, *keys)
 
         if isinstance(self.model, nn.Module):
-            self._apply = _apply_linen(self.model, loss, self.streams)
+            self._apply = _make_apply_linen(self.model, loss, self.streams)
         else:
-            self._apply = _apply_nnx(self.model, loss)
+            self._apply = _make_apply_nnx(self.model, loss)
         self._differentiate = jax.jit(self._gradients)
         self.update = jax.jit(self._update)
 
@@ -92,12 +92,13 @@ class Unsharded:
         return gradients, total, *aux
 
     def _rounded(self, path: str, value: jax.Array) -> jax.Array:
+        """Returns a parameter; one of floats is rounded to its compute dtype, then widened."""
         dtype = self.compute[path]
         if not jnp.issubdtype(value.dtype, jnp.floating) or dtype == value.dtype:
             return value
         return value.astype(dtype).astype(jnp.float32)
 
-    def measure(
+    def evaluate(
         self,
         params: Arrays,
         model_state: Arrays,
@@ -105,8 +106,11 @@ class Unsharded:
         rng: jax.Array,
         step: int,
         accumulation: int,
-    ) -> Measured:
-        """Sums over the microbatches of a batch [rows, ...]; divides by the sum of their counts."""
+    ) -> UnshardedStep:
+        """Returns the loss, gradients and metrics of a batch [rows, ...]: means over microbatches.
+
+        Sums over the microbatches are divided by the sum of their counts.
+        """
         each = []
         for index in range(accumulation):
             microbatch = jax.tree.map(
@@ -121,11 +125,11 @@ class Unsharded:
         with np.errstate(invalid="ignore", divide="ignore"):  # a count may be zero
             reported = {name: pair[0] / (*pair, 1.0)[1] for name, pair in metrics.items()}
         means = {path: gradient / count for path, gradient in gradients.items()}
-        return Measured(float(total), float(count), means, model_state, reported)
+        return UnshardedStep(float(total), float(count), means, model_state, reported)
 
-    def start(self, params: Arrays) -> PyTree:
+    def init_optimizer(self, params: Arrays) -> PyTree:
         """Returns the optimizer's initial state."""
-        return self.tx.init(self._tree(params))
+        return self.tx.init(self._trained_tree(params))
 
     def _update(
         self, params: Arrays, opt_state: PyTree, gradients: Arrays, loss: jax.Array
@@ -134,33 +138,34 @@ class Unsharded:
         cast = unflatten(
             {path: gradient.astype(params[path].dtype) for path, gradient in gradients.items()}
         )
-        trained = self._tree(params)
+        trained = self._trained_tree(params)
         tx = optax.with_extra_args_support(self.tx)
         updates, opt_state = tx.update(cast, opt_state, trained, value=loss, grad=cast)
         return {**params, **flatten(optax.apply_updates(trained, updates))}, opt_state
 
-    def _tree(self, params: Arrays) -> PyTree:
+    def _trained_tree(self, params: Arrays) -> PyTree:
+        """Returns the parameters that are differentiated, as a nested tree."""
         return unflatten({path: value for path, value in params.items() if path in self.trained})
 
     def randomness(
         self, params: Arrays, model_state: Arrays, batch: PyTree, rng: jax.Array
     ) -> tuple[bool, bool]:
-        """Returns whether the loss depends on the model's random streams, as with dropout.
+        """Returns (whether the loss depends on random streams, whether it draws any numbers).
 
-        And whether random numbers are drawn anywhere, also from a constant key.
+        With dropout both are true; with random numbers from a constant key, the second alone.
         """
         other = {
             path: _another_key(value) if is_prng_key(value) else value
             for path, value in model_state.items()
         }
-        one = self.measure(params, model_state, batch, rng, 0, 1)
-        two = self.measure(params, other, batch, _another_key(rng), 0, 1)
+        one = self.evaluate(params, model_state, batch, rng, 0, 1)
+        two = self.evaluate(params, other, batch, _another_key(rng), 0, 1)
         program = jax.make_jaxpr(self._gradients)(params, model_state, batch, rng)
         return one.total != two.total, "random_bits" in str(program)
 
 
 def as_float64(value: Any) -> np.ndarray:
-    """Returns a copy on the host; steps donate their arrays."""
+    """Returns a copy on the host in float64; it is a copy because steps donate their arrays."""
     return np.array(value).astype(np.float64)
 
 
@@ -168,8 +173,10 @@ def _another_key(keys: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jax.random.key_data(keys) ^ 1, impl=jax.random.key_impl(keys))
 
 
-def _apply_nnx(make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[..., Any]) -> Apply:
-    """Returns what calls the loss on a copy of the model that holds the arrays, by path."""
+def _make_apply_nnx(
+    make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[..., Any]
+) -> Apply:
+    """Returns a function that calls the loss on a copy of the model with arrays given by path."""
     with nnx.use_eager_sharding(False):
         # Not under eval_shape: Flax takes an array attribute for state only where it is no tracer.
         model = make_model(nnx.Rngs(0))
@@ -200,8 +207,10 @@ def _apply_nnx(make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[.
     return apply
 
 
-def _apply_linen(module: nn.Module, loss_fn: Callable[..., Any], streams: Collection[str]) -> Apply:
-    """Returns what calls the loss on the module; each of `streams` gets a key of its own."""
+def _make_apply_linen(
+    module: nn.Module, loss_fn: Callable[..., Any], streams: Collection[str]
+) -> Apply:
+    """Returns a function that calls the loss on the module; each of `streams` gets its own key."""
 
     def apply(
         params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array

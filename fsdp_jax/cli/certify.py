@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fsdp_jax.certify import Certificate, certify
+from fsdp_jax.certify.certificate import Certificate
+from fsdp_jax.certify.comparison import certify
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.strategy import STRATEGIES

@@ -181,7 +181,7 @@ class CertifyCommand:
     def run(self) -> int:
         """Returns 0, or 3 if a number differs."""
         config = self.config.load()
-        from fsdp_jax.certify import CertifyError
+        from fsdp_jax.certify.certificate import CertifyError
         from fsdp_jax.cli.certify import certify_small
 
         try:

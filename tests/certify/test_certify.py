@@ -15,7 +15,8 @@ from reference import CASES
 from reference import make_model as make_case
 
 import fsdp_jax as fsdp
-from fsdp_jax.certify import Certificate, CertifyError, Tolerance, certify
+from fsdp_jax.certify.certificate import Certificate, CertifyError, Tolerance
+from fsdp_jax.certify.comparison import certify
 from fsdp_jax.step import train_step as steps
 
 SUM = SUMS["cross-entropy"]

@@ -8,7 +8,7 @@ import jax
 import pytest
 from flax import nnx
 
-from fsdp_jax.certify import Certificate, CertifyError, Failure, Row, Setting, Tolerance
+from fsdp_jax.certify.certificate import Certificate, CertifyError, Failure, Row, Setting, Tolerance
 from fsdp_jax.cli import certify as command
 from fsdp_jax.cli.main import main
 from fsdp_jax.models import FAMILIES
