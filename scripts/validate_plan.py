@@ -190,7 +190,7 @@ def _step_and_forward(row: Row, remat: str, chip: Any) -> tuple[float, float]:
 
     module, collectives, mesh = _program(row, remat)
     simulator = ScheduleSimulator(module, collectives, mesh, chip)
-    step = simulator.step()
+    step = simulator.simulate_step()
     loops = [trips * body.seconds for trips, body in simulator.loops.values() if trips > 8]
     return step.seconds, min(loops, default=0.0)
 

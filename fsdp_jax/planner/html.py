@@ -72,17 +72,20 @@ class Drawing:
 
 def render_page(title: str, plans: Sequence[Any], names: Sequence[str] = ()) -> str:
     """Returns a page of one plan, or a comparison of several plans with these names."""
-    return _template().render(title=title, plans=plans, names=names, fragment=False)
+    return _page_template().render(title=title, plans=plans, names=names, fragment=False)
 
 
 def render_fragment(plan: Any) -> str:
     """Returns a plan as an element to be put into a page, for notebooks."""
-    return _template().render(plans=[plan], fragment=True)
+    return _page_template().render(plans=[plan], fragment=True)
 
 
 @cache
-def _template() -> jinja2.Template:
-    """Returns the page's template with its functions; an undefined name in it is an error."""
+def _page_template() -> jinja2.Template:
+    """Returns the template of a page with the functions that it calls.
+
+    An undefined name in it is an error.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fsdp_jax.planner", "."),
         autoescape=True,
@@ -126,15 +129,18 @@ def collective_rows(plan: Any) -> list[tuple[str, ...]]:
 
 
 def memory_scale(plan: Any) -> int:
-    """Returns the bytes that the memory drawing spans: the capacity, or more if exceeded."""
+    """Returns the bytes that the memory drawing spans: the capacity, or the peak if larger."""
     return max(plan.capacity_bytes, sum(max(size, 0) for size in plan.breakdown.values()))
 
 
 def memory_drawing(plan: Any, scale: int) -> Drawing:
-    """Draws memory at the peak by kind, with the capacity, the limit and steady-state memory."""
+    """Draws memory at the peak by kind, with the capacity, the limit and steady-state memory.
+
+    `scale`: the bytes that the whole width stands for.
+    """
     gib = 2**30
     texts = {kind: f"{size}, {share}" for kind, size, share in plan.memory_rows()}
-    parts = _stacked(
+    parts = _boxes_end_to_end(
         [(kind, texts[kind], kind, plan.breakdown[kind]) for kind in STACK], scale, top=36
     )
     capacity = plan.capacity_bytes
@@ -170,7 +176,7 @@ def time_drawing(plan: Any) -> Drawing:
         (name, f"{seconds}, {share}", css, size)
         for (name, seconds, share), (css, size) in zip(plan.time_rows()[:-1], kinds, strict=True)
     ]
-    parts = _stacked(segments, time.step_s, top=2)
+    parts = _boxes_end_to_end(segments, time.step_s, top=2)
     return Drawing("time of a step", 44, parts, parts=parts)
 
 
@@ -184,20 +190,20 @@ def timeline_drawing(events: Sequence[Event]) -> Drawing | None:
         lane: [event for event in events if event.lane == lane]
         for lane in sorted({event.lane for event in events})
     }
-    exposed = _exposed(lanes.get(COMPUTE, []), lanes.get(LINK, []), span)
+    exposed = _exposed_events(lanes.get(COMPUTE, []), lanes.get(LINK, []), span)
     bottom = 44 * len(lanes)
     boxes: list[Box] = []
     captions = []
     for top, (lane, busy) in zip(range(0, bottom, 44), lanes.items(), strict=True):
-        caption = f"{lane}: busy {seconds_text(_total(busy))} of {seconds_text(span)}"
+        caption = f"{lane}: busy {seconds_text(_total_seconds(busy))} of {seconds_text(span)}"
         if lane == LINK:
-            waits = seconds_text(_total(exposed))
+            waits = seconds_text(_total_seconds(exposed))
             caption += f"; short bars: overlapped; tall bars: exposed, {waits}"
-            boxes += _lane(busy, span, top + 30, 10, LINK)
-            boxes += _lane(exposed, span, top + 20, 20, "exposed")
+            boxes += _lane_boxes(busy, span, top + 30, 10, LINK)
+            boxes += _lane_boxes(exposed, span, top + 20, 20, "exposed")
         else:
             css = "host" if lane in (FROM_HOST, TO_HOST) else COMPUTE
-            boxes += _lane(busy, span, top + 20, 20, css)
+            boxes += _lane_boxes(busy, span, top + 20, 20, css)
         captions.append((caption, top + 14))
     ticks = [
         Mark(seconds_text(at), at / span, bottom + 18, 0, bottom + 6, "tick")
@@ -206,8 +212,11 @@ def timeline_drawing(events: Sequence[Event]) -> Drawing | None:
     return Drawing("timeline", bottom + 24, boxes, ticks, captions=captions)
 
 
-def _exposed(computed: Sequence[Event], sent: Sequence[Event], span: float) -> list[Event]:
-    """Returns the part of each collective with no compute beside it; both lanes are in order."""
+def _exposed_events(computed: Sequence[Event], sent: Sequence[Event], span: float) -> list[Event]:
+    """Returns an event for each part of a collective that no compute runs beside.
+
+    `computed`, `sent`: the events of both lanes, in order; `span`: seconds of all of the timeline.
+    """
     # the times in which nothing computes
     ends = accumulate((event.end for event in computed), max, initial=0.0)
     starts = (*(event.start for event in computed), span)
@@ -222,24 +231,29 @@ def _exposed(computed: Sequence[Event], sent: Sequence[Event], span: float) -> l
     return exposed
 
 
-def _total(events: Sequence[Event]) -> float:
+def _total_seconds(events: Sequence[Event]) -> float:
     return sum(event.end - event.start for event in events)
 
 
-def _lane(events: Sequence[Event], span: float, top: int, height: int, css: str) -> Iterator[Box]:
-    """Yields a lane's boxes; near events share one. `span`: seconds; `top`, `height`: pixels."""
-    for group in _merged(events, span / LANE_MARKS):
+def _lane_boxes(
+    events: Sequence[Event], span: float, top: int, height: int, css: str
+) -> Iterator[Box]:
+    """Yields the boxes of a lane's events, of which near ones share one.
+
+    `span`: seconds of all of the timeline; `top`, `height`: pixels; `css`: class of the boxes.
+    """
+    for group in _merged_neighbours(events, span / LANE_MARKS):
         start = group[0].start
         width = (max(event.end for event in group) - start) / span
         name = ", ".join(dict.fromkeys(event.label for event in group))
         many = f" in {len(group)} events" if len(group) > 1 else ""
-        text = f"{seconds_text(_total(group))}{many}, from {seconds_text(start)}"
-        label = _fitting([name], width) if height > 12 else ""
+        text = f"{seconds_text(_total_seconds(group))}{many}, from {seconds_text(start)}"
+        label = _first_fitting([name], width) if height > 12 else ""
         yield Box(shortened(name, TEXT_LIMIT), text, css, start / span, width, top, height, label)
 
 
-def _merged(events: Sequence[Event], within: float) -> Iterator[list[Event]]:
-    """Yields groups of neighbours that lie within so many seconds."""
+def _merged_neighbours(events: Sequence[Event], within: float) -> Iterator[list[Event]]:
+    """Yields groups of consecutive events, each within so many seconds of its first event."""
     group: list[Event] = []
     for event in events:
         if group and event.end - group[0].start > within:
@@ -250,27 +264,33 @@ def _merged(events: Sequence[Event], within: float) -> Iterator[list[Event]]:
         yield group
 
 
-def _stacked(segments: Sequence[tuple[str, str, str, float]], total: float, top: int) -> list[Box]:
-    """Places (name, text, css, size) end to end, labelled by name or by number in the legend."""
+def _boxes_end_to_end(
+    segments: Sequence[tuple[str, str, str, float]], total: float, top: int
+) -> list[Box]:
+    """Returns boxes side by side, labelled by name or by number in the legend.
+
+    `segments`: (name, text, css, size) of each; `total`: the size of the whole width; `top`:
+    pixels.
+    """
     boxes = []
     left = 0.0
     for number, (name, text, css, size) in enumerate(segments, 1):
         # `other` is negative where the analytic estimate exceeds the peak that XLA reports
         width = max(size, 0) / total
-        label = _fitting([f"{name} {text}", name, str(number)], width)
+        label = _first_fitting([f"{name} {text}", name, str(number)], width)
         boxes.append(Box(name, text, css, left, width, top, 40, label))
         left += width
     return boxes
 
 
-def _fitting(labels: Sequence[str], width: float) -> str:
+def _first_fitting(labels: Sequence[str], width: float) -> str:
     """Returns the first label that fits into a fraction of the drawing's width; "" if none does."""
     letters = (width * WIDTH_PX - 8) / LETTER_PX
     return next((label for label in labels if len(label) <= letters), "")
 
 
 def _round_numbers(span: float) -> list[float]:
-    """Returns at most eleven round numbers from zero to `span`."""
+    """Returns at most eleven round numbers from zero to `span`, for ticks."""
     power = 10.0 ** floor(log10(span / 10))
     step = next(times * power for times in (1, 2, 5, 10) if times * power >= 0.999 * span / 10)
     return [index * step for index in range(int(span / step) + 1)]

@@ -11,14 +11,14 @@ from fsdp_jax.contract.expected import expected_traffic
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner.analytic.communication import TrafficEstimate, estimate_traffic
-from fsdp_jax.planner.analytic.memory import Estimate, estimate
+from fsdp_jax.planner.analytic.memory import StepEstimate, estimate_step
 from fsdp_jax.planner.compiled.peak_memory import KINDS, peak_memory
-from fsdp_jax.planner.compiled.program import CompiledProgram, check_dtypes, compile_step
+from fsdp_jax.planner.compiled.program import CompiledProgram, check_bfloat16, compile_step
 from fsdp_jax.planner.compiled.timeline import ScheduleSimulator, SimulatedTime
 from fsdp_jax.planner.machines.network import Network
 from fsdp_jax.planner.machines.roofline import Roofline
 from fsdp_jax.planner.machines.topology import Topology, check_not_virtual
-from fsdp_jax.planner.memory_cliff import MemoryCliff, compiler_limit, memory_cliff
+from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_memory_limit
 from fsdp_jax.planner.plan import Basis, Plan, Time
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.compiled_step import CompiledStep
@@ -88,7 +88,7 @@ def compiled_plan(
     contract = check_program(plan, program.text)
     sent = contract.collectives
     simulator = ScheduleSimulator(module, sent, plan.layout.mesh, topology.hardware)
-    simulated = simulator.step()
+    simulated = simulator.simulate_step()
     time = Time(
         simulated.compute,
         simulated.memory,
@@ -99,7 +99,7 @@ def compiled_plan(
         simulated.host_exposed,
     )
     flops = sum(matmul.flops * count for matmul, count in simulated.matmuls.items())
-    limit = compiler_limit(topology.hardware, module)
+    limit = scheduler_memory_limit(topology.hardware, module)
     cliff = memory_cliff(module, sent, memory.peak_bytes, limit)
     notes = _notes(plan, topology, memory.peak_bytes, memory.host_bytes)
     notes += _program_notes(plan, contract, simulated, cliff)
@@ -121,7 +121,7 @@ def compiled_plan(
         basis=_basis(compiled=FIGURES),
         cliff=cliff,
         notes=notes,
-        events=simulator.layer().events,
+        events=simulator.simulate_layer().events,
     )
 
 
@@ -133,8 +133,8 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     check_not_virtual(topology.hardware, topology.name)
     jaxpr = step.trace(batch)
     plan = step.plan
-    check_dtypes(plan, topology)
-    estimated = estimate(plan, jaxpr)
+    check_bfloat16(plan, topology)
+    estimated = estimate_step(plan, jaxpr)
     roofline = Roofline(topology.hardware)
     traffic = estimate_traffic(plan, Network(plan.layout.mesh, topology.hardware))
     time = _analytic_time(estimated, traffic, roofline)
@@ -201,7 +201,7 @@ def _refused_plan(
 
 
 def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str, Any]:
-    """Returns the fields of a plan that the layout and the machine determine."""
+    """Returns field -> value of a plan for what the layout and the machine determine."""
     layout, chip = plan.layout, topology.hardware
     return {
         "topology": topology.name,
@@ -219,8 +219,11 @@ def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str,
     }
 
 
-def _analytic_time(estimated: Estimate, traffic: TrafficEstimate, roofline: Roofline) -> Time:
-    """Adds matmuls, other memory traffic, and communication and transfers that they cannot hide."""
+def _analytic_time(estimated: StepEstimate, traffic: TrafficEstimate, roofline: Roofline) -> Time:
+    """Returns the time of a step as the sum of what cannot overlap.
+
+    That is matmuls, other memory traffic, and communication and transfers that these cannot hide.
+    """
     compute = sum(roofline.seconds(matmul) for matmul in estimated.matmuls)
     matmul_bytes = sum(matmul.bytes for matmul in estimated.matmuls)
     memory = max(0, estimated.traffic_bytes - matmul_bytes) / roofline.memory_rate
@@ -234,7 +237,7 @@ def _analytic_time(estimated: Estimate, traffic: TrafficEstimate, roofline: Roof
 
 
 def _speeds(time: Time, flops: int, topology: Topology, work: Work) -> dict[str, Any]:
-    """Returns the fields of a plan that are rates; `flops` are those of the program."""
+    """Returns field -> value of a plan for speed; `flops` are those of the program on a device."""
     chip, devices = topology.hardware, topology.size
     peak = chip.peak_flops.get("bfloat16") or chip.peak_flops["float16"]
     return {
@@ -245,6 +248,7 @@ def _speeds(time: Time, flops: int, topology: Topology, work: Work) -> dict[str,
 
 
 def _basis(compiled: Sequence[str] = (), analytic: Sequence[str] = ()) -> dict[str, Basis]:
+    """Returns the basis of each figure of a plan, from the names of those of each basis."""
     # steady-state memory and the limit are always arithmetic on the layout
     always = ("valley_bytes", "wire_bytes_limit")
     basis: dict[str, Basis] = dict.fromkeys(compiled, "compiled")
@@ -252,7 +256,10 @@ def _basis(compiled: Sequence[str] = (), analytic: Sequence[str] = ()) -> dict[s
 
 
 def _notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) -> list[str]:
-    """Returns what a reader must know beside the figures of any plan."""
+    """Returns the notes of any plan: what a reader must know beside the figures.
+
+    `peak`, `host_bytes`: of one device.
+    """
     notes = []
     axes, chip = plan.layout.axes, topology.hardware
     assert chip.memory_bytes is not None
@@ -278,7 +285,7 @@ def _notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) -> li
 def _program_notes(
     plan: StepPlan, contract: Contract, simulated: SimulatedTime, cliff: MemoryCliff | None
 ) -> list[str]:
-    """Returns what only the compiled program tells."""
+    """Returns the notes of a compiled plan: what only the program tells."""
     notes = []
     share = simulated.exposed / simulated.seconds if simulated.seconds else 0
     if plan.per_unit and share > EXPOSED_NOTE:

@@ -58,11 +58,11 @@ def memory_cliff(
 ) -> MemoryCliff | None:
     """Returns what XLA gave up for want of memory; None if the program shows nothing.
 
-    `peak_bytes`: device memory that it needs; `limit_bytes`: from `compiler_limit`.
+    `peak_bytes`: device memory that it needs; `limit_bytes`: from `scheduler_memory_limit`.
     """
-    again = _rematerialized(module)
+    again = _rematerialized_instructions(module)
     excess = max(0, peak_bytes - limit_bytes)
-    exposed = _exposed_share(module, collectives) if excess else 0.0
+    exposed = _exposed_fraction_in_loops(module, collectives) if excess else 0.0
     if not again and not exposed:
         return None
     # what is computed again several times is kept once where there is room
@@ -71,7 +71,7 @@ def memory_cliff(
     return MemoryCliff(len(again), dropped, exposed, limit_bytes, excess + dropped)
 
 
-def compiler_limit(chip: Hardware, module: Module, allocator: int | None = None) -> int:
+def scheduler_memory_limit(chip: Hardware, module: Module, allocator: int | None = None) -> int:
     """Returns the device memory that XLA's scheduler plans with, for a program.
 
     `allocator`: bytes that the running process may take of a GPU; None without that GPU.
@@ -85,7 +85,7 @@ def compiler_limit(chip: Hardware, module: Module, allocator: int | None = None)
     return int(inputs + GPU_SLOP * max(0.0, base - inputs))
 
 
-def _rematerialized(module: Module) -> list[Instruction]:
+def _rematerialized_instructions(module: Module) -> list[Instruction]:
     """Returns the instructions that XLA's rematerialization added, of scheduled computations."""
     computations = module.computations.values()
     instructions = [one for each in computations for one in each.instructions]
@@ -97,8 +97,8 @@ def _rematerialized(module: Module) -> list[Instruction]:
     return [one for one in working if _REMATERIALIZED.search(one.name)]
 
 
-def _exposed_share(module: Module, collectives: Iterable[Collective]) -> float:
-    """Returns the fraction of the bytes sent in loops with kernels that no kernel overlaps."""
+def _exposed_fraction_in_loops(module: Module, collectives: Iterable[Collective]) -> float:
+    """Returns the fraction of the bytes sent in loops that run kernels which no kernel overlaps."""
     overlap = Overlap(module)
     beside = [one for one in collectives if one.loop and overlap.kernels_in(one.within)]
     sent = sum(one.bytes for one in beside)

@@ -342,13 +342,13 @@ def compare_html(plans: Sequence[Plan]) -> str:
 
 def plans_table(names: Sequence[str], plans: Sequence[Plan]) -> str:
     """Returns plans side by side as text, a row for each figure."""
-    figures = [_figures(plan).items() for plan in plans]
+    figures = [_figure_texts(plan).items() for plan in plans]
     rows = [(row[0][0], *(text for _, text in row)) for row in zip(*figures, strict=True)]
     return text_table(("", *names), rows, right=names)
 
 
-def _figures(plan: Plan) -> dict[str, str]:
-    """Returns the figures of a plan by name, "-" where it has none."""
+def _figure_texts(plan: Plan) -> dict[str, str]:
+    """Returns name -> text of the figures of a plan in `plans_table`, "-" where it has none."""
     times = {"step": "step_s", "  matmuls": "compute_s", "  memory": "memory_s"}
     times |= {"  exposed": "exposed_s", "  host, exposed": "host_exposed_s"}
     tokens, mfu = plan.tokens_per_s_per_device, plan.mfu

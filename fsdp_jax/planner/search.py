@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdp_jax.errors import ConfigError, FitError, human_bytes, message
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
-from fsdp_jax.planner.machines.topology import Topology, check_not_virtual, machines
+from fsdp_jax.planner.machines.topology import Topology, check_not_virtual, topologies_by_size
 from fsdp_jax.planner.make_plan import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.plan import Plan
 from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings
@@ -29,8 +29,8 @@ docs/planning.md for the exceptions.
 Progress = Callable[[str], None]  # receives the progress of a search, a line at a time
 
 
-def _offloaded(offload: Offload) -> list[str]:
-    """Returns the kinds of memory that are kept on the host."""
+def _offloaded_parts(offload: Offload) -> list[str]:
+    """Returns the kinds of memory in a plan's breakdown that are kept on the host."""
     return [part for part in ("params", "optimizer", "activations") if getattr(offload, part)]
 
 
@@ -58,11 +58,11 @@ class Candidate:
 
     def may_fit_with(self, offload: Offload) -> bool:
         """Returns whether it may fit if all that is offloaded is not on the device at the peak."""
-        saved = sum(self.plan.breakdown.get(part, 0) for part in _offloaded(offload))
+        saved = sum(self.plan.breakdown.get(part, 0) for part in _offloaded_parts(offload))
         return self.plan.peak_bytes - saved <= MARGIN * self.plan.usable_bytes
 
     def cells(self) -> dict[str, str]:
-        """Returns the settings and the figures of the plan by their columns in a table."""
+        """Returns column -> text of the settings and of the plan's figures, for a table."""
         settings, plan = self.settings, self.plan
         speed = plan.tokens_per_s_per_device
         return {
@@ -71,7 +71,7 @@ class Candidate:
             "remat": settings.remat,
             "prefetch": settings.prefetch,
             "accumulation": str(settings.accumulation),
-            "offload": "+".join(_offloaded(settings.offload)) or "none",
+            "offload": "+".join(_offloaded_parts(settings.offload)) or "none",
             "peak": human_bytes(plan.peak_bytes),
             "step": f"{1000 * self.seconds:.0f} ms",
             "tokens/s/device": f"{speed:.0f}" if speed else "-",
@@ -79,7 +79,7 @@ class Candidate:
             "basis": plan.basis["peak_bytes"],
         }
 
-    def beats(self, other: "Candidate") -> bool:
+    def dominates(self, other: "Candidate") -> bool:
         """Returns whether no cost is higher than another's, and one is lower."""
         pairs = zip(self.costs, other.costs, strict=True)
         return self.costs != other.costs and all(mine <= theirs for mine, theirs in pairs)
@@ -105,18 +105,18 @@ class SearchResult:
         return self.compiled[0]
 
     def pareto(self) -> list[Candidate]:
-        """Returns fitting candidates that no other beats in time, memory and bytes sent at once."""
+        """Returns fitting candidates that no other dominates in time, memory and bytes sent."""
         compiled = {candidate.settings for candidate in (*self.compiled, *self.unfit)}
         estimated = [each for each in self.estimated if each.settings not in compiled]
         fitting = [*self.compiled, *estimated]
-        return [each for each in fitting if not any(other.beats(each) for other in fitting)]
+        return [each for each in fitting if not any(other.dominates(each) for other in fitting)]
 
     def __str__(self) -> str:
         compiled = [*self.compiled, *self.unfit]
         fit = f"{len(self.estimated)} estimated to fit, {len(compiled)} compiled"
         head = (
             f"{self.tried} settings on {self.topology.name}: {fit};"
-            " below them, estimates that no other beats in everything"
+            " below them, estimates that no other dominates in everything"
         )
         rows = []
         for each in [*compiled, *(each for each in self.pareto() if each not in compiled)]:
@@ -173,7 +173,7 @@ class Search:
         check_not_virtual(chip, chip.name)
         topologies = [
             topology
-            for topology in machines(chip)
+            for topology in topologies_by_size(chip)
             if self.rows % topology.size == 0 and devices in (None, topology.size)
         ]
         if not topologies:
@@ -188,7 +188,7 @@ class Search:
         for topology in topologies:
             strategy = "no_shard" if topology.size == 1 else "full_shard"
             # more microbatches need not use less memory: their gradients are accumulated
-            for accumulation in reversed(_accumulations(topology, self.rows)):
+            for accumulation in reversed(_accumulations_to_try(topology, self.rows)):
                 settings = StepSettings(strategy, 1, "full", "none", accumulation)
                 candidate = self._estimate(settings, topology, errors)
                 fits = candidate is not None and candidate.may_fit
@@ -220,7 +220,7 @@ class Search:
             return None
 
     def _estimate_all(self, topology: Topology) -> list[Candidate]:
-        """Estimates all settings that can be built, except hopeless ones."""
+        """Returns an estimate of all settings that can be built, except hopeless ones."""
         estimated: list[Candidate] = []
         errors: list[str] = []
         all_settings = list(candidate_settings(topology, self.rows))
@@ -238,7 +238,7 @@ class Search:
     def _estimate_offloaded(
         self, estimated: Sequence[Candidate], topology: Topology
     ) -> list[Candidate]:
-        """Estimates with offload what would be faster than all that fits, if only it fitted.
+        """Returns estimates with offload of what would be faster than all that fits, if it fitted.
 
         Offload makes no step faster, so the estimate without it bounds the time from below. The
         fastest are tried, each with as little in host memory as makes it fit.
@@ -295,19 +295,19 @@ def candidate_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
         prefetches: tuple[Prefetch, ...] = ("none",)
         if strategy.gathers_per_unit:
             prefetches = ("none", "pre")
-        accumulations = _accumulations(topology, rows)
+        accumulations = _accumulations_to_try(topology, rows)
         choices = product(sorted(replicas), accumulations, REMATS, prefetches)
         for replica, accumulation, remat, prefetch in choices:
             yield StepSettings(name, replica, remat, prefetch, accumulation)
 
 
-def _accumulations(topology: Topology, rows: int) -> list[int]:
-    """Returns the numbers of microbatches to try, the most first."""
+def _accumulations_to_try(topology: Topology, rows: int) -> list[int]:
+    """Returns the numbers of microbatches that divide a batch of `rows` evenly, the most first."""
     return [k for k in (8, 4, 2, 1) if rows // topology.size % k == 0]
 
 
 def _is_hopeless(settings: StepSettings, known: Candidate) -> bool:
-    """Whether settings use no less memory than a candidate that is known to be far too large."""
+    """Returns whether settings use no less memory than a candidate that is far too large."""
     other = known.settings
     if known.may_fit or (settings.strategy, settings.replica) != (other.strategy, other.replica):
         return False

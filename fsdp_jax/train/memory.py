@@ -10,9 +10,9 @@ from fsdp_jax.errors import FitError, human_bytes, message
 from fsdp_jax.hlo.collectives import read_collectives
 from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner import analytic_plan, fake_devices, hardware_of, parse_topology
+from fsdp_jax.planner.fixes import describe_best_fix
 from fsdp_jax.planner.machines.topology import Topology
-from fsdp_jax.planner.memory_cliff import MemoryCliff, compiler_limit, memory_cliff
-from fsdp_jax.planner.settings import lever
+from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_memory_limit
 from fsdp_jax.train.build import Run, build
 from fsdp_jax.train.planning import memory_fixes
 
@@ -63,7 +63,7 @@ def find_memory_cliff(run: Run) -> MemoryCliff | None:
     text = run.step.compiled.as_text()
     module = parse_program(text)
     allocator = (device.memory_stats() or {}).get("bytes_limit")
-    limit = compiler_limit(chip, module, allocator)
+    limit = scheduler_memory_limit(chip, module, allocator)
     sent = read_collectives(text, run.sharded.layout.mesh.shape).collectives
     stats = run.step.compiled.memory_analysis()
     used = stats.argument_size_in_bytes + stats.temp_size_in_bytes
@@ -75,7 +75,7 @@ def find_memory_cliff(run: Run) -> MemoryCliff | None:
     planned = build(run.config, fake_devices(topology))
     plan = analytic_plan(planned.step, planned.batch, topology, run.work)
     changes = memory_fixes(run.config, plan, topology, run.work)
-    return replace(cliff, lever=lever(changes, cliff.free_bytes))
+    return replace(cliff, lever=describe_best_fix(changes, cliff.free_bytes))
 
 
 def _topology_of(run: Run) -> Topology | None:

@@ -17,9 +17,10 @@ from fsdp_jax.planner import (
     fake_devices,
     parse_topology,
 )
+from fsdp_jax.planner.fixes import describe_best_fix, propose_fixes
 from fsdp_jax.planner.plan import Fix
 from fsdp_jax.planner.search import Progress, Search, SearchResult
-from fsdp_jax.planner.settings import StepSettings, fixes, lever
+from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.build import build, make_offload, start_devices
 from fsdp_jax.train.config import Config
@@ -45,7 +46,9 @@ def plan_of(
     if plan.fits and plan.cliff is None:
         return plan
     changes = memory_fixes(config, plan, topology, run.work)
-    cliff = plan.cliff and replace(plan.cliff, lever=lever(changes, plan.cliff.free_bytes))
+    cliff = plan.cliff and replace(
+        plan.cliff, lever=describe_best_fix(changes, plan.cliff.free_bytes)
+    )
     note = (
         f"`fsdp-jax plan CONFIG --search --topology {topology.name}` finds the fastest settings"
         f" that fit; with `--topology {topology.hardware.name}`, the smallest machine: more devices"
@@ -115,7 +118,7 @@ def memory_fixes(config: Config, plan: Plan, topology: Topology, work: Work) -> 
         config.train.accumulation,
         offload=make_offload(config.offload),
     )
-    return fixes(plan, settings, partial(_make_step, config), topology, work)
+    return propose_fixes(plan, settings, partial(_make_step, config), topology, work)
 
 
 def with_settings(config: Config, settings: StepSettings) -> Config:

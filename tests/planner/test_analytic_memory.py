@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 import fsdp_jax as fsdp
 from fsdp_jax.models.attention import make_attention
 from fsdp_jax.planner import parse_topology
-from fsdp_jax.planner.analytic.memory import Estimate, estimate
+from fsdp_jax.planner.analytic.memory import StepEstimate, estimate_step
 from fsdp_jax.planner.compiled.peak_memory import KINDS
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.roofline import Matmul
@@ -41,13 +41,13 @@ class NoLayout:
         return iter(())
 
 
-def estimate_of(fn, *shapes) -> Estimate:
-    return estimate(
+def estimate_of(fn, *shapes) -> StepEstimate:
+    return estimate_step(
         SimpleNamespace(local_batch=False, layout=NoLayout()), jax.make_jaxpr(fn)(*shapes)
     )
 
 
-def units(estimated: Estimate) -> float:
+def units(estimated: StepEstimate) -> float:
     """Returns the memory at the peak, without the arguments, in square matrices."""
     return estimated.breakdown["activations"] / UNIT
 
@@ -216,7 +216,7 @@ def test_the_estimate_of_a_step_is_that_of_one_device(strategy):
     batch = {"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)}
     step = sharded.train_step(loss_fn, local_batch=True)
     jaxpr = step.trace(batch)
-    estimated = estimate(step.plan, jaxpr)
+    estimated = estimate_step(step.plan, jaxpr)
     assert tuple(estimated.breakdown) == KINDS
     assert sum(estimated.breakdown.values()) == estimated.peak_bytes
     assert estimated.breakdown["params"] == sharded.layout.per_device("params")
@@ -238,7 +238,7 @@ def test_state_in_host_memory_takes_no_device_memory_and_travels_once_each_way()
         step = sharded.train_step(loss_fn, local_batch=True)
         batch = {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
         jaxpr = step.trace(batch)
-        return sharded.layout, estimate(step.plan, jaxpr)
+        return sharded.layout, estimate_step(step.plan, jaxpr)
 
     def make(rngs):
         return nnx.Linear(64, 4096, rngs=rngs)
@@ -278,7 +278,7 @@ def test_a_step_partitioned_by_annotations_is_refused():
     with pytest.raises(
         ValueError, match=r"only a step whose devices see their own part(.*\n)+.*local_batch=True\)"
     ):
-        estimate(step.plan, jaxpr)
+        estimate_step(step.plan, jaxpr)
 
 
 @pytest.mark.parametrize("name", ["cpu:4", "h100:2x8", "v5p:4x4x4", "v5e:4x8*2"])
@@ -313,6 +313,6 @@ def test_the_estimated_peak_is_close_to_the_compiled_one():
     )
     jaxpr = run.step.trace(run.batch)
     memory = run.step.compile(run.batch).memory_analysis()
-    assert estimate(run.step.plan, jaxpr).peak_bytes == pytest.approx(
+    assert estimate_step(run.step.plan, jaxpr).peak_bytes == pytest.approx(
         memory.peak_memory_in_bytes, rel=0.1
     )

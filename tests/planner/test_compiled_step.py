@@ -33,7 +33,7 @@ def test_a_compiled_llama_has_the_computed_matmuls_traffic_and_memory(tmp_path):
     sharded, step, compiled = compiled_llama(LLAMA, mesh, DEVICE_ROWS, tmp_path, remat="none")
     module = parse_program(compiled.as_text())
     collectives = read_collectives(compiled.as_text(), mesh.shape).collectives
-    simulated = ScheduleSimulator(module, collectives, mesh, HARDWARE["h100"]).step()
+    simulated = ScheduleSimulator(module, collectives, mesh, HARDWARE["h100"]).simulate_step()
     check_matmuls(simulated)
     check_traffic(simulated)
     check_memory(step, sharded.layout, compiled, tmp_path)

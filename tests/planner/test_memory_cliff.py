@@ -7,7 +7,7 @@ import pytest
 from fsdp_jax.hlo.collectives import read_collectives
 from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner import HARDWARE, Work, analytic_plan, compiled_plan, parse_topology
-from fsdp_jax.planner.memory_cliff import GPU_BASE, GPU_SLOP, compiler_limit, memory_cliff
+from fsdp_jax.planner.memory_cliff import GPU_BASE, GPU_SLOP, memory_cliff, scheduler_memory_limit
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config_file import load_config
 
@@ -98,9 +98,9 @@ def test_the_limit_is_what_xla_plans_with():
     inputs = 4 * 64 * 64  # of those in device memory
     h100 = HARDWARE["h100"]
     base = GPU_BASE * h100.memory_bytes
-    assert compiler_limit(h100, module) == int(inputs + GPU_SLOP * (base - inputs))
-    assert compiler_limit(h100, module, GIB) == int(inputs + GPU_SLOP * (GIB - inputs))
-    assert compiler_limit(HARDWARE["v5e"], module) == 15.75 * GIB
+    assert scheduler_memory_limit(h100, module) == int(inputs + GPU_SLOP * (base - inputs))
+    assert scheduler_memory_limit(h100, module, GIB) == int(inputs + GPU_SLOP * (GIB - inputs))
+    assert scheduler_memory_limit(HARDWARE["v5e"], module) == 15.75 * GIB
 
 
 @pytest.mark.long

@@ -51,19 +51,21 @@ def rate(name: str, op: str, axes: str, replica: int = 1) -> float:
     ],
 )
 def test_the_devices_of_a_group(name, replica, axes, group):
-    assert network(name, replica).group(axes) == group
+    assert network(name, replica).devices_along(axes) == group
 
 
 def test_a_part_of_a_torus_dim_is_no_ring():
     halves = network("v5p:4x4x8", 2)  # the dim of 8 is cut in two
-    assert halves.group("data") == DeviceGroup(64, 1, ((4, True), (4, True), (4, False)))
+    assert halves.devices_along("data") == DeviceGroup(64, 1, ((4, True), (4, True), (4, False)))
 
 
 def test_one_dim_of_a_torus_has_its_own_links():
     split = network("v5e:16x16", split=True)
-    assert [split.group(axis) for axis in split.mesh.axis_names if split.group(axis).size > 1] == [
-        DeviceGroup(16, 1, ((16, True),))
-    ] * 2
+    assert [
+        split.devices_along(axis)
+        for axis in split.mesh.axis_names
+        if split.devices_along(axis).size > 1
+    ] == [DeviceGroup(16, 1, ((16, True),))] * 2
     one, both = (split.seconds("all-gather", LARGE, axes) for axes in ("data_0", "data_0+data_1"))
     assert one / both == pytest.approx(2, rel=1e-2)
 
@@ -204,5 +206,5 @@ def test_every_chip_has_links(chip):
     shape = "8" if chip.platform == "cuda" else "x".join("2" * chip.torus_dims)
     links = network(f"{chip.name}:{shape}")
     size = prod(map(int, shape.split("x")))
-    assert links.group("data").size == size
+    assert links.devices_along("data").size == size
     assert all(0 < links.seconds(op, 2**20, "data") < 1e-3 for op in OPS)

@@ -63,7 +63,7 @@ def test_a_compiler_restores_the_environment(monkeypatch):
     monkeypatch.setenv("TPU_LOG_DIR", "/somewhere")
     monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD", raising=False)
     before = dict(os.environ)
-    with pjrt_plugins.as_compiler():
+    with pjrt_plugins.libtpu_as_compiler():
         assert os.environ["TPU_LOG_DIR"] == "/somewhere"
         assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
     assert dict(os.environ) == before
@@ -74,7 +74,7 @@ def test_tpus_in_use_keep_their_lock(chosen, monkeypatch):
     monkeypatch.setattr(pjrt_plugins, "chosen_platforms", lambda: chosen)
     monkeypatch.setattr(pjrt_plugins, "TPU_DEVICES", ("/dev/null",))
     before = dict(os.environ)
-    with pjrt_plugins.as_compiler():
+    with pjrt_plugins.libtpu_as_compiler():
         assert dict(os.environ) == before
 
 

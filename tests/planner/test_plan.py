@@ -23,7 +23,8 @@ from fsdp_jax.planner import (
     plans_table,
 )
 from fsdp_jax.planner.compiled.program import CompiledProgram
-from fsdp_jax.planner.settings import LOSS_CHUNK, StepSettings, fixes, lever
+from fsdp_jax.planner.fixes import LOSS_CHUNK, describe_best_fix, propose_fixes
+from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.sharding.offload import Offload
 
 FIELDS = {  # of CLI.md
@@ -191,7 +192,7 @@ def test_fixes_are_differences_of_analytic_plans():
     config = preset("tiny", layers=6, width=256, heads=4)
     build = partial(make_step, config=config, rows=128)
     before = analytic_plan(*build(settings, fake_devices(topology)), topology, Work())
-    result = {fix.change: fix for fix in fixes(before, settings, build, topology, Work())}
+    result = {fix.change: fix for fix in propose_fixes(before, settings, build, topology, Work())}
     together = "--strategy full_shard --remat full --train.accumulation 2"
     assert set(result) >= {
         "--remat full",
@@ -227,10 +228,12 @@ def test_the_lever_frees_enough_for_the_shortest_step():
     slow = Fix("slow", 50, 50, True, "", step_s=3.0)
     fast = Fix("fast", 40, 60, True, "", step_s=2.0)
     small = Fix("small", 10, 90, True, "", step_s=1.0)
-    assert lever([slow, fast, small], 30).startswith("fast, which frees 40 B")
-    assert lever([slow, fast, small], 5).startswith("small")
-    assert lever([slow, fast, small], 99).startswith("slow"), "where none is enough, the largest"
-    assert lever([], 5) == ""
+    assert describe_best_fix([slow, fast, small], 30).startswith("fast, which frees 40 B")
+    assert describe_best_fix([slow, fast, small], 5).startswith("small")
+    assert describe_best_fix([slow, fast, small], 99).startswith("slow"), (
+        "where none is enough, the largest"
+    )
+    assert describe_best_fix([], 5) == ""
 
 
 @pytest.mark.parametrize("topology", ["h100:8", "v5e:4x2"])
@@ -278,11 +281,11 @@ def test_a_fix_is_a_loss_in_chunks_of_a_large_vocabulary():
 
     work = Work(vocab=config.vocab_size)
     before = analytic_plan(*build(settings, fake_devices(topology)), topology, work)
-    result = {fix.change: fix for fix in fixes(before, settings, build, topology, work)}
+    result = {fix.change: fix for fix in propose_fixes(before, settings, build, topology, work)}
     fix = result[f"--train.loss_chunk {LOSS_CHUNK}"]
     assert fix.available
     assert fix.saves_bytes > 0
-    small = fixes(before, settings, build, topology, Work(vocab=LOSS_CHUNK))
+    small = propose_fixes(before, settings, build, topology, Work(vocab=LOSS_CHUNK))
     assert not any("loss_chunk" in fix.change for fix in small)
 
 

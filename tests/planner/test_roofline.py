@@ -43,7 +43,7 @@ def test_every_chip_has_an_efficiency_and_virtual_devices_have_none():
 def test_shares_are_at_most_one_and_rates_at_most_the_peak(chip, batch, m, n, k, dtype):
     efficiency = Roofline(chip)
     matmul = Matmul(batch, m, n, k, dtype)
-    assert 0 < efficiency.share(matmul) <= 1
+    assert 0 < efficiency.utilization(matmul) <= 1
     assert 0 < efficiency.rate(matmul) <= max(chip.peak_flops.values())
     assert efficiency.seconds(matmul) == pytest.approx(matmul.flops / efficiency.rate(matmul))
 
@@ -70,7 +70,8 @@ def test_larger_matmuls_run_at_a_better_rate_on_average(chip):
     efficiency = Roofline(chip)
     scales = [[size + 97 * i for i in range(20)] for size in (100, 500, 2500, 12500)]
     means = [
-        fmean(efficiency.share(Matmul(1, m, m, m, "bfloat16")) for m in scale) for scale in scales
+        fmean(efficiency.utilization(Matmul(1, m, m, m, "bfloat16")) for m in scale)
+        for scale in scales
     ]
     assert means == sorted(means)
     assert means[-1] > 0.9
@@ -112,16 +113,16 @@ def test_a_dtype_without_a_unit_is_widened(name, dtype, runs_as):
 def test_edges_of_tiles_idle_cores_and_a_short_k_cost():
     h100 = Roofline(HARDWARE["h100"])
     # one tile for each of 132 cores
-    full = h100.share(Matmul(1, 128 * 12, 256 * 11, 4096, "bfloat16"))
+    full = h100.utilization(Matmul(1, 128 * 12, 256 * 11, 4096, "bfloat16"))
     assert full == pytest.approx(4096 / (4096 + 128))
     # a second wave
-    assert h100.share(Matmul(1, 128 * 12 + 1, 256 * 11, 4096, "bfloat16")) < 0.85 * full
-    assert h100.share(Matmul(1, 128 * 12, 256 * 11, 64, "bfloat16")) < 0.4
+    assert h100.utilization(Matmul(1, 128 * 12 + 1, 256 * 11, 4096, "bfloat16")) < 0.85 * full
+    assert h100.utilization(Matmul(1, 128 * 12, 256 * 11, 64, "bfloat16")) < 0.4
     # a batch fills the cores as well
-    assert h100.share(Matmul(132, 128, 256, 4096, "bfloat16")) == full
+    assert h100.utilization(Matmul(132, 128, 256, 4096, "bfloat16")) == full
     v5e = Roofline(HARDWARE["v5e"])
     # half of 128 lanes
-    assert v5e.share(Matmul(1, 4096, 64, 4096, "bfloat16")) == pytest.approx(0.5, rel=0.05)
+    assert v5e.utilization(Matmul(1, 4096, 64, 4096, "bfloat16")) == pytest.approx(0.5, rel=0.05)
 
 
 def test_memory_runs_below_its_peak():

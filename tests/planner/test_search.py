@@ -12,7 +12,7 @@ from fsdp_jax.planner.search import (
     Candidate,
     Search,
     candidate_settings,
-    machines,
+    topologies_by_size,
 )
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.sharding.offload import Offload
@@ -269,7 +269,7 @@ def test_batches_that_fit_no_machine(formula, monkeypatch):
     "chip", [chip for chip in HARDWARE.values() if chip.platform != "cpu"], ids=lambda c: c.name
 )
 def test_machines_of_a_chip_double_in_size(chip):
-    sizes = [topology.size for topology in machines(chip)]
+    sizes = [topology.size for topology in topologies_by_size(chip)]
     assert sizes == sorted(set(sizes))
     assert len(sizes) > 5
     assert all(big == 2 * small for small, big in pairwise(sizes))

@@ -42,7 +42,7 @@ def simulator(body: str, more: str = "", machine: str = H100) -> ScheduleSimulat
 
 
 def simulate(body: str, more: str = "", machine: str = H100) -> SimulatedTime:
-    result = simulator(body, more, machine).step()
+    result = simulator(body, more, machine).simulate_step()
     parts = result.compute + result.memory + result.exposed + result.host_exposed
     assert parts == pytest.approx(result.seconds)
     return result
@@ -145,10 +145,10 @@ def test_a_loop_takes_its_body_times_its_trips(trips):
 def test_the_layer_is_the_loop_that_takes_longest():
     body = START.format("s", "x") + write(0, 100) + DONE.format("d", "s")
     looped = simulator(X + run(7) + write(9, 10), loop(body))
-    assert looped.layer().seconds == pytest.approx(gather_seconds())
-    assert looped.step().seconds == pytest.approx(7 * gather_seconds() + write_seconds(10))
+    assert looped.simulate_layer().seconds == pytest.approx(gather_seconds())
+    assert looped.simulate_step().seconds == pytest.approx(7 * gather_seconds() + write_seconds(10))
     flat = simulator(X + body)
-    assert flat.layer() is flat.step()
+    assert flat.simulate_layer() is flat.simulate_step()
 
 
 def test_a_gather_that_spans_a_loop_uses_the_link_while_the_loop_leaves_it_free():
@@ -380,7 +380,7 @@ def test_the_parts_of_any_schedule_add_up(before, inside, trips, after):
     entry = [line + "\n" for line in marked.splitlines()]
     result = simulator(
         X + "".join(entry[:cut]) + run(trips) + "".join(entry[cut:]), loop(inside.lines)
-    ).step()
+    ).simulate_step()
     gathers = before.gathers + after.gathers + trips * inside.gathers
     work = before.seconds + after.seconds + trips * inside.seconds
     small = 1e-9

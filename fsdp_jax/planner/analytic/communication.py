@@ -35,7 +35,7 @@ class TrafficEstimate:
 
 
 def estimate_traffic(plan: StepPlan, network: Network) -> TrafficEstimate:
-    """Returns the declared communication as it is scheduled."""
+    """Returns what a step must send, and for how long links are busy and exposed."""
     declared = expected_traffic(plan)
     # Prefetch gathers all parameters of a unit as one, so that they share a latency.
     groups: dict[tuple[str, ...], list[ExpectedTraffic]] = {}
@@ -52,7 +52,7 @@ def estimate_traffic(plan: StepPlan, network: Network) -> TrafficEstimate:
         sent = sum(expected.bytes for expected in members) // times
         mesh_axes = "+".join(plan.layout.axes.named_by_user(axis.split("+")))
         seconds = times * network.seconds(op, sent, mesh_axes)
-        share = _exposed_share(plan, members[0])
+        share = _exposed_fraction(plan, members[0])
         overlapped += (1 - share) * seconds
         exposed += share * seconds
     # The table of what is sent, as a compiled plan has it.
@@ -71,8 +71,8 @@ def estimate_traffic(plan: StepPlan, network: Network) -> TrafficEstimate:
     return TrafficEstimate(rows, overlapped, exposed)
 
 
-def _exposed_share(plan: StepPlan, expected: ExpectedTraffic) -> float:
-    """Returns the fraction of its time that no compute can overlap."""
+def _exposed_fraction(plan: StepPlan, expected: ExpectedTraffic) -> float:
+    """Returns the fraction of the time of this traffic that no compute can overlap."""
     # gathered before the model runs, or reduced after it
     if not plan.per_unit or plan.comms[expected.path].unit is None:
         return 1.0

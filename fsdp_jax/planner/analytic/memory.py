@@ -76,7 +76,7 @@ _COPY = "copy for a collective"
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StepEstimate:
     """What one device needs for one step."""
 
     peak_bytes: int  # the most memory that is in use at once, the state included
@@ -90,8 +90,8 @@ class Estimate:
     host_bytes: int  # of values that loops stack in host memory, the state not included
 
 
-def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
-    """Estimates a traced step.
+def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
+    """Returns an estimate of a traced step: its peak memory, matmuls and memory traffic.
 
     Raises ValueError if it is partitioned by sharding annotations: its trace has no shapes of one
     device.
@@ -109,7 +109,7 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
         _outer_value(shapes.sharded_bytes(var.aval), donated=number < state)
         for number, var in enumerate(outer.invars)
     ]
-    results = reader.run(outer, inputs)  # the new state, which reuses the memory of the old one
+    results = reader.read(outer, inputs)  # the new state, which reuses the memory of the old one
     operations = _OperationList(reader.operations, results)
     operations.resolve()
     times: Counter[Matmul] = Counter()
@@ -128,8 +128,8 @@ def estimate(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> Estimate:
         is_copy = leaf.path.startswith(COPIES + SEPARATOR)
         peak["params" if is_copy else leaf.part] += leaf.bytes_per_device
     batch = outer.invars[state:]
-    peak["other"] += sum(_global_bytes(var.aval) for var in batch) // layout.axes.batch_shards
-    return Estimate(
+    peak["other"] += sum(_device_bytes(var.aval) for var in batch) // layout.axes.batch_shards
+    return StepEstimate(
         peak_bytes=peak.total(),
         breakdown={kind: peak[kind] for kind in KINDS},
         matmuls=tuple(replace(matmul, times=count) for matmul, count in times.items()),
@@ -159,14 +159,14 @@ class _StateShapes:
     def sharded_bytes(self, aval: Any) -> int:
         """Returns one device's bytes of a value of global shape, sharded as state of that shape.
 
-        Or as state of which it is some layers, or one.
+        A value of some layers of the state, or of one, is sharded as that state.
         """
         shape = getattr(aval, "shape", ())
         layer = self.layer_shards.get(shape[1:]) or self.layer_shards.get(shape, 1)
-        return _global_bytes(aval) // self.shards.get(shape, layer)
+        return _device_bytes(aval) // self.shards.get(shape, layer)
 
     def kind(self, eqn: jex.JaxprEqn, aval: Any) -> Kind:
-        """Returns the kind of a value that is not part of the state."""
+        """Returns the kind of a value, not part of the state, that an equation returns."""
         scope = str(eqn.source_info.name_stack)
         in_gather = SITE.split("{}")[0] in scope and "transpose(" not in scope
         if eqn.primitive.name == "all_gather" or in_gather:
@@ -174,8 +174,8 @@ class _StateShapes:
         return "gradients" if getattr(aval, "shape", ()) in self.gradients else "activations"
 
 
-def _global_bytes(aval: Any) -> int:
-    """Returns the device memory that a value of one device takes."""
+def _device_bytes(aval: Any) -> int:
+    """Returns the bytes of all of a value's shape; 0 if it is in host memory."""
     return 0 if _is_on_host(aval) else _array_bytes(aval)
 
 
@@ -207,6 +207,7 @@ class _Value:
 def _outer_value(
     size: int, kind: Kind = "activations", constant: Any = None, *, donated: bool = False
 ) -> _Value:
+    """Returns a value of `size` bytes whose memory is counted elsewhere."""
     value = _Value(size, kind, is_outer=True, donated=donated, stored=True, constant=constant)
     value.reads = {value: size}
     return value
@@ -214,7 +215,7 @@ def _outer_value(
 
 @dataclass(eq=False)
 class _Operation:
-    """An operation; a loop's own matmuls and transfers are those outside of its bodies."""
+    """An operation of the trace; a loop's own matmuls and transfers are outside of its bodies."""
 
     effect: str  # on memory, of `_EFFECTS`, or "fused"
     name: str
@@ -249,7 +250,7 @@ class _OperationList:
             value.live = value.stored = True
         for operation in reversed(self.operations):
             self._resolve_operation(operation)
-        self.operations = self._scheduled()
+        self.operations = self._schedule()
         # a copy comes directly after what it copies
         for copy in [each for each in reversed(self.operations) if each.name == _COPY]:
             self.operations.remove(copy)
@@ -261,7 +262,10 @@ class _OperationList:
             self.operations.insert(next(after, 0), copy)
 
     def _resolve_operation(self, operation: _Operation) -> None:
-        """Decides whether it is live, and which values are stored; readers are decided before."""
+        """Decides whether an operation is live, and which of its values are stored.
+
+        Those that read its outputs have been decided.
+        """
         effect = operation.effect
         operation.live = any(output.live for output in operation.outputs)
         for body in operation.bodies:
@@ -278,8 +282,8 @@ class _OperationList:
             for value in operation.outputs:
                 value.stored = True
 
-    def _scheduled(self) -> list[_Operation]:
-        """Moves what no loop and no gather depends on behind the last loop."""
+    def _schedule(self) -> list[_Operation]:
+        """Returns the operations, with those that no loop or gather needs after the last loop."""
         live_loops = [each.live and each.effect == "loop" for each in self.operations]
         end = max((index + 1 for index, is_loop in enumerate(live_loops) if is_loop), default=0)
         needed = set(self.results)
@@ -320,9 +324,9 @@ class _JaxprReader:
         self.in_model = in_model
         self.operations: list[_Operation] = []
 
-    def run(self, jaxpr: jex.Jaxpr, args: Sequence[_Value]) -> list[_Value]:
-        """Appends to `operations`; returns the results."""
-        captured = [_outer_value(_global_bytes(var.aval)) for var in jaxpr.constvars]
+    def read(self, jaxpr: jex.Jaxpr, args: Sequence[_Value]) -> list[_Value]:
+        """Appends the jaxpr's operations to `operations`; returns its results."""
+        captured = [_outer_value(_device_bytes(var.aval)) for var in jaxpr.constvars]
         variables = (*jaxpr.constvars, *jaxpr.invars)
         env: dict[Any, _Value] = dict(zip(variables, (*captured, *args), strict=True))
 
@@ -332,11 +336,11 @@ class _JaxprReader:
             return env[atom]
 
         for eqn in jaxpr.eqns:
-            outputs = self._run_eqn(eqn, [value(atom) for atom in eqn.invars])
+            outputs = self._read_eqn(eqn, [value(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _run_eqn(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
+    def _read_eqn(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         """Returns an equation's results; appends its operation, or those of an inlined call."""
         name, params = eqn.primitive.name, eqn.params
         if name in _CALLS:
@@ -344,21 +348,23 @@ class _JaxprReader:
             outer_size, outer_in_model = self.size, self.in_model
             self.in_model |= _is_in_model(eqn)
             if name == "shard_map":  # shapes inside are those of one device
-                self.size = _global_bytes
-            outputs = self.run(inner, inputs)
+                self.size = _device_bytes
+            outputs = self.read(inner, inputs)
             self.size, self.in_model = outer_size, outer_in_model
             return outputs
         if name == "scan" and params["length"] == 1:
             consts, carry, xs = scan_arguments(params, inputs)
             slices = [
-                self._append("alias", "squeeze", [x], [_Value(x.bytes, x.kind)]).outputs[0]
+                self._append_operation("alias", "squeeze", [x], [_Value(x.bytes, x.kind)]).outputs[
+                    0
+                ]
                 for x in xs
             ]
-            return self.run(params["jaxpr"].jaxpr, [*consts, *carry, *slices])
+            return self.read(params["jaxpr"].jaxpr, [*consts, *carry, *slices])
         scattered_dim = params["scatter_dimension"] if name == "reduce_scatter" else 0
         if scattered_dim and inputs[0].maker != "dot_general":
             copied = _Value(inputs[0].bytes, inputs[0].kind)
-            inputs = self._append("kernel", _COPY, inputs, [copied]).outputs
+            inputs = self._append_operation("kernel", _COPY, inputs, [copied]).outputs
         outputs = [_Value(self.size(var.aval), self.kind(eqn, var.aval)) for var in eqn.outvars]
         effect = _EFFECTS.get(name, "fused")
         if name == "device_put":
@@ -370,7 +376,7 @@ class _JaxprReader:
             for index, output in enumerate(outputs):
                 aval = str(eqn.outvars[index].aval)
                 output.constant = (name, index, aval, str(params), *constants)
-        operation = self._append(effect, name, inputs, outputs)
+        operation = self._append_operation(effect, name, inputs, outputs)
         operation.matmuls = tuple(matmuls_of(eqn))
         if name == "device_put" and effect == "kernel":
             operation.in_update = not (self.in_model or _is_in_model(eqn))
@@ -382,7 +388,7 @@ class _JaxprReader:
             self._read_bodies(eqn, operation)
         return outputs
 
-    def _append(
+    def _append_operation(
         self, effect: str, name: str, inputs: list[_Value], outputs: list[_Value]
     ) -> _Operation:
         """Appends an operation, and tells its outputs what made them."""
@@ -396,13 +402,13 @@ class _JaxprReader:
         return operation
 
     def _read_bodies(self, eqn: jex.JaxprEqn, loop: _Operation) -> None:
-        """Reads a loop's bodies; each of a `cond` or `while` runs once, on values outside of it."""
+        """Sets a loop's bodies; each of a `cond` or `while` runs once, on values outside of it."""
         in_model = self.in_model or _is_in_model(eqn)
         if loop.name != "scan":
             for body in jex.jaxprs_in_params(eqn.params):
                 reader = _JaxprReader(self.size, self.kind, in_model)
-                inputs = [_outer_value(_global_bytes(var.aval)) for var in body.invars]
-                results = reader.run(body, inputs)
+                inputs = [_outer_value(_device_bytes(var.aval)) for var in body.invars]
+                results = reader.read(body, inputs)
                 loop.bodies.append(_OperationList(reader.operations, results))
             return
         body = eqn.params["jaxpr"].jaxpr
@@ -419,11 +425,11 @@ class _JaxprReader:
         slices: list[_Value] = []
         for var, value in xs:  # a slice of a value outside, fused like any other
             size = self.size(var.aval)
-            part = reader._append(
+            part = reader._append_operation(
                 "fused", "slice", [_outer_value(size)], [_Value(size, value.kind)]
             )
             slices += part.outputs
-        results = reader.run(body, [*inputs, *carry_in, *slices])
+        results = reader.read(body, [*inputs, *carry_in, *slices])
         carry_out, stacked = results[: len(carry)], results[len(carry) :]
         loop.bodies = [_OperationList(reader.operations, stacked, carry_in, carry_out)]
         loop.in_place = list(zip((value for _, value in carry), loop.outputs, strict=False))
@@ -433,7 +439,7 @@ class _JaxprReader:
 
 
 def _is_in_model(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether differentiation made an operation: of the forward or backward pass."""
+    """Returns whether an equation is of the forward or backward pass: differentiation made it."""
     return "jvp(" in str(eqn.source_info.name_stack)
 
 
@@ -456,26 +462,27 @@ class _Lifetimes:
                 self._allocate(value, -1)
         for time, operation in enumerate(program.operations):
             if operation.live:
-                self._visit(time, operation)
+                self._visit_operation(time, operation)
         for value in program.carry_out:
-            self._read(value, self.end)
+            self._mark_read(value, self.end)
         for value in program.results:
-            self.traffic += self._read(value, self.end) + value.bytes
+            self.traffic += self._mark_read(value, self.end) + value.bytes
 
     def _allocate(self, value: _Value, time: int) -> None:
+        """Gives a value memory of its own from this time on."""
         value.reads = {value: value.bytes}
         self.first[value] = self.last[value] = time
 
-    def _read(self, value: _Value, time: int) -> int:
-        """Extends the life of what is read; returns the bytes read."""
+    def _mark_read(self, value: _Value, time: int) -> int:
+        """Keeps what is read in place of a value live until this time; returns the bytes read."""
         for source in value.reads:
             if not source.is_outer:
                 self.first.setdefault(source, time)
                 self.last[source] = time
         return sum(value.reads.values())
 
-    def _visit(self, time: int, operation: _Operation) -> None:
-        """Sets what reading each output reads; runs what is no alias, fused value or constant."""
+    def _visit_operation(self, time: int, operation: _Operation) -> None:
+        """Sets what reading each output reads; gives memory to what is stored, and adds traffic."""
         outputs = operation.outputs
         is_fused = operation.effect == "fused"
         if operation.effect == "alias":
@@ -494,19 +501,19 @@ class _Lifetimes:
                 shared = self.constants.setdefault(output.constant, output)
                 output.reads = {shared: output.bytes}
         else:
-            self._run(time, operation)
+            self._allocate_outputs(time, operation)
 
-    def _run(self, time: int, operation: _Operation) -> None:
+    def _allocate_outputs(self, time: int, operation: _Operation) -> None:
         """Gives each output memory, that of an input where it is updated in place; adds traffic."""
         # a carry that starts as a constant is made in the memory of the result
         new = {value for value, _ in operation.in_place if value.constant is not None}
-        read = sum(self._read(value, time) for value in operation.inputs if value not in new)
+        read = sum(self._mark_read(value, time) for value in operation.inputs if value not in new)
         targets = {output: value for value, output in operation.in_place if value not in new}
         for output in operation.outputs:
             memory = list(targets[output].reads) if output in targets else []
             if len(memory) == 1 and (memory[0].donated or memory[0] in self.first):
                 output.reads = {memory[0]: output.bytes}
-                self._read(output, time)
+                self._mark_read(output, time)
             else:
                 self._allocate(output, time)
         if operation.effect == "loop":

@@ -14,7 +14,10 @@ from fsdp_jax.planner.machines.roofline import Matmul
 
 
 def matmuls_of(eqn: jex.JaxprEqn, fused: bool = False) -> Iterable[Matmul]:
-    """Yields the matmuls of one operation, run once; of an unknown kernel, by its grid."""
+    """Yields the matmuls of one operation, run once; of an unknown Pallas kernel, by its grid.
+
+    `fused`: it is inside a kernel, so that its results stay out of device memory.
+    """
     if eqn.primitive.name == "dot_general":
         (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
         left, right = _shapes(eqn)

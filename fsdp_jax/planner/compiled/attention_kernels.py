@@ -45,16 +45,16 @@ def attention_matmuls(
     if heads_first is None:
         heads_first = not _HEADS_THIRD.search(attributes)
     query, key = arrays[:2]
-    B, T, H, K = _sizes(query, heads_first)
-    S = _sizes(key, heads_first)[1]
+    B, T, H, K = _batch_sequence_heads(query, heads_first)
+    S = _batch_sequence_heads(key, heads_first)[1]
     mask = _MASK.search(attributes)
     causal = mask is None or "CAUSAL" in mask[1]
     rows = max(1, T // 2) if causal else T
     return (Matmul(B * H, rows, S, K, query.dtype, count, fused=True),)
 
 
-def _sizes(shape: Shape, heads_first: bool) -> tuple[int, int, int, int]:
-    """Returns (batch, sequence, heads, head dim)."""
+def _batch_sequence_heads(shape: Shape, heads_first: bool) -> tuple[int, int, int, int]:
+    """Returns (batch, sequence, heads, head dim) of queries or keys."""
     *batch, second, third, K = shape.dims
     T, H = (third, second) if heads_first else (second, third)
     return prod(batch), T, H, K

@@ -90,7 +90,11 @@ class _AssignedValue(NamedTuple):
 def _device_values(
     assignment: str, ranges: Mapping[tuple[str, str], tuple[int, int]]
 ) -> Iterator[_AssignedValue]:
-    """Yields the values in device memory that live while the program runs."""
+    """Yields the values in device memory that live while the program runs.
+
+    `assignment`: the text of XLA's buffer assignment; `ranges`: (name, index in the tuple) ->
+    (first, last) instruction.
+    """
     allocation = 0
     parameter: int | None = None
     on_device = False
@@ -110,7 +114,7 @@ def _device_values(
 
 
 def _live_at_peak(values: list[_AssignedValue]) -> list[LiveBuffer]:
-    """Returns what is live when most memory is used; shared memory counts for its last value.
+    """Returns what is live when most memory is used; memory that values share counts once.
 
     XLA's own list of the peak counts an operand beside the result that reuses its memory, and so
     may name the wrong instruction as the peak, by a fifth of the memory.
@@ -136,7 +140,7 @@ def _total_bytes(live: Iterable[LiveBuffer]) -> int:
 
 
 def _without_sharing(values: Iterable[_AssignedValue]) -> list[LiveBuffer]:
-    """Returns each value with the bytes that none before it takes, without those left with none."""
+    """Returns the values with the bytes that none before has, but those that are left with none."""
     ends: dict[int, int] = {}
     buffers = []
     for value in sorted(

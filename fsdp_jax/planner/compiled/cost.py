@@ -66,23 +66,23 @@ class CostModel:
         if opcode.removesuffix("-start") in FREE or opcode.endswith(("-done", "-update")):
             return InstructionCost()
         if opcode.endswith("-start"):
-            return self._started_cost(within, instruction)
+            return self._cost_of_started(within, instruction)
         target = instruction.target if opcode == "custom-call" else ""
         if _MARKERS.search(target):
             return InstructionCost()
         if opcode == "fusion":
             matmuls: tuple[Matmul, ...] | None = self._matmuls_in(instruction.calls[0])
         else:
-            matmuls = _matmuls(within, instruction)
+            matmuls = _matmuls_of_instruction(within, instruction)
         unknown = ""
         if matmuls is None and _KERNELS.search(target):
             unknown = instruction.op_name or instruction.name
-        moved = sum(self._moved(within, instruction, self._on_device))
+        moved = sum(self._moved_bytes(within, instruction, self._is_on_device))
         from_host, to_host = self._host_transfer(within, instruction)
         return InstructionCost(matmuls or (), moved, unknown, from_host, to_host)
 
-    def _started_cost(self, within: Computation, start: Instruction) -> InstructionCost:
-        """Returns the cost of an asynchronous transfer to or from the host, copy or slice."""
+    def _cost_of_started(self, within: Computation, start: Instruction) -> InstructionCost:
+        """Returns the cost of what a `-start` starts: a transfer with the host, a copy or a slice."""
         done = within.done_of(start) or start
         # `async-start` calls the computation that it runs, as a fusion does
         opcode = start.opcode.removesuffix("-start").replace("async", "fusion")
@@ -92,57 +92,57 @@ class CostModel:
         if opcode in ("copy", "slice") and not any(transfer):
             sides = start.shapes[:2]
             size = min(side.bytes for side in sides)  # of a sliced array, the slice
-            moved = sum(size for side in sides if self._on_device(side))
+            moved = sum(size for side in sides if self._is_on_device(side))
         return InstructionCost((), moved, "", *transfer)
 
     def _host_transfer(self, within: Computation, instruction: Instruction) -> tuple[int, int]:
-        """Returns the bytes that an instruction moves (from, to) host memory."""
+        """Returns the bytes that an instruction reads from and writes to host memory."""
         touched = [instruction, *(within[name] for name in instruction.operands)]
-        on_host = [any(_on_host(array) for array in each.shapes) for each in touched]
+        on_host = [any(_is_on_host(array) for array in each.shapes) for each in touched]
         if len(touched) == 1 or not any(on_host):
             return 0, 0
         if instruction.opcode in _SAME_VALUES and all(on_host):
             return 0, 0  # within host memory: nothing crosses the link
-        return self._moved(within, instruction, _on_host)
+        return self._moved_bytes(within, instruction, _is_on_host)
 
     def _matmuls_in_computation(self, name: str) -> tuple[Matmul, ...]:
         """Returns the matmuls of a computation and of all that it calls."""
         within = self.module[name]
         matmuls: list[Matmul] = []
         for instruction in within.instructions:
-            matmuls += _matmuls(within, instruction) or ()
+            matmuls += _matmuls_of_instruction(within, instruction) or ()
             for called in instruction.calls:
                 matmuls += self._matmuls_in(called)
         return tuple(matmuls)
 
-    def _on_device(self, array: Shape) -> bool:
+    def _is_on_device(self, array: Shape) -> bool:
         return array.space != HOST_SPACE and array.space not in self.on_chip
 
-    def _moved(
+    def _moved_bytes(
         self, within: Computation, instruction: Instruction, counted: _InMemory
     ) -> tuple[int, int]:
-        """Returns the bytes that an instruction (reads, writes) in one memory."""
+        """Returns the bytes that an instruction reads and writes in the memory `counted`."""
         if instruction.opcode == "fusion":
-            return self._moved_by_fusion(within, instruction, counted)
-        written = _bytes(_results(instruction), counted)
-        operands = {name: _bytes(within[name].shapes, counted) for name in instruction.operands}
+            return self._bytes_moved_by_fusion(within, instruction, counted)
+        written = _sum_bytes(_result_arrays(instruction), counted)
+        operands = {name: _sum_bytes(within[name].shapes, counted) for name in instruction.operands}
         if instruction.opcode in _SLICES:
-            return min(_bytes(instruction.shapes), operands[instruction.operands[0]]), written
-        if update := _update(within, instruction):
-            return operands[update.name], min(written, _bytes(update.shapes))
+            return min(_sum_bytes(instruction.shapes), operands[instruction.operands[0]]), written
+        if update := _in_place_update(within, instruction):
+            return operands[update.name], min(written, _sum_bytes(update.shapes))
         if instruction.opcode in ("broadcast", "iota", "rng-bit-generator"):
             return 0, written
         return sum(operands.values()), written
 
-    def _moved_by_fusion(
+    def _bytes_moved_by_fusion(
         self, within: Computation, fusion: Instruction, counted: _InMemory
     ) -> tuple[int, int]:
-        """Returns the bytes that a fusion (reads, writes) in one memory."""
+        """Returns the bytes that a fusion reads and writes in the memory `counted`."""
         called = self.module[fusion.calls[0]]
         read = 0
         for name in dict.fromkeys(fusion.operands):
             used = (self._read_bytes(called, one) for one in called.parameters_for(fusion, name))
-            read += min(_bytes(within[name].shapes, counted), sum(used))
+            read += min(_sum_bytes(within[name].shapes, counted), sum(used))
         outputs = [called.root]
         if called.root.opcode == "tuple":
             outputs = [called[name] for name in called.root.operands]
@@ -163,24 +163,24 @@ class CostModel:
     ) -> int:
         """Returns the bytes that a fusion reads of a parameter: of one that it slices, the slices.
 
-        `value`: the parameter, or what was made of it; in the `same_memory`, perhaps; if it was
-        `updated` in part, returning it reads nothing.
+        `value`: the parameter, or what was made of it; `same_memory`: it is still in that of the
+        parameter; `updated`: a part of it was written, so that to return it reads nothing.
         """
         total = 0
-        size = _bytes(value.shapes)
+        size = _sum_bytes(value.shapes)
         for user in called.users.get(value.name, []):
             is_first = value.name not in user.operands[1:]
             is_root = user is called.root
             if user.opcode in _SLICES and is_first:
-                total += _bytes(user.shapes)
-            elif is_first and same_memory and _update(called, user):
+                total += _sum_bytes(user.shapes)
+            elif is_first and same_memory and _in_place_update(called, user):
                 total += self._read_bytes(called, user, updated=True)
             elif is_root and updated and user.opcode in ("tuple", *_SAME_MEMORY):
                 continue
             elif user.opcode in _SAME_VALUES and not is_root:
                 same = same_memory and user.opcode in _SAME_MEMORY
                 used = self._read_bytes(called, user, same_memory=same, updated=updated)
-                total += used * size // max(_bytes(user.shapes), 1)
+                total += used * size // max(_sum_bytes(user.shapes), 1)
             elif user.opcode == "fusion":
                 inner = self.module[user.calls[0]]
                 parameters = inner.parameters_for(user, value.name)
@@ -193,26 +193,26 @@ class CostModel:
         """Returns the bytes that a fusion writes of a result: of an update in place, the update."""
         updates = 0
         base = output
-        while base.opcode in _SAME_MEMORY or _update(called, base):
-            if update := _update(called, base):
-                updates += _bytes(update.shapes)
+        while base.opcode in _SAME_MEMORY or _in_place_update(called, base):
+            if update := _in_place_update(called, base):
+                updates += _sum_bytes(update.shapes)
             base = called[base.operands[0]]
         if base.opcode == "fusion" and not updates:
             inner = self.module[base.calls[0]]
             return self._written_bytes(inner, inner.root)
-        written = _bytes(output.shapes)
+        written = _sum_bytes(output.shapes)
         return min(updates, written) if updates and base.opcode == "parameter" else written
 
 
-def _on_host(array: Shape) -> bool:
+def _is_on_host(array: Shape) -> bool:
     return array.space == HOST_SPACE
 
 
-def _bytes(arrays: Iterable[Shape], counted: _InMemory = lambda array: True) -> int:
+def _sum_bytes(arrays: Iterable[Shape], counted: _InMemory = lambda array: True) -> int:
     return sum(array.bytes for array in arrays if counted(array))
 
 
-def _results(instruction: Instruction) -> Sequence[Shape]:
+def _result_arrays(instruction: Instruction) -> Sequence[Shape]:
     """Returns the arrays that an instruction returns, without a library's workspace."""
     shapes = instruction.shapes
     if instruction.opcode != "custom-call" or len(shapes) < 2:
@@ -221,8 +221,8 @@ def _results(instruction: Instruction) -> Sequence[Shape]:
     return shapes[:-1] if is_workspace else shapes
 
 
-def _update(within: Computation, instruction: Instruction) -> Instruction | None:
-    """Returns what is written into the first operand, if the instruction does nothing else."""
+def _in_place_update(within: Computation, instruction: Instruction) -> Instruction | None:
+    """Returns the operand that an instruction writes into its first; None if it does more."""
     if instruction.opcode == "dynamic-update-slice":
         return within[instruction.operands[1]]
     if instruction.opcode == "scatter" and len(instruction.operands) == 3:
@@ -230,14 +230,16 @@ def _update(within: Computation, instruction: Instruction) -> Instruction | None
     return None
 
 
-def _matmuls(within: Computation, instruction: Instruction) -> tuple[Matmul, ...] | None:
-    """Returns the matmuls of one instruction outside of its fusion; None if it has none known."""
+def _matmuls_of_instruction(
+    within: Computation, instruction: Instruction
+) -> tuple[Matmul, ...] | None:
+    """Returns the matmuls of an instruction that is no fusion; None if none are known."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return None
     shapes = [within[name].shapes for name in instruction.operands]
     target = instruction.target
     if instruction.opcode == "dot" or "__cublas" in target:
-        batch, contracting = (_dims(instruction, kind) for kind in ("batch", "contracting"))
+        batch, contracting = (_dot_dims(instruction, kind) for kind in ("batch", "contracting"))
         return (dot_matmul(shapes[0][0], shapes[1][0], batch, contracting),)
     if instruction.opcode == "convolution" or "__cudnn$conv" in target:
         # the window and labels are those of the forward pass
@@ -246,7 +248,7 @@ def _matmuls(within: Computation, instruction: Instruction) -> tuple[Matmul, ...
             left, out = out, left
         if "BackwardFilter" in target:
             right, out = out, right
-        return (_convolution(instruction, left, right, out),)
+        return (_convolution_matmul(instruction, left, right, out),)
     name = f"{target} {instruction.op_name} {instruction.name}"
     return attention_matmuls(name, [each[0] for each in shapes if each], instruction.attributes)
 
@@ -254,22 +256,25 @@ def _matmuls(within: Computation, instruction: Instruction) -> tuple[Matmul, ...
 def dot_matmul(
     left: Shape, right: Shape, batch_dims: Sequence[int], contracting: Sequence[int]
 ) -> Matmul:
-    """Returns the matmul of a dot; the dims are those of its left operand."""
+    """Returns the matmul of a dot; the batch and contracting dims are its left operand's."""
     batch = prod(left.dims[i] for i in batch_dims)
     k = prod(left.dims[i] for i in contracting)
     m = prod(left.dims) // max(1, batch * k)
     n = prod(right.dims) // max(1, batch * k)
-    return Matmul(batch, m, n, k, _wider(left, right))
+    return Matmul(batch, m, n, k, _wider_dtype(left, right))
 
 
-def _dims(instruction: Instruction, kind: str) -> list[int]:
-    """Returns the batch or contracting dims of a dot, or of a library call's configuration."""
+def _dot_dims(instruction: Instruction, kind: str) -> list[int]:
+    """Returns the dims of the left operand of a dot, or of a library's call, of one kind.
+
+    `kind`: "batch" or "contracting".
+    """
     pattern = rf'lhs_{kind}_dim(?:s=\{{|ensions":\s*\[)([^\]}}]*)'
     match = re.search(pattern, instruction.attributes)
     return [int(i) for i in re.findall(r"\d+", match[1])] if match else []
 
 
-def _convolution(instruction: Instruction, left: Shape, right: Shape, out: Shape) -> Matmul:
+def _convolution_matmul(instruction: Instruction, left: Shape, right: Shape, out: Shape) -> Matmul:
     """Returns the matmul that a convolution computes.
 
     XLA's TPU compiler writes matmuls as convolutions; batch dims and several heads become windows
@@ -279,13 +284,13 @@ def _convolution(instruction: Instruction, left: Shape, right: Shape, out: Shape
     k = right.dims[kernel.index("i")]
     n = right.dims[kernel.index("o")]
     m = left.dims[inputs.index("b")]
-    window = _window(instruction)
+    window = _window_settings(instruction)
     batch = 1
     for label in (letter for letter in kernel if letter.isdigit()):
         size = left.dims[inputs.index(label)]
         positions = out.dims[outputs.index(label)]
         settings = {key: values[int(label)] for key, values in window.items()}
-        taps = _taps(size, positions, settings)
+        taps = _count_taps(size, positions, settings)
         if taps <= positions and int(settings["size"]) > 1:
             batch *= taps  # each position meets one value: a batch dim
         else:  # a matmul of patches, their padding included, as it is computed
@@ -294,18 +299,21 @@ def _convolution(instruction: Instruction, left: Shape, right: Shape, out: Shape
     features = int(instruction.attribute("feature_group_count") or 1)
     batches = int(instruction.attribute("batch_group_count") or 1)
     groups = features * batches
-    return Matmul(batch * groups, m // batches, n // groups, k, _wider(left, right))
+    return Matmul(batch * groups, m // batches, n // groups, k, _wider_dtype(left, right))
 
 
-def _window(instruction: Instruction) -> dict[str, list[str]]:
+def _window_settings(instruction: Instruction) -> dict[str, list[str]]:
     """Returns the settings of a convolution's window, a value for each spatial dim."""
     parts = instruction.attribute("window").strip("{}").split()
     pairs = (part.split("=") for part in parts if not part.startswith("rhs_rev"))
     return {key: value.split("x") for key, value in pairs}
 
 
-def _taps(size: int, positions: int, window: Mapping[str, str]) -> int:
-    """Counts the input values that a spatial dim's window meets, over all output positions."""
+def _count_taps(size: int, positions: int, window: Mapping[str, str]) -> int:
+    """Returns how many input values the window of a spatial dim meets, over all positions.
+
+    `size`: of the input; `positions`: of the output; `window`: its settings in this dim.
+    """
     length, stride = int(window.get("size", 1)), int(window.get("stride", 1))
     padding = int(window.get("pad", "0_0").split("_")[0])
     base, step = int(window.get("lhs_dilate", 1)), int(window.get("rhs_dilate", 1))
@@ -314,5 +322,5 @@ def _taps(size: int, positions: int, window: Mapping[str, str]) -> int:
     return int(np.count_nonzero(inside))
 
 
-def _wider(left: Shape, right: Shape) -> str:
+def _wider_dtype(left: Shape, right: Shape) -> str:
     return max(left, right, key=lambda side: side.bits).dtype

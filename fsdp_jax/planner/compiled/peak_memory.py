@@ -111,29 +111,29 @@ class _BufferClassifier:
         }
         leaves = plan.layout.by_path.values()
         shapes = (shape for leaf in leaves for shape in gradient_shapes(leaf))
-        self._shapes = {_unordered(shape) for shape in shapes}
+        self._shapes = {_sorted_sizes(shape) for shape in shapes}
 
     def purpose(self, live: LiveBuffer) -> tuple[Kind, str, str]:
-        """Returns (kind, path, operation)."""
+        """Returns the kind, path and operation of a `Buffer` for a value that is live."""
         if live.parameter is not None and self._is_input(live):
-            leaf = self._leaf(self._inputs[live.parameter])
+            leaf = self._leaf_of_input(self._inputs[live.parameter])
             return (_leaf_kind(leaf), leaf.path, "") if leaf else ("other", "", "input")
-        ref = self._ref(live)
+        ref = self._find(live)
         if ref is None:
             return _kind_by_name(live.name), "", live.name
-        sources = list(self._walk(ref, self._sources))
+        sources = list(self._walk_copies(ref, self._sources_of))
         if sources[-1].instruction.opcode in ("broadcast", "constant"):
             sources = self._loop_results(ref)
-        operation = _operation(sources)
+        operation = _informative_operation(sources)
         module_path = operation.rpartition(SEPARATOR)[0]
         if not _FLOAT.match(live.array):
             return "other", module_path, operation
-        known = self._by_source(live, sources) or self._by_reduction(ref)
-        kind, path = known or (self._by_shape(live, sources), module_path)
+        known = self._classify_by_source(live, sources) or self._classify_by_reduction(ref)
+        kind, path = known or (self._classify_by_shape(live, sources), module_path)
         return kind, path, operation
 
-    def _ref(self, live: LiveBuffer) -> _ArrayRef | None:
-        """Returns where the text shows a value; None where it does not.
+    def _find(self, live: LiveBuffer) -> _ArrayRef | None:
+        """Returns where the program's text shows a value; None where it does not.
 
         The text of an asynchronous fusion shows the computation that it runs and not its name:
         `wrapped_slice.2` is the result of what calls `wrapped_slice_computation.2`.
@@ -147,44 +147,49 @@ class _BufferClassifier:
         return caller._replace(element=(1, *live.element))
 
     def _is_input(self, live: LiveBuffer) -> bool:
-        """Returns whether what is in an input's memory may be the input, or its update in place."""
+        """Returns whether a value in an input's memory may be the input, or its update in place."""
         number = live.parameter
         return number in self._inputs and _is_alike(live.array, self._inputs[number].type)
 
-    def _by_source(self, live: LiveBuffer, sources: Sequence[_ArrayRef]) -> tuple[Kind, str] | None:
-        """Classifies an array by what it is a copy of: a parameter, or a reduced gradient."""
+    def _classify_by_source(
+        self, live: LiveBuffer, sources: Sequence[_ArrayRef]
+    ) -> tuple[Kind, str] | None:
+        """Returns (kind, path) of an array by what it is a copy of; None if that tells nothing.
+
+        `sources`: the arrays that it is a copy of: of the state, or in the scope of a collective.
+        """
         for ref in sources:
-            if leaf := self._leaf(ref.instruction):
+            if leaf := self._leaf_of_input(ref.instruction):
                 kind = _leaf_kind(leaf)
                 moved = self._moved.get(ref.instruction.op_name)
                 if kind == "params" and not (moved and _is_alike(live.array, moved.type)):
                     kind = "gathered"
                 return kind, leaf.path
-            if scope := _scope(ref):
+            if scope := _scope_kind(ref):
                 return scope
         return None
 
     def _loop_results(self, zeros: _ArrayRef) -> list[_ArrayRef]:
-        """Returns what a loop writes into an array that starts as zeros; else the array itself."""
-        for ref in self._walk(zeros, self._uses):
+        """Returns what a loop writes into an array of zeros, and its sources; else the array."""
+        for ref in self._walk_copies(zeros, self._uses_of):
             for user in ref.within.users.get(ref.name, []):
                 if user.opcode == "while" and ref.element:
                     result = _ArrayRef(ref.within, user.name, ref.element)
-                    return list(self._walk(result, self._sources))
+                    return list(self._walk_copies(result, self._sources_of))
         return [zeros]
 
-    def _by_reduction(self, start: _ArrayRef) -> tuple[Kind, str] | None:
-        """Classifies an array by its uses: what is reduced next is a gradient."""
-        for ref in self._walk(start, self._uses):
-            scope = _scope(ref)
+    def _classify_by_reduction(self, start: _ArrayRef) -> tuple[Kind, str] | None:
+        """Returns ("gradients", path) if an array is reduced next; None if it is not."""
+        for ref in self._walk_copies(start, self._uses_of):
+            scope = _scope_kind(ref)
             if scope and scope[0] == "gradients":
                 return scope
             if ref.instruction.opcode in _REDUCTIONS:
                 return "gradients", ""
         return None
 
-    def _by_shape(self, live: LiveBuffer, sources: Sequence[_ArrayRef]) -> Kind:
-        """Classifies an array by its shape.
+    def _classify_by_shape(self, live: LiveBuffer, sources: Sequence[_ArrayRef]) -> Kind:
+        """Returns the kind of an array by its shape: gradients if a parameter has it.
 
         There is no scope around the optimizer, around the sum of gradients over microbatches, and
         around gradients reduced after the last of them or by XLA.
@@ -193,17 +198,20 @@ class _BufferClassifier:
         name = next((name for name in names if name), "")
         backward = "transpose(" in name and (self._plan.deferred or not self._plan.local_batch)
         (array,) = shapes_of(live.array)
-        if (backward or "jvp(" not in name) and _unordered(array.dims) in self._shapes:
+        if (backward or "jvp(" not in name) and _sorted_sizes(array.dims) in self._shapes:
             return "gradients"
         return "activations"
 
-    def _leaf(self, instruction: Instruction) -> Leaf | None:
+    def _leaf_of_input(self, instruction: Instruction) -> Leaf | None:
         return self._leaves.get(instruction.op_name.replace("\\'", "'"))
 
-    def _walk(
+    def _walk_copies(
         self, start: _ArrayRef, neighbours: Callable[[_ArrayRef], list[_ArrayRef]]
     ) -> Iterator[_ArrayRef]:
-        """Yields arrays breadth first, through instructions that only move an array."""
+        """Yields `start` and the arrays that `neighbours` leads to, breadth first, each once.
+
+        `neighbours`: `_sources_of` or `_uses_of`, which follow instructions that only move arrays.
+        """
         seen = {start[1:]}
         queue = deque([start])
         while queue:
@@ -214,8 +222,8 @@ class _BufferClassifier:
                 queue += new
             seen |= {each[1:] for each in new}
 
-    def _sources(self, ref: _ArrayRef) -> list[_ArrayRef]:
-        """Returns the arrays that an array is a copy of."""
+    def _sources_of(self, ref: _ArrayRef) -> list[_ArrayRef]:
+        """Returns the arrays that an array is directly a copy of."""
         within, instruction, element = ref.within, ref.instruction, ref.element
         operands = instruction.operands
         match instruction.opcode:
@@ -255,18 +263,20 @@ class _BufferClassifier:
                 return [_ArrayRef(within, operands[0], (1, *element))]
         return []
 
-    def _uses(self, ref: _ArrayRef) -> list[_ArrayRef]:
-        """Returns the arrays that are copies of an array."""
+    def _uses_of(self, ref: _ArrayRef) -> list[_ArrayRef]:
+        """Returns the arrays that are directly copies of an array."""
         within, name, element = ref
-        copies = [each for user in within.users.get(name, []) for each in self._copies(ref, user)]
+        copies = [
+            each for user in within.users.get(name, []) for each in self._copies_by_user(ref, user)
+        ]
         if ref.instruction.opcode == "while":  # the next trip
-            copies += self._copies(ref, ref.instruction)
+            copies += self._copies_by_user(ref, ref.instruction)
         caller = self._callers.get(within.name)
         if caller and within.root.name == name:
             copies.append(caller._replace(element=element))
         return copies
 
-    def _copies(self, ref: _ArrayRef, user: Instruction) -> list[_ArrayRef]:
+    def _copies_by_user(self, ref: _ArrayRef, user: Instruction) -> list[_ArrayRef]:
         """Returns the arrays that `user` makes as copies of an array."""
         within, name, element = ref
         match user.opcode:
@@ -297,7 +307,7 @@ class _BufferClassifier:
 
 
 def _kind_by_name(name: str) -> Kind:
-    """Classifies a value that the text does not show.
+    """Returns the kind of a value that the program's text does not show, by its name.
 
     Newer releases name collectives by the instruction inside their `-start`.
     """
@@ -324,18 +334,21 @@ def gradient_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
 
 
 def _is_alike(array: str, other: str) -> bool:
-    """Returns whether two types are one but for the dims: XLA reshapes as it likes."""
+    """Returns whether two types have the same dtypes and numbers of elements.
+
+    XLA reshapes as it likes.
+    """
     one, two = ([(each.dtype, prod(each.dims)) for each in shapes_of(a)] for a in (array, other))
     return one == two
 
 
-def _unordered(dims: Sequence[int]) -> tuple[int, ...]:
-    """Returns sizes but 1, sorted: XLA transposes as it likes."""
+def _sorted_sizes(dims: Sequence[int]) -> tuple[int, ...]:
+    """Returns the dims but those of 1, sorted, to compare shapes: XLA transposes as it likes."""
     return tuple(sorted(size for size in dims if size != 1))
 
 
-def _scope(ref: _ArrayRef) -> tuple[Kind, str] | None:
-    """Returns the kind and path that an `fsdp.gather[...]` or `fsdp.reduce[...]` scope tells."""
+def _scope_kind(ref: _ArrayRef) -> tuple[Kind, str] | None:
+    """Returns (kind, path) by an array's `fsdp.gather[...]` or `fsdp.reduce[...]` scope, if any."""
     name = ref.instruction.op_name
     gather, reduce = name.rfind("fsdp.gather["), name.rfind("fsdp.reduce[")
     if max(gather, reduce) < 0:
@@ -346,8 +359,11 @@ def _scope(ref: _ArrayRef) -> tuple[Kind, str] | None:
     return ("gathered" if gather > reduce else "gradients"), path
 
 
-def _operation(sources: Sequence[_ArrayRef]) -> str:
-    """Returns the first name that tells more than that something was stacked."""
+def _informative_operation(sources: Sequence[_ArrayRef]) -> str:
+    """Returns the traced operation that made an array, from the names of its sources.
+
+    That is the first name that tells more than that something was stacked; "" if there is none.
+    """
     names = [name for ref in sources if (name := strip_tracing(ref.instruction.op_name))]
     informative = [
         name

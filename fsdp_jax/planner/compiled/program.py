@@ -64,18 +64,18 @@ def compile_step(
     for another reason than memory.
     """
     lowered = step.lower(batch)
-    check_dtypes(step.plan, topology)
+    check_bfloat16(step.plan, topology)
     if cache is None:
-        return _compile(lowered, step.plan)
+        return _compile_timed(lowered, step.plan)
     path = cache / f"{_cache_key(lowered, step.plan, topology)}.json.gz"
     program = _read_cached(path)
     if program is None:
-        program = _compile(lowered, step.plan)
+        program = _compile_timed(lowered, step.plan)
         _write_cached(path, program)
     return program
 
 
-def check_dtypes(plan: StepPlan, topology: Topology) -> None:
+def check_bfloat16(plan: StepPlan, topology: Topology) -> None:
     """Raises ConfigError where the chip has no bfloat16: XLA would fail with an internal error."""
     chip = topology.hardware
     lacks = chip.platform == "cuda" and "bfloat16" not in chip.peak_flops
@@ -90,8 +90,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_jax" / "plans"
 
 
-def _compile(lowered: Any, plan: StepPlan) -> CompiledProgram:
-    """Returns a timed compilation; of a program too large for the device, the bytes refused."""
+def _compile_timed(lowered: Any, plan: StepPlan) -> CompiledProgram:
+    """Compiles and takes the time; of a program too large for the device, returns what it needs."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, without_compilation_cache():
         try:

@@ -75,19 +75,23 @@ class ScheduleSimulator:
         for each in collectives:
             self.started[each.within, each.begins].setdefault((each.name, each.dtype), each)
         self.loops: dict[str, tuple[int, SimulatedTime]] = {}
-        self.simulate = cache(self._simulate)
+        self.simulate = cache(self._simulate_computation)
 
-    def step(self) -> SimulatedTime:
-        """Simulates the program, from its entry."""
+    def simulate_step(self) -> SimulatedTime:
+        """Returns the time and traffic of one step: the program, simulated from its entry."""
         return self.simulate(self.module.entry, ())
 
-    def layer(self) -> SimulatedTime:
-        """Returns the body of the loop that takes longest in total; the step if nothing loops."""
-        step = self.step()
+    def simulate_layer(self) -> SimulatedTime:
+        """Returns the time and traffic of a layer: of one trip of the longest loop in total.
+
+        It is that of the step if nothing loops.
+        """
+        step = self.simulate_step()
         loops = [(trips * body.seconds, body) for trips, body in self.loops.values() if trips > 1]
         return max(loops, key=lambda loop: loop[0])[1] if loops else step
 
-    def _simulate(self, name: str, known: tuple[tuple[int, int], ...]) -> SimulatedTime:
+    def _simulate_computation(self, name: str, known: tuple[tuple[int, int], ...]) -> SimulatedTime:
+        """Simulates a computation; `known`: (position, value) of scalars of its argument."""
         run = _ComputationRun(self, self.module[name], dict(known))
         for instruction in run.within.instructions:
             run.execute(instruction)
@@ -132,16 +136,16 @@ class _ComputationRun:
         """Advances the clock by one instruction."""
         key = (self.within.name, instruction.name)
         for collective in self.simulator.started.get(key, {}).values():
-            self._start(collective)
+            self._start_collective(collective)
         if instruction.opcode == "while":
-            self._loop(instruction)
+            self._execute_loop(instruction)
         elif instruction.opcode in ("conditional", "call"):
-            self._call(instruction)
+            self._execute_call(instruction)
         else:
-            self._compute(instruction, self.simulator.costs.cost(self.within, instruction))
-        self._wait(instruction.name)
+            self._execute_kernel(instruction, self.simulator.costs.cost(self.within, instruction))
+        self._wait_at(instruction.name)
 
-    def _start(self, collective: Collective) -> None:
+    def _start_collective(self, collective: Collective) -> None:
         """Starts a collective on the link; the instruction that ends it will wait for it."""
         sent = collective.bytes // max(collective.count, 1)
         seconds = self.simulator.network.seconds(collective.op, sent, collective.axis)
@@ -151,90 +155,102 @@ class _ComputationRun:
         self.total.events.append(Event(LINK, start, end, f"{collective.op} {paths}"))
 
     def _occupy(self, lane: str, seconds: float, waits: str, sent: int = 0) -> tuple[float, float]:
-        """Uses a lane as soon as it is free; returns (start, end), for which `waits` waits."""
+        """Uses a lane as soon as it is free; returns (start, end) in seconds.
+
+        `waits`: the instruction that waits for the end; `sent`: bytes of a collective.
+        """
         start = max(self.total.seconds, self.free[lane])
         self.free[lane] = end = start + seconds
         self.pending.setdefault(waits, []).append(_Pending(lane, end, seconds, sent))
         return start, end
 
-    def _waiter(self, instruction: Instruction) -> str:
-        """Returns the instruction that waits for what an instruction starts, by default itself."""
+    def _waiter_of(self, instruction: Instruction) -> str:
+        """Returns the name of what waits for what an instruction starts: its `-done`, or itself."""
         return (self.within.done_of(instruction) or instruction).name
 
-    def _wait(self, name: str) -> None:
-        """Advances the clock until all is done that this instruction waits for."""
+    def _wait_at(self, name: str) -> None:
+        """Advances the clock until all is done that the named instruction waits for."""
         for lane, ready, seconds, sent in self.pending.pop(name, ()):
             late = max(0.0, ready - self.total.seconds)
-            self._add(_WAITS[lane], late)
+            self._add_to_total(_WAITS[lane], late)
             if sent and seconds:
                 self.total.exposed_bytes += sent * min(1.0, late / seconds)
             self.total.seconds += late
 
-    def _transfer(self, instruction: Instruction, from_host: int, to_host: int) -> None:
+    def _start_host_transfers(self, instruction: Instruction, from_host: int, to_host: int) -> None:
         """Starts transfers of so many bytes from and to the host."""
-        waits = self._waiter(instruction)
+        waits = self._waiter_of(instruction)
         for lane, size in ((FROM_HOST, from_host), (TO_HOST, to_host)):
             if not size:
                 continue
             seconds = size / self.simulator.roofline.host_rate
             start, end = self._occupy(lane, seconds, waits)
             self.total.host += seconds
-            self._add("from_host" if lane == FROM_HOST else "to_host", size)
+            self._add_to_total("from_host" if lane == FROM_HOST else "to_host", size)
             self.total.events.append(Event(lane, start, end, _label(instruction)))
 
-    def _compute(self, instruction: Instruction, cost: InstructionCost) -> None:
-        """Advances the clock by the longer of matmuls and memory traffic, and by a launch."""
+    def _execute_kernel(self, instruction: Instruction, cost: InstructionCost) -> None:
+        """Advances the clock by the longer of matmuls and memory traffic, and by a kernel's launch.
+
+        A copy that is started takes its own lane instead; transfers with the host start here too.
+        """
         total, roofline = self.total, self.simulator.roofline
         if cost.unknown:
             total.unknown.add(cost.unknown)
         # what reads host memory itself starts the transfer, and waits for what it does not hide
-        self._transfer(instruction, cost.from_host, cost.to_host)
+        self._start_host_transfers(instruction, cost.from_host, cost.to_host)
         if not cost.bytes and not cost.matmuls:
             return
         if instruction.opcode.endswith("-start"):  # a copy, as a TPU uses to prefetch
-            self._occupy(COPY, cost.bytes / roofline.memory_rate, self._waiter(instruction))
+            self._occupy(COPY, cost.bytes / roofline.memory_rate, self._waiter_of(instruction))
             total.traffic += cost.bytes
             return
         compute = sum(roofline.seconds(matmul) for matmul in cost.matmuls)
         memory = cost.bytes / roofline.memory_rate
         seconds = max(compute, memory) + roofline.efficiency.launch
-        self._add("compute" if compute >= memory else "memory", seconds)
+        self._add_to_total("compute" if compute >= memory else "memory", seconds)
         self._advance(seconds, _label(instruction))
         total.traffic += cost.bytes
         for matmul in cost.matmuls:
             total.matmuls[matmul] += matmul.times
 
-    def _add(self, name: str, amount: float) -> None:
+    def _add_to_total(self, name: str, amount: float) -> None:
+        """Adds to a field of `total`."""
         setattr(self.total, name, getattr(self.total, name) + amount)
 
     def _advance(self, seconds: float, label: str) -> None:
+        """Advances the clock by an event in the compute lane."""
         start = self.total.seconds
         self.total.seconds += seconds
         self.total.events.append(Event(COMPUTE, start, self.total.seconds, label))
 
-    def _loop(self, one: Instruction) -> None:
-        """Adds the time of a loop: its body is simulated once; unknown trips count as one."""
+    def _execute_loop(self, instruction: Instruction) -> None:
+        """Advances the clock by a loop; its body is simulated once, unknown trips count as one."""
         loops = self.simulator.loops
-        loop = self.simulator.module.read_loop(self.within, one, self.known)
+        loop = self.simulator.module.read_loop(self.within, instruction, self.known)
         trips = 1 if loop.trips is None else loop.trips
         name = loop.body.name
         result = self.simulator.simulate(name, tuple(loop.constants.items()))
         trips_before, _ = loops.get(name, (0, result))
         loops[name] = (trips_before + trips, result)
-        self._run(result, trips, f"{trips} x {strip_tracing(one.op_name) or name}")
+        self._execute_simulated(
+            result, trips, f"{trips} x {strip_tracing(instruction.op_name) or name}"
+        )
 
-    def _call(self, call: Instruction) -> None:
-        """Adds the simulated time of what is called; of a conditional, its longest branch."""
+    def _execute_call(self, call: Instruction) -> None:
+        """Advances the clock by what is called; of a conditional, by its longest branch."""
         branches = [self.simulator.simulate(name, ()) for name in call.calls]
         if branches:
-            self._run(max(branches, key=lambda branch: branch.seconds), 1, _label(call))
+            self._execute_simulated(
+                max(branches, key=lambda branch: branch.seconds), 1, _label(call)
+            )
 
-    def _run(self, result: SimulatedTime, times: int, label: str) -> None:
-        """Runs a computation `times` times here."""
+    def _execute_simulated(self, result: SimulatedTime, times: int, label: str) -> None:
+        """Advances the clock by `times` runs of a computation that has been simulated."""
         link_seconds = times * result.collective
         self._delay_pending(link_seconds, times * result.seconds - link_seconds)
         for name in _TOTALS:
-            self._add(name, times * getattr(result, name))
+            self._add_to_total(name, times * getattr(result, name))
         self._advance(times * result.seconds, label)
         self.total.unknown |= result.unknown
         for matmul, count in result.matmuls.items():
@@ -243,7 +259,8 @@ class _ComputationRun:
     def _delay_pending(self, link_seconds: float, free_seconds: float) -> None:
         """Delays collectives in flight by those of the computation that is called now.
 
-        It leaves the link free for `free_seconds`, before which they may end.
+        `link_seconds`: that it uses the link; `free_seconds`: that it leaves the link free, within
+        which they may end.
         """
         free_until = self.total.seconds + free_seconds
         for name, transfers in self.pending.items():

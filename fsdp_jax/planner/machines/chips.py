@@ -17,7 +17,7 @@ _ADA = 8.9  # the first compute capability with float8, NVIDIA Ada GPU Architect
 _IRONWOOD = "TPU7"  # 4614 TFLOP/s in float8, 2307 in bfloat16, Cloud TPU documentation, TPU7x
 
 
-def _read_table() -> Mapping[str, Hardware]:
+def _read_chips() -> Mapping[str, Hardware]:
     """Returns the chips of `chips.toml`, by name."""
     file = resources.files("fsdp_jax.planner.machines").joinpath("chips.toml")
     chips: dict[str, Hardware] = {}
@@ -37,7 +37,7 @@ def _read_table() -> Mapping[str, Hardware]:
     return MappingProxyType(chips)
 
 
-HARDWARE = _read_table()  # every chip by its name in a topology
+HARDWARE = _read_chips()  # every chip by its name in a topology
 
 
 def hardware_of(device_kind: str) -> Hardware | None:

@@ -33,7 +33,7 @@ class DeviceGroup:
 
 
 class Network:
-    """The links between the devices of a mesh."""
+    """The links between the devices of a mesh, and how long collectives take over them."""
 
     def __init__(self, mesh: Mesh, chip: Hardware) -> None:
         assert chip.efficiency is not None
@@ -42,13 +42,13 @@ class Network:
         self.mesh = mesh
         self.chip = chip
         self.efficiency = chip.efficiency
-        self.group = cache(self._group)
+        self.devices_along = cache(self._devices_along)
         self._link_rate = chip.link_bandwidth * chip.efficiency.link
         self._axis_rate = (chip.axis_bandwidth or 0.0) * chip.efficiency.link
         self._port_rate = chip.network_bandwidth * chip.efficiency.network
 
-    def _group(self, axes: str) -> DeviceGroup:
-        """Returns the devices along mesh axes joined by "+", as in `Collective`; all if unknown."""
+    def _devices_along(self, axes: str) -> DeviceGroup:
+        """Returns the group along mesh axes joined by "+", as in `Collective`; all if unknown."""
         names = [axis for axis in axes.split("+") if axis in self.mesh.axis_names]
         index = tuple(
             slice(None) if not names or axis in names else 0 for axis in self.mesh.axis_names
@@ -71,24 +71,27 @@ class Network:
 
         `op` and `axes` are as in `Collective`.
         """
-        group = self.group(axes)
+        group = self.devices_along(axes)
         if group.size < 2 or not sent:
             return 0.0
         return min(
-            self._seconds(op, sent, group, protocol) for protocol in self.efficiency.protocols
+            self._seconds_by_protocol(op, sent, group, protocol)
+            for protocol in self.efficiency.protocols
         )
 
-    def _seconds(self, op: str, sent: int, group: DeviceGroup, protocol: Protocol) -> float:
+    def _seconds_by_protocol(
+        self, op: str, sent: int, group: DeviceGroup, protocol: Protocol
+    ) -> float:
         """Returns the seconds with one protocol: the latency of its steps, and bytes over rate."""
         if op == "permute":  # to a neighbour, along one dim
             step = protocol.link if group.hosts == 1 else protocol.network
             dims = group.dims and (max(group.dims, key=lambda dim: dim[1]),)
-            rate = self._rate(replace(group, dims=dims), ports=1)
+            rate = self._ring_rate(replace(group, dims=dims), ports=1)
             return protocol.base + step + sent / (rate * protocol.share)
         latency = protocol.base + _ring_latency(group, op, protocol)
         if op == "all-to-all":
             return latency + self._all_to_all_seconds(sent, group) / protocol.share
-        rate = self._rate(group, ports=group.local) * protocol.share
+        rate = self._ring_rate(group, ports=group.local) * protocol.share
         ring = latency + sent / rate
         if op != "all-reduce" or group.dims:
             return ring
@@ -114,7 +117,7 @@ class Network:
             return local_s
         return max(local_s, sent * remote / self._port_rate)
 
-    def _rate(self, group: DeviceGroup, ports: int) -> float:
+    def _ring_rate(self, group: DeviceGroup, ports: int) -> float:
         """Returns bytes/s of the ring's slowest link; it uses `ports` network ports per host."""
         links = self._group_link_rate(group)
         if group.hosts == 1:
@@ -131,7 +134,7 @@ class Network:
 
 
 def _extents(devices: Iterable[jax.Device]) -> list[int]:
-    """Returns how many coordinates the devices have along each torus dim."""
+    """Returns how many different coordinates the devices have along each torus dim."""
     coordinates = zip(*(device.coords for device in devices), strict=True)
     return [len(set(along)) for along in coordinates]
 

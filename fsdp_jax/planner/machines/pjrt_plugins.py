@@ -68,8 +68,8 @@ def choose_platforms() -> None:
 
 
 @contextmanager
-def as_compiler() -> Iterator[None]:
-    """Loads libtpu as a compiler only, unless this process drives its own TPUs.
+def libtpu_as_compiler() -> Iterator[None]:
+    """Lets libtpu load as a compiler only in the block, unless this process drives its own TPUs.
 
     The environment is restored on exit: a process started from this one may well drive TPUs.
     """

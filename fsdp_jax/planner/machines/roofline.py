@@ -58,10 +58,10 @@ class Roofline:
         peak = next(peaks[each] for each in (dtype, *wider) if each in peaks)
         if matmul.fused:
             return peak * self.efficiency.attention
-        return peak * self.efficiency.matmul * self.share(matmul)
+        return peak * self.efficiency.matmul * self.utilization(matmul)
 
-    def share(self, matmul: Matmul) -> float:
-        """Returns the fraction left of the rate by tile edges, idle cores and a short k."""
+    def utilization(self, matmul: Matmul) -> float:
+        """Returns the fraction of the rate that tile edges, idle cores and a short k leave."""
         efficiency = self.efficiency
         utilization = max(
             share * _utilization(matmul, m, n, efficiency.cores) for m, n, share in efficiency.tiles
@@ -70,7 +70,10 @@ class Roofline:
 
 
 def _utilization(matmul: Matmul, m: int, n: int, cores: int) -> float:
-    """Returns the fraction of all tile elements, over all cores and waves, that hold values."""
+    """Returns the fraction of all tile elements, over all cores and waves, that hold values.
+
+    `m`, `n`: sizes of a tile; `cores`: how many tiles run at once.
+    """
     tiles = matmul.batch * ceil(matmul.m / m) * ceil(matmul.n / n)
     waves = ceil(tiles / cores)
     return matmul.batch * matmul.m * matmul.n / (waves * cores * m * n)

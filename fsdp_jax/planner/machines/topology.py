@@ -14,9 +14,9 @@ from fsdp_jax.planner.machines.chips import HARDWARE
 from fsdp_jax.planner.machines.hardware import Hardware, target_config
 from fsdp_jax.planner.machines.pjrt_plugins import (
     EXTRAS,
-    as_compiler,
     choose_platforms,
     installed_plugins,
+    libtpu_as_compiler,
 )
 
 EXAMPLES = "cpu:8, h100:8, h100:64x8 (hosts x GPUs), v5p:2x2x2, v5e:16x16, v5e:16x16*2 (two slices)"
@@ -76,7 +76,7 @@ class Topology:
         if platform not in installed_plugins():
             need = f"{self.name} needs {compiler} (Linux on x86-64)"
             raise ConfigError(message(f"{need}: pip install 'fsdp_jax[{EXTRAS[platform]}]'"))
-        with as_compiler():
+        with libtpu_as_compiler():
             try:
                 description = topologies.get_topology_desc(
                     platform=platform, **self.plugin_options()
@@ -101,7 +101,7 @@ class Topology:
         return devices[: self.size]
 
     def plugin_options(self) -> dict[str, Any]:
-        """Returns what the compiler's plugin needs to know about the machine."""
+        """Returns the options by which the compiler's plugin makes devices of the machine."""
         shape = "x".join(map(str, self.shape))
         if self.hardware.platform == "cuda":  # slices x hosts x devices
             return {
@@ -148,7 +148,10 @@ def parse_topology(name: str) -> Topology:
 
 
 def check_not_virtual(chip: Hardware, name: str) -> None:
-    """Raises ConfigError for virtual CPU devices: they have nothing to plan with."""
+    """Raises ConfigError for virtual CPU devices, which cannot be planned for.
+
+    `name`: as the user gave it.
+    """
     if chip.platform == "cpu":
         what = "virtual CPU devices have no memory or speed of their own"
         raise _topology_error(what, got=name, fix="h100:8, v5e:16x16, or another chip")
@@ -158,7 +161,7 @@ def _topology_error(what: str, **fields: Any) -> ConfigError:
     return ConfigError(message(what, where="topology", **fields))
 
 
-def machines(chip: Hardware) -> Iterator[Topology]:
+def topologies_by_size(chip: Hardware) -> Iterator[Topology]:
     """Yields machines of a chip by size: powers of two; of TPUs, the torus closest to a cube."""
     if chip.platform == "cuda":
         for size in (2**power for power in range(13)):

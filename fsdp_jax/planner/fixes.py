@@ -1,0 +1,116 @@
+"""Changes of a step's settings that lower its peak memory, with what they save and cost."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import jax
+
+from fsdp_jax.errors import human_bytes
+from fsdp_jax.planner.machines.fake_devices import fake_devices
+from fsdp_jax.planner.machines.topology import Topology, topologies_by_size
+from fsdp_jax.planner.make_plan import Work, analytic_plan
+from fsdp_jax.planner.plan import Fix, Plan
+from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings
+
+LOSS_CHUNK = 16384  # the vocabulary chunk size that a plan proposes
+OFFLOAD_COSTS = "transfers to the host and back every step"
+
+
+def propose_fixes(
+    plan: Plan, settings: StepSettings, make_step: MakeStep, topology: Topology, work: Work
+) -> tuple[Fix, ...]:
+    """Returns changes that lower the peak of a plan, the one of the lowest peak first.
+
+    Savings are differences of analytic plans; where there is none, of bytes at the peak.
+    """
+    try:
+        step, batch = make_step(settings, fake_devices(topology))
+        before = analytic_plan(step, batch, topology, work)
+    except ValueError:  # such as a step of sharding annotations
+        return tuple(_offload_fixes_by_arithmetic(plan))
+    results: list[Fix] = []
+
+    def try_change(change: str, changed: StepSettings, costs: str, where: Topology) -> None:
+        """Adds a change to `results` if a step can be made with it and its peak is lower."""
+        try:
+            after = analytic_plan(*make_step(changed, fake_devices(where)), where, work)
+        # such as a batch that cannot be split evenly, or an optimizer that cannot be sharded
+        except ValueError:
+            return
+        peak, saves = after.peak_bytes, before.peak_bytes - after.peak_bytes
+        if saves > 0:
+            seconds = after.time.step_s if after.time else None
+            fits = peak <= plan.usable_bytes
+            results.append(Fix(change, saves, peak, fits, costs, step_s=seconds))
+
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    microbatch = rows // (topology.size * settings.accumulation)
+    for leaner, costs in _leaner_settings(settings, microbatch, work.vocab):
+        try_change(" ".join(leaner.flags(since=settings)), leaner, costs, topology)
+    # a larger machine shares out the state, and the batch
+    larger = (one for one in topologies_by_size(topology.hardware) if one.size >= 2 * topology.size)
+    machine = next((one for one in larger if rows % one.size == 0), None)
+    if machine is not None:
+        change = f"more devices: --topology {machine.name}"
+        try_change(change, settings, f"{machine.size} devices", machine)
+    return tuple(sorted(results, key=lambda fix: fix.peak_bytes))
+
+
+def describe_best_fix(fixes: Sequence[Fix], free_bytes: int) -> str:
+    """Returns a text on the fix that frees so many bytes with the shortest step.
+
+    Where none frees as much, it is the one that frees most; "" without fixes.
+    """
+    if not fixes:
+        return ""
+    most = min(fixes, key=lambda fix: fix.peak_bytes)
+    enough = [fix for fix in fixes if fix.saves_bytes >= free_bytes] or [most]
+    best = min(enough, key=lambda fix: (fix.step_s or 0.0, fix.peak_bytes))
+    return f"{best.change}, which frees {human_bytes(best.saves_bytes)}"
+
+
+def _leaner_settings(
+    settings: StepSettings, microbatch: int, vocab: int | None
+) -> Iterator[tuple[StepSettings, str]]:
+    """Yields (settings, cost) that use less memory: one change each, and last several together.
+
+    `microbatch`: rows of one device; `vocab`: size of the vocabulary; None for none.
+    """
+    sharded = replace(settings, strategy="full_shard", replica=1)
+    accumulations = [settings.accumulation * k for k in (2, 4, 8, 16) if microbatch % k == 0]
+    leaner_remats = REMATS[: REMATS.index(settings.remat)] if settings.remat in REMATS else ()
+    for remat in leaner_remats:
+        cost = "what is cheap to recompute runs twice"
+        if remat == "full":
+            cost = "the forward pass of each unit runs twice: about a third more FLOPs"
+        yield replace(settings, remat=remat), cost
+    if not (settings.offload.state or settings.offload.activations):
+        for offload in OFFLOADS[1:]:
+            yield replace(settings, offload=offload), OFFLOAD_COSTS
+    for accumulation in accumulations:
+        cost = "gathers are sent again for each microbatch"
+        yield replace(settings, accumulation=accumulation), cost
+    if settings.strategy != "full_shard":
+        yield sharded, "parameters are gathered in forward and in backward"
+    if settings.prefetch != "none":
+        yield replace(settings, prefetch="none"), "the next unit's gather is exposed"
+    if vocab and vocab > LOSS_CHUNK:
+        cost = "logits are recomputed in the backward pass"
+        yield replace(settings, loss_chunk=LOSS_CHUNK), cost
+    accumulation = accumulations[0] if accumulations else settings.accumulation
+    combined = replace(sharded, remat="full", accumulation=accumulation)
+    if len(combined.flags(since=settings)) > 1:
+        yield combined, "those of its parts"
+
+
+def _offload_fixes_by_arithmetic(plan: Plan) -> Iterator[Fix]:
+    """Yields offload as a fix of a step that cannot be estimated, by the plan's own breakdown.
+
+    What is staged on the device for the update is not counted.
+    """
+    changes = {"optimizer": "--offload.optimizer 1", "params": "--offload.params True"}
+    for part, change in changes.items():
+        saves = plan.breakdown[part]
+        peak = plan.peak_bytes - saves
+        if saves > 0:
+            yield Fix(change, saves, peak, peak <= plan.usable_bytes, OFFLOAD_COSTS)
