@@ -52,7 +52,7 @@ def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Toleranc
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the step. `rows`: of the global batch."""
+    """One way to run the step; `rows`: of the global batch; `one_row`: it has one a device."""
 
     strategy: str
     accumulation: int

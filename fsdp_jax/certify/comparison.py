@@ -91,7 +91,7 @@ _Differences = dict[str, _Difference]  # by the column of the table
 
 @dataclass
 class Comparison:
-    """The control, and the sharded steps that are compared with it."""
+    """Compares sharded steps, setting after setting, with the control: a run on one device."""
 
     model: Any
     loss_fn: Callable[..., Any]

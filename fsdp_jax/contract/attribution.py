@@ -46,7 +46,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class Account:
-    """What is declared for one parameter in one role, and what is sent for it."""
+    """What is declared for one parameter or its gradient, as `role` says, and what is sent for it."""
 
     path: str
     role: Role
@@ -152,9 +152,8 @@ class Attribution:
     def _attribute_by_shape(self, sent: Sent) -> Sent | None:
         """Attributes an operand that names no parameter to those that lack it.
 
-        Returns what is left of it, None if nothing is.
-        An array of a parameter's shape is that parameter. Small arrays are sent together: their
-        bytes are shared out.
+        Returns what is left of it; None if nothing is. An array of a parameter's shape is that
+        parameter. Small arrays are sent together: their bytes are shared out.
         """
         roles = _ROLES.get(sent.op, _ANY_ROLE)
         named = sent.path.split("+")

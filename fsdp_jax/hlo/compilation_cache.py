@@ -25,7 +25,7 @@ def without_compilation_cache() -> Iterator[None]:
     with _lock:
         if _blocks == 0:
             _before = getattr(jax.config, SWITCH)
-            _enable_cache(False)
+            _set_cache_enabled(False)
         _blocks += 1
     try:
         yield
@@ -33,9 +33,9 @@ def without_compilation_cache() -> Iterator[None]:
         with _lock:
             _blocks -= 1
             if _blocks == 0:
-                _enable_cache(_before)
+                _set_cache_enabled(_before)
 
 
-def _enable_cache(enabled: bool) -> None:
+def _set_cache_enabled(enabled: bool) -> None:
     jax.config.update(SWITCH, enabled)
     compilation_cache.reset_cache()  # jax remembers whether the cache is enabled

@@ -310,7 +310,7 @@ def parse_program(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry = ""
     current: Computation | None = None
-    for line in _joined_lines(lines[1:]):
+    for line in _join_split_instructions(lines[1:]):
         if current is None:
             if header := _HEADER.match(line):
                 current = computations[header[2]] = Computation(header[2])
@@ -332,8 +332,11 @@ def parse_program(text: str) -> Module:
     return Module(computations, entry, int(partitions.group(1)) if partitions else 1)
 
 
-def _joined_lines(lines: Sequence[str]) -> Iterator[str]:
-    """Joins instructions whose metadata spans lines: `={` ends the first, `}` begins the last."""
+def _join_split_instructions(lines: Sequence[str]) -> Iterator[str]:
+    """Yields the lines, of an instruction whose metadata spans several, one.
+
+    There `={` ends the first line, and `}` begins the last.
+    """
     partial = ""
     for line in lines:
         if partial:

@@ -18,7 +18,7 @@ _NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Rematerialization:
-    """A resharding for which XLA found no way but to replicate the array."""
+    """XLA's involuntary full rematerialization: to reshard an array, it replicates all of it."""
 
     op_name: str  # of the traced operation, "" where the compiler kept none
     shape: str  # of the array on one device before, as XLA writes it: `f32[8,16]`

@@ -297,7 +297,7 @@ def _round_numbers(span: float) -> list[float]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns three digits with a unit, down to the time of a small kernel: `12.3 µs`."""
+    """Returns seconds as three digits with a unit, down to those of a small kernel: `12.3 µs`."""
     if not seconds:
         return "0"
     if seconds >= 1:

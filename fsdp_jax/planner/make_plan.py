@@ -89,19 +89,11 @@ def compiled_plan(
     sent = contract.collectives
     simulator = ScheduleSimulator(module, sent, plan.layout.mesh, topology.hardware)
     simulated = simulator.simulate_step()
-    time = Time(
-        simulated.compute,
-        simulated.memory,
-        simulated.collective,
-        simulated.exposed,
-        simulated.seconds,
-        simulated.host,
-        simulated.host_exposed,
-    )
+    time = _simulated_time(simulated)
     flops = sum(matmul.flops * count for matmul, count in simulated.matmuls.items())
     limit = scheduler_memory_limit(topology.hardware, module)
     cliff = memory_cliff(module, sent, memory.peak_bytes, limit)
-    notes = _notes(plan, topology, memory.peak_bytes, memory.host_bytes)
+    notes = _plan_notes(plan, topology, memory.peak_bytes, memory.host_bytes)
     notes += _program_notes(plan, contract, simulated, cliff)
     return Plan(
         **_layout_figures(plan, topology, work),
@@ -118,7 +110,7 @@ def compiled_plan(
         exposed_bytes=int(simulated.exposed_bytes),
         time=time,
         compile_s=program.seconds,
-        basis=_basis(compiled=FIGURES),
+        basis=_basis_by_figure(compiled=FIGURES),
         cliff=cliff,
         notes=notes,
         events=simulator.simulate_layer().events,
@@ -141,7 +133,7 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     host_bytes = plan.layout.per_device(host=True) + estimated.host_bytes
     flops = sum(matmul.flops * matmul.times for matmul in estimated.matmuls)
     exposed_share = time.exposed_s / traffic.seconds if traffic.seconds else 0
-    notes = _notes(plan, topology, estimated.peak_bytes, host_bytes)
+    notes = _plan_notes(plan, topology, estimated.peak_bytes, host_bytes)
     if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
         notes.append("no layers are stacked: this peak may be up to 30% too low; compile to know")
     return Plan(
@@ -157,7 +149,7 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
         wire_bytes_limit=traffic.bytes,
         exposed_bytes=int(traffic.bytes * exposed_share),
         time=time,
-        basis=_basis(analytic=FIGURES),
+        basis=_basis_by_figure(analytic=FIGURES),
         notes=notes,
     )
 
@@ -195,7 +187,7 @@ def _refused_plan(
         wire_bytes=limit,
         wire_bytes_limit=limit,
         compile_s=program.seconds,
-        basis=_basis(("peak_bytes",), ("host_bytes", "breakdown", "wire_bytes")),
+        basis=_basis_by_figure(("peak_bytes",), ("host_bytes", "breakdown", "wire_bytes")),
         notes=(note,),
     )
 
@@ -236,6 +228,19 @@ def _analytic_time(estimated: StepEstimate, traffic: TrafficEstimate, roofline: 
     return Time(compute, memory, traffic.seconds, exposed, step, host, host_exposed)
 
 
+def _simulated_time(simulated: SimulatedTime) -> Time:
+    """Returns the time of a step as the simulation of its program has it."""
+    return Time(
+        compute_s=simulated.compute,
+        memory_s=simulated.memory,
+        collective_s=simulated.collective,
+        exposed_s=simulated.exposed,
+        step_s=simulated.seconds,
+        host_s=simulated.host,
+        host_exposed_s=simulated.host_exposed,
+    )
+
+
 def _speeds(time: Time, flops: int, topology: Topology, work: Work) -> dict[str, Any]:
     """Returns field -> value of a plan for speed; `flops` are those of the program on a device."""
     chip, devices = topology.hardware, topology.size
@@ -247,7 +252,9 @@ def _speeds(time: Time, flops: int, topology: Topology, work: Work) -> dict[str,
     }
 
 
-def _basis(compiled: Sequence[str] = (), analytic: Sequence[str] = ()) -> dict[str, Basis]:
+def _basis_by_figure(
+    compiled: Sequence[str] = (), analytic: Sequence[str] = ()
+) -> dict[str, Basis]:
     """Returns the basis of each figure of a plan, from the names of those of each basis."""
     # steady-state memory and the limit are always arithmetic on the layout
     always = ("valley_bytes", "wire_bytes_limit")
@@ -255,7 +262,7 @@ def _basis(compiled: Sequence[str] = (), analytic: Sequence[str] = ()) -> dict[s
     return basis | dict.fromkeys((*analytic, *always), "analytic")
 
 
-def _notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) -> list[str]:
+def _plan_notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) -> list[str]:
     """Returns the notes of any plan: what a reader must know beside the figures.
 
     `peak`, `host_bytes`: of one device.

@@ -25,7 +25,7 @@ _NO_WORK = {"bitcast", "get-tuple-element", "tuple", "parameter", "constant"}
 
 @dataclass(frozen=True)
 class MemoryCliff:
-    """What XLA gave up for want of memory."""
+    """What XLA computes again or sends exposed for want of memory, and how much would avoid it."""
 
     rematerialized: int  # instructions that XLA added to compute a result again
     rematerialized_bytes: int  # of those results, each once; in a loop, of one trip
@@ -56,7 +56,7 @@ class MemoryCliff:
 def memory_cliff(
     module: Module, collectives: Iterable[Collective], peak_bytes: int, limit_bytes: int
 ) -> MemoryCliff | None:
-    """Returns what XLA gave up for want of memory; None if the program shows nothing.
+    """Returns what XLA computes again or sends exposed for want of memory; None for neither.
 
     `peak_bytes`: device memory that it needs; `limit_bytes`: from `scheduler_memory_limit`.
     """

@@ -138,7 +138,7 @@ class Search:
     progress: Progress
 
     def run(self, topology: Topology) -> SearchResult:
-        """Estimates all settings on a machine and compiles the fastest of those that fit.
+        """Returns the fastest settings on a machine: estimates all, compiles the fastest that fit.
 
         Raises ConfigError if the batch cannot be split evenly or no settings can be built, and
         FitError if nothing fits.

@@ -20,13 +20,13 @@ def matmuls_of(eqn: jex.JaxprEqn, fused: bool = False) -> Iterable[Matmul]:
     """
     if eqn.primitive.name == "dot_general":
         (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
-        left, right = _shapes(eqn)
+        left, right = _operand_shapes(eqn)
         yield replace(dot_matmul(left, right, batch, contracting), fused=fused)
         return
     is_kernel = eqn.primitive.name == "pallas_call"
     if is_kernel:
         # an attention kernel is counted as in compiled programs: data may end its loops early
-        attention = attention_matmuls(str(eqn.params.get("name", "")), _shapes(eqn))
+        attention = attention_matmuls(str(eqn.params.get("name", "")), _operand_shapes(eqn))
         if attention is not None:
             yield from attention
             return
@@ -39,6 +39,6 @@ def matmuls_of(eqn: jex.JaxprEqn, fused: bool = False) -> Iterable[Matmul]:
                     yield replace(matmul, times=matmul.times * trips)
 
 
-def _shapes(eqn: jex.JaxprEqn) -> list[Shape]:
+def _operand_shapes(eqn: jex.JaxprEqn) -> list[Shape]:
     avals: list[Any] = [var.aval for var in eqn.invars]
     return [Shape(aval.dtype.name, tuple(aval.shape)) for aval in avals]

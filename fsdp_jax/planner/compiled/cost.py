@@ -78,16 +78,16 @@ class CostModel:
         if matmuls is None and _KERNELS.search(target):
             unknown = instruction.op_name or instruction.name
         moved = sum(self._moved_bytes(within, instruction, self._is_on_device))
-        from_host, to_host = self._host_transfer(within, instruction)
+        from_host, to_host = self._host_transfer_bytes(within, instruction)
         return InstructionCost(matmuls or (), moved, unknown, from_host, to_host)
 
     def _cost_of_started(self, within: Computation, start: Instruction) -> InstructionCost:
-        """Returns the cost of what a `-start` starts: a transfer with the host, a copy or a slice."""
+        """Returns the cost of what `start` starts: a transfer with the host, a copy or a slice."""
         done = within.done_of(start) or start
         # `async-start` calls the computation that it runs, as a fusion does
         opcode = start.opcode.removesuffix("-start").replace("async", "fusion")
         synchronous = replace(start, opcode=opcode, type=done.type)
-        transfer = self._host_transfer(within, synchronous)
+        transfer = self._host_transfer_bytes(within, synchronous)
         moved = 0
         if opcode in ("copy", "slice") and not any(transfer):
             sides = start.shapes[:2]
@@ -95,8 +95,10 @@ class CostModel:
             moved = sum(size for side in sides if self._is_on_device(side))
         return InstructionCost((), moved, "", *transfer)
 
-    def _host_transfer(self, within: Computation, instruction: Instruction) -> tuple[int, int]:
-        """Returns the bytes that an instruction reads from and writes to host memory."""
+    def _host_transfer_bytes(
+        self, within: Computation, instruction: Instruction
+    ) -> tuple[int, int]:
+        """Returns (bytes read, bytes written) by an instruction in host memory."""
         touched = [instruction, *(within[name] for name in instruction.operands)]
         on_host = [any(_is_on_host(array) for array in each.shapes) for each in touched]
         if len(touched) == 1 or not any(on_host):
@@ -121,7 +123,10 @@ class CostModel:
     def _moved_bytes(
         self, within: Computation, instruction: Instruction, counted: _InMemory
     ) -> tuple[int, int]:
-        """Returns the bytes that an instruction reads and writes in the memory `counted`."""
+        """Returns (bytes read, bytes written) by an instruction in one memory.
+
+        `counted` tells whether an array is in that memory.
+        """
         if instruction.opcode == "fusion":
             return self._bytes_moved_by_fusion(within, instruction, counted)
         written = _sum_bytes(_result_arrays(instruction), counted)
@@ -137,7 +142,7 @@ class CostModel:
     def _bytes_moved_by_fusion(
         self, within: Computation, fusion: Instruction, counted: _InMemory
     ) -> tuple[int, int]:
-        """Returns the bytes that a fusion reads and writes in the memory `counted`."""
+        """Returns (bytes read, bytes written) by a fusion in one memory, as `_moved_bytes` does."""
         called = self.module[fusion.calls[0]]
         read = 0
         for name in dict.fromkeys(fusion.operands):

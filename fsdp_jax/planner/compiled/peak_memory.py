@@ -62,7 +62,7 @@ def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMem
     `plan`: of the step as it was lowered; `report`: of the compilation that made `module`.
     """
     classifier = _BufferClassifier(plan, module, report.live)
-    buffers = [Buffer(live.bytes, live.array, *classifier.purpose(live)) for live in report.live]
+    buffers = [Buffer(live.bytes, live.array, *classifier.classify(live)) for live in report.live]
     buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.kind, buffer.path))
     breakdown: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
@@ -113,7 +113,7 @@ class _BufferClassifier:
         shapes = (shape for leaf in leaves for shape in gradient_shapes(leaf))
         self._shapes = {_sorted_sizes(shape) for shape in shapes}
 
-    def purpose(self, live: LiveBuffer) -> tuple[Kind, str, str]:
+    def classify(self, live: LiveBuffer) -> tuple[Kind, str, str]:
         """Returns the kind, path and operation of a `Buffer` for a value that is live."""
         if live.parameter is not None and self._is_input(live):
             leaf = self._leaf_of_input(self._inputs[live.parameter])
@@ -203,6 +203,7 @@ class _BufferClassifier:
         return "activations"
 
     def _leaf_of_input(self, instruction: Instruction) -> Leaf | None:
+        """Returns the leaf of the state that a program's input is; None for what is none."""
         return self._leaves.get(instruction.op_name.replace("\\'", "'"))
 
     def _walk_copies(

@@ -111,9 +111,9 @@ class _Pending(NamedTuple):
     """A transfer that an instruction waits for."""
 
     lane: str
-    ready: float
-    seconds: float
-    sent: int
+    ready: float  # when it ends
+    seconds: float  # that it takes
+    sent: int  # bytes, of a collective
 
 
 class _ComputationRun:
@@ -154,14 +154,14 @@ class _ComputationRun:
         paths = ", ".join(dict.fromkeys(path for path in collective.paths if path)) or "-"
         self.total.events.append(Event(LINK, start, end, f"{collective.op} {paths}"))
 
-    def _occupy(self, lane: str, seconds: float, waits: str, sent: int = 0) -> tuple[float, float]:
+    def _occupy(self, lane: str, seconds: float, waiter: str, sent: int = 0) -> tuple[float, float]:
         """Uses a lane as soon as it is free; returns (start, end) in seconds.
 
-        `waits`: the instruction that waits for the end; `sent`: bytes of a collective.
+        `waiter`: the name of the instruction that waits for the end; `sent`: bytes of a collective.
         """
         start = max(self.total.seconds, self.free[lane])
         self.free[lane] = end = start + seconds
-        self.pending.setdefault(waits, []).append(_Pending(lane, end, seconds, sent))
+        self.pending.setdefault(waiter, []).append(_Pending(lane, end, seconds, sent))
         return start, end
 
     def _waiter_of(self, instruction: Instruction) -> str:
@@ -179,15 +179,15 @@ class _ComputationRun:
 
     def _start_host_transfers(self, instruction: Instruction, from_host: int, to_host: int) -> None:
         """Starts transfers of so many bytes from and to the host."""
-        waits = self._waiter_of(instruction)
+        waiter = self._waiter_of(instruction)
         for lane, size in ((FROM_HOST, from_host), (TO_HOST, to_host)):
             if not size:
                 continue
             seconds = size / self.simulator.roofline.host_rate
-            start, end = self._occupy(lane, seconds, waits)
+            start, end = self._occupy(lane, seconds, waiter)
             self.total.host += seconds
             self._add_to_total("from_host" if lane == FROM_HOST else "to_host", size)
-            self.total.events.append(Event(lane, start, end, _label(instruction)))
+            self.total.events.append(Event(lane, start, end, _event_label(instruction)))
 
     def _execute_kernel(self, instruction: Instruction, cost: InstructionCost) -> None:
         """Advances the clock by the longer of matmuls and memory traffic, and by a kernel's launch.
@@ -209,7 +209,7 @@ class _ComputationRun:
         memory = cost.bytes / roofline.memory_rate
         seconds = max(compute, memory) + roofline.efficiency.launch
         self._add_to_total("compute" if compute >= memory else "memory", seconds)
-        self._advance(seconds, _label(instruction))
+        self._advance(seconds, _event_label(instruction))
         total.traffic += cost.bytes
         for matmul in cost.matmuls:
             total.matmuls[matmul] += matmul.times
@@ -242,7 +242,7 @@ class _ComputationRun:
         branches = [self.simulator.simulate(name, ()) for name in call.calls]
         if branches:
             self._execute_simulated(
-                max(branches, key=lambda branch: branch.seconds), 1, _label(call)
+                max(branches, key=lambda branch: branch.seconds), 1, _event_label(call)
             )
 
     def _execute_simulated(self, result: SimulatedTime, times: int, label: str) -> None:
@@ -274,5 +274,5 @@ class _ComputationRun:
             self.free[LINK] += link_seconds
 
 
-def _label(instruction: Instruction) -> str:
+def _event_label(instruction: Instruction) -> str:
     return strip_tracing(instruction.op_name) or instruction.name

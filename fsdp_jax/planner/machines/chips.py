@@ -58,13 +58,13 @@ def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
 
 
 def check_float8_matmuls(device: Any) -> None:
-    """Refuses a chip without matrix units for float8, by the name of what it has in their place.
+    """Raises ValueError for a chip without matrix units for float8.
 
     Args:
         device: live, or of a topology. Virtual CPU devices pass: they compute the same numbers.
 
     Raises:
-        ValueError: it multiplies float8 no faster than bfloat16.
+        ValueError: it multiplies float8 no faster than bfloat16; the message has its rates.
 
     """
     kind = device.device_kind

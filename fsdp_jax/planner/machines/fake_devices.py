@@ -14,7 +14,7 @@ _SLICE_IDS = 100_000
 
 
 class FakeMemory(str):
-    """A memory of a device: its kind, since jax compares these memories with names of kinds."""
+    """A memory of a device, as a str of its kind: jax compares memories with names of kinds."""
 
     @property
     def kind(self) -> str:

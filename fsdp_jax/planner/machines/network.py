@@ -67,7 +67,7 @@ class Network:
         return DeviceGroup(len(devices), len(slices), dims)
 
     def seconds(self, op: str, sent: int, axes: str) -> float:
-        """Returns the seconds of one execution; `sent`: bytes that a device sends by a ring.
+        """Returns the seconds of one collective; `sent`: bytes that a device sends by a ring.
 
         `op` and `axes` are as in `Collective`.
         """

@@ -41,7 +41,7 @@ def installed_plugins() -> set[str]:
 
 
 def chosen_platforms() -> list[str]:
-    """Returns the platforms that the user chose, or jax itself when imported on a TPU host."""
+    """Returns the platforms that the user chose, or jax itself on a TPU host; else none."""
     config: Any = jax.config  # its flags are not declared to type checkers
     return config.jax_platforms.split(",") if config.jax_platforms else []
 

@@ -44,9 +44,10 @@ class Roofline:
         self.efficiency = chip.efficiency
         self.memory_rate = chip.memory_bandwidth * chip.efficiency.memory
         self.host_rate = chip.host_bandwidth * chip.efficiency.host  # in one direction
-        self.seconds = cache(self._seconds)
+        self.seconds = cache(self._matmul_seconds)
 
-    def _seconds(self, matmul: Matmul) -> float:
+    def _matmul_seconds(self, matmul: Matmul) -> float:
+        """Returns the seconds of a matmul, run as often as its `times`."""
         return matmul.times * matmul.flops / self.rate(matmul)
 
     def rate(self, matmul: Matmul) -> float:
@@ -64,12 +65,13 @@ class Roofline:
         """Returns the fraction of the rate that tile edges, idle cores and a short k leave."""
         efficiency = self.efficiency
         utilization = max(
-            share * _utilization(matmul, m, n, efficiency.cores) for m, n, share in efficiency.tiles
+            share * _tile_utilization(matmul, m, n, efficiency.cores)
+            for m, n, share in efficiency.tiles
         )
         return utilization * matmul.k / (matmul.k + efficiency.ramp)
 
 
-def _utilization(matmul: Matmul, m: int, n: int, cores: int) -> float:
+def _tile_utilization(matmul: Matmul, m: int, n: int, cores: int) -> float:
     """Returns the fraction of all tile elements, over all cores and waves, that hold values.
 
     `m`, `n`: sizes of a tile; `cores`: how many tiles run at once.
