@@ -46,7 +46,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class Account:
-    """What is declared for one parameter or its gradient, as `role` says, and what is sent for it."""
+    """What is declared, and what is sent, for a parameter or its gradient, as `role` says."""
 
     path: str
     role: Role
