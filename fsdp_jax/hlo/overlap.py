@@ -88,7 +88,7 @@ class Overlap:
         if instruction.opcode == "custom-call":
             return int(bool(KERNELS.search(instruction.target)))
         if instruction.opcode == "while":
-            _, body = self._module.condition_and_body(instruction)
+            _, body = self._module.loop_parts(instruction)
             return self.kernels_in(body.name)
         inside = [self.kernels_in(name) for name in instruction.calls]
         if instruction.opcode == "fusion":

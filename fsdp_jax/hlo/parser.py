@@ -210,7 +210,7 @@ class Module:
         names = dict.fromkeys(name for each in lists for name in _OPERAND.findall(each))
         return [self.computations[name] for name in names if name in self.computations]
 
-    def condition_and_body(self, loop: Instruction) -> tuple[Computation, Computation]:
+    def loop_parts(self, loop: Instruction) -> tuple[Computation, Computation]:
         """Returns a loop's condition and body."""
         condition, body = loop.attribute("condition"), loop.attribute("body")
         return self[condition.lstrip("%")], self[body.lstrip("%")]
@@ -222,7 +222,7 @@ class Module:
 
         `known`: known scalars of the tuple that `within` receives, by position.
         """
-        condition, body = self.condition_and_body(instruction)
+        condition, body = self.loop_parts(instruction)
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.attributes)
         trips = int(stated[1]) if stated else None
         start = within[instruction.operands[0]]

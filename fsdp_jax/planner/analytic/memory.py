@@ -355,16 +355,14 @@ class _JaxprReader:
         if name == "scan" and params["length"] == 1:
             consts, carry, xs = scan_arguments(params, inputs)
             slices = [
-                self._append_operation("alias", "squeeze", [x], [_Value(x.bytes, x.kind)]).outputs[
-                    0
-                ]
+                self._add_operation("alias", "squeeze", [x], [_Value(x.bytes, x.kind)]).outputs[0]
                 for x in xs
             ]
             return self.read(params["jaxpr"].jaxpr, [*consts, *carry, *slices])
         scattered_dim = params["scatter_dimension"] if name == "reduce_scatter" else 0
         if scattered_dim and inputs[0].maker != "dot_general":
             copied = _Value(inputs[0].bytes, inputs[0].kind)
-            inputs = self._append_operation("kernel", _COPY, inputs, [copied]).outputs
+            inputs = self._add_operation("kernel", _COPY, inputs, [copied]).outputs
         outputs = [_Value(self.size(var.aval), self.kind(eqn, var.aval)) for var in eqn.outvars]
         effect = _EFFECTS.get(name, "fused")
         if name == "device_put":
@@ -376,7 +374,7 @@ class _JaxprReader:
             for index, output in enumerate(outputs):
                 aval = str(eqn.outvars[index].aval)
                 output.constant = (name, index, aval, str(params), *constants)
-        operation = self._append_operation(effect, name, inputs, outputs)
+        operation = self._add_operation(effect, name, inputs, outputs)
         operation.matmuls = tuple(matmuls_of(eqn))
         if name == "device_put" and effect == "kernel":
             operation.in_update = not (self.in_model or _is_in_model(eqn))
@@ -388,7 +386,7 @@ class _JaxprReader:
             self._read_bodies(eqn, operation)
         return outputs
 
-    def _append_operation(
+    def _add_operation(
         self, effect: str, name: str, inputs: list[_Value], outputs: list[_Value]
     ) -> _Operation:
         """Appends an operation, and tells its outputs what made them."""
@@ -425,7 +423,7 @@ class _JaxprReader:
         slices: list[_Value] = []
         for var, value in xs:  # a slice of a value outside, fused like any other
             size = self.size(var.aval)
-            part = reader._append_operation(
+            part = reader._add_operation(
                 "fused", "slice", [_outer_value(size)], [_Value(size, value.kind)]
             )
             slices += part.outputs

@@ -73,12 +73,12 @@ class CostModel:
         if opcode == "fusion":
             matmuls: tuple[Matmul, ...] | None = self._matmuls_in(instruction.calls[0])
         else:
-            matmuls = _matmuls_of_instruction(within, instruction)
+            matmuls = _own_matmuls(within, instruction)
         unknown = ""
         if matmuls is None and _KERNELS.search(target):
             unknown = instruction.op_name or instruction.name
         moved = sum(self._moved_bytes(within, instruction, self._is_on_device))
-        from_host, to_host = self._host_transfer_bytes(within, instruction)
+        from_host, to_host = self._host_bytes(within, instruction)
         return InstructionCost(matmuls or (), moved, unknown, from_host, to_host)
 
     def _cost_of_started(self, within: Computation, start: Instruction) -> InstructionCost:
@@ -87,7 +87,7 @@ class CostModel:
         # `async-start` calls the computation that it runs, as a fusion does
         opcode = start.opcode.removesuffix("-start").replace("async", "fusion")
         synchronous = replace(start, opcode=opcode, type=done.type)
-        transfer = self._host_transfer_bytes(within, synchronous)
+        transfer = self._host_bytes(within, synchronous)
         moved = 0
         if opcode in ("copy", "slice") and not any(transfer):
             sides = start.shapes[:2]
@@ -95,9 +95,7 @@ class CostModel:
             moved = sum(size for side in sides if self._is_on_device(side))
         return InstructionCost((), moved, "", *transfer)
 
-    def _host_transfer_bytes(
-        self, within: Computation, instruction: Instruction
-    ) -> tuple[int, int]:
+    def _host_bytes(self, within: Computation, instruction: Instruction) -> tuple[int, int]:
         """Returns (bytes read, bytes written) by an instruction in host memory."""
         touched = [instruction, *(within[name] for name in instruction.operands)]
         on_host = [any(_is_on_host(array) for array in each.shapes) for each in touched]
@@ -112,7 +110,7 @@ class CostModel:
         within = self.module[name]
         matmuls: list[Matmul] = []
         for instruction in within.instructions:
-            matmuls += _matmuls_of_instruction(within, instruction) or ()
+            matmuls += _own_matmuls(within, instruction) or ()
             for called in instruction.calls:
                 matmuls += self._matmuls_in(called)
         return tuple(matmuls)
@@ -227,7 +225,7 @@ def _result_arrays(instruction: Instruction) -> Sequence[Shape]:
 
 
 def _in_place_update(within: Computation, instruction: Instruction) -> Instruction | None:
-    """Returns the operand that an instruction writes into its first; None if it does more."""
+    """Returns the operand that an instruction only writes into its first; None for any other."""
     if instruction.opcode == "dynamic-update-slice":
         return within[instruction.operands[1]]
     if instruction.opcode == "scatter" and len(instruction.operands) == 3:
@@ -235,9 +233,7 @@ def _in_place_update(within: Computation, instruction: Instruction) -> Instructi
     return None
 
 
-def _matmuls_of_instruction(
-    within: Computation, instruction: Instruction
-) -> tuple[Matmul, ...] | None:
+def _own_matmuls(within: Computation, instruction: Instruction) -> tuple[Matmul, ...] | None:
     """Returns the matmuls of an instruction that is no fusion; None if none are known."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return None

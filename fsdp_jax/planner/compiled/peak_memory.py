@@ -95,9 +95,7 @@ class _BufferClassifier:
         for within in module.computations.values():
             for instruction in within.instructions:
                 self._computation_of[instruction.name] = within
-                loop = (
-                    module.condition_and_body(instruction) if instruction.opcode == "while" else ()
-                )
+                loop = module.loop_parts(instruction) if instruction.opcode == "while" else ()
                 for called in (*instruction.calls, *(part.name for part in loop)):
                     self._callers[called] = _ArrayRef(within, instruction.name)
         self._leaves = _leaves_by_input_name(plan.layout)
@@ -128,8 +126,8 @@ class _BufferClassifier:
         module_path = operation.rpartition(SEPARATOR)[0]
         if not _FLOAT.match(live.array):
             return "other", module_path, operation
-        known = self._classify_by_source(live, sources) or self._classify_by_reduction(ref)
-        kind, path = known or (self._classify_by_shape(live, sources), module_path)
+        known = self._kind_by_source(live, sources) or self._kind_by_reduction(ref)
+        kind, path = known or (self._kind_by_shape(live, sources), module_path)
         return kind, path, operation
 
     def _find(self, live: LiveBuffer) -> _ArrayRef | None:
@@ -151,7 +149,7 @@ class _BufferClassifier:
         number = live.parameter
         return number in self._inputs and _is_alike(live.array, self._inputs[number].type)
 
-    def _classify_by_source(
+    def _kind_by_source(
         self, live: LiveBuffer, sources: Sequence[_ArrayRef]
     ) -> tuple[Kind, str] | None:
         """Returns (kind, path) of an array by what it is a copy of; None if that tells nothing.
@@ -178,7 +176,7 @@ class _BufferClassifier:
                     return list(self._walk_copies(result, self._sources_of))
         return [zeros]
 
-    def _classify_by_reduction(self, start: _ArrayRef) -> tuple[Kind, str] | None:
+    def _kind_by_reduction(self, start: _ArrayRef) -> tuple[Kind, str] | None:
         """Returns ("gradients", path) if an array is reduced next; None if it is not."""
         for ref in self._walk_copies(start, self._uses_of):
             scope = _scope_kind(ref)
@@ -188,7 +186,7 @@ class _BufferClassifier:
                 return "gradients", ""
         return None
 
-    def _classify_by_shape(self, live: LiveBuffer, sources: Sequence[_ArrayRef]) -> Kind:
+    def _kind_by_shape(self, live: LiveBuffer, sources: Sequence[_ArrayRef]) -> Kind:
         """Returns the kind of an array by its shape: gradients if a parameter has it.
 
         There is no scope around the optimizer, around the sum of gradients over microbatches, and
@@ -234,7 +232,7 @@ class _BufferClassifier:
             case "tuple":
                 return [_ArrayRef(within, operands[element[0]], element[1:])] if element else []
             case "while":  # the last result of its body, and its initial value
-                body = self._module.condition_and_body(instruction)[1]
+                body = self._module.loop_parts(instruction)[1]
                 initial = _ArrayRef(within, operands[0], element)
                 return [_ArrayRef(body, body.root.name, element), initial]
             case "parameter":
@@ -268,16 +266,16 @@ class _BufferClassifier:
         """Returns the arrays that are directly copies of an array."""
         within, name, element = ref
         copies = [
-            each for user in within.users.get(name, []) for each in self._copies_by_user(ref, user)
+            each for user in within.users.get(name, []) for each in self._copies_made_by(ref, user)
         ]
         if ref.instruction.opcode == "while":  # the next trip
-            copies += self._copies_by_user(ref, ref.instruction)
+            copies += self._copies_made_by(ref, ref.instruction)
         caller = self._callers.get(within.name)
         if caller and within.root.name == name:
             copies.append(caller._replace(element=element))
         return copies
 
-    def _copies_by_user(self, ref: _ArrayRef, user: Instruction) -> list[_ArrayRef]:
+    def _copies_made_by(self, ref: _ArrayRef, user: Instruction) -> list[_ArrayRef]:
         """Returns the arrays that `user` makes as copies of an array."""
         within, name, element = ref
         match user.opcode:
@@ -289,7 +287,7 @@ class _BufferClassifier:
                 indices = [i for i, operand in enumerate(user.operands) if operand == name]
                 return [_ArrayRef(within, user.name, (i, *element)) for i in indices]
             case "while":
-                body = self._module.condition_and_body(user)[1]
+                body = self._module.loop_parts(user)[1]
                 return [_ArrayRef(body, one.name, element) for one in body.parameters.values()]
             case "fusion" | "call":
                 called = self._module[user.calls[0]]
