@@ -196,7 +196,7 @@ class Comparison:
             model_state = expected.model_state
         final, initial = _to_float64(params), _to_float64(flatten(self._start.params))
         measured, limit = _to_float64(flatten(state.params)), self.tolerance.parameter
-        differences["parameters"] = _largest_difference(
+        differences["parameters"] = _max_difference(
             measured,
             final,
             limit,
@@ -250,19 +250,17 @@ class Comparison:
             "gradient norm": (metrics["grad_norm"], expected.grad_norm, tolerance.grad_norm, 0.0),
         }
         differences = {
-            name: _largest_difference(
-                {"": x}, {"": np.array(wanted)}, limit, _scale_at_least(least)
-            )
+            name: _max_difference({"": x}, {"": np.array(wanted)}, limit, _scale_at_least(least))
             for name, (x, wanted, limit, least) in numbers.items()
         }
-        differences["gradients"] = _largest_difference(
+        differences["gradients"] = _max_difference(
             gradients, expected.gradients, tolerance.gradient, lambda _, x: _max_abs(x) + floor
         )
         model_state = _to_float64(
             {p: x for p, x in expected.model_state.items() if jnp.issubdtype(x.dtype, jnp.number)}
         )
         measured = flatten(state.model_state)
-        differences["model state"] = _largest_difference(
+        differences["model state"] = _max_difference(
             _to_float64({path: measured[path] for path in model_state}),
             model_state,
             tolerance.gradient,
@@ -277,7 +275,7 @@ class Comparison:
                 {name: np.where(nan[name], 0.0, each[name]) for name in nan}
                 for each in (metrics, expected.metrics)
             )
-            differences["metrics"] = _largest_difference(
+            differences["metrics"] = _max_difference(
                 own, wanted, tolerance.loss, _scale_at_least(0.1)
             )
         return differences
@@ -303,7 +301,7 @@ def _check_finite(expected: UnshardedStep, number: int) -> None:
         raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))
 
 
-def _largest_difference(
+def _max_difference(
     measured: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
     limit: float,
@@ -325,7 +323,7 @@ def _largest_difference(
 
 
 def _scale_at_least(least: float) -> Callable[[str, np.ndarray], float]:
-    """Returns a scale for `_largest_difference`: an array's largest magnitude, or `least`."""
+    """Returns a scale for `_max_difference`: an array's largest magnitude, or `least`."""
     return lambda _, value: max(_max_abs(np.nan_to_num(value)), least)
 
 
