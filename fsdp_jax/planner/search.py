@@ -129,7 +129,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Search:
-    """A search for the best way to run a batch."""
+    """A search for the settings that run a batch of so many rows fastest."""
 
     make_step: MakeStep
     rows: int  # of the global batch, which stays as it is

@@ -17,7 +17,7 @@ From `scripts/bench_contract.py`, Llama 2 7B on h100:8.
 
 @dataclass(frozen=True)
 class TrafficEstimate:
-    """What one device sends in one step."""
+    """What one device sends in one step, and how long its links are busy."""
 
     rows: Sequence[dict[str, Any]]  # as in `inspect --json`
     overlapped_s: float  # seconds that links are busy and compute can run beside them

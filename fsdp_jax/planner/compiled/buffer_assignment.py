@@ -39,7 +39,7 @@ class LiveBuffer(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What XLA's reports state."""
+    """What XLA's reports state of the memory of one program."""
 
     spaces: dict[str, int]  # bytes by memory space
     live: list[LiveBuffer]  # in device memory at the peak; what several share is counted once

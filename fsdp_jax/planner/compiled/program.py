@@ -46,7 +46,7 @@ _TEMPORARIES = re.compile(
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What XLA made of a step."""
+    """What XLA made of a step: the program and its memory reports, or a refusal."""
 
     text: str  # of the compiled program; "" where it does not fit and XLA refuses to compile it
     report: MemoryReport | None  # XLA's memory reports
@@ -91,7 +91,7 @@ def cache_folder() -> Path:
 
 
 def _compile_timed(lowered: Any, plan: StepPlan) -> CompiledProgram:
-    """Compiles and takes the time; of a program too large for the device, returns what it needs."""
+    """Compiles and takes the time; of a program that is too large, returns the bytes it needs."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, without_compilation_cache():
         try:

@@ -32,7 +32,7 @@ ON_CHIP: Mapping[str, frozenset[int]] = {"tpu": frozenset(range(1, 5)) | {6}}
 
 @dataclass(frozen=True)
 class Event:
-    """An interval of one lane, in seconds from the start of its computation."""
+    """An interval in which a lane is busy, in seconds from the start of its computation."""
 
     lane: str
     start: float
