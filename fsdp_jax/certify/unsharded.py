@@ -80,6 +80,7 @@ class UnshardedRun:
         trained = {path: value for path, value in params.items() if path in self.trained}
 
         def loss(trained: Arrays) -> Any:
+            """Returns (sum, (count, other state afterwards, metrics)) on rounded parameters."""
             rounded = {path: self._rounded(path, x) for path, x in {**params, **trained}.items()}
             (total, count, metrics), after = along_one(
                 self.axis_names, lambda: self._apply(rounded, model_state, batch, key)
@@ -193,6 +194,7 @@ def _make_apply_nnx(
     def apply(
         params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
     ) -> tuple[Any, Arrays]:
+        """Returns (what the loss returned, the model's other state afterwards)."""
         model = nnx.merge(
             graphdef, filled(states[0], params), filled(states[1], model_state), copy=True
         )
@@ -215,6 +217,7 @@ def _make_apply_linen(
     def apply(
         params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
     ) -> tuple[Any, Arrays]:
+        """Returns (what the loss returned, the model's other state afterwards)."""
         collections = unflatten(model_state)
         # What is sown too; where a cache is mutable that is no state, a decoder would write one.
         mutable = core.DenyList(tuple({"params", "cache"} - collections.keys()))
