@@ -57,7 +57,7 @@ class Message(str):
 def message(
     what: str, *, where: str = "", expected: object = "", got: object = "", fix: str = ""
 ) -> Message:
-    """Returns one readable block. Empty fields are left out; the order never changes."""
+    """Returns the text of an error: what is wrong, then a line for each field that is given."""
     fields = {"where": where, "expected": expected, "got": got, "fix": fix}
     shown = {name: _shorten(value) for name, value in fields.items()}
     lines = [f"  {name + ':':<9} {text}" for name, text in shown.items() if text]
@@ -102,12 +102,12 @@ def exit_code(error: BaseException) -> int:
 
 def error_block(error: BaseException) -> str:
     """Returns an error as the block that the command prints, without control characters."""
-    lines = [printable(line) for line in _block(error).split("\n")]
+    lines = [printable(line) for line in _error_text(error).split("\n")]
     return "\n".join(lines)
 
 
-def _block(error: BaseException) -> str:
-    """Returns what a user sees: its own text if readable, else its type, place and a fix."""
+def _error_text(error: BaseException) -> str:
+    """Returns what a user sees of an error: its own text if readable, else type, place and fix."""
     text = _shorten(error).strip() or "no message"
     if _is_readable(error):
         return f"error: {error}"
@@ -128,7 +128,7 @@ def _block(error: BaseException) -> str:
 
 
 def _is_readable(error: BaseException) -> bool:
-    """Returns whether an error is of a type of ours, or has a message for the user."""
+    """Returns whether an error's text is for the user: of a type of ours, or a `Message`."""
     is_ours = type(error).__module__.partition(".")[0] == PACKAGE
     return is_ours or bool(error.args and isinstance(error.args[0], Message))
 
@@ -149,6 +149,7 @@ def _last_frame(error: BaseException) -> tuple[str, bool]:
 
 
 def _is_library(frame: traceback.FrameSummary) -> bool:
+    """Returns whether a stack frame is of an installed package, or of Python itself."""
     installed = {"site-packages", "dist-packages"} & {*Path(frame.filename).parts}
     return bool(installed) or frame.filename.startswith((STANDARD_LIBRARY, "<frozen "))
 
@@ -159,7 +160,7 @@ def printable(text: str) -> str:
 
 
 def first_lines(lines: Sequence[str], limit: int) -> str:
-    """Returns the first `limit` lines and the count of the others, as one field of a message."""
+    """Returns the first `limit` lines and the count of the others, as a field of `message`."""
     more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
     return "\n            ".join([*lines[:limit], *more])
 
@@ -173,8 +174,8 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return "one of: " + ", ".join(choices) if choices else ""
 
 
-def either(first: str, second: str) -> str:
-    """Returns two ways to mend something, as sentences."""
+def join_fixes(first: str, second: str) -> str:
+    """Returns the text of two ways to mend something, `first. Or second`; `first` may be empty."""
     if not first:
         return second
     return f"{first} Or {second}" if first.endswith("?") else f"{first}. Or {second}"

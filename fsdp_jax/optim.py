@@ -29,7 +29,7 @@ import optax
 from jax import lax
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.rounding import Seed, noise, path_seed, round_stochastically
+from fsdp_jax.sharding.rounding import Seed, path_seed, random_bits, round_stochastically
 from fsdp_jax.tree import PyTree
 
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -254,7 +254,9 @@ class MomentCode:
         # Of the leading bits: the last ones may differ between programs, such as with offload.
         leading = lax.bitcast_convert_type(moment, jnp.uint32) & jnp.uint32(0xFFFF0000)
         leading = lax.bitcast_convert_type(leading, jnp.float32)
-        uniform = (noise(leading, seed) >> 8).astype(jnp.float32).reshape(blocks.shape) * 2.0**-24
+        uniform = (random_bits(leading, seed) >> 8).astype(jnp.float32).reshape(
+            blocks.shape
+        ) * 2.0**-24
         codes = jnp.clip(below + jnp.where(uniform < share, 1, 0), -self.largest, self.largest)
         if jnp.issubdtype(self.dtype, jnp.unsignedinteger):
             codes = jnp.where(blocks > 0, jnp.maximum(codes, 1), 0)

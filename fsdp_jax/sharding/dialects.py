@@ -22,9 +22,9 @@ from fsdp_jax.sharding.rules import (
     Finding,
     ParamLeaf,
     Rules,
-    found,
+    dropped_finding,
+    make_rules,
     read_leaves,
-    rules_for,
 )
 from fsdp_jax.tables import html_table, shortened, text_table
 from fsdp_jax.tree import PyTree, flatten
@@ -60,8 +60,8 @@ class MatchTable:
         return "\n".join([self.summary(), text_table(COLUMNS, rows), *lines])
 
     def _repr_html_(self) -> str:
-        found = "".join(f"<li>{escape(str(one))}</li>" for one in (*self.findings, *self.notes))
-        return html_table(COLUMNS, self.rows, caption=self.summary()) + f"<ul>{found}</ul>"
+        items = "".join(f"<li>{escape(str(one))}</li>" for one in (*self.findings, *self.notes))
+        return html_table(COLUMNS, self.rows, caption=self.summary()) + f"<ul>{items}</ul>"
 
 
 def match_table(
@@ -78,7 +78,7 @@ def match_table(
 
     Raises ValueError for malformed rules, or axes to shard along that the mesh lacks.
     """
-    chosen, mesh = rules_for(
+    chosen, mesh = make_rules(
         mesh, rules, logical_axes=logical_axes, min_size=min_size, strict=strict, axes=axes
     )
     leaves = read_leaves(params)
@@ -94,11 +94,16 @@ def match_table(
         place = chosen.place_leaf(path, leaf, mesh)
         spec = str(place.spec).replace("PartitionSpec", "P")
         rows.append((*row, place.rule, spec, ", ".join(place.dropped) or "-", place.reason))
-    return MatchTable(tuple(rows), tuple(findings), _notes(chosen, leaves, mesh))
+    return MatchTable(tuple(rows), tuple(findings), _notes_on_dropped(chosen, leaves, mesh))
 
 
-def _notes(rules: Rules, leaves: Mapping[str, ParamLeaf], mesh: Mesh) -> tuple[Finding, ...]:
-    """Returns names that no parameter has, and one note for each other thing that is dropped."""
+def _notes_on_dropped(
+    rules: Rules, leaves: Mapping[str, ParamLeaf], mesh: Mesh
+) -> tuple[Finding, ...]:
+    """Returns the notes of a table: names that no parameter has, and one for each `Dropped`.
+
+    Parameters that drop the same share a note.
+    """
     specs = [leaf.names or () for leaf in leaves.values()] + [spec for _, spec in rules.pairs]
     used = {name for spec in specs for name in spec_axes(spec)}
     notes = []
@@ -108,25 +113,25 @@ def _notes(rules: Rules, leaves: Mapping[str, ParamLeaf], mesh: Mesh) -> tuple[F
         notes.append(Finding("unused names", "logical_axes", text))
     by_drop: dict[Dropped, list[str]] = {}
     for path, leaf in leaves.items():
-        for drop in rules.assign(path, leaf, mesh).dropped:
+        for drop in rules.assigned_axes(path, leaf, mesh).dropped:
             by_drop.setdefault(drop, []).append(path)
     for drop, paths in by_drop.items():
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        notes.append(found(drop, paths[0] + more, dict(rules.table)))
+        notes.append(dropped_finding(drop, paths[0] + more, dict(rules.table)))
     return tuple(notes)
 
 
 def to_logical_axis_rules(
     logical_axes: LogicalAxes, mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None = None
 ) -> list[tuple[str, Entry]]:
-    """Returns logical axes as Flax's `logical_axis_rules`, with the axes of this mesh alone.
+    """Returns logical axes as Flax's `logical_axis_rules`, (name, mesh axes) pairs of this mesh.
 
     Args:
         logical_axes: a dict or a table.
-        mesh: axes that it lacks are left out, and entries with no other.
+        mesh: axes that it lacks are left out, and so are pairs of which no axis is left.
         axes: what `fsdp` stands for, as in `partition_specs`.
     """
-    rules, mesh = rules_for(mesh, logical_axes=logical_axes, axes=axes)
+    rules, mesh = make_rules(mesh, logical_axes=logical_axes, axes=axes)
     table = []
     for name, entry in rules.table:
         parts = expand_fsdp(entry, mesh.axis_names, rules.axes)
@@ -137,7 +142,7 @@ def to_logical_axis_rules(
 
 
 def to_path_rules(specs: PyTree) -> list[tuple[str, PartitionSpec]]:
-    """Returns specs as a table of (regular expression, spec), one for each path.
+    """Returns a tree of specs as a list of (regular expression, spec), one for each path.
 
     It is for trainers that take such tables; `partition_specs` makes the same specs of it.
     """

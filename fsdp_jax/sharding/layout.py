@@ -114,7 +114,7 @@ class Leaf:
         return self.bytes_per_device == self.bytes
 
     def cells(self) -> tuple[str, ...]:
-        """Returns its row of a table: `COLUMNS` without the part."""
+        """Returns its row of the layout's table: the cells of `COLUMNS` without the part."""
         reason = self.reason
         if self.wasted_bytes:
             reason += f", {human_bytes(self.wasted_bytes)} more on every device"
@@ -178,7 +178,7 @@ class Layout:
         return sum(leaf.bytes_per_device for leaf in leaves if part in (None, leaf.part))
 
     def trainable(self, tree: PyTree) -> PyTree:
-        """Returns the leaves of a tree of parameters that are trained."""
+        """Returns the trained part of a tree of parameters, as nested dicts."""
         flat = flatten(tree)
         return unflatten({p: leaf for p, leaf in flat.items() if self.by_path[p].trainable})
 
@@ -188,7 +188,7 @@ class Layout:
         return sorted(leaves, key=lambda leaf: (-leaf.bytes_per_device, leaf.path))
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns a table row per leaf, part by part, as `by_bytes` orders them."""
+        """Returns a row of cells per leaf, as `COLUMNS`: part by part, each as `by_bytes`."""
         return [(part, *leaf.cells()) for part in PARTS for leaf in self.by_bytes(part)]
 
     def summary(self) -> str:
@@ -242,13 +242,13 @@ def make_layout(
     A ReplicationWarning tells of large leaves that stay replicated because no dim is divisible, or
     since they are no parameters and nothing places them, with the bytes it costs.
     """
-    # Parameters: stored one way, and updated by the optimizer in another under zero1.
     updated = {path: strategy.grad_placement(place, axes) for path, place in placements.items()}
 
     def param_leaf(path: str, array: Any) -> Leaf:
+        """Returns the leaf of a parameter: stored one way, and updated in another under zero1."""
         has_copy = path in copied and strategy.gathers_updates
         stored = strategy.param_placement(placements[path], axes, has_copy=has_copy)
-        leaf = _leaf(axes, "params", path, array, stored)
+        leaf = _make_leaf(axes, "params", path, array, stored)
         trainable, layers = path not in frozen, stacked.get(path, 0)
         return replace(leaf, grad_spec=updated[path].spec, trainable=trainable, stacked=layers)
 
@@ -258,8 +258,8 @@ def make_layout(
         tx, unflatten(trained), {path: updated[path] for path in trained}, rules, axes.mesh
     )
 
-    # All else: a copy to compute with, state that is placed by name, and small state.
     def other_leaf(path: str, array: Any) -> Leaf:
+        """Returns the leaf of a copy to compute with, of state placed by name, or other state."""
         part, _, name = path.partition(SEPARATOR)
         placement = Placement(PartitionSpec(), "state", "small state is replicated")
         if part == COPIES:
@@ -269,23 +269,23 @@ def make_layout(
             placement = strategy.param_placement(state[name], axes)
         elif prod(array.shape) >= rules.min_size:
             placement = replace(placement, reason=NOT_PLACED)
-        return _leaf(axes, "other", path, array, placement)
+        return _make_leaf(axes, "other", path, array, placement)
 
     layout = Layout(
         axes,
         strategy,
         map_with_path(param_leaf, params),
-        map_with_path(partial(_leaf, axes, "optimizer"), abstract, optimizer),
+        map_with_path(partial(_make_leaf, axes, "optimizer"), abstract, optimizer),
         map_with_path(other_leaf, other),
         units,
     )
-    layout = _in_host_memory(layout, offload, rules.min_size)
-    _warn_of_replicas(layout, rules)
+    layout = _offload_leaves(layout, offload, rules.min_size)
+    _warn_of_replicated(layout, rules)
     return layout
 
 
-def _leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Placement) -> Leaf:
-    """Returns a leaf whose gradient is sharded as the leaf is stored."""
+def _make_leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Placement) -> Leaf:
+    """Returns the Leaf of an array, or its shape, by its placement; its gradient has the same."""
     return Leaf(
         path=path,
         part=part,
@@ -300,10 +300,10 @@ def _leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Placemen
     )
 
 
-def _in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
-    """Returns the layout with the memory kind of what is kept on the host.
+def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
+    """Returns the layout with the memory kind of host memory for the leaves that are kept there.
 
-    Arrays that are not `worth_sending` stay on the device.
+    Leaves that are not `worth_sending` stay on the device; `min_size` is its argument.
     """
     if not offload.state:
         return layout
@@ -341,8 +341,8 @@ def _in_host_memory(layout: Layout, offload: Offload, min_size: int) -> Layout:
     return replace(layout, params=params, optimizer=optimizer, other=other)
 
 
-def _warn_of_replicas(layout: Layout, rules: Rules) -> None:
-    """Warns of what no dim divides, and of large other state that nothing places."""
+def _warn_of_replicated(layout: Layout, rules: Rules) -> None:
+    """Warns of leaves that stay replicated: no dim is divisible, or no rule places large state."""
     wasteful = [leaf for leaf in layout if leaf.wasted_bytes]
     if wasteful:
         largest = max(wasteful, key=lambda leaf: leaf.wasted_bytes)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from fsdp_jax.errors import did_you_mean, either, message
+from fsdp_jax.errors import did_you_mean, join_fixes, message
 from fsdp_jax.sharding.mesh import FSDP, Entry, axes_of, entry_of, spec_of
 
 LogicalAxes = Mapping[str, Entry] | Sequence[Sequence[Any]]
@@ -22,10 +22,11 @@ Table = tuple[tuple[str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True)
 class Dropped:
-    """A name of an annotation or a rule that shards its dim by less than it says.
+    """A name of an annotation or a rule that shards its dim along fewer mesh axes than it says.
 
-    An unknown axis has no entry, or none with an axis of the mesh; where one is missing, others of
-    the name remain; a repeated one shards another dim of the array.
+    `kind`: an unknown axis is a name without an entry in the table, or without an axis of the mesh;
+    where an axis is missing, others of the name are in the mesh; a repeated axis shards another dim
+    of the array already.
     """
 
     name: str
@@ -48,8 +49,8 @@ class Assigned:
     dropped: tuple[Dropped, ...]
 
     @property
-    def remains(self) -> bool:
-        """Whether the spec is what was meant, or a part of it."""
+    def keeps_meaning(self) -> bool:
+        """Whether anything is left of the names; False where some were dropped, and no axis is."""
         return bool(self.spec) or not self.dropped
 
 
@@ -86,12 +87,14 @@ def check_logical_axes(table: Table, mesh_axes: Sequence[str]) -> None:
         name, axis = named[0]
         what = f"the mesh has no axis '{axis}', nor any other that logical_axes names"
         where = f"logical_axes['{name}']"
-        fix = either(did_you_mean(axis, known), "leave logical_axes out: arrays go by their size")
+        fix = join_fixes(
+            did_you_mean(axis, known), "leave logical_axes out: arrays go by their size"
+        )
         raise ValueError(message(what, where=where, expected=tuple(mesh_axes), fix=fix))
 
 
 def is_entry(entry: Any) -> bool:
-    """Whether this can be an entry of a PartitionSpec: a name, several, or None."""
+    """Returns whether a value can be an entry of a PartitionSpec: a name, several, or None."""
     if isinstance(entry, tuple | list):
         return all(isinstance(name, str) for name in entry)
     return entry is None or isinstance(entry, str)
@@ -100,7 +103,10 @@ def is_entry(entry: Any) -> bool:
 def expand_fsdp(
     axes: tuple[str, ...], mesh_axes: Sequence[str], fsdp: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns axes with those that `fsdp` stands for in its place; a mesh axis `fsdp` stays."""
+    """Returns axes with the name `fsdp` replaced by the axes that it stands for, each axis once.
+
+    `fsdp`: these axes. Where the mesh has an axis of that name, nothing is replaced.
+    """
     if FSDP in mesh_axes:
         return axes
     parts = [part for axis in axes for part in (fsdp if axis == FSDP else (axis,))]
@@ -110,10 +116,10 @@ def expand_fsdp(
 def assign_axes(
     names: Iterable[Entry], table: Table, mesh_axes: Sequence[str], fsdp: tuple[str, ...]
 ) -> Assigned:
-    """Returns the mesh axes that each dim's names stand for.
+    """Returns the PartitionSpec that the names of an array's dims stand for, and what is dropped.
 
     `names` has an entry per dim: a name, several, or None. A name is one of the table, or else a
-    mesh axis, or `fsdp`, which stands for other axes unless the mesh has one of that name.
+    mesh axis, or `fsdp`, which stands for the axes `fsdp` unless the mesh has one of that name.
     """
     # The table's entries, in order: each serves the first dim of its name that has none yet,
     # unless the mesh has none of its axes.

@@ -31,7 +31,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from fsdp_jax.errors import did_you_mean, either, message
+from fsdp_jax.errors import did_you_mean, join_fixes, message
 
 REPLICA = "replica"
 DATA = "data"
@@ -60,7 +60,7 @@ def make_mesh(
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = _resolve_sizes(replica, data, len(devices), allow_fewer)
-    return _auto_mesh(_ordered(devices[: prod(shape)], shape), AXES)
+    return _auto_mesh(_arrange_devices(devices[: prod(shape)], shape), AXES)
 
 
 def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -> tuple[int, int]:
@@ -92,8 +92,10 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
     return sizes[0], sizes[1]
 
 
-def _ordered(devices: list[jax.Device], shape: tuple[int, int]) -> np.ndarray:
-    """Returns devices [replica, data]: neighbours along `data` share a slice first, then a host.
+def _arrange_devices(devices: list[jax.Device], shape: tuple[int, int]) -> np.ndarray:
+    """Returns devices as an array [replica, data] of this shape, `data` on the fastest links.
+
+    Neighbours along `data` share a slice first, then a host.
 
     On a TPU each of the two axes runs through whole dims of the torus where the sizes allow it,
     `data` through the last of them. Where they do not, or devices are left out of the torus, the
@@ -119,7 +121,11 @@ def _slice_index(device: jax.Device) -> int:
 
 
 def _torus_dims(coordinates: Sequence[tuple[int, ...]], size: int) -> tuple[int, ...] | None:
-    """Returns the last torus dims whose product is the size of `data`; None if none are."""
+    """Returns the dims of a TPU's torus that the axis `data`, of this size, runs through.
+
+    The last dims whose sizes multiply to it; None where there are none, or devices are missing.
+    `coordinates`: of all devices.
+    """
     sizes = [len(set(values)) for values in zip(*coordinates, strict=True)]
     if prod(sizes) != len(coordinates):  # a box with holes
         return None
@@ -170,10 +176,11 @@ class MeshAxes:
     @property
     def shape(self) -> dict[str, int]:
         """{axis: size} as the user knows the mesh."""
-        names = dict.fromkeys(map(self._user_axis, self.mesh.axis_names))
+        names = dict.fromkeys(map(self._name_of_axis, self.mesh.axis_names))
         return {name: shards_of(self.mesh, self.named_by_user([name])) for name in names}
 
-    def _user_axis(self, axis: str) -> str:
+    def _name_of_axis(self, axis: str) -> str:
+        """Returns the user's name of a mesh axis: that of `data` for the axes it is split into."""
         return self.unsplit if self.unsplit and axis in self.data else axis
 
     def user_spec(self, spec: PartitionSpec) -> PartitionSpec:
@@ -181,19 +188,19 @@ class MeshAxes:
         entries = []
         for axes in map(axes_of, spec):
             is_whole = set(self.data) <= set(axes)
-            entries.append(dict.fromkeys(map(self._user_axis, axes)) if is_whole else axes)
+            entries.append(dict.fromkeys(map(self._name_of_axis, axes)) if is_whole else axes)
         return PartitionSpec(*(entry_of(tuple(entry)) for entry in entries))
 
     def user_name(self, axes: Iterable[str]) -> str:
-        """Returns `replica+data` for any axes of the mesh; a part of `data` is `data`."""
-        return "+".join(dict.fromkeys(map(self._user_axis, axes)))
+        """Returns mesh axes as one text with the user's names: `replica+data`."""
+        return "+".join(dict.fromkeys(map(self._name_of_axis, axes)))
 
     def named_by_user(self, names: Collection[str]) -> tuple[str, ...]:
         """Returns the mesh axes that the user's names stand for, in the mesh's order."""
-        return tuple(axis for axis in self.mesh.axis_names if self._user_axis(axis) in names)
+        return tuple(axis for axis in self.mesh.axis_names if self._name_of_axis(axis) in names)
 
     def model_spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns what is left of a spec once the array is gathered: the model's own axes."""
+        """Returns the spec of an array once it is gathered: the model's own axes alone are left."""
         model = self.model
         return spec_of(entry_of([a for a in axes_of(entry) if a in model]) for entry in spec)
 
@@ -211,7 +218,7 @@ class MeshAxes:
         was split, is a ValueError.
         """
         is_set = self.model or not jax.sharding.get_abstract_mesh().empty
-        _refuse_another(self)
+        _check_ambient_mesh(self)
         try:
             with use_abstract_mesh(self.mesh.abstract_mesh) if is_set else nullcontext():
                 yield
@@ -230,7 +237,7 @@ class MeshAxes:
 
 
 def _ambient_mesh() -> Mesh | None:
-    """Returns the mesh that the user has set; None where there is none, and inside a trace."""
+    """Returns the mesh that the user has set by `jax.set_mesh`; None without one, or in a trace."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # inside a trace
@@ -238,8 +245,8 @@ def _ambient_mesh() -> Mesh | None:
     return None if mesh.empty else mesh
 
 
-def _refuse_another(axes: MeshAxes) -> None:
-    """Raises ValueError where the user has set another mesh of the same devices."""
+def _check_ambient_mesh(axes: MeshAxes) -> None:
+    """Raises ValueError where the ambient mesh has the same devices and other axes."""
     ambient = _ambient_mesh()
     if ambient is None or set(ambient.devices.flat) != set(axes.mesh.devices.flat):
         return
@@ -262,6 +269,7 @@ def as_ambient(results: Any) -> Any:
 
 
 def _auto_mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
+    """Returns a mesh with Auto axes, one for each dim of an array of devices."""
     return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -270,7 +278,7 @@ def mesh_axes(
     data: str | Sequence[str] | None = None,
     replica: str | Sequence[str] | None = None,
 ) -> MeshAxes:
-    """Returns what the axes of a mesh are for; all that are not named are the model's own.
+    """Returns a mesh with the roles of its axes; all that are not named are the model's own.
 
     The axes become Auto; MeshAxes are returned as they are. `data` and `replica` are those of
     `fully_shard`. Raises ValueError for axes that the mesh lacks, or that must be named and are
@@ -287,7 +295,7 @@ def mesh_axes(
     if replica is not None:
         replica_axes = named_axes("replica", replica, names)
     if data is None:
-        data_axes = default_data(mesh, replica_axes)
+        data_axes = default_data_axes(mesh, replica_axes)
     else:
         data_axes = named_axes("data", data, names)
     if both := set(data_axes) & set(replica_axes):
@@ -305,7 +313,10 @@ def mesh_axes(
 
 
 def named_axes(argument: str, given: str | Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes that an argument names. Raises ValueError where the mesh lacks one."""
+    """Returns the value of an argument that names mesh axes, as a tuple.
+
+    `argument`: its name, for the ValueError where the mesh lacks one, or one is named twice.
+    """
     axes = (given,) if isinstance(given, str) else given
     is_ordered = isinstance(axes, list | tuple)
     likely = next((axis for axis in (FSDP, DATA, *names) if axis in names), DATA)
@@ -313,7 +324,7 @@ def named_axes(argument: str, given: str | Sequence[str], names: Sequence[str]) 
     for axis in axes if is_ordered else ():
         if axis not in names:
             what = f"the mesh has no axis '{axis}'"
-            fix = either(did_you_mean(str(axis), map(str, names)), f"for instance {fix}")
+            fix = join_fixes(did_you_mean(str(axis), map(str, names)), f"for instance {fix}")
             raise ValueError(message(what, where=argument, expected=names, got=given, fix=fix))
     least = 0 if argument == "replica" else 1
     if not is_ordered or len(axes) < least or len(set(axes)) < len(axes):
@@ -322,12 +333,13 @@ def named_axes(argument: str, given: str | Sequence[str], names: Sequence[str]) 
     return tuple(axes)
 
 
-def default_data(
+def default_data_axes(
     mesh: Mesh | AbstractMesh, replica: Sequence[str], where: Literal["data", "axes"] = "data"
 ) -> tuple[str, ...]:
-    """Returns the axis where the user names none: `data`, `fsdp`, or the only one of size above 1.
+    """Returns the axis to shard state along where the user names none.
 
-    `where`: the argument that would name it, for the error.
+    It is called `data` or `fsdp`, or is the only one of size above 1. Raises ValueError where that
+    does not tell; `where` is the argument that would name it.
     """
     others = [axis for axis in mesh.axis_names if axis not in replica]
     named = [axis for axis in (FSDP, DATA) if axis in others]
@@ -352,7 +364,10 @@ def default_data(
 def shard_axes(
     mesh: Mesh | AbstractMesh, data: tuple[str, ...], replica: Sequence[str]
 ) -> tuple[str, ...]:
-    """Returns the axes to shard state along: of both, those of size above one, or else `data`."""
+    """Returns the axes to shard state along: of `replica` and `data`, those of size above one.
+
+    Where there is none, `data`.
+    """
     return tuple(axis for axis in (*replica, *data) if mesh.shape.get(axis, 1) > 1) or data
 
 
@@ -372,7 +387,7 @@ def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Me
     replicas = axes.replica or (REPLICA,) * (outer > 1)
     sizes = dict.fromkeys(replicas, 1) | dict.fromkeys(replicas[:1], outer)
     sizes |= {first: rest // prod(inner.values())} | inner
-    ordered = _ordered(list(devices), (outer, rest)).reshape(tuple(sizes.values()))
+    ordered = _arrange_devices(list(devices), (outer, rest)).reshape(tuple(sizes.values()))
     names = [axis for axis in sizes if axis not in axes.shape] + [*axes.shape]
     return _auto_mesh(ordered.transpose([list(sizes).index(axis) for axis in names]), names)
 
@@ -381,9 +396,10 @@ def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Me
 
 
 def split_data(axes: MeshAxes, sizes: Sequence[int] | None = None) -> MeshAxes:
-    """Returns the same devices with `data` as several axes.
+    """Returns the mesh with its axis `data` split into `data_0`, `data_1`, ...; see the note.
 
-    `sizes`: of these axes; by default those of the machine's physical dims.
+    `sizes`: of these axes; by default those of the machine's physical dims. What cannot be split is
+    returned as it is.
     """
     mesh, name = axes.mesh, axes.data[0]
     dim = mesh.axis_names.index(name)
@@ -408,7 +424,10 @@ def _physical_sizes(devices: np.ndarray) -> tuple[int, ...]:
 
 
 def _box_sizes(row: Sequence[jax.Device]) -> tuple[int, ...]:
-    """Returns the sizes of the box that a row fills in order, slowest first; else its length."""
+    """Returns the sizes of the physical dims that a row of devices runs through, slowest first.
+
+    Its length alone where the devices fill no box of these dims, or not in order.
+    """
     if row[0].platform == "tpu":
         places = [_coordinates(device) for device in row]
     else:
@@ -446,7 +465,7 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
 
 
 def spec_axes(spec: Iterable[Entry]) -> tuple[str, ...]:
-    """Returns the mesh axes of all entries of a PartitionSpec, dim by dim."""
+    """Returns all mesh axes of a PartitionSpec, in the order of its dims."""
     return tuple(axis for entry in spec for axis in axes_of(entry))
 
 

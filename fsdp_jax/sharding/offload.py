@@ -13,7 +13,7 @@ HOST = "pinned_host"  # JAX's name of the memory of a host that its devices can 
 
 
 def is_names(names: Any) -> bool:
-    """Returns whether a user gave names, not one name, or something else."""
+    """Returns whether a value is a collection of non-empty names, and not a single one."""
     is_sequence = isinstance(names, Collection) and not isinstance(names, str)
     return is_sequence and all(isinstance(name, str) and name for name in names)
 
@@ -87,7 +87,7 @@ NO_OFFLOAD = Offload()
 
 
 def worth_sending(shape: Sequence[int], stacked: int, min_size: int) -> bool:
-    """Returns whether an array with `stacked` leading dims of layers may be kept in host memory.
+    """Returns whether an array, `stacked` of whose dims stack layers, may be kept in host memory.
 
     Not one with fewer elements in a layer than `min_size`: to send it would take longer than it
     saves. Nor a stack of vectors: XLA:TPU cannot fetch one row of such a stack in 16 bits.

@@ -29,9 +29,9 @@ from fsdp_jax.sharding.rules import (
     ParamLeaf,
     Placement,
     Rules,
+    array_in_box,
     is_box,
-    rules_for,
-    unboxed,
+    make_rules,
 )
 from fsdp_jax.tree import PyTree, flatten, map_with_path, prefixes, suffixes
 
@@ -67,16 +67,22 @@ def optimizer_specs(
         got = type(tx).__name__
         fix = "such as optax.adamw(3e-4)"
         raise ValueError(message("not an optax transformation", where="tx", got=got, fix=fix))
-    rules, mesh = rules_for(mesh, min_size=min_size, axes=axes)
+    rules, mesh = make_rules(mesh, min_size=min_size, axes=axes)
     by_path = flatten(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec | NamedSharding))
     given = {path: getattr(spec, "spec", spec) for path, spec in by_path.items()}
-    placements = {path: _given(path, given, mesh) for path in flatten(params, is_leaf=is_box)}
+    placements = {
+        path: _given_placement(path, given, mesh) for path in flatten(params, is_leaf=is_box)
+    }
     _, places = optimizer_placements(tx, params, placements, rules, mesh)
     return jax.tree.map(lambda placement: placement.spec, places)
 
 
-def _given(path: str, given: Mapping[str, Any], mesh: Mesh) -> Placement:
-    """Returns the placement of a parameter by its own spec, or that of a subtree around it."""
+def _given_placement(path: str, given: Mapping[str, Any], mesh: Mesh) -> Placement:
+    """Returns the placement of the parameter at `path` by the user's spec.
+
+    `given`: {path: spec}, where the path of a subtree stands for all parameters in it. Raises
+    ValueError where there is no spec, or it names an axis that the mesh lacks.
+    """
     spec = next((given[prefix] for prefix in prefixes(path) if prefix in given), None)
     if not isinstance(spec, PartitionSpec):
         what = "a parameter has no PartitionSpec"
@@ -115,7 +121,7 @@ def optimizer_placements(
         """Returns where a leaf goes: as traced, as its parameter, in blocks of it, or by size."""
         if traced.get(path):
             return Placement(traced[path], "optimizer", "follows its parameter through tx.init")
-        shape = tuple(unboxed(leaf).shape)
+        shape = tuple(array_in_box(leaf).shape)
         # It belongs to the parameter with the longest path that ends its own.
         owner = next((name for name in suffixes(path) if name in shapes), None)
         if owner is not None:
@@ -125,16 +131,16 @@ def optimizer_placements(
                 spec = PartitionSpec(*[None] * (extra if placement.spec else 0), *placement.spec)
                 reason = f"as parameter {owner}, by path and shape"
                 return Placement(spec, "optimizer", reason, placement.missed_shards)
-            if _is_blocked(shapes[owner], shape):
-                return _of_blocks(owner, shape, placement, mesh, rules.min_size)
+            if _is_scale_per_block(shapes[owner], shape):
+                return _block_scale_placement(owner, shape, placement, mesh, rules.min_size)
         return by_size.place_leaf(path, ParamLeaf(shape, names=None, stacked=0), mesh)
 
     return abstract, map_with_path(place, abstract, is_leaf=_is_boxed_array)
 
 
 def _is_boxed_array(leaf: Any) -> bool:
-    """Whether a leaf is Flax's box of one array; of a masked parameter nothing is in it."""
-    return is_box(leaf) and hasattr(unboxed(leaf), "shape")
+    """Returns whether a leaf is Flax's box with an array in it; a masked parameter's is empty."""
+    return is_box(leaf) and hasattr(array_in_box(leaf), "shape")
 
 
 def _traced_specs(
@@ -143,7 +149,10 @@ def _traced_specs(
     placements: Mapping[str, Placement],
     mesh: Mesh,
 ) -> dict[str, PartitionSpec]:
-    """Returns {path: spec} as `tx.init` gives them on sharded parameters; empty if it fails."""
+    """Returns {path: spec} of the optimizer state as JAX derives it in a trace of `tx.init`.
+
+    The parameters of the trace are sharded by `placements`. Empty if that trace fails.
+    """
     axis_types = (AxisType.Explicit,) * len(mesh.axis_names)
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=axis_types)
 
@@ -166,8 +175,8 @@ def _traced_specs(
     }
 
 
-def _is_blocked(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:
-    """Whether an array has one number for each block of a parameter along one dim.
+def _is_scale_per_block(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:
+    """Returns whether an array has one number for each block of a parameter along one dim.
 
     `shape`: of the parameter; `counts`: of the array.
     """
@@ -177,12 +186,15 @@ def _is_blocked(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:
     return len(others) == 1 and others[0][1] > 1 and others[0][0] % others[0][1] == 0
 
 
-def _of_blocks(
+def _block_scale_placement(
     owner: str, shape: tuple[int, ...], of_owner: Placement, mesh: Mesh, min_size: int
 ) -> Placement:
-    """Returns the owner's placement, without mesh axes that would cut a block.
+    """Returns the placement of an array that has a scale for each block of a parameter.
 
-    `min_size`: elements of an array whose replication is reported as waste.
+    It is that of the parameter, without mesh axes that would cut a block.
+
+    `owner`, `of_owner`: the parameter and its placement; `shape`: of the scales; `min_size`:
+    elements of an array whose replication is reported as waste.
     """
     entries = list(of_owner.spec)
     missed, reason = 1, f"a scale for each block of parameter {owner}"

@@ -40,7 +40,7 @@ def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
         spec = () if spec is None else spec
         if isinstance(spec, str) or not isinstance(spec, Iterable) or not all(map(is_entry, spec)):
             what = "a spec has one entry per dim"
-            fix = "a PartitionSpec or a tuple of mesh axes, such as " + _corrected(spec)
+            fix = "a PartitionSpec or a tuple of mesh axes, such as " + _suggested_spec(spec)
             raise ValueError(message(what, where=where, got=repr(spec), fix=fix))
         twice = [entry for entry in spec if len(set(axes_of(entry))) < len(axes_of(entry))]
         if twice:
@@ -50,8 +50,8 @@ def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
     return tuple(pairs)
 
 
-def _corrected(spec: Any) -> str:
-    """Returns what may have been meant by a spec that is none."""
+def _suggested_spec(spec: Any) -> str:
+    """Returns, as text, the spec that may have been meant by a value that is none."""
     if isinstance(spec, str):
         return f"({spec!r},). A table of logical names goes into logical_axes"
     if hasattr(spec, "spec"):  # a NamedSharding
@@ -60,12 +60,12 @@ def _corrected(spec: Any) -> str:
 
 
 def pattern_name(pattern: Pattern) -> str:
-    """Returns a pattern as one text."""
+    """Returns a pattern as text for messages; the parts of a tuple are slash-joined."""
     return pattern if isinstance(pattern, str) else SEPARATOR.join(map(str, pattern))
 
 
 def matches(pattern: Pattern, path: str) -> bool:
-    """Whether a regular expression is found in a path, or a tuple in adjoining parts of it."""
+    """Returns whether a regular expression is in a path, or a tuple of them in adjoining parts."""
     if isinstance(pattern, str):
         return search(pattern, path)
     parts = path.split(SEPARATOR)

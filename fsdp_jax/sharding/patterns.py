@@ -27,7 +27,10 @@ _spent: defaultdict[str, float] = defaultdict(float)  # seconds of slow searches
 
 
 def check_regexes(patterns: Sequence[str], where: str) -> None:
-    """Raises ConfigError unless these are a sequence of regular expressions."""
+    """Raises ConfigError unless these are a sequence of regular expressions.
+
+    `where`: the argument that has them, for the error.
+    """
     if isinstance(patterns, str):  # its letters would each be a pattern
         fix = f"({patterns!r},)"
         raise ConfigError(message("not a sequence of patterns", where=where, got=patterns, fix=fix))
@@ -52,7 +55,7 @@ def search(pattern: str, text: str, *, at_start: bool = False) -> bool:
 
     Raises ConfigError for one whose slow searches take longer than `SECONDS`.
     """
-    with _bounded(pattern):
+    with _time_limit(pattern):
         found = re.match(pattern, text) if at_start else re.search(pattern, text)
     return found is not None
 
@@ -65,7 +68,10 @@ def search_any(patterns: Iterable[str], text: str) -> bool:
 def matched(
     patterns: Sequence[str], names: Iterable[str], where: str, kind: str = "parameter"
 ) -> set[str]:
-    """Returns the names that any pattern is found in; ConfigError for a pattern found in none."""
+    """Returns the names that any pattern is found in. Raises ConfigError for one found in none.
+
+    `where`: the argument with the patterns; `kind`: what the names are of; both for the error.
+    """
     check_regexes(patterns, where)
     names = set(names)
     for pattern in patterns:
@@ -76,7 +82,7 @@ def matched(
 
 
 @contextmanager
-def _bounded(pattern: str) -> Iterator[None]:
+def _time_limit(pattern: str) -> Iterator[None]:
     """Raises ConfigError, naming the pattern, if the work inside takes longer than `SECONDS`."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     has_timers = hasattr(signal, "setitimer")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from fsdp_jax.errors import did_you_mean, either, message
+from fsdp_jax.errors import did_you_mean, join_fixes, message
 from fsdp_jax.sharding.patterns import check_regexes, search_any
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -115,7 +115,7 @@ class Precision:
                     object.__setattr__(self, field, name)
             if name is not None and name not in known:
                 what, where = f"unknown dtype '{name}'", f"precision.{field}"
-                fix = either(did_you_mean(str(name), known), "leave it out")
+                fix = join_fixes(did_you_mean(str(name), known), "leave it out")
                 raise ValueError(message(what, where=where, expected=known, fix=fix))
         check_regexes(self.keep_float32, where="precision.keep_float32")
         if self.param == "float16":
@@ -142,7 +142,7 @@ class Precision:
 
     @property
     def scaling(self) -> LossScale | None:
-        """How the loss is scaled; None where it is not."""
+        """The loss scale in use: the user's, the dynamic one for float16, None for no scaling."""
         if self.loss_scale is None and "float16" in (self.compute, self.reduce):
             return LossScale()
         assert not isinstance(self.loss_scale, float), "numbers became a LossScale"
@@ -158,7 +158,7 @@ class Precision:
 
     @property
     def float8(self) -> bool:
-        """Whether kernels are gathered, or multiplied with, in float8."""
+        """Whether kernels are gathered in float8, or their matmuls run in it."""
         return self.gather is not None or self.matmul is not None
 
     @property

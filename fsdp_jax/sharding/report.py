@@ -15,12 +15,12 @@ LEAF_COLUMNS = COLUMNS[1:]
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:
-    """Returns `inspect --json`, and `layout.json` of a run; a spec has axes, or null, per dim."""
+    """Returns a layout as JSON: what `inspect --json` prints, and a run writes to `layout.json`."""
     return {
         "mesh": layout.axes.shape,
         "strategy": layout.strategy.name,
         "leaves": [_leaf_json(leaf) for leaf in layout],
-        "totals": _totals(layout),
+        "totals": _bytes_by_part(layout),
     }
 
 
@@ -41,8 +41,11 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
     }
 
 
-def _totals(layout: Layout) -> dict[str, dict[str, int]]:
-    """Returns {part: bytes replicated, on each device, in host memory for it}, and the `total`."""
+def _bytes_by_part(layout: Layout) -> dict[str, dict[str, int]]:
+    """Returns {part: {"bytes": ..., ...}}, and of all parts as `total`.
+
+    Bytes of the unsharded state, on each device, and in host memory for each device.
+    """
     return {
         part or "total": {
             "bytes": layout.total(part),
@@ -57,7 +60,7 @@ def totals_table(layout: Layout) -> str:
     """Returns a table of the bytes per device of each part, against a replicated run."""
     columns = ["state", "per device", "on the host", "replicated", "ratio"]
     rows = []
-    for part, counts in _totals(layout).items():
+    for part, counts in _bytes_by_part(layout).items():
         replicated, sharded, host = counts.values()
         stored = sharded + host
         ratio = f"{replicated / stored:.2f}" if stored else "-"
@@ -69,7 +72,7 @@ def totals_table(layout: Layout) -> str:
 
 
 def layout_report(layout: Layout) -> str:
-    """Returns totals, then the largest replicated leaves, then every leaf."""
+    """Returns what `inspect` prints: totals, the largest replicated leaves, then every leaf."""
     blocks = [
         layout.summary(),
         totals_table(layout),

@@ -44,7 +44,7 @@ def apply_updates(params: PyTree, updates: PyTree, seed: Seed | None) -> PyTree:
 
 
 def path_seed(seed: Seed, path: str) -> Seed:
-    """Returns the seed of one array."""
+    """Returns the seed for the array at a path, made from the seed of a step."""
     return seed[0] ^ jnp.uint32(zlib.crc32(path.encode())), seed[1]
 
 
@@ -56,7 +56,7 @@ def round_stochastically(value: jax.Array, seed: Seed) -> jax.Array:
     assert value.dtype == jnp.float32, value.dtype
     bits = lax.bitcast_convert_type(value, jnp.uint32)
     # A float32 is a bfloat16 and 16 bits more; noise carries into it as often as they are large.
-    rounded = ((bits + (noise(value, seed) >> 16)) >> 16).astype(jnp.uint16)
+    rounded = ((bits + (random_bits(value, seed) >> 16)) >> 16).astype(jnp.uint16)
     return jnp.where(
         jnp.isfinite(value),
         lax.bitcast_convert_type(rounded, jnp.bfloat16),
@@ -64,14 +64,22 @@ def round_stochastically(value: jax.Array, seed: Seed) -> jax.Array:
     )
 
 
-def noise(value: jax.Array, seed: Seed) -> jax.Array:
-    """Returns uniform uint32 numbers for the elements of a float32 array; see the note."""
+def random_bits(value: jax.Array, seed: Seed) -> jax.Array:
+    """Returns uniform uint32 numbers, one for each element of a float32 array; see the note.
+
+    `seed`: of this array, as `path_seed` returns it.
+    """
     bits = lax.bitcast_convert_type(value, jnp.uint32)
-    return _mixed(_mixed(_mixed(bits) ^ _place(value.shape) ^ seed[0]) + seed[1])
+    return _hash_bits(
+        _hash_bits(_hash_bits(bits) ^ _places_in_rows(value.shape) ^ seed[0]) + seed[1]
+    )
 
 
-def _place(shape: tuple[int, ...]) -> jax.Array:
-    """Returns each element's place in its row, of several dims, uint32 and modulo 2^32."""
+def _places_in_rows(shape: tuple[int, ...]) -> jax.Array:
+    """Returns the place of each element of an array of this shape in its row, uint32, modulo 2^32.
+
+    A row is all that follows dim 0, in C order; a vector is one row.
+    """
     place = jnp.zeros(shape, jnp.uint32)
     for dim, size in enumerate(shape):
         if dim or len(shape) == 1:
@@ -79,8 +87,8 @@ def _place(shape: tuple[int, ...]) -> jax.Array:
     return place
 
 
-def _mixed(x: jax.Array) -> jax.Array:
-    """Returns a hash of uint32, of each bit of which half of the bits depend ("lowbias32")."""
+def _hash_bits(x: jax.Array) -> jax.Array:
+    """Returns a hash of uint32 numbers ("lowbias32"): a bit of input changes half of the output."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -22,7 +22,7 @@ from typing import Any, TypedDict, Unpack, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from fsdp_jax.errors import did_you_mean, either, message
+from fsdp_jax.errors import did_you_mean, join_fixes, message
 from fsdp_jax.sharding.logical_axes import (
     Assigned,
     Dropped,
@@ -39,7 +39,7 @@ from fsdp_jax.sharding.mesh import (
     REPLICA,
     Entry,
     axes_of,
-    default_data,
+    default_data_axes,
     entry_of,
     named_axes,
     shard_axes,
@@ -138,7 +138,7 @@ class Rules:
         placements = {path: self.place_leaf(path, leaf, mesh) for path, leaf in leaves.items()}
         for path in others:
             place = placements[path]
-            if misfits := _misfits("the rule", path, place.spec, leaves[path], mesh):
+            if misfits := _misfit_findings("the rule", path, place.spec, leaves[path], mesh):
                 reason = f"{misfits[0].kind} for this rule: replicated, since it is no parameter"
                 missed = shards_of(mesh, spec_axes(place.spec))
                 placements[path] = Placement(PartitionSpec(), place.rule, reason, missed)
@@ -147,7 +147,7 @@ class Rules:
     def place_leaf(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Placement:
         """Returns the placement of one parameter that the rules fit."""
         index = self._first_match(path)
-        assigned = self.assign(path, leaf, mesh)
+        assigned = self.assigned_axes(path, leaf, mesh)
         spec = assigned.spec
         # Axes that the mesh lacks, and names that stand for none or for a taken one.
         names = (name for drop in assigned.dropped for name in drop.axes or (drop.name,))
@@ -161,8 +161,8 @@ class Rules:
             return Placement(spec, name, f"first rule that matches{notes}", dropped=dropped)
 
         # Of an annotation, what the mesh has; and where nothing remains, the heuristic.
-        if leaf.names is None or not assigned.remains:
-            spec, reason, missed = self._by_size(leaf, mesh, PartitionSpec())
+        if leaf.names is None or not assigned.keeps_meaning:
+            spec, reason, missed = self._spec_by_size(leaf, mesh, PartitionSpec())
             if leaf.names is not None:
                 reason += f"; nothing remains of annotation {leaf.names}{notes}"
             return Placement(spec, HEURISTIC, reason, missed, dropped)
@@ -170,26 +170,31 @@ class Rules:
         # The heuristic completes an annotation that names none of `axes`.
         reason, missed = f"logical axes {leaf.names}{notes}", 1
         if spec and not named:
-            spec, why, missed = self._by_size(leaf, mesh, spec)
+            spec, why, missed = self._spec_by_size(leaf, mesh, spec)
             reason += f"; then {why}"
         return Placement(spec, "annotation", reason, missed, dropped)
 
-    def assign(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Assigned:
-        """Returns the mesh axes that the first rule, or else the annotation, names."""
+    def assigned_axes(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Assigned:
+        """Returns the spec by the first matching rule, or else the annotation, and what is dropped.
+
+        Of a leaf with neither, the spec is empty.
+        """
         index = self._first_match(path)
         if index is None:
-            return self._assign(leaf.names or (), mesh, leaf.table)
-        return self._assign(self.pairs[index][1], mesh)
+            return self._assign_names(leaf.names or (), mesh, leaf.table)
+        return self._assign_names(self.pairs[index][1], mesh)
 
-    def _assign(self, names: Iterable[Entry], mesh: Mesh, table: Table = ()) -> Assigned:
+    def _assign_names(self, names: Iterable[Entry], mesh: Mesh, table: Table = ()) -> Assigned:
+        """Returns `assign_axes` by the logical axes of these rules, then those of `table`."""
         return assign_axes(names, (*self.table, *table), mesh.axis_names, self.axes)
 
-    def _by_size(
+    def _spec_by_size(
         self, leaf: "ParamLeaf", mesh: Mesh, own: PartitionSpec
     ) -> tuple[PartitionSpec, str, int]:
-        """Returns (spec, reason, missed shards) by the size heuristic; never a stacked dim.
+        """Returns (spec, reason, missed shards) by the size heuristic; it shards no stacked dim.
 
-        `own`: what shards the array before. It stays, and dims that it leaves whole come first.
+        `own`: the spec so far, of an annotation. It stays, and dims that it leaves whole come
+        first. The missed shards are those of `Placement`.
         """
         entries = [*own, *[None] * (len(leaf.shape) - len(own))]
         divisors = [shards_of(mesh, entry) for entry in entries]
@@ -211,7 +216,7 @@ class Rules:
             if leaf.stacked:
                 reason += f", {leaf.stacked} stacked layer dim not sharded"
         else:
-            added = self._over_dims(dims, shape, mesh)
+            added = self._axes_over_dims(dims, shape, mesh)
             if not added:
                 return own, f"no dim of {shape} is divisible by {shards}: replicated", shards
             over = [f"dim {dim} in {shards_of(mesh, added[dim])}" for dim in sorted(added)]
@@ -219,10 +224,13 @@ class Rules:
         both = [(*axes_of(entry), *added.get(dim, ())) for dim, entry in enumerate(entries)]
         return spec_of(map(entry_of, both)), reason, 1
 
-    def _over_dims(
+    def _axes_over_dims(
         self, dims: Sequence[int], shape: tuple[int, ...], mesh: Mesh
     ) -> dict[int, tuple[str, ...]]:
-        """Returns {dim: mesh axes} of as few of these dims as possible; empty if none fit."""
+        """Returns {dim: mesh axes}: the axes spread over as few of these dims as possible.
+
+        Empty if no way divides the shape.
+        """
         axes = [axis for axis in self.axes if mesh.shape[axis] > 1]
         choices = product(dims, repeat=len(axes))  # a dim for each axis
         for chosen in sorted(choices, key=lambda choice: (len(set(choice)), choice)):
@@ -248,34 +256,38 @@ class Rules:
         # Rules: their axes, whether they win anywhere, and whether they fit where they win.
         for index, (pattern, spec) in enumerate(self.pairs):
             where = f"rule '{pattern_name(pattern)}'"
-            assigned = self._assign(spec, mesh)
-            refused = self._refused(where, assigned, mesh)
+            assigned = self._assign_names(spec, mesh)
+            refused = self._dropped_findings(where, assigned, mesh)
             findings += refused
             matched = [path for path, winner in winners.items() if winner == index]
             if not matched:
-                findings += self._unused_or_shadowed(index, where, leaves)
+                findings += self._idle_rule_findings(index, where, leaves)
             if not refused:
                 for path in [path for path in matched if path not in others] or matched:
-                    findings += _misfits(where, path, assigned.spec, leaves[path], mesh)
+                    findings += _misfit_findings(where, path, assigned.spec, leaves[path], mesh)
 
         # Parameters that no rule wins: their annotations, which `strict` requires.
         for path, leaf in leaves.items():
             if winners[path] is not None:
                 continue
-            assigned = self.assign(path, leaf, mesh)
-            if leaf.names is not None and assigned.remains:
-                findings += _misfits("annotation", path, assigned.spec, leaf, mesh)
+            assigned = self.assigned_axes(path, leaf, mesh)
+            if leaf.names is not None and assigned.keeps_meaning:
+                findings += _misfit_findings("annotation", path, assigned.spec, leaf, mesh)
             elif self.strict and path not in others:
                 text = "no rule matches (strict); add one, or strict=False"
                 findings.append(Finding("unmatched leaf", path, text))
         return findings
 
     def _first_match(self, path: str) -> int | None:
+        """Returns the number of the first rule that matches a path; None where none does."""
         winners = (i for i, (pattern, _) in enumerate(self.pairs) if matches(pattern, path))
         return next(winners, None)
 
-    def _unused_or_shadowed(self, index: int, where: str, paths: Collection[str]) -> list[Finding]:
-        """Returns the finding for a rule that decides no parameter; none for a last catch-all."""
+    def _idle_rule_findings(self, index: int, where: str, paths: Collection[str]) -> list[Finding]:
+        """Returns the finding for the rule `index`, which decides no parameter: unused or shadowed.
+
+        None for a catch-all at the end. `where`: the rule, as text.
+        """
         pattern = self.pairs[index][0]
         matched = [path for path in paths if matches(pattern, path)]
         if not matched:
@@ -287,12 +299,15 @@ class Rules:
         text = f"all it matches ('{matched[0]}', …) is taken by '{earlier}'; put it before"
         return [Finding("shadowed rule", where, text)]
 
-    def _refused(self, where: str, assigned: Assigned, mesh: Mesh) -> list[Finding]:
-        """Returns findings for the names of a rule that shard nothing."""
+    def _dropped_findings(self, where: str, assigned: Assigned, mesh: Mesh) -> list[Finding]:
+        """Returns findings for the unknown and repeated axes among what a rule drops.
+
+        `where`: the rule, as text; `assigned`: its spec, and what was dropped.
+        """
         known = [*mesh.axis_names, *dict(self.table), FSDP]
         findings = []
         for drop in assigned.dropped:
-            finding = found(drop, where, known)
+            finding = dropped_finding(drop, where, known)
             if drop.kind == "unknown axis":
                 text = f"{finding.text} (the mesh has {mesh.axis_names}); "
                 text += f"logical_axes={{'{drop.name}': None}} leaves its dim unsharded"
@@ -343,7 +358,7 @@ def partition_specs(
     Raises:
         ValueError: the rules do not fit; every finding of the lint is in the message.
     """
-    chosen, mesh = rules_for(
+    chosen, mesh = make_rules(
         mesh, rules, logical_axes=logical_axes, min_size=min_size, strict=strict, axes=axes
     )
     placements = chosen.place(params, mesh)
@@ -361,20 +376,20 @@ def lint(
     axes: str | tuple[str, ...] | None = None,
 ) -> list[Finding]:
     """Returns what `partition_specs`, with these arguments, would refuse; empty if all fits."""
-    chosen, mesh = rules_for(
+    chosen, mesh = make_rules(
         mesh, rules, logical_axes=logical_axes, min_size=min_size, strict=strict, axes=axes
     )
     return chosen.lint(read_leaves(params), mesh)
 
 
-def rules_for(
+def make_rules(
     mesh: Mesh | AbstractMesh,
     rules: Sequence[Rule] | Mapping[Pattern, Spec] = (),
     *,
     axes: str | tuple[str, ...] | None = None,
     **settings: Unpack[RuleSettings],
 ) -> tuple[Rules, Mesh]:
-    """Returns the rules of `partition_specs`, with its default for `axes`, and the mesh.
+    """Returns (Rules, mesh) for arguments of `partition_specs`, with its default for `axes`.
 
     Raises ValueError: not a mesh; no `axes`, and the mesh does not say which; malformed rules.
     """
@@ -382,14 +397,17 @@ def rules_for(
         fix = "partition_specs(params, rules, mesh), with jax.make_mesh((n,), ('fsdp',)) for one"
         raise ValueError(message("not a mesh", where="mesh", got=type(mesh).__name__, fix=fix))
     if axes is None:
-        along = shard_axes(mesh, default_data(mesh, (REPLICA,), where="axes"), (REPLICA,))
+        along = shard_axes(mesh, default_data_axes(mesh, (REPLICA,), where="axes"), (REPLICA,))
     else:
         along = named_axes("axes", axes, mesh.axis_names)
     return Rules(rules, **settings, axes=along), cast(Mesh, mesh)
 
 
-def found(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
-    """Returns what is dropped as a finding, with the one of the known names that may be meant."""
+def dropped_finding(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
+    """Returns what was dropped as a finding, with the one of the known names that may be meant.
+
+    `where`: the rule or the parameter that names it.
+    """
     text = str(drop)
     if drop.kind == "unknown axis" and not drop.axes:
         close = did_you_mean(drop.name, known)
@@ -397,17 +415,20 @@ def found(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
     return Finding(drop.kind, where, text)
 
 
-def _misfits(
+def _misfit_findings(
     source: str, path: str, spec: PartitionSpec, leaf: "ParamLeaf", mesh: Mesh
 ) -> list[Finding]:
-    """Returns what prevents this leaf from being sharded by this spec."""
+    """Returns findings for a spec that does not fit a leaf: too many entries, indivisible dims.
+
+    `source`: the rule that the spec is of, as text, or "annotation".
+    """
     shape = leaf.shape
     overrule = f"a rule before it replicates this one alone: ('{path}$', None)"
     if source == "annotation":
         overrule = f"a rule replicates it: ('{path}$', None)"
     if len(spec) > len(shape):
         text = f"{source} has {len(spec)} entries for shape {shape}: "
-        text += either("shorten the spec", overrule)
+        text += join_fixes("shorten the spec", overrule)
         return [Finding("rank mismatch", path, text)]
     findings = []
     for dim, entry in enumerate(spec):
@@ -418,7 +439,7 @@ def _misfits(
             if divisible:
                 fix = f"did you mean dim {divisible[0]}?"
             split = f"{source} splits dim {dim} of {shape} in {shards}"
-            text = f"{split}, by which it is not divisible; {either(fix, overrule)}"
+            text = f"{split}, by which it is not divisible; {join_fixes(fix, overrule)}"
             findings.append(Finding("indivisible dim", path, text))
     return findings
 
@@ -456,11 +477,14 @@ class ParamLeaf:
 
 
 def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dict[str, ParamLeaf]:
-    """Returns {path: ParamLeaf}; without `stacked`, as `stacked_dims` detects layers."""
+    """Returns {path: ParamLeaf} of a tree of arrays, shapes or boxes of Flax.
+
+    `stacked`: {path: number of dims that stack layers}; by default as `stacked_dims` detects them.
+    """
     boxes = flatten(params, is_leaf=is_box)
     shapes = {}
     for path, box in boxes.items():
-        array = unboxed(box)
+        array = array_in_box(box)
         if not hasattr(array, "shape"):
             what = "a leaf of the parameters is no array"
             fix = "pass the arrays alone: nnx.state(model, nnx.Param), or variables['params']"
@@ -474,12 +498,12 @@ def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dic
         layer_dims = stacked.get(path, 0)
         if names is not None and len(names) == len(shape) - layer_dims:
             names = (None,) * layer_dims + names  # annotated before the layers were stacked
-        leaves[path] = ParamLeaf(shape, names, layer_dims, _own_table(boxes[path]))
+        leaves[path] = ParamLeaf(shape, names, layer_dims, _table_of_box(boxes[path]))
     return leaves
 
 
-def _own_table(leaf: Any) -> Table:
-    """Returns the logical axes that Flax keeps with a parameter's names."""
+def _table_of_box(leaf: Any) -> Table:
+    """Returns the table of logical axes that Flax keeps in a parameter's box, beside its names."""
     if hasattr(leaf, "get_metadata"):
         return read_logical_axes(leaf.get_metadata().get("sharding_rules"))
     return read_logical_axes(getattr(leaf, "rules", None))
@@ -510,10 +534,10 @@ def logical_names(leaf: Any, path: str = "") -> tuple[Entry, ...] | None:
 
 
 def is_box(leaf: Any) -> bool:
-    """Whether a leaf is Flax's: a Variable, or an array with the names of its dims."""
+    """Returns whether a leaf is a box of Flax: a Variable, or an array with names of its dims."""
     return hasattr(leaf, "get_metadata") or hasattr(leaf, "names")
 
 
-def unboxed(leaf: Any) -> Any:
+def array_in_box(leaf: Any) -> Any:
     """Returns the array in a box of Linen; a Variable has its array's shape itself."""
     return getattr(leaf, "value", leaf) if hasattr(leaf, "names") else leaf

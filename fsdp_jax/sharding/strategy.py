@@ -54,14 +54,17 @@ class Strategy:
     def param_placement(
         self, placement: Placement, axes: MeshAxes, *, has_copy: bool = False
     ) -> Placement:
-        """Returns how a parameter that the rules place so is stored.
+        """Returns how a parameter is stored between steps, given the placement by the rules.
 
         `has_copy`: the step computes with a replicated copy of it, so that itself it is sharded.
         """
         return placement if self.shards_params or has_copy else self._replicated(placement, axes)
 
     def grad_placement(self, placement: Placement, axes: MeshAxes) -> Placement:
-        """Returns how its gradient is reduced, and how the optimizer updates it."""
+        """Returns how a parameter's gradient is reduced and the optimizer updates the parameter.
+
+        `placement`: of the parameter, by the rules.
+        """
         return placement if self.shards_optimizer else self._replicated(placement, axes)
 
     def _replicated(self, placement: Placement, axes: MeshAxes) -> Placement:
