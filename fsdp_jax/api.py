@@ -41,7 +41,8 @@ from fsdp_jax.step.state import (
     OPTIONAL,
     TrainState,
     abstract_rest,
-    check_given,
+    as_seed,
+    check_given_params,
     init_state,
     make_copies,
     start_optional,
@@ -50,16 +51,20 @@ from fsdp_jax.step.state import (
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.step.xla_options import check_options_of_caller, offload_options
 from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.units.adapters import make_adapter
 from fsdp_jax.units.auto_wrap import UNFOUND, Units, choose_units, describe_units
 from fsdp_jax.units.collectives import Mode
 from fsdp_jax.units.model import LossFn, Model
-from fsdp_jax.units.param_comms import boundaries, copies_of, param_comms, unit_activations
-from fsdp_jax.units.placement import place, split_axes
+from fsdp_jax.units.param_comms import (
+    abstract_copies,
+    make_boundaries,
+    param_comms,
+    unit_activations,
+)
+from fsdp_jax.units.placement import place_model, split_data_in_axes
 from fsdp_jax.units.remat import Activations, Remat, activations_of, as_policy
 from fsdp_jax.units.unit import ROOT
 from fsdp_jax.validation import (
-    adapt,
-    as_seed,
     check_arguments,
     check_host_memory,
     check_patterns,
@@ -166,7 +171,7 @@ def fully_shard(
 
         check_float8_matmuls(axes.mesh.devices.flat[0])
     with axes.ambient():
-        adapter = adapt(model, inputs)
+        adapter = make_adapter(model, inputs)
 
     # Parameters: which are stacked, which are frozen, and what the rules make of them.
     made = flatten(adapter.params)
@@ -176,9 +181,9 @@ def fully_shard(
     else:
         layer_dims = dict.fromkeys(matched(stacked, shapes, "stacked"), 1)
     frozen_paths = matched(frozen, shapes, "frozen")
-    table = split_axes(logical_axes, axes)
+    table = split_data_in_axes(logical_axes, axes)
     by_rules = Rules(rules, table, min_size, strict, axes=resolved.shard_axes(axes))
-    placements, state_placements = place(by_rules, adapter, axes.mesh, layer_dims)
+    placements, state_placements = place_model(by_rules, adapter, axes.mesh, layer_dims)
     resolved.check_placements(placements | state_placements, axes)
     warn_of_idle_axes(placements | state_placements, axes)
 
@@ -205,7 +210,7 @@ def fully_shard(
     trained = {path: leaf for path, leaf in stored.items() if path not in frozen_paths}
     check_trained(trained, dtypes)
     check_patterns(dtypes, adapter)
-    copies = copies_of(
+    copies = abstract_copies(
         adapter, resolved, placements, trained, dtypes, owners, layer_dims, offloaded, min_size
     )
     optimizer = in_float32(tx) if dtypes.stochastic_rounding else tx
@@ -339,7 +344,7 @@ class Sharded:
             ValueError: one of `params` does not fit; neither a seed nor one key.
 
         """
-        given = check_given(params or {}, self.layout)
+        given = check_given_params(params or {}, self.layout)
         seed_or_data = as_seed(seed)
         optional = self.precision.scaling, self.loss_spikes
         with self.layout.axes.ambient():
@@ -558,7 +563,9 @@ class Sharded:
             self.precision,
             self._tx,
             param_comms(self._model, self.layout, self.precision, self.units, mode, deferred),
-            boundaries(self._model, self.precision, self.units, self._activations, chosen=chosen),
+            make_boundaries(
+                self._model, self.precision, self.units, self._activations, chosen=chosen
+            ),
             fn,
             activations=activations_of(as_policy(self.remat), self.offload)[0],
             spikes=self.loss_spikes,

@@ -43,7 +43,7 @@ def without_literals(atoms: Sequence[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, jex.Literal)]
 
 
-def ends_of(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]]:
+def free_and_defined(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]]:
     """Returns (variables read but not defined by these equations, variables defined)."""
     defined = {v: None for eqn in eqns for v in eqn.outvars if not isinstance(v, jex.DropVar)}
     read = {v: None for eqn in eqns for v in reads(eqn)}
@@ -59,7 +59,7 @@ def evaluate_unchanged(
     jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: MutableMapping[Any, Any]
 ) -> None:
     """Evaluates equations with the names and source lines that they were traced with."""
-    invars, outvars = ends_of(eqns)
+    invars, outvars = free_and_defined(eqns)
     debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     part = jaxpr.replace(
         constvars=[], invars=invars, outvars=outvars, eqns=list(eqns), debug_info=debug
@@ -89,7 +89,7 @@ def evaluate_calls(
             evaluate_unchanged(jaxpr, list(eqns), env)
             continue
         for eqn in eqns:
-            with scope_of(eqn):
+            with named_scope_of(eqn):
                 values = call(eqn, values_of(env, eqn.invars))
             env.update(zip(eqn.outvars, values, strict=True))
     return values_of(env, jaxpr.outvars)
@@ -101,7 +101,7 @@ def inner_program(eqn: jex.JaxprEqn) -> tuple[jex.Jaxpr, Sequence[Any]]:
     return inner, getattr(eqn.params.get("jaxpr"), "consts", ())
 
 
-def scope_of(eqn: jex.JaxprEqn) -> Any:
+def named_scope_of(eqn: jex.JaxprEqn) -> Any:
     """Returns a context with the scopes of the user's model around `eqn`, which profiles show."""
     names = str(eqn.source_info.name_stack)
     return jax.named_scope(names) if names else nullcontext()
@@ -132,7 +132,7 @@ def reevaluated(fn: Callable[..., Any], evaluate: Evaluate) -> Callable[..., Any
     return run
 
 
-def run_call(eqn: jex.JaxprEqn, call: Callable[..., list[Any]], *args: Any) -> list[Any]:
+def call_as_checkpoint(eqn: jex.JaxprEqn, call: Callable[..., list[Any]], *args: Any) -> list[Any]:
     """Returns `call(*args)`, in a `jax.checkpoint` like `eqn` if that is one."""
     if not is_checkpoint(eqn):
         return call(*args)
@@ -141,7 +141,7 @@ def run_call(eqn: jex.JaxprEqn, call: Callable[..., list[Any]], *args: Any) -> l
     return checkpointed
 
 
-def run_scan(eqn: jex.JaxprEqn, args: Sequence[Any], evaluate: Evaluate) -> list[Any]:
+def reevaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any], evaluate: Evaluate) -> list[Any]:
     """Returns the results of a scan whose body is evaluated by `evaluate`."""
     jaxpr, closed_over = inner_program(eqn)
     consts, carry, xs = scan_arguments(eqn.params, args)

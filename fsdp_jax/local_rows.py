@@ -148,7 +148,7 @@ def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callab
     return run
 
 
-def beside_model_axes() -> bool:
+def traced_with_model_axes() -> bool:
     """Returns whether a step is being traced on a mesh with axes that do not shard the batch."""
     split = _SPLIT.get()
     return split is not None and split.shards < split.mesh.size

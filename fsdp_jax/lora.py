@@ -76,8 +76,8 @@ class LoRA:
         if not isinstance(model, nnx.Module):
             what, got = "not an NNX model", type(model)
             raise ConfigError(message(what, where="with_lora", expected="nnx.Module", got=got))
-        modules = {_join(path): module for path, module in nnx.iter_modules(model)}
-        targets = _targets(modules, self.targets)
+        modules = {_join_path(path): module for path, module in nnx.iter_modules(model)}
+        targets = _matched_linears(modules, self.targets)
         matched(self.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
         stream = rngs.params  # the model's own: nothing is drawn from it
         key = jax.random.fold_in(stream.key[...], zlib.crc32(b"lora"))
@@ -157,7 +157,7 @@ class AdaptedLinear(nnx.Linear):
 
 
 @functools.cache
-def _adapted(kind: Hashable) -> type:
+def _adapted_class(kind: Hashable) -> type:
     """Returns one class for each kind of Linear, so that models made twice are of one structure."""
     assert isinstance(kind, type)
     if kind is nnx.Linear:
@@ -172,17 +172,17 @@ def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
     bound = inputs**-0.5
     a = jax.random.uniform(key, (*layers, inputs, rank), jnp.float32, -bound, bound)
     # This bypasses NNX's check against assignments inside a transform: a class is not state.
-    object.__setattr__(linear, "__class__", _adapted(linear.__class__))
+    object.__setattr__(linear, "__class__", _adapted_class(linear.__class__))
     linear.lora_a = nnx.LoRAParam(a)
     linear.lora_b = nnx.LoRAParam(jnp.zeros((*layers, rank, outputs), jnp.float32))
     linear.lora_scale = scale
 
 
-def _join(path: Iterable[Any]) -> str:
+def _join_path(path: Iterable[Any]) -> str:
     return SEPARATOR.join(map(str, path))
 
 
-def _targets(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
+def _matched_linears(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
     """Returns the Linears that the patterns match, whether LoRA supports them or not."""
     kinds = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
     linears = {path: module for path, module in modules.items() if isinstance(module, kinds)}
@@ -266,7 +266,7 @@ def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
     lora = {path for path in known if re.search(_LORA_PATH, path)}
     parts: dict[str, tuple[str, ...]] = {path: (path,) for path in known if path not in lora}
     for module in sorted({path.rpartition(SEPARATOR)[0] for path in lora}):
-        three = tuple(_join(filter(None, (module, name))) for name in (KERNEL, A, B))
+        three = tuple(_join_path(filter(None, (module, name))) for name in (KERNEL, A, B))
         missing = [path for path in three if path not in known]
         if missing:
             what = "not all of LoRA's tensors are there"

@@ -135,15 +135,15 @@ def scale_by_adam(
     def stored(state: optax.ScaleByAdamState) -> StoredAdamState:
         step = state.count.astype(jnp.uint32)
         size = block if moments == "int8" else 0
-        mu, mu_scale = _encoded(state.mu, FIRST, size, (step, jnp.uint32(1)))
-        nu, nu_scale = _encoded(state.nu, SECOND, size, (step, jnp.uint32(2)))
+        mu, mu_scale = _encode_moment(state.mu, FIRST, size, (step, jnp.uint32(1)))
+        nu, nu_scale = _encode_moment(state.nu, SECOND, size, (step, jnp.uint32(2)))
         return StoredAdamState(state.count, mu, nu, mu_scale, nu_scale)
 
     def update(
         updates: PyTree, state: StoredAdamState, params: PyTree = None
     ) -> tuple[PyTree, StoredAdamState]:
-        mu = _decoded(state.mu, state.mu_scale, FIRST)
-        nu = _decoded(state.nu, state.nu_scale, SECOND)
+        mu = _decode_moment(state.mu, state.mu_scale, FIRST)
+        nu = _decode_moment(state.nu, state.nu_scale, SECOND)
         wide = optax.tree.cast(updates, jnp.float32)
         wide, new = inner.update(wide, optax.ScaleByAdamState(state.count, mu, nu), params)
         return wide, stored(new)
@@ -168,7 +168,9 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _encoded(tree: PyTree, code: "MomentCode", block: int, seed: Seed) -> tuple[PyTree, PyTree]:
+def _encode_moment(
+    tree: PyTree, code: "MomentCode", block: int, seed: Seed
+) -> tuple[PyTree, PyTree]:
     """Returns (codes, scales) of a moment; without blocks it is in bfloat16, without scales.
 
     Small parameters stay float32.
@@ -179,7 +181,7 @@ def _encoded(tree: PyTree, code: "MomentCode", block: int, seed: Seed) -> tuple[
         own = path_seed(seed, jax.tree_util.keystr(path))
         if not block:
             pairs.append((round_stochastically(leaf, own), None))
-        elif blocks := block_of(leaf.shape, block):
+        elif blocks := choose_blocks(leaf.shape, block):
             pairs.append(code.encode(leaf, *blocks, own))
         else:
             pairs.append((leaf, None))
@@ -187,7 +189,7 @@ def _encoded(tree: PyTree, code: "MomentCode", block: int, seed: Seed) -> tuple[
     return jax.tree.unflatten(structure, codes), jax.tree.unflatten(structure, scales)
 
 
-def _decoded(codes: PyTree, scales: PyTree, code: "MomentCode") -> PyTree:
+def _decode_moment(codes: PyTree, scales: PyTree, code: "MomentCode") -> PyTree:
     """Returns a moment in float32."""
     return jax.tree.map(
         lambda leaf, scale: leaf.astype(jnp.float32) if scale is None else code.decode(leaf, scale),
@@ -196,7 +198,7 @@ def _decoded(codes: PyTree, scales: PyTree, code: "MomentCode") -> PyTree:
     )
 
 
-def block_of(shape: tuple[int, ...], block: int) -> tuple[int, int] | None:
+def choose_blocks(shape: tuple[int, ...], block: int) -> tuple[int, int] | None:
     """Returns (the dim that a parameter's blocks lie along, their size); None for no blocks.
 
     See the note. `block`: the largest size, a power of two.
@@ -211,19 +213,19 @@ def block_of(shape: tuple[int, ...], block: int) -> tuple[int, int] | None:
     for dim in range(max(0, len(shape) - 2), len(shape)):
         # Dim 0 may stack layers, which are updated one by one.
         if dim != sharded and (dim or shape[0] >= 256):
-            others.append((_size(shape[dim], block), -dim))
+            others.append((_block_size(shape[dim], block), -dim))
     size, dim = max(others, default=(0, 0))
     if size >= 2 * SHORTEST:
         return -dim, size
     # Short enough for a whole number of them in each of 16, or 8, shards.
     for shards in (16, 8, 1):
-        size = _size(shape[sharded] // shards, block) if shape[sharded] % shards == 0 else 0
+        size = _block_size(shape[sharded] // shards, block) if shape[sharded] % shards == 0 else 0
         if size >= SHORTEST:
             return sharded, size
     return None
 
 
-def _size(dim: int, block: int) -> int:
+def _block_size(dim: int, block: int) -> int:
     """Returns the largest power of two that divides a dim, at most `block`."""
     return min(dim & -dim, block)
 
@@ -247,7 +249,7 @@ class MomentCode:
         shape = moment.shape
         blocks = moment.reshape(*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
         scale = jnp.abs(blocks).max(dim + 1)
-        blocks = blocks / _repeated(jnp.where(scale > 0, scale, 1), dim, blocks.shape)
+        blocks = blocks / _broadcast_scales(jnp.where(scale > 0, scale, 1), dim, blocks.shape)
         below = jnp.floor(self.root(blocks) * self.largest)
         low, high = self.power(below / self.largest), self.power((below + 1) / self.largest)
         share = (blocks - low) / (high - low)
@@ -270,10 +272,10 @@ class MomentCode:
         dim = next((dim for dim, (size, count) in enumerate(pairs) if size != count), 0)
         count = scale.shape[dim]
         blocks = values.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
-        return (blocks * _repeated(scale, dim, blocks.shape)).reshape(shape)
+        return (blocks * _broadcast_scales(scale, dim, blocks.shape)).reshape(shape)
 
 
-def _repeated(scale: jax.Array, dim: int, shape: tuple[int, ...]) -> jax.Array:
+def _broadcast_scales(scale: jax.Array, dim: int, shape: tuple[int, ...]) -> jax.Array:
     """Returns the scales for each element of their blocks, of this shape."""
     return jnp.broadcast_to(jnp.expand_dims(scale, dim + 1), shape)
 

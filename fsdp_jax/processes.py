@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
-def anywhere(flag: bool) -> bool:
+def in_any_process(flag: bool) -> bool:
     """Returns whether the flag is set in any process; waits for all of them."""
     if jax.process_count() == 1:
         return flag
@@ -16,17 +16,17 @@ def anywhere(flag: bool) -> bool:
 
 
 @contextmanager
-def together(elsewhere: Exception) -> Iterator[None]:
+def fail_together(elsewhere: Exception) -> Iterator[None]:
     """Raises in every process if the work inside fails in any: its own error, or `elsewhere`."""
     own = None
     try:
         yield
     except Exception as error:
         own = error
-    if anywhere(own is not None):
+    if in_any_process(own is not None):
         raise own or elsewhere
 
 
-def from_processes(values: np.ndarray) -> np.ndarray:
+def gather_from_processes(values: np.ndarray) -> np.ndarray:
     """Returns the values of every process, [processes, ...]; waits for all of them."""
     return np.asarray(multihost_utils.process_allgather(values))

@@ -1,15 +1,12 @@
 """Argument validation, with fixes for the common mistakes. Every check raises ValueError."""
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any, get_args
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from fsdp_jax.errors import SlowerWarning, did_you_mean, message
@@ -21,9 +18,7 @@ from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.tree import flatten
-from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
-from fsdp_jax.units.nnx import NnxModel
 from fsdp_jax.units.remat import as_policy
 
 
@@ -201,24 +196,6 @@ def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> No
             )
 
 
-def as_seed(seed: Any) -> Any:
-    """Returns a seed, or the data of a key, uint32: on the host, if it is not traced."""
-    like = jax.eval_shape(lambda: jax.random.key(0))
-    raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-    is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
-    is_int = isinstance(seed, int) and not isinstance(seed, bool)
-    if is_int or (is_array and not seed.shape and jnp.issubdtype(seed.dtype, jnp.integer)):
-        return seed
-    if is_array and (seed.shape, seed.dtype) in ((like.shape, like.dtype), (raw.shape, raw.dtype)):
-        data = jax.random.key_data(seed) if seed.dtype == like.dtype else jnp.asarray(seed)
-        return data if isinstance(data, jax.core.Tracer) else np.asarray(data)
-    what = "neither a seed nor a random key"
-    got = f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed)
-    expected = f"an int, or one key, as {like.dtype} or {raw.dtype}{list(raw.shape)}"
-    fix = "init(0), or init(jax.random.key(0))"
-    raise ValueError(message(what, where="seed", expected=expected, got=got, fix=fix))
-
-
 def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> None:
     """Checks arguments of `Sharded.plan`."""
     if analytic and axes.model_shards > 1:
@@ -233,56 +210,3 @@ def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> 
     if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
         fix = '{"tokens": jax.ShapeDtypeStruct((rows, length), "int32")}'
         raise ValueError(message("not arrays, nor their shapes", where="batch", got=batch, fix=fix))
-
-
-def adapt(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> Model:
-    """Returns the adapter of an NNX or Linen model."""
-    mistake = _mistake(model)
-    if mistake is not None:
-        what, fix = mistake
-        got = model if isinstance(model, type) else type(model)
-        expected = "a function of nnx.Rngs that makes an NNX model, or an unbound Linen module"
-        raise ValueError(message(what, where="model", expected=expected, got=got.__name__, fix=fix))
-    if isinstance(model, nn.Module):
-        if inputs is None:
-            fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
-            raise ValueError(message("a Linen model needs example inputs", where="inputs", fix=fix))
-        return LinenModel(model, inputs)
-    make_model = "lambda rngs: Model(..., rngs=rngs)"
-    try:
-        inspect.signature(model).bind(None)  # the random streams
-    except TypeError as error:
-        what = "the function that makes the model does not take random streams alone"
-        raise ValueError(message(what, where="model", got=error, fix=make_model)) from error
-    except ValueError:  # of a function that is not written in Python
-        pass
-    return NnxModel(model)
-
-
-def _mistake(model: Any) -> tuple[str, str] | None:
-    """Returns (what, fix) for a common mistake in place of a model; None for a model."""
-    make_model = "lambda rngs: Model(..., rngs=rngs)"
-    if isinstance(model, type):
-        linen = issubclass(model, nn.Module)
-        return "a class, not a model", "Model(...), and inputs=(...)" if linen else make_model
-    if isinstance(model, nnx.bridge.ToNNX):
-        return "a Linen module wrapped for NNX", "pass the Linen module itself, and inputs=(...)"
-    if isinstance(model, nnx.bridge.ToLinen):
-        return "an NNX model wrapped for Linen", f"{make_model}, the NNX model itself"
-    if isinstance(model, nnx.Module):
-        fix = f"pass the function that makes it, {make_model}, so that it is initialized sharded"
-        return "the model is already in memory, unsharded", fix
-    if isinstance(model, nn.Module):
-        if model.scope is None:
-            return None
-        fix = "pass the module that it was made from, or model.unbind()[0]"
-        return "a module bound to its variables", fix
-    if callable(getattr(model, "apply_fn", None)):
-        fix = "pass the module whose `apply` is its apply_fn, and inputs=(...)"
-        return "a train state, not a model", fix
-    if isinstance(getattr(model, "module", None), nn.Module | nnx.Module):
-        fix = "pass the module that it holds, its attribute `module`, and inputs=(...)"
-        return "an object around a module", fix
-    if not callable(model):
-        return "not a model", f"{make_model}, or a Linen module and inputs=(...)"
-    return None

@@ -20,7 +20,7 @@ from flax import core, nnx
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.tree import PyTree, flatten, unflatten
-from fsdp_jax.units.model import along_one
+from fsdp_jax.units.model import bind_axis_names
 
 Arrays = dict[str, jax.Array]
 Apply = Callable[[Arrays, Arrays, PyTree, jax.Array], tuple[Any, Arrays]]
@@ -82,7 +82,7 @@ class UnshardedRun:
         def loss(trained: Arrays) -> Any:
             """Returns (sum, (count, other state afterwards, metrics)) on rounded parameters."""
             rounded = {path: self._rounded(path, x) for path, x in {**params, **trained}.items()}
-            (total, count, metrics), after = along_one(
+            (total, count, metrics), after = bind_axis_names(
                 self.axis_names, lambda: self._apply(rounded, model_state, batch, key)
             )
             # A sum alone, or with the count that it is divided by.

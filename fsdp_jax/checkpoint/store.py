@@ -52,7 +52,7 @@ from fsdp_jax.errors import (
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
-from fsdp_jax.processes import anywhere, together
+from fsdp_jax.processes import fail_together, in_any_process
 from fsdp_jax.tree import PyTree
 
 log = logging.getLogger("fsdp_jax.checkpoint")
@@ -154,7 +154,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         # All processes give up together: orbax would wait for those that have not.
         got = "an error in another process"
-        with together(CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))):
+        with fail_together(CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))):
             self.wait()
             arrays, contents = to_arrays(state)
             positions = {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata)}
@@ -221,7 +221,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         """
         path = self._existing_path(step)
         checked = check_files(path, part=jax.process_index(), parts=jax.process_count())
-        if anywhere(not checked.good) and checked.good:
+        if in_any_process(not checked.good) and checked.good:
             return replace(checked, problems=("found by another process",))
         return checked
 

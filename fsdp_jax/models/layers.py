@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from fsdp_jax.local_rows import beside_model_axes, on_local_rows
+from fsdp_jax.local_rows import on_local_rows, traced_with_model_axes
 from fsdp_jax.models.chunked_loss import chunked_losses
 from fsdp_jax.models.config import BaseConfig
 
@@ -282,7 +282,7 @@ class Embedding(nnx.Embed):
         # activations of one. With the lookup's gradient summed on each device, XLA adds the two
         # and reduces their sum. Beside an axis of tensor parallelism XLA shards the scatter of the
         # gradient along all axes, and sends it between them.
-        if not (self.tied or beside_model_axes()):
+        if not (self.tied or traced_with_model_axes()):
             return super().__call__(inputs, out_sharding)
         return on_local_rows(_look_up, replicated=(1,))(inputs, self.table())
 

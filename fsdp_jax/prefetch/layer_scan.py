@@ -71,10 +71,10 @@ class LayerScan:
 
         @jax.custom_vjp
         def run(*inputs: Any) -> Any:
-            return self._forward({}, *inputs)[:2]
+            return self._run_forward({}, *inputs)[:2]
 
         def forward(operands: Any, consts: Any, carry: Any, others: Any) -> Any:
-            carry, ys, *kept = self._forward(vjps, operands, consts, carry, others)
+            carry, ys, *kept = self._run_forward(vjps, operands, consts, carry, others)
             return (carry, ys), (operands, consts, others, *kept)
 
         def backward(saved: Any, cotangents: Any) -> Any:
@@ -84,17 +84,17 @@ class LayerScan:
         run.defvjp(forward, backward)
         return run(operands, consts, carry, others)
 
-    def index(self, layer: Any) -> Any:
+    def stack_index(self, layer: Any) -> Any:
         """Returns where the stacks have the layer that runs as number `layer`."""
         return self.length - 1 - layer if self.reverse else layer
 
     def slice_of(self, stacks: Any, layer: Any) -> Any:
         """Returns that layer's slice of the stacks."""
-        return _slice(stacks, self.index(layer))
+        return _slice_at(stacks, self.stack_index(layer))
 
     def set_slice(self, stacks: Any, layer: Any, values: Any) -> Any:
         """Returns the stacks with that layer's slice set."""
-        index = self.index(layer)
+        index = self.stack_index(layer)
         return jax.tree.map(
             lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0), stacks, values
         )
@@ -103,7 +103,7 @@ class LayerScan:
         """Returns that layer's gathered parameters."""
         return gather_all(self.comms, self.slice_of(only_shards(operands), layer))
 
-    def _forward(
+    def _run_forward(
         self,
         vjps: dict[str, LayerVjp],
         operands: Operands,
@@ -169,12 +169,14 @@ class _Backward:
         }
         consts, others = (list(map(zero_cotangent, x)) for x in (self.consts, self.others))
         start = _Cotangents(carry, consts, others, stacks)
-        cotangents, gathered = self._pre(start) if self.scan.pre else self._post(start)
-        cotangents, gradients = self._layer(LOOP, 0, cotangents, gathered)
-        end = self._reduce(cotangents, 0, gradients)
+        cotangents, gathered = (
+            self._pull_back_pre(start) if self.scan.pre else self._pull_back_post(start)
+        )
+        cotangents, gradients = self._pull_back_layer(LOOP, 0, cotangents, gathered)
+        end = self._reduce_into_slots(cotangents, 0, gradients)
         return operand_cotangents(self.operands, end.gradients), end.consts, end.carry, end.others
 
-    def _pre(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
+    def _pull_back_pre(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
         """Computes layer i while i-1 is gathered and the gradients of i+1 are reduced.
 
         Returns the cotangents behind the second layer, and the first one's parameters.
@@ -186,47 +188,47 @@ class _Backward:
             cotangents, gathered, gradients = carried
             # First the reduction and then the gather: the gradients are freed before the next
             # parameters are allocated.
-            cotangents = self._reduce(cotangents, layer + 1, gradients)
+            cotangents = self._reduce_into_slots(cotangents, layer + 1, gradients)
             values = scan.slice_of(shards, layer - 1)
             previous, reduced = gather_after(scan.comms, values, cotangents.gradients)
             cotangents = cotangents._replace(gradients=reduced)
-            cotangents, gradients = self._layer(LOOP, layer, cotangents, gathered)
+            cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered)
             return (cotangents, previous, gradients), None
 
         previous = scan.gather_layer(self.operands, last - 1)
-        cotangents, gradients = self._layer(LAST, last, cotangents, self.last_gathered)
+        cotangents, gradients = self._pull_back_layer(LAST, last, cotangents, self.last_gathered)
         start = cotangents, previous, gradients
         layers = jnp.arange(last - 1, 0, -1)
         (cotangents, gathered, gradients), _ = lax.scan(step, start, layers, unroll=scan.unroll)
-        return self._reduce(cotangents, 1, gradients), gathered
+        return self._reduce_into_slots(cotangents, 1, gradients), gathered
 
-    def _post(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
+    def _pull_back_post(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
         """Gathers layer i-1 when i has computed, while the gradients of i are reduced.
 
-        Returns what `_pre` does.
+        Returns what `_pull_back_pre` does.
         """
         scan, shards = self.scan, only_shards(self.operands)
         last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:
             cotangents, gathered = carried
-            cotangents, gradients = self._layer(LOOP, layer, cotangents, gathered)
+            cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered)
             values = scan.slice_of(shards, layer - 1)
             previous, carry = gather_after(scan.comms, values, cotangents.carry)
-            cotangents = self._reduce(cotangents._replace(carry=carry), layer, gradients)
+            cotangents = self._reduce_into_slots(cotangents._replace(carry=carry), layer, gradients)
             return (cotangents, previous), None
 
         start = cotangents, scan.gather_layer(self.operands, last)
         end, _ = lax.scan(step, start, jnp.arange(last, 0, -1), unroll=scan.unroll)
         return end
 
-    def _layer(
+    def _pull_back_layer(
         self, name: str, layer: Any, cotangents: _Cotangents, gathered: Arrays
     ) -> tuple[_Cotangents, Arrays]:
         """Returns (cotangents, gradients of the trained parameters, not reduced yet)."""
         scan, n_consts = self.scan, len(self.consts)
         residuals = self.residuals[name]
-        residuals = residuals if name == LAST else _slice(residuals, layer)
+        residuals = residuals if name == LAST else _slice_at(residuals, layer)
         to_outputs = [*cotangents.carry, *scan.slice_of(self.ys, layer)]
         gradients, to_inputs = self.vjps[name].pull_back(
             residuals, gathered, self.consts, to_outputs
@@ -240,7 +242,9 @@ class _Backward:
         )
         return updated, {path: g for path, g in gradients.items() if scan.comms[path].trained}
 
-    def _reduce(self, cotangents: _Cotangents, layer: Any, gradients: Arrays) -> _Cotangents:
+    def _reduce_into_slots(
+        self, cotangents: _Cotangents, layer: Any, gradients: Arrays
+    ) -> _Cotangents:
         """Reduces a layer's gradients and puts them into their slots."""
         reduced = reduce_gradients(self.scan.comms, self.operands, gradients)
         stacks = {path: cotangents.gradients[path] for path in reduced}
@@ -248,5 +252,5 @@ class _Backward:
         return cotangents._replace(gradients=cotangents.gradients | filled)
 
 
-def _slice(tree: Any, index: Any) -> Any:
+def _slice_at(tree: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)

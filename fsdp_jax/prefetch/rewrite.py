@@ -31,18 +31,18 @@ import jax.extend.core as jex
 from jax import lax
 
 from fsdp_jax.jaxprs import (
-    ends_of,
+    call_as_checkpoint,
     eqns_inside,
     evaluate_unchanged,
+    free_and_defined,
     inner_program,
     inputs_of,
     is_transparent,
+    named_scope_of,
     reads,
+    reevaluate_scan,
     reevaluated,
-    run_call,
-    run_scan,
     scan_arguments,
-    scope_of,
     values_of,
     without_cotangent,
     without_literals,
@@ -50,7 +50,7 @@ from fsdp_jax.jaxprs import (
 from fsdp_jax.prefetch.layer_scan import LayerScan
 from fsdp_jax.prefetch.unit_chain import Stage, UnitChain
 from fsdp_jax.prefetch.vjp import Arrays, gather_after_layers, is_float
-from fsdp_jax.units.collectives import ParamComm, gather, site_of
+from fsdp_jax.units.collectives import ParamComm, gather, path_of_gather
 
 Prefetch = Literal["none", "post", "pre"]
 Eqns = Sequence[jex.JaxprEqn]
@@ -118,34 +118,36 @@ class _Rewriter:
         if differentiated is not None:
             env.without_cotangent = without_cotangent(jaxpr, differentiated)
         remaining = list(jaxpr.eqns)
-        for layers in _layers(jaxpr) if gathered is None else ():
+        for layers in _find_layers(jaxpr) if gathered is None else ():
             start, end = remaining.index(layers[0]), remaining.index(layers[-1]) + 1
             before, eqns, remaining = remaining[:start], remaining[start:end], remaining[end:]
             # The equations before them, except gathers that are needed only after them.
             late = _late_gathers(before, eqns, remaining)
-            self.run(jaxpr, [eqn for eqn in before if eqn not in late], env, None)
+            self.evaluate_eqns(jaxpr, [eqn for eqn in before if eqn not in late], env, None)
             if len(layers) > 1:
                 self._run_chain(jaxpr, eqns, layers, remaining, env)
             else:
-                self.run(jaxpr, layers, env, None)
+                self.evaluate_eqns(jaxpr, layers, env, None)
             if late:
                 self._gather_late(late, eqns, env)
-        self.run(jaxpr, remaining, env, gathered)
+        self.evaluate_eqns(jaxpr, remaining, env, gathered)
         return values_of(env, jaxpr.outvars)
 
-    def run(self, jaxpr: jex.Jaxpr, eqns: Eqns, env: _Env, gathered: Arrays | None) -> None:
+    def evaluate_eqns(
+        self, jaxpr: jex.Jaxpr, eqns: Eqns, env: _Env, gathered: Arrays | None
+    ) -> None:
         """Evaluates some equations of a jaxpr: those that gather one by one, the others in runs."""
-        for gathers, group in groupby(eqns, key=lambda eqn: bool(_paths_in(eqn))):
+        for gathers, group in groupby(eqns, key=lambda eqn: bool(_gathered_paths(eqn))):
             if not gathers:
                 evaluate_unchanged(jaxpr, list(group), env)
                 continue
             for eqn in group:
-                if site_of(eqn) or is_transparent(eqn) or eqn.primitive.name == "scan":
+                if path_of_gather(eqn) or is_transparent(eqn) or eqn.primitive.name == "scan":
                     values = self._gathering_eqn(eqn, env, gathered)
                     env.update(zip(eqn.outvars, values, strict=True))
                 else:
                     reason = f"it is gathered inside a `{eqn.primitive.name}`"
-                    self.report.not_prefetched |= dict.fromkeys(_paths_in(eqn), reason)
+                    self.report.not_prefetched |= dict.fromkeys(_gathered_paths(eqn), reason)
                     evaluate_unchanged(jaxpr, [eqn], env)
 
     def _gathering_eqn(
@@ -153,7 +155,7 @@ class _Rewriter:
     ) -> Sequence[Any]:
         """Returns the results of an equation that is a gather, or has some inside."""
         args = values_of(env, eqn.invars)
-        path = site_of(eqn)
+        path = path_of_gather(eqn)
         if path:
             if gathered and path in gathered:
                 return [gathered[path]]
@@ -170,8 +172,8 @@ class _Rewriter:
         def call(args: list[Any], gathered: Arrays | None) -> list[Any]:
             return self.evaluate(inner, [*consts, *args], gathered, differentiated)
 
-        with scope_of(eqn):
-            return run_call(eqn, call, args, gathered)
+        with named_scope_of(eqn):
+            return call_as_checkpoint(eqn, call, args, gathered)
 
     def _scan(
         self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
@@ -179,7 +181,7 @@ class _Rewriter:
         """Evaluates a scan over layers; or over something else, with layers somewhere inside."""
         sites = _scanned_sites(eqn)
         if not sites:
-            return run_scan(eqn, args, partial(self.evaluate, gathered=None))
+            return reevaluate_scan(eqn, args, partial(self.evaluate, gathered=None))
         params = eqn.params
         body, closed_over = inner_program(eqn)
         consts, carry, xs = scan_arguments(params, args)
@@ -194,7 +196,7 @@ class _Rewriter:
             slices = dict(zip(others, inputs[n_shared:], strict=True))
             inputs = [*inputs[:n_shared], *(slices.get(number) for number in range(len(xs)))]
             outputs = self.evaluate(body, inputs, gathered)
-            return _differentiated(outputs, [*[True] * n_carry, *differentiated[n_carry:]])
+            return _stop_gradients(outputs, [*[True] * n_carry, *differentiated[n_carry:]])
 
         scan = LayerScan(
             layer=layer,
@@ -215,8 +217,8 @@ class _Rewriter:
         `eqns` are from the first unit to the last, `later` those after the chain, which read its
         results.
         """
-        independent, stages = _stages(eqns, units)
-        self.run(jaxpr, independent, env, None)
+        independent, stages = _split_stages(eqns, units)
+        self.evaluate_eqns(jaxpr, independent, env, None)
         computed = {v for stage in stages for eqn in stage for v in eqn.outvars}
         read_later = [v for eqn in later for v in reads(eqn)]
         read_later += without_literals(jaxpr.outvars)
@@ -240,7 +242,7 @@ class _Rewriter:
                 reason = "it is computed between the units"
                 self.report.not_prefetched |= dict.fromkeys(sites, reason)
                 sites = {}
-            read, defined = ends_of(stage)
+            read, defined = free_and_defined(stage)
             gathered_from = {v for variables in sites.values() for v in variables}
             ins = [v for v in read if v not in gathered_from]
             outs = [v for v in defined if v in needed]
@@ -264,29 +266,29 @@ class _Rewriter:
     ) -> list[Any]:
         """Returns the values of `outs`, given those of `ins` and the gathered parameters."""
         # Shards stay None: what is gathered from them is given.
-        env = _Env(dict.fromkeys(ends_of(eqns)[0]))
+        env = _Env(dict.fromkeys(free_and_defined(eqns)[0]))
         env.update(zip(ins, inputs, strict=True))
-        self.run(jaxpr, eqns, env, gathered)
-        return _differentiated(values_of(env, outs), [v not in without_cotangent for v in outs])
+        self.evaluate_eqns(jaxpr, eqns, env, gathered)
+        return _stop_gradients(values_of(env, outs), [v not in without_cotangent for v in outs])
 
     def _gather_late(self, gathers: Eqns, layers: Eqns, env: _Env) -> None:
         """Gathers after some layers; reduces the gradients before the layers' backward pass."""
         outputs = [v for eqn in layers for v in eqn.outvars if v in env and is_float(env[v])]
-        operands = {str(site_of(eqn)): values_of(env, eqn.invars) for eqn in gathers}
+        operands = {str(path_of_gather(eqn)): values_of(env, eqn.invars) for eqn in gathers}
         values, gathered = gather_after_layers(self.comms, operands, [env[v] for v in outputs])
         env.update(zip(outputs, values, strict=True))
-        env.update((eqn.outvars[0], gathered[str(site_of(eqn))]) for eqn in gathers)
+        env.update((eqn.outvars[0], gathered[str(path_of_gather(eqn))]) for eqn in gathers)
 
 
-def _paths_in(eqn: jex.JaxprEqn) -> list[str]:
+def _gathered_paths(eqn: jex.JaxprEqn) -> list[str]:
     """Returns the parameters that are gathered somewhere inside, in the order of the program."""
-    paths = map(site_of, (eqn, *eqns_inside(eqn)))
+    paths = map(path_of_gather, (eqn, *eqns_inside(eqn)))
     return list(dict.fromkeys(path for path in paths if path))
 
 
 def _unit_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
     """Returns {path: numbers of the arguments that a unit gathers it from}; empty for no unit."""
-    if site_of(eqn) or not is_transparent(eqn):
+    if path_of_gather(eqn) or not is_transparent(eqn):
         return {}
     inner, _ = inner_program(eqn)
     return _movable_gathers(inner, len(inputs_of(inner)) - len(eqn.invars))
@@ -315,10 +317,10 @@ def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]
     def visit(jaxpr: jex.Jaxpr, numbers: dict[Any, int]) -> bool:
         """Fills `sites`; returns whether all can be moved out. `numbers`: {variable: input}."""
         for eqn in jaxpr.eqns:
-            if not _paths_in(eqn):
+            if not _gathered_paths(eqn):
                 continue
             sources = [None if isinstance(v, jex.Literal) else numbers.get(v) for v in eqn.invars]
-            path = site_of(eqn)
+            path = path_of_gather(eqn)
             if path:
                 known = tuple(number for number in sources if number is not None)
                 if len(known) < len(sources) or sites.setdefault(path, known) != known:
@@ -337,12 +339,12 @@ def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]
     return sites if visit(jaxpr, {v: number for number, v in enumerate(inputs)}) else {}
 
 
-def _layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
+def _find_layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
     """Yields a scan over layers, or the units of a chain, in the order of the program.
 
     A chain is two units or more with no other gather between them.
     """
-    gathering = filter(_paths_in, jaxpr.eqns)
+    gathering = filter(_gathered_paths, jaxpr.eqns)
     for are_units, group in groupby(gathering, key=lambda eqn: bool(_unit_sites(eqn))):
         eqns = list(group)
         if not are_units:
@@ -358,11 +360,13 @@ def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]
     return [
         eqn
         for eqn in before
-        if site_of(eqn) and eqn.outvars[0] in read_later and eqn.outvars[0] not in read_before
+        if path_of_gather(eqn)
+        and eqn.outvars[0] in read_later
+        and eqn.outvars[0] not in read_before
     ]
 
 
-def _stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[list[jex.JaxprEqn]]]:
+def _split_stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[list[jex.JaxprEqn]]]:
     """Returns the equations of a chain that run before it, and those of each stage, a unit last.
 
     Equations between two units belong to the stage of the second, unless they read nothing that the
@@ -382,7 +386,7 @@ def _stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[list[jex.
     return independent, stages
 
 
-def _differentiated(outputs: Sequence[Any], differentiated: Sequence[bool]) -> list[Any]:
+def _stop_gradients(outputs: Sequence[Any], differentiated: Sequence[bool]) -> list[Any]:
     """Returns the outputs of a layer; those that have no cotangent are not differentiated."""
     pairs = zip(outputs, differentiated, strict=True)
     return [x if has_cotangent else lax.stop_gradient(x) for x, has_cotangent in pairs]

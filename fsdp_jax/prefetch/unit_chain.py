@@ -55,20 +55,20 @@ class UnitChain:
 
         @jax.custom_vjp
         def run(inputs: list[Operands], external: dict[int, Any]) -> list[Any]:
-            return self._forward(inputs, external, [])[0]
+            return self._run_forward(inputs, external, [])[0]
 
         def forward(inputs: list[Operands], external: dict[int, Any]) -> Any:
             vjps.clear()  # inside a scan of the user's this is traced more than once
-            results, gathered = self._forward(inputs, external, vjps)
+            results, gathered = self._run_forward(inputs, external, vjps)
             return results, (inputs, external, gathered, [vjp.residuals for vjp in vjps])
 
         def backward(saved: Any, cotangents: list[Any]) -> Any:
-            return self._backward(vjps, without_float0(cotangents), *saved)
+            return self._run_backward(vjps, without_float0(cotangents), *saved)
 
         run.defvjp(forward, backward)
         return run([stage.operands for stage in self.stages], external)
 
-    def _forward(
+    def _run_forward(
         self, inputs: list[Operands], external: dict[int, Any], vjps: list[LayerVjp]
     ) -> tuple[list[Any], Arrays]:
         """Returns (the results, with `pre` the last stage's parameters); appends to `vjps`."""
@@ -89,7 +89,7 @@ class UnitChain:
             env.update(zip(stage.outs, outputs, strict=True))
         return [env[i] for i in self.results], gathered if self.pre else {}
 
-    def _backward(
+    def _run_backward(
         self,
         vjps: list[LayerVjp],
         cotangents: list[Any],

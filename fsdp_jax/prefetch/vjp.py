@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.collectives import ParamComm, fetch, gradient_of
+from fsdp_jax.units.collectives import ParamComm, gather_without_vjp, gradient_of
 
 Arrays = dict[str, jax.Array]
 Operands = dict[str, list[jax.Array]]
@@ -92,18 +92,18 @@ def only_shards(operands: Operands) -> Arrays:
 
 def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
     """Returns {path: gathered parameter}."""
-    return {path: fetch(comms[path], shard) for path, shard in shards.items()}
+    return {path: gather_without_vjp(comms[path], shard) for path, shard in shards.items()}
 
 
 def gather_after(
     comms: Mapping[str, ParamComm], shards: Arrays, event: PyTree
 ) -> tuple[Arrays, PyTree]:
     """Returns ({path: parameter, gathered once `event` is computed}, `event`)."""
-    shards, event = after(shards, event)
+    shards, event = order_after(shards, event)
     return gather_all(comms, shards), event
 
 
-def after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
+def order_after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
     """Returns both behind a barrier: what is computed from `values` waits for `event`.
 
     Of `event` only the floats pass the barrier.
@@ -150,7 +150,7 @@ def gather_after_layers(
 
     def backward(_: None, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
         to_outputs, gradients = cotangents
-        reduced, to_outputs = after(reduce_gradients(comms, abstract, gradients), to_outputs)
+        reduced, to_outputs = order_after(reduce_gradients(comms, abstract, gradients), to_outputs)
         return operand_cotangents(abstract, reduced), to_outputs
 
     abstract: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)

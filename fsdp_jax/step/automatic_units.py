@@ -22,11 +22,11 @@ from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.sharding.rules import LARGE_BYTES
 from fsdp_jax.step.device_varying import check_local_program
+from fsdp_jax.step.traced_gathers import gathers_in_branches, missed_optimizations, repeated_gathers
 from fsdp_jax.step.train_step import StepPlan
-from fsdp_jax.step.xla_options import costs, gathers_in_branches, repeated_gathers
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.collectives import ParamComm
-from fsdp_jax.units.remat import check_names
+from fsdp_jax.units.remat import check_named_activations
 
 BY_DEFAULT = (
     "The units were found by default. units='model' gathers the whole model at once: for a loss "
@@ -40,7 +40,7 @@ def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[St
         return plan, trace(plan)
     try:
         traced = trace(plan)
-        problem = _problem(plan, traced)
+        problem = _reason_against_units(plan, traced)
     except Warning:  # where warnings are errors
         raise
     except Exception as error:
@@ -71,14 +71,14 @@ def call_by_units(plan: StepPlan, fn: Callable[..., Any], *args: Any, check: boo
 def check_traced(plan: StepPlan, traced: Any) -> None:
     """Checks what only the traced program shows, and warns of what does not overlap in it."""
     program = traced.jaxpr.jaxpr
-    check_names(plan.activations, program)
+    check_named_activations(plan.activations, program)
     if plan.local_batch:
         check_local_program(program, list(flatten(plan.layout.other["model_state"])))
-    for cost in costs(plan, program):
-        warnings.warn(cost, SlowerWarning, stacklevel=2)
+    for missed in missed_optimizations(plan, program):
+        warnings.warn(missed, SlowerWarning, stacklevel=2)
 
 
-def _problem(plan: StepPlan, traced: Any) -> str:
+def _reason_against_units(plan: StepPlan, traced: Any) -> str:
     """Returns why a traced step shall not run by these units; empty if it may."""
     program = traced.jaxpr.jaxpr
     for unit, often in repeated_gathers(plan, program).items():

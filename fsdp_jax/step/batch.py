@@ -50,7 +50,8 @@ class BatchPlacement:
         if accumulation > 1:
             self.sharding = NamedSharding(axes.mesh, PartitionSpec(None, axes.batch))
         self._cut_on_devices = jax.jit(
-            lambda leaves: [self._cut(leaf) for leaf in leaves], out_shardings=self.sharding
+            lambda leaves: [self._as_microbatches(leaf) for leaf in leaves],
+            out_shardings=self.sharding,
         )
 
     def place(self, batch: PyTree) -> GlobalBatch:
@@ -63,8 +64,8 @@ class BatchPlacement:
             fix = "put the batch with the step that takes it"
             got = batch.accumulation
             raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
-        leaves, tree = self._checked(batch, local=True)
-        return GlobalBatch(jax.tree.unflatten(tree, self._placed(leaves)), self._accumulation)
+        leaves, tree = self._checked_leaves(batch, local=True)
+        return GlobalBatch(jax.tree.unflatten(tree, self._to_devices(leaves)), self._accumulation)
 
     def abstract(self, batch: PyTree) -> GlobalBatch:
         """Returns shapes, dtypes and shardings of a batch of global rows, once it is placed."""
@@ -76,7 +77,7 @@ class BatchPlacement:
         if isinstance(batch, GlobalBatch):
             leaves = jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), batch.leaves)
             return GlobalBatch(leaves, k)
-        leaves, tree = self._checked(batch)
+        leaves, tree = self._checked_leaves(batch)
         cut = [
             placed((k, x.shape[0] // k, *x.shape[1:]) if k > 1 else x.shape, x.dtype)
             for x in leaves
@@ -99,7 +100,7 @@ class BatchPlacement:
 
     def cut(self, batch: PyTree) -> PyTree:
         """Returns [accumulation, microbatch rows, ...] of a traced batch [global rows, ...]."""
-        leaves, tree = self._checked(batch)
+        leaves, tree = self._checked_leaves(batch)
         cut = [leaf.reshape(self._accumulation, -1, *leaf.shape[1:]) for leaf in leaves]
         sharding = NamedSharding(self._rows.mesh, PartitionSpec(None, *self._rows.spec))
         return jax.tree.unflatten(tree, jax.lax.with_sharding_constraint(cut, sharding))
@@ -108,9 +109,9 @@ class BatchPlacement:
         """Returns whether a leaf holds this process's rows alone, not those of the global batch."""
         return isinstance(leaf, np.ndarray) or (self.processes > 1 and leaf.is_fully_addressable)
 
-    def _placed(self, leaves: list[Any]) -> list[jax.Array]:
+    def _to_devices(self, leaves: list[Any]) -> list[jax.Array]:
         """Moves leaves to the devices in one call: a call each takes several times as long."""
-        local = [self._cut(leaf) for leaf in leaves if self.is_local(leaf)]
+        local = [self._as_microbatches(leaf) for leaf in leaves if self.is_local(leaf)]
         if self.processes == 1:
             from_local = iter(jax.device_put(local, self.sharding))
         else:
@@ -121,11 +122,11 @@ class BatchPlacement:
         from_global = iter(self._cut_on_devices(placed) if self._accumulation > 1 else placed)
         return [next(from_local if self.is_local(leaf) else from_global) for leaf in leaves]
 
-    def _cut(self, leaf: Any) -> Any:
+    def _as_microbatches(self, leaf: Any) -> Any:
         k = self._accumulation
         return leaf.reshape(k, -1, *leaf.shape[1:]) if k > 1 else leaf
 
-    def _checked(self, batch: PyTree, *, local: bool = False) -> tuple[list[Any], Any]:
+    def _checked_leaves(self, batch: PyTree, *, local: bool = False) -> tuple[list[Any], Any]:
         """Returns the leaves as arrays, and the tree.
 
         `local`: the rows are those of this process, and not of the global batch.
@@ -142,7 +143,7 @@ class BatchPlacement:
         leaves = [leaf if isinstance(leaf, _ARRAYS) else np.asarray(leaf) for leaf in leaves]
         for number, leaf in enumerate(leaves):
             if not leaf.ndim or not isinstance(leaf.dtype, np.dtype) or leaf.dtype.kind in "OSUmM":
-                raise _no_rows_of_numbers(list(flatten(batch))[number], leaf)
+                raise _bad_leaf_error(list(flatten(batch))[number], leaf)
         # A global array counts with the share of its rows that these devices hold.
         shards = len(self.local_shards) if local else self._axes.batch_shards
         share = shards / self._axes.batch_shards
@@ -167,7 +168,7 @@ class BatchPlacement:
         return leaves, tree
 
 
-def _no_rows_of_numbers(path: str, leaf: Any) -> ValueError:
+def _bad_leaf_error(path: str, leaf: Any) -> ValueError:
     """Returns the error for a leaf that has no rows or no numbers."""
     if is_prng_key(leaf):
         what = "a random key in the batch"

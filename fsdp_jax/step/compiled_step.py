@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from fsdp_jax.errors import message
-from fsdp_jax.processes import from_processes
+from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.mesh import as_ambient, replicated
 from fsdp_jax.step.automatic_units import check_traced, trace_by_units
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
@@ -141,14 +141,14 @@ class CompiledStep:
             fix = "use the state that the step returned: state, metrics = step(state, batch)"
             raise ValueError(message(what, where="state", fix=fix))
         if self.compiled is None:
-            self._check_processes()
+            self._check_rows_of_processes()
             if self.plan.offloads:
                 platform = self.plan.layout.mesh.devices.flat[0].platform
                 check_offload(platform, tuple(offload_options(self.plan).items()))
             self.compiled = self.compile(placed)
         # Before the state is donated: whoever catches the error still has it.
         while len(self._in_flight) >= _LAG:
-            self._abort_if(*self._in_flight.popleft())
+            self._raise_if_diverged(*self._in_flight.popleft())
         out = self.compiled(state, placed)
         if not self._trains:
             return as_ambient(out)
@@ -159,9 +159,9 @@ class CompiledStep:
     def finish(self) -> None:
         """Reads the counters still in flight; call it after the last step."""
         while self._in_flight:
-            self._abort_if(*self._in_flight.popleft())
+            self._raise_if_diverged(*self._in_flight.popleft())
 
-    def _abort_if(self, in_a_row: jax.Array, state_finite: jax.Array | None) -> None:
+    def _raise_if_diverged(self, in_a_row: jax.Array, state_finite: jax.Array | None) -> None:
         """Raises NonFiniteError for a state, or a count of skipped steps, that ends the run."""
         if state_finite is not None and not int(state_finite):
             self._in_flight.clear()
@@ -198,7 +198,7 @@ class CompiledStep:
         places = zlib.crc32(repr(self._placement.local_shards).encode())
         return np.array([local[0].shape[0], max(digest, 1), places], np.uint32)
 
-    def _check_processes(self) -> None:
+    def _check_rows_of_processes(self) -> None:
         """Raises ValueError where processes passed different numbers of rows, or the wrong ones.
 
         Processes whose devices hold the same rows, along the model's own axes, must pass the same;
@@ -209,7 +209,7 @@ class CompiledStep:
         if processes == 1 or processes != jax.process_count():
             return
         first = np.zeros(3, np.uint32) if self._first_rows is None else self._first_rows
-        rows, hashes, places = from_processes(first).T
+        rows, hashes, places = gather_from_processes(first).T
         if len(set(rows)) > 1:
             what = "the processes passed different numbers of rows"
             expected = "as many in each process"
@@ -232,10 +232,12 @@ class CompiledStep:
 
     def _check_signature(self, state: TrainState, batch: GlobalBatch) -> None:
         """Raises ValueError for another state or, after the first call, another batch."""
-        signature = {f"batch/{path}": leaf for path, leaf in _signature(batch.leaves).items()}
+        signature = {
+            f"batch/{path}": leaf for path, leaf in _dtypes_and_shapes(batch.leaves).items()
+        }
         if self.compiled is None:
             self._signature = signature
-            expected, got = _signature(self._state), _signature(state)
+            expected, got = _dtypes_and_shapes(self._state), _dtypes_and_shapes(state)
             fix = "pass a state of the same model and optimizer"
         else:
             expected, got = self._signature, signature
@@ -251,6 +253,6 @@ class CompiledStep:
                 raise ValueError(text)
 
 
-def _signature(tree: PyTree) -> dict[str, str]:
+def _dtypes_and_shapes(tree: PyTree) -> dict[str, str]:
     """Returns {path: dtype and shape}, such as `float32[8, 16]`."""
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flatten(tree).items()}

@@ -53,8 +53,8 @@ def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
     inputs = [frozenset(axis for entry in spec for axis in axes_of(entry)) for spec in specs]
     # Along an axis of one device nothing varies; the step names such axes too.
     single = frozenset(axis for axis, size in eqn.params["mesh"].shape.items() if size == 1)
-    variation = _Variation(single)
-    outputs = variation.of_outputs(eqn.params["jaxpr"], [axes - single for axes in inputs])
+    variation = _VaryingAxes(single)
+    outputs = variation.outputs(eqn.params["jaxpr"], [axes - single for axes in inputs])
     for path, axes in zip(state, outputs[len(outputs) - len(state) :], strict=True):
         if axes:
             what = "the model's state is computed from the batch, "
@@ -67,12 +67,12 @@ def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Variation:
+class _VaryingAxes:
     """The axes along which the values of a program vary; never those of one device, `single`."""
 
     single: Axes
 
-    def of_outputs(self, jaxpr: jex.Jaxpr, varying: Sequence[Axes]) -> list[Axes]:
+    def outputs(self, jaxpr: jex.Jaxpr, varying: Sequence[Axes]) -> list[Axes]:
         """Returns the axes along which each output varies, given those of each argument.
 
         Raises:
@@ -86,11 +86,11 @@ class _Variation:
             return NONE if isinstance(variable, jex.Literal) else env[variable]
 
         for eqn in jaxpr.eqns:
-            outputs = self._of_eqn(eqn, [read(v) for v in eqn.invars])
+            outputs = self._eqn_outputs(eqn, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _of_eqn(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
+    def _eqn_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
         """Returns the axes along which each result varies. Raises ValueError for mutable arrays."""
         name = eqn.primitive.name
         any_operand = NONE.union(*varying)
@@ -102,22 +102,26 @@ class _Variation:
             return [axes - self._collective_axes(eqn) for axes in varying] or [NONE]
         if name in SAME_AFTER | DIFFERENT_AFTER:
             return [any_operand | self._collective_axes(eqn) for _ in eqn.outvars]
-        control_flow = {"cond": self._of_cond, "while": self._of_while, "scan": self._of_scan}
+        control_flow = {
+            "cond": self._cond_outputs,
+            "while": self._while_outputs,
+            "scan": self._scan_outputs,
+        }
         if name in control_flow:
             return control_flow[name](eqn, varying)
         inner = list(jex.jaxprs_in_params(eqn.params))
         if len(inner) == 1 and len(inner[0].invars) == len(varying):  # jit, checkpoint, other calls
-            return self.of_outputs(inner[0], varying)
+            return self.outputs(inner[0], varying)
         return [any_operand for _ in eqn.outvars]
 
-    def _of_cond(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
+    def _cond_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
         condition, operands = varying[0], varying[1:]
         branches = [branch.jaxpr for branch in eqn.params["branches"]]
         self._refuse_collectives(eqn, condition, branches, "branch")
-        of_branches = [self.of_outputs(branch, operands) for branch in branches]
+        of_branches = [self.outputs(branch, operands) for branch in branches]
         return [condition.union(*each) for each in zip(*of_branches, strict=True)]
 
-    def _of_while(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
+    def _while_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
         """Returns the axes of each carry at the end, those of the condition among them."""
         cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
         body_start = eqn.params["cond_nconsts"]
@@ -125,18 +129,18 @@ class _Variation:
         cond_consts, body_consts = varying[:body_start], varying[body_start:carry_start]
 
         def iterate(carry: list[Axes]) -> list[Axes]:
-            (condition,) = self.of_outputs(cond, [*cond_consts, *carry])
+            (condition,) = self.outputs(cond, [*cond_consts, *carry])
             self._refuse_collectives(eqn, condition, [cond, body], "loop")
-            return [axes | condition for axes in self.of_outputs(body, [*body_consts, *carry])]
+            return [axes | condition for axes in self.outputs(body, [*body_consts, *carry])]
 
         return _fixed_point(iterate, varying[carry_start:])
 
-    def _of_scan(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
+    def _scan_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
         """Returns the axes of each carry at the end, and of each stacked output."""
         consts, carry, xs = scan_arguments(eqn.params, varying)
 
         def iterate(carry: list[Axes]) -> list[Axes]:
-            return self.of_outputs(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+            return self.outputs(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
 
         carry = _fixed_point(lambda carry: iterate(carry)[: len(carry)], carry)
         return [*carry, *iterate(carry)[len(carry) :]]

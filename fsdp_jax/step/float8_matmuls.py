@@ -17,14 +17,14 @@ import jax.numpy as jnp
 
 from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.jaxprs import (
+    call_as_checkpoint,
     eqns_inside,
     evaluate_calls,
     inner_program,
     inputs_of,
     is_transparent,
+    reevaluate_scan,
     reevaluated,
-    run_call,
-    run_scan,
     scan_arguments,
 )
 from fsdp_jax.units import float8
@@ -50,7 +50,7 @@ def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
-        rewriter = _Replacer()
+        rewriter = _MatmulReplacer()
         outputs, _ = rewriter.evaluate(jaxpr, args, [None] * len(args))
         if left := sorted(rewriter.kernels - rewriter.replaced):
             warnings.warn(
@@ -66,7 +66,7 @@ def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass
-class _Replacer:
+class _MatmulReplacer:
     """Evaluates a jaxpr with its matmuls replaced.
 
     Attributes:
@@ -88,16 +88,16 @@ class _Replacer:
         paths = {v: path for v, path in zip(inputs_of(jaxpr), held, strict=True) if path}
 
         def call(eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
-            values, made = self._changed(eqn, args, _paths_of(eqn.invars, paths))
+            values, made = self._evaluate_changed(eqn, args, _kernel_paths(eqn.invars, paths))
             paths.update({v: path for v, path in zip(eqn.outvars, made, strict=False) if path})
             return values
 
-        outputs = evaluate_calls(jaxpr, args, lambda eqn: self._changes(eqn, paths), call)
-        return outputs, _paths_of(jaxpr.outvars, paths)
+        outputs = evaluate_calls(jaxpr, args, lambda eqn: self._must_change(eqn, paths), call)
+        return outputs, _kernel_paths(jaxpr.outvars, paths)
 
-    def _changes(self, eqn: jex.JaxprEqn, paths: Paths) -> bool:
+    def _must_change(self, eqn: jex.JaxprEqn, paths: Paths) -> bool:
         """Returns whether an equation must not run as it is; notes the kernels that it makes."""
-        name, held = _named(eqn), _paths_of(eqn.invars, paths)
+        name, held = _kernel_named_by(eqn), _kernel_paths(eqn.invars, paths)
         path = held[0] if name is None and eqn.primitive.name in _REARRANGING else name
         if path is not None:
             paths.update(dict.fromkeys(eqn.outvars, path))
@@ -108,7 +108,7 @@ class _Replacer:
             floats = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
             one = sum(path is not None for path in held) == 1
             return one and floats and eqn.params.get("out_sharding") is None
-        inside = _names_in(eqn)
+        inside = _kernels_named_in(eqn)
         if not any(held) and not inside:
             return False
         if is_transparent(eqn) or eqn.primitive.name == "scan":
@@ -116,11 +116,11 @@ class _Replacer:
         self.kernels.update(inside)
         return False
 
-    def _changed(
+    def _evaluate_changed(
         self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]
     ) -> tuple[Sequence[Any], Sequence[str | None]]:
         """Returns an equation's results, and the paths of kernels that it passes on."""
-        if (name := _named(eqn)) is not None:
+        if (name := _kernel_named_by(eqn)) is not None:
             return args, [name]
         if eqn.primitive.name == "dot_general":
             self.replaced.update(path for path in held if path)
@@ -128,7 +128,7 @@ class _Replacer:
             out: Any = eqn.outvars[0].aval
             return [float8.dot(*args, dims, out.dtype)], []
         if eqn.primitive.name == "scan":
-            return self._scan(eqn, args, held), []
+            return self._evaluate_scan(eqn, args, held), []
         inner, consts = inner_program(eqn)
         made: list[str | None] = []
 
@@ -137,26 +137,30 @@ class _Replacer:
             outputs, made[:] = self.evaluate(inner, [*consts, *args], own)
             return outputs
 
-        return run_call(eqn, call, args), made
+        return call_as_checkpoint(eqn, call, args), made
 
-    def _scan(self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]) -> Sequence[Any]:
+    def _evaluate_scan(
+        self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]
+    ) -> Sequence[Any]:
         """Evaluates a scan; a kernel among what it carries is none of a unit's."""
         _, consts = inner_program(eqn)
         held_consts, held_carry, held_xs = scan_arguments(eqn.params, held)
         own = [*[None] * len(consts), *held_consts, *[None] * len(held_carry), *held_xs]
-        return run_scan(eqn, args, lambda jaxpr, inputs: self.evaluate(jaxpr, inputs, own)[0])
+        return reevaluate_scan(
+            eqn, args, lambda jaxpr, inputs: self.evaluate(jaxpr, inputs, own)[0]
+        )
 
 
-def _named(eqn: jex.JaxprEqn) -> str | None:
+def _kernel_named_by(eqn: jex.JaxprEqn) -> str | None:
     """Returns the path of the kernel that an equation names; None for any other equation."""
     name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
     return name.removeprefix(FLOAT8).removesuffix("]") if name.startswith(FLOAT8) else None
 
 
-def _names_in(eqn: jex.JaxprEqn) -> set[str]:
+def _kernels_named_in(eqn: jex.JaxprEqn) -> set[str]:
     """Returns the paths of the kernels that are named inside an equation."""
-    return {path for path in map(_named, eqns_inside(eqn)) if path is not None}
+    return {path for path in map(_kernel_named_by, eqns_inside(eqn)) if path is not None}
 
 
-def _paths_of(variables: Sequence[Any], paths: Paths) -> list[str | None]:
+def _kernel_paths(variables: Sequence[Any], paths: Paths) -> list[str | None]:
     return [None if isinstance(v, jex.Literal) else paths.get(v) for v in variables]

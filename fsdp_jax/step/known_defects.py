@@ -39,7 +39,7 @@ class KnownDefect:
 
     def hits(self, jaxlib: str, platform: str, device_kind: str, step: Collection[str]) -> bool:
         """Returns whether a step with these features, on this platform, is affected."""
-        affected = _ordered(self.first) <= _ordered(jaxlib) <= _ordered(self.last)
+        affected = _release_order(self.first) <= _release_order(jaxlib) <= _release_order(self.last)
         here = self.platform == platform and self.device_kind in ("", device_kind)
         return affected and here and self.needs <= set(step)
 
@@ -92,7 +92,7 @@ def features(plan: StepPlan, processes: int = 1) -> set[str]:
     return {name for name, there in present.items() if there}
 
 
-def _ordered(release: str) -> tuple[float, ...]:
+def _release_order(release: str) -> tuple[float, ...]:
     """Returns what releases are ordered by; a development version comes before its release."""
     numbers = [int(number) for number in re.findall(r"\d+", release.partition(".dev")[0])[:3]]
     dev = re.search(r"\.dev(\d+)", release)

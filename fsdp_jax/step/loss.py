@@ -44,7 +44,7 @@ def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.A
     def loss(model: Any, batch: Any, *key: jax.Array) -> Any:
         out = loss_fn(model, batch, *key)
         leaves = jax.tree.leaves(batch)
-        return _parts(out, jnp.shape(leaves[0])[:1] if leaves else ())
+        return _checked_result(out, jnp.shape(leaves[0])[:1] if leaves else ())
 
     return loss
 
@@ -91,14 +91,18 @@ def averaged(metrics: Metrics) -> dict[str, jax.Array]:
     }
 
 
-def _parts(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array, Metrics]:
+def _checked_result(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array, Metrics]:
     """Returns what a loss returned, in float32. Raises ValueError for anything else.
 
     `rows`: the first dim of the batch, if it has one.
     """
     if isinstance(out, tuple) and len(out) in (2, 3) and all(map(_is_scalar, out[:2])):
         count = _float32(out[1])
-        return _float32(out[0]), count, _metrics(out[2], count, rows) if len(out) == 3 else {}
+        return (
+            _float32(out[0]),
+            count,
+            _checked_metrics(out[2], count, rows) if len(out) == 3 else {},
+        )
     what = "loss_fn returned something else"
     fix = "return the summed loss and the number of tokens (or examples) in it; "
     fix += "the step divides, over all microbatches"
@@ -117,7 +121,7 @@ def _parts(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array, Metri
     raise ValueError(message(what, where="loss_fn", expected=EXPECTED, got=got, fix=fix))
 
 
-def _metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
+def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
     """Returns the user's metrics by name, each as a pair; `count`, `rows`: of the loss."""
     if not isinstance(tree, Mapping):
         what = "the metrics of the loss are not a dict"
@@ -125,7 +129,7 @@ def _metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
         got = _type_of(tree)
         raise ValueError(message(what, where="loss_fn", expected="a dict", got=got, fix=fix))
     metrics: Metrics = {}
-    for name, value in _by_path(tree):
+    for name, value in _flat_metrics(tree):
         if name in RESERVED or name in metrics:
             what = f"two metrics are called '{name}'"
             of_step = name in RESERVED
@@ -154,11 +158,11 @@ def _metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
     return metrics
 
 
-def _by_path(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+def _flat_metrics(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yields (slash-joined path, leaf) of nested mappings; whatever else there is is a leaf."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name}{SEPARATOR}{path}", leaf) for path, leaf in _by_path(value))
+            yield from ((f"{name}{SEPARATOR}{path}", leaf) for path, leaf in _flat_metrics(value))
         else:
             yield str(name), value
 

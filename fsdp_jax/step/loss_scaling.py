@@ -17,7 +17,7 @@ Scale = dict[str, Any]
 """`scale`, float32 [], and `good_steps` since it changed, int32 []; empty without scaling."""
 
 
-def start(scaling: LossScale | None) -> Scale:
+def start_scale(scaling: LossScale | None) -> Scale:
     """Returns the state before the first step."""
     if scaling is None:
         return {}
@@ -34,19 +34,19 @@ def loss_factor(scale: Scale, rows: int) -> jax.Array | None:
     return scale["scale"] * 2.0 ** -(rows - 1).bit_length()
 
 
-def after_step(scaling: LossScale, scale: Scale, finite: jax.Array) -> Scale:
+def next_scale(scaling: LossScale, scale: Scale, finite: jax.Array) -> Scale:
     """Returns the state after a step whose loss and gradients were `finite` or not."""
     good_steps = jnp.where(finite, scale["good_steps"] + 1, 0)
     grows = good_steps >= scaling.growth_interval
     largest = jnp.finfo(jnp.float32).max
     grown = jnp.minimum(scale["scale"] * jnp.where(grows, scaling.growth, 1.0), largest)
     return {
-        "scale": jnp.where(finite, grown, _fallen(scaling, scale)),
+        "scale": jnp.where(finite, grown, _backed_off(scaling, scale)),
         "good_steps": jnp.where(grows, 0, good_steps),
     }
 
 
-def _fallen(scaling: LossScale, scale: Scale) -> jax.Array:
+def _backed_off(scaling: LossScale, scale: Scale) -> jax.Array:
     return jnp.maximum(scale["scale"] * scaling.backoff, scaling.minimum)
 
 
@@ -54,4 +54,4 @@ def counts_as_skipped(scaling: LossScale | None, scale: Scale) -> jax.Array | in
     """Returns 1 where a skipped step counts towards an abort, 0 where the scale still falls."""
     if scaling is None:
         return 1
-    return (_fallen(scaling, scale) >= scale["scale"]).astype(jnp.int32)
+    return (_backed_off(scaling, scale) >= scale["scale"]).astype(jnp.int32)

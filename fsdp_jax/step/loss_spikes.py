@@ -55,7 +55,7 @@ class LossSpikes:
             raise ValueError(message(what, where=where, expected=expected, got=self.threshold))
 
 
-def start(spikes: LossSpikes | None) -> RecentLosses:
+def start_losses(spikes: LossSpikes | None) -> RecentLosses:
     """Returns the state before the first step."""
     if spikes is None:
         return {}
@@ -76,7 +76,7 @@ def z_score(recent: RecentLosses, loss: jax.Array) -> jax.Array:
     return jnp.where(known, (loss - median) / deviation, 0.0)
 
 
-def after_step(recent: RecentLosses, loss: jax.Array) -> RecentLosses:
+def add_loss(recent: RecentLosses, loss: jax.Array) -> RecentLosses:
     """Returns the state after a step; a loss that is not finite is left out.
 
     Spikes are added: where the loss stays at a higher level, half a window later it is none.

@@ -29,7 +29,7 @@ def check_offload(platform: str, options: tuple[tuple[str, Any], ...]) -> None:
     """Raises ValueError where host memory changes gradients on a platform, with options of XLA."""
     device = jax.local_devices(backend=platform)[0]
     inputs = jax.device_put(_inputs(), device)
-    expected, found = (_run(offload, dict(options), inputs) for offload in (False, True))
+    expected, found = (_run_gradients(offload, dict(options), inputs) for offload in (False, True))
     difference = float(np.abs(found - expected).max() / np.abs(expected).max())
     if not difference < 0.01:  # the order of the sums may differ; wrong ones are far off
         what = f"a scan over arrays in host memory gives other gradients on {device.device_kind}"
@@ -39,7 +39,7 @@ def check_offload(platform: str, options: tuple[tuple[str, Any], ...]) -> None:
         raise ValueError(message(what, where="offload", got=got, fix=fix))
 
 
-def _run(offload: bool, options: dict[str, Any], inputs: Any) -> np.ndarray:
+def _run_gradients(offload: bool, options: dict[str, Any], inputs: Any) -> np.ndarray:
     weights, slots, rows = inputs
     if offload:
         weights = jax.device_put(weights, jax.memory.Space.Host)

@@ -61,10 +61,13 @@ class TrainState:
 
 def start_optional(scaling: LossScale | None, spikes: LossSpikes | None) -> dict[str, PyTree]:
     """Returns the optional fields of a new state: of the loss scale, and of spikes of the loss."""
-    return {LOSS_SCALE: loss_scaling.start(scaling), RECENT_LOSSES: loss_spikes.start(spikes)}
+    return {
+        LOSS_SCALE: loss_scaling.start_scale(scaling),
+        RECENT_LOSSES: loss_spikes.start_losses(spikes),
+    }
 
 
-def _start_small(
+def _start_small_fields(
     key: jax.Array, scaling: LossScale | None, spikes: LossSpikes | None
 ) -> dict[str, PyTree]:
     """Returns the fields of a new state that are neither the model's nor the optimizer's."""
@@ -76,7 +79,7 @@ def abstract_rest(
     model: Model, copies: PyTree, scaling: LossScale | None, spikes: LossSpikes | None
 ) -> PyTree:
     """Returns shapes of all that is neither parameter nor optimizer state."""
-    small = jax.eval_shape(lambda: _start_small(jax.random.key(0), scaling, spikes))
+    small = jax.eval_shape(lambda: _start_small_fields(jax.random.key(0), scaling, spikes))
     return {**small, "model_state": model.rest, COPIES: copies}
 
 
@@ -87,7 +90,25 @@ def state_like(layout: Layout, leaf_to: Callable[[Leaf], Any]) -> TrainState:
     return TrainState(params=params, opt_state=opt_state, **other)
 
 
-def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
+def as_seed(seed: Any) -> Any:
+    """Returns a seed, or the data of a key, uint32: on the host, if it is not traced."""
+    like = jax.eval_shape(lambda: jax.random.key(0))
+    raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
+    is_int = isinstance(seed, int) and not isinstance(seed, bool)
+    if is_int or (is_array and not seed.shape and jnp.issubdtype(seed.dtype, jnp.integer)):
+        return seed
+    if is_array and (seed.shape, seed.dtype) in ((like.shape, like.dtype), (raw.shape, raw.dtype)):
+        data = jax.random.key_data(seed) if seed.dtype == like.dtype else jnp.asarray(seed)
+        return data if isinstance(data, jax.core.Tracer) else np.asarray(data)
+    what = "neither a seed nor a random key"
+    got = f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed)
+    expected = f"an int, or one key, as {like.dtype} or {raw.dtype}{list(raw.shape)}"
+    fix = "init(0), or init(jax.random.key(0))"
+    raise ValueError(message(what, where="seed", expected=expected, got=got, fix=fix))
+
+
+def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
     """Returns {path: array} of the parameters that the caller has filled, sharded as they must be.
 
     Raises ValueError for an unknown path, or an array of another shape or dtype than the layout's.
@@ -113,11 +134,11 @@ def check_given(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
 
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
     """Returns the copies that the layout has, cast from the parameters."""
-    flat, copies = flatten(_on_device(layout, params)), flatten(layout.other[COPIES])
+    flat, copies = flatten(_params_on_device(layout, params)), flatten(layout.other[COPIES])
     return unflatten({path: flat[path].astype(leaf.dtype) for path, leaf in copies.items()})
 
 
-def _on_device(layout: Layout, params: PyTree) -> PyTree:
+def _params_on_device(layout: Layout, params: PyTree) -> PyTree:
     """Returns parameters in device memory, within a jit: the devices compute, not the host."""
 
     def fetched(path: str, value: jax.Array) -> jax.Array:
@@ -159,13 +180,15 @@ def init_state(
     copy = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)
     copies = copy(params)
     init_optimizer = jax.jit(
-        lambda params: tx.init(_on_device(layout, params)), out_shardings=shardings.opt_state
+        lambda params: tx.init(_params_on_device(layout, params)), out_shardings=shardings.opt_state
     )
     opt_state = init_optimizer(layout.trainable(params))
 
     # Inside jit each counter has a buffer of its own, as donation needs.
     small_shardings = {name: getattr(shardings, name) for name in ("rng", *OPTIONAL, *COUNTERS)}
-    start = jax.jit(lambda key: _start_small(key, scaling, spikes), out_shardings=small_shardings)
+    start = jax.jit(
+        lambda key: _start_small_fields(key, scaling, spikes), out_shardings=small_shardings
+    )
     return TrainState(
         params=params, copies=copies, opt_state=opt_state, model_state=model_state, **start(run_key)
     )

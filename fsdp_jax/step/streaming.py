@@ -65,7 +65,7 @@ class StreamReport:
         return text
 
 
-def streamed(
+def update_in_groups(
     update: Update,
     state: PyTree,
     gradients: PyTree,
@@ -92,23 +92,23 @@ def streamed(
 
     """
     traced = TracedUpdate(update, state, gradients, scalars, leaves)
-    parts = _parts(traced)
+    parts = _find_parts(traced)
     old = dict(enumerate(jax.tree.leaves(state)))
     grads = dict(enumerate(jax.tree.leaves(gradients)))
-    env = traced.run_before(old, grads, scalars)
+    env = traced.compute_before(old, grads, scalars)
     # What is in device memory alone is updated as without offload.
     in_groups = {number for part in parts for number in part.numbers}
     beside = [number for number in old if number not in in_groups]
-    new = traced.run(beside, env, old, grads)
-    finite = stays_finite(_of(old, beside), new)
+    new = traced.new_arrays(beside, env, old, grads)
+    finite = stays_finite(_select(old, beside), new)
     # The others in loops over layers, or whole.
     by_layers: dict[int, list[_Part]] = {}
     for part in parts:
         by_layers.setdefault(part.layers, []).append(part)
     stacks = [_Stack(traced, each, n, env, offload) for n, each in sorted(by_layers.items())]
     for stack in stacks[::-1]:
-        run = stack.run if stack.length > 1 else stack.run_whole
-        updated, stack_finite = run(_of(old, _numbers(stack.parts)), grads)
+        run = stack.update_by_layers if stack.length > 1 else stack.update_whole
+        updated, stack_finite = run(_select(old, _numbers_of(stack.parts)), grads)
         new |= updated
         finite &= stack_finite
     # Tell how.
@@ -141,7 +141,7 @@ class _Part:
     bytes_per_layer: int
 
 
-def _parts(traced: TracedUpdate) -> list[_Part]:
+def _find_parts(traced: TracedUpdate) -> list[_Part]:
     """Returns the parts that have an array in host memory."""
     # Join each result with what it depends on.
     joined = {number: {number} for number in range(len(traced.leaves))}
@@ -155,14 +155,14 @@ def _parts(traced: TracedUpdate) -> list[_Part]:
     for numbers in dict.fromkeys(tuple(sorted(each)) for each in joined.values()):
         leaves = [traced.leaves[number] for number in numbers]
         if any(leaf.on_host for leaf in leaves):
-            _check_streams(leaves)
-            layers = _layers(traced, numbers)
+            _check_streamable(leaves)
+            layers = _layer_count(traced, numbers)
             total = sum(leaf.bytes_per_device for leaf in leaves)
             parts.append(_Part(numbers, layers, total // layers))
     return parts
 
 
-def _check_streams(leaves: Sequence[Leaf]) -> None:
+def _check_streamable(leaves: Sequence[Leaf]) -> None:
     """Raises ValueError for a part with several parameters."""
     params = [leaf.path for leaf in leaves if leaf.part == "params"]
     if len(params) <= 1:
@@ -178,7 +178,7 @@ def _check_streams(leaves: Sequence[Leaf]) -> None:
     raise ValueError(message(what, where="offload", expected=expected, got=got, fix=fix))
 
 
-def _layers(traced: TracedUpdate, numbers: Sequence[int]) -> int:
+def _layer_count(traced: TracedUpdate, numbers: Sequence[int]) -> int:
     """Returns the number of layers that a part can be updated one by one; 1 if it cannot."""
     leaves = [traced.leaves[number] for number in numbers]
     stacks = {leaf.shape[0] for leaf in leaves if leaf.part == "params" and leaf.stacked}
@@ -186,7 +186,7 @@ def _layers(traced: TracedUpdate, numbers: Sequence[int]) -> int:
     if len(stacks) != 1 or firsts != {tuple(stacks)} or any(any(leaf.spec[:1]) for leaf in leaves):
         return 1
     (layers,) = stacks
-    return layers if traced.is_by_rows(numbers, layers) else 1
+    return layers if traced.is_row_wise(numbers, layers) else 1
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _Stack:
         traced: the update.
         parts: what is updated.
         layers: of each part; 1 if they are updated whole.
-        env: scalars, as `TracedUpdate.run_before` returned them.
+        env: scalars, as `TracedUpdate.compute_before` returned them.
         offload: the size of groups, and how many are on the device.
 
     """
@@ -209,13 +209,13 @@ class _Stack:
     offload: Offload
 
     @cached_property
-    def orders(self) -> dict[int, tuple[int, ...]]:
+    def dim_orders(self) -> dict[int, tuple[int, ...]]:
         """Number -> order of the dims in memory, of arrays in host memory, on TPUs.
 
         In a loop XLA may prefer the order of the gradients, and would transpose the state before
         and after it, in host memory.
         """
-        leaves = {number: self.traced.leaves[number] for number in _numbers(self.parts)}
+        leaves = {number: self.traced.leaves[number] for number in _numbers_of(self.parts)}
         stored = {number: leaf.abstract for number, leaf in leaves.items() if leaf.on_host}
         device = next(iter(leaves.values())).axes.mesh.devices.flat[0]
         # What only stands for a device has no compiler to ask; its step is traced, not compiled.
@@ -256,31 +256,31 @@ class _Stack:
         """Iterations of the loop."""
         return self.layers // self.rows
 
-    def run_whole(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
+    def update_whole(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
         """Returns the new arrays, each updated whole, and whether they stay finite."""
         new: Arrays = {}
         finite = jnp.bool_(True)
         updated: list[Arrays] = []
-        for group, numbers in enumerate(map(_numbers, self.groups)):
-            inputs = _of(buffers, numbers)
+        for group, numbers in enumerate(map(_numbers_of, self.groups)):
+            inputs = _select(buffers, numbers)
             if group >= self.offload.in_flight:
                 waits_for = updated[group - self.offload.in_flight]
                 inputs, _ = lax.optimization_barrier((inputs, waits_for))
             on_device = {number: self._to_device(number, x) for number, x in inputs.items()}
-            values = self.traced.run(numbers, self.env, on_device, gradients)
+            values = self.traced.new_arrays(numbers, self.env, on_device, gradients)
             finite &= self._stay_finite(on_device, values)
             updated.append(values)
             new |= {number: self._to_host(number, x) for number, x in values.items()}
         return new, finite
 
-    def run(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
+    def update_by_layers(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
         """Returns the new arrays, updated `rows` layers at a time; whether they stay finite."""
-        groups = [_numbers(parts) for parts in self.groups]
+        groups = [_numbers_of(parts) for parts in self.groups]
         ahead = min(self.offload.in_flight, len(groups)) - 1
 
         def fetch(buffers: Arrays, group: int, index: Any) -> Arrays:
             return {
-                number: self._to_device(number, self._rows_of(buffers[number], index))
+                number: self._to_device(number, self._slice_rows(buffers[number], index))
                 for number in groups[group]
             }
 
@@ -292,9 +292,11 @@ class _Stack:
                 if group + ahead >= len(groups):
                     next_layer = jnp.minimum(index + 1, self.length - 1)
                 fetched = [*fetched, fetch(buffers, next_group, next_layer)]
-                slices = {n: self._rows_of(g, index) for n, g in _of(gradients, numbers).items()}
+                slices = {
+                    n: self._slice_rows(g, index) for n, g in _select(gradients, numbers).items()
+                }
                 rows = self.layers, self.rows
-                values = self.traced.run(numbers, self.env, fetched[0], slices, rows)
+                values = self.traced.new_arrays(numbers, self.env, fetched[0], slices, rows)
                 finite &= self._stay_finite(fetched[0], values)
                 # The next fetch waits for this update.
                 index, values = lax.optimization_barrier((index, values))
@@ -315,16 +317,16 @@ class _Stack:
     def _stay_finite(self, old: Arrays, new: Arrays) -> jax.Array:
         """Returns whether what was finite still is; copies follow their parameters."""
         numbers = [number for number in new if self.traced.leaves[number].part != "other"]
-        return stays_finite(_of(old, numbers), _of(new, numbers))
+        return stays_finite(_select(old, numbers), _select(new, numbers))
 
-    def _rows_of(self, array: jax.Array, index: Any) -> jax.Array:
+    def _slice_rows(self, array: jax.Array, index: Any) -> jax.Array:
         return lax.dynamic_slice_in_dim(array, index * self.rows, self.rows, 0)
 
     def _to_device(self, number: int, array: jax.Array) -> jax.Array:
         if not self.traced.leaves[number].on_host:
             return array
         array = jax.device_put(array, jax.memory.Space.Device)
-        order = self.orders.get(number)
+        order = self.dim_orders.get(number)
         return array if order is None else with_layout_constraint(array, Layout(order))
 
     def _to_host(self, number: int, array: jax.Array) -> jax.Array:
@@ -332,9 +334,9 @@ class _Stack:
         return jax.device_put(array, jax.memory.Space.Host) if on_host else array
 
 
-def _numbers(parts: Iterable[_Part]) -> list[int]:
+def _numbers_of(parts: Iterable[_Part]) -> list[int]:
     return [number for part in parts for number in part.numbers]
 
 
-def _of(arrays: Arrays, numbers: Sequence[int]) -> Arrays:
+def _select(arrays: Arrays, numbers: Sequence[int]) -> Arrays:
     return {number: arrays[number] for number in numbers if number in arrays}

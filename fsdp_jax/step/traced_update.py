@@ -84,15 +84,15 @@ class TracedUpdate:
 
     def _is_shared(self, leaf: Leaf) -> bool:
         """Whether all may read it as it was: counts, random keys, the coefficients of Muon."""
-        of_none = leaf.part == "optimizer" and self._params.isdisjoint(suffixes(leaf.path))
+        of_none = leaf.part == "optimizer" and self._param_paths.isdisjoint(suffixes(leaf.path))
         return not leaf.on_host and prod(leaf.shape) <= (_SMALL if of_none else SCALAR)
 
     @cached_property
-    def _params(self) -> set[str]:
+    def _param_paths(self) -> set[str]:
         return {leaf.path for leaf in self.leaves if leaf.part == "params"}
 
     @cached_property
-    def before(self) -> list[Any]:
+    def scalars_before(self) -> list[Any]:
         """Scalars that depend on no array of the state: they are computed once, before."""
         outputs = [v for eqn in self.jaxpr.eqns for v in eqn.outvars]
         return [
@@ -101,17 +101,17 @@ class TracedUpdate:
             if v not in self.depends_on and is_scalar(v) and not isinstance(v, jex.DropVar)
         ]
 
-    def run_before(self, state: Arrays, gradients: Arrays, scalars: Any) -> dict[Any, Any]:
+    def compute_before(self, state: Arrays, gradients: Arrays, scalars: Any) -> dict[Any, Any]:
         """Returns the values of constants, scalars, and of what is computed from them before."""
         env = dict(zip(self.jaxpr.constvars, self.closed.consts, strict=True))
         env |= zip(self.scalars, jax.tree.leaves(scalars), strict=True)
         env |= {v: state[n] for n, v in enumerate(self.state) if v not in self.depends_on}
         known = env | {v: gradients[n] for n, v in enumerate(self.gradients)}
         env |= {v: known[v] for v in self.gradients if is_scalar(v)}
-        evaluate_unchanged(self.jaxpr, self.needed(self.before, known), known)
-        return env | {v: known[v] for v in self.before}
+        evaluate_unchanged(self.jaxpr, self.equations_for(self.scalars_before, known), known)
+        return env | {v: known[v] for v in self.scalars_before}
 
-    def run(
+    def new_arrays(
         self,
         numbers: Sequence[int],
         env: Mapping[Any, Any],
@@ -119,22 +119,22 @@ class TracedUpdate:
         gradients: Arrays,
         rows: tuple[int, int] | None = None,
     ) -> Arrays:
-        """Returns the new arrays of these numbers; `env` is what `run_before` returned.
+        """Returns the new arrays of these numbers; `env` is what `compute_before` returned.
 
         `rows`: (n, k) where all arrays have k rows in place of the n that were traced, and
-        `is_by_rows` is true of them.
+        `is_row_wise` is true of them.
         """
         known = dict(env)
         known |= {self.state[n]: x for n, x in state.items()}
         known |= {self.gradients[n]: x for n, x in gradients.items()}
         variables = [self.outputs[number] for number in numbers]
-        eqns = self.needed(variables, known)
+        eqns = self.equations_for(variables, known)
         if rows is not None:
             eqns = [_with_rows(eqn, *rows) for eqn in eqns]
         evaluate_unchanged(self.jaxpr, eqns, known)
         return dict(zip(numbers, values_of(known, variables), strict=True))
 
-    def needed(self, wanted: Sequence[Any], known: Any) -> list[jex.JaxprEqn]:
+    def equations_for(self, wanted: Sequence[Any], known: Any) -> list[jex.JaxprEqn]:
         """Returns the equations that compute these variables from the known ones, in order."""
         missing = {v for v in wanted if not isinstance(v, jex.Literal) and v not in known}
         eqns = []
@@ -144,7 +144,7 @@ class TracedUpdate:
                 missing |= {v for v in reads(eqn) if v not in known}
         return eqns[::-1]
 
-    def is_by_rows(self, numbers: Sequence[int], n: int) -> bool:
+    def is_row_wise(self, numbers: Sequence[int], n: int) -> bool:
         """Returns whether row i of each new array depends on row i of these arrays alone.
 
         What equations do is known for certain primitives; others count as mixing rows.
@@ -158,14 +158,14 @@ class TracedUpdate:
         rows |= {v for number, v in enumerate(self.gradients) if number in numbers}
         uniform: set[Any] = set()  # large arrays without rows, made of scalars
         outputs = [self.outputs[number] for number in numbers]
-        known = {*rows, *self.before, *self.jaxpr.constvars, *self.scalars}
+        known = {*rows, *self.scalars_before, *self.jaxpr.constvars, *self.scalars}
 
         def is_understood(v: Any) -> bool:
             # Constants may be literals of any size.
             is_literal = isinstance(v, jex.Literal)
             return is_scalar(v) or (not is_literal and (v in rows or v in uniform))
 
-        for eqn in self.needed(outputs, known):
+        for eqn in self.equations_for(outputs, known):
             name, params = eqn.primitive.name, eqn.params
             by_row = [v for v in reads(eqn) if v in rows]
             if not all(map(is_understood, eqn.invars)):

@@ -45,10 +45,10 @@ from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.state import LOSS_SCALE, TrainState
-from fsdp_jax.step.streaming import StreamReport, streamed
+from fsdp_jax.step.streaming import StreamReport, update_in_groups
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
-from fsdp_jax.units.collectives import ParamComm, fetch, gather, reduce
-from fsdp_jax.units.model import Boundary, LossFn, Model, ModelCall, along_one
+from fsdp_jax.units.collectives import ParamComm, gather, gather_without_vjp, reduce
+from fsdp_jax.units.model import Boundary, LossFn, Model, ModelCall, bind_axis_names
 from fsdp_jax.units.remat import SAVED, Activations
 from fsdp_jax.units.unit import ROOT, Shard, UnitError, run_unit
 
@@ -132,8 +132,10 @@ def train_step(
     """
     microbatches, rows = jax.tree.leaves(batch)[0].shape[:2]
     factor = loss_scaling.loss_factor(state.loss_scale, microbatches * rows)
-    with _batch_split(plan, rows):
-        gradients, (loss_sum, count, metrics), model_state = _gradients(plan, state, batch, factor)
+    with _tell_batch_split(plan, rows):
+        gradients, (loss_sum, count, metrics), model_state = _gradients_of_loss(
+            plan, state, batch, factor
+        )
     loss = loss_sum / count
     # The gradients are of the scaled sum: their norm, and the clipped ones, are of the mean.
     divisor = count if factor is None else count * factor
@@ -149,14 +151,16 @@ def train_step(
     applied = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     if plan.spikes is not None:
         own[LOSS_Z_SCORE] = loss_spikes.z_score(recent, loss)
-        recent = loss_spikes.after_step(recent, loss)
+        recent = loss_spikes.add_loss(recent, loss)
         if plan.spikes.skip:
             applied = finite & (own[LOSS_Z_SCORE] <= plan.spikes.threshold)
     applied &= stays_finite(state.model_state, model_state)
-    params, copies, opt_state, applied, sound = _update(plan, state, gradients, loss, applied)
+    params, copies, opt_state, applied, sound = _update_or_keep(
+        plan, state, gradients, loss, applied
+    )
     if plan.offload.state:
         own[STATE_FINITE] = sound.astype(jnp.int32)
-    model_state = _if(applied, model_state, state.model_state)
+    model_state = _choose(applied, model_state, state.model_state)
     # Count.
     scaling, scale = plan.precision.scaling, state.loss_scale
     skipped = state.skipped + jnp.where(applied, 0, 1)
@@ -167,7 +171,7 @@ def train_step(
     own |= dict(zip(OWN, (loss, norm, count, skipped, in_a_row), strict=True))
     if scaling is not None:
         own[LOSS_SCALE] = scale["scale"]
-        scale = loss_scaling.after_step(scaling, scale, finite)
+        scale = loss_scaling.next_scale(scaling, scale, finite)
     new = replace(
         state,
         step=state.step + 1,
@@ -189,8 +193,8 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
     A function that takes a key gets the same one each time, which no training step has. `rows`: of
     the batch; None where the function takes something else.
     """
-    params = _gathered_once(plan, _compute_params(state))
-    with _batch_split(plan, rows):
+    params = _gathered_once(plan, _params_to_compute_with(state))
+    with _tell_batch_split(plan, rows):
         out, _ = _run_model(
             plan,
             _model_params(plan, params, {}),
@@ -203,7 +207,7 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
     return out
 
 
-def _batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
+def _tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
     """Tells the model how its batch is sharded, where XLA partitions the step; see `local_rows`."""
     if plan.local_batch:
         return nullcontext()
@@ -214,7 +218,7 @@ def _batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[Non
 # Parameters
 
 
-def _compute_params(state: TrainState) -> PyTree:
+def _params_to_compute_with(state: TrainState) -> PyTree:
     """Returns the parameters that the model computes with: copies where there are some."""
     return unflatten(flatten(state.params) | flatten(state.copies))
 
@@ -255,14 +259,14 @@ def _model_params(
 # Gradients
 
 
-def _gradients(
+def _gradients_of_loss(
     plan: StepPlan, state: TrainState, batch: PyTree, factor: jax.Array | None
 ) -> tuple[PyTree, Any, PyTree]:
     """Returns (gradients of the summed loss, (sum, count, metrics), model state), reduced.
 
     `factor`: what the loss is multiplied by before it is differentiated.
     """
-    params = _compute_params(state)
+    params = _params_to_compute_with(state)
     inputs = params, state.model_state, state.rng, state.step, factor, batch
     if not plan.local_batch:
         return _accumulate(plan, *inputs, device=None)
@@ -298,12 +302,12 @@ def _accumulate(
     *,
     device: Any,
 ) -> tuple[PyTree, Any, PyTree]:
-    """Returns the sums over microbatches, as `_gradients` does; see the note.
+    """Returns the sums over microbatches, as `_gradients_of_loss` does; see the note.
 
     `device`: number of the device with local batches, otherwise None.
     """
     flat = _gathered_once(plan, params)
-    variables = {path: _differentiated(plan, path, flat[path]) for path in plan.trained}
+    variables = {path: _differentiated_by(plan, path, flat[path]) for path in plan.trained}
 
     def loss(
         variables: dict[str, jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
@@ -326,17 +330,17 @@ def _accumulate(
         )
         _check_model_state(model_state, new_state)
         if not (plan.per_unit or plan.deferred):
-            gradients = _reduced(plan, gradients)
+            gradients = _reduce_gradients(plan, gradients)
         return gradients, sums, new_state
 
-    gradients, sums, model_state = _summed(plan, microbatch, model_state, batch)
+    gradients, sums, model_state = _sum_microbatches(plan, microbatch, model_state, batch)
     if plan.deferred:
-        gradients = _reduced(plan, gradients)
+        gradients = _reduce_gradients(plan, gradients)
     cast = {path: g.astype(_gradient_dtype(plan, path)) for path, g in gradients.items()}
     return unflatten(cast), sums, model_state
 
 
-def _summed(
+def _sum_microbatches(
     plan: StepPlan, microbatch: Callable[..., Any], model_state: PyTree, batch: PyTree
 ) -> tuple[dict[str, jax.Array], Any, PyTree]:
     """Returns the sums of `microbatch(model_state, batch, index)`, in float32 at least."""
@@ -367,7 +371,7 @@ def _summed(
     return gradients, (loss_sum, count, jax.tree.map(lambda x: x.sum(0), each)), model_state
 
 
-def _differentiated(plan: StepPlan, path: str, param: jax.Array) -> jax.Array:
+def _differentiated_by(plan: StepPlan, path: str, param: jax.Array) -> jax.Array:
     """Returns what the loss is differentiated by for a trained parameter; see the note."""
     comm = plan.comms[path]
     if plan.per_unit and comm.deferred:
@@ -377,7 +381,7 @@ def _differentiated(plan: StepPlan, path: str, param: jax.Array) -> jax.Array:
     return param
 
 
-def _reduced(plan: StepPlan, gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _reduce_gradients(plan: StepPlan, gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
 
 
@@ -441,7 +445,7 @@ def _run_model(
         inputs = ModelCall(params, model_state, batch, key, boundaries, training, device)
         run = functools.partial(plan.model.run, fn, inputs)
         try:
-            return run() if plan.local_batch else along_one(plan.model.axis_names, run)
+            return run() if plan.local_batch else bind_axis_names(plan.model.axis_names, run)
         except NameError as error:
             if "unbound axis name" not in str(error):
                 raise
@@ -454,7 +458,7 @@ def _run_model(
         except (TypeError, ValueError) as error:
             if "key<" not in str(error) or not (plan.takes_key or plan.local_batch):
                 raise
-            raise _computes_with_a_key(plan, error) from error
+            raise _random_key_error(plan, error) from error
 
     args = (model_state, batch, key)
     fn: Callable[..., Any] = call
@@ -465,7 +469,7 @@ def _run_model(
     return fn(params, args)
 
 
-def _computes_with_a_key(plan: StepPlan, error: Exception) -> ValueError:
+def _random_key_error(plan: StepPlan, error: Exception) -> ValueError:
     """Returns the error for a loss that computes with a random key: its own, or `Shard.guard`."""
     got = str(error).splitlines()[0]
     if plan.takes_key:
@@ -485,11 +489,11 @@ def _computes_with_a_key(plan: StepPlan, error: Exception) -> ValueError:
 # The optimizer
 
 
-def _if(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+def _choose(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
 
 
-def _update(
+def _update_or_keep(
     plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array, apply: jax.Array
 ) -> tuple[PyTree, PyTree, PyTree, jax.Array, jax.Array]:
     """Returns (parameters, copies, optimizer state, whether applied, whether finite afterwards).
@@ -505,23 +509,23 @@ def _update(
     if not plan.offload.state:
         old = trained, state.opt_state
         leaves = jax.tree.leaves((layout.trainable(layout.params), layout.optimizer))
-        whole = functools.partial(_updated, plan)
+        whole = functools.partial(_apply_optimizer, plan)
         updated, finite = checked_update(whole, old, gradients, (loss, seed), leaves)
         apply &= finite
-        params, opt_state = _if(apply, updated, old)
-        copies, sound = _copies(plan, params), jnp.bool_(True)
+        params, opt_state = _choose(apply, updated, old)
+        copies, sound = _new_copies(plan, params), jnp.bool_(True)
     else:
 
         def update(trees: PyTree, gradients: PyTree, scalars: Any) -> PyTree:
             params, _, opt_state = trees
             loss, apply, seed = scalars
             old = params, opt_state
-            updated = _updated(plan, old, gradients, (loss, seed))
-            params, opt_state = _if(apply, updated, old)
-            return params, _copies(plan, params), opt_state
+            updated = _apply_optimizer(plan, old, gradients, (loss, seed))
+            params, opt_state = _choose(apply, updated, old)
+            return params, _new_copies(plan, params), opt_state
 
         stored = layout.trainable(layout.params), layout.other[COPIES], layout.optimizer
-        (params, copies, opt_state), sound = streamed(
+        (params, copies, opt_state), sound = update_in_groups(
             update,
             (trained, state.copies, state.opt_state),
             gradients,
@@ -534,7 +538,7 @@ def _update(
     return params, copies, opt_state, apply, sound
 
 
-def _updated(
+def _apply_optimizer(
     plan: StepPlan,
     old: tuple[PyTree, PyTree],
     gradients: PyTree,
@@ -567,7 +571,7 @@ def _updated(
     return map_with_path(pinned, apply_updates(params, updates, seed)), new_state
 
 
-def _copies(plan: StepPlan, params: PyTree) -> PyTree:
+def _new_copies(plan: StepPlan, params: PyTree) -> PyTree:
     """Returns copies of updated parameters in the compute dtype, replicated or sharded."""
     leaves, flat = plan.layout.by_path, flatten(params)
 
@@ -577,6 +581,6 @@ def _copies(plan: StepPlan, params: PyTree) -> PyTree:
             return flat[path].astype(copied.dtype)
         # The optimizer's update is outside `shard_map`, and so is this.
         comm = replace(comm, param_spec=spec, mode="annotate", per_axis=False, on_host=False)
-        return fetch(comm, flat[path])
+        return gather_without_vjp(comm, flat[path])
 
     return map_with_path(copy, plan.layout.other[COPIES])

@@ -35,7 +35,7 @@ from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
 from fsdp_jax.train.shapes import BatchShapes, batch_shapes, work_of
 from fsdp_jax.units.auto_wrap import Units
-from fsdp_jax.units.remat import Remat, RematPolicy, check_names
+from fsdp_jax.units.remat import Remat, RematPolicy, check_named_activations
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def as_config_errors() -> Iterator[None]:
 def check_activation_names(run: Run) -> None:
     """Traces the step; raises ConfigError for keys that name activations that it does not have."""
     if run.config.remat_save or run.config.offload.activation_names:
-        check_names(run.step.plan.activations, run.step.trace(run.batch).jaxpr)
+        check_named_activations(run.step.plan.activations, run.step.trace(run.batch).jaxpr)
 
 
 def start_devices(virtual: int | None) -> None:

@@ -18,7 +18,7 @@ from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
 from fsdp_jax.errors import DamageError, message
 from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.planner import peak_flops
-from fsdp_jax.processes import anywhere, together
+from fsdp_jax.processes import fail_together, in_any_process
 from fsdp_jax.step.compiled_step import NonFiniteError
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
@@ -178,7 +178,7 @@ class Training:
         """
         due = self.steps_done == 0 or self._is_due(self.config.eval_every)
         missing = self.evals is not None and self.evals.continued_at != self.steps_done
-        return anywhere(due and missing)
+        return in_any_process(due and missing)
 
     def _run_steps(self) -> bool:
         """Trains to the last step; returns True if asked to stop before it."""
@@ -409,7 +409,7 @@ class Training:
         """Waits for the last save; tells what happens `instead` if it failed, once."""
         failed_before, self.save_failed = self.save_failed, True
         try:
-            with together(CheckpointError("a checkpoint was not written, in another process")):
+            with fail_together(CheckpointError("a checkpoint was not written, in another process")):
                 self.store.wait()
             self.save_failed = False
         except CheckpointError as error:
@@ -432,7 +432,7 @@ class Training:
             while not (shards.check.wait(0.2) or self.stop.asked):
                 pass
         elsewhere = message("the data are damaged, in another process", where=str(shards.folder))
-        with together(DamageError(elsewhere)):
+        with fail_together(DamageError(elsewhere)):
             shards.check.raise_if_damaged()
 
     def _stop(self) -> int:

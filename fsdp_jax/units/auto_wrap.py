@@ -63,13 +63,13 @@ def choose_units(
         return dict.fromkeys(shapes, ROOT)
     tree = _Modules(modules, shapes, stacked)
     if units == "auto":
-        return tree.automatic()
+        return tree.automatic_owners()
     if isinstance(units, int):
-        return tree.owners(tree.by_size(units))
-    return tree.owners(tree.by_scan() if units == "scan" else tree.by_class(units))
+        return tree.owners(tree.paths_by_size(units))
+    return tree.owners(tree.paths_by_scan() if units == "scan" else tree.paths_by_class(units))
 
 
-def recomputed_units(
+def recomputable_units(
     modules: Sequence[ModuleInfo], units: Units, owners: Owners, stacked: Mapping[str, int]
 ) -> dict[str, bool]:
     """Returns {path of a unit: whether it is inside a layer scan}, in the order of the model.
@@ -80,7 +80,7 @@ def recomputed_units(
     tree = _Modules(modules, {}, stacked)
     paths = {unit for unit in owners.values() if unit}
     if not isinstance(units, int) and units not in ("auto", "scan", "model"):
-        paths |= tree.by_class(units)
+        paths |= tree.paths_by_class(units)
     return {
         module.path: any(stacked.get(path) for path in tree.params_of[module.path])
         for module in modules
@@ -101,16 +101,16 @@ def describe_units(
         first.setdefault(kinds[path], path)
     counts = Counter(kinds[path] for path in units)
     by_class = [f"{count} of {kind} ('{first[kind]}')" for kind, count in counts.most_common()]
-    return f"{', '.join(by_class)}: {_share(owners, shapes):.0%} of the parameters"
+    return f"{', '.join(by_class)}: {_owned_share(owners, shapes):.0%} of the parameters"
 
 
-def _share(owners: Owners, shapes: Mapping[str, tuple[int, ...]]) -> float:
+def _owned_share(owners: Owners, shapes: Mapping[str, tuple[int, ...]]) -> float:
     """Returns the fraction of the model's elements that units inside it own."""
     owned = sum(prod(shapes[path]) for path, unit in owners.items() if unit)
     return owned / max(1, sum(map(prod, shapes.values())))
 
 
-def _outermost(paths: Set[str]) -> set[str]:
+def _outermost_of(paths: Set[str]) -> set[str]:
     """Returns the modules that are inside none of the others."""
     return {path for path in paths if paths.isdisjoint(prefixes(path)[1:])}
 
@@ -135,7 +135,7 @@ class _Modules:
         # Elements; of stacked parameters, in a layer.
         self.sizes = {path: prod(shape[stacked.get(path, 0) :]) for path, shape in shapes.items()}
 
-    def elements(self, params: Set[str]) -> int:
+    def element_count(self, params: Set[str]) -> int:
         """Returns the elements of these parameters."""
         return sum(self.sizes[path] for path in params)
 
@@ -148,15 +148,17 @@ class _Modules:
                 users[path].add(innermost)
         return {path: next(iter(by)) if len(by) == 1 else None for path, by in users.items()}
 
-    def automatic(self) -> Owners:
+    def automatic_owners(self) -> Owners:
         """Returns the owners by the outermost repeated modules; see the note."""
         for numbered in (True, False):
-            owners = self.owners(self._opened(self._repeated(numbered) | self.bodies()))
-            if _share(owners, self.shapes) >= LEAST_SHARE:
+            owners = self.owners(
+                self._open_largest(self._repeated_modules(numbered) | self.scan_bodies())
+            )
+            if _owned_share(owners, self.shapes) >= LEAST_SHARE:
                 return owners
         return dict.fromkeys(self.shapes, ROOT)
 
-    def _repeated(self, numbered: bool) -> set[str]:
+    def _repeated_modules(self, numbered: bool) -> set[str]:
         """Returns the modules that have a sibling of their class, numbered alike if so asked."""
 
         def family(module: ModuleInfo) -> tuple[type, str, str]:
@@ -167,24 +169,24 @@ class _Modules:
         counts = Counter(map(family, with_params))
         return {module.path for module in with_params if counts[family(module)] > 1}
 
-    def _opened(self, candidates: Set[str]) -> set[str]:
+    def _open_largest(self, candidates: Set[str]) -> set[str]:
         """Returns the outermost of these; one of more than half of their elements is opened.
 
         The bodies of layer scans are not: they gather a layer at a time.
         """
-        elements = {path: self.elements(self.params_of[path]) for path in candidates}
-        closed, bodies = set(candidates), self.bodies()
+        elements = {path: self.element_count(self.params_of[path]) for path in candidates}
+        closed, bodies = set(candidates), self.scan_bodies()
         while True:
-            outermost = _outermost(closed)
+            outermost = _outermost_of(closed)
             largest = max(sorted(outermost - bodies), key=elements.__getitem__, default="")
             inside = {path for path in closed if largest and largest in prefixes(path)[1:]}
-            owned = self.elements(set().union(*(self.params_of[path] for path in inside)))
+            owned = self.element_count(set().union(*(self.params_of[path] for path in inside)))
             total = sum(elements[path] for path in outermost)
             if not inside or 2 * elements[largest] <= total or 2 * owned <= elements[largest]:
                 return outermost
             closed.discard(largest)
 
-    def by_class(self, units: Any) -> set[str]:
+    def paths_by_class(self, units: Any) -> set[str]:
         """PyTorch's `transformer_auto_wrap_policy`: every module of these classes."""
         chosen: set[str] = set()
         for unit in (units,) if isinstance(units, str) else units:
@@ -198,30 +200,32 @@ class _Modules:
             chosen |= matches
         return chosen
 
-    def by_size(self, least: int) -> set[str]:
+    def paths_by_size(self, least: int) -> set[str]:
         """PyTorch's `size_based_auto_wrap_policy`: from the leaves up, what is large enough."""
         chosen: set[str] = set()
         wrapped: set[str] = set()
         for module in reversed(self.inner):
             unwrapped = self.params_of[module.path] - wrapped
-            if self.elements(unwrapped) >= least:
+            if self.element_count(unwrapped) >= least:
                 chosen.add(module.path)
                 wrapped |= unwrapped
         if not chosen:
-            largest = max((self.elements(self.params_of[m.path]) for m in self.inner), default=0)
+            largest = max(
+                (self.element_count(self.params_of[m.path]) for m in self.inner), default=0
+            )
             what = "no module has that many parameters"
             fix = f"at most {largest}, the largest module's, or units='model'"
             raise ValueError(message(what, where="units.min_params", got=least, fix=fix))
         return chosen
 
-    def by_scan(self) -> set[str]:
+    def paths_by_scan(self) -> set[str]:
         """The outermost modules all of whose parameters are stacked: the body of a layer scan."""
-        if not (outermost := _outermost(self.bodies())):
+        if not (outermost := _outermost_of(self.scan_bodies())):
             what, fix = "no stacked layers in the model", "units=[YourBlock]"
             raise ValueError(message(what, where="units='scan'", fix=fix))
         return outermost
 
-    def bodies(self) -> set[str]:
+    def scan_bodies(self) -> set[str]:
         """Returns the modules all of whose parameters are stacked."""
         params_of = ((module.path, self.params_of[module.path]) for module in self.inner)
         return {path for path, params in params_of if params and all(map(self.stacked.get, params))}

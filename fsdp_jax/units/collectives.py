@@ -69,7 +69,7 @@ class ParamComm:
         """The mesh that it is sharded over."""
         return self.axes.mesh
 
-    def sliced(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
         """Returns the spec of an array of `ndim` dims, whose leading dims a layer scan sliced away.
 
         Raises ValueError where one of those is sharded.
@@ -84,7 +84,7 @@ class ParamComm:
             raise ValueError(message(what, where=self.path, expected=expected, got=spec, fix=fix))
         return PartitionSpec(*entries[removed:])
 
-    def steps(self, entry: Any) -> list[tuple[str, ...]]:
+    def axes_per_collective(self, entry: Any) -> list[tuple[str, ...]]:
         """Returns the mesh axes of each collective along one dim, in the order of a scatter.
 
         One collective for all axes, or one per axis; see the note in `sharding.mesh`.
@@ -123,7 +123,9 @@ def gather_together(
     trained = [number for number, comm in enumerate(comms) if comm.trained]
 
     def fetch_trained(shards: list[jax.Array], _: list[Any]) -> list[jax.Array]:
-        return [fetch(comms[n], shard) for n, shard in zip(trained, shards, strict=True)]
+        return [
+            gather_without_vjp(comms[n], shard) for n, shard in zip(trained, shards, strict=True)
+        ]
 
     def backward(_: None, cotangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
         to_values: list[Any] = []
@@ -140,7 +142,7 @@ def gather_together(
         with_vjp([values[n] for n in trained], [slots[n] for n in trained]) if trained else ()
     )
     return [
-        next(gathered) if comm.trained else fetch(comm, lax.stop_gradient(value))
+        next(gathered) if comm.trained else gather_without_vjp(comm, lax.stop_gradient(value))
         for comm, value in zip(comms, values, strict=True)
     ]
 
@@ -150,15 +152,15 @@ def gradient_of(comm: ParamComm, cotangent: jax.Array) -> jax.Array:
     return cotangent if comm.deferred else reduce(comm, cotangent)
 
 
-def site_of(eqn: JaxprEqn) -> str | None:
+def path_of_gather(eqn: JaxprEqn) -> str | None:
     """Returns the path of the parameter that this equation gathers; None for any other equation."""
     match = _SITE.fullmatch(str(eqn.params.get("name", "")))
     return match.group(1) if match else None
 
 
-def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
+def gather_without_vjp(comm: ParamComm, value: jax.Array) -> jax.Array:
     """Returns what `gather` returns, without a VJP of its own."""
-    spec = comm.sliced(comm.param_spec, value.ndim)
+    spec = comm.sliced_spec(comm.param_spec, value.ndim)
     with jax.named_scope(SITE.format(comm.path)):
         if comm.on_host:
             value = jax.device_put(value, jax.memory.Space.Device)
@@ -175,7 +177,7 @@ def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> ja
     for dim, entry in enumerate(spec):
         if dim and axes_of(entry):
             value = _row_major(value)
-        for axes in reversed(comm.steps(entry)):
+        for axes in reversed(comm.axes_per_collective(entry)):
             value = lax.all_gather(value, axes, axis=dim, tiled=True)
     return value
 
@@ -192,7 +194,7 @@ def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
 
     `gradient` has the gathered shape; the result is sharded by `grad_spec`.
     """
-    spec = comm.sliced(comm.grad_spec, gradient.ndim)
+    spec = comm.sliced_spec(comm.grad_spec, gradient.ndim)
     with jax.named_scope(REDUCED.format(comm.path)):
         gradient = comm.transform.before_reduce(gradient)
         if comm.mode == "manual":
@@ -206,7 +208,7 @@ def _reduce_manual(comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) ->
     """Returns this device's shard, of `spec`, of a gradient summed over the batch axes."""
     # Reduce-scatter along the axes that shard the gradient ...
     for dim, entry in enumerate(spec):
-        for axes in comm.steps(entry):
+        for axes in comm.axes_per_collective(entry):
             gradient = _scatter(comm, gradient, axes, dim)
         if dim and axes_of(entry):
             gradient = _row_major(gradient)

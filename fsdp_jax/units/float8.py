@@ -70,14 +70,14 @@ def dot(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> jax.A
 
     What is saved for the backward pass are the operands as they came, as with any matmul.
     """
-    return _dot(quantize(left, WEIGHT), quantize(right, WEIGHT), dims, dtype)
+    return _dot_scaled(quantize(left, WEIGHT), quantize(right, WEIGHT), dims, dtype)
 
 
-def _forward(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> Any:
+def _dot_forward(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> Any:
     return dot(left, right, dims, dtype), (left, right)
 
 
-def _backward(dims: Dims, dtype: np.dtype, operands: Any, cotangent: jax.Array) -> Any:
+def _dot_backward(dims: Dims, dtype: np.dtype, operands: Any, cotangent: jax.Array) -> Any:
     """Returns both gradients, each a float8 matmul of the cotangent and the other operand."""
     contracted, batch = dims
     scaled = quantize(cotangent, GRADIENT)
@@ -92,7 +92,7 @@ def _backward(dims: Dims, dtype: np.dtype, operands: Any, cotangent: jax.Array) 
     for side, x in enumerate(operands):
         other = 1 - side
         result_dims = (in_result[other], kept[other]), (range(n_batch), batch[other])
-        gradient = _dot(scaled, quantize(operands[other], WEIGHT), result_dims, x.dtype)
+        gradient = _dot_scaled(scaled, quantize(operands[other], WEIGHT), result_dims, x.dtype)
         # [batch, kept, contracted as in the other operand], in the order of the operand's dims.
         last = [contracted[side][i] for i in np.argsort(contracted[other])]
         order = np.argsort([*batch[side], *kept[side], *last])
@@ -100,10 +100,10 @@ def _backward(dims: Dims, dtype: np.dtype, operands: Any, cotangent: jax.Array) 
     return tuple(gradients)
 
 
-dot.defvjp(_forward, _backward)
+dot.defvjp(_dot_forward, _dot_backward)
 
 
-def _dot(
+def _dot_scaled(
     left: tuple[jax.Array, Any], right: tuple[jax.Array, Any], dims: Any, dtype: np.dtype
 ) -> jax.Array:
     """Returns the product of two scaled arrays.

@@ -26,7 +26,7 @@ from flax import core, errors
 from fsdp_jax.errors import message
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing, unboxed
+from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing, unbox_tree
 from fsdp_jax.units.model import Boundary, LossFn, ModelCall, axis_names_of, split_arrays
 from fsdp_jax.units.remat import SAVED
 from fsdp_jax.units.unit import all_shards, checkpoint_settings, gathered, shards_in
@@ -55,39 +55,39 @@ class LinenModel:
 
     def __init__(self, module: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
         self._module = module
-        self._args, self._kwargs = _example(module, inputs)
+        self._args, self._kwargs = _example_arguments(module, inputs)
         self.demands = Demands()
         kinds: dict[str, type] = {}
         axis_names: set[str] = set()
 
         def record(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-            kinds.setdefault(_path(context.module) or "", type(context.module))
+            kinds.setdefault(_module_path(context.module) or "", type(context.module))
             axis_names.update(axis_names_of(context.module))
             return next_fun(*args, **kwargs)
 
         with nn.intercept_methods(record):
-            boxed = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
+            boxed = jax.eval_shape(lambda: self._make_variables(jax.random.key(0)))
         if _PARAMS not in boxed:
             what = "the model has no parameters"
             raise ValueError(message(what, where=type(module).__name__, got=sorted(boxed)))
         self.params: PyTree = boxed[_PARAMS]
         self.boxed_rest: PyTree = {k: tree for k, tree in boxed.items() if k != _PARAMS}
-        self.rest: PyTree = unboxed(self.boxed_rest)
+        self.rest: PyTree = unbox_tree(self.boxed_rest)
         self._collections = list(self.rest)
-        self.modules: Sequence[ModuleInfo] = _modules(kinds, flatten(unboxed(self.params)))
+        self.modules: Sequence[ModuleInfo] = _module_infos(kinds, flatten(unbox_tree(self.params)))
         self.axis_names = frozenset(axis_names)
 
-    def _variables(self, key: jax.Array) -> Any:
+    def _make_variables(self, key: jax.Array) -> Any:
         """Returns newly made variables, boxed; called inside jit."""
 
         def zeros(x: Any) -> Any:
             return jax.numpy.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x
 
         args, kwargs = jax.tree.map(zeros, (self._args, self._kwargs))
-        call = self._scoped(lambda module: module(*args, **kwargs))
+        call = self._as_scope_function(lambda module: module(*args, **kwargs))
 
         def trace() -> Any:
-            """Returns the variables; `met` makes them again while the model asks for more."""
+            """Returns the variables; traced anew while the model asks for more."""
             watch = ScopeWatch(self.demands, gives_streams=True, known=())
 
             def intercept(
@@ -103,15 +103,15 @@ class LinenModel:
             with nn.intercept_methods(intercept):
                 return core.init(call, flags=_FLAGS)(rngs)[1]
 
-        return self.demands.met(trace)
+        return self.demands.trace_until_met(trace)
 
-    def _scoped(self, fn: Callable[[nn.Module], Any]) -> Callable[[core.Scope], Any]:
+    def _as_scope_function(self, fn: Callable[[nn.Module], Any]) -> Callable[[core.Scope], Any]:
         """Returns `fn` as a function of a scope; `nn.apply` and `nn.init` take no flags."""
         return lambda scope: fn(self._module.clone(parent=scope, _deep_clone=True))
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit."""
-        variables = unboxed(self._variables(key))
+        variables = unbox_tree(self._make_variables(key))
         return variables[_PARAMS], {name: variables[name] for name in self._collections}
 
     def build(self, params: PyTree, rest: PyTree) -> nn.Module:
@@ -132,14 +132,14 @@ class LinenModel:
         demands = Demands(self.demands.streams)
 
         def trace() -> tuple[Any, PyTree]:
-            """Returns (result, collections); `met` makes it again while the model asks for more."""
+            """Returns (result, collections); traced anew while the model asks for more."""
             # A cache is written where it is mutable, which changes what a decoder does.
             known = {_PARAMS, "cache", *rest}
             watch = ScopeWatch(demands, gives_streams=training, known=known)
 
             def loss(scope: core.Scope) -> Any:
                 watch.watch(scope)
-                return self._scoped(lambda model: fn(model, call.batch))(scope)
+                return self._as_scope_function(lambda model: fn(model, call.batch))(scope)
 
             mutable = [*demands.sown, *(self._collections if training else ())]
             apply = core.apply(loss, mutable=mutable, flags=_FLAGS)
@@ -148,9 +148,9 @@ class LinenModel:
                 return apply({_PARAMS: call.params, **rest}, rngs=rngs)
 
         try:
-            out, after = demands.met(trace)
+            out, after = demands.trace_until_met(trace)
         except (errors.ModifyScopeVariableError, errors.InvalidRngError) as error:
-            raise _refused(error, training) from error
+            raise _scope_error(error, training) from error
         return out, {name: after.get(name, rest[name]) for name in self._collections}
 
 
@@ -160,7 +160,7 @@ def _interceptor(boundaries: Mapping[str, Boundary], watch: ScopeWatch) -> Calla
 
     def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """Runs a method inside its module's boundary, unless it is called from inside it."""
-        path = _path(context.module)
+        path = _module_path(context.module)
         if path is not None:
             watch.watch(context.module.scope)
         inside = path in entered or context.method_name == "setup"
@@ -168,14 +168,14 @@ def _interceptor(boundaries: Mapping[str, Boundary], watch: ScopeWatch) -> Calla
             return next_fun(*args, **kwargs)
         entered.add(path)
         try:
-            return _call(next_fun, args, kwargs, context, boundaries[path])
+            return _call_in_boundary(next_fun, args, kwargs, context, boundaries[path])
         finally:
             entered.remove(path)
 
     return intercept
 
 
-def _refused(error: Exception, training: bool) -> ValueError:
+def _scope_error(error: Exception, training: bool) -> ValueError:
     """Returns the error for a write to what is not mutable, or a draw from a stream it lacks."""
     if isinstance(error, errors.InvalidRngError) and training:
         what = "a random stream does not reach the module that draws from it"
@@ -193,7 +193,7 @@ def _refused(error: Exception, training: bool) -> ValueError:
     return ValueError(message(what, where="model", got=str(error).splitlines()[0], fix=fix))
 
 
-def _example(
+def _example_arguments(
     module: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns (args, kwargs) of the model's `__call__`. Raises ValueError if they do not fit it."""
@@ -219,12 +219,12 @@ def _example(
     return args, kwargs
 
 
-def _path(module: nn.Module) -> str | None:
+def _module_path(module: nn.Module) -> str | None:
     """Returns the module's path; None for an unbound one, which has plain methods only."""
     return None if module.scope is None else SEPARATOR.join(module.path)
 
 
-def _modules(kinds: Mapping[str, type], params: Iterable[str]) -> list[ModuleInfo]:
+def _module_infos(kinds: Mapping[str, type], params: Iterable[str]) -> list[ModuleInfo]:
     """Returns modules, parents first; a parameter is of the deepest whose path begins its own."""
     direct: dict[str, set[str]] = {module: set() for module in kinds}
     for path in params:
@@ -233,7 +233,7 @@ def _modules(kinds: Mapping[str, type], params: Iterable[str]) -> list[ModuleInf
     return [ModuleInfo(path, kinds[path], frozenset(direct[path]), True) for path in by_depth]
 
 
-def _call(
+def _call_in_boundary(
     next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, boundary: Boundary
 ) -> Any:
     """Runs a method; a unit's parameters are gathered as it reads them, and again in backward."""
@@ -247,7 +247,7 @@ def _call(
 
     # Not by the method's name: Flax would capture its result (`capture_intermediates`) once more.
     def on_arrays(module: nn.Module, arrays: Sequence[Any], nodes: Sequence[Any]) -> Any:
-        inner_args, inner_kwargs = rebuild(activations.enter(list(arrays)), nodes)
+        inner_args, inner_kwargs = rebuild(activations.name_inputs(list(arrays)), nodes)
         return method(module, *inner_args, **inner_kwargs)
 
     lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=lambda tree: gathered(tree, unit))

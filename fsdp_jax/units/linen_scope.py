@@ -34,7 +34,7 @@ FLAG = "fsdp_jax"  # of the scopes that the library makes
 
 
 class AskedError(Exception):
-    """The model asks for what its scope lacks; `Demands.met` adds it and traces again."""
+    """The model asks for what its scope lacks; `trace_until_met` adds it and traces again."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Demands:
     # Collections that are sown into, and read by the loss that is being traced.
     sown: set[str] = field(default_factory=set)
 
-    def met(self, trace: Callable[[], T]) -> T:
+    def trace_until_met(self, trace: Callable[[], T]) -> T:
         """Returns `trace()`, made again as long as the model asks for more in it."""
         while True:
             try:
@@ -108,7 +108,7 @@ class ScopeWatch:
 
         def unboxed_param(*args: Any, unbox: bool = True, **kwargs: Any) -> Any:
             value = param(*args, unbox=False, **kwargs)
-            return unboxed(value) if unbox else value
+            return unbox_tree(value) if unbox else value
 
         def rewound_and_watched(*args: Any, **kwargs: Any) -> core.Scope:
             # What a module has after its call: Linen leaves out the flags, also of a second call.
@@ -141,7 +141,7 @@ def sow_nothing(module: nn.Module) -> None:
         object.__setattr__(module, "sow", sow_metadata)
 
 
-def unboxed(tree: PyTree) -> PyTree:
+def unbox_tree(tree: PyTree) -> PyTree:
     """Returns the values of boxes, not constrained to the axes that they name; see the note."""
 
     def value(leaf: Any) -> Any:

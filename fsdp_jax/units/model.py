@@ -41,7 +41,7 @@ class Boundary:
         # Objects pass as they are: a call that draws from `nnx.Rngs` must count in the caller's.
         arrays, nodes, rebuild = split_arrays(tree)
         if dtype is not None:
-            arrays = [_cast(x, dtype) for x in arrays]
+            arrays = [_cast_floats(x, dtype) for x in arrays]
         return rebuild(pin_rows(arrays) if self.pin else arrays, nodes)
 
 
@@ -87,7 +87,7 @@ def axis_names_of(module: Any) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def along_one(names: Collection[str], run: Callable[[], Any]) -> Any:
+def bind_axis_names(names: Collection[str], run: Callable[[], Any]) -> Any:
     """Returns `run()` with each name bound to an axis of one.
 
     A norm with `axis_name` averages the statistics of devices that each have rows of their own.
@@ -98,7 +98,7 @@ def along_one(names: Collection[str], run: Callable[[], Any]) -> Any:
     return run()
 
 
-def _cast(x: Any, dtype: np.dtype) -> Any:
+def _cast_floats(x: Any, dtype: np.dtype) -> Any:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 

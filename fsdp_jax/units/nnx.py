@@ -28,23 +28,25 @@ class NnxModel:
     def __init__(self, make_model: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self._make = make_model
         with nnx.use_eager_sharding(False):
-            self._graphdef, *states = jax.eval_shape(lambda: self._split(0))
+            self._graphdef, *states = jax.eval_shape(lambda: self._make_and_split(0))
         params, rest = states
         model = nnx.merge(self._graphdef, params, rest)
         _refuse_captured_arrays(model)
         self._params = _StateStructure(params)
         self._rest = _StateStructure(rest)
-        self.params: PyTree = unflatten(_variables(params))
+        self.params: PyTree = unflatten(_flat_variables(params))
         self.rest: PyTree = self._rest.to_tree(rest)
-        self.boxed_rest: PyTree = unflatten(_variables(rest))
-        self.modules: Sequence[ModuleInfo] = list(_modules(model))
+        self.boxed_rest: PyTree = unflatten(_flat_variables(rest))
+        self.modules: Sequence[ModuleInfo] = list(_module_infos(model))
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
         self._attributes = {
-            _inside(path, name) for path, node in _walk(model) for name, _ in _attributes(node)
+            _child_path(path, name) for path, node in _walk(model) for name, _ in _attributes(node)
         }
-        self._keys = {path for path, var in _variables(rest).items() if isinstance(var, nnx.RngKey)}
+        self._keys = {
+            path for path, var in _flat_variables(rest).items() if isinstance(var, nnx.RngKey)
+        }
 
-    def _split(self, key: Any) -> Any:
+    def _make_and_split(self, key: Any) -> Any:
         """Returns a new model's (graphdef, params, rest); called inside jit."""
         rngs = nnx.Rngs(key)
         _swap_streams(rngs, nnx.RngStream, _Stream)
@@ -62,7 +64,7 @@ class NnxModel:
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit."""
         with nnx.use_eager_sharding(False):
-            _, params, rest = self._split(key)
+            _, params, rest = self._make_and_split(key)
         return self._params.to_tree(params), self._rest.to_tree(rest)
 
     def build(self, params: PyTree, rest: PyTree) -> nnx.Module:
@@ -82,7 +84,7 @@ class NnxModel:
         for path, module in list(_walk(model)):
             if path in call.boundaries and not hasattr(module, "_fsdp"):
                 module._fsdp = call.boundaries[path]
-                _set_class(module, _with_boundary(type(module)))  # type: ignore[arg-type]
+                _set_class(module, _bounded_class(type(module)))  # type: ignore[arg-type]
         with _traced_arrays_are_state():
             out = fn(model, call.batch)
         if call.training:
@@ -97,10 +99,10 @@ class NnxModel:
         that reads it before it writes it fails.
         """
         known = {*self._params.paths, *self._rest.paths}
-        for path, leaf in _variables(nnx.state(model)).items():
+        for path, leaf in _flat_variables(nnx.state(model)).items():
             is_side_output = not isinstance(leaf, nnx.Variable) and path not in self._attributes
             if path not in known and not is_side_output and not isinstance(leaf, nnx.Intermediate):
-                raise _new_state(path)
+                raise _new_state_error(path)
 
     def _fold_keys(self, rest: PyTree, device: jax.Array) -> PyTree:
         """Returns the state with the device's index folded into the random streams' keys.
@@ -111,7 +113,7 @@ class NnxModel:
         flat = flatten(rest)
         for path, value in flat.items():
             if path in self._keys:
-                flat[path] = _fold_in(value, device)
+                flat[path] = _fold_into_keys(value, device)
             elif is_prng_key(value):
                 what = "a random key is a plain attribute of the model"
                 expected = "keys of nnx.Rngs, with local_batch: they differ by device"
@@ -155,7 +157,7 @@ def _subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_subclasses, subclasses))
 
 
-def _new_state(path: str) -> ValueError:
+def _new_state_error(path: str) -> ValueError:
     """Returns the error for state that a call made: the next step would not have it."""
     what = "the model makes new state in a step"
     fix = "make it in __init__, with the shape that it has in every step"
@@ -181,10 +183,10 @@ def _swap_streams(node: Any, old: type, new: type) -> None:
             _set_class(each, new)
 
 
-def _fold_in(keys: jax.Array, index: jax.Array) -> jax.Array:
+def _fold_into_keys(keys: jax.Array, index: jax.Array) -> jax.Array:
     """Folds an index into one key, or into each of a stack of them."""
     if keys.ndim:
-        return jax.vmap(_fold_in, (0, None))(keys, index)
+        return jax.vmap(_fold_into_keys, (0, None))(keys, index)
     return jax.random.fold_in(keys, index)
 
 
@@ -192,13 +194,16 @@ class _StateStructure:
     """The structure of an `nnx.State`; converts it to nested dicts with string keys, and back."""
 
     def __init__(self, state: nnx.State) -> None:
-        self.paths = list(_variables(state))
+        self.paths = list(_flat_variables(state))
         self._treedef = jax.tree.structure(state)
 
     def to_tree(self, state: nnx.State) -> PyTree:
-        variables = _variables(state)
+        variables = _flat_variables(state)
         return unflatten(
-            {path: _value(variables[path]) if path in variables else None for path in self.paths}
+            {
+                path: _leaf_value(variables[path]) if path in variables else None
+                for path in self.paths
+            }
         )
 
     def to_state(self, tree: PyTree) -> nnx.State:
@@ -210,11 +215,11 @@ def _join(path: Sequence[Any]) -> str:
     return SEPARATOR.join(map(str, path))
 
 
-def _inside(path: str, name: Any) -> str:
+def _child_path(path: str, name: Any) -> str:
     return f"{path}{SEPARATOR}{name}" if path else str(name)
 
 
-def _variables(state: nnx.State) -> dict[str, nnx.Variable]:
+def _flat_variables(state: nnx.State) -> dict[str, nnx.Variable]:
     return {_join(path): variable for path, variable in nnx.to_flat_state(state)}
 
 
@@ -234,9 +239,9 @@ def _attributes(node: Any) -> list[tuple[Any, Any]]:
     return list(node.items()) if isinstance(node, dict) else list(enumerate(node))
 
 
-def _modules(model: nnx.Module) -> Iterator[ModuleInfo]:
+def _module_infos(model: nnx.Module) -> Iterator[ModuleInfo]:
     """Yields modules, parents first, each with the paths of the parameters among its attributes."""
-    params = _variables(nnx.state(model, nnx.Param))
+    params = _flat_variables(nnx.state(model, nnx.Param))
     path_of = {id(variable): path for path, variable in params.items()}
     for path, node in _walk(model):
         children = [id(child) for _, child in _attributes(node)]
@@ -255,30 +260,30 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
     """
     for path, node in _walk(model):
         for name, child in _attributes(node):
-            if any(isinstance(value, jax.core.Tracer) for value in _captured(child)):
+            if any(isinstance(value, jax.core.Tracer) for value in _captured_values(child)):
                 what = "a function that is an attribute of the model holds a JAX array"
                 fix = "make that array an attribute of the model too, or a NumPy array"
-                raise ValueError(message(what, where=_inside(path, name), fix=fix))
+                raise ValueError(message(what, where=_child_path(path, name), fix=fix))
 
 
-def _captured(function: Any) -> list[Any]:
+def _captured_values(function: Any) -> list[Any]:
     """Returns what a function's closure, or a partial, holds; nothing for all else."""
     if isinstance(function, functools.partial):
-        return [*function.args, *function.keywords.values(), *_captured(function.func)]
+        return [*function.args, *function.keywords.values(), *_captured_values(function.func)]
     if inspect.isfunction(function):
         return list(inspect.getclosurevars(function).nonlocals.values())
     return []
 
 
 @functools.cache
-def _with_boundary(cls: Hashable) -> type:
+def _bounded_class(cls: Hashable) -> type:
     """Returns a subclass whose methods run inside the module's boundary."""
     assert isinstance(cls, type)
 
     def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _call(cls, original, self, args, kwargs)
+            return _call_in_boundary(cls, original, self, args, kwargs)
 
         return method
 
@@ -299,7 +304,9 @@ def _is_method(attribute: Any) -> bool:
     return is_function or (hasattr(attribute, "__wrapped__") and callable(attribute))
 
 
-def _call(cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+def _call_in_boundary(
+    cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any
+) -> Any:
     """Runs a method inside its module's boundary; the boundary is off for methods that it calls."""
     boundary: Boundary = module._fsdp
     args, kwargs = boundary.entering((args, kwargs))
@@ -337,7 +344,7 @@ def _call_unit(
         merged = inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
         _set_class(inner, cls)
         params, rest = _flat_states(merged)
-        before = {path: _value(leaf) for path, leaf in rest.items()}
+        before = {path: _leaf_value(leaf) for path, leaf in rest.items()}
         inner_args, inner_kwargs = rebuild(arrays, inner_nodes)
         out = original(inner, *inner_args, **inner_kwargs)
         params_after, after = _flat_states(merged)
@@ -346,9 +353,13 @@ def _call_unit(
             if str(path[-1]) in plain.get(_join(path[:-1]), ()):  # in place of a flag or None
                 new.append(path)
         if new:
-            raise _new_state(_join([unit, *new[0][1:]]))
+            raise _new_state_error(_join([unit, *new[0][1:]]))
         changed = nnx.from_flat_state(
-            [(path, leaf) for path, leaf in after.items() if _value(leaf) is not before.get(path)]
+            [
+                (path, leaf)
+                for path, leaf in after.items()
+                if _leaf_value(leaf) is not before.get(path)
+            ]
         )
         out_arrays, out_nodes, rebuild_last = split_arrays(out)
         if out_nodes:
@@ -367,7 +378,7 @@ def _call_unit(
     for path, node in list(_walk((module, nodes))):
         before = plain.get(path, {})
         for name, value in plain_after.get(path, {}).items():
-            if name not in before or not _is_same(value, before[name]):
+            if name not in before or not _is_unwritten(value, before[name]):
                 setattr(node, name, value)
     return rebuild_out[0](out_arrays, ())
 
@@ -390,7 +401,7 @@ def _holds_state(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
 
 
-def _is_same(value: Any, before: Any) -> bool:
+def _is_unwritten(value: Any, before: Any) -> bool:
     """Returns whether an attribute was not written; a copied container equals the one before."""
     if isinstance(value, dict | list | tuple):
         try:
@@ -406,6 +417,6 @@ def _flat_states(node: Any) -> list[dict[tuple[Any, ...], Any]]:
     return [dict(nnx.to_flat_state(state)) for state in states]
 
 
-def _value(leaf: Any) -> Any:
+def _leaf_value(leaf: Any) -> Any:
     """Returns the value of a Variable, or an array that is a plain attribute."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

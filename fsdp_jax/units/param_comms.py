@@ -16,7 +16,7 @@ from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tree import flatten
-from fsdp_jax.units.auto_wrap import ModuleInfo, Owners, Units, recomputed_units
+from fsdp_jax.units.auto_wrap import ModuleInfo, Owners, Units, recomputable_units
 from fsdp_jax.units.collectives import Mode, ParamComm
 from fsdp_jax.units.gather_transform import Float8Gather, GatherTransform
 from fsdp_jax.units.model import Boundary, Model
@@ -64,7 +64,7 @@ def float8_kernels(
     return kernels
 
 
-def copies_of(
+def abstract_copies(
     model: Model,
     strategy: Strategy,
     placements: Mapping[str, Placement],
@@ -139,7 +139,7 @@ def param_comms(
     return comms
 
 
-def boundaries(
+def make_boundaries(
     model: Model,
     precision: Precision,
     units: Owners,
@@ -191,7 +191,7 @@ def unit_activations(
     `units` and `stacked`: as `choose_units` was given them; `owners`: what it returned. Raises
     ValueError where every k-th is to be recomputed, and units cannot be told apart or counted.
     """
-    in_scan = recomputed_units(modules, units, owners, stacked)
+    in_scan = recomputable_units(modules, units, owners, stacked)
     recomputed, saved = activations_of(policy, offload)
     where, k = "remat.every", policy.every
     scanned = list(filter(in_scan.get, in_scan))

@@ -12,7 +12,7 @@ from fsdp_jax.tree import flatten
 from fsdp_jax.units.model import Model
 
 
-def place(
+def place_model(
     rules: Rules, model: Model, mesh: Mesh, stacked: Mapping[str, int]
 ) -> tuple[dict[str, Placement], dict[str, Placement]]:
     """Returns placements of the parameters, and of large other state that a rule or its annotation
@@ -34,7 +34,7 @@ def place(
     return {path: placed[path] for path in params}, state
 
 
-def split_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:
+def split_data_in_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:
     """Returns logical axes with `data` replaced by the mesh axes that it is split into."""
     table = read_logical_axes(logical_axes)
     check_logical_axes(table, tuple(axes.shape))

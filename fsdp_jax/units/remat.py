@@ -117,7 +117,7 @@ class Activations:
     save: tuple[str, ...] = ()  # names of arrays that are saved besides
     offload: tuple[str, ...] = ()  # names of arrays that are kept in host memory meanwhile
 
-    def enter(self, arrays: PyTree) -> PyTree:
+    def name_inputs(self, arrays: PyTree) -> PyTree:
         """Returns the inputs of a unit; those that are offloaded have the name for it."""
         if INPUT not in self.offload:
             return arrays
@@ -128,7 +128,7 @@ class Activations:
 
         return jax.tree.map(named, arrays)
 
-    def chosen(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+    def checkpoint_policy(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         """Returns whether a result is saved, or that it is offloaded: a policy."""
         name = params["name"] if primitive.name == "name" else ""
         name = ATTENTION if _is_kernel(primitive, params) else name
@@ -160,10 +160,10 @@ def activations_of(policy: RematPolicy, offload: Offload) -> tuple[Activations, 
     return Activations(policy.policy, saved, to_host), Activations("none", (), to_host)
 
 
-def check_names(activations: Activations, program: jex.Jaxpr) -> None:
+def check_named_activations(activations: Activations, program: jex.Jaxpr) -> None:
     """Raises ValueError for a name to save or to offload that nothing in a program has."""
     wanted = {"remat.save": activations.save, "offload.activations": activations.offload}
-    found = _names_in(program) if any(wanted.values()) else set()
+    found = _activation_names(program) if any(wanted.values()) else set()
     for where, names in wanted.items():
         for name in names:
             if name not in found and name != INPUT:
@@ -173,7 +173,7 @@ def check_names(activations: Activations, program: jex.Jaxpr) -> None:
                 raise ValueError(message(what, where=where, fix=fix))
 
 
-def _names_in(program: jex.Jaxpr) -> set[str]:
+def _activation_names(program: jex.Jaxpr) -> set[str]:
     eqns = list(all_eqns(program))
     names = {str(eqn.params["name"]) for eqn in eqns if eqn.primitive.name == "name"}
     has_kernel = any(eqn.primitive.name in _KERNELS for eqn in eqns)
@@ -186,7 +186,7 @@ def _is_kernel(primitive: Any, params: dict[str, Any]) -> bool:
     Of such a function JAX asks as a whole, about its result and what its derivative reads.
     """
     if primitive.name == "custom_vjp_call":
-        return any(ATTENTION in _names_in(inner) for inner in jex.jaxprs_in_params(params))
+        return any(ATTENTION in _activation_names(inner) for inner in jex.jaxprs_in_params(params))
     return primitive.name in _KERNELS
 
 

@@ -105,7 +105,7 @@ def gathered(tree: PyTree, unit: str) -> PyTree:
         arrays = gather_together(comms, values, slots)
     else:
         arrays = [shard.gather() for shard in shards]
-    named = (_named(shard.comm, x) for shard, x in zip(shards, arrays, strict=True))
+    named = (_name_for_float8(shard.comm, x) for shard, x in zip(shards, arrays, strict=True))
     return jax.tree.map(
         lambda leaf: next(named) if is_shard(leaf) and leaf.comm.unit == unit else leaf,
         tree,
@@ -113,7 +113,7 @@ def gathered(tree: PyTree, unit: str) -> PyTree:
     )
 
 
-def _named(comm: ParamComm, array: jax.Array) -> jax.Array:
+def _name_for_float8(comm: ParamComm, array: jax.Array) -> jax.Array:
     """Returns a gathered parameter, named in the trace where its matmuls run in float8."""
     return checkpoint_name(array, f"{FLOAT8}{comm.path}]") if comm.float8_matmuls else array
 
@@ -130,7 +130,7 @@ def run_unit(
         return fn(gathered(tree, unit), args)
 
     def run(tree: PyTree, args: Any) -> Any:
-        return fn(gathered(tree, unit), activations.enter(args))
+        return fn(gathered(tree, unit), activations.name_inputs(args))
 
     return jax.checkpoint(run, **settings)(tree, args)
 
@@ -143,7 +143,7 @@ def checkpoint_settings(shards: Sequence[Shard], activations: Activations) -> di
     if activations == Activations("full"):
         policy = checkpoint_policies.nothing_saveable
     else:
-        policy = _save_all_but(dropped, activations.chosen)
+        policy = _recompute_gathers(dropped, activations.checkpoint_policy)
     # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging
     # them is not needed.
     in_scan = any(shard.value.ndim < shard.comm.ndim for shard in shards)
@@ -171,12 +171,12 @@ _REARRANGING = {
 }
 
 
-def _save_all_but(shards: Iterable[Shard], chosen: Policy) -> Policy:
+def _recompute_gathers(shards: Iterable[Shard], chosen: Policy) -> Policy:
     """Returns the policy `chosen`, except for these; see the note on dropping the gathered copy."""
     sizes = set()
     shapes = set()
     for shard in shards:
-        spec = shard.comm.sliced(shard.comm.param_spec, shard.value.ndim)
+        spec = shard.comm.sliced_spec(shard.comm.param_spec, shard.value.ndim)
         local = shard.comm.mode == "manual"
         parts = [shards_of(shard.comm.mesh, entry) if local else 1 for entry in spec]
         shape = tuple(size * count for size, count in zip(shard.value.shape, parts, strict=True))

@@ -10,7 +10,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import LossScale, Precision
-from fsdp_jax.step.loss_scaling import after_step, counts_as_skipped, loss_factor, start
+from fsdp_jax.step.loss_scaling import counts_as_skipped, loss_factor, next_scale, start_scale
 from fsdp_jax.train.config import CheckpointConfig
 from fsdp_jax.train.resume import ResumePoint, Resumer
 from fsdp_jax.tree import flatten
@@ -138,21 +138,21 @@ def test_without_scaling_the_state_has_no_scale():
 
 def test_a_scale_never_becomes_infinite():
     scaling = LossScale(growth_interval=1)
-    scale = start(scaling) | {"scale": np.float32(2.0**127)}
-    assert np.isfinite(after_step(scaling, scale, True)["scale"])
+    scale = start_scale(scaling) | {"scale": np.float32(2.0**127)}
+    assert np.isfinite(next_scale(scaling, scale, True)["scale"])
 
 
 def test_the_factor_is_the_scale_over_the_rows_as_a_power_of_two():
-    scale = start(LossScale(initial=1024.0))
+    scale = start_scale(LossScale(initial=1024.0))
     assert [float(loss_factor(scale, rows)) for rows in (1, 2, 3, 32)] == [1024, 512, 256, 32]
     assert loss_factor({}, 32) is None
 
 
 def test_a_number_is_a_scale_that_stays():
     scaling = Precision(compute="float16", loss_scale=512).scaling
-    scale = start(scaling)
+    scale = start_scale(scaling)
     for finite in (True, False):
-        assert float(after_step(scaling, scale, np.bool_(finite))["scale"]) == 512
+        assert float(next_scale(scaling, scale, np.bool_(finite))["scale"]) == 512
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_number_is_a_scale_that_stays():
     [(LossScale(), 0), (LossScale(initial=1.0), 1), (LossScale(backoff=1.0), 1)],
 )
 def test_skipped_steps_count_where_the_scale_does_not_fall(scaling, counts):
-    assert int(counts_as_skipped(scaling, start(scaling))) == counts
+    assert int(counts_as_skipped(scaling, start_scale(scaling))) == counts
 
 
 @pytest.mark.parametrize("precision", [Precision(), Precision(compute="bfloat16")])

@@ -77,9 +77,9 @@ def test_a_spike_is_skipped_if_that_is_asked_for():
 
 
 def test_a_loss_that_is_not_finite_does_not_enter_the_window():
-    state = loss_spikes.start(fsdp.LossSpikes(window=WINDOW))
+    state = loss_spikes.start_losses(fsdp.LossSpikes(window=WINDOW))
     for loss in (1.0, jnp.nan, jnp.inf, 2.0):
-        state = loss_spikes.after_step(state, jnp.float32(loss))
+        state = loss_spikes.add_loss(state, jnp.float32(loss))
     assert int(state["count"]) == 2
     np.testing.assert_array_equal(state["losses"], [1, 2] + [0] * (WINDOW - 2))
 

@@ -188,7 +188,7 @@ def by_layers(update):
         scalar,
         [leaf],
     )
-    return traced.is_by_rows([0], 2)
+    return traced.is_row_wise([0], 2)
 
 
 def of_each_layer(numbers):

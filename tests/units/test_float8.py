@@ -25,7 +25,7 @@ from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.train_step import train_step
 from fsdp_jax.units import float8
-from fsdp_jax.units.collectives import FLOAT8, fetch
+from fsdp_jax.units.collectives import FLOAT8, gather_without_vjp
 
 GATHER = {"gather": "float8_e4m3fn"}
 MATMUL = {"matmul": "float8"}
@@ -123,10 +123,17 @@ def test_both_ways_to_communicate_gather_the_same_bits():
     value = jax.random.normal(jax.random.key(0), sharded.layout.by_path[path].shape)
     shard = jax.device_put(value, NamedSharding(mesh, spec))
     by_hand = jax.shard_map(
-        lambda x: fetch(manual, x), mesh=mesh, in_specs=spec, out_specs=whole, check_vma=False
+        lambda x: gather_without_vjp(manual, x),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=whole,
+        check_vma=False,
     )
     expected = float8.dequantize(*float8.quantize(value, float8.WEIGHT), BFLOAT16)
-    for found in (jax.jit(lambda x: fetch(annotated, x))(shard), jax.jit(by_hand)(shard)):
+    for found in (
+        jax.jit(lambda x: gather_without_vjp(annotated, x))(shard),
+        jax.jit(by_hand)(shard),
+    ):
         assert found.dtype == BFLOAT16
         np.testing.assert_array_equal(found, expected)
 

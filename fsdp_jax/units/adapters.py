@@ -1,0 +1,66 @@
+"""Makes the adapter of a user's model, or says what was passed in place of a model."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+from flax import nnx
+
+from fsdp_jax.errors import message
+from fsdp_jax.units.linen import LinenModel
+from fsdp_jax.units.model import Model
+from fsdp_jax.units.nnx import NnxModel
+
+
+def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> Model:
+    """Returns the adapter of an NNX or Linen model."""
+    mistake = _model_mistake(model)
+    if mistake is not None:
+        what, fix = mistake
+        got = model if isinstance(model, type) else type(model)
+        expected = "a function of nnx.Rngs that makes an NNX model, or an unbound Linen module"
+        raise ValueError(message(what, where="model", expected=expected, got=got.__name__, fix=fix))
+    if isinstance(model, nn.Module):
+        if inputs is None:
+            fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
+            raise ValueError(message("a Linen model needs example inputs", where="inputs", fix=fix))
+        return LinenModel(model, inputs)
+    make_model = "lambda rngs: Model(..., rngs=rngs)"
+    try:
+        inspect.signature(model).bind(None)  # the random streams
+    except TypeError as error:
+        what = "the function that makes the model does not take random streams alone"
+        raise ValueError(message(what, where="model", got=error, fix=make_model)) from error
+    except ValueError:  # of a function that is not written in Python
+        pass
+    return NnxModel(model)
+
+
+def _model_mistake(model: Any) -> tuple[str, str] | None:
+    """Returns (what, fix) for a common mistake in place of a model; None for a model."""
+    make_model = "lambda rngs: Model(..., rngs=rngs)"
+    if isinstance(model, type):
+        linen = issubclass(model, nn.Module)
+        return "a class, not a model", "Model(...), and inputs=(...)" if linen else make_model
+    if isinstance(model, nnx.bridge.ToNNX):
+        return "a Linen module wrapped for NNX", "pass the Linen module itself, and inputs=(...)"
+    if isinstance(model, nnx.bridge.ToLinen):
+        return "an NNX model wrapped for Linen", f"{make_model}, the NNX model itself"
+    if isinstance(model, nnx.Module):
+        fix = f"pass the function that makes it, {make_model}, so that it is initialized sharded"
+        return "the model is already in memory, unsharded", fix
+    if isinstance(model, nn.Module):
+        if model.scope is None:
+            return None
+        fix = "pass the module that it was made from, or model.unbind()[0]"
+        return "a module bound to its variables", fix
+    if callable(getattr(model, "apply_fn", None)):
+        fix = "pass the module whose `apply` is its apply_fn, and inputs=(...)"
+        return "a train state, not a model", fix
+    if isinstance(getattr(model, "module", None), nn.Module | nnx.Module):
+        fix = "pass the module that it holds, its attribute `module`, and inputs=(...)"
+        return "an object around a module", fix
+    if not callable(model):
+        return "not a model", f"{make_model}, or a Linen module and inputs=(...)"
+    return None
